@@ -1,0 +1,29 @@
+"""WanStream: Wan2.2 A14B with both experts streamed through a few buffers.
+
+This file is ComfyUI's way in and imports nothing by itself; `wanstream.plan`, `wanstream.wan`, `wanstream.sampling`
+are the rooms for scripts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .nodes import WanStreamExtension
+
+WEB_DIRECTORY = "./web"
+
+__version__ = "0.1.0"
+
+
+async def comfy_entrypoint() -> WanStreamExtension:
+    """Return the node list; called by ComfyUI after it has imported this package."""
+    import logging
+
+    try:
+        from .nodes import WanStreamExtension
+    except Exception:
+        # ComfyUI prints one line without a traceback for an error in here.
+        logging.getLogger("wanstream").exception("WanStream could not be loaded")
+        raise
+    return WanStreamExtension()

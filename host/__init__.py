@@ -1,0 +1,1 @@
+"""L6: the door to ComfyUI, real or embedded."""

@@ -1,0 +1,1 @@
+"""L1: observes. Never decides."""

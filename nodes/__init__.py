@@ -1,0 +1,1 @@
+"""L7: translates between ComfyUI and the rooms above. No algorithm."""

@@ -1,0 +1,1 @@
+"""L2: moves weights. Knows no Wan, no sampler, no ComfyUI."""

@@ -1,0 +1,1 @@
+"""L0: decides. Standard library only; values in, frozen dataclasses out."""
