@@ -1,0 +1,134 @@
+"""Where the matrices of one block lie in one flat piece of memory.
+
+Owns the layout (names, shapes, dtypes, offsets), the memory that can hold it, and the rule that says which
+parameters of a block stream. A block that is one flat piece is one copy over the bus instead of ten.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+# Every view starts at a multiple of this: CPU and CUDA kernels pick their path by alignment, so equal alignment is what
+# makes streamed results equal bit for bit to those of an ordinary model.
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatTensor:
+    """One tensor inside a flat piece of memory; `offset` and `nbytes` in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatLayout:
+    """Tensors in the order they lie in memory; offsets and `nbytes` are multiples of `ALIGNMENT`.
+
+    The bytes between two tensors belong to nobody and hold anything.
+    """
+
+    tensors: tuple[FlatTensor, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFormat:
+    """One block twice: as its source stores it and as the model computes with it.
+
+    Both layouts name the same tensors with the same shapes in the same order. `scaled` names the tensors whose stored
+    values count only together with a scale (fp8).
+    """
+
+    stored: FlatLayout
+    computed: FlatLayout
+    scaled: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        stored = [(tensor.name, tensor.shape) for tensor in self.stored.tensors]
+        computed = [(tensor.name, tensor.shape) for tensor in self.computed.tensors]
+        assert stored == computed, f"layouts differ: {stored} and {computed}"
+        assert self.scaled <= {name for name, _ in stored}, f"scales without a tensor: {self.scaled}"
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the stored bytes are the computed bytes, so that nothing has to be decoded."""
+        return self.stored == self.computed and not self.scaled
+
+
+def flat_layout(tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> FlatLayout:
+    """Lay out (name, shape, dtype) one behind the other, in the given order."""
+    placed: list[FlatTensor] = []
+    end = 0
+    for name, shape, dtype in tensors:
+        nbytes = math.prod(shape) * dtype.itemsize
+        placed.append(FlatTensor(name=name, shape=shape, dtype=dtype, offset=end, nbytes=nbytes))
+        end += _aligned(nbytes)
+    return FlatLayout(tensors=tuple(placed), nbytes=end)
+
+
+def block_format(
+    stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
+    scaled: Iterable[str] = (),
+) -> BlockFormat:
+    """Return the format of a block from the (shape, dtype) that its source stores under each parameter name.
+
+    `computed_dtypes` is one dtype for all or a dtype for each name.
+    """
+
+    def computed_dtype(name: str) -> torch.dtype:
+        return computed_dtypes if isinstance(computed_dtypes, torch.dtype) else computed_dtypes[name]
+
+    return BlockFormat(
+        stored=flat_layout((name, shape, dtype) for name, (shape, dtype) in stored.items()),
+        computed=flat_layout((name, shape, computed_dtype(name)) for name, (shape, _) in stored.items()),
+        scaled=frozenset(scaled),
+    )
+
+
+def tensor_views(flat: torch.Tensor, layout: FlatLayout) -> dict[str, torch.Tensor]:
+    """Return the tensors of `layout` as views of `flat`, 1-D uint8 of at least `layout.nbytes`, on any device."""
+    assert flat.dtype == torch.uint8, f"flat memory is bytes, not {flat.dtype}"
+    assert flat.dim() == 1, f"flat memory has one dimension, not {flat.dim()}"
+    assert flat.numel() >= layout.nbytes, f"{flat.numel()} bytes cannot hold {layout.nbytes}"
+    return {
+        tensor.name: flat[tensor.offset : tensor.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor in layout.tensors
+    }
+
+
+def allocate_flat(nbytes: int, device: torch.device | str) -> torch.Tensor:
+    """Return `nbytes` of uninitialised memory as 1-D uint8 whose address is a multiple of `ALIGNMENT`."""
+    device = torch.device(device)
+    # CUDA memory is always aligned, and 255 bytes more could cost another 2 MB there. CPU memory is aligned to 64 only.
+    slack = ALIGNMENT - 1 if device.type == "cpu" else 0
+    # A tensor made in inference mode may not be written by a thread outside it, and the mode is thread-local.
+    with torch.inference_mode(False):
+        memory = torch.empty(nbytes + slack, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % ALIGNMENT
+        return memory[start : start + nbytes]
+
+
+def streamed_names(block: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters that stream, in `named_parameters` order: the weight of every `nn.Linear`.
+
+    They are nearly all of a block (99.965 % of Wan2.2 A14B's); biases and norms stay resident.
+    """
+    return tuple(
+        f"{name}.weight" if name else "weight"
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear)
+    )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,57 @@
+"""What the engine asks of a place where blocks are kept: a checkpoint, RAM, or a module's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+from ..plan import BlockKey
+from .layout import BlockFormat
+
+
+class SourceError(OSError):
+    """A block could not be read. Says which file or block, and what to do about it."""
+
+
+class BlockSource(Protocol):
+    """Gives blocks as flat bytes in their stored dtype.
+
+    Methods may be called from any thread, but a block is read by one thread at a time. An error leaves the source usable: the next call
+    tries again.
+    """
+
+    def keys(self) -> Iterable[BlockKey]:
+        """Return every block that can be read, in the order of the model."""
+        ...
+
+    def block_format(self, key: BlockKey) -> BlockFormat:
+        """Return how the block is stored and how it is computed with. Reads nothing."""
+        ...
+
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        """Return the fp32 CPU scales by parameter name, each 0-d or [rows, 1]; empty if there are none.
+
+        They are read on the first call and kept.
+        """
+        ...
+
+    def host_block(self, key: BlockKey) -> torch.Tensor | None:
+        """Return the stored bytes, 1-D uint8, where the source keeps them in RAM; None where it does not.
+
+        The tensor belongs to the source and is valid until `close`. It may block while the block is read for the first time.
+        """
+        ...
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        """Fill `into`, 1-D uint8 CPU memory of `stored.nbytes`, and return when it is filled.
+
+        Raises:
+            SourceError: the bytes could not be read; `into` then holds anything.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release files, threads and memory. Closing twice is allowed."""
+        ...
