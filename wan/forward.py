@@ -1,0 +1,94 @@
+"""The forward pass of one expert, block by block, for several hidden states at once.
+
+All lanes pass through a block during one visit, so the block's weights are needed once per step and not once per
+lane. Every lane is computed alone (batch 1), which makes it equal, bit for bit, to a forward pass of its own. The
+model's submodules are called as the model calls them: hooks on `rope`, `blocks.0` or `proj_out` fire as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """One hidden state of a step: a sample under one prompt.
+
+    `latents` is [1, C, T, h, w] in the model's space (C is 16, or 36 with the image condition), `text` is
+    [1, L, 4096]. Any floating dtype; both are cast to the model's compute dtype.
+    """
+
+    latents: torch.Tensor
+    text: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Conditions:
+    """What a lane brings to every block besides its hidden state."""
+
+    text: torch.Tensor  # [1, L, dim]
+    time: torch.Tensor  # [1, dim]
+    modulation: torch.Tensor  # [1, 6, dim]
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    grid: tuple[int, int, int]  # patches along time, height and width
+
+
+def forward_lanes(
+    model: WanTransformer3DModel,
+    lanes: Sequence[Lane],
+    timestep: torch.Tensor,
+    visit: Callable[[int], AbstractContextManager[object]],
+) -> list[torch.Tensor]:
+    """Return each lane's velocity [1, 16, T, h, w], in the model's compute dtype.
+
+    `timestep` is [1], shared by the lanes, on the model's device. Inside `visit(i)` block i must be ready to compute;
+    the context is entered once per block, whatever the number of lanes.
+    """
+    # Lanes of one shape share their positions: 77 MB at 1280x720x81.
+    rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}
+    conditions = [_conditions(model, lane, timestep, rotary[lane.latents.shape[2:]]) for lane in lanes]
+    hidden = [_tokens(model, lane) for lane in lanes]
+    for index, block in enumerate(model.blocks):
+        with visit(index):
+            for at, lane in enumerate(conditions):
+                hidden[at] = block(hidden[at], lane.text, lane.modulation, lane.rotary)
+    return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
+
+
+def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
+    """Latents -> one token per patch [1, S, dim]."""
+    latents = lane.latents.to(model.patch_embedding.weight.dtype)
+    patches: torch.Tensor = model.patch_embedding(latents)
+    return patches.flatten(2).transpose(1, 2)
+
+
+def _conditions(
+    model: WanTransformer3DModel, lane: Lane, timestep: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+) -> _Conditions:
+    frames, height, width = lane.latents.shape[2:]
+    patch_frames, patch_height, patch_width = model.config.patch_size
+    text = lane.text.to(model.patch_embedding.weight.dtype)
+    time, modulation, text, _ = model.condition_embedder(timestep, text, None)
+    return _Conditions(
+        text=text,
+        time=time,
+        modulation=modulation.unflatten(1, (6, -1)),
+        rotary=rotary,
+        grid=(frames // patch_frames, height // patch_height, width // patch_width),
+    )
+
+
+def _velocity(model: WanTransformer3DModel, lane: _Conditions, tokens: torch.Tensor) -> torch.Tensor:
+    """Tokens [1, S, dim] -> velocity: modulated norm, projection, patches put back in place."""
+    shift, scale = (model.scale_shift_table + lane.time.unsqueeze(1)).chunk(2, dim=1)
+    tokens = (model.norm_out(tokens.float()) * (1 + scale) + shift).type_as(tokens)
+    patches: torch.Tensor = model.proj_out(tokens).reshape(1, *lane.grid, *model.config.patch_size, -1)
+    return patches.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
