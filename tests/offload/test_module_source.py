@@ -19,7 +19,7 @@ def test_reads_the_weights_of_every_block(dtype):
     stacks = {"high": [block(0, dtype), block(1, dtype)], "low": [block(2, dtype)]}
     source = ModuleSource(stacks)
     assert list(source.keys()) == [BlockKey("high", 0), BlockKey("high", 1), BlockKey("low", 0)]
-    for key in source.keys():
+    for key in list(source.keys()):
         both = source.block_format(key)
         assert both.is_raw
         assert (source.host_block(key), source.scales(key)) == (None, {})
@@ -43,7 +43,7 @@ def test_keeps_the_originals_while_others_stand_in():
 
 def test_blocks_of_one_stack_may_differ():
     source = ModuleSource({"only": [block(0), block(1, torch.float16, width=300)]})
-    sizes = [source.block_format(key).stored.nbytes for key in source.keys()]
+    sizes = [source.block_format(key).stored.nbytes for key in list(source.keys())]
     assert sizes == [2 * 1024, 2 * 12032]
 
 
