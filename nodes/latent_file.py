@@ -1,0 +1,50 @@
+"""Owns the safety copy of a latent: a disk that is full when the video is saved must not cost hours of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+
+class VideoNotSavedError(OSError):
+    """The video could not be saved; the message says where its latent is."""
+
+
+@contextmanager
+def keep_latent_on_failure(samples: torch.Tensor | None, path: Path) -> Iterator[None]:
+    """Hold `samples` in the file `path` until the block ends well.
+
+    `samples` is a raw VAE latent [B, 16, T, h, w]; None does nothing. The file is written first, while there is room
+    for it, and is what ComfyUI's LoadLatent reads. When the block raises an `OSError`, the file stays and the error
+    becomes a `VideoNotSavedError` that names it; any other end of the block removes it.
+    """
+    if samples is None:
+        yield
+        return
+    write_latent(path, samples)
+    keep = False
+    try:
+        yield
+    except OSError as err:
+        keep = True
+        raise VideoNotSavedError(
+            err.errno, f"{err.strerror}. The latent is kept in {path}: make room on the disk and decode it again"
+        ) from err
+    finally:
+        if not keep:
+            path.unlink()
+
+
+def write_latent(path: Path, samples: torch.Tensor) -> None:
+    """Write `samples` as a `.latent` file; raises `OSError` and leaves nothing behind when there is no room for it."""
+    # The empty tensor is ComfyUI's mark for values that need no scaling when they are loaded.
+    tensors = {"latent_tensor": samples.contiguous().cpu(), "latent_format_version_0": torch.empty(0)}
+    try:
+        path.write_bytes(safetensors.torch.save(tensors))
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise

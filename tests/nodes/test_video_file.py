@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import pytest
+import torch
+from wanstream.nodes.latent_file import keep_latent_on_failure
+from wanstream.nodes.video_file import VideoFileError, write_mp4
+
+GREY = torch.full((5, 32, 48, 3), 0.5)
+
+
+def read_frames(path: Path) -> torch.Tensor:
+    with av.open(str(path)) as container:
+        pixels = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+    return torch.stack(pixels).float() / 255
+
+
+def test_the_file_holds_the_frames_the_rate_and_the_graph(tmp_path: Path) -> None:
+    frames = torch.linspace(0, 1, 9).view(9, 1, 1, 1).expand(9, 32, 48, 3)
+    graph = {"sampler": {"class_type": "WanStreamSampler", "inputs": {"seed": 7, "text": "caf\u00e9 = \u00bd; #1"}}}
+
+    write_mp4(tmp_path / "a.mp4", frames, fps=16, crf=10, metadata={"prompt": graph, "workflow": {"nodes": []}})
+
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        (stream,) = container.streams
+        assert (stream.codec_context.name, stream.pix_fmt) == ("h264", "yuv420p")
+        assert (stream.width, stream.height, stream.frames, stream.average_rate) == (48, 32, 9, 16)
+        assert json.loads(container.metadata["prompt"]) == graph
+        assert json.loads(container.metadata["workflow"]) == {"nodes": []}
+    assert (read_frames(tmp_path / "a.mp4") - frames).abs().max() < 0.03
+    assert [file.name for file in tmp_path.iterdir()] == ["a.mp4"]
+
+
+@pytest.mark.parametrize("colour", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.8, 0.4, 0.1)])
+def test_colours_survive_and_are_tagged(tmp_path: Path, colour: tuple[float, ...]) -> None:
+    frames = torch.tensor(colour).expand(2, 32, 32, 3)
+    write_mp4(tmp_path / "a.mp4", frames, fps=16, crf=1, metadata={})
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        codec = container.streams.video[0].codec_context
+        assert (codec.colorspace, codec.color_primaries, codec.color_trc, codec.color_range) == (1, 1, 1, 1)
+    assert (read_frames(tmp_path / "a.mp4") - frames).abs().max() < 0.02
+
+
+def test_values_outside_the_range_are_clamped(tmp_path: Path) -> None:
+    write_mp4(tmp_path / "a.mp4", torch.cat([GREY - 5, GREY + 5]), fps=16, crf=1, metadata={})
+    frames = read_frames(tmp_path / "a.mp4")
+    assert frames[0].max() < 0.02
+    assert frames[-1].min() > 0.98
+
+
+@pytest.mark.parametrize("fps", [16, 23.976, 0.5])
+def test_frame_rates_need_not_be_whole(tmp_path: Path, fps: float) -> None:
+    write_mp4(tmp_path / "a.mp4", GREY, fps=fps, crf=20, metadata={})
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        assert float(container.streams.video[0].average_rate) == pytest.approx(fps, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [((0, 32, 32, 3), "needs frames"), ((5, 32, 32, 4), "needs frames"), ((32, 32, 3), "needs frames"),
+     ((1, 33, 32, 3), "even width and height, not 32x33")],
+)  # fmt: skip
+def test_frames_that_make_no_video_are_refused(tmp_path: Path, shape: tuple[int, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        write_mp4(tmp_path / "a.mp4", torch.zeros(shape), fps=16, crf=20, metadata={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_reported_by_path(tmp_path: Path) -> None:
+    with pytest.raises(VideoFileError, match=r"gone/a\.mp4 could not be written: No such file"):
+        write_mp4(tmp_path / "gone" / "a.mp4", GREY, fps=16, crf=20, metadata={})
+
+
+# A limit on the size of any file stands for a full disk: the same failing write, without a file system of our own.
+SAVE_WITH_LITTLE_ROOM = """
+import resource, sys
+from pathlib import Path
+import torch
+from wanstream.nodes.latent_file import keep_latent_on_failure
+from wanstream.nodes.video_file import write_mp4
+
+folder, room = Path(sys.argv[1]), int(sys.argv[2])
+noise = torch.rand(30, 64, 64, 3)
+resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+try:
+    with keep_latent_on_failure(torch.arange(512.0).view(1, 16, 2, 4, 4), folder / "a.latent"):
+        write_mp4(folder / "a.mp4", noise, fps=16, crf=1, metadata={})
+except OSError as err:
+    print(type(err).__name__, err.errno, err)
+"""
+
+
+def save_with_little_room(folder: Path, room: int) -> str:
+    command = [sys.executable, "-c", SAVE_WITH_LITTLE_ROOM, str(folder), str(room)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+def test_a_full_disk_costs_the_video_but_not_the_latent(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    said = save_with_little_room(tmp_path, 20_000)
+
+    assert said.startswith(f"VideoNotSavedError {errno.EFBIG} ")
+    assert f"The latent is kept in {tmp_path / 'a.latent'}" in said
+    assert [file.name for file in tmp_path.iterdir()] == ["a.latent"]
+    kept = load_file(tmp_path / "a.latent")
+    assert torch.equal(kept["latent_tensor"], torch.arange(512.0).view(1, 16, 2, 4, 4))
+    assert "latent_format_version_0" in kept
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+def test_no_room_even_for_the_latent_leaves_nothing_behind(tmp_path: Path) -> None:
+    said = save_with_little_room(tmp_path, 1_000)
+    assert said.startswith(f"OSError {errno.EFBIG} ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_safety_copy_goes_once_the_video_is_saved(tmp_path: Path) -> None:
+    with keep_latent_on_failure(torch.zeros(1, 16, 1, 2, 2), tmp_path / "a.latent"):
+        assert (tmp_path / "a.latent").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_keep_their_type(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="odd"), keep_latent_on_failure(torch.zeros(1), tmp_path / "a.latent"):
+        raise ValueError("odd")
+    assert list(tmp_path.iterdir()) == []
