@@ -1,1 +1,40 @@
-"""L6: the door to ComfyUI, real or embedded."""
+"""L6: the door to ComfyUI, real or embedded.
+
+`io`, `ui` and `ComfyExtension` are ComfyUI's own (`comfy_api.latest`) when this package runs inside ComfyUI, else the
+embedded ones with the same shape; `host` is the matching `Door`. The choice is made once, on import.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from .door import Door, ExpertsRef, ModelNotFoundError, OutputFile, OutsideFolderError, Progress
+
+host: Door
+
+# `find_spec` of a top-level name looks for it and imports nothing.
+if TYPE_CHECKING or find_spec("comfy_api") is None:
+    from . import embedded_io as io
+    from . import embedded_ui as ui
+    from .embedded_door import embedded_door as host
+    from .embedded_io import ComfyExtension
+else:
+    from comfy_api.latest import ComfyExtension, io, ui
+
+    from .comfy import ComfyDoor
+
+    host = ComfyDoor()
+
+__all__ = [
+    "ComfyExtension",
+    "Door",
+    "ExpertsRef",
+    "ModelNotFoundError",
+    "OutputFile",
+    "OutsideFolderError",
+    "Progress",
+    "host",
+    "io",
+    "ui",
+]

@@ -1,0 +1,91 @@
+"""The door when this package runs inside ComfyUI, by ComfyUI's official ways.
+
+Imported only there: `comfy` and `folder_paths` are ComfyUI's modules, which lie on its `sys.path`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import comfy.model_management
+import comfy.utils
+import folder_paths
+
+from .door import ExpertsRef, ExpertsRegistry, OutputFile, Progress, open_pair
+from .folders import WEIGHT_FILES, diffusers_folders, find_model, inside
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..wan import ExpertPair
+
+
+class _Bar:
+    """ComfyUI's progress bar; it also looks whether the user has pressed Cancel."""
+
+    def __init__(self, total: int, node_id: str | None) -> None:
+        self._bar = comfy.utils.ProgressBar(total, node_id=node_id)
+        self._total = total
+
+    def update(self, done: int, preview: object | None = None) -> None:
+        self._bar.update_absolute(done, self._total, preview)
+
+
+class ComfyDoor:
+    """Implements `Door` with ComfyUI's folders, devices, progress and interrupt."""
+
+    def __init__(self) -> None:
+        self._experts = ExpertsRegistry(open_pair)
+
+    def device(self) -> torch.device:
+        device: torch.device = comfy.model_management.get_torch_device()
+        return device
+
+    def model_names(self, *folders: str) -> list[str]:
+        found: set[str] = set()
+        for kind in folders:
+            if kind == "diffusers":
+                # ComfyUI lists only files; its own diffusers loader walks these folders as well.
+                for place in folder_paths.get_folder_paths(kind):
+                    found.update(diffusers_folders(Path(place)))
+            else:
+                names = folder_paths.get_filename_list(kind)
+                found.update(name for name in names if name.lower().endswith(WEIGHT_FILES))
+        return sorted(found)
+
+    def model_path(self, name: str, *folders: str) -> Path:
+        places = {kind: [Path(place) for place in folder_paths.get_folder_paths(kind)] for kind in folders}
+        return find_model(name, places)
+
+    def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
+        output = folder_paths.get_output_directory()
+        # ComfyUI refuses such a prefix as well, but with a bare Exception.
+        inside(Path(output), prefix)
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, output, width, height)
+        filename = f"{name}_{counter:05}_.{extension.lstrip('.')}"
+        return OutputFile(path=Path(folder) / filename, filename=filename, subfolder=subfolder)
+
+    def temp_folder(self) -> Path:
+        folder = Path(folder_paths.get_temp_directory())
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def progress(self, total: int, node_id: str | None) -> Progress:
+        return _Bar(total, node_id)
+
+    def should_stop(self) -> bool:
+        stop: bool = comfy.model_management.processing_interrupted()
+        return stop
+
+    def raise_if_stopped(self) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    def experts(self, ref: ExpertsRef) -> ExpertPair:
+        return self._experts.get(ref)
+
+    def free_experts(self) -> None:
+        self._experts.free()
+
+    def make_room(self, bytes_needed: int, device: torch.device) -> None:
+        comfy.model_management.free_memory(bytes_needed, device)

@@ -1,0 +1,137 @@
+"""What every host offers the nodes, and the values that pass through that door.
+
+Nodes see only `Door`; `comfy.py` implements it with ComfyUI, `embedded_door.py` without. Names that come from a workflow
+are untrusted: a door hands out paths inside the model and output folders, or raises.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..wan import ExpertPair
+
+
+class OutsideFolderError(ValueError):
+    """A name from a workflow leaves the folder that it belongs to."""
+
+
+class ModelNotFoundError(FileNotFoundError):
+    """No model folder holds the name that a workflow asks for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFile:
+    """A free name in the output folder: `path` is absolute, `subfolder` and `filename` are what a UI result carries."""
+
+    path: Path
+    filename: str
+    subfolder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsRef:
+    """Names a pair of experts by value, so that it can travel along a graph edge and be compared.
+
+    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts.
+    """
+
+    high_noise: Path
+    low_noise: Path | None = None
+    compute_dtype: str = "bfloat16"
+
+
+class Progress(Protocol):
+    """The progress bar of one node."""
+
+    def update(self, done: int, preview: object | None = None) -> None:
+        """Set the bar to `done` of its total; `preview` is ComfyUI's ("JPEG", PIL image, longest side) or None.
+
+        Raises the host's interrupt when the user has stopped the run and the host checks for it here.
+        """
+
+
+class Door(Protocol):
+    """The services of a host. All of them are called on the thread that executes the node, except `should_stop`."""
+
+    def device(self) -> torch.device:
+        """The device that computes."""
+
+    def model_names(self, *folders: str) -> list[str]:
+        """Sorted names of all models in these model folders; an entry of "diffusers" is a folder."""
+
+    def model_path(self, name: str, *folders: str) -> Path:
+        """The first of `folders` that holds `name`. Raises OutsideFolderError or ModelNotFoundError."""
+
+    def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
+        """The next free `<prefix>_<counter>_.<extension>`; its folder exists on return.
+
+        `%width%`, `%height%` and `%year%` ... `%second%` in `prefix` are filled in. Raises OutsideFolderError.
+        """
+
+    def temp_folder(self) -> Path:
+        """An existing folder for files that may be lost."""
+
+    def progress(self, total: int, node_id: str | None) -> Progress:
+        """A new progress bar over `total` steps for the node with this id (None: the one that executes)."""
+
+    def should_stop(self) -> bool:
+        """Whether the user wants the run to end. Asking changes nothing; any thread may ask."""
+
+    def raise_if_stopped(self) -> None:
+        """Raise the host's own interrupt if the user wants the run to end; the wish counts as answered then."""
+
+    def experts(self, ref: ExpertsRef) -> ExpertPair:
+        """The open pair that `ref` names; kept open until another one is asked for or `free_experts` is called."""
+
+    def free_experts(self) -> None:
+        """Close the open pair, if any."""
+
+    def make_room(self, bytes_needed: int, device: torch.device) -> None:
+        """Ask the host to give back device memory that other models hold."""
+
+
+class ExpertsRegistry:
+    """Holds at most one open pair of experts, by value. Thread-safe.
+
+    A second run of the same graph, whatever its seed, finds its pair open; another pair closes the former one first, so
+    that two pairs never share the device.
+    """
+
+    def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair]) -> None:
+        self._open_pair = open_pair
+        self._lock = threading.Lock()
+        self._held: tuple[ExpertsRef, ExpertPair] | None = None
+
+    def get(self, ref: ExpertsRef) -> ExpertPair:
+        """The pair that `ref` names, opened if it is not the one at hand. Raises what opening it raises."""
+        with self._lock:
+            if self._held is None or self._held[0] != ref:
+                self._close()
+                self._held = (ref, self._open_pair(ref))
+            return self._held[1]
+
+    def free(self) -> None:
+        """Close the open pair, if any."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held[1].close()
+
+
+def open_pair(ref: ExpertsRef) -> ExpertPair:
+    """Open the experts that `ref` names: reads headers only."""
+    import torch
+
+    from ..wan import open_experts
+
+    return open_experts(ref.high_noise, ref.low_noise, compute_dtype=getattr(torch, ref.compute_dtype))

@@ -1,0 +1,161 @@
+"""The door when there is no ComfyUI: folders given by the caller, progress to a callback, a stop flag.
+
+There is one door per process (`embedded_door`), because nodes ask it for model names whenever their inputs are
+described. Outside `opened(...)` it has no folders: every model list is empty.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .door import ExpertsRef, ExpertsRegistry, OutputFile, Progress, open_pair
+from .folders import diffusers_folders, find_model, output_file, weight_files
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..wan import ExpertPair
+
+
+class RunStoppedError(Exception):
+    """The user has stopped the run; not an error of the workflow."""
+
+
+class HostStateError(ValueError):
+    """The embedded host was asked for something that needs a run, or for a second run at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folders:
+    """Where a run finds and leaves its files; `models` is laid out as ComfyUI's (`diffusion_models/`, `vae/`, ...)."""
+
+    models: Path
+    output: Path
+    input: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeProgress:
+    """How far a node is: `done` of `total`."""
+
+    node_id: str
+    class_type: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bar:
+    """The progress bar of one node; hands every change on."""
+
+    report: Callable[[int, int], None]
+    total: int
+
+    def update(self, done: int, preview: object | None = None) -> None:  # noqa: ARG002 (no one to show it to)
+        self.report(done, self.total)
+
+
+class EmbeddedDoor:
+    """Implements `Door` for one run at a time; the experts stay open between runs."""
+
+    def __init__(self) -> None:
+        self._experts = ExpertsRegistry(open_pair)
+        self._folders: Folders | None = None
+        self._running: tuple[str, str] | None = None
+        self._on_progress: Callable[[NodeProgress], None] | None = None
+        self._stop = threading.Event()
+        self._temp: Path | None = None
+
+    @contextmanager
+    def opened(self, folders: Folders, on_progress: Callable[[NodeProgress], None] | None = None) -> Iterator[None]:
+        """Serve these folders inside the `with`. Raises HostStateError while another one is open."""
+        if self._folders is not None:
+            raise HostStateError("a workflow is being run already: the embedded host runs one at a time")
+        self._stop.clear()
+        self._folders, self._on_progress = folders, on_progress
+        try:
+            yield
+        finally:
+            self._folders = self._on_progress = None
+
+    @contextmanager
+    def node(self, node_id: str, class_type: str) -> Iterator[None]:
+        """Report the node's progress under this id inside the `with`: first 0 of 1, last 1 of 1."""
+        self._running = (node_id, class_type)
+        try:
+            self._report(0, 1)
+            yield
+            self._report(1, 1)
+        finally:
+            self._running = None
+
+    def stop(self) -> None:
+        """Ask the run to end at its next opportunity; any thread may ask."""
+        self._stop.set()
+
+    @property
+    def folders(self) -> Folders:
+        """The folders of the run. Raises HostStateError outside one."""
+        if self._folders is None:
+            raise HostStateError("no workflow is being run: the embedded host has folders only inside a run")
+        return self._folders
+
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def model_names(self, *folders: str) -> list[str]:
+        if self._folders is None:
+            return []
+        found: set[str] = set()
+        for kind in folders:
+            listed = diffusers_folders if kind == "diffusers" else weight_files
+            found.update(listed(self._folders.models / kind))
+        return sorted(found)
+
+    def model_path(self, name: str, *folders: str) -> Path:
+        return find_model(name, {kind: [self.folders.models / kind] for kind in folders})
+
+    def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
+        return output_file(self.folders.output, prefix, extension, width=width, height=height)
+
+    def temp_folder(self) -> Path:
+        # Never removed: it holds what could not be written anywhere else.
+        if self._temp is None:
+            self._temp = Path(tempfile.mkdtemp(prefix="wanstream-"))
+        return self._temp
+
+    def progress(self, total: int, node_id: str | None) -> Progress:  # noqa: ARG002 (one node runs at a time)
+        return _Bar(report=self._report, total=total)
+
+    def should_stop(self) -> bool:
+        return self._stop.is_set()
+
+    def raise_if_stopped(self) -> None:
+        if self._stop.is_set():
+            self._stop.clear()
+            raise RunStoppedError("the run was stopped")
+
+    def experts(self, ref: ExpertsRef) -> ExpertPair:
+        return self._experts.get(ref)
+
+    def free_experts(self) -> None:
+        self._experts.free()
+
+    def make_room(self, bytes_needed: int, device: torch.device) -> None:
+        """Nothing to do: no other models live here."""
+
+    def _report(self, done: int, total: int) -> None:
+        if self._on_progress is not None and self._running is not None:
+            node_id, class_type = self._running
+            self._on_progress(NodeProgress(node_id=node_id, class_type=class_type, done=done, total=total))
+
+
+embedded_door = EmbeddedDoor()

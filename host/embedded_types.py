@@ -1,0 +1,213 @@
+"""The types of ComfyUI's V3 `io` module that our nodes use, with the arguments of ComfyUI 0.3.64, our floor.
+
+An argument that only a later ComfyUI knows is a TypeError here, so it cannot slip into a node unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import ClassVar
+
+
+class FolderType(str, Enum):
+    """Which of the host's folders a file lies in."""
+
+    input = "input"
+    output = "output"
+    temp = "temp"
+
+
+class UploadType(str, Enum):
+    """What the upload button of a combo accepts."""
+
+    image = "image_upload"
+    video = "video_upload"
+
+
+class NumberDisplay(str, Enum):
+    """How a number is edited."""
+
+    number = "number"
+    slider = "slider"
+
+
+# How an argument is called where the frontend and the validation read it; the others keep their names.
+_OPTION_NAMES = {"display_mode": "display", "force_input": "forceInput", "dynamic_prompts": "dynamicPrompts"}
+_NOT_OPTIONS = {"id", "optional"}
+
+
+@dataclass(frozen=True)
+class AnyInput:
+    """A socket of a node."""
+
+    io_type: ClassVar[str] = "*"
+
+    id: str
+    display_name: str | None = None
+    optional: bool = False
+    tooltip: str | None = None
+    lazy: bool | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """The options of this input as `INPUT_TYPES()` carries them: what is None does not appear."""
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_OPTIONS}
+        return {
+            _OPTION_NAMES.get(name, name): value.value if isinstance(value, Enum) else value
+            for name, value in given.items()
+            if value is not None
+        }
+
+
+@dataclass(frozen=True)
+class AnyOutput:
+    """A result of a node."""
+
+    io_type: ClassVar[str] = "*"
+
+    id: str | None = None
+    display_name: str | None = None
+    tooltip: str | None = None
+    is_output_list: bool = False
+
+
+class ComfyTypeIO:
+    """A type that runs along an edge and has no widget."""
+
+    io_type: ClassVar[str] = "*"
+
+    class Input(AnyInput):
+        pass
+
+    class Output(AnyOutput):
+        pass
+
+
+def Custom(io_type: str) -> type[ComfyTypeIO]:  # noqa: N802 (ComfyUI's name)
+    """The edge type called `io_type`: one of our own, or one of ComfyUI's without a widget."""
+    named = {"io_type": io_type}
+    sides = {
+        "Input": type("Input", (ComfyTypeIO.Input,), named),
+        "Output": type("Output", (ComfyTypeIO.Output,), named),
+    }
+    return type(io_type, (ComfyTypeIO,), {**named, **sides})
+
+
+Conditioning = Custom("CONDITIONING")
+Image = Custom("IMAGE")
+Latent = Custom("LATENT")
+Mask = Custom("MASK")
+Model = Custom("MODEL")
+Sigmas = Custom("SIGMAS")
+Vae = Custom("VAE")
+Video = Custom("VIDEO")
+
+
+class Boolean:
+    """True or False."""
+
+    @dataclass(frozen=True)
+    class Input(AnyInput):
+        io_type: ClassVar[str] = "BOOLEAN"
+
+        default: bool | None = None
+        label_on: str | None = None
+        label_off: str | None = None
+        socketless: bool | None = None
+        force_input: bool | None = None
+
+    class Output(AnyOutput):
+        io_type: ClassVar[str] = "BOOLEAN"
+
+
+class Int:
+    """A whole number; `control_after_generate` adds the widget that changes a seed from run to run."""
+
+    @dataclass(frozen=True)
+    class Input(AnyInput):
+        io_type: ClassVar[str] = "INT"
+
+        default: int | None = None
+        min: int | None = None
+        max: int | None = None
+        step: int | None = None
+        control_after_generate: bool | None = None
+        display_mode: NumberDisplay | None = None
+        socketless: bool | None = None
+        force_input: bool | None = None
+
+    class Output(AnyOutput):
+        io_type: ClassVar[str] = "INT"
+
+
+class Float:
+    """A number."""
+
+    @dataclass(frozen=True)
+    class Input(AnyInput):
+        io_type: ClassVar[str] = "FLOAT"
+
+        default: float | None = None
+        min: float | None = None
+        max: float | None = None
+        step: float | None = None
+        round: float | None = None
+        display_mode: NumberDisplay | None = None
+        socketless: bool | None = None
+        force_input: bool | None = None
+
+    class Output(AnyOutput):
+        io_type: ClassVar[str] = "FLOAT"
+
+
+class String:
+    """Text."""
+
+    @dataclass(frozen=True)
+    class Input(AnyInput):
+        io_type: ClassVar[str] = "STRING"
+
+        multiline: bool = False
+        placeholder: str | None = None
+        default: str | None = None
+        dynamic_prompts: bool | None = None
+        socketless: bool | None = None
+        force_input: bool | None = None
+
+    class Output(AnyOutput):
+        io_type: ClassVar[str] = "STRING"
+
+
+class Combo:
+    """A choice from a list; an Enum class stands for the values of its members."""
+
+    @dataclass(frozen=True)
+    class Input(AnyInput):
+        io_type: ClassVar[str] = "COMBO"
+
+        # ComfyUI takes the options second, before the name that is shown.
+        id: str
+        options: Sequence[str] | Sequence[int] | type[Enum] | None = None
+        display_name: str | None = None
+        optional: bool = False
+        tooltip: str | None = None
+        lazy: bool | None = None
+        default: str | int | Enum | None = None
+        control_after_generate: bool | None = None
+        upload: UploadType | None = None
+        image_folder: FolderType | None = None
+        remote: None = None
+        socketless: bool | None = None
+
+        def as_dict(self) -> dict[str, object]:
+            given = super().as_dict()
+            if isinstance(self.options, type):
+                given["options"] = [member.value for member in self.options]
+            if self.upload is not None:
+                del given["upload"]
+                given[self.upload.value] = True
+            return {**given, "multiselect": False}
+
+    class Output(AnyOutput):
+        io_type: ClassVar[str] = "COMBO"
