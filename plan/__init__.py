@@ -1,1 +1,34 @@
 """L0: decides. Standard library only; values in, frozen dataclasses out."""
+
+from __future__ import annotations
+
+from .check import check_program
+from .experts import split_at_boundary
+from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
+from .residency import OffloadPolicy, Residency, plan_residency
+from .simulate import Hardware, simulate
+from .tenancies import buffers_needed
+from .timeline import StepRecord, Timeline
+from .visits import BlockKey, Visit, step_visits
+
+__all__ = [
+    "AT_ONCE",
+    "KEPT",
+    "BlockKey",
+    "Fetch",
+    "Hardware",
+    "OffloadPolicy",
+    "ProgramError",
+    "Residency",
+    "StepRecord",
+    "Timeline",
+    "TransferProgram",
+    "Visit",
+    "buffers_needed",
+    "check_program",
+    "compile_program",
+    "plan_residency",
+    "simulate",
+    "split_at_boundary",
+    "step_visits",
+]

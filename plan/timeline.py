@@ -1,0 +1,74 @@
+"""Timeline: the one schema for what a run did and for what the simulator says it will do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+TimelineKind = Literal["measured", "simulated"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One denoising step. Times in seconds, `wall_s = compute_s + stall_s` where both are known exactly."""
+
+    index: int
+    expert: str
+    sigma: float | None
+    """Noise level at the start of the step; None when only weights are simulated."""
+    wall_s: float
+    compute_s: float
+    stall_s: float
+    """Time in which the device waited for weights."""
+    bytes_moved: int
+    """Bytes of the fetches whose needing visit lies in this step, whenever they ran."""
+    device_bytes: int | None = None
+    """Peak bytes allocated on the device during the step; None when there is no such counter."""
+    rss_bytes: int | None = None
+    """RAM of the process at the end of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """All steps of one run, in order."""
+
+    steps: tuple[StepRecord, ...]
+    kind: TimelineKind
+    outer_bytes: int = 0
+    """Bytes moved for weights outside the blocks."""
+    first_block_s: float | None = None
+    """Seconds from the start of the run to the first block's compute; None when no block was visited."""
+
+    @property
+    def wall_s(self) -> float:
+        return sum(step.wall_s for step in self.steps)
+
+    @property
+    def compute_s(self) -> float:
+        return sum(step.compute_s for step in self.steps)
+
+    @property
+    def stall_s(self) -> float:
+        return sum(step.stall_s for step in self.steps)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of all blocks fetched; `outer_bytes` come on top."""
+        return sum(step.bytes_moved for step in self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts, ready for JSON."""
+        return {**asdict(self), "steps": [asdict(step) for step in self.steps]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
+        """The inverse of `to_dict`. Raises ValueError for missing or unknown fields and for an unknown kind."""
+        fields = dict(data)
+        if fields.get("kind") not in get_args(TimelineKind):
+            raise ValueError(f"not a timeline: kind is {fields.get('kind')!r}, not one of {get_args(TimelineKind)}")
+        try:
+            fields["steps"] = tuple(StepRecord(**step) for step in fields.get("steps", ()))
+            return cls(**fields)
+        except TypeError as err:
+            raise ValueError(f"not a timeline: {err}") from err
