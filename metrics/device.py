@@ -1,0 +1,96 @@
+"""Clocks and memory of one device: the only file that may synchronise a device or its compute stream.
+
+A *mark* is a point on the device's own time line. On a CPU it is a `perf_counter` value; on CUDA an event recorded on the
+current stream, read after the step so that measuring never makes the host wait for the device in between.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol, TypeAlias, cast
+
+import psutil
+import torch
+
+Mark: TypeAlias = "float | torch.cuda.Event"
+
+
+class Clock(Protocol):
+    """Time on one device."""
+
+    def mark(self) -> Mark:
+        """A point after all work given to the device so far."""
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Seconds between two marks; both must have passed (see `settle`)."""
+
+    def settle(self) -> None:
+        """Wait on the host until every mark made so far has passed. Once per step, never per block."""
+
+    def keep_pace(self, mark: Mark) -> None:
+        """Wait on the host until the device has passed `mark`, so that a cancel is not queued behind a whole step."""
+
+
+class CpuClock:
+    """The CPU computes while the host calls it: every mark has passed when it is made."""
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        return cast(float, end) - cast(float, start)
+
+    def settle(self) -> None:
+        return
+
+    def keep_pace(self, mark: Mark) -> None:
+        return
+
+
+class CudaClock:
+    """Timed events on the stream that is current when `mark` is called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Mark:
+        # A blocking event lets `keep_pace` sleep instead of spinning on a core that the readers need.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        return cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end)) / 1000.0
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def keep_pace(self, mark: Mark) -> None:
+        cast(torch.cuda.Event, mark).synchronize()
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock of `device` (`cpu` or `cuda`)."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()
+
+
+class MemoryMeter:
+    """Peak memory between two calls of `restart`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+
+    def restart(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def device_bytes(self) -> int | None:
+        """Peak bytes that torch allocated on the device since `restart`; None on a CPU, whose memory is `rss_bytes`."""
+        if self._device.type != "cuda":
+            return None
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def rss_bytes(self) -> int:
+        """Bytes of RAM this process holds now, mapped files included."""
+        return int(self._process.memory_info().rss)

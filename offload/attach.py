@@ -1,0 +1,218 @@
+"""Streams the blocks of any module through an engine, and takes everything back.
+
+    with attach_offload(model.blocks, policy=OffloadPolicy.layerwise(1), device="cuda") as handle:
+        model(x)                                # each forward is one run of one pass
+        with handle.passes(2):                  # two forwards known in advance: the second one's first blocks are prefetched
+            model(x), model(y)
+
+A caller with its own loop over blocks (lanes, two experts, many steps) names the visits instead:
+
+    handle = attach_offload({"high": ..., "low": ...}, policy=..., device=..., follow_forward=False)
+    with handle.run(visits) as run:
+        for step, expert, block in visits:
+            with run.visit(step, expert, block):
+                ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import cast
+
+import torch
+from torch import nn
+
+from ..metrics import Recorder
+from ..plan import BlockKey, Fetch, OffloadPolicy, TransferProgram, Visit, compile_program, plan_residency, step_visits
+from .binding import BlockBinding
+from .buffers import BlockBuffer
+from .engine import EngineRun, StreamEngine, VisitContext
+from .follow import ForwardFollower
+from .module_source import ModuleSource
+from .pinned_source import PinnedSource
+from .source import BlockSource
+
+Stacks = Mapping[str, Sequence[nn.Module]]
+
+ONLY_STACK = "blocks"  # the name a single stack of blocks goes by in visits
+
+
+def attach_offload(
+    blocks: Stacks | Sequence[nn.Module],
+    *,
+    policy: OffloadPolicy,
+    device: torch.device | str,
+    source: BlockSource | None = None,
+    follow_forward: bool = True,
+) -> OffloadHandle:
+    """Let the Linear weights of `blocks` be streamed to `device`; everything else of the blocks moves there and stays.
+
+    Args:
+        blocks: one stack of like blocks, or several by name (the experts). Weights may be on `meta` if `source` is given.
+        policy: which blocks stay resident, and how many buffers lie ahead.
+        device: where the blocks compute.
+        source: where the stored bytes come from; by default the blocks' own weights, which are kept in RAM.
+        follow_forward: run the blocks' own forwards through the engine. Off for callers that name the visits themselves.
+
+    Returns:
+        A handle; `detach()` or `with` leaves every block exactly as it was.
+
+    Raises:
+        ValueError: the policy does not fit the number of blocks, or a block's weights have no data and no source.
+    """
+    stacks = _named(blocks)
+    counts = {name: len(stack) for name, stack in stacks.items()}
+    plan_residency(policy, counts)  # refuse a policy that does not fit before anything is touched
+    place = torch.device(device)
+    own = source or ModuleSource(stacks)
+    if policy.source == "pinned":
+        own = PinnedSource(own, register=place.type == "cuda")
+    return OffloadHandle(stacks, policy=policy, device=place, source=own, follow_forward=follow_forward)
+
+
+class OffloadHandle:
+    """Blocks attached to an engine. See `attach_offload`."""
+
+    def __init__(
+        self, stacks: Stacks, *, policy: OffloadPolicy, device: torch.device, source: BlockSource, follow_forward: bool
+    ) -> None:
+        self.counts = {name: len(stack) for name, stack in stacks.items()}
+        self._residency, buffers = plan_residency(policy, self.counts)
+        self._source = source
+        self.engine = StreamEngine(source, buffers=buffers, device=device)
+        self._bindings = {
+            BlockKey(name, index): BlockBinding(key, block, self.engine.formats[key].computed)
+            for name, stack in stacks.items()
+            for index, block in enumerate(stack)
+            for key in [BlockKey(name, index)]
+        }
+        self._moved = [_Moved(block, device) for stack in stacks.values() for block in stack]
+        self._follower = ForwardFollower(self, stacks) if follow_forward else None
+        self._attached = True
+
+    def compile(self, visits: Sequence[Visit]) -> TransferProgram:
+        """The program for `visits`, starting from what the buffers hold now."""
+        return compile_program(
+            visits, self._residency, len(self.engine.buffers), contents=self.engine.contents()
+        )
+
+    def run(self, visits: Sequence[Visit], *, recorder: Recorder | None = None) -> OffloadRun:
+        """Compile `visits` and start them; use with `with`."""
+        return OffloadRun(self, self.engine.run(self.compile(visits), recorder=recorder))
+
+    @contextmanager
+    def passes(self, count: int, *, stack: str | None = None) -> Iterator[None]:
+        """The next `count` forwards of a stack are one run, so that the later ones find their first blocks there."""
+        if self._follower is None:
+            raise ValueError("passes() needs follow_forward=True; name the visits with run() instead")
+        with self._follower.passes(self._only(stack), count):
+            yield
+
+    def pass_visits(self, count: int, stack: str) -> tuple[Visit, ...]:
+        """`count` passes through the blocks of one stack."""
+        return step_visits([stack] * count, self.counts)
+
+    def detach(self) -> None:
+        """Leave every block as it was and free the buffers. Detaching twice is allowed."""
+        if not self._attached:
+            return
+        self._attached = False
+        if self._follower is not None:
+            self._follower.remove()
+        for binding in self._bindings.values():
+            binding.restore()
+        for moved in self._moved:
+            moved.restore()
+        self.engine.close()
+        self._source.close()
+
+    def bind(self, key: BlockKey, buffer: BlockBuffer) -> None:
+        """The block of a visit is there."""
+        self._bindings[key].bind(buffer)
+
+    def unbind(self, key: BlockKey) -> None:
+        """The tenancy of a block is over."""
+        self._bindings[key].unbind()
+
+    def unbind_all(self) -> None:
+        """No visit is going on any more."""
+        for binding in self._bindings.values():
+            binding.unbind()
+
+    def _only(self, stack: str | None) -> str:
+        if stack is not None:
+            return stack
+        if len(self.counts) != 1:
+            raise ValueError(f"name one of the stacks {', '.join(self.counts)}")
+        return next(iter(self.counts))
+
+    def __enter__(self) -> OffloadHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+class OffloadRun:
+    """A run over attached blocks."""
+
+    def __init__(self, handle: OffloadHandle, run: EngineRun) -> None:
+        self._handle, self._run = handle, run
+
+    @property
+    def program(self) -> TransferProgram:
+        return self._run.program
+
+    @property
+    def fetched(self) -> list[Fetch]:
+        """What was really fetched so far, in the order in which it was issued."""
+        return self._run.fetched
+
+    def visit(self, step: int, expert: str, block: int) -> VisitContext:
+        """The next visit of the program; inside this context the block's weights are on the device.
+
+        Raises:
+            VisitOrderError: on entering, if another visit is due.
+        """
+        return VisitContext(self._run, Visit(step, expert, block), self._handle.bind, self._handle.unbind)
+
+    def __enter__(self) -> OffloadRun:
+        self._run.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._run.__exit__(kind, error, trace)
+        self._handle.unbind_all()
+
+
+class _Moved:
+    """What a block keeps on the device all the time: biases, norms, tables. Meta tensors are their owner's to fill."""
+
+    def __init__(self, block: nn.Module, device: torch.device) -> None:
+        self._originals: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        for module in block.modules():
+            for store in (module._parameters, module._buffers):
+                tensors = cast("dict[str, torch.Tensor | None]", store)
+                for name, tensor in tensors.items():
+                    if tensor is not None and not tensor.is_meta and tensor.device != device:
+                        self._originals.append((tensors, name, tensor))
+        for tensors, name, tensor in self._originals:
+            there = tensor.detach().to(device)
+            tensors[name] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
+
+    def restore(self) -> None:
+        for tensors, name, tensor in self._originals:
+            tensors[name] = tensor
+        self._originals.clear()
+
+
+def _named(blocks: Stacks | Sequence[nn.Module]) -> Stacks:
+    if isinstance(blocks, Mapping):
+        return blocks
+    return {ONLY_STACK: blocks}

@@ -1,0 +1,76 @@
+"""Puts a block's weights from a buffer into its modules, and the originals back.
+
+Parameters are replaced in `_parameters`: the data of a meta parameter cannot be set, and the modules stay plain
+`nn.Linear`, so that compile, attention backends and context parallelism see nothing unusual.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..plan import BlockKey
+from .buffers import BlockBuffer
+from .layout import FlatLayout, streamed_names, tensor_views
+
+
+class BlockBinding:
+    """The streamed parameters of one block.
+
+    While no visit's tenancy is on they are meta tensors: computing with a block that is not there fails loudly.
+    """
+
+    def __init__(self, key: BlockKey, block: nn.Module, layout: FlatLayout) -> None:
+        self.key = key
+        self._layout = layout
+        names = streamed_names(block)
+        expected = tuple(tensor.name for tensor in layout.tensors)
+        if set(names) != set(expected):
+            odd = sorted(set(names) ^ set(expected))
+            raise ValueError(f"block {key.block} of {key.expert!r}: the source and the module differ in {', '.join(odd)}")
+        self._slots = {name: _slot(block, name) for name in names}
+        self._originals = {name: module._parameters[leaf] for name, (module, leaf) in self._slots.items()}
+        self._absent = {
+            tensor.name: nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), requires_grad=False)
+            for tensor in layout.tensors
+        }
+        self._per_buffer: dict[int, dict[str, nn.Parameter]] = {}
+        self._bound: int | None = None
+        self.unbind()
+
+    def bind(self, buffer: BlockBuffer) -> None:
+        """Let the block compute with what lies in `buffer`."""
+        if self._bound == buffer.index:
+            return
+        parameters = self._per_buffer.get(buffer.index)
+        if parameters is None:
+            parameters = self._per_buffer[buffer.index] = self._views(buffer)
+        self._put(parameters)
+        self._bound = buffer.index
+
+    def unbind(self) -> None:
+        """The tenancy is over: the buffer belongs to another block now."""
+        self._put(self._absent)
+        self._bound = None
+
+    def restore(self) -> None:
+        """Give the block the very parameters it came with."""
+        for name, (module, leaf) in self._slots.items():
+            module._parameters[leaf] = self._originals[name]
+        self._per_buffer.clear()
+        self._bound = None
+
+    def _put(self, parameters: dict[str, nn.Parameter]) -> None:
+        for name, (module, leaf) in self._slots.items():
+            module._parameters[leaf] = parameters[name]
+
+    def _views(self, buffer: BlockBuffer) -> dict[str, nn.Parameter]:
+        # Made once per block and buffer; outside inference mode, because buffers outlive the run that first binds them.
+        with torch.inference_mode(False):
+            views = tensor_views(buffer.memory, self._layout)
+            return {name: nn.Parameter(view, requires_grad=False) for name, view in views.items()}
+
+
+def _slot(block: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return block.get_submodule(path), leaf

@@ -1,0 +1,214 @@
+"""The engine: executes a `TransferProgram` with one pool of buffers and one fetch thread per run.
+
+The computing thread calls `EngineRun.visit` for the visits in the program's order; the fetch thread goes through the
+program's fetches in bus order. The engine decides nothing: it accepts only a checked program and records what it really
+fetched, so that a test can hold the two against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+
+from ..metrics import Clock, Mark, Recorder, clock_for
+from ..plan import BlockKey, Fetch, TransferProgram, Visit, check_program
+from .buffers import BlockBuffer, BufferState
+from .layout import allocate_flat
+from .progress import RunProgress, RunStopped
+from .source import BlockSource
+from .streams import Arrival, streams_for
+
+STAGING_SLOTS = 2  # facts of the simulator: two whole-block slots keep a disk busy, a third gains nothing
+
+PACE = 2  # visits the host may be ahead of the device: enough to hide launches, few enough to cancel within one block
+
+
+class VisitOrderError(RuntimeError):
+    """A visit was asked for that is not the next one of the program."""
+
+
+class StreamEngine:
+    """Buffers and streams for the blocks of one source on one device; serves one run at a time.
+
+    Args:
+        source: where the stored bytes of every block come from.
+        buffers: size of the pool; each buffer holds the largest block of the source in its computed form.
+        device: `cpu` or `cuda`.
+    """
+
+    def __init__(self, source: BlockSource, *, buffers: int, device: torch.device) -> None:
+        self.device = device
+        self.formats = {key: source.block_format(key) for key in source.keys()}
+        largest = max(max(fmt.computed.nbytes, fmt.stored.nbytes * fmt.is_raw) for fmt in self.formats.values())
+        self.buffers = tuple(BlockBuffer(index, allocate_flat(largest, device)) for index in range(buffers))
+        self.streams = streams_for(device, source, self.formats, slots=STAGING_SLOTS)
+        self._running = False
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers on the device."""
+        return sum(buffer.memory.numel() for buffer in self.buffers)
+
+    def contents(self) -> dict[int, BlockKey]:
+        """What the buffers still hold from the run before; a new program may keep it."""
+        return {b.index: b.key for b in self.buffers if b.state is BufferState.DONE and b.key is not None}
+
+    def run(self, program: TransferProgram, *, recorder: Recorder | None = None) -> EngineRun:
+        """Start `program`. Use the result with `with`: leaving it joins the fetch thread, whatever happened."""
+        if self._running:
+            raise RuntimeError("this engine is already running a program; wait for that run to end")
+        if program.buffers > len(self.buffers):
+            raise ValueError(f"the program needs {program.buffers} buffers, the engine has {len(self.buffers)}")
+        check_program(program)
+        return EngineRun(self, program, recorder)
+
+    def close(self) -> None:
+        """Give the device memory back."""
+        self.buffers = ()
+        self.streams.close()
+
+
+class EngineRun:
+    """One execution of one program."""
+
+    def __init__(self, engine: StreamEngine, program: TransferProgram, recorder: Recorder | None) -> None:
+        self.program = program
+        self.fetched: list[Fetch] = []
+        self._engine = engine
+        self._recorder = recorder
+        self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
+        self._progress = RunProgress()
+        self._arrivals: list[Arrival | None] = [None] * len(program.fetches)
+        self._done: list[Mark] = []
+        self._next = 0
+        self._pool: ThreadPoolExecutor | None = None
+        self._fetching: Future[None] | None = None
+
+    def __enter__(self) -> EngineRun:
+        engine = self._engine
+        engine._running = True
+        for buffer in engine.buffers:
+            key = self.program.initial.get(buffer.index)
+            if key is not None:
+                buffer.keep(key)
+        engine.streams.begin_run()
+        # A buffer may still be read by work given to the device before this run.
+        self._origin = self._clock.mark()
+        if self.program.fetches:
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream-fetch")
+            self._fetching = self._pool.submit(self._fetch_all)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._progress.stop()
+            self._engine.streams.stop()
+            if self._pool is not None:
+                self._pool.shutdown(wait=True)
+        finally:
+            for buffer in self._engine.buffers:
+                buffer.end_run()
+            self._arrivals.clear()
+            self._engine._running = False
+
+    def begin(self, visit: Visit) -> tuple[BlockBuffer, Mark, Mark]:
+        """Wait for the block of `visit`; returns its buffer and the marks 'asked' and 'ready'."""
+        number, program = self._next, self.program
+        if number >= len(program.visits) or program.visits[number] != visit:
+            due = program.visits[number] if number < len(program.visits) else "the end of the program"
+            raise VisitOrderError(f"visit {number} of the program is {due}, not {visit}")
+        if number >= PACE:
+            self._clock.keep_pace(self._done[number - PACE])
+        asked = self._clock.mark()
+        moved = self._await_block(program.visit_fetch[number])
+        buffer = self._engine.buffers[program.visit_buffer[number]]
+        buffer.acquire(visit.key)
+        ready = self._clock.mark()
+        if self._recorder is not None:
+            self._recorder.block_ready(moved)
+        return buffer, asked, ready
+
+    def end(self, buffer: BlockBuffer, asked: Mark, ready: Mark) -> bool:
+        """The visit was given to the device; returns whether the block's tenancy is over."""
+        done = self._clock.mark()
+        self._done.append(done)
+        last = self._next in self.program.last_use
+        buffer.release(last=last)
+        self._next += 1
+        self._progress.note_released()
+        if self._recorder is not None:
+            self._recorder.visit(asked, ready, done)
+        return last
+
+    def _await_block(self, fetch: int) -> int:
+        """Stored bytes that were fetched for this visit; 0 when an earlier visit had waited for them."""
+        if fetch < 0:
+            return 0
+        try:
+            self._progress.await_issued(fetch)
+        except RunStopped:
+            assert self._fetching is not None
+            self._fetching.result()  # raises what ended the fetch thread
+            raise
+        arrival = self._arrivals[fetch]
+        if arrival is None:
+            return 0
+        arrival()
+        self._arrivals[fetch] = None
+        return self._engine.formats[self.program.fetches[fetch].block].stored.nbytes
+
+    def _fetch_all(self) -> None:
+        try:
+            for number, fetch in enumerate(self.program.fetches):
+                self._fetch(number, fetch)
+        except RunStopped:
+            return
+        finally:
+            if len(self.fetched) < len(self.program.fetches):
+                self._progress.stop()
+
+    def _fetch(self, number: int, fetch: Fetch) -> None:
+        streams = self._engine.streams
+        staged = streams.stage(fetch.block)
+        self._progress.await_released(fetch.start_after)
+        after = self._done[fetch.start_after] if fetch.start_after >= 0 else self._origin
+        buffer = self._engine.buffers[fetch.buffer]
+        buffer.begin_fill(staged.key)
+        self._arrivals[number] = streams.land(staged, buffer.memory, after)
+        buffer.issued()
+        self.fetched.append(fetch._replace(block=staged.key, buffer=buffer.index))
+        self._progress.note_issued()
+
+
+BindBlock = Callable[[BlockKey, BlockBuffer], None]
+UnbindBlock = Callable[[BlockKey], None]
+
+
+class VisitContext:
+    """`with` around the work of one visit. A class, not a generator: it is entered once per block and step.
+
+    `bind(key, buffer)` is called when the block is there, `unbind(key)` when its tenancy is over.
+    """
+
+    __slots__ = ("_bind", "_buffer", "_marks", "_run", "_unbind", "_visit")
+
+    def __init__(self, run: EngineRun, visit: Visit, bind: BindBlock, unbind: UnbindBlock) -> None:
+        self._run, self._visit, self._bind, self._unbind = run, visit, bind, unbind
+
+    def __enter__(self) -> None:
+        self._buffer, *self._marks = self._run.begin(self._visit)
+        self._bind(self._visit.key, self._buffer)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None and self._run.end(self._buffer, *self._marks):
+            self._unbind(self._visit.key)
+
+
+__all__ = ["EngineRun", "StreamEngine", "VisitContext", "VisitOrderError"]

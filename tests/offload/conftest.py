@@ -1,0 +1,88 @@
+"""Small stacks of blocks, and a source that is slow in a repeatable way."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from wanstream.offload.layout import BlockFormat
+from wanstream.offload.source import BlockSource, SourceError
+from wanstream.plan import BlockKey
+
+
+class Block(nn.Module):
+    """A residual block with the kinds of tensors a Wan block has: matrices, biases, a norm, a table."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width, dtype=dtype)
+        self.down = nn.Linear(3 * width, width, bias=False, dtype=dtype)
+        self.norm = nn.LayerNorm(width, dtype=dtype)
+        self.table = nn.Parameter(torch.randn(1, width, dtype=torch.float32))
+        self.register_buffer("step", torch.ones(1, dtype=dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.gelu(self.up(self.norm(hidden)))
+        return hidden + self.down(inner) * self.step + self.table.to(hidden.dtype)
+
+
+class SlowSource:
+    """Passes on to another source after a random pause, and fails on demand."""
+
+    def __init__(self, inner: BlockSource, *, seed: int, longest_s: float = 0.004) -> None:
+        self.inner = inner
+        self.reads: list[BlockKey] = []
+        self.fail_at: int | None = None
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+
+    def keys(self) -> Iterable[BlockKey]:
+        return self.inner.keys()
+
+    def block_format(self, key: BlockKey) -> BlockFormat:
+        return self.inner.block_format(key)
+
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        return self.inner.scales(key)
+
+    def host_block(self, key: BlockKey) -> torch.Tensor | None:
+        return self.inner.host_block(key)
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        time.sleep(self._random.random() * self._longest_s)
+        if self.fail_at == len(self.reads):
+            raise SourceError(f"the disk went away at {key}")
+        self.reads.append(key)
+        self.inner.read_block(key, into)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.fixture
+def make_stack() -> Callable[..., nn.ModuleList]:
+    def make(count: int, *, seed: int = 0, width: int = 32, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+        torch.manual_seed(seed)
+        return nn.ModuleList(Block(width, dtype) for _ in range(count)).requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture
+def slow_source() -> Callable[..., SlowSource]:
+    return SlowSource
+
+
+@pytest.fixture
+def run_plain() -> Callable[[Sequence[nn.Module], torch.Tensor], torch.Tensor]:
+    def run(blocks: Sequence[nn.Module], hidden: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            hidden = block(hidden)
+        return hidden
+
+    return run

@@ -1,0 +1,89 @@
+"""Every order of calls on a buffer, legal and not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from wanstream.offload.buffers import BlockBuffer, BufferOrderError, BufferState
+from wanstream.plan import BlockKey
+
+KEY, OTHER = BlockKey("high", 3), BlockKey("low", 4)
+
+CALLS = {
+    "begin_fill": lambda buffer: buffer.begin_fill(KEY),
+    "issued": lambda buffer: buffer.issued(),
+    "keep": lambda buffer: buffer.keep(KEY),
+    "acquire": lambda buffer: buffer.acquire(KEY),
+    "release": lambda buffer: buffer.release(last=False),
+    "release_last": lambda buffer: buffer.release(last=True),
+}
+
+ROAD = {
+    BufferState.EMPTY: [],
+    BufferState.FILLING: ["begin_fill"],
+    BufferState.ISSUED: ["begin_fill", "issued"],
+    BufferState.IN_USE: ["begin_fill", "issued", "acquire"],
+    BufferState.HELD: ["begin_fill", "issued", "acquire", "release"],
+    BufferState.DONE: ["begin_fill", "issued", "acquire", "release_last"],
+}
+
+LEGAL = {
+    (BufferState.EMPTY, "begin_fill"): BufferState.FILLING,
+    (BufferState.DONE, "begin_fill"): BufferState.FILLING,
+    (BufferState.FILLING, "issued"): BufferState.ISSUED,
+    (BufferState.ISSUED, "acquire"): BufferState.IN_USE,
+    (BufferState.HELD, "acquire"): BufferState.IN_USE,
+    (BufferState.IN_USE, "release"): BufferState.HELD,
+    (BufferState.IN_USE, "release_last"): BufferState.DONE,
+    (BufferState.DONE, "keep"): BufferState.HELD,
+}
+
+AFTER_A_RUN = {
+    BufferState.EMPTY: (BufferState.EMPTY, None),
+    BufferState.FILLING: (BufferState.EMPTY, None),
+    BufferState.ISSUED: (BufferState.EMPTY, None),
+    BufferState.IN_USE: (BufferState.DONE, KEY),
+    BufferState.HELD: (BufferState.DONE, KEY),
+    BufferState.DONE: (BufferState.DONE, KEY),
+}
+
+
+def buffer_in(state: BufferState) -> BlockBuffer:
+    buffer = BlockBuffer(7, torch.empty(0, dtype=torch.uint8))
+    for call in ROAD[state]:
+        CALLS[call](buffer)
+    assert buffer.state is state
+    return buffer
+
+
+@pytest.mark.parametrize(("state", "call"), list(itertools.product(BufferState, CALLS)))
+def test_every_call_in_every_state(state: BufferState, call: str) -> None:
+    buffer = buffer_in(state)
+    if (state, call) in LEGAL:
+        CALLS[call](buffer)
+        assert buffer.state is LEGAL[state, call]
+    else:
+        with pytest.raises(BufferOrderError, match=f"buffer 7 is {state.value}"):
+            CALLS[call](buffer)
+        assert buffer.state is state
+
+
+@pytest.mark.parametrize("state", [BufferState.ISSUED, BufferState.HELD])
+def test_another_block_cannot_be_acquired(state: BufferState) -> None:
+    with pytest.raises(BufferOrderError, match="asked for"):
+        buffer_in(state).acquire(OTHER)
+
+
+def test_another_block_cannot_be_kept() -> None:
+    with pytest.raises(BufferOrderError, match="asked for"):
+        buffer_in(BufferState.DONE).keep(OTHER)
+
+
+@pytest.mark.parametrize("state", list(BufferState))
+def test_a_run_that_ends_anywhere_leaves_only_what_is_whole(state: BufferState) -> None:
+    buffer = buffer_in(state)
+    buffer.end_run()
+    assert (buffer.state, buffer.key) == AFTER_A_RUN[state]

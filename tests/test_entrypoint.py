@@ -1,0 +1,75 @@
+"""Importing the pack does nothing, in any folder name and without being installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# The way ComfyUI imports a folder of custom_nodes: the module's name is its path.
+LOAD = """
+import importlib.util, json, logging, sys
+folder = sys.argv[1]
+name = folder.replace(".", "_x_")
+before = {"path": list(sys.path), "modules": set(sys.modules), "handlers": list(logging.getLogger().handlers),
+          "level": logging.getLogger().level}
+spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py")
+module = importlib.util.module_from_spec(spec)
+sys.modules[name] = module
+spec.loader.exec_module(module)
+print(json.dumps({
+    "path": sys.path == before["path"],
+    "new": sorted(set(sys.modules) - before["modules"] - {name}),
+    "logging": logging.getLogger().handlers == before["handlers"] and logging.getLogger().level == before["level"],
+    "web": module.WEB_DIRECTORY,
+}))
+"""
+
+
+def _run(code: str, *args: str) -> dict[str, object]:
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True, timeout=120)
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_import_as_comfyui_does_changes_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "ComfyUI-Wan2.2-Stream"
+    folder.symlink_to(ROOT, target_is_directory=True)
+    found = _run(LOAD, str(folder))
+    assert found["path"] is True
+    assert found["logging"] is True
+    assert found["new"] == [], "importing the pack loaded other modules"
+    assert (ROOT / str(found["web"])).is_dir()
+
+
+ENTRY = """
+import asyncio, importlib.util, json, sys
+name = sys.argv[1].replace(".", "_x_")
+spec = importlib.util.spec_from_file_location(name, sys.argv[1] + "/__init__.py")
+module = importlib.util.module_from_spec(spec)
+sys.modules[name] = module
+spec.loader.exec_module(module)
+path = list(sys.path)
+
+async def nodes():
+    extension = await module.comfy_entrypoint()
+    return await extension.get_node_list()
+
+ids = [node.define_schema().node_id for node in asyncio.run(nodes())]
+print(json.dumps({"ids": ids, "path": sys.path == path, "wanstream": "wanstream" in sys.modules}))
+"""
+
+
+def test_entry_point_lists_nodes_under_any_folder_name(tmp_path: Path) -> None:
+    folder = tmp_path / "pack with.dots-and spaces"
+    folder.symlink_to(ROOT, target_is_directory=True)
+    found = _run(ENTRY, str(folder))
+    ids = found["ids"]
+    assert isinstance(ids, list)
+    assert "WanStreamSampler" in ids
+    assert len(set(ids)) == len(ids)
+    assert found["path"] is True
+    assert found["wanstream"] is False, "the pack imported itself under a second name"
