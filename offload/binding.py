@@ -17,7 +17,8 @@ from .layout import FlatLayout, streamed_names, tensor_views
 class BlockBinding:
     """The streamed parameters of one block.
 
-    While no visit's tenancy is on they are meta tensors: computing with a block that is not there fails loudly.
+    While the block is in no buffer they are empty: computing with it fails by its shape. (A meta tensor would not do, CPU
+    kernels accept one as a weight and return another.)
     """
 
     def __init__(self, key: BlockKey, block: nn.Module, layout: FlatLayout) -> None:
@@ -31,7 +32,7 @@ class BlockBinding:
         self._slots = {name: _slot(block, name) for name in names}
         self._originals = {name: module._parameters[leaf] for name, (module, leaf) in self._slots.items()}
         self._absent = {
-            tensor.name: nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), requires_grad=False)
+            tensor.name: nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
             for tensor in layout.tensors
         }
         self._per_buffer: dict[int, dict[str, nn.Parameter]] = {}

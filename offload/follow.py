@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..plan import Visit
-from .engine import VisitContext
+from .engine import VisitContext, VisitOrderError
 
 if TYPE_CHECKING:
     from .attach import OffloadHandle, OffloadRun, Stacks
@@ -22,7 +22,6 @@ class ForwardFollower:
     def __init__(self, handle: OffloadHandle, stacks: Stacks) -> None:
         self._handle = handle
         self._run: OffloadRun | None = None
-        self._stack = ""
         self._pending: list[Visit] = []
         self._open: VisitContext | None = None
         self._hooks = [
@@ -67,14 +66,15 @@ class ForwardFollower:
         self._pending = list(reversed(visits))
         self._run = self._handle.run(visits)
         self._run.__enter__()
-        self._stack = stack
 
     def _enter(self, stack: str, index: int) -> None:
-        if self._open is not None or (index == 0 and (self._run is None or self._stack != stack)):
-            # Either a forward begins, or the one before it was cut short inside a block.
+        due = self._pending[-1].key if self._pending and self._open is None else None
+        if index == 0 and due != (stack, 0):
+            # A forward begins: the first one, or one after a forward that was cut short.
             self._close()
             self._begin(stack, 1)
-        assert self._run is not None
+        if self._run is None:
+            raise VisitOrderError(f"block {index} of {stack!r} was called before block 0")
         self._open = self._run.visit(self._pending[-1].step, stack, index)
         self._open.__enter__()
         self._pending.pop()
