@@ -5,7 +5,8 @@ from __future__ import annotations
 from .check import check_program
 from .experts import split_at_boundary
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
-from .residency import OffloadPolicy, Residency, plan_residency
+from .residency import OffloadPolicy, Residency, plan_residency, spread_evenly
+from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
 from .simulate import Hardware, simulate
 from .tenancies import buffers_needed
 from .timeline import StepRecord, Timeline
@@ -13,8 +14,11 @@ from .visits import BlockKey, Visit, step_visits
 
 __all__ = [
     "AT_ONCE",
+    "I2V_A14B",
     "KEPT",
+    "T2V_A14B",
     "BlockKey",
+    "ExpertShape",
     "Fetch",
     "Hardware",
     "OffloadPolicy",
@@ -23,6 +27,7 @@ __all__ = [
     "StepRecord",
     "Timeline",
     "TransferProgram",
+    "VideoShape",
     "Visit",
     "buffers_needed",
     "check_program",
@@ -30,5 +35,6 @@ __all__ = [
     "plan_residency",
     "simulate",
     "split_at_boundary",
+    "spread_evenly",
     "step_visits",
 ]

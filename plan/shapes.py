@@ -1,0 +1,144 @@
+"""How much there is to compute and to move: tokens, FLOPs and bytes of Wan2.2 from widths alone.
+
+Sums over the tensors of one transformer of diffusers' `WanTransformer3DModel`. D is the model's width, F that of its
+feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PIXELS_PER_LATENT = 8
+FRAMES_PER_LATENT = 4
+PATCH = (1, 2, 2)
+PIXELS_PER_TOKEN = PIXELS_PER_LATENT * PATCH[1]
+TEXT_TOKENS = 512
+
+BF16_BYTES = 2
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoShape:
+    """A video that the A14B experts and their VAE can make.
+
+    Raises ValueError unless width and height are multiples of 16 and frames are 4n + 1.
+    """
+
+    width: int
+    height: int
+    frames: int
+
+    def __post_init__(self) -> None:
+        for side, pixels in (("width", self.width), ("height", self.height)):
+            if pixels < PIXELS_PER_TOKEN or pixels % PIXELS_PER_TOKEN:
+                raise ValueError(
+                    f"{side} is {pixels}, it must be a multiple of {PIXELS_PER_TOKEN}: "
+                    f"use {_nearest(pixels, PIXELS_PER_TOKEN, first=PIXELS_PER_TOKEN)}"
+                )
+        if self.frames < 1 or self.frames % FRAMES_PER_LATENT != 1:
+            raise ValueError(
+                f"frames is {self.frames}, it must be a multiple of {FRAMES_PER_LATENT} plus 1: "
+                f"use {_nearest(self.frames, FRAMES_PER_LATENT, first=1)}"
+            )
+
+    @property
+    def latent(self) -> tuple[int, int, int]:
+        """(frames, height, width) of the latent."""
+        return (
+            (self.frames - 1) // FRAMES_PER_LATENT + 1,
+            self.height // PIXELS_PER_LATENT,
+            self.width // PIXELS_PER_LATENT,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Length of the sequence that the blocks see, one lane."""
+        frames, height, width = self.latent
+        return (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
+
+
+def _nearest(value: int, step: int, *, first: int) -> int:
+    """The member of first, first + step, first + 2 step, ... that is nearest to `value`."""
+    return first + max(0, (value - first + step // 2) // step) * step
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """Widths of one expert. All counts are of parameters, all bytes bf16 unless they say otherwise."""
+
+    width: int = 5120
+    ffn_width: int = 13824
+    blocks: int = 40
+    in_channels: int = 16
+    out_channels: int = 16
+    text_width: int = 4096
+    time_frequencies: int = 256
+
+    @property
+    def streamed_parameters(self) -> int:
+        """The 10 matrices of a block: q, k, v, out of two attentions, and the feed-forward pair."""
+        return 8 * self.width**2 + 2 * self.width * self.ffn_width
+
+    @property
+    def small_parameters(self) -> int:
+        """The 17 other tensors of a block: modulation 6D, eight attention biases, four q/k norms, norm2, ffn biases."""
+        return (6 + 8 + 4 + 2) * self.width + (self.ffn_width + self.width)
+
+    @property
+    def outer_parameters(self) -> int:
+        """Everything outside the blocks."""
+        patch = self.width * (self.in_channels * _volume(PATCH) + 1)
+        time_projection = 6 * self.width * (self.width + 1)
+        text = self.width * (self.text_width + 1) + self.width * (self.width + 1)
+        output = self.out_channels * _volume(PATCH) * (self.width + 1)
+        return patch + self._time_embedder + time_projection + text + self._output_modulation + output
+
+    @property
+    def parameters(self) -> int:
+        return self.blocks * (self.streamed_parameters + self.small_parameters) + self.outer_parameters
+
+    def block_bytes(self, *, fp32_islands: bool = False) -> int:
+        """Bytes of one block; `fp32_islands` counts its modulation and norm2 as fp32, the way diffusers holds them."""
+        islands = (6 + 2) * self.width
+        return _bytes(self.streamed_parameters + self.small_parameters, islands if fp32_islands else 0)
+
+    def outer_bytes(self, *, fp32_islands: bool = False) -> int:
+        """Bytes outside the blocks; `fp32_islands` counts the time embedder and the output modulation as fp32."""
+        islands = self._time_embedder + self._output_modulation
+        return _bytes(self.outer_parameters, islands if fp32_islands else 0)
+
+    def streamed_bytes(self, *, bytes_per_weight: int = BF16_BYTES) -> int:
+        """Bytes that one fetch of a block moves (1 byte per weight: fp8)."""
+        return self.streamed_parameters * bytes_per_weight
+
+    def block_flops(self, tokens: int) -> int:
+        """Floating point operations of one block for one lane of `tokens`, a multiplication and an addition being two.
+
+        Projections and feed-forward, self-attention, cross-attention over 512 text tokens and its keys and values.
+        """
+        width = self.width
+        linear = 2 * tokens * (6 * width**2 + 2 * width * self.ffn_width) + 2 * TEXT_TOKENS * 2 * width**2
+        self_attention = 4 * tokens**2 * width
+        cross_attention = 4 * tokens * TEXT_TOKENS * width
+        return linear + self_attention + cross_attention
+
+    @property
+    def _time_embedder(self) -> int:
+        return self.width * (self.time_frequencies + 1) + self.width * (self.width + 1)
+
+    @property
+    def _output_modulation(self) -> int:
+        return 2 * self.width
+
+
+T2V_A14B = ExpertShape()
+I2V_A14B = ExpertShape(in_channels=36)
+
+
+def _bytes(parameters: int, fp32_parameters: int) -> int:
+    return parameters * BF16_BYTES + fp32_parameters * (FP32_BYTES - BF16_BYTES)
+
+
+def _volume(patch: tuple[int, int, int]) -> int:
+    return patch[0] * patch[1] * patch[2]
