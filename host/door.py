@@ -1,6 +1,6 @@
 """What every host offers the nodes, and the values that pass through that door.
 
-Nodes see only `Door`; `comfy.py` implements it with ComfyUI, `embedded_door.py` without. Names that come from a workflow
+Nodes see only `Door`; `comfy.py` implements it with ComfyUI, `embedded_door.py` without. Names that come from a graph
 are untrusted: a door hands out paths inside the model and output folders, or raises.
 """
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .door import ExpertsRef, ExpertsRegistry, OutputFile, Progress, open_pair
-from .folders import diffusers_folders, find_model, output_file, weight_files
+from .folders import diffusers_folders, find_model, inside, output_file, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -110,6 +110,15 @@ class EmbeddedDoor:
         import torch
 
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def input_names(self) -> list[str]:
+        """Sorted names of the files that lie directly in the input folder; none outside a run."""
+        folder = self._folders.input if self._folders else None
+        return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder and folder.is_dir() else []
+
+    def input_path(self, name: str) -> Path:
+        """Where the input file `name`, or `name [input]`, lies. Raises OutsideFolderError."""
+        return inside(self.folders.input, name.removesuffix(" [input]"))
 
     def model_names(self, *folders: str) -> list[str]:
         if self._folders is None:
