@@ -1,0 +1,66 @@
+"""What the engine itself costs per visit: 40 blocks that return their input, all of them resident.
+
+    python benchmarks/engine_overhead.py [cpu|cuda]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import torch
+from torch import nn
+from wanstream.metrics import Recorder
+from wanstream.offload import OffloadRun, attach_offload
+from wanstream.plan import OffloadPolicy, step_visits
+
+from record import record
+
+BLOCKS, PASSES = 40, 50
+
+
+class Identity(nn.Module):
+    """As many streamed matrices as a Wan block has, and no work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(10))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def time_passes(run: OffloadRun, blocks: nn.ModuleList, recorder: Recorder) -> list[float]:
+    """Seconds per visit of every pass of the run."""
+    hidden, seconds = torch.ones(1), []
+    for step in range(PASSES + 1):
+        with recorder.step(step, "blocks"):
+            began = time.perf_counter()
+            for index, block in enumerate(blocks):
+                with run.visit(step, "blocks", index):
+                    hidden = block(hidden)
+            seconds.append((time.perf_counter() - began) / BLOCKS)
+    return seconds[1:]  # the first pass fetches
+
+
+def main(device: str) -> None:
+    blocks = nn.ModuleList(Identity() for _ in range(BLOCKS)).requires_grad_(False)
+    with attach_offload(blocks, policy=OffloadPolicy.resident(), device=device, follow_forward=False) as handle:
+        recorder = Recorder(torch.device(device))
+        with handle.run(step_visits(["blocks"] * (PASSES + 1), handle.counts), recorder=recorder) as run:
+            seconds = time_passes(run, blocks, recorder)
+    micro = [value * 1e6 for value in seconds]
+    figures = {
+        "microseconds_per_visit": {
+            "median": round(statistics.median(micro), 2),
+            "min": round(min(micro), 2),
+            "max": round(max(micro), 2),
+        }
+    }
+    method = f"{BLOCKS} blocks that return their input, all resident, recorder on, {PASSES} passes after one that fetches"
+    print(record(f"engine-overhead-{device}", method=method, figures=figures).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "cpu")
