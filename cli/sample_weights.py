@@ -1,0 +1,98 @@
+"""Tiny models with seeded random weights: a Wan expert, the VAE, the UMT5 encoder.
+
+Random numbers are drawn from a generator of their own in the order of the parameters' names, so a seed and a shape give
+the same weights everywhere. The scales keep activations finite and of order 1 at any depth, and every input (latents,
+timestep, text) visibly changes the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import nn
+from transformers import UMT5Config, UMT5EncoderModel
+
+TEXT_DIM = 4096
+HEAD_DIM = 128
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """What tells one sample expert from another; 36 input channels make an image-to-video model."""
+
+    layers: int = 4
+    heads: int = 2
+    in_channels: int = 16
+    ffn_dim: int = 512
+    text_dim: int = TEXT_DIM
+
+
+def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
+    """A random expert in fp32, in eval mode and without gradients."""
+    config = {
+        "num_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "attention_head_dim": HEAD_DIM,
+        "in_channels": shape.in_channels,
+        "out_channels": 16,
+        "ffn_dim": shape.ffn_dim,
+        "text_dim": shape.text_dim,
+    }
+    with torch.random.fork_rng(devices=[]):
+        model = WanTransformer3DModel(**config)
+    return _randomised(model, seed)
+
+
+def make_vae(*, seed: int, base_dim: int = 16) -> AutoencoderKLWan:
+    """A random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
+    with torch.random.fork_rng(devices=[]):
+        vae = AutoencoderKLWan(base_dim=base_dim)
+    return _randomised(vae, seed)
+
+
+def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5EncoderModel:
+    """A random UMT5 encoder in fp32, as wide as the real one (4096) and thin everywhere else."""
+    config = UMT5Config(
+        vocab_size=vocabulary,
+        d_model=TEXT_DIM,
+        d_kv=16,
+        d_ff=128,
+        num_heads=4,
+        num_layers=layers,
+        feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False,
+        dropout_rate=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        encoder = UMT5EncoderModel(config)
+    return _randomised(encoder, seed)
+
+
+def _randomised(model: ModelT, seed: int) -> ModelT:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        parameter.data.copy_(_random_values(name, parameter.shape, generator))
+    return model.eval().requires_grad_(False)
+
+
+def _random_values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if name.endswith("bias"):
+        return 0.1 * noise
+    if name.endswith("attn2.norm_q.weight"):
+        # Sharp enough attention that a few words count against hundreds of rows of padding.
+        return 2.0 + 0.1 * noise
+    if "norm" in name or name.endswith("gamma"):
+        return 1.0 + 0.1 * noise
+    if name.endswith("scale_shift_table"):
+        return 0.5 * noise
+    if name.endswith(("shared.weight", "embed_tokens.weight", "relative_attention_bias.weight")):
+        return noise
+    # A matrix or a convolution: inputs of order 1 give outputs of order 1.
+    return noise / math.sqrt(math.prod(shape[1:]))

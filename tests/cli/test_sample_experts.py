@@ -1,0 +1,113 @@
+"""The sample experts: what is written is what was made, in every form, and it behaves like a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+
+def velocity(model, *, latents_seed=0, timestep=900.0, text_seed=0, tokens=12):
+    def normal(seed, *shape):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    latents = normal(latents_seed, 1, model.config.in_channels, 3, 8, 8)
+    text = torch.cat([normal(100 + text_seed, 1, tokens, 4096), torch.zeros(1, 512 - tokens, 4096)], dim=1)
+    with torch.no_grad():
+        return model(latents, torch.tensor([timestep]), text, return_dict=False)[0]
+
+
+def difference(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("shape", [{}, {"in_channels": 36}, {"layers": 40, "heads": 1}], ids=str)
+def test_output_is_of_order_one_and_depends_on_every_input_and_block(make_tiny_expert, shape):
+    model = make_tiny_expert(**shape)
+    reference = velocity(model)
+
+    assert reference.isfinite().all()
+    assert 0.5 < reference.std() < 2.0
+    assert difference(velocity(model, timestep=899.0), reference) > 0.05
+    assert difference(velocity(model, text_seed=1), reference) > 0.05
+    assert difference(velocity(model, latents_seed=1), reference) > 0.05
+    assert difference(velocity(make_tiny_expert(seed=1, **shape)), reference) > 0.5
+    for block in (0, len(model.blocks) // 2, len(model.blocks) - 1):
+        without = make_tiny_expert(**shape)
+        without.blocks[block].ffn.net[2].weight.zero_()
+        assert difference(velocity(without), reference) > 0.01
+
+
+def test_same_seed_same_weights_and_the_global_generator_is_left_alone(make_tiny_expert):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first, second = make_tiny_expert(seed=3), make_tiny_expert(seed=3)
+
+    assert torch.equal(torch.get_rng_state(), before)
+    for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_folder_loads_in_diffusers_with_the_made_weights(tiny_expert_folder, make_tiny_expert, shards, dtype):
+    folder = tiny_expert_folder(dtype=dtype, shards=shards)
+
+    assert len(list(folder.glob("*.safetensors"))) >= shards
+    assert (folder / "diffusion_pytorch_model.safetensors.index.json").exists() == (shards > 1)
+    loaded = WanTransformer3DModel.from_pretrained(folder)
+    expected = make_tiny_expert().state_dict()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, expected[name].to(dtype).float()), name
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_single_file_converts_to_the_made_weights(tiny_expert_file, make_tiny_expert, prefix, dtype):
+    tensors = load_file(tiny_expert_file(dtype=dtype, prefix=prefix))
+
+    assert all(name.startswith(prefix) for name in tensors)
+    converted = convert_wan_transformer_to_diffusers(tensors)
+    expected = make_tiny_expert().state_dict()
+    assert converted.keys() == expected.keys()
+    for name, tensor in converted.items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, expected[name].to(dtype)), name
+
+
+def test_fp8_file_holds_fp8_matrices_in_blocks_only_and_stands_for_the_dequantised_model(
+    tiny_expert_file, make_tiny_expert, fp8_layout
+):
+    path = tiny_expert_file(dtype=torch.float16, fp8=fp8_layout)
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        marked = "_quantization_metadata" in file.metadata()
+    marked |= "scaled_fp8" in tensors or any(name.endswith(".comfy_quant") for name in tensors)
+    assert marked
+
+    extra = (".scale_weight", ".weight_scale", ".scale_input", ".comfy_quant", "scaled_fp8")
+    stored = {name: tensor for name, tensor in tensors.items() if not name.endswith(extra)}
+    for name, tensor in stored.items():
+        linear = name.startswith("blocks.") and tensor.ndim == 2
+        assert tensor.dtype == (torch.float8_e4m3fn if linear else torch.float16), name
+        layer = name.removesuffix(".weight")
+        scale = tensors.get(f"{layer}.scale_weight", tensors.get(f"{layer}.weight_scale"))
+        stored[name] = tensor.float() if scale is None else tensor.float() * scale
+
+    expected = make_tiny_expert(dequantised_from=torch.float16).state_dict()
+    for name, tensor in convert_wan_transformer_to_diffusers(stored).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_fp8_is_a_visible_but_small_error(make_tiny_expert):
+    error = difference(velocity(make_tiny_expert(dequantised_from=torch.float32)), velocity(make_tiny_expert()))
+
+    assert 1e-3 < error < 0.1
+
+
+def test_files_are_made_once_per_session(tiny_expert_file, tiny_expert_folder):
+    assert tiny_expert_file(seed=0) is tiny_expert_file(seed=0)
+    assert tiny_expert_folder(shards=4) != tiny_expert_folder(shards=1)

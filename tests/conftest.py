@@ -1,0 +1,70 @@
+"""Tiny random models for every room: four blocks, two heads, real text width; each file is written once per session."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from wanstream.cli.sample_experts import FP8_LAYOUTS, dequantised, save_expert_file, save_expert_folder
+from wanstream.cli.sample_weights import ExpertShape, make_expert
+
+
+@pytest.fixture(scope="session")
+def make_tiny_expert() -> Callable[..., WanTransformer3DModel]:
+    """`make_tiny_expert(seed=0, **shape)`: a fresh fp32 expert, the caller's to change.
+
+    `dequantised_from=dtype` gives instead the fp32 model that an fp8 file with its other tensors in `dtype` stands for.
+    Shape: `layers=4, heads=2, in_channels=16 | 36, ffn_dim=512, text_dim=4096`.
+    """
+
+    def make(*, seed: int = 0, dequantised_from: torch.dtype | None = None, **shape: int) -> WanTransformer3DModel:
+        model = make_expert(ExpertShape(**shape), seed=seed)
+        return model if dequantised_from is None else dequantised(model, dtype=dequantised_from)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_expert_folder(seed=0, dtype=torch.float32, shards=1, **shape)`: a diffusers transformer folder.
+
+    Read only: the folder is shared by the whole session.
+    """
+
+    @functools.cache
+    def folder(*, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1, **shape: int) -> Path:
+        path = tmp_path_factory.mktemp("expert")
+        save_expert_folder(make_expert(ExpertShape(**shape), seed=seed), path, dtype=dtype, shards=shards)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_expert_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_expert_file(seed=0, dtype=torch.float32, prefix="", fp8=None, **shape)`: ComfyUI's single file.
+
+    `fp8` is one of the names that the fixture `fp8_layout` runs through; `dtype` is then that of all other tensors.
+    Read only: the file is shared by the whole session.
+    """
+
+    @functools.cache
+    def file(
+        *, seed: int = 0, dtype: torch.dtype = torch.float32, prefix: str = "", fp8: str | None = None, **shape: int
+    ) -> Path:
+        path = tmp_path_factory.mktemp("expert") / "expert.safetensors"
+        layout = None if fp8 is None else FP8_LAYOUTS[fp8]
+        save_expert_file(make_expert(ExpertShape(**shape), seed=seed), path, dtype=dtype, prefix=prefix, fp8=layout)
+        return path
+
+    return file
+
+
+@pytest.fixture(params=FP8_LAYOUTS, scope="session")
+def fp8_layout(request: pytest.FixtureRequest) -> str:
+    """Every valid fp8_scaled layout in turn, as a name for `tiny_expert_file(fp8=...)`."""
+    return request.param
