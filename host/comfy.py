@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import comfy.cli_args
 import comfy.model_management
 import comfy.utils
 import folder_paths
@@ -65,6 +66,12 @@ class ComfyDoor:
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, output, width, height)
         filename = f"{name}_{counter:05}_.{extension.lstrip('.')}"
         return OutputFile(path=Path(folder) / filename, filename=filename, subfolder=subfolder)
+
+    def check_output(self, prefix: str) -> None:
+        inside(Path(folder_paths.get_output_directory()), prefix)
+
+    def graph_in_files(self) -> bool:
+        return not comfy.cli_args.args.disable_metadata
 
     def temp_folder(self) -> Path:
         folder = Path(folder_paths.get_temp_directory())

@@ -75,6 +75,12 @@ class Door(Protocol):
         `%width%`, `%height%` and `%year%` ... `%second%` in `prefix` are filled in. Raises OutsideFolderError.
         """
 
+    def check_output(self, prefix: str) -> None:
+        """Raise OutsideFolderError if `output_file` would; makes no folder, so that a workflow can be judged with it."""
+
+    def graph_in_files(self) -> bool:
+        """Whether the user lets output files carry the graph that made them."""
+
     def temp_folder(self) -> Path:
         """An existing folder for files that may be lost."""
 

@@ -69,20 +69,29 @@ class EmbeddedDoor:
         self._folders: Folders | None = None
         self._running: tuple[str, str] | None = None
         self._on_progress: Callable[[NodeProgress], None] | None = None
+        self._device: torch.device | None = None
         self._stop = threading.Event()
         self._temp: Path | None = None
 
     @contextmanager
-    def opened(self, folders: Folders, on_progress: Callable[[NodeProgress], None] | None = None) -> Iterator[None]:
-        """Serve these folders inside the `with`. Raises HostStateError while another one is open."""
+    def opened(
+        self,
+        folders: Folders,
+        on_progress: Callable[[NodeProgress], None] | None = None,
+        device: torch.device | None = None,
+    ) -> Iterator[None]:
+        """Serve these folders and compute on `device` (None: a GPU if there is one) inside the `with`.
+
+        Raises HostStateError while another one is open.
+        """
         if self._folders is not None:
             raise HostStateError("a workflow is being run already: the embedded host runs one at a time")
         self._stop.clear()
-        self._folders, self._on_progress = folders, on_progress
+        self._folders, self._on_progress, self._device = folders, on_progress, device
         try:
             yield
         finally:
-            self._folders = self._on_progress = None
+            self._folders = self._on_progress = self._device = None
 
     @contextmanager
     def node(self, node_id: str, class_type: str) -> Iterator[None]:
@@ -109,7 +118,7 @@ class EmbeddedDoor:
     def device(self) -> torch.device:
         import torch
 
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def input_names(self) -> list[str]:
         """Sorted names of the files that lie directly in the input folder; none outside a run."""
@@ -134,6 +143,12 @@ class EmbeddedDoor:
 
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
         return output_file(self.folders.output, prefix, extension, width=width, height=height)
+
+    def check_output(self, prefix: str) -> None:
+        inside(self.folders.output, prefix)
+
+    def graph_in_files(self) -> bool:
+        return True
 
     def temp_folder(self) -> Path:
         # Never removed: it holds what could not be written anywhere else.

@@ -63,13 +63,16 @@ def run_workflow(
     on_progress: Callable[[NodeProgress], None] | None = None,
     extra_pnginfo: Mapping[str, Any] | None = None,
     keep: Collection[str] = (),
+    device: torch.device | None = None,
 ) -> History:
     """Run a workflow made of `nodes` and LoadImage; `keep` names nodes whose outputs the history shall hold.
+
+    `device` None means a GPU if there is one.
 
     Raises InvalidWorkflowError before anything runs, NodeFailedError, or RunStoppedError after `embedded_door.stop()`.
     """
     folders = Folders(models=models, output=output, input=input_dir)
-    with embedded_door.opened(folders, on_progress), torch.inference_mode():
+    with embedded_door.opened(folders, on_progress, device), torch.inference_mode():
         by_id = nodes_by_id([*nodes, LoadImage])
         verdict = validate_prompt(prompt, by_id)
         if verdict.error is not None:
