@@ -76,7 +76,7 @@ class Door(Protocol):
         """
 
     def check_output(self, prefix: str) -> None:
-        """Raise OutsideFolderError if `output_file` would; makes no folder, so that a workflow can be judged with it."""
+        """Raise OutsideFolderError if `output_file` would; makes no folder, so that a workflow can be judged by it."""
 
     def graph_in_files(self) -> bool:
         """Whether the user lets output files carry the graph that made them."""

@@ -53,7 +53,7 @@ def validate_workflow(
         return validate_prompt(prompt, nodes_by_id([*nodes, LoadImage]))
 
 
-def run_workflow(
+def run_workflow(  # noqa: PLR0913 (all there is to say about a run, by name)
     prompt: Prompt | None,
     *,
     nodes: Sequence[type[ComfyNode]],
