@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -104,6 +106,15 @@ def tensor_views(flat: torch.Tensor, layout: FlatLayout) -> dict[str, torch.Tens
         tensor.name: flat[tensor.offset : tensor.offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for tensor in layout.tensors
     }
+
+
+def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return the bytes of a contiguous CPU tensor as an array that shares its memory.
+
+    Fetch threads read and copy through it: torch would start a pool of threads for a copy, next to the one that
+    computes.
+    """
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def allocate_flat(nbytes: int, device: torch.device | str) -> torch.Tensor:

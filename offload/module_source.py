@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
 from ..plan import BlockKey
-from .layout import BlockFormat, block_format, streamed_names, tensor_views
+from .layout import BlockFormat, block_format, host_bytes, streamed_names, tensor_views
 
 
 class ModuleSource:
@@ -47,7 +48,7 @@ class ModuleSource:
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         views = tensor_views(into, self._formats[key].stored)
         for name, weight in self._weights[key].items():
-            views[name].copy_(weight)
+            np.copyto(host_bytes(views[name]), host_bytes(weight.cpu().contiguous()))
 
     def close(self) -> None:
         """Let go of the weights; the formats stay known."""

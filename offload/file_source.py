@@ -1,0 +1,117 @@
+"""Blocks read from safetensors files at the moment they are needed, and nothing before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ..plan import BlockKey
+from .file_reader import HAS_PREADV, FileReader, Read
+from .layout import BlockFormat, block_format, flat_layout, host_bytes
+from .read_pieces import read_pieces
+from .safetensors_header import CheckpointFileError, FileTensor
+
+TensorsOfBlock = Mapping[str, FileTensor]
+
+SCALAR_SHAPES = ((), (1,), (1, 1))
+
+
+class FileSource:
+    """Streams blocks from the files they are stored in.
+
+    Args:
+        blocks: where each parameter of each block lies; a block's tensors keep the order of its mapping.
+        computed_dtypes: what the model computes with: one dtype, or one for each parameter name.
+        scales: where the scales of stored fp8 values lie, under the name of the parameter they belong to. A scale has
+            one value, or one for each row.
+        readers: threads that read one block side by side.
+        portable: use seek and read in place of `preadv`.
+
+    Raises:
+        CheckpointFileError: a scale fits neither the whole tensor nor its rows.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[BlockKey, TensorsOfBlock],
+        *,
+        computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
+        scales: Mapping[BlockKey, TensorsOfBlock] | None = None,
+        readers: int = 4,
+        portable: bool = not HAS_PREADV,
+    ) -> None:
+        self._blocks = blocks
+        self._stored_scales = scales or {}
+        self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
+        self._formats = {
+            key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {})) for key, tensors in blocks.items()
+        }
+        self._reader = FileReader(readers=readers, portable=portable)
+
+    def keys(self) -> Iterable[BlockKey]:
+        return self._blocks.keys()
+
+    def block_format(self, key: BlockKey) -> BlockFormat:
+        return self._formats[key]
+
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        if key not in self._scales:
+            stored = _read(self._stored_scales.get(key, {}), self._reader)
+            self._scales[key] = {name: _as_factor(scale) for name, scale in stored.items()}
+        return self._scales[key]
+
+    def host_block(self, key: BlockKey) -> torch.Tensor | None:  # noqa: ARG002 - the page cache is the system's
+        return None
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        memory = host_bytes(into).data
+        pieces = read_pieces(self._blocks[key], self._formats[key].stored)
+        self._reader.read([(piece, memory) for piece in pieces])
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torch.Tensor]:
+    """Read tensors into fresh CPU memory, in the shape and dtype they are stored in.
+
+    Raises:
+        SourceError: a file could not be read.
+    """
+    reader = FileReader(readers=readers)
+    try:
+        return _read(tensors, reader)
+    finally:
+        reader.close()
+
+
+def _read(tensors: TensorsOfBlock, reader: FileReader) -> dict[str, torch.Tensor]:
+    with torch.inference_mode(False):
+        fresh = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    reads: list[Read] = []
+    for name, tensor in tensors.items():
+        memory = host_bytes(fresh[name]).data
+        pieces = read_pieces({name: tensor}, flat_layout([(name, tensor.shape, tensor.dtype)]))
+        reads += [(piece, memory) for piece in pieces]
+    reader.read(reads)
+    return fresh
+
+
+def _format(
+    tensors: TensorsOfBlock, computed_dtypes: Mapping[str, torch.dtype] | torch.dtype, scales: TensorsOfBlock
+) -> BlockFormat:
+    for name, scale in scales.items():
+        rows = tensors[name].shape[0]
+        if scale.shape not in SCALAR_SHAPES and scale.shape not in ((rows,), (rows, 1)):
+            raise CheckpointFileError(
+                scale.path,
+                f"the scale of {name} has shape {list(scale.shape)}; it must be one value or {rows}, one for each row",
+            )
+    stored = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return block_format(stored, computed_dtypes, scaled=scales)
+
+
+def _as_factor(scale: torch.Tensor) -> torch.Tensor:
+    """Return fp32, 0-d for one value and [rows, 1] for one value for each row."""
+    return scale.float().reshape(()) if scale.numel() == 1 else scale.float().reshape(-1, 1)

@@ -1,0 +1,87 @@
+"""Locks pages of ordinary memory, so that a device copies out of them by itself and the host need not wait."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+CUDA_HOST_REGISTER_PORTABLE = 1  # locked for every device of the process
+
+
+class PageLockError(OSError):
+    """The driver refused to lock memory."""
+
+
+class PageLock(Protocol):
+    """A driver that locks memory where it lies."""
+
+    def lock(self, memory: torch.Tensor) -> None:
+        """Lock the pages of 1-D uint8 CPU memory; raises `PageLockError` where the driver refuses."""
+        ...
+
+    def unlock(self, memory: torch.Tensor) -> None: ...
+
+
+class CudaPageLock:
+    """Registers memory with CUDA.
+
+    `pin_memory` would copy it instead, into a pool that rounds every block up to a power of two: 1.53 times the bytes
+    of a Wan2.2 A14B block.
+    """
+
+    def lock(self, memory: torch.Tensor) -> None:
+        cudart = torch.cuda.cudart()
+        result = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), CUDA_HOST_REGISTER_PORTABLE)
+        if result != cudart.cudaError.success:
+            _forget_last_error()
+            raise PageLockError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        # Whatever the answer, the pages go back together with the mapping.
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+class LockedBlocks:
+    """The blocks a device copies by itself. After the first refusal no other block is tried."""
+
+    def __init__(self, driver: PageLock) -> None:
+        self._driver = driver
+        self._blocks: list[torch.Tensor] = []
+        self._refused = False
+
+    def add(self, block: torch.Tensor) -> None:
+        """Lock a block; where the driver refuses, the log says what that costs and the block stays ordinary memory."""
+        if self._refused:
+            return
+        try:
+            self._driver.lock(block)
+        except PageLockError as err:
+            self._refused = True
+            held = sum(each.numel() for each in self._blocks)
+            logger.warning(
+                "%.1f GB of weights are page-locked, the next %.1f GB were refused (%s). "
+                "From here on blocks are copied from ordinary memory: slower, and the host waits for each copy. "
+                "Raise the limit on locked memory, or stream from the file instead.",
+                held / 1e9,
+                block.numel() / 1e9,
+                err,
+            )
+        else:
+            self._blocks.append(block)
+
+    def release(self) -> None:
+        """Unlock everything. No copy may be under way."""
+        while self._blocks:
+            self._driver.unlock(self._blocks.pop())
+
+
+def _forget_last_error() -> None:
+    # A refused call stays behind as this thread's last CUDA error, and the next kernel would be blamed for it: let it
+    # be this one, which nobody needs.
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
