@@ -1,1 +1,28 @@
-"""L7: translates between ComfyUI and the rooms above. No algorithm."""
+"""L7: the nodes. They translate between ComfyUI and the rooms above; there is no algorithm in here."""
+
+from __future__ import annotations
+
+from ..host import ComfyExtension, io
+from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
+from .load import WanStreamExperts
+from .offload import WanStreamBlockSwap, WanStreamLayerwise
+from .sample import WanStreamSampler
+from .text import WanStreamTextEncode
+from .video import WanStreamSaveVideo, WanStreamVAEDecode
+
+
+class WanStreamExtension(ComfyExtension):
+    """The table of contents, in the order in which a graph is built."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [
+            WanStreamExperts,
+            WanStreamLayerwise,
+            WanStreamBlockSwap,
+            WanStreamTextEncode,
+            WanStreamEmptyLatent,
+            WanStreamImageToVideo,
+            WanStreamSampler,
+            WanStreamVAEDecode,
+            WanStreamSaveVideo,
+        ]

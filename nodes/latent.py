@@ -1,0 +1,124 @@
+"""What a run starts from: an empty latent, or an image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..host import host, io
+from ..plan.shapes import VideoShape
+from ..sampling.first_frame import start_mask, start_video
+from ..wan import open_vae
+
+Conditioning = list[list[Any]]
+"""ComfyUI's: pairs of an embedding [1, L, 4096] and a dictionary of what belongs to it."""
+
+
+def _size_inputs() -> list[io.Input]:
+    return [
+        io.Int.Input(
+            "width",
+            default=832,
+            min=16,
+            max=4096,
+            step=16,
+            tooltip="Multiple of 16. A step costs more than in proportion to width x height x frames: 1280x720 takes "
+            "about four times as long per block as 832x480.",
+        ),
+        io.Int.Input("height", default=480, min=16, max=4096, step=16, tooltip="Multiple of 16; see width."),
+        io.Int.Input(
+            "frames",
+            default=81,
+            min=1,
+            max=1025,
+            step=4,
+            tooltip="4n + 1. 81 are 5 seconds at 16 fps, what Wan2.2 was trained on; every 4 more cost one latent "
+            "frame.",
+        ),
+        io.Int.Input(
+            "batch_size",
+            default=1,
+            min=1,
+            max=64,
+            tooltip="Videos made together. Each costs its full compute time, but weights are fetched once for all of "
+            "them.",
+        ),
+    ]
+
+
+def _empty(shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
+    return {"samples": torch.zeros(batch_size, 16, *shape.latent)}
+
+
+class WanStreamEmptyLatent(io.ComfyNode):
+    """The size of a text-to-video run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamEmptyLatent",
+            display_name="Wan Empty Latent",
+            category="WanStream",
+            description="An empty latent of the right size for a video made from text alone.",
+            inputs=_size_inputs(),
+            outputs=[io.Latent.Output(display_name="latent")],
+        )
+
+    @classmethod
+    def execute(cls, width: int, height: int, frames: int, batch_size: int) -> io.NodeOutput:
+        return io.NodeOutput(_empty(VideoShape(width=width, height=height, frames=frames), batch_size))
+
+
+class WanStreamImageToVideo(io.ComfyNode):
+    """The first frame of an image-to-video run, in the form of ComfyUI's own WanImageToVideo."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamImageToVideo",
+            display_name="Wan Image to Video",
+            category="WanStream",
+            description="Encodes a start image and hands it to the sampler with both prompts. Needs the I2V experts.",
+            inputs=[
+                io.Conditioning.Input("positive"),
+                io.Conditioning.Input("negative"),
+                io.Combo.Input(
+                    "vae",
+                    options=host.model_names("diffusers"),
+                    tooltip="The diffusers pipeline folder that holds the VAE. It is loaded for this node alone (0.5 "
+                    "GB).",
+                ),
+                io.Image.Input("image", tooltip="The first frame; several images are the first frames in order."),
+                *_size_inputs(),
+            ],
+            outputs=[
+                io.Conditioning.Output(display_name="positive"),
+                io.Conditioning.Output(display_name="negative"),
+                io.Latent.Output(display_name="latent"),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        positive: Conditioning,
+        negative: Conditioning,
+        vae: str,
+        image: torch.Tensor,
+        width: int,
+        height: int,
+        frames: int,
+        batch_size: int,
+    ) -> io.NodeOutput:
+        shape = VideoShape(width=width, height=height, frames=frames)
+        video = start_video(image, shape)
+        with open_vae(host.model_path(vae, "diffusers")) as opened:
+            encoded = opened.encode(video, device=host.device())
+        start = {"concat_latent_image": encoded, "concat_mask": start_mask(len(image), shape)}
+        return io.NodeOutput(_with(positive, start), _with(negative, start), _empty(shape, batch_size))
+
+
+def _with(conditioning: Conditioning, values: dict[str, torch.Tensor]) -> Conditioning:
+    """A copy that also carries `values`: ComfyUI may hold the original in a cache."""
+    return [[embedding, {**belongings, **values}] for embedding, belongings in conditioning]

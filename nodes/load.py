@@ -1,0 +1,61 @@
+"""Choosing the two experts."""
+
+from __future__ import annotations
+
+from ..host import ExpertsRef, host, io
+from . import sockets
+
+SAME_FOLDER = "from the same pipeline folder"
+
+_FOLDERS = ("diffusion_models", "diffusers")
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class WanStreamExperts(io.ComfyNode):
+    """Names the high-noise and the low-noise expert and checks that they belong together."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        names = host.model_names(*_FOLDERS)
+        return io.Schema(
+            node_id="WanStreamExperts",
+            display_name="Wan Experts (streamed)",
+            category="WanStream",
+            description="Opens the two experts of Wan2.2 A14B. Only headers are read: weights move when a step needs "
+            "them.",
+            inputs=[
+                io.Combo.Input(
+                    "high_noise",
+                    options=names,
+                    tooltip="The expert of the early, noisy steps: a .safetensors file of diffusion_models (bf16, "
+                    "fp16, fp32 or fp8_scaled; fp8 halves what is read per step) or a folder of diffusers.",
+                ),
+                io.Combo.Input(
+                    "low_noise",
+                    options=[SAME_FOLDER, *names],
+                    default=SAME_FOLDER,
+                    tooltip="The expert of the later steps. A diffusers pipeline folder chosen as high_noise holds "
+                    "both.",
+                ),
+                io.Combo.Input(
+                    "compute_dtype",
+                    options=list(_DTYPES),
+                    default="bf16",
+                    tooltip="What the blocks compute in, whatever the file holds. bf16: 0.70 GB per buffer. fp16: as "
+                    "large, for devices without bf16. fp32: twice the memory and time, for comparisons on a "
+                    "CPU.",
+                ),
+            ],
+            outputs=[sockets.Experts.Output(display_name="experts")],
+        )
+
+    @classmethod
+    def execute(cls, high_noise: str, low_noise: str, compute_dtype: str) -> io.NodeOutput:
+        ref = ExpertsRef(
+            high_noise=host.model_path(high_noise, *_FOLDERS),
+            low_noise=None if low_noise == SAME_FOLDER else host.model_path(low_noise, *_FOLDERS),
+            compute_dtype=_DTYPES[compute_dtype],
+        )
+        # Opened here so that a bad file is reported on the node that names it. The sampler finds the pair open.
+        host.experts(ref)
+        return io.NodeOutput(ref)

@@ -1,0 +1,11 @@
+"""The pack's own edge types. What travels along them are values: comparable, and cheap to keep in ComfyUI's caches."""
+
+from __future__ import annotations
+
+from ..host import io
+
+Experts = io.Custom("WANSTREAM_EXPERTS")
+"""An `ExpertsRef`: which two experts, by path and dtype."""
+
+Policy = io.Custom("WANSTREAM_POLICY")
+"""An `OffloadPolicy`: how much device memory the experts may take."""

@@ -1,0 +1,118 @@
+"""From latent to MP4."""
+
+from __future__ import annotations
+
+import torch
+
+from ..host import OutsideFolderError, host, io, ui
+from ..wan import open_vae
+from .latent_file import keep_latent_on_failure
+from .video_file import write_mp4
+
+
+class WanStreamVAEDecode(io.ComfyNode):
+    """Turns a latent into frames."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamVAEDecode",
+            display_name="Wan VAE Decode",
+            category="WanStream",
+            description="Decodes a Wan latent, a few frames at a time, into images.",
+            inputs=[
+                io.Combo.Input(
+                    "vae",
+                    options=host.model_names("diffusers"),
+                    tooltip="The diffusers pipeline folder that holds the VAE. It is loaded for this node alone (0.5 "
+                    "GB).",
+                ),
+                io.Latent.Input("latent"),
+            ],
+            outputs=[io.Image.Output(display_name="images")],
+        )
+
+    @classmethod
+    def execute(cls, vae: str, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
+        with open_vae(host.model_path(vae, "diffusers")) as opened:
+            videos = opened.decode(latent["samples"], device=host.device())
+        return io.NodeOutput(videos.flatten(0, 1))
+
+
+class WanStreamSaveVideo(io.ComfyNode):
+    """Writes an MP4 that restores its graph when it is dropped on the canvas."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamSaveVideo",
+            display_name="Wan Save Video",
+            category="WanStream",
+            description="Writes an MP4 (H.264). Drop the file on the canvas to get the graph back.",
+            inputs=[
+                io.Image.Input("images"),
+                io.Float.Input(
+                    "fps",
+                    default=16.0,
+                    min=0.01,
+                    max=1000.0,
+                    step=0.01,
+                    tooltip="Wan2.2 A14B makes 16 frames per second of motion; another number speeds it up or slows "
+                    "it down.",
+                ),
+                io.String.Input(
+                    "filename_prefix",
+                    default="video/WanStream",
+                    tooltip="Name below the output folder; a counter is appended. %width%, %height% and %year% ... "
+                    "%second% are filled in.",
+                ),
+                io.Int.Input(
+                    "crf",
+                    default=18,
+                    min=0,
+                    max=51,
+                    tooltip="Quality of H.264: 0 is lossless, 18 looks lossless, 6 more halve the size of the file.",
+                ),
+                io.Latent.Input(
+                    "latent",
+                    optional=True,
+                    tooltip="Kept in the output folder if the video cannot be written, for example on a full disk.",
+                ),
+            ],
+            outputs=[],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
+        """Refuse a name outside the output folder now, not after hours of sampling; None is a name not known yet."""
+        try:
+            if filename_prefix is not None:
+                host.check_output(filename_prefix)
+        except OutsideFolderError as err:
+            return str(err)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        images: torch.Tensor,
+        fps: float,
+        filename_prefix: str,
+        crf: int,
+        latent: dict[str, torch.Tensor] | None = None,
+    ) -> io.NodeOutput:
+        _, height, width, _ = images.shape
+        file = host.output_file(filename_prefix, "mp4", width=width, height=height)
+        graph = _graph(cls.hidden) if host.graph_in_files() else {}
+        with keep_latent_on_failure(latent["samples"] if latent else None, file.path.with_suffix(".latent")):
+            write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph)
+        saved = ui.SavedResult(file.filename, file.subfolder, io.FolderType.output)
+        return io.NodeOutput(ui=ui.PreviewVideo([saved]))
+
+
+def _graph(hidden: io.HiddenHolder) -> dict[str, object]:
+    """What ComfyUI looks for in a file that is dropped on its canvas."""
+    graph = dict(hidden.extra_pnginfo or {})
+    return graph if hidden.prompt is None else {**graph, "prompt": hidden.prompt}
