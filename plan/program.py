@@ -89,7 +89,7 @@ def compile_program(
     """
     visits = tuple(visits)
     tenancies, of_visit = list_tenancies(visits, residency)
-    needed = most_overlapping(tenancies, len(visits))
+    needed = most_overlapping(tenancies)
     if buffers < needed:
         raise ProgramError(f"{buffers} buffers are too few: these residents and visits need {needed}")
 
@@ -112,8 +112,8 @@ def compile_program(
 def _kept_tenancies(tenancies: Sequence[Tenancy], buffers: int, held: Mapping[int, BlockKey]) -> dict[int, int]:
     """Tenancies that need no fetch because a buffer holds their block already: tenancy -> buffer.
 
-    Residents of the present stage are kept wherever they are. The buffers that are left serve the next tenancies; of
-    those the ones that are held are kept too. Keeping more would take buffers from blocks that are needed earlier.
+    Residents of the present stage are kept first. The buffers that are left serve the next tenancies, and of those the
+    ones that are held are kept too. Keeping more would take buffers from blocks that are needed earlier.
     """
     holders: dict[BlockKey, list[int]] = {}
     for buffer, block in held.items():
@@ -124,10 +124,11 @@ def _kept_tenancies(tenancies: Sequence[Tenancy], buffers: int, held: Mapping[in
         if candidates := holders.get(tenancies[tenancy].block):
             kept[tenancy] = candidates.pop(0)
 
-    residents = [number for number, tenancy in enumerate(tenancies) if tenancy.resident and tenancy.stage == 0]
-    # In the rest of a last step nobody returns: fewer buffers may do, and none is to be set aside for a later resident.
-    if len(residents) < buffers:
-        for number in residents:
+    staying = [number for number, tenancy in enumerate(tenancies) if tenancy.stays and tenancy.block in holders]
+    from_the_start = {number: tenancies[number]._replace(first=0) for number in staying}
+    # In the rest of a last step no resident returns. There may be too few buffers then to set one aside for each.
+    if most_overlapping([from_the_start.get(number, tenancy) for number, tenancy in enumerate(tenancies)]) <= buffers:
+        for number in staying:
             keep_if_held(number)
     others = (number for number in range(len(tenancies)) if number not in kept)
     for number in list(islice(others, buffers - len(kept))):

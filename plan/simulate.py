@@ -43,25 +43,19 @@ def simulate(program: TransferProgram, hardware: Hardware) -> Timeline:
         raise ValueError(f"no block_bytes or visit_s for the {unknown[0]!r} expert")
 
     queues = _Queues(program, hardware)
+    needed_by = {fetch.needed_by for fetch in program.fetches}
     steps = []
     for (index, expert), visits in _steps(program):
-        began = queues.now
-        compute_s = queues.compute_step(visits) + hardware.step_overhead_s
-        queues.now += hardware.step_overhead_s
-        wall_s = queues.now - began
+        compute_s, stall_s = queues.run_step(visits)
         steps.append(
             StepRecord(
                 index=index,
                 expert=expert,
                 sigma=None,
-                wall_s=wall_s,
+                wall_s=compute_s + stall_s,
                 compute_s=compute_s,
-                stall_s=max(0.0, wall_s - compute_s),
-                bytes_moved=sum(
-                    hardware.block_bytes[expert]
-                    for visit in visits
-                    if (number := program.visit_fetch[visit]) != KEPT and program.fetches[number].needed_by == visit
-                ),
+                stall_s=stall_s,
+                bytes_moved=len(needed_by.intersection(visits)) * hardware.block_bytes[expert],
             )
         )
     return Timeline(steps=tuple(steps), kind="simulated", first_block_s=queues.first_block_s)
@@ -77,34 +71,39 @@ def _steps(program: TransferProgram) -> Iterator[tuple[tuple[int, str], range]]:
 
 
 class _Queues:
-    """The two queues. `now` is the end of everything computed so far."""
+    """The two queues: when each fetch has arrived, and when each visit is done."""
 
     def __init__(self, program: TransferProgram, hardware: Hardware) -> None:
-        self.now = 0.0
         self.first_block_s: float | None = None
         self._program = program
         self._hardware = hardware
-        self._copy_end = 0.0
+        self._now = 0.0
         self._arrived: list[float] = []
         self._done: list[float] = []
 
-    def compute_step(self, visits: range) -> float:
-        """Run the visits of one step; the seconds spent in blocks."""
+    def run_step(self, visits: range) -> tuple[float, float]:
+        """Go through the visits of one step; the seconds in which the device computed and in which it waited."""
+        compute_s = self._hardware.step_overhead_s
+        stall_s = 0.0
         for visit in visits:
-            start = max(self.now, self._ready(self._program.visit_fetch[visit]))
+            wait_s = max(0.0, self._arrival(self._program.visit_fetch[visit]) - self._now)
+            visit_s = self._hardware.visit_s[self._program.visits[visit].expert]
             if self.first_block_s is None:
-                self.first_block_s = start
-            self.now = start + self._hardware.visit_s[self._program.visits[visit].expert]
-            self._done.append(self.now)
-        return sum(self._hardware.visit_s[self._program.visits[visit].expert] for visit in visits)
+                self.first_block_s = wait_s
+            self._now += wait_s + visit_s
+            self._done.append(self._now)
+            compute_s += visit_s
+            stall_s += wait_s
+        self._now += self._hardware.step_overhead_s
+        return compute_s, stall_s
 
-    def _ready(self, fetch: int) -> float:
-        """When the fetch has arrived, after every fetch before it on the bus."""
-        if fetch == KEPT:
+    def _arrival(self, number: int) -> float:
+        """When fetch `number` has arrived, after every fetch before it on the bus; 0 for kept contents."""
+        if number == KEPT:
             return 0.0
-        for ahead in self._program.fetches[len(self._arrived) : fetch + 1]:
-            free = 0.0 if ahead.start_after == AT_ONCE else self._done[ahead.start_after]
-            seconds = self._hardware.block_bytes[ahead.block.expert] / self._hardware.bus_bytes_per_s
-            self._copy_end = max(self._copy_end, free) + seconds
-            self._arrived.append(self._copy_end)
-        return self._arrived[fetch]
+        for fetch in self._program.fetches[len(self._arrived) : number + 1]:
+            bus_free = self._arrived[-1] if self._arrived else 0.0
+            buffer_free = 0.0 if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
+            copy_s = self._hardware.block_bytes[fetch.block.expert] / self._hardware.bus_bytes_per_s
+            self._arrived.append(max(bus_free, buffer_free) + copy_s)
+        return self._arrived[number]

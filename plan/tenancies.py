@@ -13,14 +13,13 @@ from .visits import BlockKey, Visit
 class Tenancy(NamedTuple):
     """One block in one buffer from visit `first` to visit `last`, both included.
 
-    `stage` counts the maximal runs of visits of one expert, from 0; a permanent resident has that of its first visit.
+    `stays` marks residents of the first stage and permanent ones: worth keeping if they are there at the start.
     """
 
     block: BlockKey
     first: int
     last: int
-    stage: int
-    resident: bool
+    stays: bool
 
 
 class TenancyList(NamedTuple):
@@ -32,41 +31,39 @@ class TenancyList(NamedTuple):
 
 def list_tenancies(visits: Sequence[Visit], residency: Residency) -> TenancyList:
     """A streamed block has one tenancy per visit; a resident one per stage, or one in all if permanent."""
-    blocks: list[tuple[BlockKey, int, int, bool]] = []
+    opened: list[tuple[BlockKey, int, bool]] = []
     last: list[int] = []
     of_visit: list[int] = []
     staying: dict[BlockKey, int] = {}
-    stage = 0
+    first_stage = True
     for index, visit in enumerate(visits):
         if index and visit.expert != visits[index - 1].expert:
-            stage += 1
+            first_stage = False
             if not residency.permanent:
                 staying.clear()
         key = visit.key
         tenancy = staying.get(key)
         if tenancy is None:
-            tenancy = len(blocks)
+            tenancy = len(opened)
             resident = residency.keeps(visit.expert, visit.block)
-            blocks.append((key, index, stage, resident))
+            opened.append((key, index, resident and (first_stage or residency.permanent)))
             last.append(index)
             if resident:
                 staying[key] = tenancy
         last[tenancy] = index
         of_visit.append(tenancy)
-    return TenancyList(
-        tuple(Tenancy(key, first, end, at, stays) for (key, first, at, stays), end in zip(blocks, last, strict=True)),
-        tuple(of_visit),
-    )
+    tenancies = (Tenancy(key, first, end, stays) for (key, first, stays), end in zip(opened, last, strict=True))
+    return TenancyList(tuple(tenancies), tuple(of_visit))
 
 
 def buffers_needed(visits: Sequence[Visit], residency: Residency) -> int:
     """Smallest number of buffers with which `visits` can run: the most tenancies that ever overlap."""
-    return most_overlapping(list_tenancies(visits, residency).tenancies, len(visits))
+    return most_overlapping(list_tenancies(visits, residency).tenancies)
 
 
-def most_overlapping(tenancies: Sequence[Tenancy], visits: int) -> int:
-    """Largest number of `tenancies` that hold a buffer during the same one of `visits` visits."""
-    change = [0] * (visits + 1)
+def most_overlapping(tenancies: Sequence[Tenancy]) -> int:
+    """Largest number of `tenancies` that hold a buffer during the same visit."""
+    change = [0] * (max((tenancy.last for tenancy in tenancies), default=0) + 2)
     for tenancy in tenancies:
         change[tenancy.first] += 1
         change[tenancy.last + 1] -= 1

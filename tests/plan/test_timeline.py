@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from wanstream.plan import StepRecord, Timeline
+
+TIMELINE = Timeline(
+    kind="measured",
+    steps=(
+        StepRecord(index=0, expert="high", sigma=1.0, wall_s=2.0, compute_s=1.5, stall_s=0.5, bytes_moved=100),
+        StepRecord(
+            index=1,
+            expert="low",
+            sigma=0.5,
+            wall_s=1.0,
+            compute_s=1.0,
+            stall_s=0.0,
+            bytes_moved=50,
+            device_bytes=7,
+            rss_bytes=9,
+        ),
+    ),
+    outer_bytes=11,
+    first_block_s=0.25,
+)
+
+
+def test_sums_over_the_steps() -> None:
+    assert (TIMELINE.wall_s, TIMELINE.compute_s, TIMELINE.stall_s, TIMELINE.bytes_moved) == (3.0, 2.5, 0.5, 150)
+
+
+def test_a_run_without_steps_took_nothing() -> None:
+    assert Timeline(steps=(), kind="simulated").wall_s == 0
+
+
+def test_it_survives_json() -> None:
+    assert Timeline.from_dict(json.loads(json.dumps(TIMELINE.to_dict()))) == TIMELINE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "guessed"}, "kind is 'guessed'"),
+        ({"kind": None}, "kind is None"),
+        ({"colour": "red"}, "colour"),
+        ({"steps": [{"index": 0}]}, "missing .*expert"),
+        ({"steps": 3}, "not iterable"),
+    ],
+)
+def test_anything_else_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"not a timeline: .*{message}"):
+        Timeline.from_dict({**TIMELINE.to_dict(), **change})
