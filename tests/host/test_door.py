@@ -1,0 +1,118 @@
+"""The registry of open experts, and which host is picked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from wanstream.host import ExpertsRef
+from wanstream.host.door import ExpertsRegistry
+
+
+class FakePair:
+    """Stands for an open pair."""
+
+    def __init__(self, ref: ExpertsRef, log: list[str]) -> None:
+        self.ref = ref
+        self.log = log
+
+    def close(self) -> None:
+        self.log.append(f"close {self.ref.high_noise}")
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def registry(log: list[str]) -> ExpertsRegistry:
+    def open_pair(ref: ExpertsRef) -> FakePair:
+        if ref.high_noise == Path("bad"):
+            raise OSError("bad file")
+        log.append(f"open {ref.high_noise}")
+        return FakePair(ref, log)
+
+    return ExpertsRegistry(open_pair)  # type: ignore[arg-type]
+
+
+def _ref(name: str, dtype: str = "bfloat16") -> ExpertsRef:
+    return ExpertsRef(high_noise=Path(name), compute_dtype=dtype)
+
+
+def test_an_equal_reference_finds_the_pair_open(registry: ExpertsRegistry, log: list[str]) -> None:
+    first = registry.get(_ref("a"))
+    assert registry.get(_ref("a")) is first
+    assert log == ["open a"]
+
+
+@pytest.mark.parametrize("other", [_ref("b"), _ref("a", "float32")])
+def test_another_pair_closes_the_former_one_first(registry: ExpertsRegistry, log: list[str], other: ExpertsRef) -> None:
+    registry.get(_ref("a"))
+    assert registry.get(other).ref == other  # type: ignore[attr-defined]
+    assert log == ["open a", "close a", f"open {other.high_noise}"]
+
+
+def test_free_closes_and_the_next_get_opens_again(registry: ExpertsRegistry, log: list[str]) -> None:
+    registry.free()
+    registry.get(_ref("a"))
+    registry.free()
+    registry.free()
+    registry.get(_ref("a"))
+    assert log == ["open a", "close a", "open a"]
+
+
+def test_a_pair_that_cannot_be_opened_leaves_none(registry: ExpertsRegistry, log: list[str]) -> None:
+    registry.get(_ref("a"))
+    with pytest.raises(OSError, match="bad file"):
+        registry.get(_ref("bad"))
+    registry.free()
+    assert log == ["open a", "close a"]
+    registry.get(_ref("a"))
+    assert log[-1] == "open a"
+
+
+def test_threads_open_one_pair(registry: ExpertsRegistry, log: list[str]) -> None:
+    barrier = threading.Barrier(8)
+
+    def ask() -> None:
+        barrier.wait()
+        registry.get(_ref("a"))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert log == ["open a"]
+
+
+PICK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from wanstream.host import io
+print(io.__name__)
+"""
+
+
+@pytest.mark.parametrize("comfyui", [False, True])
+def test_comfyui_is_picked_if_it_can_be_found(tmp_path: Path, comfyui: bool) -> None:
+    if comfyui:
+        _write_stand_in(tmp_path)
+    done = subprocess.run([sys.executable, "-c", PICK, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ("comfy_api.latest.io" if comfyui else "wanstream.host.embedded_io")
+
+
+def _write_stand_in(folder: Path) -> None:
+    """The module names that the door imports, with nothing in them."""
+    latest = folder / "comfy_api" / "latest"
+    latest.mkdir(parents=True)
+    (folder / "comfy").mkdir()
+    for empty in (latest.parent / "__init__.py", latest / "io.py", latest / "ui.py", folder / "folder_paths.py"):
+        empty.touch()
+    for empty in ("__init__", "cli_args", "utils", "model_management"):
+        (folder / "comfy" / f"{empty}.py").touch()
+    (latest / "__init__.py").write_text("from . import io, ui\nclass ComfyExtension: pass\n")

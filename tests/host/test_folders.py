@@ -1,0 +1,88 @@
+"""Names from a workflow never lead out of their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from wanstream.host import ModelNotFoundError, OutsideFolderError
+from wanstream.host.folders import diffusers_folders, find_model, inside, output_file, weight_files
+
+OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "..", ".", "", "a/..", "../top-twin/x"]
+
+
+def _touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OutsideFolderError, match="leaves the folder"):
+        inside(tmp_path / "top", name)
+
+
+@pytest.mark.parametrize("name", ["x", "a/x", "a/../x", "./x", "..x", "a b/x.y"])
+def test_a_name_below_the_folder_is_taken(tmp_path: Path, name: str) -> None:
+    assert (tmp_path / "top") in inside(tmp_path / "top", name).parents
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_output_outside_the_output_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OutsideFolderError):
+        output_file(tmp_path / "top", name, "mp4", width=0, height=0)
+    assert not list(tmp_path.rglob("*")), "a refused name left something behind"
+
+
+def test_output_files_are_counted_per_prefix(tmp_path: Path) -> None:
+    for name in ("clip_00001_.mp4", "clip_00007_.png", "clip_x_.mp4", "clipper_00050_.mp4", "clip_00009.mp4"):
+        _touch(tmp_path / "video" / name)
+    file = output_file(tmp_path, "video/clip", "mp4", width=0, height=0)
+    assert (file.filename, file.subfolder) == ("clip_00008_.mp4", "video")
+    assert file.path == tmp_path / "video" / "clip_00008_.mp4"
+    top = output_file(tmp_path, "clip", ".mp4", width=0, height=0)
+    assert (top.filename, top.subfolder) == ("clip_00001_.mp4", "")
+
+
+def test_variables_of_a_prefix_are_filled_in(tmp_path: Path) -> None:
+    file = output_file(tmp_path, "%width%x%height%/%year%-%month%", "mp4", width=832, height=480)
+    assert file.subfolder == "832x480"
+    assert file.path.parent.is_dir()
+    year, month = file.filename.split("_")[0].split("-")
+    assert year.isdecimal()
+    assert len(month) == 2
+
+
+def test_models_are_listed_by_what_they_are(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "sub/b.SFT", "pickle.pt", "notes.txt", ".cache/c.safetensors"):
+        _touch(tmp_path / "files" / name)
+    assert sorted(weight_files(tmp_path / "files")) == ["a.safetensors", str(Path("sub/b.SFT"))]
+    for name in ("wan/model_index.json", "wan/transformer/config.json", "own/expert/config.json", "empty/readme"):
+        _touch(tmp_path / "folders" / name)
+    assert sorted(diffusers_folders(tmp_path / "folders")) == [str(Path("own/expert")), "wan"]
+    assert list(weight_files(tmp_path / "none")) == []
+
+
+def test_a_model_is_found_where_its_kind_lies(tmp_path: Path) -> None:
+    file = _touch(tmp_path / "second" / "a.safetensors")
+    (tmp_path / "diffusers" / "wan").mkdir(parents=True)
+    places = {
+        "diffusion_models": [tmp_path / "first", tmp_path / "second"],
+        "diffusers": [tmp_path / "diffusers"],
+    }
+    assert find_model("a.safetensors", places) == file
+    assert find_model("wan", places) == tmp_path / "diffusers" / "wan"
+    for name, error in (("b.safetensors", ModelNotFoundError), ("../second/a.safetensors", OutsideFolderError)):
+        with pytest.raises(error):
+            find_model(name, places)
+    with pytest.raises(ModelNotFoundError, match="'diffusion_models, diffusers' with filename 'none'"):
+        find_model("none", places)
+
+
+def test_a_link_inside_the_folder_is_followed_as_comfyui_does(tmp_path: Path) -> None:
+    real = _touch(tmp_path / "disk" / "a.safetensors")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "linked").symlink_to(real.parent, target_is_directory=True)
+    name = next(weight_files(tmp_path / "models"))
+    assert find_model(name, {"vae": [tmp_path / "models"]}).samefile(real)
