@@ -3,5 +3,32 @@
 from __future__ import annotations
 
 from .attach import OffloadHandle, OffloadRun, attach_offload
+from .file_source import FileSource, read_tensors
+from .layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, flat_layout, streamed_names, tensor_views
+from .module_source import ModuleSource
+from .pinned_source import PinnedSource
+from .safetensors_header import CheckpointFileError, FileHeader, FileTensor, read_header
+from .source import BlockSource, SourceError
 
-__all__ = ["OffloadHandle", "OffloadRun", "attach_offload"]
+__all__ = [
+    "BlockFormat",
+    "BlockSource",
+    "CheckpointFileError",
+    "FileHeader",
+    "FileSource",
+    "FileTensor",
+    "FlatLayout",
+    "FlatTensor",
+    "ModuleSource",
+    "OffloadHandle",
+    "OffloadRun",
+    "PinnedSource",
+    "SourceError",
+    "allocate_flat",
+    "attach_offload",
+    "flat_layout",
+    "read_header",
+    "read_tensors",
+    "streamed_names",
+    "tensor_views",
+]
