@@ -1,0 +1,256 @@
+"""The pair of experts: streamed forwards against `from_pretrained`, the engine's life, what is refused."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from wanstream.plan import OffloadPolicy, step_visits
+from wanstream.wan import CheckpointError, Lane, forward_lanes, open_experts
+
+HIGH, LOW = {"seed": 1}, {"seed": 2}
+POLICIES = {
+    "resident": OffloadPolicy.resident(),
+    "layerwise": OffloadPolicy.layerwise(1),
+    "layerwise pinned": OffloadPolicy.layerwise(2, source="pinned"),
+    "block swap": OffloadPolicy.block_swap(2, 1),
+}
+STEPS = ["high", "high", "low"]
+
+
+def bytes_read():
+    """Bytes that this process has asked the system for."""
+    with open("/proc/self/io", encoding="ascii") as counters:
+        return int(counters.readline().removeprefix("rchar: "))
+
+
+@pytest.fixture(scope="module")
+def lane():
+    generator = torch.Generator().manual_seed(0)
+    return Lane(
+        latents=torch.randn(1, 16, 2, 4, 6, generator=generator), text=torch.randn(1, 5, 4096, generator=generator)
+    )
+
+
+@pytest.fixture
+def reference(tiny_expert_folder):
+    """`reference(folder, dtype)`: what from_pretrained loads, in torch's own memory.
+
+    It loads into the file's pages, whose alignment differs, and that alone changes last bits.
+    """
+
+    def load(folder, dtype):
+        model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        return model.eval().requires_grad_(False)
+
+    return load
+
+
+def own_forward(model, lane, timestep):
+    dtype = model.patch_embedding.weight.dtype
+    return model(lane.latents.to(dtype), timestep, lane.text.to(dtype), return_dict=False)[0]
+
+
+def streamed(pair, policy, lane, steps=STEPS):
+    """The velocities of one run that takes one step after the other."""
+    engine = pair.engine(policy, "cpu")
+    velocities = []
+    with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as run:
+        for step, expert in enumerate(steps):
+            timestep = torch.tensor([990.0 - step])
+            visit = lambda block, at=(step, expert): run.visit(*at, block)  # noqa: E731
+            velocities += forward_lanes(engine.models[expert], [lane], timestep, visit)
+    return velocities
+
+
+class TestStreamed:
+    @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_equals_from_pretrained(self, tiny_expert_folder, reference, lane, dtype, policy):
+        folders = {"high": tiny_expert_folder(**HIGH, shards=2), "low": tiny_expert_folder(**LOW)}
+        models = {name: reference(folder, dtype) for name, folder in folders.items()}
+        with open_experts(folders["high"], folders["low"], compute_dtype=dtype) as pair:
+            velocities = streamed(pair, policy, lane)
+        for step, (expert, velocity) in enumerate(zip(STEPS, velocities, strict=True)):
+            assert torch.equal(velocity, own_forward(models[expert], lane, torch.tensor([990.0 - step])))
+
+    def test_fp8_equals_the_dequantised_model(self, tiny_expert_file, make_tiny_expert, lane, fp8_layout):
+        path = tiny_expert_file(fp8=fp8_layout, dtype=torch.float16, **HIGH)
+        with open_experts(path, path, compute_dtype=torch.float32) as pair:
+            [velocity] = streamed(pair, OffloadPolicy.layerwise(), lane, ["low"])
+        model = make_tiny_expert(dequantised_from=torch.float16, **HIGH)
+        assert torch.equal(velocity, own_forward(model, lane, torch.tensor([990.0])))
+
+    @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("compute", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    def test_outer_parameters_are_those_of_from_pretrained(
+        self, tiny_expert_folder, tiny_expert_file, reference, stored, compute
+    ):
+        """Value and dtype, fp32 islands included, whatever the file holds."""
+        model = reference(tiny_expert_folder(dtype=stored), compute)
+        file = tiny_expert_file(dtype=stored)
+        with open_experts(file, file, compute_dtype=compute) as pair:
+            ours = pair.engine(OffloadPolicy.layerwise(), "cpu").models["high"]
+            resident = {name: tensor for name, tensor in ours.named_parameters() if tensor.numel()}
+            assert len(resident) == len(list(model.parameters())) - 4 * 10
+            for name, tensor in resident.items():
+                expected = model.get_parameter(name)
+                assert tensor.dtype == expected.dtype, name
+                assert torch.equal(tensor, expected), name
+            for name, buffer in model.named_buffers():
+                assert torch.equal(ours.get_buffer(name), buffer)
+                assert ours.get_buffer(name).dtype == buffer.dtype
+
+    def test_outer_fp8_weights_are_decoded(self, tiny_expert_file, tmp_path, make_tiny_expert):
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(tiny_expert_file(fp8="scaled_fp8"))
+        tensors["time_projection.1.weight"] = (tensors["time_projection.1.weight"] * 2).to(torch.float8_e4m3fn)
+        tensors["time_projection.1.scale_weight"] = torch.tensor([0.5])
+        save_file(tensors, tmp_path / "expert.safetensors")
+        with open_experts(tmp_path / "expert.safetensors", tmp_path / "expert.safetensors") as pair:
+            model = pair.engine(OffloadPolicy.layerwise(), "cpu").models["high"]
+        original = make_tiny_expert().condition_embedder.time_proj.weight
+        expected = ((original * 2).to(torch.float8_e4m3fn).float() * 0.5).to(torch.bfloat16)
+        assert torch.equal(model.condition_embedder.time_proj.weight, expected)
+
+
+class TestEngine:
+    @pytest.fixture
+    def pair(self, tiny_expert_folder):
+        with open_experts(tiny_expert_folder(**HIGH), tiny_expert_folder(**LOW)) as pair:
+            yield pair
+
+    def test_is_kept_for_the_same_policy_and_device(self, pair):
+        engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
+        assert pair.engine(OffloadPolicy.layerwise(1), torch.device("cpu")) is engine
+
+    def test_is_replaced_and_freed_for_another_policy(self, pair):
+        engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
+        other = pair.engine(OffloadPolicy.layerwise(2), "cpu")
+        assert other is not engine
+        with pytest.raises(RuntimeError, match="closed"):
+            engine.run(step_visits(["high"], engine.block_counts))
+
+    def test_a_policy_that_does_not_fit_is_refused_and_leaves_the_pair_usable(self, pair):
+        with pytest.raises(ValueError, match="blocks"):
+            pair.engine(OffloadPolicy.block_swap(5, 1), "cpu")
+        assert pair.engine(OffloadPolicy.block_swap(4, 1), "cpu").block_counts == {"high": 4, "low": 4}
+
+    def test_a_closed_pair_opens_again(self, pair, lane):
+        first = streamed(pair, OffloadPolicy.layerwise(), lane)
+        pair.close()
+        pair.close()
+        second = streamed(pair, OffloadPolicy.layerwise(), lane)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+    def test_closing_ends_every_thread(self, pair, lane):
+        before = set(threading.enumerate())
+        streamed(pair, OffloadPolicy.layerwise(), lane)
+        pair.close()
+        assert set(threading.enumerate()) == before
+
+    def test_outer_bytes_are_those_of_the_models_looked_up(self, pair):
+        engine = pair.engine(OffloadPolicy.layerwise(), "cpu")
+        total = sum(tensor.nbytes for tensor in pair.high.weights.values())
+        streamed_bytes = 4 * (8 * 256 * 256 + 2 * 256 * 512) * 4
+        assert engine.outer_bytes == 0
+        engine.models["high"]
+        assert engine.outer_bytes == total - streamed_bytes
+        engine.models["high"]
+        engine.models["low"]
+        assert engine.outer_bytes == 2 * (total - streamed_bytes)
+
+    def test_a_file_that_vanished_is_an_error_of_the_look_up(self, tiny_expert_folder, tmp_path):
+        folder = shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "expert")
+        with open_experts(folder, folder) as pair:
+            shutil.rmtree(folder)
+            engine = pair.engine(OffloadPolicy.layerwise(), "cpu")
+            for _ in range(2):
+                with pytest.raises(OSError, match="expert"):
+                    engine.models["high"]
+            assert engine.outer_bytes == 0
+
+
+class TestPair:
+    def test_pipeline_folder_stands_for_both(self, tiny_expert_folder, tmp_path, lane):
+        shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "transformer")
+        shutil.copytree(tiny_expert_folder(**LOW), tmp_path / "transformer_2")
+        with (
+            open_experts(tmp_path) as pair,
+            open_experts(tiny_expert_folder(**HIGH), tiny_expert_folder(**LOW)) as other,
+        ):
+            ours, theirs = (streamed(each, OffloadPolicy.layerwise(), lane) for each in (pair, other))
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    def test_identity_is_a_value(self, tiny_expert_folder, tiny_expert_file):
+        high, low = tiny_expert_folder(**HIGH), tiny_expert_file(**LOW)
+        pair, again = open_experts(high, low), open_experts(str(high / ".." / high.name), low)
+        assert pair.identity == again.identity
+        assert hash(pair.identity) == hash(again.identity)
+        others = [
+            open_experts(low, high),
+            open_experts(high, low, compute_dtype=torch.float32),
+            open_experts(high, high),
+        ]
+        assert len({pair.identity, *(other.identity for other in others)}) == 4
+
+    @pytest.mark.parametrize("in_channels", [16, 36])
+    def test_in_channels(self, tiny_expert_file, in_channels):
+        file = tiny_expert_file(in_channels=in_channels)
+        pair = open_experts(file, file)
+        assert pair.in_channels == in_channels
+        assert pair.compute_dtype == torch.bfloat16
+
+    @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc")
+    def test_only_headers_and_markers_are_read(self, tiny_expert_file, fp8_layout):
+        file = tiny_expert_file(fp8=fp8_layout)
+        header_bytes = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+        before = bytes_read()
+        open_experts(file, file)
+        # Python's buffered reader takes some more than it is asked for.
+        assert bytes_read() - before < 2 * header_bytes + 200_000
+        assert file.stat().st_size > 20 * header_bytes + 200_000
+
+
+class TestRefused:
+    def test_low_noise_missing(self, tiny_expert_file, tiny_expert_folder):
+        for high in (tiny_expert_file(), tiny_expert_folder()):
+            with pytest.raises(CheckpointError, match="is one expert: give the low-noise expert too"):
+                open_experts(high)
+
+    def test_nothing_there(self, tmp_path):
+        with pytest.raises((OSError, ValueError), match=r"absent.*does not exist"):
+            open_experts(tmp_path / "absent")
+
+    def test_pipeline_of_one_transformer(self, tmp_path):
+        (tmp_path / "transformer").mkdir()
+        with pytest.raises(CheckpointError, match="has no transformer_2"):
+            open_experts(tmp_path)
+
+    def test_families_differ(self, tiny_expert_file):
+        with pytest.raises(CheckpointError, match=r"is I2V, but the high-noise expert .* is T2V"):
+            open_experts(tiny_expert_file(), tiny_expert_file(in_channels=36))
+
+    @pytest.mark.parametrize(
+        ("shape", "message"),
+        [
+            ({"layers": 3}, "num_layers is 3 .* 4"),
+            ({"heads": 1}, "heads is 1 .* 2"),
+            ({"ffn_dim": 256}, "ffn_dim is 256"),
+        ],
+    )
+    def test_sizes_differ(self, tiny_expert_file, shape, message):
+        with pytest.raises(CheckpointError, match=message):
+            open_experts(tiny_expert_file(), tiny_expert_file(**shape))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.int8])
+    def test_compute_dtype(self, tiny_expert_file, dtype):
+        with pytest.raises(ValueError, match="compute_dtype"):
+            open_experts(tiny_expert_file(), tiny_expert_file(), compute_dtype=dtype)

@@ -1,0 +1,114 @@
+"""What kind of Wan transformer a checkpoint holds, told by the names and shapes of its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .key_map import both_names
+from .stored import CheckpointError
+
+Shape = tuple[int, ...]
+
+HEAD_DIM = 128  # of every Wan transformer; heads = width / 128
+LATENT_CHANNELS = 16
+IMAGE_CONDITION_CHANNELS = 20  # 4 of mask, 16 of latents
+
+# Tensors that change the model, native and diffusers' names; a plain expert has none of them.
+OTHER_MODELS = (
+    (("vace_blocks.", "vace_patch_embedding."), "a VACE model"),
+    (("face_adapter.", "motion_encoder.", "pose_patch_embedding."), "an Animate model"),
+    (("casual_audio_encoder.", "audio_injector.", "audio_proj.", "trainable_cond_mask."), "a speech-to-video model"),
+    (("patch_embedding_pose.",), "a pose model"),
+    (("control_adapter.",), "a camera control model"),
+    (("ref_conv.",), "a reference control model"),
+    (("img_emb.", "condition_embedder.image_embedder."), "a model with an image branch (Wan2.1 I2V)"),
+    (("diffusion_model.", "lora_unet_", "lora_transformer_", "transformer."), "a LoRA or a wrapped model"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanConfig:
+    """The sizes of a Wan transformer, under the names of diffusers' WanTransformer3DModel."""
+
+    num_attention_heads: int
+    num_layers: int
+    ffn_dim: int
+    in_channels: int
+    out_channels: int
+    text_dim: int
+    freq_dim: int
+    patch_size: tuple[int, int, int]
+
+    @property
+    def family(self) -> Literal["t2v", "i2v"]:
+        """Text-to-video, or image-to-video: the latter takes the image condition as 20 more channels."""
+        return "t2v" if self.in_channels == LATENT_CHANNELS else "i2v"
+
+    def model_arguments(self) -> dict[str, Any]:
+        """Arguments of WanTransformer3DModel; what is left out is the same for all Wan models and its default."""
+        return {**asdict(self), "attention_head_dim": HEAD_DIM}
+
+
+def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
+    """Refuse checkpoints whose tensors belong to a model that is more than a plain expert.
+
+    Raises:
+        CheckpointError: names the model and the first such tensor.
+    """
+    keys = list(keys)
+    for starts, model in OTHER_MODELS:
+        found = [key for key in keys if key.startswith(starts)]
+        if found:
+            raise CheckpointError(
+                path, f"is {model}: it holds {found[0]}; only the T2V and I2V experts of Wan2.2 A14B can run"
+            )
+
+
+def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
+    """Read the sizes off the tensors.
+
+    Raises:
+        CheckpointError: a tensor that tells a size is missing, or the sizes are those of another model.
+    """
+
+    def shape(name: str, dimensions: int) -> Shape:
+        if name not in shapes:
+            raise CheckpointError(path, f"{both_names(name)} is missing")
+        if len(shapes[name]) != dimensions or 0 in shapes[name]:
+            raise CheckpointError(path, f"{name} is {list(shapes[name])}; {dimensions} sizes above 0 are expected")
+        return shapes[name]
+
+    # Counted, not the highest number: a block that is left out is then reported as missing.
+    blocks = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
+    width, in_channels, *patch = shape("patch_embedding.weight", 5)
+    config = WanConfig(
+        num_attention_heads=width // HEAD_DIM,
+        num_layers=len(blocks),
+        ffn_dim=shape("blocks.0.ffn.net.0.proj.weight", 2)[0],
+        in_channels=in_channels,
+        out_channels=shape("proj_out.weight", 2)[0] // math.prod(patch),
+        text_dim=shape("condition_embedder.text_embedder.linear_1.weight", 2)[1],
+        freq_dim=shape("condition_embedder.time_embedder.linear_1.weight", 2)[1],
+        patch_size=(patch[0], patch[1], patch[2]),
+    )
+    _check_family(path, config, width)
+    return config
+
+
+def _check_family(path: Path, config: WanConfig, width: int) -> None:
+    channels = (config.in_channels, config.out_channels)
+    known = {LATENT_CHANNELS: "T2V", LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS: "I2V"}
+    if channels == (48, 48):
+        raise CheckpointError(path, "is the 5B model (48 channels), which has no experts; Wan2.2 A14B has 16 or 36")
+    if config.in_channels not in known or config.out_channels != LATENT_CHANNELS:
+        raise CheckpointError(
+            path,
+            f"patch_embedding.weight takes {channels[0]} channels and proj_out.weight gives {channels[1]}; "
+            "T2V is 16 to 16, I2V 36 to 16",
+        )
+    if width == 0 or width % HEAD_DIM:
+        raise CheckpointError(path, f"patch_embedding.weight is {width} wide, which is no multiple of {HEAD_DIM}")

@@ -1,0 +1,131 @@
+"""The pair of experts that Wan2.2 A14B is made of, opened by value and streamed by an engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from ..plan import OffloadPolicy
+from .checkpoint import Expert, open_expert
+from .expert_engine import ExpertEngine
+from .stored import CheckpointError
+
+COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def open_experts(
+    high_noise: str | PathLike[str],
+    low_noise: str | PathLike[str] | None = None,
+    *,
+    compute_dtype: torch.dtype = torch.bfloat16,
+) -> ExpertPair:
+    """Open both experts without loading them: only the headers of their files are read.
+
+    Args:
+        high_noise: the expert of the early steps: a safetensors file (diffusers' or ComfyUI's keys; fp32, fp16, bf16 or
+            fp8_scaled) or a diffusers transformer folder. A diffusers pipeline folder stands for both experts.
+        low_noise: the expert of the late steps, likewise.
+        compute_dtype: bf16, fp16 or fp32. What diffusers keeps in fp32 stays in fp32 whatever is asked here.
+
+    Raises:
+        CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file.
+        CheckpointError: the tensors are not those of an A14B expert, or the two experts do not belong together.
+        ValueError: another compute dtype.
+    """
+    if compute_dtype not in COMPUTE_DTYPES:
+        raise ValueError(
+            f"compute_dtype is {compute_dtype}; {', '.join(map(str, COMPUTE_DTYPES))} can be computed with"
+        )
+    high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
+    high, low = open_expert(high_path), open_expert(low_path)
+    _check_pair(high, low)
+    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype)
+
+
+class ExpertPair:
+    """Two experts that belong together, and the engine that streams them.
+
+    The engine is made when it is first asked for and survives the runs that use it; `close()` or `with` frees it. A
+    closed pair may be used again.
+    """
+
+    def __init__(self, *, high: Expert, low: Expert, compute_dtype: torch.dtype) -> None:
+        self.high = high
+        self.low = low
+        self.compute_dtype = compute_dtype
+        self._engine: ExpertEngine | None = None
+        self._engine_for: tuple[OffloadPolicy, torch.device] | None = None
+
+    @property
+    def in_channels(self) -> int:
+        """Channels of the model's input: 16 (text to video), or 36 (image to video: latents, mask, condition)."""
+        return self.high.config.in_channels
+
+    @property
+    def identity(self) -> Hashable:
+        """What names this pair on a graph edge: equal for pairs opened from the same files with the same dtype."""
+        return (self.high.path.resolve(), self.low.path.resolve(), self.compute_dtype)
+
+    def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
+        """Return the engine for `policy` on `device`; asking for another one frees the one before.
+
+        Raises:
+            ValueError: the policy does not fit the number of blocks.
+        """
+        asked = (policy, torch.device(device))
+        if self._engine is None or self._engine_for != asked:
+            self.close()
+            self._engine = ExpertEngine(
+                {"high": self.high, "low": self.low}, compute_dtype=self.compute_dtype, policy=policy, device=asked[1]
+            )
+            self._engine_for = asked
+        return self._engine
+
+    def close(self) -> None:
+        """Free the engine: its buffers, threads and open files. Closing twice is allowed."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def __enter__(self) -> ExpertPair:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:
+    """The path of each expert; a pipeline folder holds both."""
+    if low is not None:
+        return high, low
+    if not high.exists():
+        raise CheckpointError(high, "does not exist")
+    if not (high / "transformer").is_dir():
+        raise CheckpointError(
+            high, "is one expert: give the low-noise expert too, or a pipeline folder (transformer, transformer_2)"
+        )
+    if not (high / "transformer_2").is_dir():
+        raise CheckpointError(high, "has no transformer_2: this pipeline has one transformer, Wan2.2 A14B has two")
+    return high / "transformer", high / "transformer_2"
+
+
+def _check_pair(high: Expert, low: Expert) -> None:
+    if high.config.family != low.config.family:
+        raise CheckpointError(
+            low.path,
+            f"is {low.config.family.upper()}, but the high-noise expert {high.path} is {high.config.family.upper()}",
+        )
+    sizes, others = asdict(low.config), asdict(high.config)
+    for size, value in sizes.items():
+        if value != others[size]:
+            raise CheckpointError(
+                low.path,
+                f"does not belong to {high.path}: {size} is {value} in the one and {others[size]} in the other",
+            )
