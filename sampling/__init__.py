@@ -1,1 +1,36 @@
 """L4: denoises."""
+
+from __future__ import annotations
+
+from .conditioning import NativeInputs, native_inputs, native_latent
+from .denoise import DenoiseResult, StepProgress, denoise
+from .errors import Cancelled, ConditioningError, NonFiniteLatentError, RequestError
+from .noise import seeded_noise
+from .request import Course, DenoiseRequest
+from .schedules import SCHEDULES, Schedule, explicit_schedule, make_schedule, simple_schedule, wan_schedule
+from .solvers import SOLVERS, Solver, make_solver
+
+__all__ = [
+    "SCHEDULES",
+    "SOLVERS",
+    "Cancelled",
+    "ConditioningError",
+    "Course",
+    "DenoiseRequest",
+    "DenoiseResult",
+    "NativeInputs",
+    "NonFiniteLatentError",
+    "RequestError",
+    "Schedule",
+    "Solver",
+    "StepProgress",
+    "denoise",
+    "explicit_schedule",
+    "make_schedule",
+    "make_solver",
+    "native_inputs",
+    "native_latent",
+    "seeded_noise",
+    "simple_schedule",
+    "wan_schedule",
+]

@@ -1,0 +1,32 @@
+"""What sampling raises.
+
+ValueError
+  RequestError            what was asked for cannot be done; raised before any compute
+    ConditioningError     a native CONDITIONING or LATENT that Wan2.2 A14B cannot use
+  NonFiniteLatentError    a step made NaN or infinity
+Exception
+  Cancelled               the caller asked to stop
+"""
+
+from __future__ import annotations
+
+
+class RequestError(ValueError):
+    """A request that cannot be carried out; the message says what to change."""
+
+
+class ConditioningError(RequestError):
+    """A native CONDITIONING or LATENT that Wan2.2 A14B cannot use."""
+
+
+class NonFiniteLatentError(ValueError):
+    """The latent holds NaN or infinity after a step."""
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error: the caller asked for it
+    """The run was stopped before block `block` of step `step`; the pair can be used again at once."""
+
+    def __init__(self, step: int, block: int) -> None:
+        super().__init__(f"cancelled before block {block} of step {step}")
+        self.step = step
+        self.block = block

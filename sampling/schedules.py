@@ -1,0 +1,103 @@
+"""Noise levels of a run: which sigma each step starts at, and the timestep the model is told.
+
+All sigmas are float32 values held in Python floats. ComfyUI and diffusers round to float32 as well, and at flow shift 3
+that rounding decides on which side of the boundary a step falls: computing more exactly would switch at another step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import overload
+
+import torch
+
+from ..plan.experts import TRAIN_TIMESTEPS
+from .errors import RequestError
+
+HIGHEST_BELOW_ONE = 1 - 1e-6
+"""What diffusers' UniPC makes of a first sigma of 1, because a multistep solver takes log(1 - sigma)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """N steps: step i goes from `sigmas[i]` to `sigmas[i + 1]`, and the model sees `timesteps[i]`."""
+
+    sigmas: tuple[float, ...]
+    """N + 1 float32 values, strictly descending from at most 1 to exactly 0."""
+    timesteps: tuple[float, ...]
+    """N values; whole numbers where the schedule truncates them."""
+
+    @property
+    def steps(self) -> int:
+        return len(self.timesteps)
+
+
+def simple_schedule(steps: int, flow_shift: float) -> Schedule:
+    """ComfyUI's `simple` behind a `ModelSamplingSD3` of that shift, bit for bit."""
+    _check_shape(steps, flow_shift)
+    table = _shifted(torch.arange(1, TRAIN_TIMESTEPS + 1) / TRAIN_TIMESTEPS, flow_shift).tolist()
+    # The stride is divided first and truncated after: at 38, 76, 122, ... steps the exact floor is another entry.
+    stride = TRAIN_TIMESTEPS / steps
+    return explicit_schedule([*(table[-1 - int(i * stride)] for i in range(steps)), 0.0])
+
+
+def wan_schedule(steps: int, flow_shift: float) -> Schedule:
+    """The flow sigmas of diffusers' `UniPCMultistepScheduler` (0.37 and later), bit for bit."""
+    _check_shape(steps, flow_shift)
+    stride = (1 / TRAIN_TIMESTEPS - 1) / steps
+    levels = [_shifted(i * stride + 1, flow_shift) for i in range(steps)]
+    levels[0] = HIGHEST_BELOW_ONE
+    # diffusers hands the model whole timesteps, cut from the float64 level: the first is 999.
+    timesteps = tuple(float(int(level * TRAIN_TIMESTEPS)) for level in levels)
+    return Schedule(sigmas=_float32([*levels, 0.0]), timesteps=timesteps)
+
+
+def explicit_schedule(sigmas: Sequence[float] | torch.Tensor) -> Schedule:
+    """Steps + 1 sigmas, used as they are; timesteps are 1000 times the float32 sigma.
+
+    Raises `RequestError` unless they descend strictly from at most 1 to exactly 0.
+    """
+    levels = _float32(sigmas)
+    if len(levels) < 2:
+        raise RequestError(f"{len(levels)} sigmas make no step: give steps + 1 values, the last one 0")
+    if not 0 < levels[0] <= 1:
+        raise RequestError(f"the first sigma is {levels[0]:g}: flow sigmas start above 0 and at most at 1")
+    if levels[-1] != 0:
+        raise RequestError(f"the last of {len(levels)} sigmas is {levels[-1]:g}: append 0, sigmas are steps + 1 values")
+    for i, (here, after) in enumerate(pairwise(levels)):
+        if not after < here:
+            raise RequestError(f"sigma {i + 1} ({after:g}) is not below sigma {i} ({here:g}): sigmas must descend")
+    return Schedule(sigmas=levels, timesteps=tuple(level * TRAIN_TIMESTEPS for level in levels[:-1]))
+
+
+SCHEDULES: Mapping[str, Callable[[int, float], Schedule]] = {"simple": simple_schedule, "wan": wan_schedule}
+"""Schedules by name: (steps, flow shift) -> Schedule."""
+
+
+def make_schedule(name: str, steps: int, flow_shift: float) -> Schedule:
+    """The schedule of that name. Raises `RequestError` for another name, no steps, or a shift that is not positive."""
+    if name not in SCHEDULES:
+        raise RequestError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}, or give sigmas")
+    return SCHEDULES[name](steps, flow_shift)
+
+
+@overload
+def _shifted(u: float, flow_shift: float) -> float: ...
+@overload
+def _shifted(u: torch.Tensor, flow_shift: float) -> torch.Tensor: ...
+def _shifted(u: float | torch.Tensor, flow_shift: float) -> float | torch.Tensor:
+    return flow_shift * u / (1 + (flow_shift - 1) * u)
+
+
+def _float32(values: Sequence[float] | torch.Tensor) -> tuple[float, ...]:
+    return tuple(torch.as_tensor(values, dtype=torch.float32).flatten().tolist())
+
+
+def _check_shape(steps: int, flow_shift: float) -> None:
+    if not 1 <= steps <= TRAIN_TIMESTEPS:
+        raise RequestError(f"{steps} steps: give 1 to {TRAIN_TIMESTEPS}")
+    if not (math.isfinite(flow_shift) and flow_shift > 0):
+        raise RequestError(f"flow shift {flow_shift:g}: give a positive number (Wan2.2: 12 for text, 5 for images)")

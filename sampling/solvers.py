@@ -1,0 +1,68 @@
+"""Solvers: the rule that turns a predicted velocity into the latent of the next step.
+
+The arithmetic is diffusers'. A diffusers scheduler computes its own sigmas, and shifts any it is given once more, so a
+solver sets it up for the right number of steps and then puts the run's sigmas in. One solver serves the whole run: its
+history crosses the expert switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
+from ..plan.experts import TRAIN_TIMESTEPS
+from .errors import RequestError
+from .schedules import HIGHEST_BELOW_ONE, Schedule
+
+
+class Solver(Protocol):
+    """The step rule of one run, called once per step in order."""
+
+    def step(self, velocity: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        """The latents after the present step; both tensors float32, same shape, left as they are."""
+
+
+class DiffusersSolver:
+    """A diffusers scheduler that follows the given sigmas (steps + 1 values) from step `start_step` on."""
+
+    def __init__(self, scheduler: Any, sigmas: Sequence[float], start_step: int) -> None:
+        levels = torch.tensor(sigmas, dtype=torch.float32)
+        scheduler.set_timesteps(len(sigmas) - 1)
+        scheduler.sigmas = levels
+        scheduler.timesteps = levels[:-1] * TRAIN_TIMESTEPS
+        # A scheduler told where it begins counts its steps; otherwise it would look the first timestep up.
+        scheduler.set_begin_index(start_step)
+        self._scheduler = scheduler
+        self._timestep = scheduler.timesteps[start_step]
+
+    def step(self, velocity: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+        """See `Solver.step`."""
+        after: torch.Tensor = self._scheduler.step(velocity, self._timestep, latents, return_dict=False)[0]
+        return after
+
+
+def euler(schedule: Schedule, start_step: int) -> Solver:
+    """First order: one straight line per step."""
+    return DiffusersSolver(FlowMatchEulerDiscreteScheduler(), schedule.sigmas, start_step)
+
+
+def unipc(schedule: Schedule, start_step: int) -> Solver:
+    """UniPC of order 2 (bh2), configured as in the Wan pipelines of diffusers."""
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    # Its corrector takes log(1 - sigma) and turns NaN two steps after a sigma of exactly 1.
+    sigmas = [min(sigma, HIGHEST_BELOW_ONE) for sigma in schedule.sigmas]
+    return DiffusersSolver(scheduler, sigmas, start_step)
+
+
+SOLVERS: Mapping[str, Callable[[Schedule, int], Solver]] = {"euler": euler, "unipc": unipc}
+"""Solvers by name: (schedule, first step) -> Solver."""
+
+
+def make_solver(name: str, schedule: Schedule, start_step: int = 0) -> Solver:
+    """A solver of that name with no history; raises `RequestError` for an unknown name."""
+    if name not in SOLVERS:
+        raise RequestError(f"unknown solver {name!r}: choose one of {', '.join(SOLVERS)}")
+    return SOLVERS[name](schedule, start_step)

@@ -1,0 +1,151 @@
+"""Tiny pairs, requests for them, and the loop that streaming must not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from wanstream.metrics import Recorder
+from wanstream.offload.attach import OffloadRun
+from wanstream.plan import OffloadPolicy, Visit
+from wanstream.sampling import DenoiseRequest, make_solver
+from wanstream.wan import ExpertPair, open_experts
+from wanstream.wan.expert_engine import ExpertEngine
+
+SHAPE = (1, 16, 2, 4, 6)
+HIGH, LOW = 1, 2
+"""Seeds of the two experts."""
+
+Models = Mapping[str, WanTransformer3DModel]
+
+
+def _normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def make_request() -> Callable[..., DenoiseRequest]:
+    """A small request of 5 steps, 2 of them high-noise; `batch` samples, each with texts of its own."""
+
+    def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
+        given = {
+            "noise": _normal(batch, *SHAPE[1:], seed=10),
+            "positive": _normal(batch, 7, 4096, seed=11),
+            "negative": _normal(batch, 5, 4096, seed=12),
+            "steps": 5,
+            "flow_shift": 5.0,
+            "switch_step": 2,
+            "guidance": (4.0, 3.0),
+        }
+        return DenoiseRequest(**{**given, **changes})
+
+    return make
+
+
+@pytest.fixture
+def open_pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., ExpertPair]]:
+    """`open_pair(high=1, low=2, dtype=float32, **shape)`: a pair with those seeds, closed after the test."""
+    opened: list[ExpertPair] = []
+
+    def make(*, high: int = HIGH, low: int = LOW, dtype: torch.dtype = torch.float32, **shape: int) -> ExpertPair:
+        folders = [tiny_expert_folder(seed=seed, dtype=dtype, **shape) for seed in (high, low)]
+        opened.append(open_experts(*folders, compute_dtype=dtype))
+        return opened[-1]
+
+    yield make
+    for pair in opened:
+        pair.close()
+
+
+@pytest.fixture
+def plain_models(tiny_expert_folder: Callable[..., Path]) -> Callable[..., Models]:
+    """The same experts, loaded by diffusers as a whole."""
+
+    def load(*, dtype: torch.dtype = torch.float32, **shape: int) -> Models:
+        return {
+            name: WanTransformer3DModel.from_pretrained(
+                tiny_expert_folder(seed=seed, dtype=dtype, **shape), torch_dtype=dtype
+            ).requires_grad_(False)
+            for name, seed in (("high", HIGH), ("low", LOW))
+        }
+
+    return load
+
+
+@pytest.fixture
+def plain_denoise() -> Callable[[Models, DenoiseRequest], torch.Tensor]:
+    """The textbook loop: whole models, one forward per sample and prompt."""
+
+    @torch.inference_mode()
+    def denoise(models: Models, request: DenoiseRequest) -> torch.Tensor:
+        course = request.course()
+        first = course.schedule.sigmas[request.start_step]
+        latents = request.noise
+        if request.latent is not None:
+            latents = first * request.noise + (1 - first) * request.latent
+        solver = make_solver(request.solver, course.schedule, request.start_step)
+        for step in course.steps:
+            expert, time = course.experts[step], course.schedule.timesteps[step]
+            velocity = plain_velocity(models[expert], request, latents, time, request.positive)
+            scale = request.guidance_of(expert)
+            if scale != 1:
+                negative = plain_velocity(models[expert], request, latents, time, request.negative)
+                velocity = negative + scale * (velocity - negative)
+            latents = solver.step(velocity, latents)
+        return latents
+
+    return denoise
+
+
+def plain_velocity(
+    model: WanTransformer3DModel, request: DenoiseRequest, latents: torch.Tensor, timestep: float, text: torch.Tensor
+) -> torch.Tensor:
+    if request.image_condition is not None:
+        latents = torch.cat([latents, request.image_condition.expand(request.batch, -1, -1, -1, -1)], dim=1)
+    texts = text.expand(request.batch, -1, -1)
+    time = torch.tensor([timestep])
+    forwards = [
+        model(sample[None].to(model.dtype), time, own[None].to(model.dtype), return_dict=False)[0]
+        for sample, own in zip(latents, texts, strict=True)
+    ]
+    return torch.cat(forwards).float()
+
+
+class WatchedPair:
+    """Passes on to a pair and keeps the runs of its engine, so that a test can see what was fetched."""
+
+    def __init__(self, pair: ExpertPair) -> None:
+        self.pair, self.runs = pair, list[OffloadRun]()
+        self.in_channels, self.compute_dtype = pair.in_channels, pair.compute_dtype
+
+    def engine(self, policy: OffloadPolicy, device: torch.device) -> WatchedEngine:
+        return WatchedEngine(self.pair.engine(policy, device), self.runs)
+
+
+class WatchedEngine:
+    """See `WatchedPair`."""
+
+    def __init__(self, engine: ExpertEngine, runs: list[OffloadRun]) -> None:
+        self._engine, self._runs = engine, runs
+        self.models, self.block_counts = engine.models, engine.block_counts
+
+    @property
+    def outer_bytes(self) -> int:
+        return self._engine.outer_bytes
+
+    @contextmanager
+    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[OffloadRun]:
+        with self._engine.run(visits, recorder=recorder) as run:
+            self._runs.append(run)
+            yield run
+
+
+@pytest.fixture
+def watched(open_pair: Callable[..., ExpertPair]) -> WatchedPair:
+    return WatchedPair(open_pair())

@@ -1,0 +1,139 @@
+"""Native CONDITIONING and LATENT: what a request is made of, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.sampling import ConditioningError, native_inputs, native_latent, seeded_noise
+from wanstream.sampling.conditioning import image_condition
+from wanstream.wan.vae import denormalise, normalise
+
+TEXT = torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0))
+IMAGE = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(1))
+EMPTY = {"samples": torch.zeros(1, 16, 3, 4, 6)}
+
+
+def _start_mask() -> torch.Tensor:
+    """ComfyUI's mask of a start image: 0 where it is known."""
+    mask = torch.ones(1, 1, 3, 4, 6)
+    mask[:, :, :1] = 0
+    return mask
+
+
+def _cond(**options: Any) -> list[list[Any]]:
+    return [[TEXT, {"pooled_output": None, **options}]]
+
+
+def test_text_and_an_empty_latent() -> None:
+    inputs = native_inputs(_cond(), _cond(), {**EMPTY, "downscale_ratio_spacial": 8})
+    assert inputs.positive is TEXT
+    assert inputs.negative is TEXT
+    assert inputs.image_condition is None
+    assert inputs.latent is None, "zeros mean nothing yet, not a grey video"
+    assert torch.equal(inputs.noise(5), seeded_noise((1, 16, 3, 4, 6), 5))
+
+
+def test_negative_may_be_left_out() -> None:
+    assert native_inputs(_cond(), None, EMPTY).negative is None
+
+
+def test_a_given_latent_is_normalised_and_comes_back_raw() -> None:
+    latent = {"samples": IMAGE, "batch_index": [3], "downscale_ratio_spacial": 8, "type": "video"}
+    inputs = native_inputs(_cond(), None, latent)
+    assert inputs.latent is not None
+    assert torch.equal(inputs.latent, normalise(IMAGE))
+    assert torch.equal(inputs.noise(5), seeded_noise((1, 16, 3, 4, 6), 5, batch_index=[3]))
+    back = native_latent(inputs.latent, latent)
+    assert torch.equal(back.pop("samples"), denormalise(inputs.latent))
+    assert back == {"batch_index": [3], "type": "video"}
+    assert latent["samples"] is IMAGE
+
+
+def test_a_start_image_becomes_mask_and_normalised_latent() -> None:
+    options = {"concat_latent_image": IMAGE, "concat_mask": _start_mask()}
+    condition = native_inputs(_cond(**options), _cond(**options), EMPTY).image_condition
+    assert condition is not None
+    assert condition.shape == (1, 20, 3, 4, 6)
+    assert (condition[:, :4, 0] == 1).all(), "1 is known, where ComfyUI's mask says 0"
+    assert (condition[:, :4, 1:] == 0).all()
+    assert torch.equal(condition[:, 4:], normalise(IMAGE))
+
+
+def test_masks_of_every_width_and_length() -> None:
+    one = _start_mask()
+    four = one.repeat(1, 4, 1, 1, 1)
+    expected = image_condition(IMAGE, one)
+    assert torch.equal(image_condition(IMAGE, four), expected)
+    assert torch.equal(image_condition(IMAGE, one.repeat(1, 3, 1, 1, 1)), expected), "other widths are averaged"
+    assert torch.equal(image_condition(IMAGE, one[:, :, :2]), expected), "frames beyond the mask are free"
+    assert (image_condition(IMAGE, None)[:, :4] == 0).all()
+    differs = four.clone()
+    differs[:, 2, 1] = 0
+    assert (image_condition(IMAGE, differs)[0, :4, 1, 0, 0] == torch.tensor([0.0, 0.0, 1.0, 0.0])).all()
+
+
+def test_images_of_a_batch_share_a_mask() -> None:
+    both = image_condition(IMAGE.repeat(2, 1, 1, 1, 1), _start_mask())
+    assert torch.equal(both, image_condition(IMAGE, _start_mask()).repeat(2, 1, 1, 1, 1))
+
+
+def test_what_native_sampling_ignores_for_these_experts_is_ignored() -> None:
+    options = {"clip_vision_output": object(), "reference_latents": [IMAGE], "start_percent": 0.0, "end_percent": 1.0}
+    assert native_inputs(_cond(**options), None, EMPTY).image_condition is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("control", object()),
+        ("hooks", object()),
+        ("area", (64, 64, 0, 0)),
+        ("mask", torch.ones(1, 8, 8)),
+        ("concat_mask_index", 16),
+        ("control_video", torch.zeros(1)),
+        ("camera_conditions", torch.zeros(1)),
+        ("time_dim_concat", torch.zeros(1)),
+        ("vace_frames", [torch.zeros(1)]),
+        ("vace_mask", [torch.zeros(1)]),
+        ("vace_strength", [1.0]),
+        ("audio_embed", torch.zeros(1)),
+        ("reference_motion", torch.zeros(1)),
+        ("pose_video_latent", torch.zeros(1)),
+        ("face_video_pixels", torch.zeros(1)),
+    ],
+)
+@pytest.mark.parametrize("side", ["positive", "negative"])
+def test_what_the_experts_cannot_obey_is_refused_by_name(side: str, key: str, value: object) -> None:
+    sides = {"positive": _cond(), "negative": _cond(), side: _cond(**{key: value})}
+    with pytest.raises(ConditioningError, match=rf"^{side} carries .*\({key}\)"):
+        native_inputs(sides["positive"], sides["negative"], EMPTY)
+
+
+@pytest.mark.parametrize(
+    ("positive", "negative", "latent", "message"),
+    [
+        ([], _cond(), EMPTY, "positive has 0 entries"),
+        (_cond(), _cond() + _cond(), EMPTY, "negative has 2 entries"),
+        (_cond(start_percent=0.5), None, EMPTY, "range of steps"),
+        (_cond(end_percent=0.5), None, EMPTY, "range of steps"),
+        (_cond(concat_latent_image=IMAGE), _cond(), EMPTY, "different start images"),
+        (_cond(concat_latent_image=IMAGE), _cond(concat_latent_image=-IMAGE), EMPTY, "different start images"),
+        (_cond(concat_latent_image=torch.zeros(1, 32, 3, 4, 6)), None, EMPTY, r"concat_latent_image is \[1, 32"),
+        (
+            _cond(concat_latent_image=IMAGE, concat_mask=torch.ones(1, 1, 3, 8, 8)),
+            None,
+            EMPTY,
+            r"concat_mask is \[1, 1, 3, 8, 8\], its image \[1, 16, 3, 4, 6\]",
+        ),
+        (_cond(concat_latent_image=IMAGE, concat_mask=torch.ones(1, 1, 4, 4, 6)), None, EMPTY, "concat_mask is"),
+        (_cond(), None, {"samples": torch.zeros(1, 4, 64, 64)}, r"latent is \[1, 4, 64, 64\].* empty video latent"),
+        (_cond(), None, {"samples": torch.zeros(1, 48, 3, 4, 6)}, r"latent is \[1, 48, 3, 4, 6\]"),
+        (_cond(), None, {**EMPTY, "noise_mask": torch.ones(1, 1, 4, 6)}, "noise mask"),
+    ],
+)
+def test_values_that_make_no_request(positive: Any, negative: Any, latent: Any, message: str) -> None:
+    with pytest.raises(ConditioningError, match=message):
+        native_inputs(positive, negative, latent)

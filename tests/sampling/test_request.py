@@ -1,0 +1,111 @@
+"""DenoiseRequest: what is refused, with which words, and what a good one decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.sampling import DenoiseRequest, RequestError
+from wanstream.sampling.request import check_channels
+
+NOISE = torch.zeros(2, 16, 3, 4, 6)
+TEXT = torch.zeros(1, 5, 4096)
+
+
+def _request(**changes: Any) -> DenoiseRequest:
+    return DenoiseRequest(**{"noise": NOISE, "positive": TEXT, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise": torch.zeros(16, 3, 4, 6)}, r"noise is \[16, 3, 4, 6\]: give \[B, 16, T, h, w\]"),
+        ({"noise": torch.zeros(1, 4, 3, 4, 6)}, r"noise is \[1, 4, 3, 4, 6\]"),
+        ({"noise": torch.zeros(0, 16, 3, 4, 6)}, r"noise is \[0, 16, 3, 4, 6\]"),
+        ({"noise": NOISE.half()}, "float16: give float32"),
+        ({"noise": torch.zeros(1, 16, 3, 5, 6)}, "5 x 6 does not divide .* multiples of 16"),
+        ({"noise": torch.zeros(1, 16, 3, 4, 7)}, "4 x 7 does not divide"),
+        ({"positive": TEXT[0]}, r"positive is \[5, 4096\]: give a UMT5 embedding \[1 or 2, tokens, 4096\]"),
+        ({"positive": torch.zeros(1, 5, 768)}, r"positive is \[1, 5, 768\]"),
+        ({"positive": TEXT[:, :0]}, "no tokens"),
+        ({"positive": torch.zeros(3, 5, 4096)}, "3 texts for 2 samples: give 1 or 2"),
+        ({"positive": TEXT.long()}, "positive is torch.int64"),
+        ({"negative": torch.zeros(1, 5, 768)}, r"negative is \[1, 5, 768\]"),
+        ({"negative": torch.zeros(3, 5, 4096)}, "negative has 3 texts"),
+        ({"image_condition": torch.zeros(1, 16, 3, 4, 6)}, r"give \[1 or 2, 20, 3, 4, 6\], to match the noise"),
+        ({"image_condition": torch.zeros(3, 20, 3, 4, 6)}, "image_condition"),
+        ({"image_condition": torch.zeros(1, 20, 3, 4, 8)}, "image_condition"),
+        ({"latent": torch.zeros(1, 16, 3, 4, 6)}, r"latent is \[1, 16, 3, 4, 6\]: give \[2, 16, 3, 4, 6\]"),
+        ({"latent": NOISE.long()}, "latent is torch.int64"),
+        ({"steps": 0}, "0 steps"),
+        ({"steps": 4, "start_step": 4}, "start step 4 of 4 steps: give 0 to 3"),
+        ({"start_step": -1}, "start step -1"),
+        ({"boundary_ratio": 1.01}, "boundary ratio 1.01: give 0 to 1"),
+        ({"boundary_ratio": -0.1}, "boundary ratio -0.1"),
+        ({"boundary_ratio": float("nan")}, "boundary ratio nan"),
+        ({"steps": 4, "switch_step": 5}, "switch step 5 of 4 steps: give 0 to 4"),
+        ({"switch_step": -1}, "switch step -1"),
+        ({"flow_shift": 0.0}, "flow shift 0"),
+        ({"solver": "dpm"}, "unknown solver 'dpm'"),
+        ({"schedule": "karras"}, "unknown schedule 'karras'"),
+        ({"sigmas": [1.0, 0.5]}, "append 0"),
+        ({"sigmas": [1.0, 0.5, 0.0], "steps": 3}, "3 sigmas make 2 steps, not 3"),
+        ({"guidance": (4.0, 1.0)}, "needs a negative text"),
+        ({"guidance": (1.0, 3.0)}, "needs a negative text"),
+        ({"guidance": (float("nan"), 1.0)}, "two numbers"),
+        ({"guidance": (1.0,)}, "two numbers"),
+    ],
+)
+def test_bad_input_is_refused_when_the_request_is_made(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        _request(**changes)
+
+
+def test_texts_of_any_length_and_of_one_or_all_samples_are_taken() -> None:
+    request = _request(positive=torch.zeros(2, 1, 4096), negative=torch.zeros(1, 700, 4096), guidance=(4.0, 3.0))
+    assert request.batch == 2
+    assert (request.guidance_of("high"), request.guidance_of("low")) == (4.0, 3.0)
+
+
+def test_defaults_are_the_makers() -> None:
+    course = _request().course()
+    assert course.schedule.steps == 40
+    assert course.experts == ("high",) * 26 + ("low",) * 14
+    assert course.steps == range(40)
+
+
+@pytest.mark.parametrize(
+    ("changes", "high_steps"),
+    [
+        ({"steps": 20, "flow_shift": 8.0, "schedule": "simple"}, 11),
+        ({"steps": 20, "flow_shift": 8.0, "schedule": "simple", "boundary_ratio": 0.9}, 10),
+        ({"steps": 20, "flow_shift": 8.0, "schedule": "simple", "switch_step": 7}, 7),
+        ({"steps": 20, "switch_step": 0}, 0),
+        ({"steps": 20, "switch_step": 20}, 20),
+        ({"steps": 20, "boundary_ratio": 0.0}, 20),
+        ({"sigmas": [1.0, 0.9, 0.875, 0.8, 0.0]}, 3),
+        ({"sigmas": torch.tensor([1.0, 0.9, 0.8, 0.0]), "steps": 3, "boundary_ratio": 0.95}, 1),
+    ],
+)
+def test_the_expert_of_each_step(changes: dict[str, Any], high_steps: int) -> None:
+    experts = _request(**changes).course().experts
+    assert experts == ("high",) * high_steps + ("low",) * (len(experts) - high_steps)
+
+
+def test_starting_later_keeps_the_schedule_and_the_switch() -> None:
+    late, whole = _request(steps=20, start_step=15).course(), _request(steps=20).course()
+    assert (late.schedule, late.experts) == (whole.schedule, whole.experts)
+    assert late.steps == range(15, 20)
+
+
+def test_an_image_condition_must_fit_the_experts() -> None:
+    text_only = _request()
+    with_image = _request(image_condition=torch.zeros(1, 20, 3, 4, 6))
+    check_channels(text_only, 16)
+    check_channels(with_image, 36)
+    with pytest.raises(RequestError, match="take 36 channels, the request has 16: give an image_condition"):
+        check_channels(text_only, 36)
+    with pytest.raises(RequestError, match="take 16 channels, the request has 36: leave image_condition out"):
+        check_channels(with_image, 16)
