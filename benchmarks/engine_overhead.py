@@ -1,6 +1,6 @@
 """What the engine itself costs per visit: 40 blocks that return their input, all of them resident.
 
-    python benchmarks/engine_overhead.py [cpu|cuda]
+python benchmarks/engine_overhead.py [cpu|cuda]
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 import time
 
 import torch
+from record import record
 from torch import nn
+
 from wanstream.metrics import Recorder
 from wanstream.offload import OffloadRun, attach_offload
 from wanstream.plan import OffloadPolicy, step_visits
-
-from record import record
 
 BLOCKS, PASSES = 40, 50
 
@@ -58,7 +58,9 @@ def main(device: str) -> None:
             "max": round(max(micro), 2),
         }
     }
-    method = f"{BLOCKS} blocks that return their input, all resident, recorder on, {PASSES} passes after one that fetches"
+    method = (
+        f"{BLOCKS} blocks that return their input, all resident, recorder on, {PASSES} passes after one that fetches"
+    )
     print(record(f"engine-overhead-{device}", method=method, figures=figures).read_text(encoding="utf-8"))
 
 

@@ -27,7 +27,9 @@ def hardware_name() -> str:
 def record(case: str, *, method: str, figures: dict[str, Any]) -> Path:
     """Save `figures` as results/<case>_<hardware>_<yyyymmdd>.json and return the path."""
     root = Path(__file__).parent.parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+    )
     result = {
         "case": case,
         "method": method,

@@ -60,7 +60,7 @@ class CudaClock:
         return event
 
     def seconds(self, start: Mark, end: Mark) -> float:
-        return cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end)) / 1000.0
+        return float(cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end))) / 1000.0
 
     def settle(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()

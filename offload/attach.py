@@ -94,9 +94,7 @@ class OffloadHandle:
 
     def compile(self, visits: Sequence[Visit]) -> TransferProgram:
         """The program for `visits`, starting from what the buffers hold now."""
-        return compile_program(
-            visits, self._residency, len(self.engine.buffers), contents=self.engine.contents()
-        )
+        return compile_program(visits, self._residency, len(self.engine.buffers), contents=self.engine.contents())
 
     def run(self, visits: Sequence[Visit], *, recorder: Recorder | None = None) -> OffloadRun:
         """Compile `visits` and start them; use with `with`."""

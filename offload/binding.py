@@ -28,7 +28,9 @@ class BlockBinding:
         expected = tuple(tensor.name for tensor in layout.tensors)
         if set(names) != set(expected):
             odd = sorted(set(names) ^ set(expected))
-            raise ValueError(f"block {key.block} of {key.expert!r}: the source and the module differ in {', '.join(odd)}")
+            raise ValueError(
+                f"block {key.block} of {key.expert!r}: the source and the module differ in {', '.join(odd)}"
+            )
         self._slots = {name: _slot(block, name) for name in names}
         self._originals = {name: module._parameters[leaf] for name, (module, leaf) in self._slots.items()}
         self._absent = {

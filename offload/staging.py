@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .layout import allocate_flat
+from .page_lock import LockedBlocks, PageLock
 from .progress import RunStopped
 
 
@@ -20,15 +21,18 @@ class StagingSlot:
 
 
 class Staging:
-    """`count` slots of `nbytes` each, handed out in the order in which they came back.
+    """`count` slots of `nbytes` each, page-locked by `lock`, handed out in the order in which they came back.
 
     Slots come back in the order of the fetches, so handing them out can wait but never block for ever.
     """
 
-    def __init__(self, count: int, nbytes: int, *, pinned: bool) -> None:
-        self._slots = [StagingSlot(_host_memory(nbytes, pinned=pinned)) for _ in range(count)]
+    def __init__(self, count: int, nbytes: int, *, lock: PageLock | None = None) -> None:
+        self._slots = [StagingSlot(allocate_flat(nbytes, "cpu")) for _ in range(count)]
         self._free: queue.SimpleQueue[StagingSlot | None] = queue.SimpleQueue()
-        self.nbytes = count * nbytes
+        self._locked = LockedBlocks(lock) if lock is not None else None
+        if self._locked is not None:
+            for slot in self._slots:
+                self._locked.add(slot.memory)
 
     def begin_run(self) -> None:
         """Every slot is free again; whatever an interrupted run left behind is dropped."""
@@ -53,9 +57,8 @@ class Staging:
     def give_back(self, slot: StagingSlot) -> None:
         self._free.put(slot)
 
-
-def _host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    if not pinned:
-        return allocate_flat(nbytes, torch.device("cpu"))
-    with torch.inference_mode(False):
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    def close(self) -> None:
+        """Give the memory back. No copy out of it may be under way."""
+        if self._locked is not None:
+            self._locked.release()
+        self._slots.clear()

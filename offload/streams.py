@@ -19,7 +19,8 @@ import torch
 from ..metrics import Mark
 from ..plan import BlockKey
 from .decode import decode_block
-from .layout import BlockFormat, allocate_flat
+from .layout import BlockFormat, allocate_flat, host_bytes
+from .page_lock import CudaPageLock
 from .source import BlockSource
 from .staging import Staging, StagingSlot
 
@@ -64,7 +65,7 @@ class CpuStreams:
         self._source = source
         self._formats = formats
         staged = [fmt.stored.nbytes for fmt in formats.values() if not fmt.is_raw]
-        self._staging = Staging(slots, max(staged), pinned=False) if staged else None
+        self._staging = Staging(slots, max(staged)) if staged else None
 
     def begin_run(self) -> None:
         if self._staging is not None:
@@ -90,7 +91,7 @@ class CpuStreams:
             self._source.read_block(staged.key, target)
         else:
             # numpy copies on this thread alone; torch would call its thread pool for it.
-            np.copyto(target.numpy(), staged.memory.numpy())
+            np.copyto(host_bytes(target), host_bytes(staged.memory))
         return _nothing
 
     def _decode_on_first_use(self, staged: Staged, into: torch.Tensor, fmt: BlockFormat) -> Arrival:
@@ -165,7 +166,7 @@ class CudaStreams:
         # Only a block that comes from a file needs pinned slots, and only then are they paid for.
         if self._staging is None:
             largest = max(fmt.stored.nbytes for fmt in self._formats.values())
-            self._staging = Staging(self._slots, largest, pinned=True)
+            self._staging = Staging(self._slots, largest, lock=CudaPageLock())
             self._staging.begin_run()
         return self._staging
 
@@ -180,6 +181,9 @@ class CudaStreams:
             self._staging.stop()
 
     def close(self) -> None:
+        self._copies.synchronize()
+        if self._staging is not None:
+            self._staging.close()
         self._staging = self._raw = None
         self._scales.clear()
 
