@@ -118,7 +118,7 @@ def _read_start(path: Path) -> tuple[bytes, int]:
     if len(header) < length:
         raise CheckpointFileError(
             path,
-            f"is truncated: has {file_bytes} bytes, its header alone needs {LENGTH_BYTES + length}; fetch it again",
+            f"is truncated: has {file_bytes} bytes, its header alone needs {LENGTH_BYTES + length}; download it again",
         )
     return header, file_bytes
 
@@ -138,7 +138,7 @@ def _why_unsound(header: bytes, file_bytes: int, finding: str) -> str:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return f"is not a safetensors file ({finding})"
     if file_bytes < promised:
-        return f"is truncated: has {file_bytes} of {promised} bytes; fetch it again"
+        return f"is truncated: has {file_bytes} of {promised} bytes; download it again"
     return f"is a damaged safetensors file ({finding})"
 
 
