@@ -9,7 +9,7 @@ import torch
 from ..host import host, io
 from ..plan.shapes import VideoShape
 from ..sampling.first_frame import start_mask, start_video
-from ..wan import open_vae
+from ..wan.vae import open_vae
 
 Conditioning = list[list[Any]]
 """ComfyUI's: pairs of an embedding [1, L, 4096] and a dictionary of what belongs to it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..host import host, io
-from ..wan import open_text_encoder
+from ..wan.text_encoder import open_text_encoder
 
 
 class WanStreamTextEncode(io.ComfyNode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..host import OutsideFolderError, host, io, ui
-from ..wan import open_vae
+from ..wan.vae import open_vae
 from .latent_file import keep_latent_on_failure
 from .video_file import write_mp4
 

@@ -1,0 +1,133 @@
+"""`wanstream run`: a workflow in the embedded host, progress while it runs, the table of its steps at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ..host.embedded_door import RunStoppedError, embedded_door
+from ..host.embedded_graph import Prompt, api_prompt, nodes_by_id
+from ..host.embedded_io import ComfyNode
+from ..host.embedded_load_image import LoadImage
+from ..host.embedded_run import History, NodeFailedError, run_workflow, validate_workflow
+from ..host.embedded_validate import Verdict
+from ..nodes import WanStreamExtension
+from ..nodes.sample import TIMELINE
+from ..plan import Timeline
+from .changes import with_changes
+from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
+from .progress import ProgressBars
+from .table import step_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """What the command line says."""
+
+    workflow: Path
+    output: Path
+    models: Path
+    input: Path
+    changes: tuple[str, ...] = ()
+    """Each one `node.input=value`."""
+    device: str | None = None
+    """None: a GPU if there is one."""
+
+
+def run(arguments: RunArguments) -> int:
+    """Run the workflow, print the table of its steps and the paths of its files, and return the exit code."""
+    nodes = asyncio.run(WanStreamExtension().get_node_list())
+    try:
+        prompt = _prompt(arguments, nodes)
+        verdict = validate_workflow(prompt, nodes, models=arguments.models, input_dir=arguments.input)
+    except (ValueError, OSError) as err:
+        return _refused(f"{arguments.workflow}: {err}")
+    if verdict.error or verdict.node_errors:
+        return _refused(_faults(verdict))
+    try:
+        with _ctrl_c_stops_the_run(), ProgressBars() as bars:
+            history = _execute(arguments, prompt, nodes, bars)
+    except NodeFailedError as err:
+        print(f"failed: {err}", file=sys.stderr)
+        return FAILED
+    except RunStoppedError:
+        print("stopped", file=sys.stderr)
+        return INTERRUPTED
+    _print_results(history, arguments.output)
+    return DONE
+
+
+def _prompt(arguments: RunArguments, nodes: Sequence[type[ComfyNode]]) -> Prompt:
+    """The workflow in the file, changed as the command line says. Raises ValueError or OSError."""
+    if not arguments.models.is_dir():
+        raise FileNotFoundError(
+            f"no models in {arguments.models}: give --models DIR, or make a small one with `wanstream sample-model DIR`"
+        )
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this torch finds no CUDA device")
+    prompt = api_prompt(json.loads(arguments.workflow.read_text(encoding="utf-8")))
+    return with_changes(prompt, arguments.changes, nodes_by_id([*nodes, LoadImage]))
+
+
+def _execute(arguments: RunArguments, prompt: Prompt, nodes: Sequence[type[ComfyNode]], bars: ProgressBars) -> History:
+    try:
+        return run_workflow(
+            prompt,
+            nodes=nodes,
+            models=arguments.models,
+            output=arguments.output,
+            input_dir=arguments.input,
+            on_progress=bars.show,
+            device=torch.device(arguments.device) if arguments.device else None,
+        )
+    finally:
+        embedded_door.free_experts()
+
+
+@contextmanager
+def _ctrl_c_stops_the_run() -> Iterator[None]:
+    """Inside, the first Ctrl-C ends the run before the next block or node; a second one ends the process as usual."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 (called by the interpreter)
+        embedded_door.stop()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _refused(reason: str) -> int:
+    print(reason, file=sys.stderr)
+    return INVALID
+
+
+def _faults(verdict: Verdict) -> str:
+    """ComfyUI's error types and messages, those of the workflow first, then those of each node."""
+    lines = [f"{verdict.error['type']}: {verdict.error['message']}"] if verdict.error else []
+    for node_id, node in verdict.node_errors.items():
+        lines += [
+            f"  {node_id} ({node['class_type']}): {fault['type']}: {fault['message']}: {fault['details']}"
+            for fault in node["errors"]
+        ]
+    return "\n".join(lines)
+
+
+def _print_results(history: History, output: Path) -> None:
+    for shown in history.outputs.values():
+        for timeline in shown.get(TIMELINE, ()):
+            print(step_table(Timeline.from_dict(timeline)))
+    for shown in history.outputs.values():
+        for file in shown.get("images", ()):
+            print(output / file["subfolder"] / file["filename"])

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+from wanstream.cli.changes import ChangeError, with_changes
+from wanstream.host import io
+
+
+class Sampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="Sampler",
+            inputs=[
+                io.Int.Input("steps"),
+                io.Float.Input("shift"),
+                io.String.Input("text"),
+                io.Combo.Input("solver", options=["euler", "7"]),
+                io.Boolean.Input("preview", optional=True),
+                io.Latent.Input("latent"),
+            ],
+        )
+
+
+NODES = {"Sampler": Sampler}
+PROMPT = {
+    "sampler": {"class_type": "Sampler", "inputs": {"steps": 20, "text": "a cat"}},
+    "1.5": {"class_type": "Other", "inputs": {}},
+    "2": {"class_type": "Other", "inputs": {}},
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "node", "socket", "value"),
+    [
+        ("sampler.steps=4", "sampler", "steps", 4),
+        ("Sampler.steps=4", "sampler", "steps", 4),
+        ("sampler.shift=5", "sampler", "shift", 5),
+        ("sampler.preview=true", "sampler", "preview", True),
+        ("sampler.latent=[\"2\", 0]", "sampler", "latent", ["2", 0]),
+        ("sampler.text=x = y.z", "sampler", "text", "x = y.z"),
+        ("sampler.text=12", "sampler", "text", "12"),
+        ("sampler.text=", "sampler", "text", ""),
+        ("sampler.solver=7", "sampler", "solver", "7"),
+        ("1.5.anything=at all", "1.5", "anything", "at all"),
+    ],
+)  # fmt: skip
+def test_a_value_is_read_as_its_input_wants_it(change: str, node: str, socket: str, value: object) -> None:
+    changed = with_changes(PROMPT, [change], NODES)[node]["inputs"][socket]
+    assert changed == value
+    assert type(changed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("sampler.steps", "write node.input=value"),
+        ("steps=4", "write node.input=value"),
+        (".steps=4", "write node.input=value"),
+        ("sampler.=4", "write node.input=value"),
+        ("decoder.steps=4", "no such node; the workflow has sampler, 1.5, 2"),
+        ("Other.steps=4", "several nodes are a Other: use an id, 1.5, 2"),
+        ("sampler.stepz=4", "Sampler has no input stepz; it has steps, shift, text, solver"),
+        ("sampler.steps=four", "steps is INT, and 'four' is no JSON value"),
+    ],
+)
+def test_a_change_that_changes_nothing_is_refused(change: str, reason: str) -> None:
+    with pytest.raises(ChangeError, match=reason):
+        with_changes(PROMPT, [change], NODES)
+
+
+def test_the_workflow_itself_is_left_alone_and_the_last_change_wins() -> None:
+    changed = with_changes(PROMPT, ["sampler.steps=4", "sampler.steps=5"], NODES)
+    assert changed["sampler"]["inputs"] == {"steps": 5, "text": "a cat"}
+    assert PROMPT["sampler"]["inputs"]["steps"] == 20

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from wanstream.cli.table import size_text, step_table
+from wanstream.plan import StepRecord, Timeline
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1_000, "1.00 KB"),
+        (9_994, "9.99 KB"),
+        (9_996, "10.0 KB"),
+        (99_960, "100 KB"),
+        (999_499, "999 KB"),
+        (999_500, "1.00 MB"),
+        (702_800_000, "703 MB"),
+        (28_600_000_000, "28.6 GB"),
+        (5 * 10**15, "5000 TB"),
+    ],
+)
+def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+
+
+def record(index: int, expert: str, **values: float) -> StepRecord:
+    defaults = {"sigma": 1 - index / 4, "wall_s": 1.5, "compute_s": 1.25, "stall_s": 0.25, "bytes_moved": 2_000_000}
+    return StepRecord(index=index, expert=expert, **{**defaults, **values})
+
+
+def test_one_line_per_step_and_one_for_the_run() -> None:
+    steps = (record(0, "high", rss_bytes=500_000_000), record(1, "low", rss_bytes=700_000_000, bytes_moved=0))
+    assert step_table(Timeline(steps=steps, kind="measured")).splitlines() == [
+        "step  expert   sigma  seconds  stall    moved  memory",
+        "   1    high  1.0000     1.50   0.25  2.00 MB  500 MB",
+        "   2     low  0.7500     1.50   0.25      0 B  700 MB",
+        " all                     3.00   0.50  2.00 MB  700 MB",
+    ]
+
+
+def test_memory_is_that_of_the_device_where_it_is_counted() -> None:
+    table = step_table(Timeline(steps=(record(0, "high", device_bytes=3, rss_bytes=7),), kind="measured"))
+    assert "3 B" in table
+    assert "7 B" not in table
+
+
+def test_what_is_not_known_stays_empty() -> None:
+    table = step_table(Timeline(steps=(record(0, "high", sigma=None),), kind="simulated"))
+    assert "None" not in table

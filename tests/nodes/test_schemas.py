@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import ast
+import asyncio
+from pathlib import Path
+
+import pytest
+import wanstream.nodes
+from wanstream.host import io
+from wanstream.nodes import WanStreamExtension
+
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+EACH_NODE = pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
+
+LONGEST_EXECUTE = 15
+
+# Ids, inputs and outputs are what saved workflows refer to: a change here breaks them.
+SNAPSHOT = {
+    "WanStreamExperts": ("high_noise low_noise compute_dtype", "WANSTREAM_EXPERTS"),
+    "WanStreamLayerwise": ("prefetch_blocks weights_from", "WANSTREAM_POLICY"),
+    "WanStreamBlockSwap": ("blocks_to_swap prefetch_blocks weights_from", "WANSTREAM_POLICY"),
+    "WanStreamTextEncode": ("text_encoder positive negative", "CONDITIONING CONDITIONING"),
+    "WanStreamEmptyLatent": ("width height frames batch_size", "LATENT"),
+    "WanStreamImageToVideo": (
+        "positive negative vae image width height frames batch_size",
+        "CONDITIONING CONDITIONING LATENT",
+    ),
+    "WanStreamSampler": (
+        "experts positive latent seed steps solver schedule flow_shift boundary_ratio switch_step guidance_high "
+        "guidance_low start_step negative policy",
+        "LATENT",
+    ),
+    "WanStreamVAEDecode": ("vae latent", "IMAGE"),
+    "WanStreamSaveVideo": ("images fps filename_prefix crf latent", ""),
+}
+
+
+def test_ids_inputs_and_outputs_are_those_of_saved_workflows() -> None:
+    found = {}
+    for node in NODES:
+        schema = node.define_schema()
+        inputs, outputs = (" ".join(names) for names in ([i.id for i in schema.inputs], [o.io_type for o in schema.outputs]))
+        found[schema.node_id] = (inputs, outputs)
+    assert found == SNAPSHOT
+
+
+@EACH_NODE
+def test_a_node_says_what_it_is_and_what_its_settings_cost(node: type[io.ComfyNode]) -> None:
+    schema = node.define_schema()
+    assert schema.node_id == node.__name__
+    assert schema.category == "WanStream"
+    assert schema.display_name
+    assert schema.description.endswith(".")
+    for socket in schema.inputs:
+        has_widget = socket.io_type in {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
+        assert not has_widget or (socket.tooltip or "").endswith("."), f"{socket.id} has no tooltip"
+
+
+@EACH_NODE
+def test_defaults_pass_their_own_limits(node: type[io.ComfyNode]) -> None:
+    for socket in node.define_schema().inputs:
+        options = socket.as_dict()
+        if "min" in options:
+            assert options["min"] <= options["default"] <= options["max"], socket.id
+        if "options" in options and "default" in options:
+            assert options["default"] in options["options"], socket.id
+
+
+def test_execute_stays_short() -> None:
+    """A node translates: what takes longer to say belongs in another room."""
+    for file in Path(wanstream.nodes.__file__).parent.glob("*.py"):
+        for part in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(part, ast.FunctionDef) and part.name == "execute":
+                lines = part.end_lineno - part.body[0].lineno + 1
+                assert lines <= LONGEST_EXECUTE, f"{file.name}:{part.lineno} has {lines} lines"
