@@ -1,4 +1,4 @@
-"""Writes one benchmark result: the figures together with how they came about. A number without its method is no number."""
+"""Writes one benchmark result: the figures and how they came about. A number without its method is no number."""
 
 from __future__ import annotations
 

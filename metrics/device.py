@@ -1,7 +1,7 @@
 """Clocks and memory of one device: the only file that may synchronise a device or its compute stream.
 
-A *mark* is a point on the device's own time line. On a CPU it is a `perf_counter` value; on CUDA an event recorded on the
-current stream, read after the step so that measuring never makes the host wait for the device in between.
+A *mark* is a point on the device's own time line. On a CPU it is a `perf_counter` value; on CUDA an event recorded on
+the current stream, read after the step so that measuring never makes the host wait for the device in between.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Streams the blocks of any module through an engine, and takes everything back.
 
     with attach_offload(model.blocks, policy=OffloadPolicy.layerwise(1), device="cuda") as handle:
-        model(x)                                # each forward is one run of one pass
-        with handle.passes(2):                  # two forwards known in advance: the second one's first blocks are prefetched
+        model(x)                       # each forward is one run of one pass
+        with handle.passes(2):         # two forwards known in advance: the second finds its first blocks there
             model(x), model(y)
 
 A caller with its own loop over blocks (lanes, two experts, many steps) names the visits instead:
@@ -50,11 +50,11 @@ def attach_offload(
     """Let the Linear weights of `blocks` be streamed to `device`; everything else of the blocks moves there and stays.
 
     Args:
-        blocks: one stack of like blocks, or several by name (the experts). Weights may be on `meta` if `source` is given.
+        blocks: one stack of like blocks, or several by name. Weights may be on `meta` if `source` is given.
         policy: which blocks stay resident, and how many buffers lie ahead.
         device: where the blocks compute.
         source: where the stored bytes come from; by default the blocks' own weights, which are kept in RAM.
-        follow_forward: run the blocks' own forwards through the engine. Off for callers that name the visits themselves.
+        follow_forward: run the blocks' own forwards through the engine; off for callers that name the visits.
 
     Returns:
         A handle; `detach()` or `with` leaves every block exactly as it was.

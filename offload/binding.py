@@ -17,8 +17,8 @@ from .layout import FlatLayout, streamed_names, tensor_views
 class BlockBinding:
     """The streamed parameters of one block.
 
-    While the block is in no buffer they are empty: computing with it fails by its shape. (A meta tensor would not do, CPU
-    kernels accept one as a weight and return another.)
+    While the block is in no buffer they are empty: computing with it fails by its shape. (A meta tensor would not do,
+    CPU kernels accept one as a weight and return another.)
     """
 
     def __init__(self, key: BlockKey, block: nn.Module, layout: FlatLayout) -> None:

@@ -61,7 +61,7 @@ class FileSource:
             self._scales[key] = {name: _as_factor(scale) for name, scale in stored.items()}
         return self._scales[key]
 
-    def host_block(self, key: BlockKey) -> torch.Tensor | None:  # noqa: ARG002 - the page cache is the system's
+    def host_block(self, key: BlockKey) -> torch.Tensor | None:
         return None
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:

@@ -39,10 +39,10 @@ class ModuleSource:
     def block_format(self, key: BlockKey) -> BlockFormat:
         return self._formats[key]
 
-    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:  # noqa: ARG002 - the protocol's signature
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         return {}
 
-    def host_block(self, key: BlockKey) -> torch.Tensor | None:  # noqa: ARG002 - in RAM, but not in one piece
+    def host_block(self, key: BlockKey) -> torch.Tensor | None:
         return None
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:

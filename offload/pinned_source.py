@@ -35,7 +35,7 @@ class PinnedSource:
         self._locked = LockedBlocks(driver or CudaPageLock()) if register else None
         self._places, total = page_aligned(
             (key, inner.block_format(key).stored.nbytes)
-            for key in inner.keys()  # noqa: SIM118 - a source is no mapping
+            for key in inner.keys()
         )
         self._memory: torch.Tensor | None = _map(total)
         self._filled: dict[BlockKey, torch.Tensor] = {}

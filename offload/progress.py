@@ -1,8 +1,8 @@
 """What the computing thread and the fetch thread of one run know of each other.
 
-Two counters and a stop flag behind one condition. The computing thread waits until a fetch is *issued*, never until its
-bytes have arrived; the fetch thread waits until a visit was *given to the device*, never until it has finished. Order on
-the device itself is by events (`streams.py`): waiting on an event that was not recorded yet would be no wait at all.
+Two counters and a stop flag behind one condition. The computing thread waits until a fetch is *issued*, never until
+its bytes have arrived; the fetch thread waits until a visit was *given to the device*, never until it has finished.
+Order on the device itself is by events (`streams.py`), and waiting on one that was not recorded yet is no wait at all.
 """
 
 from __future__ import annotations

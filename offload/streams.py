@@ -29,7 +29,7 @@ Arrival: TypeAlias = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Stored bytes of one block, ready to be copied; `memory` is None when the bytes are read straight into the buffer."""
+    """Stored bytes of one block, ready to be copied; `memory` is None where they are read straight into the buffer."""
 
     key: BlockKey
     memory: torch.Tensor | None

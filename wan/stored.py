@@ -35,7 +35,7 @@ class StoredTensors:
 
 
 def read_stored(path: Path, *, weights: str = WEIGHTS) -> StoredTensors:
-    """Read the headers of everything that `path` stands for; in a folder, the file `weights` or the shards of its index.
+    """Read the headers of everything that `path` stands for; in a folder, of `weights` or of the shards in its index.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file.
