@@ -5,6 +5,7 @@ Imported only there: `comfy` and `folder_paths` are ComfyUI's modules, which lie
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,9 +62,11 @@ class ComfyDoor:
 
     def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
         output = folder_paths.get_output_directory()
-        # ComfyUI refuses such a prefix as well, but with a bare Exception.
+        # ComfyUI refuses such a prefix as well, but with a bare Exception; and it counts "video/" wrongly.
         inside(Path(output), prefix)
-        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, output, width, height)
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+            os.path.normpath(prefix), output, width, height
+        )
         filename = f"{name}_{counter:05}_.{extension.lstrip('.')}"
         return OutputFile(path=Path(folder) / filename, filename=filename, subfolder=subfolder)
 

@@ -57,7 +57,7 @@ class _Bar:
     report: Callable[[int, int], None]
     total: int
 
-    def update(self, done: int, preview: object | None = None) -> None:  # noqa: ARG002 (no one to show it to)
+    def update(self, done: int, preview: object | None = None) -> None:
         self.report(done, self.total)
 
 
@@ -156,7 +156,7 @@ class EmbeddedDoor:
             self._temp = Path(tempfile.mkdtemp(prefix="wanstream-"))
         return self._temp
 
-    def progress(self, total: int, node_id: str | None) -> Progress:  # noqa: ARG002 (one node runs at a time)
+    def progress(self, total: int, node_id: str | None) -> Progress:
         return _Bar(report=self._report, total=total)
 
     def should_stop(self) -> bool:

@@ -1,12 +1,13 @@
 """The types of ComfyUI's V3 `io` module that our nodes use, with the arguments of ComfyUI 0.3.64, our floor.
 
-An argument that only a later ComfyUI knows is a TypeError here, so it cannot slip into a node unseen.
+An argument that only a later ComfyUI knows is a TypeError here, so it cannot slip into a node unseen. Stricter than
+there: everything but an input's id and a combo's options is given by keyword.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import ClassVar
 
@@ -38,13 +39,13 @@ _OPTION_NAMES = {"display_mode": "display", "force_input": "forceInput", "dynami
 _NOT_OPTIONS = {"id", "optional"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AnyInput:
     """A socket of a node."""
 
     io_type: ClassVar[str] = "*"
 
-    id: str
+    id: str = field(kw_only=False)
     display_name: str | None = None
     optional: bool = False
     tooltip: str | None = None
@@ -52,7 +53,7 @@ class AnyInput:
 
     def as_dict(self) -> dict[str, object]:
         """The options of this input as `INPUT_TYPES()` carries them: what is None does not appear."""
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_OPTIONS}
+        given = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_OPTIONS}
         return {
             _OPTION_NAMES.get(name, name): value.value if isinstance(value, Enum) else value
             for name, value in given.items()
@@ -60,13 +61,13 @@ class AnyInput:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AnyOutput:
     """A result of a node."""
 
     io_type: ClassVar[str] = "*"
 
-    id: str | None = None
+    id: str | None = field(default=None, kw_only=False)
     display_name: str | None = None
     tooltip: str | None = None
     is_output_list: bool = False
@@ -107,7 +108,7 @@ Video = Custom("VIDEO")
 class Boolean:
     """True or False."""
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Input(AnyInput):
         io_type: ClassVar[str] = "BOOLEAN"
 
@@ -124,7 +125,7 @@ class Boolean:
 class Int:
     """A whole number; `control_after_generate` adds the widget that changes a seed from run to run."""
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Input(AnyInput):
         io_type: ClassVar[str] = "INT"
 
@@ -144,7 +145,7 @@ class Int:
 class Float:
     """A number."""
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Input(AnyInput):
         io_type: ClassVar[str] = "FLOAT"
 
@@ -164,7 +165,7 @@ class Float:
 class String:
     """Text."""
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Input(AnyInput):
         io_type: ClassVar[str] = "STRING"
 
@@ -182,22 +183,15 @@ class String:
 class Combo:
     """A choice from a list; an Enum class stands for the values of its members."""
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Input(AnyInput):
         io_type: ClassVar[str] = "COMBO"
 
-        # ComfyUI takes the options second, before the name that is shown.
-        id: str
-        options: Sequence[str] | Sequence[int] | type[Enum] | None = None
-        display_name: str | None = None
-        optional: bool = False
-        tooltip: str | None = None
-        lazy: bool | None = None
+        options: Sequence[str] | Sequence[int] | type[Enum] | None = field(default=None, kw_only=False)
         default: str | int | Enum | None = None
         control_after_generate: bool | None = None
         upload: UploadType | None = None
         image_folder: FolderType | None = None
-        remote: None = None
         socketless: bool | None = None
 
         def as_dict(self) -> dict[str, object]:

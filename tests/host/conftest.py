@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from wanstream.host import OutsideFolderError, host, io
 from wanstream.host.embedded_run import History, run_workflow
 

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from wanstream.host import ExpertsRef
 from wanstream.host.door import ExpertsRegistry
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+
 from wanstream.host import io
 from wanstream.host.embedded_run import History
 from wanstream.host.embedded_validate import InvalidWorkflowError

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from wanstream.host import host, io
 from wanstream.host.embedded_door import HostStateError, NodeProgress, RunStoppedError, embedded_door
 from wanstream.host.embedded_graph import Link, UnsupportedNodeError, nodes_by_id, plan_steps

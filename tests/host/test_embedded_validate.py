@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from wanstream.host.embedded_graph import WorkflowFormatError, api_prompt
 from wanstream.host.embedded_run import validate_workflow
 from wanstream.host.embedded_validate import Verdict

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from wanstream.host import ModelNotFoundError, OutsideFolderError
 from wanstream.host.folders import diffusers_folders, find_model, inside, output_file, weight_files
 
