@@ -45,7 +45,7 @@ save_file({{name: value.contiguous() for name, value in found.items()}}, argumen
 answer = None
 """
 
-pytestmark = pytest.mark.comfy
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
 
 def _given() -> dict[str, torch.Tensor]:
