@@ -4,9 +4,7 @@ This file is ComfyUI's way in and imports nothing by itself; `wanstream.plan`, `
 are the rooms for scripts.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # what type checkers look for; importing it from typing would load that module
 
 if TYPE_CHECKING:
     from .nodes import WanStreamExtension
@@ -16,7 +14,7 @@ WEB_DIRECTORY = "./web"
 __version__ = "0.1.0"
 
 
-async def comfy_entrypoint() -> WanStreamExtension:
+async def comfy_entrypoint() -> "WanStreamExtension":
     """Return the node list; called by ComfyUI after it has imported this package."""
     import logging
 
