@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from wanstream.offload.file_source import FileSource, read_tensors
+from wanstream.offload.layout import allocate_flat, tensor_views
+from wanstream.offload.safetensors_header import CheckpointFileError, FileTensor, read_header
+from wanstream.offload.source import SourceError
+from wanstream.plan import BlockKey
+
+NAMES = ("ffn.weight", "q.weight", "k.weight")  # not the order in the file, which is by name
+KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("low", 0)]
+
+
+def stored_name(key: BlockKey, name: str) -> str:
+    return f"{key.expert}.{key.block}.{name}"
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = {"ffn.weight": (96, 32), "q.weight": (32, 32), "k.weight": (5, 7)}
+    return {stored_name(key, name): torch.randn(shapes[name]).bfloat16() for key in KEYS for name in NAMES}
+
+
+@pytest.fixture
+def path(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def blocks_of(path: Path) -> dict[BlockKey, dict[str, FileTensor]]:
+    header = read_header(path)
+    return {key: {name: header.tensors[stored_name(key, name)] for name in NAMES} for key in KEYS}
+
+
+@pytest.fixture(params=[(1, False), (4, False), (1, True), (4, True)], ids=["1", "4", "1 portable", "4 portable"])
+def source(request: pytest.FixtureRequest, path: Path) -> Iterator[FileSource]:
+    readers, portable = request.param
+    if not portable and not hasattr(os, "preadv"):
+        pytest.skip("this system has no preadv")
+    source = FileSource(blocks_of(path), computed_dtypes=torch.float32, readers=readers, portable=portable)
+    yield source
+    source.close()
+
+
+def test_blocks_arrive_as_they_are_stored(source, tensors):
+    assert list(source.keys()) == KEYS
+    for key in [*KEYS, *KEYS[::-1]]:
+        stored = source.block_format(key).stored
+        assert tuple(tensor.name for tensor in stored.tensors) == NAMES
+        flat = allocate_flat(stored.nbytes, "cpu")
+        source.read_block(key, flat)
+        for name, view in tensor_views(flat, stored).items():
+            assert torch.equal(view, tensors[stored_name(key, name)])
+        assert source.host_block(key) is None
+        assert source.scales(key) == {}
+
+
+def test_computed_dtypes_are_one_for_all_or_by_name(path):
+    blocks = blocks_of(path)
+    own = FileSource(blocks, computed_dtypes=torch.bfloat16)
+    assert own.block_format(KEYS[0]).is_raw
+    named = FileSource(blocks, computed_dtypes=dict.fromkeys(NAMES, torch.bfloat16) | {"q.weight": torch.float32})
+    assert not named.block_format(KEYS[0]).is_raw
+    assert [tensor.dtype for tensor in named.block_format(KEYS[0]).computed.tensors] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.bfloat16,
+    ]
+
+
+def test_only_the_tensors_of_the_block_are_written(source):
+    stored = source.block_format(KEYS[0]).stored
+    flat = allocate_flat(stored.nbytes + 256, "cpu").fill_(7)
+    source.read_block(KEYS[0], flat[: stored.nbytes])
+    owned = torch.zeros(stored.nbytes + 256, dtype=torch.bool)
+    for tensor in stored.tensors:
+        owned[tensor.offset : tensor.offset + tensor.nbytes] = True
+    assert (flat[~owned] == 7).all()
+
+
+def test_an_error_names_the_tensor_and_leaves_the_source_usable(source, path, tensors):
+    content = path.read_bytes()
+    flat = allocate_flat(source.block_format(KEYS[0]).stored.nbytes, "cpu")
+    source.read_block(KEYS[0], flat)
+    last = max(blocks_of(path)[KEYS[2]].items(), key=lambda item: item[1].offset)
+    os.truncate(path, last[1].offset + 3)
+    with pytest.raises(
+        SourceError, match=rf"model\.safetensors: reading {last[0]} at byte {last[1].offset + 3} failed"
+    ):
+        source.read_block(KEYS[2], flat)
+    source.read_block(KEYS[0], flat)
+    path.write_bytes(content)
+    source.read_block(KEYS[2], flat)
+    for name, view in tensor_views(flat, source.block_format(KEYS[2]).stored).items():
+        assert torch.equal(view, tensors[stored_name(KEYS[2], name)])
+
+
+def test_nothing_but_headers_is_read_before_the_first_block(path):
+    blocks = blocks_of(path)
+    path.unlink()
+    source = FileSource(blocks, computed_dtypes=torch.float32)
+    flat = allocate_flat(source.block_format(KEYS[0]).stored.nbytes, "cpu")
+    with pytest.raises(SourceError, match="No such file"):
+        source.read_block(KEYS[0], flat)
+    source.close()
+
+
+@pytest.mark.parametrize(
+    ("stored", "shape"),
+    [
+        (torch.tensor(0.5), ()),
+        (torch.tensor([0.5]), ()),
+        (torch.tensor([[0.5]]), ()),
+        (torch.tensor([0.25, 0.5, 2.0], dtype=torch.bfloat16), (3, 1)),
+        (torch.tensor([[0.25], [0.5], [2.0]], dtype=torch.float16), (3, 1)),
+    ],
+)
+def test_scales_have_two_shapes(tmp_path, stored, shape):
+    save_file({"w": torch.ones(3, 5).to(torch.float8_e4m3fn), "s": stored}, tmp_path / "x.safetensors")
+    file = read_header(tmp_path / "x.safetensors").tensors
+    key = BlockKey("high", 0)
+    source = FileSource({key: {"w": file["w"]}}, computed_dtypes=torch.float32, scales={key: {"w": file["s"]}})
+    assert source.block_format(key).scaled == {"w"}
+    assert not source.block_format(key).is_raw
+    scale = source.scales(key)["w"]
+    assert (tuple(scale.shape), scale.dtype) == (shape, torch.float32)
+    assert torch.equal(scale.flatten(), stored.float().flatten())
+    assert source.scales(key)["w"] is scale
+    source.close()
+
+
+@pytest.mark.parametrize("shape", [(2,), (5,), (1, 3), (3, 5), (1, 1, 1)])
+def test_scales_that_fit_nothing_are_refused(tmp_path, shape):
+    save_file({"w": torch.ones(3, 5), "s": torch.ones(shape)}, tmp_path / "x.safetensors")
+    file = read_header(tmp_path / "x.safetensors").tensors
+    key = BlockKey("high", 0)
+    with pytest.raises(CheckpointFileError, match=r"x\.safetensors: the scale of w has shape .* one value or 3"):
+        FileSource({key: {"w": file["w"]}}, computed_dtypes=torch.float32, scales={key: {"w": file["s"]}})
+
+
+def test_read_tensors_keeps_names_shapes_and_dtypes(tmp_path):
+    torch.manual_seed(0)
+    tensors = {
+        "wide": torch.randn(700, 900),
+        "scalar": torch.tensor(3.0, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "fp8": torch.randn(9, 9).to(torch.float8_e5m2),
+        "flags": torch.tensor([True, False, True]),
+        "counts": torch.arange(5),
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    header = read_header(tmp_path / "x.safetensors")
+    with torch.inference_mode():
+        read = read_tensors({name: header.tensors[name] for name in tensors}, readers=3)
+    assert list(read) == list(tensors)
+    for name, tensor in tensors.items():
+        assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
+        assert read[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+        assert not read[name].is_inference()
+    assert read["wide"].data_ptr() % 64 == 0
+    assert read_tensors({"some": header.tensors["wide"].rows(3, 5)})["some"].equal(tensors["wide"][3:5])
+    assert read_tensors({}) == {}
+
+
+def test_tensors_that_were_read_do_not_hang_on_the_file(tmp_path):
+    save_file({"a": torch.ones(1000)}, tmp_path / "x.safetensors")
+    read = read_tensors(read_header(tmp_path / "x.safetensors").tensors)
+    os.truncate(tmp_path / "x.safetensors", 0)
+    assert read["a"].sum() == 1000
+    with pytest.raises(SourceError, match=r"x\.safetensors"):
+        read_tensors(
+            {"a": FileTensor(path=tmp_path / "x.safetensors", offset=8, nbytes=4, dtype=torch.float32, shape=(1,))}
+        )
