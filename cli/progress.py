@@ -1,4 +1,4 @@
-"""The progress bars of a run, one per node, on stderr."""
+"""The progress of a run on stderr: a line per node, with a bar for a node that has steps."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..host.embedded_door import NodeProgress
 
+_NO_BAR = "{desc}: {elapsed}"
+
 
 class ProgressBars:
-    """Draws the bar of the node that runs; the finished ones stay above it."""
+    """Draws the line of the node that runs; the lines of finished nodes stay above it."""
 
     def __init__(self) -> None:
-        self._bar: tqdm | None = None
         self._node_id: str | None = None
+        self._line: tqdm | None = None
 
     def show(self, progress: NodeProgress) -> None:
-        """Bring the bar of the node that reports up to date."""
-        if self._bar is None or self._node_id != progress.node_id:
-            self._close()
-            label = f"{progress.node_id} ({progress.class_type})"
-            self._bar = tqdm(total=progress.total, desc=label, unit="step", file=sys.stderr)
-            self._node_id = progress.node_id
-        self._bar.total = progress.total
-        self._bar.n = progress.done
-        self._bar.refresh()
+        """Bring the line of the node that reports up to date."""
+        if self._line is None or progress.node_id != self._node_id:
+            self._start(progress.node_id)
+        if progress.total > 1:
+            self._line.bar_format = None
+            self._line.total, self._line.n = progress.total, progress.done
+        self._line.refresh()
 
     def __enter__(self) -> ProgressBars:
         return self
@@ -34,9 +34,14 @@ class ProgressBars:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        self._end()
 
-    def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
+    def _start(self, node_id: str) -> None:
+        self._end()
+        self._node_id = node_id
+        self._line = tqdm(desc=node_id, unit="step", bar_format=_NO_BAR, file=sys.stderr)
+
+    def _end(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line = None

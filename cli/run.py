@@ -29,6 +29,10 @@ from .progress import ProgressBars
 from .table import step_table
 
 
+class ArgumentError(ValueError):
+    """The command line names something that is not there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
     """What the command line says."""
@@ -48,9 +52,11 @@ def run(arguments: RunArguments) -> int:
     nodes = asyncio.run(WanStreamExtension().get_node_list())
     try:
         prompt = _prompt(arguments, nodes)
-        verdict = validate_workflow(prompt, nodes, models=arguments.models, input_dir=arguments.input)
-    except (ValueError, OSError) as err:
-        return _refused(f"{arguments.workflow}: {err}")
+    except ValueError as err:
+        return _refused(str(err))
+    verdict = validate_workflow(
+        prompt, nodes, models=arguments.models, input_dir=arguments.input, output=arguments.output
+    )
     if verdict.error or verdict.node_errors:
         return _refused(_faults(verdict))
     try:
@@ -67,15 +73,24 @@ def run(arguments: RunArguments) -> int:
 
 
 def _prompt(arguments: RunArguments, nodes: Sequence[type[ComfyNode]]) -> Prompt:
-    """The workflow in the file, changed as the command line says. Raises ValueError or OSError."""
+    """The workflow in the file, changed as the command line says. Raises ValueError with the reason."""
     if not arguments.models.is_dir():
-        raise FileNotFoundError(
-            f"no models in {arguments.models}: give --models DIR, or make a small one with `wanstream sample-model DIR`"
+        raise ArgumentError(
+            f"{arguments.models} is no folder: give --models DIR, or make small models with `wanstream sample-model DIR`"
         )
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this torch finds no CUDA device")
-    prompt = api_prompt(json.loads(arguments.workflow.read_text(encoding="utf-8")))
+        raise ArgumentError("--device cuda: this torch finds no CUDA device")
+    prompt = api_prompt(_read_json(arguments.workflow))
     return with_changes(prompt, arguments.changes, nodes_by_id([*nodes, LoadImage]))
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise ArgumentError(f"{path} cannot be read: {err.strerror}") from err
+    except ValueError as err:
+        raise ArgumentError(f"{path} is not JSON: {err}") from err
 
 
 def _execute(arguments: RunArguments, prompt: Prompt, nodes: Sequence[type[ComfyNode]], bars: ProgressBars) -> History:

@@ -46,10 +46,10 @@ class NodeFailedError(RuntimeError):
 
 
 def validate_workflow(
-    prompt: Prompt | None, nodes: Sequence[type[ComfyNode]], *, models: Path, input_dir: Path
+    prompt: Prompt | None, nodes: Sequence[type[ComfyNode]], *, models: Path, input_dir: Path, output: Path = Path()
 ) -> Verdict:
     """Judge a workflow made of `nodes` and LoadImage against the files at hand. Runs nothing."""
-    with embedded_door.opened(Folders(models=models, output=Path(), input=input_dir)):
+    with embedded_door.opened(Folders(models=models, output=output, input=input_dir)):
         return validate_prompt(prompt, nodes_by_id([*nodes, LoadImage]))
 
 
