@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from wanstream.offload.layout import BlockFormat
+from wanstream.offload.page_lock import PageLockError
 from wanstream.offload.source import BlockSource, SourceError
 from wanstream.plan import BlockKey
 
@@ -64,6 +65,24 @@ class SlowSource:
         self.inner.close()
 
 
+class LimitedPageLock:
+    """A driver that locks up to `limit` pieces of memory and remembers which."""
+
+    def __init__(self, *, limit: int = 1000) -> None:
+        self.limit = limit
+        self.asked = 0
+        self.locked: list[tuple[int, int]] = []
+
+    def lock(self, memory: torch.Tensor) -> None:
+        self.asked += 1
+        if len(self.locked) == self.limit:
+            raise PageLockError("no more pages")
+        self.locked.append((memory.data_ptr(), memory.numel()))
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        self.locked.remove((memory.data_ptr(), memory.numel()))
+
+
 @pytest.fixture
 def make_stack() -> Callable[..., nn.ModuleList]:
     def make(count: int, *, seed: int = 0, width: int = 32, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
@@ -86,3 +105,8 @@ def run_plain() -> Callable[[Sequence[nn.Module], torch.Tensor], torch.Tensor]:
         return hidden
 
     return run
+
+
+@pytest.fixture
+def limited_page_lock() -> Callable[..., LimitedPageLock]:
+    return LimitedPageLock

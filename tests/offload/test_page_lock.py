@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from wanstream.offload.layout import allocate_flat
+from wanstream.offload.page_lock import CudaPageLock, LockedBlocks, PageLockError
+
+
+def test_blocks_are_locked_and_released(limited_page_lock):
+    driver = limited_page_lock(limit=3)
+    blocks = LockedBlocks(driver)
+    memories = [allocate_flat(4096, "cpu") for _ in range(3)]
+    for memory in memories:
+        blocks.add(memory)
+    assert driver.locked == [(memory.data_ptr(), 4096) for memory in memories]
+    blocks.release()
+    blocks.release()
+    assert driver.locked == []
+
+
+def test_a_refusal_is_told_once_and_not_tried_again(limited_page_lock, caplog):
+    driver = limited_page_lock(limit=1)
+    blocks = LockedBlocks(driver)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            blocks.add(allocate_flat(100_000_000, "cpu"))
+    assert driver.asked == 2
+    assert len(caplog.records) == 1
+    assert "0.1 GB of weights are page-locked, the next 0.1 GB were refused (no more pages)" in caplog.text
+    assert "slower" in caplog.text
+    blocks.release()
+    assert driver.locked == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_takes_memory_where_it_lies():
+    driver, memory = CudaPageLock(), allocate_flat(1 << 20, "cpu")
+    driver.lock(memory)
+    assert memory.is_pinned()
+    with pytest.raises(PageLockError, match="cudaHostRegister"):
+        driver.lock(memory)
+    assert torch.ones(3, device="cuda").sum().item() == 3  # the refusal is not blamed on this kernel
+    driver.unlock(memory)
+    assert not memory.is_pinned()
