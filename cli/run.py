@@ -76,7 +76,7 @@ def _prompt(arguments: RunArguments, nodes: Sequence[type[ComfyNode]]) -> Prompt
     """The workflow in the file, changed as the command line says. Raises ValueError with the reason."""
     if not arguments.models.is_dir():
         raise ArgumentError(
-            f"{arguments.models} is no folder: give --models DIR, or make small models with `wanstream sample-model DIR`"
+            f"no folder {arguments.models}: give --models DIR, or make small models with `wanstream sample-model DIR`"
         )
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("--device cuda: this torch finds no CUDA device")
@@ -112,7 +112,7 @@ def _execute(arguments: RunArguments, prompt: Prompt, nodes: Sequence[type[Comfy
 def _ctrl_c_stops_the_run() -> Iterator[None]:
     """Inside, the first Ctrl-C ends the run before the next block or node; a second one ends the process as usual."""
 
-    def stop(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 (called by the interpreter)
+    def stop(signum: int, frame: FrameType | None) -> None:
         embedded_door.stop()
         signal.signal(signal.SIGINT, before)
 
