@@ -1,0 +1,284 @@
+"""200 generated workflows of our nodes, sound and broken: the embedded host and a real server must judge them alike.
+
+Every workflow is drawn from a seed. A broken one carries either one fault that ends ComfyUI's look at a node early (it
+walks the inputs of a node in an order of its own, so what it finds besides is chance), or up to three that do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from wanstream.host.embedded_checks import Socket, own_check, sockets_of
+from wanstream.host.embedded_door import Folders, embedded_door
+from wanstream.host.embedded_load_image import LoadImage
+from wanstream.host.embedded_run import validate_workflow
+from wanstream.nodes import WanStreamExtension
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+
+WORKFLOWS = 200
+SOUND = 60
+DEEPEST = 4
+
+# Every verdict and fault must come up among the workflows.
+KINDS = {
+    "valid",
+    "missing_node_type",
+    "prompt_no_outputs",
+    "prompt_outputs_failed_validation",
+    "required_input_missing",
+    "bad_linked_input",
+    "return_type_mismatch",
+    "invalid_input_type",
+    "value_not_in_list",
+    "value_smaller_than_min",
+    "value_bigger_than_max",
+    "custom_validation_failed",
+    "exception_during_validation",
+    "exception_during_inner_validation",
+}
+
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+CLASSES = {node.define_schema().node_id: node for node in (*NODES, LoadImage)}
+OUTPUTS = {name: [output.io_type for output in node.define_schema().outputs] for name, node in CLASSES.items()}
+
+Prompt = dict[str, dict[str, Any]]
+Sockets = Mapping[str, list[Socket]]
+Break = Callable[[random.Random, Prompt, Sockets], None]
+
+
+class Weaver:
+    """Draws sound workflows from a seed: every required socket is fed, sources are shared now and then."""
+
+    def __init__(self, rng: random.Random, sockets: Sockets) -> None:
+        self.rng = rng
+        self.sockets = sockets
+        self.prompt: Prompt = {}
+
+    def weave(self) -> Prompt:
+        for _ in range(self.rng.choice([1, 1, 1, 2])):
+            self._node("WanStreamSaveVideo", 0)
+        return self.prompt
+
+    def _node(self, class_type: str, depth: int) -> str:
+        wanted = [s for s in self.sockets[class_type] if s.required or (depth < DEEPEST and self.rng.random() < 0.5)]
+        inputs = {socket.name: self._value(socket, depth + 1) for socket in wanted}
+        node_id = str(len(self.prompt) + 1)
+        self.prompt[node_id] = {"class_type": class_type, "inputs": inputs}
+        return node_id
+
+    def _value(self, socket: Socket, depth: int) -> object:
+        if socket.io_type in {"INT", "FLOAT"}:
+            return self._number(socket)
+        if socket.io_type == "COMBO":
+            return self.rng.choice(list(socket.options["options"]))
+        if socket.io_type == "STRING":
+            return self.rng.choice(["clip", "video/clip", "a cat", "%year%/x"])
+        return self._link(socket.io_type, depth)
+
+    def _number(self, socket: Socket) -> object:
+        low, high = socket.options["min"], socket.options["max"]
+        value = self.rng.randint(int(low), int(high)) if socket.io_type == "INT" else self.rng.uniform(low, high)
+        return self.rng.choice([value, value, low, high, str(value), {"__value__": value}])
+
+    def _link(self, io_type: str, depth: int) -> list[Any]:
+        made = [(n, i) for n, node in self.prompt.items() for i in _places(node["class_type"], io_type)]
+        if made and self.rng.random() < 0.5:
+            return list(self.rng.choice(made))
+        makers = [name for name in OUTPUTS if io_type in OUTPUTS[name]]
+        if depth >= DEEPEST:
+            makers = sorted(makers, key=lambda name: sum(_is_link_socket(s) for s in self.sockets[name]))[:1]
+        maker = self.rng.choice(makers)
+        return [self._node(maker, depth), self.rng.choice(_places(maker, io_type))]
+
+
+def _places(class_type: str, io_type: str) -> list[int]:
+    return [place for place, made in enumerate(OUTPUTS[class_type]) if made == io_type]
+
+
+def _is_link_socket(socket: Socket) -> bool:
+    return socket.io_type not in {"INT", "FLOAT", "COMBO", "STRING", "BOOLEAN"}
+
+
+def _put(rng: random.Random, prompt: Prompt, sockets: Sockets, fits: Callable[[Socket], bool], make: Any) -> None:
+    """Set one given input that fits, and that its node does not check itself, to `make(its socket)`."""
+    found = [
+        (node_id, socket)
+        for node_id, node in prompt.items()
+        for socket in sockets.get(node.get("class_type", ""), [])
+        if socket.name in node.get("inputs", {}) and fits(socket) and not _checked_by_node(node, socket)
+    ]
+    if found:
+        node_id, socket = rng.choice(found)
+        prompt[node_id]["inputs"][socket.name] = make(socket)
+
+
+def _checked_by_node(node: Mapping[str, Any], socket: Socket) -> bool:
+    check = own_check(CLASSES[node["class_type"]])
+    return check is not None and check.covers(socket.name)
+
+
+def _number(socket: Socket) -> bool:
+    return socket.io_type in {"INT", "FLOAT"}
+
+
+def too_small(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    _put(rng, prompt, sockets, _number, lambda socket: socket.options["min"] - 1)
+
+
+def too_big(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    _put(rng, prompt, sockets, _number, lambda socket: socket.options["max"] * 2 + 1)
+
+
+def no_number(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    _put(rng, prompt, sockets, _number, lambda _: rng.choice(["many", None, "", {"a": 1}]))
+
+
+def not_in_list(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    _put(rng, prompt, sockets, lambda s: s.io_type == "COMBO", lambda _: rng.choice(["nothing", 3, None, "../wan"]))
+
+
+def no_link(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    _put(rng, prompt, sockets, lambda _: True, lambda _: rng.choice([[], ["1"], ["1", 0, 0]]))
+
+
+def constant_on_a_socket(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    _put(rng, prompt, sockets, _is_link_socket, lambda _: rng.choice([5, "text", None, {"samples": 1}]))
+
+
+def wrong_type(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    other = f"{len(prompt) + 1}"
+    prompt[other] = {"class_type": "WanStreamLayerwise", "inputs": {"prefetch_blocks": 1, "weights_from": "file"}}
+    _put(rng, prompt, sockets, lambda socket: socket.io_type != "WANSTREAM_POLICY", lambda _: [other, 0])
+
+
+def missing(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    node = rng.choice([node for node in prompt.values() if node["inputs"]])
+    del node["inputs"][rng.choice(list(node["inputs"]))]
+
+
+def stray(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    rng.choice(list(prompt.values()))["inputs"]["stray"] = rng.choice([1, "x", ["1", 0], ["99", 0]])
+
+
+def leaving_the_output(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    prompt[_last_output(prompt)]["inputs"]["filename_prefix"] = rng.choice(["../clip", "/clip", "a/../../clip"])
+
+
+def _last_output(prompt: Prompt) -> str:
+    return [node_id for node_id, node in prompt.items() if node.get("class_type") == "WanStreamSaveVideo"][-1]
+
+
+def dangling(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    _put(rng, prompt, sockets, _is_link_socket, lambda _: rng.choice([["99", 0], ["no", 1], [1, 0], [[], 0]]))
+
+
+def no_such_output(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    last = _last_output(prompt)
+    _put(rng, prompt, sockets, _is_link_socket, lambda _: [last, rng.choice([0, 7, -9, "0", 0.5])])
+
+
+def no_inputs(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    del rng.choice(list(prompt.values()))["inputs"]
+
+
+def unknown_node(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    rng.choice(list(prompt.values()))["class_type"] = rng.choice(["Nobody", ""])
+
+
+def no_class(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    del rng.choice(list(prompt.values()))["class_type"]
+
+
+def no_output_node(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    for node_id in [node_id for node_id, node in prompt.items() if node["class_type"] == "WanStreamSaveVideo"]:
+        del prompt[node_id]
+
+
+def missing_picture(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    prompt["pic"] = {"class_type": "LoadImage", "inputs": {"image": rng.choice(["none.png", "no/none.png"])}}
+    prompt[_last_output(prompt)]["inputs"]["images"] = ["pic", 0]
+
+
+def linked_picture(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    prompt["pic"] = {"class_type": "LoadImage", "inputs": {"image": [_last_output(prompt), 0]}}
+    prompt["pic2"] = {"class_type": "LoadImage", "inputs": {"image": ["pic", 0]}}
+    prompt[_last_output(prompt)]["inputs"]["images"] = ["pic2", 0]
+
+
+ADDING = [too_small, too_big, no_number, not_in_list, no_link, constant_on_a_socket, wrong_type, missing, stray]
+ADDING += [leaving_the_output]
+ENDING = [dangling, no_such_output, no_inputs, unknown_node, no_class, no_output_node, missing_picture, linked_picture]
+
+
+def _draw(number: int, sockets: Sockets) -> tuple[Prompt, str]:
+    """Workflow `number`, and what was done to it."""
+    rng = random.Random(number)
+    prompt = Weaver(rng, sockets).weave()
+    if number < SOUND:
+        return prompt, "sound"
+    kinds = [rng.choice(ENDING)] if rng.random() < 0.5 else rng.choices(ADDING, k=rng.choice([1, 1, 2, 3]))
+    for kind in kinds:
+        kind(rng, prompt, sockets)
+    return prompt, " + ".join(kind.__name__ for kind in kinds)
+
+
+def _verdict(error: Mapping[str, Any] | None, node_errors: Mapping[str, Any]) -> tuple[str, dict[str, list[str]]]:
+    by_node = {node: sorted(fault["type"] for fault in found["errors"]) for node, found in node_errors.items()}
+    return (error["type"] if error else "valid"), by_node
+
+
+@pytest.fixture(scope="module")
+def sockets(base: Any) -> Sockets:
+    with embedded_door.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
+        return {name: sockets_of(node) for name, node in CLASSES.items()}
+
+
+def _judge_twice(server: Any, prompt: Prompt) -> tuple[object, object]:
+    """What the embedded host says, what the server says."""
+    folders = {"models": server.base / "models", "input_dir": server.base / "input"}
+    ours = validate_workflow(prompt, NODES, **folders)
+    status, theirs = server.post("/prompt", {"prompt": prompt})
+    assert status in {200, 400}, theirs
+    return _verdict(ours.error, ours.node_errors), _verdict(theirs.get("error"), theirs["node_errors"])
+
+
+def test_generated_workflows_are_judged_alike(server: Any, sockets: Sockets) -> None:
+    drawn = [_draw(number, sockets) for number in range(WORKFLOWS)]
+    with server.held():
+        judged = [_judge_twice(server, prompt) for prompt, _ in drawn]
+    for (prompt, done), (ours, theirs) in zip(drawn, judged, strict=True):
+        assert ours == theirs, f"{done}: {prompt}"
+    found = Counter(kind for (_, by_node), _ in judged for kinds in by_node.values() for kind in kinds)
+    found.update(top for (top, _), _ in judged)
+    assert found["valid"] >= SOUND
+    assert set(found) >= KINDS, f"the generator no longer makes {KINDS - set(found)}"
+
+
+def test_a_request_without_a_workflow(server: Any) -> None:
+    _, theirs = server.post("/prompt", {})
+    ours = validate_workflow(None, NODES, models=server.base / "models", input_dir=server.base / "input")
+    assert _verdict(ours.error, ours.node_errors) == _verdict(theirs["error"], theirs["node_errors"])
+
+
+@pytest.mark.parametrize("back", ["self", "round"])
+def test_a_cycle(server: Any, back: str) -> None:
+    """ComfyUI runs into Python's recursion limit and tells no more than that the outputs failed."""
+    prompt: Prompt = {
+        "1": {"class_type": "WanStreamImageToVideo", "inputs": {"positive": ["2" if back == "round" else "1", 0]}},
+        "2": {"class_type": "WanStreamImageToVideo", "inputs": {"positive": ["1", 0]}},
+        "3": {"class_type": "WanStreamVAEDecode", "inputs": {"vae": "wan", "latent": ["2", 2]}},
+        "4": {"class_type": "WanStreamSaveVideo", "inputs": {"images": ["3", 0]}},
+    }
+    for node in prompt.values():
+        for socket in sockets_of(CLASSES[node["class_type"]]):
+            if "default" in socket.options:
+                node["inputs"].setdefault(socket.name, socket.options["default"])
+    ours, theirs = _judge_twice(server, prompt)
+    assert ours == theirs
