@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -12,26 +13,27 @@ from torch import nn
 
 from .detect import Shape, WanConfig
 
+FIRST_BLOCK = "blocks.0."
+
 
 def build_model(config: WanConfig) -> WanTransformer3DModel:
     """Return the model in eval mode: every parameter on meta, the position tables, which no file holds, real."""
-    with torch.device("meta"):
-        model = WanTransformer3DModel(**config.model_arguments())
+    model = _on_meta(config)
     model.rope = type(model.rope)(
         model.config.attention_head_dim, model.config.patch_size, model.config.rope_max_seq_len
     )
     return model.eval().requires_grad_(False)
 
 
-def parameter_shapes(config: WanConfig) -> dict[str, Shape]:
+@functools.cache
+def parameter_shapes(config: WanConfig) -> Mapping[str, Shape]:
     """Return the name and shape of every parameter of the model that `config` describes."""
-    one_block = build_model(replace(config, num_layers=1))
-    block = {f".{name}": tuple(tensor.shape) for name, tensor in one_block.blocks[0].named_parameters()}
-    outer = {
-        name: tuple(tensor.shape) for name, tensor in one_block.named_parameters() if not name.startswith("blocks.")
-    }
-    blocks = itertools.product(range(config.num_layers), block.items())
-    return outer | {f"blocks.{index}{name}": shape for index, (name, shape) in blocks}
+    one_block = _on_meta(replace(config, num_layers=1))
+    shapes = {name: tuple(parameter.shape) for name, parameter in one_block.named_parameters()}
+    block = {name.removeprefix(FIRST_BLOCK): shapes.pop(name) for name in list(shapes) if name.startswith(FIRST_BLOCK)}
+    for index in range(config.num_layers):
+        shapes |= {f"blocks.{index}.{name}": shape for name, shape in block.items()}
+    return MappingProxyType(shapes)
 
 
 def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
@@ -45,3 +47,8 @@ def set_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Non
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         model.get_submodule(module).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def _on_meta(config: WanConfig) -> WanTransformer3DModel:
+    with torch.device("meta"):
+        return WanTransformer3DModel(**config.model_arguments())

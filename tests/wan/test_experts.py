@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +15,8 @@ import torch
 from diffusers import WanTransformer3DModel
 from wanstream.plan import OffloadPolicy, step_visits
 from wanstream.wan import CheckpointError, Lane, forward_lanes, open_experts
+from wanstream.wan.detect import WanConfig
+from wanstream.wan.meta_model import parameter_shapes
 
 HIGH, LOW = {"seed": 1}, {"seed": 2}
 POLICIES = {
@@ -217,6 +223,58 @@ class TestPair:
         # Python's buffered reader takes some more than it is asked for.
         assert bytes_read() - before < 2 * header_bytes + 200_000
         assert file.stat().st_size > 20 * header_bytes + 200_000
+
+
+OPEN_AND_MEASURE = """
+import sys
+from pathlib import Path
+from wanstream.wan import open_experts
+
+def peak_kib():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
+
+open_experts(*sys.argv[1:])  # the first time imports what is imported late
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident now
+before = peak_kib()
+pair = open_experts(*sys.argv[1:])
+print(peak_kib() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures the peak in /proc")
+def test_opening_two_experts_of_1_gb_takes_less_than_64_mb(tmp_path):
+    config = WanConfig(
+        num_attention_heads=8,
+        num_layers=30,
+        ffn_dim=4096,
+        in_channels=16,
+        out_channels=16,
+        text_dim=4096,
+        freq_dim=256,
+        patch_size=(1, 2, 2),
+    )
+    files = [tmp_path / f"{name}.safetensors" for name in ("high", "low")]
+    for file in files:
+        write_hollow_file(file, parameter_shapes(config))
+        assert file.stat().st_size > 1e9
+    command = [sys.executable, "-c", OPEN_AND_MEASURE, *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < 64e6
+
+
+def write_hollow_file(path, shapes):
+    """A bf16 safetensors file whose bytes behind the header are a hole: all its size and none of its disk space."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        nbytes = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
 
 
 class TestRefused:
