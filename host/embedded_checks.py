@@ -96,8 +96,9 @@ def converted(socket: Socket, value: object) -> tuple[object, Fault | None]:
     """A constant as the socket's type, or as it is and the reason why it cannot be converted."""
     if isinstance(value, dict) and "__value__" in value:
         value = value["__value__"]
+    convert = _CONVERTERS.get(socket.io_type)
     try:
-        return _CONVERTERS.get(socket.io_type, lambda same: same)(value), None
+        return (convert(value) if convert else value), None
     except (TypeError, ValueError, OverflowError) as err:
         message = f"Failed to convert an input value to a {socket.io_type} value"
         about = socket.about(received_value=value, exception_message=str(err))
