@@ -1,0 +1,80 @@
+"""What a policy costs in memory, seen by the operating system: each one runs in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+BLOCKS, WIDTH = 8, 2048  # 16 MiB per block in fp32
+
+RUN = """
+import sys
+import torch
+from torch import nn
+from wanstream.offload import attach_offload
+from wanstream.offload.file_source import FileSource
+from wanstream.offload.safetensors_header import read_header
+from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+
+path, policy = sys.argv[1], eval("OffloadPolicy." + sys.argv[2])
+tensors = read_header(path).tensors
+names = ("high", "low")
+source = FileSource(
+    {BlockKey(n, i): {"0.weight": tensors[f"{n}.{i}"]} for n in names for i in range(%(blocks)d)},
+    computed_dtypes=torch.float32,
+)
+stacks = {
+    n: [nn.Sequential(nn.Linear(%(width)d, %(width)d, bias=False, device="meta")) for _ in range(%(blocks)d)]
+    for n in names
+}
+hidden = torch.ones(1, %(width)d)
+warm = nn.Linear(%(width)d, 8)(hidden)
+
+
+def status(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field + ":")))
+
+
+with open("/proc/self/clear_refs", "w") as refs:
+    refs.write("5")  # the peak counts from here
+before = status("VmRSS")
+with attach_offload(stacks, policy=policy, device="cpu", source=source, follow_forward=False) as handle:
+    with torch.inference_mode(), handle.run(step_visits(["high", "high", "low", "low"], handle.counts)) as run:
+        for step, name, block in run.program.visits:
+            with run.visit(step, name, block):
+                hidden = stacks[name][block](hidden)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("blocks") / "blocks.safetensors"
+    save_file({f"{n}.{i}": torch.full((WIDTH, WIDTH), 1e-4) for n in ("high", "low") for i in range(BLOCKS)}, path)
+    return path
+
+
+def _peak_mib(checkpoint: Path, policy: str) -> float:
+    code = RUN % {"blocks": BLOCKS, "width": WIDTH}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(checkpoint), policy], capture_output=True, text=True, check=True, timeout=120
+    )
+    return int(done.stdout) / 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_peak_memory_follows_the_policy(checkpoint: Path) -> None:
+    policies = ["layerwise(1)", "layerwise(3)", f"block_swap({BLOCKS // 2})", "resident()"]
+    peaks = [_peak_mib(checkpoint, policy) for policy in policies]
+    assert peaks == sorted(peaks), dict(zip(policies, peaks, strict=True))
+    blocks = [2, 4, 6, 16]
+    for policy, peak, count in zip(policies, peaks, blocks, strict=True):
+        # 16 MiB per buffer, and little else: within half a block of what the policy says.
+        assert abs(peak - 16 * count) < 8, (policy, peak)
