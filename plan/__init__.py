@@ -5,7 +5,7 @@ from __future__ import annotations
 from .check import check_program
 from .experts import split_at_boundary
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
-from .residency import OffloadPolicy, Residency, plan_residency, spread_evenly
+from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
 from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
 from .simulate import Hardware, simulate
 from .tenancies import buffers_needed
@@ -24,6 +24,7 @@ __all__ = [
     "OffloadPolicy",
     "ProgramError",
     "Residency",
+    "SourceKind",
     "StepRecord",
     "Timeline",
     "TransferProgram",

@@ -93,7 +93,7 @@ def compile_program(
     if buffers < needed:
         raise ProgramError(f"{buffers} buffers are too few: these residents and visits need {needed}")
 
-    held = {buffer: block for buffer, block in (contents or {}).items() if 0 <= buffer < buffers}
+    held = {buffer: block for buffer, block in sorted((contents or {}).items()) if 0 <= buffer < buffers}
     kept = _kept_tenancies(tenancies, buffers, held)
     buffer_of, fetches, fetch_of = _assign_buffers(tenancies, buffers, held, kept)
     initial = {buffer: tenancies[tenancy].block for tenancy, buffer in kept.items()}

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 from hypothesis import strategies as st
+
 from wanstream.plan import AT_ONCE, BlockKey, Residency, TransferProgram, Visit, spread_evenly, step_visits
 
 EXPERTS = ("high", "low")

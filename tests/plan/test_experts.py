@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from wanstream.plan import split_at_boundary
 
 Schedule = Callable[[int, float], list[float]]

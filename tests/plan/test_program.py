@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from wanstream.plan import (
     AT_ONCE,
     KEPT,
@@ -367,7 +368,7 @@ def test_two_copies_of_one_block_serve_two_visits() -> None:
 
 def test_the_same_input_makes_the_same_program() -> None:
     """Every rank of a group compiles for itself and must find the same order."""
-    contents = {3: BlockKey("low", 4), 0: BlockKey("high", 7)}
+    contents = {3: BlockKey("low", 4), 0: BlockKey("high", 7), 9: BlockKey("high", 7)}
     programs: list[TransferProgram] = [
         compile_program(wan_steps(3, 3), even(8), 10, contents=dict(order))
         for order in (sorted(contents.items()), sorted(contents.items(), reverse=True))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from wanstream.plan import OffloadPolicy, buffers_needed, plan_residency, spread_evenly, step_visits
 
 WAN = {"high": 40, "low": 40}

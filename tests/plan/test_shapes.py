@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+
 from wanstream.plan import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
 
 TI2V_5B = ExpertShape(width=3072, ffn_width=14336, blocks=30, in_channels=48, out_channels=48)

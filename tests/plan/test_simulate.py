@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from wanstream.plan import (
     T2V_A14B,
     Hardware,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from wanstream.plan import BlockKey, Visit, step_visits
 
 
