@@ -102,10 +102,10 @@ def main(folder: Path) -> None:
         figures[name] = {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
         figures[name]["total_s_of_each_run"] = [round(run["total_s"], 3) for run in runs]
     method = (
-        f"two bf16 files of {files[0].stat().st_size / 1e9:.2f} GB in ComfyUI's keys, {SHAPE.layers} blocks; a fresh "
-        "process per run, imports done before the clock starts; from the call of open_experts to the call of block 0, "
-        f"layerwise(1) on the CPU; medians of {REPEATS} runs; before each run the files are dropped from the page cache "
-        "(posix_fadvise) or read into it"
+        f"two bf16 files of {files[0].stat().st_size / 1e9:.2f} GB in ComfyUI's keys, {SHAPE.layers} blocks; from the "
+        "call of open_experts to the call of block 0, imports done before, layerwise(1) on the CPU; a process per run, "
+        f"medians of {REPEATS} runs; before each, the files are dropped from the page cache (posix_fadvise) or read into "
+        "it"
     )
     print(record("open-to-first-block", method=method, figures=figures).read_text(encoding="utf-8"))
 

@@ -10,6 +10,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
 from wanstream.offload.file_source import read_tensors
 from wanstream.wan.checkpoint import open_expert
 from wanstream.wan.stored import INDEX, WEIGHTS, CheckpointError
@@ -83,6 +84,15 @@ class TestLayouts:
         expert = open_expert(tiny_expert_file(fp8=fp8_layout, dtype=torch.float16, prefix=prefix))
         assert len(expert.scales) == 40  # ten matrices in each of four blocks
         assert_holds(expert, make_tiny_expert(dequantised_from=torch.float16))
+
+    def test_fp8_metadata_may_name_layers_with_the_prefix(self, edited, make_tiny_expert):
+        def prefix_layers(tensors, metadata):
+            layers = json.loads(metadata["_quantization_metadata"])["layers"]
+            prefixed = {PREFIX + layer: settings for layer, settings in layers.items()}
+            metadata["_quantization_metadata"] = json.dumps({"layers": prefixed})
+
+        expert = open_expert(edited(prefix_layers, fp8="metadata"))
+        assert_holds(expert, make_tiny_expert(dequantised_from=torch.float32))
 
     def test_fp8_outside_the_blocks(self, edited, make_tiny_expert):
         def quantise(tensors, metadata):

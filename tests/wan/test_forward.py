@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+
 from wanstream.wan.forward import Lane, forward_lanes
 
 DTYPES = [torch.float32, torch.bfloat16]
