@@ -15,23 +15,28 @@ Conditioning = list[list[Any]]
 """ComfyUI's: pairs of an embedding [1, L, 4096] and a dictionary of what belongs to it."""
 
 
+LARGEST = {"width": 4096, "height": 4096, "frames": 1025}
+
+
 def _size_inputs() -> list[io.Input]:
     return [
         io.Int.Input(
             "width",
             default=832,
             min=16,
-            max=4096,
+            max=LARGEST["width"],
             step=16,
             tooltip="Multiple of 16. A step costs more than in proportion to width x height x frames: 1280x720 takes "
             "about four times as long per block as 832x480.",
         ),
-        io.Int.Input("height", default=480, min=16, max=4096, step=16, tooltip="Multiple of 16; see width."),
+        io.Int.Input(
+            "height", default=480, min=16, max=LARGEST["height"], step=16, tooltip="Multiple of 16; see width."
+        ),
         io.Int.Input(
             "frames",
             default=81,
             min=1,
-            max=1025,
+            max=LARGEST["frames"],
             step=4,
             tooltip="4n + 1. 81 are 5 seconds at 16 fps, what Wan2.2 was trained on; every 4 more cost one latent "
             "frame.",
@@ -45,6 +50,28 @@ def _size_inputs() -> list[io.Input]:
             "them.",
         ),
     ]
+
+
+def _video_shape(**size: int) -> VideoShape:
+    """The shape of a video of that width, height and number of frames; raises ValueError if it cannot be made."""
+    for name, value in size.items():
+        if value > LARGEST[name]:
+            raise ValueError(f"{name} is {value}: use {LARGEST[name]} or less")
+    return VideoShape(**size)
+
+
+def _size_refusal(**size: object) -> bool | str:
+    """For `validate_inputs`: why such a video cannot be made, told before anything runs; True if it can.
+
+    What is no number is left to others: a link is None here and known only at the run, and text is refused by the host.
+    """
+    known = {name: value for name, value in size.items() if isinstance(value, int)}
+    try:
+        if len(known) == len(size):
+            _video_shape(**known)
+    except ValueError as err:
+        return str(err)
+    return True
 
 
 def _empty(shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
@@ -66,8 +93,14 @@ class WanStreamEmptyLatent(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(
+        cls, width: int | None = None, height: int | None = None, frames: int | None = None
+    ) -> bool | str:
+        return _size_refusal(width=width, height=height, frames=frames)
+
+    @classmethod
     def execute(cls, width: int, height: int, frames: int, batch_size: int) -> io.NodeOutput:
-        return io.NodeOutput(_empty(VideoShape(width=width, height=height, frames=frames), batch_size))
+        return io.NodeOutput(_empty(_video_shape(width=width, height=height, frames=frames), batch_size))
 
 
 class WanStreamImageToVideo(io.ComfyNode):
@@ -100,6 +133,12 @@ class WanStreamImageToVideo(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(
+        cls, width: int | None = None, height: int | None = None, frames: int | None = None
+    ) -> bool | str:
+        return _size_refusal(width=width, height=height, frames=frames)
+
+    @classmethod
     def execute(
         cls,
         positive: Conditioning,
@@ -111,7 +150,7 @@ class WanStreamImageToVideo(io.ComfyNode):
         frames: int,
         batch_size: int,
     ) -> io.NodeOutput:
-        shape = VideoShape(width=width, height=height, frames=frames)
+        shape = _video_shape(width=width, height=height, frames=frames)
         video = start_video(image, shape)
         with open_vae(host.model_path(vae, "diffusers")) as opened:
             encoded = opened.encode(video, device=host.device())
