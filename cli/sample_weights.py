@@ -7,6 +7,7 @@ timestep, text) visibly changes the result.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import TypeVar
@@ -66,12 +67,19 @@ def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5Enc
         num_heads=4,
         num_layers=layers,
         feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
         dropout_rate=0.0,
     )
     with torch.random.fork_rng(devices=[]):
         encoder = UMT5EncoderModel(config)
     return _randomised(encoder, seed)
+
+
+def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
+    """A copy with every parameter in `dtype`; diffusers' own `.to()` would warn about its fp32 islands."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _randomised(model: ModelT, seed: int) -> ModelT:

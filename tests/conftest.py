@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from wanstream.cli.sample_experts import FP8_LAYOUTS, dequantised, save_expert_file, save_expert_folder
-from wanstream.cli.sample_weights import ExpertShape, make_expert
+
+from wanstream.cli.sample_components import save_text_encoder_folders, save_vae_folder
+from wanstream.cli.sample_experts import dequantised, save_expert_file, save_expert_folder
+from wanstream.cli.sample_fp8 import FP8_LAYOUTS
+from wanstream.cli.sample_model import write_sample_model
+from wanstream.cli.sample_tokenizer import VOCABULARY
+from wanstream.cli.sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae
 
 
 @pytest.fixture(scope="session")
@@ -68,3 +73,26 @@ def tiny_expert_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
 def fp8_layout(request: pytest.FixtureRequest) -> str:
     """Every valid fp8_scaled layout in turn, as a name for `tiny_expert_file(fp8=...)`."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_pipeline(dtype=torch.float32)`: the VAE (fp32), text encoder and tokenizer of a diffusers pipeline folder.
+
+    Read only: the folder is shared by the whole session.
+    """
+
+    @functools.cache
+    def folder(*, dtype: torch.dtype = torch.float32) -> Path:
+        path = tmp_path_factory.mktemp("pipeline")
+        save_vae_folder(make_vae(seed=0), path / "vae")
+        save_text_encoder_folders(make_text_encoder(seed=0, vocabulary=len(VOCABULARY)), path, dtype=dtype)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sample_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A models folder as `wanstream sample-model` writes it, four blocks deep. Read only."""
+    return write_sample_model(tmp_path_factory.mktemp("models"), layers=4).folder

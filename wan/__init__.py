@@ -7,5 +7,21 @@ from .expert_engine import ExpertEngine
 from .experts import ExpertPair, open_experts
 from .forward import Lane, forward_lanes
 from .stored import CheckpointError
+from .text_encoder import TextEncoder, open_text_encoder
+from .vae import WanVae, denormalise, normalise, open_vae
 
-__all__ = ["CheckpointError", "Expert", "ExpertEngine", "ExpertPair", "Lane", "forward_lanes", "open_experts"]
+__all__ = [
+    "CheckpointError",
+    "Expert",
+    "ExpertEngine",
+    "ExpertPair",
+    "Lane",
+    "TextEncoder",
+    "WanVae",
+    "denormalise",
+    "forward_lanes",
+    "normalise",
+    "open_experts",
+    "open_text_encoder",
+    "open_vae",
+]

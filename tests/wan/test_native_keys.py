@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers, convert_wan_vae_to_diffusers
+
 from wanstream.wan.native_keys import native_transformer_name, native_vae_name
 
 

@@ -1,0 +1,173 @@
+"""A models folder for trying the pack out: ComfyUI's layout, real file names, tiny random weights.
+
+Names and depth are those of Wan2.2 A14B, so every workflow runs on it unchanged; width is one attention head instead of
+forty, so it takes a third of a gigabyte and its videos show noise. The weights follow from fixed seeds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import UniPCMultistepScheduler, __version__
+from safetensors import SafetensorError
+
+from .sample_components import save_text_encoder_file, save_text_encoder_folders, save_vae_file, save_vae_folder
+from .sample_experts import save_expert_file, save_expert_folder
+from .sample_folder import SampleFolder, SampleModelError
+from .sample_fp8 import Fp8Layout
+from .sample_tokenizer import VOCABULARY
+from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae
+from .table import size_text
+
+A14B_LAYERS = 40
+RECIPE = 1  # raised when other files are written, so that an older sample model is replaced
+
+VAE_SEED, TEXT_SEED = 1, 2
+VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
+TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
+SHARED = ("vae", "text_encoder", "tokenizer")  # the same in both pipelines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One of the two A14B models, with the settings that its makers give it."""
+
+    name: str
+    in_channels: int
+    boundary_ratio: float
+    flow_shift: float
+    pipeline_class: str
+    seeds: tuple[int, int]
+    """Of the high-noise and the low-noise expert."""
+
+    @property
+    def pipeline(self) -> Path:
+        return Path("diffusers", f"Wan2.2-{self.name.upper()}-A14B-Diffusers")
+
+    def single_file(self, expert: str, precision: str) -> Path:
+        return Path("diffusion_models", f"wan2.2_{self.name}_{expert}_noise_14B_{precision}.safetensors")
+
+
+T2V = Family(
+    name="t2v",
+    in_channels=16,
+    boundary_ratio=0.875,
+    flow_shift=12.0,
+    pipeline_class="WanPipeline",
+    seeds=(10, 11),
+)
+I2V = Family(
+    name="i2v",
+    in_channels=36,
+    boundary_ratio=0.9,
+    flow_shift=5.0,
+    pipeline_class="WanImageToVideoPipeline",
+    seeds=(20, 21),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleModel:
+    """A sample model on disk. `files` have their sizes in bytes; `nbytes` counts a file with two names once."""
+
+    folder: Path
+    files: dict[Path, int]
+    nbytes: int
+
+    def summary(self) -> str:
+        """A line for each file of weights, and one for the whole."""
+        weights = {path: nbytes for path, nbytes in self.files.items() if path.suffix == ".safetensors"}
+        lines = [f"{size_text(nbytes):>8}  {path}" for path, nbytes in weights.items()]
+        return "\n".join([*lines, f"{size_text(self.nbytes):>8}  on disk, in {self.folder}"])
+
+
+def write_sample_model(
+    folder: Path | str, *, layers: int = A14B_LAYERS, on_progress: Callable[[str], object] | None = None
+) -> SampleModel:
+    """Write a sample model into `folder`: a new folder, an empty one, or an older sample model, which is replaced.
+
+    A sample model that is already there is left as it is. `layers` is the number of blocks of each expert;
+    `on_progress` is told what is written next.
+
+    Raises:
+        SampleModelError: the folder holds anything else, or it cannot be written.
+    """
+    sample = SampleFolder(Path(folder), recipe={"recipe": RECIPE, "layers": layers})
+    if not sample.is_there():
+        try:
+            with sample.replacing() as empty:
+                _write_all(empty, layers, on_progress or _nothing)
+        except (SafetensorError, OSError) as err:
+            raise SampleModelError(f"the sample model cannot be written to {folder}: {err}") from err
+    return SampleModel(folder=sample.folder, files=sample.files(), nbytes=sample.nbytes())
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) -> None:
+    on_progress("VAE and text encoder")
+    vae, encoder = make_vae(seed=VAE_SEED), make_text_encoder(seed=TEXT_SEED, vocabulary=len(VOCABULARY))
+    save_vae_file(vae, folder / VAE_FILE)
+    save_text_encoder_file(encoder, folder / TEXT_ENCODER_FILE)
+    save_vae_folder(vae, folder / T2V.pipeline / "vae")
+    save_text_encoder_folders(encoder, folder / T2V.pipeline, dtype=torch.bfloat16)
+    for component in SHARED:
+        _link_files(folder / T2V.pipeline / component, folder / I2V.pipeline / component)
+    for family in (T2V, I2V):
+        _write_pipeline_settings(family, folder / family.pipeline)
+        for expert, seed in zip(("high", "low"), family.seeds, strict=True):
+            on_progress(f"{family.name} {expert}-noise expert")
+            _write_expert(
+                family, expert, folder, ExpertShape(layers=layers, heads=1, in_channels=family.in_channels), seed
+            )
+
+
+def _write_expert(family: Family, expert: str, folder: Path, shape: ExpertShape, seed: int) -> None:
+    """One expert in the three forms that are most used."""
+    model = make_expert(shape, seed=seed)
+    component = "transformer" if expert == "high" else "transformer_2"
+    save_expert_folder(model, folder / family.pipeline / component, dtype=torch.bfloat16)
+    save_expert_file(model, folder / family.single_file(expert, "fp16"), dtype=torch.float16)
+    save_expert_file(model, folder / family.single_file(expert, "fp8_scaled"), dtype=torch.float16, fp8=Fp8Layout())
+
+
+def _write_pipeline_settings(family: Family, pipeline: Path) -> None:
+    """The scheduler, and the list of components that diffusers opens a pipeline by."""
+    UniPCMultistepScheduler(
+        num_train_timesteps=1000, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=family.flow_shift
+    ).save_pretrained(pipeline / "scheduler")
+    index = {
+        "_class_name": family.pipeline_class,
+        "_diffusers_version": __version__,
+        "boundary_ratio": family.boundary_ratio,
+        "expand_timesteps": False,
+        "image_encoder": [None, None],
+        "image_processor": [None, None],
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "T5TokenizerFast"],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": ["diffusers", "WanTransformer3DModel"],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    if family is T2V:
+        del index["image_encoder"], index["image_processor"]
+    (pipeline / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """Give every file of `source` a second name in `target`, or a copy where the file system has no second names."""
+    target.mkdir(parents=True)
+    for file in sorted(source.iterdir()):
+        try:
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copyfile(file, target / file.name)

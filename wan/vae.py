@@ -1,0 +1,154 @@
+"""The Wan2.1 VAE, which A14B uses, and the two spaces its latents live in.
+
+The VAE works in raw space, which is also what ComfyUI's nodes exchange. The experts work in normalised space: every
+channel with mean 0 and deviation 1 over the training videos.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from diffusers import AutoencoderKLWan
+
+from ..offload.file_source import read_tensors
+from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from .component import build_on_meta, component_folder, component_weights, read_config, require_config, require_sizes
+from .meta_model import set_parameters
+
+LATENT_CHANNELS = 16
+
+# What makes a VAE one of 16 channels, 8 x 8 pixels and 4 frames per latent; its width is its own affair.
+WAN21 = {
+    "_class_name": "AutoencoderKLWan",
+    "z_dim": LATENT_CHANNELS,
+    "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2,
+    "temperal_downsample": [False, True, True],
+}
+
+# One number per channel; those of Wan2.1 (`latents_mean` and `latents_std` in diffusers' AutoencoderKLWan).
+# fmt: off
+LATENTS_MEAN = (
+    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
+)
+LATENTS_STD = (
+    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
+)
+# fmt: on
+
+
+class VaeInputError(ValueError):
+    """Images or latents that the VAE cannot take; the message names their shape and the one to give."""
+
+
+def normalise(raw: torch.Tensor) -> torch.Tensor:
+    """Raw VAE latents [B, 16, T, h, w] -> what the experts work with; same shape, dtype and device."""
+    return (raw - _per_channel(LATENTS_MEAN, raw)) / _per_channel(LATENTS_STD, raw)
+
+
+def denormalise(latents: torch.Tensor) -> torch.Tensor:
+    """The inverse of `normalise`."""
+    return latents * _per_channel(LATENTS_STD, latents) + _per_channel(LATENTS_MEAN, latents)
+
+
+def _per_channel(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values).to(like.device, like.dtype).view(1, LATENT_CHANNELS, 1, 1, 1)
+
+
+def open_vae(folder: Path | str) -> WanVae:
+    """Open the VAE of a diffusers pipeline folder, or its `vae` folder; reads the config and headers only.
+
+    Raises:
+        CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file; the config or the tensors
+            are not those of the Wan2.1 VAE.
+    """
+    return WanVae(component_folder(Path(folder), "vae"))
+
+
+class WanVae:
+    """An opened VAE. Weights are read when they are first needed and compute in fp32; `close()` frees them."""
+
+    def __init__(self, folder: Path) -> None:
+        config = read_config(folder)
+        require_config(folder, config, WAN21, "the VAE of Wan2.1 or of Wan2.2 A14B (the 5B model has another)")
+        require_sizes(folder, config, ["base_dim"])
+        self._folder = folder
+        self._config = config
+        self._weights = component_weights(folder, self._build())
+        self._loaded: AutoencoderKLWan | None = None
+
+    def encode(self, video: torch.Tensor, *, device: torch.device | str) -> torch.Tensor:
+        """Encode frames [F, H, W, 3] in 0..1, F = 4n + 1, H and W multiples of 8.
+
+        Returns the most likely raw latents, fp32 [1, 16, (F - 1) / 4 + 1, H / 8, W / 8], on the CPU.
+
+        Raises:
+            VaeInputError: the video has another shape.
+        """
+        _check_video(video)
+        vae = self._on(torch.device(device))
+        pixels = video.to(device, torch.float32).movedim(-1, 0)[None] * 2 - 1
+        with torch.no_grad():
+            raw: torch.Tensor = vae.encode(pixels).latent_dist.mode()
+        return raw.cpu()
+
+    def decode(self, latents: torch.Tensor, *, device: torch.device | str) -> torch.Tensor:
+        """Decode raw latents [B, 16, T, h, w], one video at a time.
+
+        Returns frames in 0..1, fp32 [B, 4 * (T - 1) + 1, 8 * h, 8 * w, 3], on the CPU.
+
+        Raises:
+            VaeInputError: the latents have another shape.
+        """
+        _check_latents(latents)
+        vae = self._on(torch.device(device))
+        with torch.no_grad():
+            videos = [_frames(vae.decode(one.to(device, torch.float32)).sample[0]) for one in latents.split(1)]
+        return torch.stack(videos)
+
+    def close(self) -> None:
+        """Free the weights. Closing twice is allowed, and so is using the VAE again."""
+        self._loaded = None
+
+    def _on(self, device: torch.device) -> AutoencoderKLWan:
+        if self._loaded is None:
+            vae = self._build()
+            stored = read_tensors(self._weights)
+            set_parameters(vae, {name: tensor.to(torch.float32) for name, tensor in stored.items()})
+            self._loaded = vae
+        return self._loaded.to(device)
+
+    def _build(self) -> AutoencoderKLWan:
+        return build_on_meta(self._folder, lambda: AutoencoderKLWan.from_config(self._config))
+
+    def __enter__(self) -> WanVae:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _frames(video: torch.Tensor) -> torch.Tensor:
+    """[3, F, H, W] in -1..1 -> [F, H, W, 3] in 0..1 on the CPU."""
+    return ((video.cpu().movedim(0, -1) + 1) / 2).clamp(0, 1)
+
+
+def _check_video(video: torch.Tensor) -> None:
+    shape = list(video.shape)
+    if video.ndim != 4 or shape[-1] != 3 or 0 in shape:
+        raise VaeInputError(f"the video is {shape}: give frames [F, H, W, 3]")
+    if (shape[0] - 1) % FRAMES_PER_LATENT:
+        raise VaeInputError(f"the video has {shape[0]} frames: give {FRAMES_PER_LATENT}n + 1")
+    if shape[1] % PIXELS_PER_LATENT or shape[2] % PIXELS_PER_LATENT:
+        raise VaeInputError(f"the frames are {shape[2]}x{shape[1]}: give multiples of {PIXELS_PER_LATENT}")
+
+
+def _check_latents(latents: torch.Tensor) -> None:
+    if latents.ndim != 5 or latents.shape[1] != LATENT_CHANNELS or 0 in latents.shape:
+        raise VaeInputError(f"the latents are {list(latents.shape)}: give [B, {LATENT_CHANNELS}, T, h, w]")
