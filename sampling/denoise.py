@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 import torch
 
 from ..metrics import Recorder
-from ..offload.attach import OffloadRun
 from ..plan import OffloadPolicy, StepRecord, Timeline, step_visits
 from ..wan import ExpertPair, Lane, forward_lanes
 from .errors import Cancelled, NonFiniteLatentError
@@ -24,6 +25,9 @@ from .solvers import make_solver
 
 PURE_NOISE = 1 - 2e-6
 """From this sigma on there is nothing but noise: the `wan` schedule starts 1e-6 below 1, and diffusers ignores that."""
+
+EnterBlock: TypeAlias = "Callable[[int], AbstractContextManager[object]]"
+"""Block -> the context in which it is there to compute."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,12 +79,12 @@ def denoise(
         NonFiniteLatentError: a step made NaN or infinity.
     """
     check_channels(request, pair.in_channels)
+    course = request.course()
+    experts = [course.experts[step] for step in course.steps]
     place = torch.device(device)
     recorder = Recorder(place)
     engine = pair.engine(policy, place)
     outer_bytes = engine.outer_bytes
-    course = request.course()
-    experts = [course.experts[step] for step in course.steps]
     visits = step_visits(experts, engine.block_counts, first_step=request.start_step)
     with torch.inference_mode(), engine.run(visits, recorder=recorder) as run:
         inputs = _Inputs(request, place)
@@ -91,10 +95,8 @@ def denoise(
             with recorder.step(step, expert, sigma):
                 timestep = torch.tensor([course.schedule.timesteps[step]], device=place)
                 lanes = inputs.lanes(latents, with_negative=guidance != 1)
-                velocities = forward_lanes(
-                    engine.models[expert], lanes, timestep, _visits(run, step, expert, should_stop)
-                )
-                velocity = _guided(velocities, guidance)
+                visit = _cancellable(partial(run.visit, step, expert), step, should_stop)
+                velocity = _guided(forward_lanes(engine.models[expert], lanes, timestep, visit), guidance)
                 denoised = latents - sigma * velocity
                 latents = solver.step(velocity, latents)
                 finite = latents.isfinite().all()
@@ -138,15 +140,15 @@ def _starting_latents(request: DenoiseRequest, sigma: float) -> torch.Tensor:
     return request.noise if sigma > PURE_NOISE else sigma * request.noise
 
 
-def _visits(
-    run: OffloadRun, step: int, expert: str, should_stop: Callable[[], bool] | None
-) -> Callable[[int], AbstractContextManager[object]]:
-    """The visits of one step, each with a question before it."""
+def _cancellable(enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None) -> EnterBlock:
+    """`enter`, with a question before each block."""
+    if should_stop is None:
+        return enter
 
     def visit(block: int) -> AbstractContextManager[object]:
-        if should_stop is not None and should_stop():
+        if should_stop():
             raise Cancelled(step, block)
-        return run.visit(step, expert, block)
+        return enter(block)
 
     return visit
 

@@ -23,7 +23,7 @@ class NonFiniteLatentError(ValueError):
     """The latent holds NaN or infinity after a step."""
 
 
-class Cancelled(Exception):  # noqa: N818 - not an error: the caller asked for it
+class Cancelled(Exception):
     """The run was stopped before block `block` of step `step`; the pair can be used again at once."""
 
     def __init__(self, step: int, block: int) -> None:

@@ -29,7 +29,7 @@ class Course:
 
     schedule: Schedule
     experts: tuple[str, ...]
-    """"high" or "low", one per step of the schedule."""
+    """Of every step of the schedule: "high" or "low"."""
     start_step: int
 
     @property
@@ -62,9 +62,9 @@ class DenoiseRequest:
     steps: int | None = None
     """Steps of the whole schedule; None: 40, or what `sigmas` make."""
     solver: str = "unipc"
-    """"euler" or "unipc"."""
+    """One of `SOLVERS`: "euler" or "unipc"."""
     schedule: str = "wan"
-    """"simple" (ComfyUI's) or "wan" (diffusers'); not used where `sigmas` are given."""
+    """One of `SCHEDULES`: "simple" (ComfyUI's) or "wan" (diffusers'); not used where `sigmas` are given."""
     sigmas: Sequence[float] | torch.Tensor | None = None
     """Steps + 1 descending values, the last one 0, used as they are: no flow shift is applied."""
     flow_shift: float = 12.0

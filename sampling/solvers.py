@@ -52,7 +52,7 @@ def euler(schedule: Schedule, start_step: int) -> Solver:
 def unipc(schedule: Schedule, start_step: int) -> Solver:
     """UniPC of order 2 (bh2), configured as in the Wan pipelines of diffusers."""
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
-    # Its corrector takes log(1 - sigma) and turns NaN two steps after a sigma of exactly 1.
+    # At a sigma of exactly 1 its log(1 - sigma) is infinite; diffusers steps down from 1 in the same way.
     sigmas = [min(sigma, HIGHEST_BELOW_ONE) for sigma in schedule.sigmas]
     return DiffusersSolver(scheduler, sigmas, start_step)
 

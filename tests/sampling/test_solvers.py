@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
@@ -96,10 +97,16 @@ def test_unipc_starts_later_as_the_scheduler_does(latents: torch.Tensor) -> None
     assert torch.equal(_run(make_solver("unipc", schedule, 3), schedule, latents, start=3), expected)
 
 
-def test_unipc_survives_a_first_sigma_of_one(latents: torch.Tensor) -> None:
+def test_unipc_takes_a_first_sigma_of_one_as_the_scheduler_does(latents: torch.Tensor) -> None:
     schedule = simple_schedule(8, 5.0)
     assert schedule.sigmas[0] == 1.0
-    assert _run(make_solver("unipc", schedule), schedule, latents).isfinite().all()
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
+    scheduler.set_timesteps(sigmas=np.array(schedule.sigmas[:-1]))
+    scheduler.set_begin_index(0)
+    expected = latents
+    for sigma, t in zip(schedule.sigmas, scheduler.timesteps, strict=False):
+        expected = scheduler.step(_velocity(expected, sigma), t, expected, return_dict=False)[0]
+    assert torch.equal(_run(make_solver("unipc", schedule), schedule, latents), expected)
 
 
 def test_unknown_solver() -> None:
