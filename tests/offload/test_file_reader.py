@@ -40,7 +40,7 @@ def reader(request: pytest.FixtureRequest, portable: bool):
 
 
 def test_many_pieces_arrive_in_their_places(reader, path):
-    size, count = 777, 128
+    size, count = 24, 4000
     memory = memoryview(bytearray(size * count))
     reads = [(piece(path, size * (count - 1 - place), size, size * place), memory) for place in range(count)]
     for _ in range(3):
@@ -74,6 +74,12 @@ def test_a_file_that_shrank_is_named_with_its_tensors_and_offset(reader, path):
     memory[:] = bytes(len(CONTENT))
     reader.read(whole)
     assert memory == CONTENT
+
+
+def test_a_read_that_stops_short_goes_on_where_it_stopped(reader, path):
+    os.truncate(path, 34_567)
+    with pytest.raises(SourceError, match="at byte 34567 failed: the file ends here, it was changed"):
+        reader.read([(piece(path, 30_000, 10_000), memoryview(bytearray(10_000)))])
 
 
 def test_a_file_that_is_gone_is_an_error_of_the_source(reader, path):

@@ -95,6 +95,33 @@ def test_many_threads_read_each_block_once(inner, stack):
     source.close()
 
 
+def test_a_block_that_is_there_does_not_wait_for_one_that_is_read(stack):
+    class Gate(ModuleSource):
+        def __init__(self) -> None:
+            super().__init__({"high": stack})
+            self.open = threading.Event()
+            self.entered = threading.Event()
+
+        def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+            if key == KEYS[1]:
+                self.entered.set()
+                assert self.open.wait(60)
+            super().read_block(key, into)
+
+    gate = Gate()
+    source = PinnedSource(gate, register=False)
+    source.host_block(KEYS[0])
+    with ThreadPoolExecutor(2) as pool:
+        reading = pool.submit(source.host_block, KEYS[1])
+        assert gate.entered.wait(60)
+        there = pool.submit(source.host_block, KEYS[0]).result(timeout=60)
+        assert not reading.done()
+        gate.open.set()
+        assert_block(source, KEYS[1], reading.result(), stack)
+    assert_block(source, KEYS[0], there, stack)
+    source.close()
+
+
 def test_a_block_that_could_not_be_read_is_tried_again(inner, stack):
     source = PinnedSource(inner, register=False)
     source.host_block(KEYS[0])
