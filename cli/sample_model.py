@@ -96,14 +96,15 @@ def write_sample_model(
     `on_progress` is told what is written next.
 
     Raises:
-        SampleModelError: the folder holds anything else, or it cannot be written.
+        SampleModelError: the folder holds anything else, or a file cannot be written.
+        OSError: the folder cannot be made.
     """
     sample = SampleFolder(Path(folder), recipe={"recipe": RECIPE, "layers": layers})
     if not sample.is_there():
         try:
             with sample.replacing() as empty:
                 _write_all(empty, layers, on_progress or _nothing)
-        except (SafetensorError, OSError) as err:
+        except SafetensorError as err:
             raise SampleModelError(f"the sample model cannot be written to {folder}: {err}") from err
     return SampleModel(folder=sample.folder, files=sample.files(), nbytes=sample.nbytes())
 

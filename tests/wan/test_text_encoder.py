@@ -11,8 +11,10 @@ from diffusers import WanPipeline
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, UMT5EncoderModel
 
+from wanstream.offload.file_source import FileSource
 from wanstream.offload.safetensors_header import CheckpointFileError
 from wanstream.plan import OffloadPolicy
+from wanstream.wan import text_encoder
 from wanstream.wan.prompt import clean_prompt
 from wanstream.wan.text_encoder import PromptError, open_text_encoder
 
@@ -76,6 +78,19 @@ class TestAgainstDiffusers:
         (embedding,) = encoder.encode(PROMPTS[:1], device="cpu", policy=policy)
 
         assert torch.equal(embedding, own_encode(torch.float32, PROMPTS[0]))
+
+    def test_weights_are_read_once_for_all_prompts(self, tiny_pipeline, monkeypatch):
+        read = []
+
+        class RecordingSource(FileSource):
+            def read_block(self, key, into):
+                read.append(key)
+                super().read_block(key, into)
+
+        monkeypatch.setattr(text_encoder, "FileSource", RecordingSource)
+        open_text_encoder(tiny_pipeline()).encode(PROMPTS, device="cpu")
+
+        assert sorted(read) == [("umt5", 0), ("umt5", 1)]
 
     def test_another_length(self, tiny_pipeline, own_encode):
         encoder = open_text_encoder(tiny_pipeline(), compute_dtype=torch.float32)

@@ -1,0 +1,218 @@
+"""The sample model: real names, openable by everything that opens the real files, and a folder that is safe to name."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, DiffusionPipeline
+from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
+from safetensors.torch import load_file
+
+from wanstream.cli import sample_model
+from wanstream.cli.sample_folder import RECORD
+from wanstream.cli.sample_model import SampleModelError, write_sample_model
+from wanstream.wan import open_experts, open_text_encoder, open_vae
+
+PIPELINES = ["diffusers/Wan2.2-T2V-A14B-Diffusers", "diffusers/Wan2.2-I2V-A14B-Diffusers"]
+SINGLE_FILES = [
+    f"diffusion_models/wan2.2_{family}_{{}}_noise_14B_{precision}.safetensors"
+    for family in ("t2v", "i2v")
+    for precision in ("fp16", "fp8_scaled")
+]
+
+
+def entries(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+class TestContents:
+    def test_comfyui_finds_the_folders_it_looks_in(self, sample_models):
+        assert sorted(path.name for path in sample_models.iterdir() if path.is_dir()) == [
+            "diffusers",
+            "diffusion_models",
+            "text_encoders",
+            "vae",
+        ]
+
+    @pytest.mark.parametrize("name", SINGLE_FILES)
+    def test_single_files_are_pairs_of_experts(self, sample_models, name):
+        with open_experts(sample_models / name.format("high"), sample_models / name.format("low")) as pair:
+            assert pair.in_channels == (36 if "i2v" in name else 16)
+
+    @pytest.mark.parametrize(
+        ("pipeline", "in_channels", "boundary", "flow_shift"),
+        [(PIPELINES[0], 16, 0.875, 12.0), (PIPELINES[1], 36, 0.9, 5.0)],
+    )
+    def test_diffusers_opens_the_pipelines(self, sample_models, pipeline, in_channels, boundary, flow_shift):
+        opened = DiffusionPipeline.from_pretrained(sample_models / pipeline)
+
+        assert opened.config.boundary_ratio == boundary
+        assert opened.scheduler.config.flow_shift == flow_shift
+        assert opened.transformer.config.in_channels == opened.transformer_2.config.in_channels == in_channels
+        weight = "blocks.0.ffn.net.2.weight"
+        assert not torch.equal(opened.transformer.state_dict()[weight], opened.transformer_2.state_dict()[weight])
+
+    @pytest.mark.parametrize("pipeline", PIPELINES)
+    def test_this_pack_opens_the_pipelines(self, sample_models, pipeline):
+        folder = sample_models / pipeline
+        with open_experts(folder) as pair, open_vae(folder) as vae, open_text_encoder(folder) as encoder:
+            assert pair.in_channels == (36 if "I2V" in pipeline else 16)
+            assert vae.decode(torch.zeros(1, 16, 1, 2, 2), device="cpu").shape == (1, 1, 16, 16, 3)
+            assert encoder.encode(["a cat"], device="cpu")[0].shape == (1, 512, 4096)
+
+    def test_the_vae_file_is_the_vae_of_the_pipelines(self, sample_models):
+        own = AutoencoderKLWan.from_pretrained(sample_models / PIPELINES[0] / "vae").state_dict()
+
+        converted = convert_wan_vae_to_diffusers(load_file(sample_models / "vae/wan_2.1_vae.safetensors"))
+
+        assert converted.keys() == own.keys()
+        assert all(torch.equal(converted[name], tensor) for name, tensor in own.items())
+
+    def test_the_text_encoder_file_has_native_names_and_scales(self, sample_models):
+        tensors = load_file(sample_models / "text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors")
+        own = load_file(sample_models / PIPELINES[0] / "text_encoder/model.safetensors")
+
+        extra = {name for name in tensors if name.endswith((".scale_weight", "scaled_fp8", "spiece_model"))}
+        assert tensors.keys() - extra == own.keys()
+        for name, tensor in own.items():
+            scale = tensors.get(f"{name.removesuffix('.weight')}.scale_weight", torch.ones(()))
+            restored = tensors[name].float() * scale
+            assert (restored - tensor.float()).norm() < 0.05 * tensor.float().norm(), name
+
+    def test_both_pipelines_share_their_bytes(self, sample_models):
+        for component in ("vae", "text_encoder", "tokenizer"):
+            for path in (sample_models / PIPELINES[0] / component).iterdir():
+                assert os.path.samefile(path, sample_models / PIPELINES[1] / component / path.name), path
+
+    def test_the_summary_tells_files_and_sizes(self, tmp_path):
+        model = write_sample_model(tmp_path / "models", layers=1)
+
+        assert model.nbytes < sum(model.files.values())
+        assert (
+            model.nbytes
+            == sum(
+                {
+                    path.stat().st_ino: path.stat().st_size for path in model.folder.rglob("*.*") if path.is_file()
+                }.values()
+            )
+            - (model.folder / RECORD).stat().st_size
+        )
+        lines = model.summary().splitlines()
+        assert len(lines) == 19
+        assert lines[-1].endswith(f"on disk, in {model.folder}")
+        assert "14.4 MB  vae/wan_2.1_vae.safetensors" in model.summary()
+
+
+class TestFolder:
+    def test_same_bytes_every_time(self, tmp_path):
+        one, other = (write_sample_model(tmp_path / name, layers=1).folder for name in ("one", "other"))
+
+        assert entries(one) == entries(other)
+        for name in entries(one):
+            if (one / name).is_file():
+                assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+    def test_where_links_are_refused_files_are_copied(self, tmp_path, monkeypatch):
+        def refuse(*_):
+            raise OSError("no links here")
+
+        monkeypatch.setattr(sample_model.os, "link", refuse)
+        model = write_sample_model(tmp_path, layers=1)
+
+        assert model.nbytes == sum(model.files.values())
+        first, second = (tmp_path / pipeline / "vae/config.json" for pipeline in PIPELINES)
+        assert first.read_bytes() == second.read_bytes()
+
+    def test_a_finished_one_is_left_alone(self, tmp_path):
+        write_sample_model(tmp_path, layers=1)
+        before = {name: (tmp_path / name).stat().st_mtime_ns for name in entries(tmp_path)}
+
+        written = []
+        write_sample_model(tmp_path, layers=1, on_progress=written.append)
+
+        assert written == []
+        assert {name: (tmp_path / name).stat().st_mtime_ns for name in entries(tmp_path)} == before
+
+    def test_one_of_another_recipe_or_with_a_file_lost_is_replaced_and_additions_are_kept(self, tmp_path):
+        write_sample_model(tmp_path, layers=2)
+        (tmp_path / "loras").mkdir()
+        (tmp_path / "loras" / "mine.safetensors").write_text("mine")
+        (tmp_path / "diffusion_models" / "mine.safetensors").write_text("mine")
+
+        model = write_sample_model(tmp_path, layers=1)
+        (tmp_path / "vae" / "wan_2.1_vae.safetensors").unlink()
+        again = write_sample_model(tmp_path, layers=1)
+
+        assert model.files == again.files
+        assert json.loads((tmp_path / RECORD).read_text())["recipe"]["layers"] == 1
+        assert (tmp_path / "loras" / "mine.safetensors").read_text() == "mine"
+        assert (tmp_path / "diffusion_models" / "mine.safetensors").read_text() == "mine"
+        assert not (tmp_path / ".partial").exists()
+
+    def test_other_folders_and_files_are_refused_and_left_alone(self, tmp_path):
+        (tmp_path / "vae").mkdir()
+        (tmp_path / "vae" / "wan_2.1_vae.safetensors").write_text("real")
+
+        with pytest.raises(SampleModelError, match="holds vae and is no sample model"):
+            write_sample_model(tmp_path, layers=1)
+        with pytest.raises(SampleModelError, match="is a file"):
+            write_sample_model(tmp_path / "vae" / "wan_2.1_vae.safetensors", layers=1)
+        assert entries(tmp_path) == ["vae", "vae/wan_2.1_vae.safetensors"]
+        assert (tmp_path / "vae" / "wan_2.1_vae.safetensors").read_text() == "real"
+
+    def test_a_real_file_in_the_place_of_a_sample_is_never_overwritten(self, tmp_path):
+        write_sample_model(tmp_path, layers=1)
+        (tmp_path / "vae" / "wan_2.1_vae.safetensors").write_text("real")
+        before = entries(tmp_path)
+
+        with pytest.raises(SampleModelError, match="no longer the sample model's"):
+            write_sample_model(tmp_path, layers=2)
+        assert entries(tmp_path) == before
+        assert (tmp_path / "vae" / "wan_2.1_vae.safetensors").read_text() == "real"
+
+    def test_an_interrupt_leaves_nothing_behind(self, tmp_path):
+        def stop(name):
+            if "low" in name:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            write_sample_model(tmp_path, layers=1, on_progress=stop)
+        assert entries(tmp_path) == []
+
+    def test_what_a_killed_run_left_is_cleared(self, tmp_path):
+        (tmp_path / ".partial" / "vae").mkdir(parents=True)
+
+        write_sample_model(tmp_path, layers=1)
+
+        assert not (tmp_path / ".partial").exists()
+
+    def test_a_folder_that_cannot_be_made_is_named(self, tmp_path):
+        (tmp_path / "file").write_text("")
+
+        with pytest.raises(OSError, match=r"Not a directory.*below"):
+            write_sample_model(tmp_path / "file" / "below", layers=1)
+
+    def test_a_disk_without_room_is_told_and_nothing_is_left_behind(self, tmp_path):
+        resource = pytest.importorskip("resource")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
+        try:
+            with pytest.raises(SampleModelError, match="cannot be written"):
+                write_sample_model(tmp_path, layers=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert entries(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_the_whole_model_is_as_deep_as_the_real_one_and_small(tmp_path):
+    model = write_sample_model(tmp_path)
+
+    assert model.nbytes < 300e6
+    with open_experts(tmp_path / PIPELINES[0]) as pair:
+        assert len(pair.high.weights) == len(pair.low.weights) == 1095
+    config = json.loads((tmp_path / PIPELINES[0] / "transformer/config.json").read_text())
+    assert config["num_layers"] == 40

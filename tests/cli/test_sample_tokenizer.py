@@ -1,0 +1,56 @@
+"""The sample tokenizer: every reader of its files gives the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer
+
+from wanstream.cli.sample_tokenizer import END, PAD, UNKNOWN, VOCABULARY, save_tokenizer, sentencepiece_model
+
+CASES = {
+    "a cat": ["\u2581", "a", "\u2581", "c", "a", "t", END],
+    "": [END],
+    "caf\u00e9!": ["\u2581", "c", "a", "f", "\u00e9", "!", END],
+    "a \u65e5\u672c b": ["\u2581", "a", "\u2581", UNKNOWN, "\u2581", "b", END],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return folder
+
+
+def test_ids_are_where_umt5_has_them():
+    assert VOCABULARY[:3] == (PAD, END, UNKNOWN)
+    assert len(set(VOCABULARY)) == len(VOCABULARY)
+
+
+@pytest.mark.parametrize(("text", "tokens"), CASES.items())
+def test_transformers_reads_it(folder, text, tokens):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    assert len(tokenizer) == len(VOCABULARY)
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == tokens
+
+
+def test_it_pads_and_cuts_and_keeps_the_end(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    tokens = tokenizer(["a", "abcdefgh"], padding="max_length", max_length=6, truncation=True)
+
+    assert tokens.input_ids[0][2:] == [1, 0, 0, 0]
+    assert tokens.input_ids[1][-1] == 1
+    assert [sum(mask) for mask in tokens.attention_mask] == [3, 6]
+
+
+@pytest.mark.parametrize(("text", "tokens"), CASES.items())
+def test_sentencepiece_reads_it(text, tokens):
+    sentencepiece = pytest.importorskip("sentencepiece")
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model(), add_eos=True)
+
+    assert processor.get_piece_size() == len(VOCABULARY)
+    assert processor.encode(text) == [VOCABULARY.index(token) for token in tokens]
+    assert (processor.pad_id(), processor.eos_id(), processor.unk_id(), processor.bos_id()) == (0, 1, 2, -1)
