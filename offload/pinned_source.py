@@ -33,10 +33,7 @@ class PinnedSource:
     def __init__(self, inner: BlockSource, *, register: bool, driver: PageLock | None = None) -> None:
         self._inner = inner
         self._locked = LockedBlocks(driver or CudaPageLock()) if register else None
-        self._places, total = page_aligned(
-            (key, inner.block_format(key).stored.nbytes)
-            for key in inner.keys()
-        )
+        self._places, total = page_aligned((key, inner.block_format(key).stored.nbytes) for key in inner.keys())
         self._memory: torch.Tensor | None = _map(total)
         self._filled: dict[BlockKey, torch.Tensor] = {}
         self._filling = threading.Lock()
