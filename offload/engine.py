@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 
 from ..metrics import Clock, Mark, Recorder, clock_for
-from ..plan import BlockKey, Fetch, TransferProgram, Visit, check_program
+from ..plan import AT_ONCE, KEPT, BlockKey, Fetch, TransferProgram, Visit, check_program
 from .buffers import BlockBuffer, BufferState
 from .layout import allocate_flat
 from .progress import RunProgress, RunStopped
@@ -125,12 +125,16 @@ class EngineRun:
         if number >= PACE:
             self._clock.keep_pace(self._done[number - PACE])
         asked = self._clock.mark()
-        moved = self._await_block(program.visit_fetch[number])
-        buffer = self._engine.buffers[program.visit_buffer[number]]
-        buffer.acquire(visit.key)
+        arrival = self._await_issued(program.visit_fetch[number])
+        if arrival is not None:
+            arrival.wait()
         ready = self._clock.mark()
         if self._recorder is not None:
-            self._recorder.block_ready(moved)
+            self._recorder.block_ready(0 if arrival is None else self._engine.formats[visit.key].stored.nbytes)
+        if arrival is not None:
+            arrival.unpack()
+        buffer = self._engine.buffers[program.visit_buffer[number]]
+        buffer.acquire(visit.key)
         return buffer, asked, ready
 
     def end(self, buffer: BlockBuffer, asked: Mark, ready: Mark) -> bool:
@@ -145,22 +149,18 @@ class EngineRun:
             self._recorder.visit(asked, ready, done)
         return last
 
-    def _await_block(self, fetch: int) -> int:
-        """Stored bytes that were fetched for this visit; 0 when an earlier visit had waited for them."""
-        if fetch < 0:
-            return 0
+    def _await_issued(self, fetch: int) -> Arrival | None:
+        """What is left to do for a fetch that serves this visit; None when an earlier visit has done it."""
+        if fetch == KEPT:
+            return None
         try:
             self._progress.await_issued(fetch)
         except RunStopped:
             assert self._fetching is not None
             self._fetching.result()  # raises what ended the fetch thread
             raise
-        arrival = self._arrivals[fetch]
-        if arrival is None:
-            return 0
-        arrival()
-        self._arrivals[fetch] = None
-        return self._engine.formats[self.program.fetches[fetch].block].stored.nbytes
+        arrival, self._arrivals[fetch] = self._arrivals[fetch], None
+        return arrival
 
     def _fetch_all(self) -> None:
         try:
@@ -176,7 +176,7 @@ class EngineRun:
         streams = self._engine.streams
         staged = streams.stage(fetch.block)
         self._progress.await_released(fetch.start_after)
-        after = self._done[fetch.start_after] if fetch.start_after >= 0 else self._origin
+        after = self._origin if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
         buffer = self._engine.buffers[fetch.buffer]
         buffer.begin_fill(staged.key)
         self._arrivals[number] = streams.land(staged, buffer.memory, after)

@@ -4,14 +4,14 @@ Both devices answer the same two calls, made by the fetch thread for one fetch a
 
 * `stage(key)`: bring the stored bytes to where the copy can start from. May run while the buffer is still in use.
 * `land(staged, buffer, after)`: the buffer is free once the device has passed `after`; issue the copy into it. Returns
-  what the computing thread calls once, before its first use of the block.
+  what the computing thread does once, before its first use of the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,17 @@ from .page_lock import CudaPageLock
 from .source import BlockSource
 from .staging import Staging, StagingSlot
 
-Arrival: TypeAlias = Callable[[], None]
+
+def _nothing() -> None:
+    """Nothing is left to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What is left to do when a block was issued: `wait` for its bytes, then `unpack` them where that is computing."""
+
+    wait: Callable[[], object] = _nothing
+    unpack: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +59,6 @@ class Streams(Protocol):
         """Wake the fetch thread out of any wait."""
 
     def close(self) -> None: ...
-
-
-def _nothing() -> None:
-    """The bytes were there when `land` returned."""
 
 
 class CpuStreams:
@@ -92,7 +98,7 @@ class CpuStreams:
         else:
             # numpy copies on this thread alone; torch would call its thread pool for it.
             np.copyto(host_bytes(target), host_bytes(staged.memory))
-        return _nothing
+        return Arrival()
 
     def _decode_on_first_use(self, staged: Staged, into: torch.Tensor, fmt: BlockFormat) -> Arrival:
         scales = self._source.scales(staged.key)
@@ -103,7 +109,7 @@ class CpuStreams:
             if staged.slot is not None and self._staging is not None:
                 self._staging.give_back(staged.slot)
 
-        return decode
+        return Arrival(unpack=decode)
 
     def stop(self) -> None:
         if self._staging is not None:
@@ -160,7 +166,7 @@ class CudaStreams:
         if staged.slot is not None and self._staging is not None:
             staged.slot.drained = copied.synchronize
             self._staging.give_back(staged.slot)
-        return lambda: torch.cuda.current_stream(self._device).wait_event(ready)
+        return Arrival(wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready))
 
     def _file_staging(self) -> Staging:
         # Only a block that comes from a file needs pinned slots, and only then are they paid for.
