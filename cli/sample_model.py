@@ -96,15 +96,16 @@ def write_sample_model(
     `on_progress` is told what is written next.
 
     Raises:
-        SampleModelError: the folder holds anything else, or a file cannot be written.
-        OSError: the folder cannot be made.
+        SampleModelError: the folder holds anything else, or it cannot be written.
     """
     sample = SampleFolder(Path(folder), recipe={"recipe": RECIPE, "layers": layers})
     if not sample.is_there():
         try:
             with sample.replacing() as empty:
                 _write_all(empty, layers, on_progress or _nothing)
-        except SafetensorError as err:
+        except SampleModelError:
+            raise
+        except (SafetensorError, OSError) as err:
             raise SampleModelError(f"the sample model cannot be written to {folder}: {err}") from err
     return SampleModel(folder=sample.folder, files=sample.files(), nbytes=sample.nbytes())
 

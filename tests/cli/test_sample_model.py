@@ -192,7 +192,7 @@ class TestFolder:
     def test_a_folder_that_cannot_be_made_is_named(self, tmp_path):
         (tmp_path / "file").write_text("")
 
-        with pytest.raises(OSError, match=r"Not a directory.*below"):
+        with pytest.raises(SampleModelError, match=r"below: .*Not a directory"):
             write_sample_model(tmp_path / "file" / "below", layers=1)
 
     def test_a_disk_without_room_is_told_and_nothing_is_left_behind(self, tmp_path):
