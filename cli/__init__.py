@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .exit_codes import INTERRUPTED
+from .exit_codes import DONE, FAILED, INTERRUPTED
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,8 +87,12 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _sample_model(parsed: argparse.Namespace) -> int:
-    from .sample_model import write_sample_model
+    from .sample_model import SampleModelError, write_sample_model
 
-    write_sample_model(parsed.folder)
-    print(f"sample model in {parsed.folder}")
-    return 0
+    try:
+        sample = write_sample_model(parsed.folder, on_progress=lambda part: print(part, file=sys.stderr))
+    except SampleModelError as err:
+        print(err, file=sys.stderr)
+        return FAILED
+    print(sample.summary())
+    return DONE

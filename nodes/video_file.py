@@ -14,6 +14,10 @@ import torch
 _BT709 = 1
 _LIMITED_RANGE = 1
 
+# Without the first flag the container drops every key that QuickTime does not know, `prompt` and `workflow` included.
+# The second puts the metadata in front: ComfyUI's canvas looks for it in the first 64 MB only.
+_MOVFLAGS = "use_metadata_tags+faststart"
+
 
 class VideoFileError(OSError):
     """The video could not be written; `errno` is that of the failed call."""
@@ -47,8 +51,7 @@ def _check_frames(frames: torch.Tensor) -> None:
 
 def _encode(path: Path, frames: torch.Tensor, *, fps: float, crf: int, metadata: Mapping[str, object]) -> None:
     _, height, width, _ = frames.shape
-    # Without this flag the container drops every key that QuickTime does not know, `prompt` and `workflow` included.
-    with av.open(str(path), "w", format="mp4", options={"movflags": "use_metadata_tags"}) as container:
+    with av.open(str(path), "w", format="mp4", options={"movflags": _MOVFLAGS}) as container:
         for key, value in metadata.items():
             container.metadata[key] = json.dumps(value)
         stream = container.add_stream("libx264", rate=Fraction(round(fps * 1000), 1000), options={"crf": str(crf)})

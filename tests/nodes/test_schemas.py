@@ -5,6 +5,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+
 import wanstream.nodes
 from wanstream.host import io
 from wanstream.nodes import WanStreamExtension
@@ -39,8 +40,8 @@ def test_ids_inputs_and_outputs_are_those_of_saved_workflows() -> None:
     found = {}
     for node in NODES:
         schema = node.define_schema()
-        inputs, outputs = (" ".join(names) for names in ([i.id for i in schema.inputs], [o.io_type for o in schema.outputs]))
-        found[schema.node_id] = (inputs, outputs)
+        inputs = " ".join(socket.id for socket in schema.inputs)
+        found[schema.node_id] = (inputs, " ".join(socket.io_type for socket in schema.outputs))
     assert found == SNAPSHOT
 
 

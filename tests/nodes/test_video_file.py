@@ -9,6 +9,7 @@ from pathlib import Path
 import av
 import pytest
 import torch
+
 from wanstream.nodes.latent_file import keep_latent_on_failure
 from wanstream.nodes.video_file import VideoFileError, write_mp4
 
@@ -35,6 +36,12 @@ def test_the_file_holds_the_frames_the_rate_and_the_graph(tmp_path: Path) -> Non
         assert json.loads(container.metadata["workflow"]) == {"nodes": []}
     assert (read_frames(tmp_path / "a.mp4") - frames).abs().max() < 0.03
     assert [file.name for file in tmp_path.iterdir()] == ["a.mp4"]
+
+
+def test_metadata_comes_before_the_pictures(tmp_path: Path) -> None:
+    write_mp4(tmp_path / "a.mp4", GREY, fps=16, crf=20, metadata={"prompt": {}})
+    content = (tmp_path / "a.mp4").read_bytes()
+    assert content.index(b"moov") < content.index(b"prompt") < content.index(b"mdat")
 
 
 @pytest.mark.parametrize("colour", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.8, 0.4, 0.1)])

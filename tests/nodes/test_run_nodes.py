@@ -1,0 +1,254 @@
+"""The nodes in the embedded host, wired as their users wire them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import torch
+from PIL import Image
+
+from wanstream.host import io
+from wanstream.host.embedded_door import RunStoppedError, embedded_door
+from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
+from wanstream.nodes import WanStreamExtension
+from wanstream.plan import Timeline
+from wanstream.wan.vae import open_vae
+
+WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+
+SMALL = {"width": 32, "height": 32, "frames": 5}
+FEW_STEPS = {"sampler": {"steps": 4}}
+
+Workflow = dict[str, dict[str, Any]]
+Run = Callable[..., History]
+
+
+def workflow(name: str, changes: Mapping[str, Mapping[str, Any]] = {}) -> Workflow:
+    """The shipped workflow `name`, small enough for a test, with other changes by node and input."""
+    nodes: Workflow = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    sized = {"latent": SMALL} if "latent" in nodes else {"start": SMALL}
+    for layer in (FEW_STEPS, sized, changes):
+        for node_id, inputs in layer.items():
+            nodes[node_id]["inputs"].update(inputs)
+    return nodes
+
+
+@pytest.fixture
+def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
+    (tmp_path / "input").mkdir()
+    Image.linear_gradient("L").convert("RGB").save(tmp_path / "input" / "example.png")
+    return {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path / "input"}
+
+
+@pytest.fixture
+def run(folders: dict[str, Path]) -> Iterator[Run]:
+    """`run(workflow, **options)` runs it on the sample model and closes the experts when the test ends."""
+
+    def run(nodes: Workflow, *, more_nodes: Sequence[type[io.ComfyNode]] = (), **options: Any) -> History:
+        return run_workflow(nodes, nodes=[*NODES, *more_nodes], **folders, **options)
+
+    yield run
+    embedded_door.free_experts()
+
+
+def timeline(history: History) -> Timeline:
+    return Timeline.from_dict(history.outputs["sampler"]["wanstream_timeline"][0])
+
+
+@pytest.mark.parametrize(("name", "high_steps"), [("t2v", 3), ("i2v", 2)])
+def test_a_shipped_workflow_ends_with_its_video(run: Run, folders: dict[str, Path], name: str, high_steps: int) -> None:
+    history = run(workflow(name))
+
+    assert history.outputs["save"]["images"] == [
+        {"filename": f"wan2.2_{name}_00001_.mp4", "subfolder": "video", "type": "output"}
+    ]
+    with av.open(str(folders["output"] / "video" / f"wan2.2_{name}_00001_.mp4")) as container:
+        stream = container.streams.video[0]
+        assert (stream.frames, stream.width, stream.height, stream.average_rate) == (5, 32, 32, 16)
+        assert json.loads(container.metadata["prompt"]) == workflow(name)
+    assert [step.expert for step in timeline(history).steps] == ["high"] * high_steps + ["low"] * (4 - high_steps)
+    assert len({step.bytes_moved for step in timeline(history).steps}) == 1
+
+
+def test_the_history_tells_which_expert_ran_which_step(run: Run) -> None:
+    history = run(workflow("t2v", {"sampler": {"switch_step": 1, "start_step": 1, "schedule": "simple"}}))
+    steps = timeline(history).steps
+    assert [(step.index, step.expert) for step in steps] == [(1, "low"), (2, "low"), (3, "low")]
+    assert all(step.sigma is not None and step.bytes_moved > 0 for step in steps)
+
+
+def test_the_same_seed_makes_the_same_latent_and_another_seed_another(run: Run) -> None:
+    def latent(seed: int) -> torch.Tensor:
+        return run(workflow("t2v", {"sampler": {"seed": seed}}), keep=["sampler"]).results["sampler"][0]["samples"]
+
+    first = latent(1)
+    assert first.shape == (1, 16, 2, 4, 4)
+    assert torch.equal(latent(1), first)
+    assert not torch.equal(latent(2), first)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"class_type": "WanStreamLayerwise", "inputs": {"prefetch_blocks": 2, "weights_from": "pinned RAM"}},
+        {
+            "class_type": "WanStreamBlockSwap",
+            "inputs": {"blocks_to_swap": 2, "prefetch_blocks": 1, "weights_from": "file"},
+        },
+    ],
+)
+def test_the_policy_changes_nothing_but_the_transfers(run: Run, policy: dict[str, Any]) -> None:
+    def latent(nodes: Workflow) -> torch.Tensor:
+        return run(nodes, keep=["sampler"]).results["sampler"][0]["samples"]
+
+    without = workflow("t2v")
+    del without["sampler"]["inputs"]["policy"]
+    assert torch.equal(latent({**workflow("t2v"), "policy": policy}), latent(without))
+
+
+def test_the_start_image_reaches_the_sampler_in_native_form(run: Run, sample_models: Path) -> None:
+    positive, negative, latent = run(workflow("i2v"), keep=["start"]).results["start"]
+
+    (text, belongings), (other_text, other_belongings) = positive[0], negative[0]
+    assert text.shape == other_text.shape == (1, 512, 4096)
+    assert not torch.equal(text, other_text)
+    assert torch.equal(belongings["concat_mask"][0, 0, :, 0, 0], torch.tensor([0.0, 1.0]))
+    assert belongings["concat_mask"].shape == (1, 1, 2, 4, 4)
+    assert torch.equal(latent["samples"], torch.zeros(1, 16, 2, 4, 4))
+
+    with open_vae(sample_models / "diffusers" / "Wan2.2-I2V-A14B-Diffusers") as vae:
+        grey = vae.encode(torch.full((5, 32, 32, 3), 0.5), device="cpu")
+    encoded = belongings["concat_latent_image"]
+    assert encoded.shape == grey.shape
+    assert not torch.equal(encoded, grey)
+    assert torch.equal(other_belongings["concat_latent_image"], encoded)
+
+
+def test_a_batch_becomes_one_video_after_the_other(run: Run, folders: dict[str, Path]) -> None:
+    history = run(workflow("t2v", {"latent": {"batch_size": 2}}), keep=["frames"])
+    assert history.results["frames"][0].shape == (10, 32, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "node_id", "reason"),
+    [
+        ({"sampler": {"switch_step": 5}}, "sampler", "switch step 5 of 4 steps"),
+        ({"sampler": {"start_step": 4}}, "sampler", "start step 4 of 4 steps"),
+        (
+            {"experts": {"low_noise": "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"}},
+            "experts",
+            "is I2V, but the high-noise expert .* is T2V",
+        ),
+        ({"experts": {"low_noise": "from the same pipeline folder"}}, "experts", "low"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_by_the_node_that_says_it(
+    run: Run, changes: dict[str, dict[str, Any]], node_id: str, reason: str
+) -> None:
+    with pytest.raises(NodeFailedError, match=reason) as refused:
+        run(workflow("t2v", changes))
+    assert refused.value.node_id == node_id
+
+
+def test_a_missing_negative_is_refused_where_guidance_needs_it(run: Run) -> None:
+    nodes = workflow("t2v")
+    del nodes["sampler"]["inputs"]["negative"]
+    with pytest.raises(NodeFailedError, match="needs a negative text"):
+        run(nodes)
+    nodes["sampler"]["inputs"].update(guidance_high=1.0, guidance_low=1.0)
+    assert len(timeline(run(nodes)).steps) == 4
+
+
+def test_blocks_to_swap_above_the_block_count_is_refused(run: Run) -> None:
+    swap = {"blocks_to_swap": 20, "prefetch_blocks": 1, "weights_from": "file"}
+    with pytest.raises(NodeFailedError, match="only 4 blocks"):
+        run({**workflow("t2v"), "policy": {"class_type": "WanStreamBlockSwap", "inputs": swap}})
+
+
+def delete(node_id: str) -> Callable[[Workflow], None]:
+    return lambda nodes: nodes.pop(node_id)
+
+
+def put(node_id: str, **inputs: Any) -> Callable[[Workflow], None]:
+    return lambda nodes: nodes[node_id]["inputs"].update(inputs)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "node_id", "error_type"),
+    [
+        (put("sampler", latent=["text", 0]), "sampler", "return_type_mismatch"),
+        (put("sampler", experts=["nowhere", 0]), "sampler", "exception_during_inner_validation"),
+        (delete("text"), "sampler", "exception_during_inner_validation"),
+        (put("sampler", steps=0), "sampler", "value_smaller_than_min"),
+        (put("sampler", boundary_ratio=1.5), "sampler", "value_bigger_than_max"),
+        (put("sampler", steps="many"), "sampler", "invalid_input_type"),
+        (put("sampler", solver="dpm"), "sampler", "value_not_in_list"),
+        (put("policy", prefetch_blocks=9), "policy", "value_bigger_than_max"),
+        (put("latent", width=1080), "latent", "custom_validation_failed"),
+        (put("latent", frames=80), "latent", "custom_validation_failed"),
+        (put("latent", height=100_000), "latent", "custom_validation_failed"),
+        (put("latent", height="tall"), "latent", "invalid_input_type"),
+        (put("experts", high_noise="../../etc/passwd"), "experts", "value_not_in_list"),
+        (put("experts", high_noise="absent.safetensors"), "experts", "value_not_in_list"),
+        (put("frames", vae="../models"), "frames", "value_not_in_list"),
+        (put("save", filename_prefix="../outside"), "save", "custom_validation_failed"),
+        (put("save", filename_prefix="/tmp/outside"), "save", "custom_validation_failed"),
+        (put("save", crf=52), "save", "value_bigger_than_max"),
+    ],
+)
+def test_a_broken_workflow_is_refused_before_anything_runs(
+    run: Run, folders: dict[str, Path], spoil: Callable[[Workflow], None], node_id: str, error_type: str
+) -> None:
+    nodes = workflow("t2v")
+    spoil(nodes)
+    with pytest.raises(InvalidWorkflowError) as refused:
+        run(nodes)
+    assert error_type in {fault["type"] for fault in refused.value.verdict.node_errors[node_id]["errors"]}
+    assert not folders["output"].exists()
+
+
+def test_a_size_that_comes_from_another_node_is_judged_when_it_is_known(run: Run) -> None:
+    class Width(io.ComfyNode):
+        @classmethod
+        def define_schema(cls) -> io.Schema:
+            return io.Schema(node_id="Width", outputs=[io.Int.Output()])
+
+        @classmethod
+        def execute(cls) -> io.NodeOutput:
+            return io.NodeOutput(1080)
+
+    nodes = workflow("t2v", {"latent": {"width": ["width", 0]}})
+    nodes["width"] = {"class_type": "Width", "inputs": {}}
+    with pytest.raises(NodeFailedError, match="width is 1080, it must be a multiple of 16"):
+        run(nodes, more_nodes=[Width])
+
+
+def test_an_unknown_node_is_named(run: Run) -> None:
+    nodes = workflow("t2v")
+    nodes["sampler"]["class_type"] = "WanStreamSampler9000"
+    with pytest.raises(InvalidWorkflowError, match="Both experts") as refused:
+        run(nodes)
+    assert refused.value.verdict.error["type"] == "missing_node_type"
+
+
+def test_a_stop_ends_the_run_and_the_next_one_is_whole(run: Run) -> None:
+    def stop_after_the_first_step(progress: Any) -> None:
+        if progress.node_id == "sampler" and progress.total > 1 and progress.done == 1:
+            embedded_door.stop()
+
+    with pytest.raises(RunStoppedError):
+        run(workflow("t2v"), on_progress=stop_after_the_first_step)
+    assert len(timeline(run(workflow("t2v"))).steps) == 4
+
+
+def test_progress_is_told_step_by_step(run: Run) -> None:
+    told: list[tuple[int, int]] = []
+    run(workflow("t2v"), on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None)
+    assert [step for step in told if step[1] == 4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
