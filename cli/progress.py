@@ -21,12 +21,11 @@ class ProgressBars:
 
     def show(self, progress: NodeProgress) -> None:
         """Bring the line of the node that reports up to date."""
-        if self._line is None or progress.node_id != self._node_id:
-            self._start(progress.node_id)
+        line = self._line_of(progress.node_id)
         if progress.total > 1:
-            self._line.bar_format = None
-            self._line.total, self._line.n = progress.total, progress.done
-        self._line.refresh()
+            line.bar_format = None
+            line.total, line.n = progress.total, progress.done
+        line.refresh()
 
     def __enter__(self) -> ProgressBars:
         return self
@@ -36,10 +35,12 @@ class ProgressBars:
     ) -> None:
         self._end()
 
-    def _start(self, node_id: str) -> None:
-        self._end()
-        self._node_id = node_id
-        self._line = tqdm(desc=node_id, unit="step", bar_format=_NO_BAR, file=sys.stderr)
+    def _line_of(self, node_id: str) -> tqdm:
+        if self._line is None or self._node_id != node_id:
+            self._end()
+            self._node_id = node_id
+            self._line = tqdm(desc=node_id, unit="step", bar_format=_NO_BAR, file=sys.stderr)
+        return self._line
 
     def _end(self) -> None:
         if self._line is not None:

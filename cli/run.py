@@ -30,7 +30,7 @@ from .table import step_table
 
 
 class ArgumentError(ValueError):
-    """The command line names something that is not there."""
+    """What the command line asks for cannot be run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,10 @@ def run(arguments: RunArguments) -> int:
     """Run the workflow, print the table of its steps and the paths of its files, and return the exit code."""
     nodes = asyncio.run(WanStreamExtension().get_node_list())
     try:
-        prompt = _prompt(arguments, nodes)
+        prompt = _checked_prompt(arguments, nodes)
     except ValueError as err:
-        return _refused(str(err))
-    verdict = validate_workflow(
-        prompt, nodes, models=arguments.models, input_dir=arguments.input, output=arguments.output
-    )
-    if verdict.error or verdict.node_errors:
-        return _refused(_faults(verdict))
+        print(err, file=sys.stderr)
+        return INVALID
     try:
         with _ctrl_c_stops_the_run(), ProgressBars() as bars:
             history = _execute(arguments, prompt, nodes, bars)
@@ -72,16 +68,27 @@ def run(arguments: RunArguments) -> int:
     return DONE
 
 
-def _prompt(arguments: RunArguments, nodes: Sequence[type[ComfyNode]]) -> Prompt:
-    """The workflow in the file, changed as the command line says. Raises ValueError with the reason."""
+def _checked_prompt(arguments: RunArguments, nodes: Sequence[type[ComfyNode]]) -> Prompt:
+    """The workflow as the command line changes it; raises ValueError if it cannot run, before anything does."""
     if not arguments.models.is_dir():
         raise ArgumentError(
             f"no folder {arguments.models}: give --models DIR, or make small models with `wanstream sample-model DIR`"
         )
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("--device cuda: this torch finds no CUDA device")
-    prompt = api_prompt(_read_json(arguments.workflow))
-    return with_changes(prompt, arguments.changes, nodes_by_id([*nodes, LoadImage]))
+    workflow = api_prompt(_read_json(arguments.workflow))
+    prompt = with_changes(workflow, arguments.changes, nodes_by_id([*nodes, LoadImage]))
+    verdict = validate_workflow(
+        prompt, nodes, models=arguments.models, input_dir=arguments.input, output=arguments.output
+    )
+    # ComfyUI would run the outputs that are valid; whoever asked for a file wants to know at once that there is none.
+    if verdict.error or verdict.node_errors:
+        raise ArgumentError(_faults(verdict))
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise ArgumentError(f"--out {arguments.output}: {err.strerror}") from err
+    return prompt
 
 
 def _read_json(path: Path) -> object:
@@ -121,11 +128,6 @@ def _ctrl_c_stops_the_run() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _refused(reason: str) -> int:
-    print(reason, file=sys.stderr)
-    return INVALID
 
 
 def _faults(verdict: Verdict) -> str:

@@ -110,6 +110,14 @@ def test_missing_models_name_the_command_that_makes_some(
     assert "wanstream sample-model" in capsys.readouterr().err
 
 
+def test_an_output_that_is_no_folder_is_refused_before_the_run(
+    arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").write_text("a file", encoding="utf-8")
+    assert main(arguments(*SMALL)) == INVALID
+    assert "File exists" in capsys.readouterr().err
+
+
 def test_a_node_that_fails_is_named(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(*SMALL, "sampler.switch_step=4")) == FAILED
     assert "failed: node sampler (WanStreamSampler): switch step 4 of 3 steps" in capsys.readouterr().err
