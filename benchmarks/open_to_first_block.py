@@ -104,8 +104,7 @@ def main(folder: Path) -> None:
     method = (
         f"two bf16 files of {files[0].stat().st_size / 1e9:.2f} GB in ComfyUI's keys, {SHAPE.layers} blocks; from the "
         "call of open_experts to the call of block 0, imports done before, layerwise(1) on the CPU; a process per run, "
-        f"medians of {REPEATS} runs; before each, the files are dropped from the page cache (posix_fadvise) or read into "
-        "it"
+        f"medians of {REPEATS} runs; the files are dropped from the page cache (posix_fadvise) or read into it before"
     )
     print(record("open-to-first-block", method=method, figures=figures).read_text(encoding="utf-8"))
 

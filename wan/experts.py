@@ -80,9 +80,12 @@ class ExpertPair:
         asked = (policy, torch.device(device))
         if self._engine is None or self._engine_for != asked:
             self.close()
-            self._engine = ExpertEngine(
-                {"high": self.high, "low": self.low}, compute_dtype=self.compute_dtype, policy=policy, device=asked[1]
-            )
+            experts = {"high": self.high, "low": self.low}
+            # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
+            with torch.inference_mode(False):
+                self._engine = ExpertEngine(
+                    experts, compute_dtype=self.compute_dtype, policy=policy, device=torch.device(device)
+                )
             self._engine_for = asked
         return self._engine
 

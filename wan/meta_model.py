@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,9 +10,10 @@ from types import MappingProxyType
 
 import torch
 from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
-from .detect import Shape, WanConfig
+from .detect import HEAD_DIM, Shape, WanConfig
 
 FIRST_BLOCK = "blocks.0."
 
@@ -19,9 +21,7 @@ FIRST_BLOCK = "blocks.0."
 def build_model(config: WanConfig) -> WanTransformer3DModel:
     """Return the model in eval mode: every parameter on meta, the position tables, which no file holds, real."""
     model = _on_meta(config)
-    model.rope = type(model.rope)(
-        model.config.attention_head_dim, model.config.patch_size, model.config.rope_max_seq_len
-    )
+    model.rope = copy.deepcopy(_position_tables(config.patch_size, model.config.rope_max_seq_len))
     return model.eval().requires_grad_(False)
 
 
@@ -52,3 +52,9 @@ def set_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Non
 def _on_meta(config: WanConfig) -> WanTransformer3DModel:
     with torch.device("meta"):
         return WanTransformer3DModel(**config.model_arguments())
+
+
+@functools.cache
+def _position_tables(patch_size: tuple[int, int, int], positions: int) -> WanRotaryPosEmbed:
+    """Sines and cosines of every position; the same for both experts, so computed once."""
+    return WanRotaryPosEmbed(HEAD_DIM, patch_size, positions)

@@ -166,6 +166,12 @@ class TestEngine:
         assert set(threading.enumerate()) == before
         assert engine is not pair.engine(OffloadPolicy.layerwise(), "cpu")
 
+    def test_an_engine_made_in_inference_mode_serves_outside_of_it(self, pair):
+        with torch.inference_mode():
+            model = pair.engine(OffloadPolicy.layerwise(), "cpu").models["high"]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        assert [name for name, tensor in tensors if tensor.is_inference()] == []
+
     def test_outer_bytes_are_those_of_the_models_looked_up(self, pair):
         engine = pair.engine(OffloadPolicy.layerwise(), "cpu")
         total = sum(tensor.nbytes for tensor in pair.high.weights.values())
