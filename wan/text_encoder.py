@@ -89,21 +89,20 @@ class TextEncoder:
             raise PromptError(f"{len(prompts)} prompts of up to {max_length} tokens: give at least one of each")
         device = torch.device(device)
         tokens = tokenise(self._tokenizer, prompts, length=max_length)
-        self._read_small_tensors()
+        self._read_small_tensors(device)
         embeds = self._token_rows(tokens.ids).to(device)
         policy = policy or OffloadPolicy.layerwise(1)
         with (
             attach_offload({STACK: self._blocks}, policy=policy, device=device, source=self._source()),
             torch.no_grad(),
         ):
-            self._model.encoder.final_layer_norm.to(device)
             hidden = self._model.encoder(inputs_embeds=embeds, attention_mask=tokens.mask.to(device)).last_hidden_state
         return [
             _zero_after(row, count) for row, count in zip(hidden.float().cpu().split(1), tokens.counts, strict=True)
         ]
 
     def close(self) -> None:
-        """Nothing is held between calls; this is here for `with`."""
+        """Nothing of any size is held between calls; this is here for `with`."""
 
     def _source(self) -> FileSource:
         blocks = {}
@@ -113,17 +112,15 @@ class TextEncoder:
         dtypes = {name: self._dtype(name) for name in next(iter(blocks.values()))}
         return FileSource(blocks, computed_dtypes=dtypes)
 
-    def _read_small_tensors(self) -> None:
-        """Norms and position tables, about 2 MB; they stay."""
-        if not self._model.encoder.final_layer_norm.weight.is_meta:
-            return
+    def _read_small_tensors(self, device: torch.device) -> None:
+        """Norms and position tables: what does not stream, half a megabyte in all."""
         streamed = {
             f"encoder.block.{i}.{name}" for i, block in enumerate(self._blocks) for name in streamed_names(block)
         }
         small = {name: tensor for name, tensor in self._weights.items() if name not in streamed | {TOKEN_TABLE}}
         with torch.inference_mode(False):
             stored = read_tensors(small)
-            set_parameters(self._model, {name: tensor.to(self._dtype(name)) for name, tensor in stored.items()})
+            set_parameters(self._model, {name: t.to(device, self._dtype(name)) for name, t in stored.items()})
 
     def _token_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The table's rows for `ids` [prompts, tokens], in the compute dtype: [prompts, tokens, 4096]."""
