@@ -25,6 +25,8 @@ from .sample_tokenizer import VOCABULARY
 from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae
 from .table import size_text
 
+__all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
+
 A14B_LAYERS = 40
 RECIPE = 1  # raised when other files are written, so that an older sample model is replaced
 
