@@ -77,16 +77,14 @@ class ExpertPair:
         Raises:
             ValueError: the policy does not fit the number of blocks.
         """
-        asked = (policy, torch.device(device))
-        if self._engine is None or self._engine_for != asked:
+        place = torch.device(device)
+        if self._engine is None or self._engine_for != (policy, place):
             self.close()
             experts = {"high": self.high, "low": self.low}
             # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
             with torch.inference_mode(False):
-                self._engine = ExpertEngine(
-                    experts, compute_dtype=self.compute_dtype, policy=policy, device=torch.device(device)
-                )
-            self._engine_for = asked
+                self._engine = ExpertEngine(experts, compute_dtype=self.compute_dtype, policy=policy, device=place)
+            self._engine_for = (policy, place)
         return self._engine
 
     def close(self) -> None:
