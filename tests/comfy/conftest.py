@@ -70,7 +70,7 @@ class ComfyUI(NamedTuple):
     def environment(self) -> dict[str, str]:
         """The test's own environment, without the Python that runs the tests."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-        return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "2"}
+        return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
 
 class Server(NamedTuple):
@@ -89,14 +89,24 @@ class Server(NamedTuple):
 
     def run(self, prompt: dict[str, Any], **extra_data: Any) -> dict[str, Any]:
         """Run a workflow to its end and return its history; fails the test if it was refused or did not end well."""
+        entry = self.wait(self.queue(prompt, **extra_data))
+        assert entry["status"]["status_str"] == "success", entry["status"]["messages"]
+        return entry
+
+    def queue(self, prompt: dict[str, Any], **extra_data: Any) -> str:
+        """Queue a valid workflow and return its id."""
         status, answer = self.post("/prompt", {"prompt": prompt, "extra_data": extra_data})
         assert (status, answer.get("node_errors")) == (200, {}), answer
+        prompt_id: str = answer["prompt_id"]
+        return prompt_id
+
+    def wait(self, prompt_id: str) -> dict[str, Any]:
+        """The history of a queued workflow, once it has ended in one way or another."""
         deadline = time.monotonic() + RUN_SECONDS
-        while not (history := self.get(f"/history/{answer['prompt_id']}")):
+        while not (history := self.get(f"/history/{prompt_id}")):
             assert time.monotonic() < deadline, f"still running after {RUN_SECONDS} s"
             time.sleep(POLL_SECONDS)
-        entry: dict[str, Any] = history[answer["prompt_id"]]
-        assert entry["status"]["status_str"] == "success", entry["status"]["messages"]
+        entry: dict[str, Any] = history[prompt_id]
         return entry
 
     @contextmanager

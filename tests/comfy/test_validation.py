@@ -84,7 +84,9 @@ class Weaver:
 
     def _number(self, socket: Socket) -> object:
         low, high = socket.options["min"], socket.options["max"]
-        value = self.rng.randint(int(low), int(high)) if socket.io_type == "INT" else self.rng.uniform(low, high)
+        value = self.rng.uniform(low, high)
+        if socket.io_type == "INT":
+            value = self.rng.randrange(low, high + 1, socket.options.get("step", 1))
         return self.rng.choice([value, value, low, high, str(value), {"__value__": value}])
 
     def _link(self, io_type: str, depth: int) -> list[Any]:
