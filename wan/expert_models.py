@@ -74,14 +74,14 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
     def _complete(self, model: WanTransformer3DModel, weights: Tensors, scales: Tensors) -> None:
         # The parameters outlive the run that first needs them, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            decoded = {}
-            for name in list(weights):
-                stored = weights.pop(name).to(self._device)  # popped, so that the raw bytes are freed one by one
-                if name in scales:
-                    stored = stored.float() * scales[name].to(self._device).reshape(())
-                decoded[name] = stored.to(parameter_dtype(name, self._compute_dtype))
-            set_parameters(model, decoded)
+            set_parameters(model, {name: self._decode(name, weights[name], scales.get(name)) for name in weights})
             model.rope.to(self._device)
+
+    def _decode(self, name: str, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        there = stored.to(self._device)
+        if scale is not None:
+            there = there.float() * scale.to(self._device).reshape(())
+        return there.to(parameter_dtype(name, self._compute_dtype))
 
 
 def _resident_tensors(expert: Expert, model: WanTransformer3DModel) -> dict[str, FileTensor]:
