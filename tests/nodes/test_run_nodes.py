@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from wanstream.host import io
-from wanstream.host.embedded_door import RunStoppedError, embedded_door
+from wanstream.host.embedded_door import NodeProgress, RunStoppedError, embedded_door
 from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.plan import Timeline
@@ -92,6 +92,16 @@ def test_the_same_seed_makes_the_same_latent_and_another_seed_another(run: Run) 
     assert first.shape == (1, 16, 2, 4, 4)
     assert torch.equal(latent(1), first)
     assert not torch.equal(latent(2), first)
+
+
+def test_each_guidance_belongs_to_its_expert(run: Run) -> None:
+    def latent(**guidance: float) -> torch.Tensor:
+        high_only = workflow("t2v", {"sampler": {"switch_step": 4, **guidance}})
+        return run(high_only, keep=["sampler"]).results["sampler"][0]["samples"]
+
+    first = latent(guidance_high=4.0, guidance_low=3.0)
+    assert torch.equal(latent(guidance_high=4.0, guidance_low=7.0), first)
+    assert not torch.equal(latent(guidance_high=7.0, guidance_low=3.0), first)
 
 
 @pytest.mark.parametrize(
@@ -238,13 +248,17 @@ def test_an_unknown_node_is_named(run: Run) -> None:
     assert refused.value.verdict.error["type"] == "missing_node_type"
 
 
-def test_a_stop_ends_the_run_and_the_next_one_is_whole(run: Run) -> None:
-    def stop_after_the_first_step(progress: Any) -> None:
-        if progress.node_id == "sampler" and progress.total > 1 and progress.done == 1:
+def test_a_stop_ends_the_run_at_the_next_block_and_the_next_run_is_whole(run: Run) -> None:
+    steps_done: list[int] = []
+
+    def stop_after_the_first_step(progress: NodeProgress) -> None:
+        if progress.node_id == "sampler" and progress.total == 4:
+            steps_done.append(progress.done)
             embedded_door.stop()
 
     with pytest.raises(RunStoppedError):
         run(workflow("t2v"), on_progress=stop_after_the_first_step)
+    assert steps_done == [1]
     assert len(timeline(run(workflow("t2v"))).steps) == 4
 
 
