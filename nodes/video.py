@@ -69,9 +69,10 @@ class WanStreamSaveVideo(io.ComfyNode):
                 io.Int.Input(
                     "crf",
                     default=18,
-                    min=0,
+                    # 0 would be lossless, in a profile of H.264 that browsers do not play.
+                    min=1,
                     max=51,
-                    tooltip="Quality of H.264: 0 is lossless, 18 looks lossless, 6 more halve the size of the file.",
+                    tooltip="Quality of H.264: 18 looks lossless, 6 more halve the size of the file.",
                 ),
                 io.Latent.Input(
                     "latent",
