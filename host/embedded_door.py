@@ -66,6 +66,7 @@ class EmbeddedDoor:
 
     def __init__(self) -> None:
         self._experts = ExpertsRegistry(open_pair)
+        self._busy = threading.Lock()
         self._folders: Folders | None = None
         self._running: tuple[str, str] | None = None
         self._on_progress: Callable[[NodeProgress], None] | None = None
@@ -84,7 +85,7 @@ class EmbeddedDoor:
 
         Raises HostStateError while another one is open.
         """
-        if self._folders is not None:
+        if not self._busy.acquire(blocking=False):
             raise HostStateError("a workflow is being run already: the embedded host runs one at a time")
         self._stop.clear()
         self._folders, self._on_progress, self._device = folders, on_progress, device
@@ -92,6 +93,7 @@ class EmbeddedDoor:
             yield
         finally:
             self._folders = self._on_progress = self._device = None
+            self._busy.release()
 
     @contextmanager
     def node(self, node_id: str, class_type: str) -> Iterator[None]:

@@ -64,6 +64,10 @@ def nodes_by_id(nodes: Iterable[type[ComfyNode]]) -> dict[str, type[ComfyNode]]:
     """The node classes by the `class_type` that a workflow calls them. Raises UnsupportedNodeError."""
     by_id = {}
     for node in nodes:
+        if not issubclass(node, ComfyNode):
+            raise UnsupportedNodeError(
+                f"{node.__name__} was made for the ComfyUI that this Python finds: run it there, or start elsewhere"
+            )
         schema = node.define_schema()
         lists = schema.is_input_list or any(output.is_output_list for output in schema.outputs)
         if lists or schema.enable_expand or any(socket.lazy for socket in schema.inputs):

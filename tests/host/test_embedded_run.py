@@ -158,6 +158,14 @@ def test_what_only_comfyui_can_do_is_refused(extra: dict[str, Any]) -> None:
         nodes_by_id([Special])
 
 
+def test_nodes_of_a_real_comfyui_are_refused() -> None:
+    class Foreign:
+        """Derives from another `io.ComfyNode` than the embedded one."""
+
+    with pytest.raises(UnsupportedNodeError, match="Foreign was made for the ComfyUI"):
+        nodes_by_id([Foreign])  # type: ignore[list-item]
+
+
 def test_models_are_named_only_inside_a_run(run: Callable[..., History], tmp_path: Path) -> None:
     folder = tmp_path / "models" / "vae"
     folder.mkdir(parents=True)
