@@ -1,0 +1,129 @@
+"""The help page that ComfyUI shows for a node says what the node's schema says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import wanstream.nodes
+from wanstream.host import io
+from wanstream.nodes import WanStreamExtension
+
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+EACH_NODE = pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
+
+WEB = Path(wanstream.nodes.__file__).parents[1] / "web"
+DOCS = WEB / "docs"
+
+WIDGETS = {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
+
+
+def page_of(node: type[io.ComfyNode]) -> str:
+    return (DOCS / f"{node.__name__}.md").read_text(encoding="ascii")
+
+
+def section(page: str, title: str) -> str:
+    """The lines under `## title`, up to the next heading."""
+    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    assert found, f"no section {title}"
+    return found[1]
+
+
+def input_rows(page: str) -> list[list[str]]:
+    """The cells of the inputs table, without its head."""
+    lines = [line for line in section(page, "Inputs").splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def fixed_options(options: dict[str, Any]) -> list[str]:
+    """The choices that do not depend on which models there are; [] if the whole list does."""
+    return list(options.get("options", ())) if "default" in options else []
+
+
+def test_there_is_a_page_for_every_node_and_no_other() -> None:
+    assert sorted(file.name for file in DOCS.iterdir()) == sorted(f"{node.__name__}.md" for node in NODES)
+
+
+def test_web_holds_no_script() -> None:
+    """ComfyUI imports every .js below the folder into its page."""
+    assert [file.name for file in WEB.rglob("*") if file.suffix in {".js", ".mjs"}] == []
+
+
+@EACH_NODE
+def test_a_page_has_its_parts(node: type[io.ComfyNode]) -> None:
+    page = page_of(node)
+    assert page.splitlines()[0] == f"# {node.define_schema().display_name}"
+    for title in ("Inputs", "Outputs", "When to choose what", "Example", "Errors"):
+        assert section(page, title).strip(), title
+    assert len(page.splitlines()) <= 50
+
+
+@EACH_NODE
+def test_the_table_has_the_inputs_of_the_schema(node: type[io.ComfyNode]) -> None:
+    named = [cells[0] for cells in input_rows(page_of(node))]
+    assert named == [f"`{socket.id}`" for socket in node.define_schema().inputs]
+
+
+@EACH_NODE
+def test_the_table_has_the_defaults_and_the_limits_of_the_schema(node: type[io.ComfyNode]) -> None:
+    rows = {cells[0].strip("`"): cells for cells in input_rows(page_of(node))}
+    for socket in node.define_schema().inputs:
+        _, default, limits, what = rows[socket.id]
+        options = socket.as_dict()
+        if "default" in options:
+            assert default == f"`{options['default']}`", socket.id
+        else:
+            assert "`" not in default, f"{socket.id} has no default"
+        assert (default == "optional") == bool(socket.optional), socket.id
+        if "min" in options:
+            assert limits == f"`{options['min']}..{options['max']}`", socket.id
+        for option in fixed_options(options):
+            assert f"`{option}`" in limits, socket.id
+        assert what.endswith("."), socket.id
+
+
+@EACH_NODE
+def test_the_outputs_are_named(node: type[io.ComfyNode]) -> None:
+    text = section(page_of(node), "Outputs")
+    for output in node.define_schema().outputs:
+        assert f"`{output.display_name}`" in text
+
+
+@EACH_NODE
+def test_the_example_sets_every_widget_to_a_value_it_takes(node: type[io.ComfyNode]) -> None:
+    found = re.search(r"```json\n(.*?)```", section(page_of(node), "Example"), re.DOTALL)
+    assert found
+    values = json.loads(found[1])
+    widgets = {socket.id: socket.as_dict() for socket in node.define_schema().inputs if socket.io_type in WIDGETS}
+    assert values.keys() == widgets.keys()
+    for name, options in widgets.items():
+        if "min" in options:
+            assert options["min"] <= values[name] <= options["max"], name
+        elif fixed := fixed_options(options):
+            assert values[name] in fixed or values[name].endswith(".safetensors"), name
+
+
+@EACH_NODE
+def test_what_a_page_refers_to_exists(node: type[io.ComfyNode]) -> None:
+    """Other nodes are named in bold; the help panel resolves links against the canvas, so pages name no file there."""
+    page = page_of(node)
+    names = {other.define_schema().display_name for other in NODES}
+    assert set(re.findall(r"\*\*(.+?)\*\*", page)) <= names
+    for target in re.findall(r"\]\(([^)\s]+)\)", page):
+        assert target.startswith("https://") or (DOCS / target).is_file(), target
+
+
+@EACH_NODE
+def test_a_page_names_only_settings_that_exist(node: type[io.ComfyNode]) -> None:
+    """A word in code that looks like a setting is an input, an option or an output of some node."""
+    known = {"text_encoder", "diffusion_models", "wanstream_timeline", "fp8_scaled"}
+    for other in NODES:
+        for socket in other.define_schema().inputs:
+            known |= {socket.id, *fixed_options(socket.as_dict())}
+    prose = re.sub(r"```.*?```", "", page_of(node), flags=re.DOTALL)
+    assert set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", prose)) <= known
