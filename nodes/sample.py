@@ -7,6 +7,7 @@ from typing import Any
 
 from ..host import ExpertsRef, host, io
 from ..plan import OffloadPolicy
+from ..plan.experts import TRAIN_TIMESTEPS
 from ..sampling import (
     SCHEDULES,
     SOLVERS,
@@ -14,11 +15,14 @@ from ..sampling import (
     DenoiseRequest,
     DenoiseResult,
     NativeInputs,
+    RequestError,
     StepProgress,
     denoise,
     native_inputs,
     native_latent,
 )
+from ..sampling.request import check_course
+from ..sampling.schedules import check_steps
 from . import sockets
 
 FROM_BOUNDARY = -1
@@ -45,6 +49,12 @@ class WanStreamSampler(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(
+        cls, steps: int | None = None, start_step: int | None = None, switch_step: int | None = None
+    ) -> bool | str:
+        return _course_refusal(steps, start_step, switch_step)
+
+    @classmethod
     def execute(
         cls,
         experts: ExpertsRef,
@@ -57,6 +67,23 @@ class WanStreamSampler(io.ComfyNode):
         request = _request(native_inputs(positive, negative, latent), **settings)
         result = _denoise(experts, request, policy or OffloadPolicy.layerwise(), cls.hidden.unique_id)
         return io.NodeOutput(native_latent(result.latents, latent), ui={TIMELINE: [result.timeline.to_dict()]})
+
+
+def _course_refusal(steps: object, start_step: object, switch_step: object) -> bool | str:
+    """For `validate_inputs`: why a run of such steps cannot be, told before the text encoder runs; True if it can.
+
+    A host checks no range of an input that is checked here. What is no number is left to others: a link is None here
+    and known only at the run, and text is refused by the host.
+    """
+    count = steps if isinstance(steps, int) else TRAIN_TIMESTEPS
+    start = start_step if isinstance(start_step, int) else 0
+    switch = switch_step if isinstance(switch_step, int) else FROM_BOUNDARY
+    try:
+        check_steps(count)
+        check_course(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch)
+    except RequestError as err:
+        return str(err)
+    return True
 
 
 def _request(

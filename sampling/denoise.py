@@ -119,7 +119,7 @@ class _Inputs:
         def samples(tensor: torch.Tensor | None) -> Sequence[torch.Tensor]:
             if tensor is None:
                 return ()
-            return tensor.to(device).expand(request.batch, *tensor.shape[1:]).split(1)
+            return list(tensor.to(device).expand(request.batch, *tensor.shape[1:]).split(1))
 
         self._positive, self._negative = samples(request.positive), samples(request.negative)
         self._image = samples(request.image_condition)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -50,7 +50,6 @@ class DenoiseRequest:
     """[B, 16, T, h, w] float32, standard normal; h and w even."""
     positive: torch.Tensor
     """[1 or B, L, 4096] UMT5 embedding, any L >= 1."""
-    _: KW_ONLY
     negative: torch.Tensor | None = None
     """As `positive`, of any length of its own. Needed where a guidance is not 1."""
     image_condition: torch.Tensor | None = None
@@ -104,10 +103,7 @@ class DenoiseRequest:
     def course(self) -> Course:
         """Noise levels and experts of the steps."""
         schedule = self._schedule()
-        if not 0 <= self.start_step < schedule.steps:
-            raise RequestError(
-                f"start step {self.start_step} of {schedule.steps} steps: give 0 to {schedule.steps - 1}"
-            )
+        check_course(schedule.steps, start_step=self.start_step, switch_step=self.switch_step)
         switch = self._switch(schedule)
         experts = ("high",) * switch + ("low",) * (schedule.steps - switch)
         return Course(schedule=schedule, experts=experts, start_step=self.start_step)
@@ -129,15 +125,22 @@ class DenoiseRequest:
             )
         if self.switch_step is None:
             return split_at_boundary(schedule.timesteps, self.boundary_ratio)
-        if not 0 <= self.switch_step <= schedule.steps:
-            raise RequestError(f"switch step {self.switch_step} of {schedule.steps} steps: give 0 to {schedule.steps}")
         return self.switch_step
 
     def _check_guidance(self) -> None:
-        if len(self.guidance) != 2 or not all(math.isfinite(scale) for scale in self.guidance):
+        is_pair = not isinstance(self.guidance, int | float) and len(self.guidance) == 2
+        if not is_pair or not all(math.isfinite(scale) for scale in self.guidance):
             raise RequestError(f"guidance {self.guidance}: give two numbers, for the high and the low expert")
         if self.negative is None and any(scale != 1 for scale in self.guidance):
             raise RequestError(f"guidance {self.guidance} needs a negative text: give one, or set guidance to (1, 1)")
+
+
+def check_course(steps: int, *, start_step: int, switch_step: int | None) -> None:
+    """Refuse a first step or an explicit switch that lies outside a run of `steps` steps."""
+    if not 0 <= start_step < steps:
+        raise RequestError(f"start step {start_step} of {steps} steps: give 0 to {steps - 1}")
+    if switch_step is not None and not 0 <= switch_step <= steps:
+        raise RequestError(f"switch step {switch_step} of {steps} steps: give 0 to {steps}")
 
 
 def check_channels(request: DenoiseRequest, in_channels: int) -> None:

@@ -96,8 +96,13 @@ def _float32(values: Sequence[float] | torch.Tensor) -> tuple[float, ...]:
     return tuple(torch.as_tensor(values, dtype=torch.float32).flatten().tolist())
 
 
-def _check_shape(steps: int, flow_shift: float) -> None:
+def check_steps(steps: int) -> None:
+    """Refuse a number of steps that no schedule can have."""
     if not 1 <= steps <= TRAIN_TIMESTEPS:
         raise RequestError(f"{steps} steps: give 1 to {TRAIN_TIMESTEPS}")
+
+
+def _check_shape(steps: int, flow_shift: float) -> None:
+    check_steps(steps)
     if not (math.isfinite(flow_shift) and flow_shift > 0):
         raise RequestError(f"flow shift {flow_shift:g}: give a positive number (Wan2.2: 12 for text, 5 for images)")

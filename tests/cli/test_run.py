@@ -52,7 +52,12 @@ def test_a_run_prints_the_table_of_its_steps_and_the_path_of_its_video(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("sampler.steps=0", "sampler (WanStreamSampler): value_smaller_than_min: Value 0 smaller than min of 1: steps"),
+        (
+            "policy.prefetch_blocks=-1",
+            "policy (WanStreamLayerwise): value_smaller_than_min: Value -1 smaller than min of 0",
+        ),
+        ("sampler.steps=0", "sampler (WanStreamSampler): custom_validation_failed"),
+        ("sampler.switch_step=21", "switch step 21 of 20 steps: give 0 to 20"),
         ("experts.high_noise=../x", "experts (WanStreamExperts): value_not_in_list"),
         ("save.filename_prefix=../x", "save (WanStreamSaveVideo): custom_validation_failed"),
         ('sampler.latent=["text", 0]', "sampler (WanStreamSampler): return_type_mismatch"),
@@ -119,8 +124,11 @@ def test_an_output_that_is_no_folder_is_refused_before_the_run(
 
 
 def test_a_node_that_fails_is_named(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments(*SMALL, "sampler.switch_step=4")) == FAILED
-    assert "failed: node sampler (WanStreamSampler): switch step 4 of 3 steps" in capsys.readouterr().err
+    image_expert = "experts.low_noise=wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"
+    assert main(arguments(*SMALL, image_expert)) == FAILED
+    told = capsys.readouterr().err
+    assert "failed: node experts (WanStreamExperts)" in told
+    assert "is I2V, but the high-noise expert" in told
 
 
 def test_wrong_options_end_with_the_usage(capsys: pytest.CaptureFixture[str]) -> None:

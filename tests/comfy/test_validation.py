@@ -69,9 +69,17 @@ class Weaver:
     def _node(self, class_type: str, depth: int) -> str:
         wanted = [s for s in self.sockets[class_type] if s.required or (depth < DEEPEST and self.rng.random() < 0.5)]
         inputs = {socket.name: self._value(socket, depth + 1) for socket in wanted}
+        if class_type == "WanStreamSampler":
+            inputs |= self._course()
         node_id = str(len(self.prompt) + 1)
         self.prompt[node_id] = {"class_type": class_type, "inputs": inputs}
         return node_id
+
+    def _course(self) -> dict[str, object]:
+        """Steps that fit together: each is drawn within its own limits only."""
+        steps = self.rng.randint(1, 1000)
+        switch, start = self.rng.randint(-1, steps), self.rng.randrange(steps)
+        return {"steps": steps, "switch_step": str(switch), "start_step": {"__value__": start}}
 
     def _value(self, socket: Socket, depth: int) -> object:
         if socket.io_type in {"INT", "FLOAT"}:
@@ -169,6 +177,14 @@ def stray(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
     rng.choice(list(prompt.values()))["inputs"]["stray"] = rng.choice([1, "x", ["1", 0], ["99", 0]])
 
 
+def outside_the_run(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
+    for node in prompt.values():
+        if node.get("class_type") == "WanStreamSampler":
+            wrong: dict[str, object] = {"switch_step": rng.choice([21, -2]), "start_step": rng.choice([20, -1])}
+            name = rng.choice(list(wrong))
+            node["inputs"] |= {"steps": rng.choice([0, 20, 20, "many"]), name: wrong[name]}
+
+
 def leaving_the_output(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
     prompt[_last_output(prompt)]["inputs"]["filename_prefix"] = rng.choice(["../clip", "/clip", "a/../../clip"])
 
@@ -215,7 +231,7 @@ def linked_picture(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None
 
 
 ADDING = [too_small, too_big, no_number, not_in_list, no_link, constant_on_a_socket, wrong_type, missing, stray]
-ADDING += [leaving_the_output]
+ADDING += [leaving_the_output, outside_the_run]
 ENDING = [dangling, no_such_output, no_inputs, unknown_node, no_class, no_output_node, missing_picture, linked_picture]
 
 

@@ -149,8 +149,6 @@ def test_a_batch_becomes_one_video_after_the_other(run: Run, folders: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "node_id", "reason"),
     [
-        ({"sampler": {"switch_step": 5}}, "sampler", "switch step 5 of 4 steps"),
-        ({"sampler": {"start_step": 4}}, "sampler", "start step 4 of 4 steps"),
         (
             {"experts": {"low_noise": "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"}},
             "experts",
@@ -196,7 +194,13 @@ def put(node_id: str, **inputs: Any) -> Callable[[Workflow], None]:
         (put("sampler", latent=["text", 0]), "sampler", "return_type_mismatch"),
         (put("sampler", experts=["nowhere", 0]), "sampler", "exception_during_inner_validation"),
         (delete("text"), "sampler", "exception_during_inner_validation"),
-        (put("sampler", steps=0), "sampler", "value_smaller_than_min"),
+        (put("sampler", steps=0), "sampler", "custom_validation_failed"),
+        (put("sampler", steps=1001), "sampler", "custom_validation_failed"),
+        (put("sampler", switch_step=5), "sampler", "custom_validation_failed"),
+        (put("sampler", switch_step=-2), "sampler", "custom_validation_failed"),
+        (put("sampler", start_step=4), "sampler", "custom_validation_failed"),
+        (put("sampler", start_step=-1), "sampler", "custom_validation_failed"),
+        (put("sampler", flow_shift=0), "sampler", "value_smaller_than_min"),
         (put("sampler", boundary_ratio=1.5), "sampler", "value_bigger_than_max"),
         (put("sampler", steps="many"), "sampler", "invalid_input_type"),
         (put("sampler", solver="dpm"), "sampler", "value_not_in_list"),
@@ -224,20 +228,31 @@ def test_a_broken_workflow_is_refused_before_anything_runs(
     assert not folders["output"].exists()
 
 
-def test_a_size_that_comes_from_another_node_is_judged_when_it_is_known(run: Run) -> None:
-    class Width(io.ComfyNode):
+@pytest.mark.parametrize(
+    ("node_id", "socket", "value", "reason"),
+    [
+        ("latent", "width", 1080, "width is 1080, it must be a multiple of 16"),
+        ("sampler", "steps", 0, "0 steps: give 1 to 1000"),
+        ("sampler", "switch_step", 5, "switch step 5 of 4 steps: give 0 to 4"),
+        ("sampler", "start_step", 4, "start step 4 of 4 steps: give 0 to 3"),
+    ],
+)
+def test_a_number_that_comes_from_another_node_is_judged_when_it_is_known(
+    run: Run, node_id: str, socket: str, value: int, reason: str
+) -> None:
+    class Number(io.ComfyNode):
         @classmethod
         def define_schema(cls) -> io.Schema:
-            return io.Schema(node_id="Width", outputs=[io.Int.Output()])
+            return io.Schema(node_id="Number", outputs=[io.Int.Output()])
 
         @classmethod
         def execute(cls) -> io.NodeOutput:
-            return io.NodeOutput(1080)
+            return io.NodeOutput(value)
 
-    nodes = workflow("t2v", {"latent": {"width": ["width", 0]}})
-    nodes["width"] = {"class_type": "Width", "inputs": {}}
-    with pytest.raises(NodeFailedError, match="width is 1080, it must be a multiple of 16"):
-        run(nodes, more_nodes=[Width])
+    nodes = workflow("t2v", {node_id: {socket: ["number", 0]}})
+    nodes["number"] = {"class_type": "Number", "inputs": {}}
+    with pytest.raises(NodeFailedError, match=reason):
+        run(nodes, more_nodes=[Number])
 
 
 def test_an_unknown_node_is_named(run: Run) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.functional import interpolate
+
 from wanstream.plan.shapes import VideoShape
 from wanstream.sampling.first_frame import GREY, start_mask, start_video
 

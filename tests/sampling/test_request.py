@@ -56,6 +56,7 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"guidance": (1.0, 3.0)}, "needs a negative text"),
         ({"guidance": (float("nan"), 1.0)}, "two numbers"),
         ({"guidance": (1.0,)}, "two numbers"),
+        ({"guidance": 4.0}, "guidance 4.0: give two numbers"),
     ],
 )
 def test_bad_input_is_refused_when_the_request_is_made(changes: dict[str, Any], message: str) -> None:
@@ -67,6 +68,13 @@ def test_texts_of_any_length_and_of_one_or_all_samples_are_taken() -> None:
     request = _request(positive=torch.zeros(2, 1, 4096), negative=torch.zeros(1, 700, 4096), guidance=(4.0, 3.0))
     assert request.batch == 2
     assert (request.guidance_of("high"), request.guidance_of("low")) == (4.0, 3.0)
+
+
+def test_arguments_have_a_fixed_order() -> None:
+    given = DenoiseRequest(NOISE, TEXT, TEXT + 1, None, NOISE + 1, 2, 4)
+    assert torch.equal(given.negative, TEXT + 1)
+    assert torch.equal(given.latent, NOISE + 1)
+    assert (given.start_step, given.steps) == (2, 4)
 
 
 def test_defaults_are_the_makers() -> None:
