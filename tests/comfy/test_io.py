@@ -17,7 +17,7 @@ from wanstream.host.embedded_door import Folders, embedded_door
 from wanstream.host.embedded_load_image import LoadImage
 from wanstream.host.folders import diffusers_folders, output_file
 
-pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+pytestmark = pytest.mark.comfy
 
 WIDGETS = ["Boolean", "Int", "Float", "String", "Combo"]
 SOCKETS = ["Conditioning", "Image", "Latent", "Mask", "Model", "Sigmas", "Vae", "Video"]

@@ -45,7 +45,7 @@ save_file({{name: value.contiguous() for name, value in found.items()}}, argumen
 answer = None
 """
 
-pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+pytestmark = pytest.mark.comfy
 
 
 def _given() -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import pytest
 from wanstream.host.embedded_door import Folders, embedded_door
 from wanstream.nodes import WanStreamExtension
 
-pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+pytestmark = pytest.mark.comfy
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 

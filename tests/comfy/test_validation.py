@@ -20,7 +20,7 @@ from wanstream.host.embedded_load_image import LoadImage
 from wanstream.host.embedded_run import validate_workflow
 from wanstream.nodes import WanStreamExtension
 
-pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+pytestmark = pytest.mark.comfy
 
 WORKFLOWS = 200
 SOUND = 60

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from wanstream.cli.sample_model import write_sample_model
 
-pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+pytestmark = pytest.mark.comfy
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = {"t2v": ("t2v", 42), "t2v, other seed": ("t2v", 43), "i2v": ("i2v", 42)}
