@@ -98,4 +98,6 @@ class ComfyDoor:
         self._experts.free()
 
     def make_room(self, bytes_needed: int, device: torch.device) -> None:
-        comfy.model_management.free_memory(bytes_needed, device)
+        # Beside the weights, what ComfyUI itself leaves free to compute in.
+        management = comfy.model_management
+        management.free_memory(bytes_needed + management.minimum_inference_memory(), device)

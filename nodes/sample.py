@@ -105,6 +105,7 @@ def _request(
 def _denoise(ref: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, node_id: str | None) -> DenoiseResult:
     """Run the request on the host's device; the host's Cancel ends it before the next block."""
     pair, device = host.experts(ref), host.device()
+    host.make_room(pair.bytes_to_come(policy, device), device)
     progress = host.progress(len(request.course().steps), node_id)
 
     def on_step(step: StepProgress) -> None:

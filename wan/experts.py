@@ -12,6 +12,7 @@ import torch
 
 from ..plan import OffloadPolicy
 from .checkpoint import Expert, open_expert
+from .device_bytes import device_bytes
 from .expert_engine import ExpertEngine
 from .stored import CheckpointError
 
@@ -71,6 +72,10 @@ class ExpertPair:
         """What names this pair on a graph edge: equal for pairs opened from the same files with the same dtype."""
         return (self.high.path.resolve(), self.low.path.resolve(), self.compute_dtype)
 
+    def is_current(self) -> bool:
+        """Whether the files on disk are still those that were opened; open the pair again where they are not."""
+        return self.high.is_current() and self.low.is_current()
+
     def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
         """Return the engine for `policy` on `device`; asking for another one frees the one before.
 
@@ -78,20 +83,34 @@ class ExpertPair:
             ValueError: the policy does not fit the number of blocks.
         """
         place = torch.device(device)
-        if self._engine is None or self._engine_for != (policy, place):
+        if not self._is_there(policy, place):
             self.close()
             experts = {"high": self.high, "low": self.low}
             # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
             with torch.inference_mode(False):
                 self._engine = ExpertEngine(experts, compute_dtype=self.compute_dtype, policy=policy, device=place)
             self._engine_for = (policy, place)
+        assert self._engine is not None
         return self._engine
+
+    def bytes_to_come(self, policy: OffloadPolicy, device: torch.device | str) -> int:
+        """Device memory that the weights of `engine(policy, device)` will take; 0 when that engine is there already.
+
+        Raises:
+            ValueError: the policy does not fit the number of blocks.
+        """
+        if self._is_there(policy, torch.device(device)):
+            return 0
+        return device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
 
     def close(self) -> None:
         """Free the engine: its buffers, threads and open files. Closing twice is allowed."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+    def _is_there(self, policy: OffloadPolicy, device: torch.device) -> bool:
+        return self._engine is not None and self._engine_for == (policy, device)
 
     def __enter__(self) -> ExpertPair:
         return self

@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
+from ..offload.layout import streamed_names
 from .detect import HEAD_DIM, Shape, WanConfig
 
 FIRST_BLOCK = "blocks.0."
@@ -34,6 +35,12 @@ def parameter_shapes(config: WanConfig) -> Mapping[str, Shape]:
     for index in range(config.num_layers):
         shapes |= {f"blocks.{index}.{name}": shape for name, shape in block.items()}
     return MappingProxyType(shapes)
+
+
+@functools.cache
+def block_streams(config: WanConfig) -> tuple[str, ...]:
+    """Return the names, within a block, of the parameters that stream."""
+    return streamed_names(_on_meta(replace(config, num_layers=1)).blocks[0])
 
 
 def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:

@@ -277,6 +277,16 @@ def test_a_stop_ends_the_run_at_the_next_block_and_the_next_run_is_whole(run: Ru
     assert len(timeline(run(workflow("t2v"))).steps) == 4
 
 
+def test_the_host_is_asked_for_room_until_the_weights_are_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(embedded_door, "make_room", lambda bytes_needed, device: asked.append(bytes_needed))
+    for seed in (1, 2):
+        run(workflow("t2v", {"sampler": {"seed": seed}}))
+    first, second = asked
+    assert first > 2 * 1024**2, "two buffers, and what does not stream"
+    assert second == 0
+
+
 def test_progress_is_told_step_by_step(run: Run) -> None:
     told: list[tuple[int, int]] = []
     run(workflow("t2v"), on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None)

@@ -1,0 +1,61 @@
+"""The memory that a pair says it will take, against the real model's figures and against what an engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.plan import T2V_A14B, OffloadPolicy
+from wanstream.wan import open_experts
+from wanstream.wan.detect import WanConfig
+from wanstream.wan.device_bytes import device_bytes
+
+A14B = WanConfig(
+    num_attention_heads=40,
+    num_layers=40,
+    ffn_dim=13824,
+    in_channels=16,
+    out_channels=16,
+    text_dim=4096,
+    freq_dim=256,
+    patch_size=(1, 2, 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("policy", "buffers"),
+    [
+        (OffloadPolicy.layerwise(1), 2),
+        (OffloadPolicy.layerwise(3), 4),
+        (OffloadPolicy.block_swap(20, 1), 22),
+        (OffloadPolicy.resident(), 80),
+    ],
+)
+def test_the_real_model(policy: OffloadPolicy, buffers: int) -> None:
+    buffer = T2V_A14B.streamed_bytes()
+    small = T2V_A14B.block_bytes(fp32_islands=True) - buffer
+    staying = T2V_A14B.outer_bytes(fp32_islands=True) + 40 * small
+    assert device_bytes(A14B, compute_dtype=torch.bfloat16, policy=policy) == buffers * buffer + 2 * staying
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fp8", [None, "scaled_fp8"])
+def test_an_engine_takes_what_was_told_and_nothing_more_is_to_come(
+    tiny_expert_file: Callable[..., Path], dtype: torch.dtype, fp8: str | None
+) -> None:
+    file, policy = tiny_expert_file(fp8=fp8), OffloadPolicy.block_swap(2, 1)
+    with open_experts(file, file, compute_dtype=dtype) as pair:
+        told = pair.bytes_to_come(policy, "cpu")
+        engine = pair.engine(policy, "cpu")
+        models = [engine.models[name] for name in ("high", "low")]
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        # The weights that stream are empty while their block is in no buffer.
+        buffers = 4 * (8 * 256 * 256 + 2 * 256 * 512) * dtype.itemsize
+        assert told == buffers + sum(parameter.nbytes for parameter in parameters)
+        assert pair.bytes_to_come(policy, torch.device("cpu")) == 0
+        assert pair.bytes_to_come(OffloadPolicy.layerwise(1), "cpu") < told
+        with pytest.raises(ValueError, match="only 4 blocks"):
+            pair.bytes_to_come(OffloadPolicy.block_swap(5), "cpu")

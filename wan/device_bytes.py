@@ -1,0 +1,31 @@
+"""How much device memory the weights of a pair take, known before anything is read."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..offload.layout import flat_layout
+from ..plan import OffloadPolicy, plan_residency
+from .detect import WanConfig
+from .meta_model import FIRST_BLOCK, block_streams, parameter_dtype, parameter_shapes
+
+EXPERTS = ("high", "low")
+
+
+def device_bytes(config: WanConfig, *, compute_dtype: torch.dtype, policy: OffloadPolicy) -> int:
+    """Bytes of two experts of that shape: the pool of buffers, and everything that does not stream.
+
+    Raises ValueError when the policy does not fit the number of blocks.
+    """
+    _, buffers = plan_residency(policy, dict.fromkeys(EXPERTS, config.num_layers))
+    shapes, streams = parameter_shapes(config), block_streams(config)
+    buffer = flat_layout((name, shapes[FIRST_BLOCK + name], compute_dtype) for name in streams)
+    streamed = {f"blocks.{index}.{name}" for index in range(config.num_layers) for name in streams}
+    staying = sum(
+        math.prod(shape) * parameter_dtype(name, compute_dtype).itemsize
+        for name, shape in shapes.items()
+        if name not in streamed
+    )
+    return buffers * buffer.nbytes + len(EXPERTS) * staying
