@@ -106,8 +106,8 @@ class Door(Protocol):
 class ExpertsRegistry:
     """Holds at most one open pair of experts, by value. Thread-safe.
 
-    A second run of the same graph, whatever its seed, finds its pair open; another pair closes the former one first, so
-    that two pairs never share the device.
+    A second run of the same graph, whatever its seed, finds its pair open, unless its files were replaced; another pair
+    closes the former one first, so that two pairs never share the device.
     """
 
     def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair]) -> None:
@@ -118,7 +118,7 @@ class ExpertsRegistry:
     def get(self, ref: ExpertsRef) -> ExpertPair:
         """The pair that `ref` names, opened if it is not the one at hand. Raises what opening it raises."""
         with self._lock:
-            if self._held is None or self._held[0] != ref:
+            if self._held is None or self._held[0] != ref or not self._held[1].is_current():
                 self._close()
                 self._held = (ref, self._open_pair(ref))
             return self._held[1]

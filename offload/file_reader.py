@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .read_pieces import ReadPiece
+from .safetensors_header import FileVersion, file_version
 from .source import SourceError
 
 # A piece and the memory it is a piece of.
@@ -45,7 +46,8 @@ class FileReader:
         """Fill every piece's part of its memory, and return when no thread touches that memory any more.
 
         Raises:
-            SourceError: a piece could not be read; the memory then holds anything, and the reader can be used again.
+            SourceError: a piece could not be read, or the file is not the version that the piece belongs to; the
+                memory then holds anything, and the reader can be used again.
         """
         waiting = deque(reads)
         pool = self._started_pool()
@@ -90,6 +92,9 @@ class FileReader:
             if count == 0:
                 raise SourceError(_message(piece, position, "the file ends here, it was changed after it was opened"))
             done += count
+        # Asked afterwards: a file that changed while it was read has changed too.
+        if piece.version not in (None, self._files.version(piece.path)):
+            raise SourceError(_message(piece, piece.offset, "the file was changed after it was opened; open it again"))
 
 
 def _taken_from(waiting: deque[Read]) -> Iterator[Read]:
@@ -107,6 +112,10 @@ class _Files(Protocol):
         """Read up to `len(into)` bytes and return how many; 0 at the end of the file. Safe to call from any thread."""
         ...
 
+    def version(self, path: Path) -> FileVersion:
+        """Return the present version of a file that this thread has read."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -119,6 +128,9 @@ class _PositionalFiles:
 
     def read_at(self, path: Path, position: int, into: memoryview) -> int:
         return os.preadv(self._descriptor(path), [into], position)
+
+    def version(self, path: Path) -> FileVersion:
+        return file_version(os.fstat(self._descriptor(path)))
 
     def close(self) -> None:
         with self._lock:
@@ -144,6 +156,9 @@ class _SeekingFiles:
         handle = self._handle(path)
         handle.seek(position)
         return handle.readinto(into) or 0
+
+    def version(self, path: Path) -> FileVersion:
+        return file_version(os.fstat(self._handle(path).fileno()))
 
     def close(self) -> None:
         with self._lock:

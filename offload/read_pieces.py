@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .layout import FlatLayout
-from .safetensors_header import FileTensor
+from .safetensors_header import FileTensor, FileVersion
 
 # Large enough that the cost of a call does not count, small enough that four threads share one matrix evenly. From the
 # page cache (2 cores, 512 MB) one thread reads 7.0 GB/s, two 13.2 and four 13.2; pieces of 1 to 32 MB differ by 3 %.
@@ -18,7 +18,7 @@ PIECE_BYTES = 8 * 1024**2
 class ReadPiece:
     """`nbytes` bytes from byte `offset` of a file on, to byte `target` of the memory that is filled.
 
-    `names` are the tensors that the piece holds at least a part of.
+    `names` are the tensors that the piece holds at least a part of; `version` is the file's, None for any.
     """
 
     path: Path
@@ -26,6 +26,7 @@ class ReadPiece:
     nbytes: int
     target: int
     names: tuple[str, ...]
+    version: FileVersion | None = None
 
 
 def read_pieces(
@@ -56,12 +57,13 @@ def _cut(tensors: Mapping[str, FileTensor], layout: FlatLayout, piece_bytes: int
                 nbytes=min(piece_bytes, place.nbytes - start),
                 target=place.offset + start,
                 names=(place.name,),
+                version=stored.version,
             )
 
 
 def _continues(first: ReadPiece, second: ReadPiece) -> bool:
     return (
-        first.path == second.path
+        (first.path, first.version) == (second.path, second.version)
         and first.offset + first.nbytes == second.offset
         and first.target + first.nbytes == second.target
     )

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,15 +49,26 @@ class CheckpointFileError(ValueError):
         self.path = path
 
 
+class FileVersion(NamedTuple):
+    """What tells a file from another one that took its name, or its place."""
+
+    nbytes: int
+    modified_ns: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileTensor:
-    """One tensor in a file: `nbytes` bytes from byte `offset` on, row by row, little-endian."""
+    """One tensor in a file: `nbytes` bytes from byte `offset` on, row by row, little-endian.
+
+    The offset counts for the `version` of the file whose header named it; None stands for any.
+    """
 
     path: Path
     offset: int
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    version: FileVersion | None = None
 
     def rows(self, start: int, stop: int) -> FileTensor:
         """Return rows `start` to `stop` (exclusive) of this tensor as a tensor of their own."""
@@ -89,38 +100,45 @@ def read_header(path: Path | str) -> FileHeader:
     """
     path = Path(path)
     try:
-        header, file_bytes = _read_start(path)
+        header, version = _read_start(path)
         # Nothing is asked of the opened file; opening is what makes the library check it.
         with safe_open(path, framework="np"):
             pass
     except OSError as err:
         raise CheckpointFileError(path, f"cannot be read: {err.strerror or err}") from err
     except SafetensorError as err:
-        raise CheckpointFileError(path, _why_unsound(header, file_bytes, str(err))) from err
+        raise CheckpointFileError(path, _why_unsound(header, version.nbytes, str(err))) from err
     entries: dict[str, Any] = json.loads(header)
     metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
     in_file_order = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
     data_start = LENGTH_BYTES + len(header)
-    tensors = {name: _file_tensor(path, name, entry, data_start) for name, entry in in_file_order}
+    tensors = {
+        name: replace(_file_tensor(path, name, entry, data_start), version=version) for name, entry in in_file_order
+    }
     return FileHeader(path=path, tensors=tensors, metadata=metadata)
 
 
-def _read_start(path: Path) -> tuple[bytes, int]:
-    """Return the JSON header and the size of the whole file in bytes."""
+def file_version(status: os.stat_result) -> FileVersion:
+    """Return the version of the file that was asked for its status."""
+    return FileVersion(nbytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def _read_start(path: Path) -> tuple[bytes, FileVersion]:
+    """Return the JSON header and the version of the file that it was read from."""
     with path.open("rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
+        version = file_version(os.fstat(file.fileno()))
         start = file.read(LENGTH_BYTES + 1)
         length = int.from_bytes(start[:LENGTH_BYTES], "little")
         if start[LENGTH_BYTES:] != b"{" or length > MAX_HEADER_BYTES:
-            raise CheckpointFileError(path, _what_instead(start, file_bytes))
+            raise CheckpointFileError(path, _what_instead(start, version.nbytes))
         file.seek(LENGTH_BYTES)
         header = file.read(length)
     if len(header) < length:
+        needed = LENGTH_BYTES + length
         raise CheckpointFileError(
-            path,
-            f"is truncated: has {file_bytes} bytes, its header alone needs {LENGTH_BYTES + length}; download it again",
+            path, f"is truncated: has {version.nbytes} bytes, its header alone needs {needed}; download it again"
         )
-    return header, file_bytes
+    return header, version
 
 
 def _what_instead(start: bytes, file_bytes: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..offload.file_source import read_tensors
-from ..offload.safetensors_header import FileTensor
+from ..offload.safetensors_header import FileTensor, file_version
 from .detect import Shape, WanConfig, config_from_shapes, refuse_other_models
 from .fp8_layouts import FP8, resolve_scales
 from .key_map import both_names, parameter_names
@@ -31,6 +31,11 @@ class Expert:
     config: WanConfig
     weights: Mapping[str, FileTensor]
     scales: Mapping[str, FileTensor]
+
+    def is_current(self) -> bool:
+        """Whether the files on disk are still those that were opened."""
+        opened = {(tensor.path, tensor.version) for tensor in self.weights.values()}
+        return all(path.is_file() and file_version(path.stat()) == version for path, version in opened)
 
 
 def open_expert(path: Path) -> Expert:

@@ -20,6 +20,9 @@ class FakePair:
         self.ref = ref
         self.log = log
 
+    def is_current(self) -> bool:
+        return self.ref.high_noise != Path("changing")
+
     def close(self) -> None:
         self.log.append(f"close {self.ref.high_noise}")
 
@@ -48,6 +51,12 @@ def test_an_equal_reference_finds_the_pair_open(registry: ExpertsRegistry, log: 
     first = registry.get(_ref("a"))
     assert registry.get(_ref("a")) is first
     assert log == ["open a"]
+
+
+def test_a_pair_whose_files_were_replaced_is_opened_again(registry: ExpertsRegistry, log: list[str]) -> None:
+    registry.get(_ref("changing"))
+    registry.get(_ref("changing"))
+    assert log == ["open changing", "close changing", "open changing"]
 
 
 @pytest.mark.parametrize("other", [_ref("b"), _ref("a", "float32")])

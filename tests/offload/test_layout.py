@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -51,6 +51,7 @@ def test_layout_table(tensors, offsets, sizes, total):
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=8))
 def test_tensors_are_aligned_ordered_and_disjoint(parts):
     layout = flat_layout((f"t{index}", shape, dtype) for index, (shape, dtype) in enumerate(parts))
@@ -63,6 +64,7 @@ def test_tensors_are_aligned_ordered_and_disjoint(parts):
     assert end <= layout.nbytes < end + ALIGNMENT
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=8))
 def test_views_share_the_flat_memory(parts):
     layout = flat_layout((f"t{index}", shape, dtype) for index, (shape, dtype) in enumerate(parts))

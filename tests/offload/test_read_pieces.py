@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.offload.layout import flat_layout
@@ -75,6 +75,7 @@ def test_pieces_table(tensors, expected):
 places = st.tuples(st.sampled_from([A, B]), st.integers(0, 50), st.integers(0, 700))
 
 
+@settings(deadline=None)
 @given(st.lists(places, max_size=8), st.integers(1, 600))
 def test_every_byte_is_read_once_from_its_place(parts, piece_bytes):
     tensors = {f"t{index}": stored(*place) for index, place in enumerate(parts)}
