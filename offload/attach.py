@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import nn
@@ -30,7 +30,9 @@ from .binding import BlockBinding
 from .buffers import BlockBuffer
 from .engine import EngineRun, StreamEngine, VisitContext
 from .follow import ForwardFollower
+from .layout import streamed_names
 from .module_source import ModuleSource
+from .page_lock import CudaPageLock
 from .pinned_source import PinnedSource
 from .source import BlockSource
 
@@ -60,15 +62,16 @@ def attach_offload(
         A handle; `detach()` or `with` leaves every block exactly as it was.
 
     Raises:
-        ValueError: the policy does not fit the number of blocks, or a block's weights have no data and no source.
+        ValueError: the policy does not fit the number of blocks, the source does not fit a block, or a block's weights
+            have no data and no source. The blocks are then as they were.
     """
     stacks = _named(blocks)
     counts = {name: len(stack) for name, stack in stacks.items()}
     plan_residency(policy, counts)  # refuse a policy that does not fit before anything is touched
-    place = torch.device(device)
+    place = _with_index(torch.device(device))
     own = source or ModuleSource(stacks)
     if policy.source == "pinned":
-        own = PinnedSource(own, register=place.type == "cuda")
+        own = PinnedSource(own, register=place.type == "cuda", driver=CudaPageLock(place))
     return OffloadHandle(stacks, policy=policy, device=place, source=own, follow_forward=follow_forward)
 
 
@@ -89,6 +92,10 @@ class OffloadHandle:
             for key in [BlockKey(name, index)]
         }
         self._moved = [_Moved(block, device) for stack in stacks.values() for block in stack]
+        # All that can fail is done: from here on the blocks change.
+        self.unbind_all()
+        for moved in self._moved:
+            moved.put()
         self._follower = ForwardFollower(self, stacks) if follow_forward else None
         self._attached = True
 
@@ -113,17 +120,21 @@ class OffloadHandle:
         return step_visits([stack] * count, self.counts)
 
     def detach(self) -> None:
-        """Leave every block as it was and free the buffers. Detaching twice is allowed."""
+        """Leave every block as it was and free the buffers. Detaching twice is allowed.
+
+        Raises:
+            RuntimeError: a run is going on; it goes on undisturbed.
+        """
         if not self._attached:
             return
-        self._attached = False
         if self._follower is not None:
             self._follower.remove()
+        self.engine.close()
+        self._attached = False
         for binding in self._bindings.values():
             binding.restore()
         for moved in self._moved:
             moved.restore()
-        self.engine.close()
         self._source.close()
 
     def bind(self, key: BlockKey, buffer: BlockBuffer) -> None:
@@ -185,29 +196,55 @@ class OffloadRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._run.__exit__(kind, error, trace)
-        self._handle.unbind_all()
+        try:
+            self._run.__exit__(kind, error, trace)
+        finally:
+            self._handle.unbind_all()
 
 
 class _Moved:
     """What a block keeps on the device all the time: biases, norms, tables. Meta tensors are their owner's to fill."""
 
     def __init__(self, block: nn.Module, device: torch.device) -> None:
-        self._originals: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]] = []
-        for module in block.modules():
+        self._originals: list[_Place] = []
+        streamed = streamed_names(block)
+        for path, module in block.named_modules():
             for store in (module._parameters, module._buffers):
                 tensors = cast("dict[str, torch.Tensor | None]", store)
                 for name, tensor in tensors.items():
-                    if tensor is not None and not tensor.is_meta and tensor.device != device:
+                    if tensor is None or tensor.is_meta or tensor.device == device:
+                        continue
+                    if f"{path}.{name}".lstrip(".") not in streamed:
                         self._originals.append((tensors, name, tensor))
-        for tensors, name, tensor in self._originals:
-            there = tensor.detach().to(device)
-            tensors[name] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
+        # Blocks outlive the run that they were attached for, so none of this may be an inference tensor.
+        with torch.inference_mode(False):
+            self._moved: list[_Place] = [(at, name, _copy(tensor, device)) for at, name, tensor in self._originals]
+
+    def put(self) -> None:
+        """Let the block compute with the copies."""
+        for tensors, name, tensor in self._moved:
+            tensors[name] = tensor
+        self._moved.clear()
 
     def restore(self) -> None:
         for tensors, name, tensor in self._originals:
             tensors[name] = tensor
         self._originals.clear()
+
+
+_Place: TypeAlias = "tuple[dict[str, torch.Tensor | None], str, torch.Tensor]"  # where a tensor is, and the tensor
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    there = tensor.detach().to(device)
+    return nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """What plain "cuda" means on the calling thread; the fetch thread would take it for another device."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _named(blocks: Stacks | Sequence[nn.Module]) -> Stacks:

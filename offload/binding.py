@@ -17,8 +17,8 @@ from .layout import FlatLayout, streamed_names, tensor_views
 class BlockBinding:
     """The streamed parameters of one block.
 
-    While the block is in no buffer they are empty: computing with it fails by its shape. (A meta tensor would not do,
-    CPU kernels accept one as a weight and return another.)
+    From the first `unbind` on they are empty while the block is in no buffer: computing with it fails by its shape. (A
+    meta tensor would not do, CPU kernels accept one as a weight and return another.)
     """
 
     def __init__(self, key: BlockKey, block: nn.Module, layout: FlatLayout) -> None:
@@ -39,7 +39,6 @@ class BlockBinding:
         }
         self._per_buffer: dict[int, dict[str, nn.Parameter]] = {}
         self._bound: int | None = None
-        self.unbind()
 
     def bind(self, buffer: BlockBuffer) -> None:
         """Let the block compute with what lies in `buffer`."""

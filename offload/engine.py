@@ -7,8 +7,10 @@ fetched, so that a test can hold the two against each other.
 
 from __future__ import annotations
 
+import atexit
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from types import TracebackType
 
 import torch
@@ -27,7 +29,7 @@ PACE = 2  # visits the host may be ahead of the device: enough to hide launches,
 
 
 class VisitOrderError(RuntimeError):
-    """A visit was asked for that is not the next one of the program."""
+    """A visit was asked for that is not the next one of the program, or outside a run."""
 
 
 class StreamEngine:
@@ -42,10 +44,10 @@ class StreamEngine:
     def __init__(self, source: BlockSource, *, buffers: int, device: torch.device) -> None:
         self.device = device
         self.formats = {key: source.block_format(key) for key in source.keys()}
-        largest = max(max(fmt.computed.nbytes, fmt.stored.nbytes * fmt.is_raw) for fmt in self.formats.values())
+        largest = max(fmt.computed.nbytes for fmt in self.formats.values())
         self.buffers = tuple(BlockBuffer(index, allocate_flat(largest, device)) for index in range(buffers))
         self.streams = streams_for(device, source, self.formats, slots=STAGING_SLOTS)
-        self._running = False
+        self._running = threading.Lock()
 
     @property
     def buffer_bytes(self) -> int:
@@ -57,18 +59,40 @@ class StreamEngine:
         return {b.index: b.key for b in self.buffers if b.state is BufferState.DONE and b.key is not None}
 
     def run(self, program: TransferProgram, *, recorder: Recorder | None = None) -> EngineRun:
-        """Start `program`. Use the result with `with`: leaving it joins the fetch thread, whatever happened."""
-        if self._running:
-            raise RuntimeError("this engine is already running a program; wait for that run to end")
+        """A run of `program`; `with` starts it, and leaving it joins the fetch thread, whatever happened.
+
+        Raises:
+            RuntimeError: another run is going on; said here, and again on entering.
+            ValueError: the program is wrong, or made for more buffers.
+        """
+        if self._running.locked():
+            raise RuntimeError(_BUSY)
         if program.buffers > len(self.buffers):
             raise ValueError(f"the program needs {program.buffers} buffers, the engine has {len(self.buffers)}")
         check_program(program)
         return EngineRun(self, program, recorder)
 
     def close(self) -> None:
-        """Give the device memory back."""
-        self.buffers = ()
-        self.streams.close()
+        """Give the device memory back, once the device has passed everything that uses it.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched.
+        """
+        self.claim()
+        try:
+            self.streams.close()
+            self.buffers = ()
+        finally:
+            self.release()
+
+    def claim(self) -> None:
+        """Nobody else may run or close the engine until `release`; raises RuntimeError if somebody does."""
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(_BUSY)
+
+    def release(self) -> None:
+        """The engine may run again."""
+        self._running.release()
 
 
 class EngineRun:
@@ -84,12 +108,27 @@ class EngineRun:
         self._arrivals: list[Arrival | None] = [None] * len(program.fetches)
         self._done: list[Mark] = []
         self._next = 0
-        self._pool: ThreadPoolExecutor | None = None
-        self._fetching: Future[None] | None = None
+        self._going_on = False
+        # A daemon that is stopped `atexit`: a run that nobody ended (a forward raised) must not keep the process alive.
+        self._thread = threading.Thread(target=self._fetch_all, name="wanstream-fetch", daemon=True)
+        self._fetching: Future[None] = Future()
 
     def __enter__(self) -> EngineRun:
+        self._engine.claim()
+        try:
+            self._start()
+        except BaseException:
+            self._finish()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finish()
+
+    def _start(self) -> None:
         engine = self._engine
-        engine._running = True
         for buffer in engine.buffers:
             key = self.program.initial.get(buffer.index)
             if key is not None:
@@ -97,28 +136,41 @@ class EngineRun:
         engine.streams.begin_run()
         # A buffer may still be read by work given to the device before this run.
         self._origin = self._clock.mark()
+        self._going_on = True
         if self.program.fetches:
-            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream-fetch")
-            self._fetching = self._pool.submit(self._fetch_all)
-        return self
+            atexit.register(self._stop_fetching)
+            self._thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _finish(self) -> None:
+        self._going_on = False
         try:
-            self._progress.stop()
-            self._engine.streams.stop()
-            if self._pool is not None:
-                self._pool.shutdown(wait=True)
+            self._stop_fetching()
+            self._engine.streams.end_run()
         finally:
             for buffer in self._engine.buffers:
                 buffer.end_run()
             self._arrivals.clear()
-            self._engine._running = False
+            self._engine.release()
+
+    def _stop_fetching(self) -> None:
+        """End the fetch thread. Until it has left it may write into a buffer: a second interrupt waits for it too."""
+        try:
+            self._progress.stop()
+            self._engine.streams.stop()
+            if self._thread.ident is not None:
+                # Not `join`: interrupted once, it takes the thread for ended (Python before 3.13).
+                wait([self._fetching])
+                self._thread.join()
+            atexit.unregister(self._stop_fetching)
+        except KeyboardInterrupt:
+            self._stop_fetching()
+            raise
 
     def begin(self, visit: Visit) -> tuple[BlockBuffer, Mark, Mark]:
         """Wait for the block of `visit`; returns its buffer and the marks 'asked' and 'ready'."""
         number, program = self._next, self.program
+        if not self._going_on:
+            raise VisitOrderError(f"{visit} is outside its run, which is not going on: enter the run with `with` first")
         if number >= len(program.visits) or program.visits[number] != visit:
             due = program.visits[number] if number < len(program.visits) else "the end of the program"
             raise VisitOrderError(f"visit {number} of the program is {due}, not {visit}")
@@ -156,7 +208,6 @@ class EngineRun:
         try:
             self._progress.await_issued(fetch)
         except RunStopped:
-            assert self._fetching is not None
             self._fetching.result()  # raises what ended the fetch thread
             raise
         arrival, self._arrivals[fetch] = self._arrivals[fetch], None
@@ -167,10 +218,12 @@ class EngineRun:
             for number, fetch in enumerate(self.program.fetches):
                 self._fetch(number, fetch)
         except RunStopped:
-            return
-        finally:
-            if len(self.fetched) < len(self.program.fetches):
-                self._progress.stop()
+            self._fetching.set_result(None)
+        except BaseException as err:  # noqa: BLE001 - it is raised again on the computing thread
+            self._fetching.set_exception(err)
+            self._progress.stop()
+        else:
+            self._fetching.set_result(None)
 
     def _fetch(self, number: int, fetch: Fetch) -> None:
         streams = self._engine.streams
@@ -184,6 +237,8 @@ class EngineRun:
         self.fetched.append(fetch._replace(block=staged.key, buffer=buffer.index))
         self._progress.note_issued()
 
+
+_BUSY = "this engine is already running a program; wait for that run to end"
 
 BindBlock = Callable[[BlockKey, BlockBuffer], None]
 UnbindBlock = Callable[[BlockKey], None]

@@ -63,9 +63,9 @@ class ForwardFollower:
 
     def _begin(self, stack: str, count: int) -> None:
         visits = self._handle.pass_visits(count, stack)
-        self._pending = list(reversed(visits))
-        self._run = self._handle.run(visits)
-        self._run.__enter__()
+        run = self._handle.run(visits)
+        run.__enter__()
+        self._run, self._pending = run, list(reversed(visits))
 
     def _enter(self, stack: str, index: int) -> None:
         due = self._pending[-1].key if self._pending and self._open is None else None
@@ -73,7 +73,7 @@ class ForwardFollower:
             # A forward begins: the first one, or one after a forward that was cut short.
             self._close()
             self._begin(stack, 1)
-        if self._run is None:
+        if self._run is None or not self._pending:
             raise VisitOrderError(f"block {index} of {stack!r} was called before block 0")
         self._open = self._run.visit(self._pending[-1].step, stack, index)
         self._open.__enter__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from typing import Protocol
 
 import torch
@@ -32,27 +33,40 @@ class CudaPageLock:
 
     `pin_memory` would copy it instead, into a pool that rounds every block up to a power of two: 1.53 times the bytes
     of a Wan2.2 A14B block.
+
+    Args:
+        device: on which a context is there already; on any other the driver would make one, of some 0.5 GB.
     """
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self._device = torch.device(device)
 
     def lock(self, memory: torch.Tensor) -> None:
         cudart = torch.cuda.cudart()
-        result = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), CUDA_HOST_REGISTER_PORTABLE)
-        if result != cudart.cudaError.success:
-            _forget_last_error()
-            raise PageLockError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
+        with torch.cuda.device(self._device):
+            result = cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), CUDA_HOST_REGISTER_PORTABLE)
+            if result != cudart.cudaError.success:
+                _forget_last_error()
+                raise PageLockError(f"cudaHostRegister: {cudart.cudaGetErrorString(result)}")
 
     def unlock(self, memory: torch.Tensor) -> None:
         # Whatever the answer, the pages go back together with the mapping.
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 class LockedBlocks:
-    """The blocks a device copies by itself. After the first refusal no other block is tried."""
+    """The blocks a device copies by itself. After the first refusal no other block is tried.
+
+    It keeps their memory, and unlocks it at the latest when it goes itself: the device would copy from pages that were
+    given back while they are locked, whatever lies at that address by then.
+    """
 
     def __init__(self, driver: PageLock) -> None:
         self._driver = driver
         self._blocks: list[torch.Tensor] = []
         self._refused = False
+        weakref.finalize(self, _unlock_all, driver, self._blocks).atexit = False
 
     def add(self, block: torch.Tensor) -> None:
         """Lock a block; where the driver refuses, the log says what that costs and the block stays ordinary memory."""
@@ -76,8 +90,12 @@ class LockedBlocks:
 
     def release(self) -> None:
         """Unlock everything. No copy may be under way."""
-        while self._blocks:
-            self._driver.unlock(self._blocks.pop())
+        _unlock_all(self._driver, self._blocks)
+
+
+def _unlock_all(driver: PageLock, blocks: list[torch.Tensor]) -> None:
+    while blocks:
+        driver.unlock(blocks.pop())
 
 
 def _forget_last_error() -> None:

@@ -49,7 +49,8 @@ class Staged:
 class Streams(Protocol):
     """Moves the blocks of one source to one device."""
 
-    def begin_run(self) -> None: ...
+    def begin_run(self) -> None:
+        """A run begins (computing thread)."""
 
     def stage(self, key: BlockKey) -> Staged: ...
 
@@ -58,7 +59,11 @@ class Streams(Protocol):
     def stop(self) -> None:
         """Wake the fetch thread out of any wait."""
 
-    def close(self) -> None: ...
+    def end_run(self) -> None:
+        """The fetch thread has left, and every visit was given to the device (computing thread)."""
+
+    def close(self) -> None:
+        """Wait for what is still under way, then let go of all memory."""
 
 
 class CpuStreams:
@@ -115,6 +120,9 @@ class CpuStreams:
         if self._staging is not None:
             self._staging.stop()
 
+    def end_run(self) -> None:
+        return
+
     def close(self) -> None:
         self._staging = None
 
@@ -123,6 +131,7 @@ class CudaStreams:
     """One copy stream beside the computing stream; the order between them is by events only.
 
     File bytes pass through pinned staging slots. A slot is waited for on the host until its own copy has left it.
+    A run may compute on another stream than the run before it, and than the one that the buffers were allocated on.
     """
 
     def __init__(
@@ -137,8 +146,12 @@ class CudaStreams:
         undecoded = [fmt.stored.nbytes for fmt in formats.values() if not fmt.is_raw]
         self._raw = allocate_flat(max(undecoded), device) if undecoded else None
         self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
+        # Fresh memory may still be used by earlier work of the stream that it was allocated on.
+        self._copies.wait_stream(torch.cuda.current_stream(device))
 
     def begin_run(self) -> None:
+        # What a buffer kept was waited for by the stream that computed then.
+        torch.cuda.current_stream(self._device).wait_stream(self._copies)
         if self._staging is not None:
             self._staging.begin_run()
 
@@ -154,6 +167,7 @@ class CudaStreams:
     def land(self, staged: Staged, into: torch.Tensor, after: Mark) -> Arrival:
         assert staged.memory is not None
         fmt = self._formats[staged.key]
+        scales = self._device_scales(staged.key)
         copied, ready = torch.cuda.Event(blocking=True), torch.cuda.Event()
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(cast(torch.cuda.Event, after))
@@ -161,8 +175,11 @@ class CudaStreams:
             raw[: fmt.stored.nbytes].copy_(staged.memory, non_blocking=True)
             copied.record(self._copies)
             if not fmt.is_raw:
-                decode_block(raw[: fmt.stored.nbytes], into, fmt, self._device_scales(staged.key))
+                decode_block(raw[: fmt.stored.nbytes], into, fmt, scales)
             ready.record(self._copies)
+        # Should the engine be dropped unclosed, this memory is not given to anybody else before the copies have ended.
+        into.record_stream(self._copies)
+        raw.record_stream(self._copies)
         if staged.slot is not None and self._staging is not None:
             staged.slot.drained = copied.synchronize
             self._staging.give_back(staged.slot)
@@ -172,19 +189,25 @@ class CudaStreams:
         # Only a block that comes from a file needs pinned slots, and only then are they paid for.
         if self._staging is None:
             largest = max(fmt.stored.nbytes for fmt in self._formats.values())
-            self._staging = Staging(self._slots, largest, lock=CudaPageLock())
+            self._staging = Staging(self._slots, largest, lock=CudaPageLock(self._device))
             self._staging.begin_run()
         return self._staging
 
     def _device_scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         if key not in self._scales:
             scales = self._source.scales(key)
-            self._scales[key] = {name: scale.to(self._device) for name, scale in scales.items()}
+            with torch.cuda.stream(self._copies):
+                # A blocking copy would wait for the copy stream, and with it for the visits that stream waits for.
+                self._scales[key] = {n: scale.to(self._device, non_blocking=True) for n, scale in scales.items()}
         return self._scales[key]
 
     def stop(self) -> None:
         if self._staging is not None:
             self._staging.stop()
+
+    def end_run(self) -> None:
+        # Whatever comes next, `close` too, comes after the last visits.
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
 
     def close(self) -> None:
         self._copies.synchronize()

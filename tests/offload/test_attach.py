@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from wanstream.offload import attach_offload
+from wanstream.offload.engine import VisitOrderError
+from wanstream.offload.module_source import ModuleSource
 from wanstream.plan import OffloadPolicy
 
 CPU = torch.device("cpu")
@@ -101,3 +103,58 @@ def test_under_inference_mode_and_after_it(make_stack: Callable[..., nn.ModuleLi
     assert torch.equal(model(hidden), plain(hidden))
     handle.detach()
     handle.detach()
+
+
+def test_what_moved_to_another_device_comes_back(make_stack: Callable[..., nn.ModuleList]) -> None:
+    """The meta device stands for one that is not the CPU: nothing computes, but everything moves."""
+    stack = make_stack(3)
+    before = snapshot(stack)
+    with attach_offload(stack, policy=OffloadPolicy.layerwise(1), device="meta"):
+        assert stack[0].norm.weight.is_meta
+        assert stack[0].step.is_meta
+        assert not stack[0].up.weight.is_meta, "what streams is bound to buffers, not moved"
+    assert snapshot(stack) == before
+
+
+def test_what_moved_in_inference_mode_is_an_ordinary_tensor(make_stack: Callable[..., nn.ModuleList]) -> None:
+    stack = make_stack(1)
+    with torch.inference_mode(), attach_offload(stack, policy=OffloadPolicy.layerwise(1), device="meta"):
+        moved = {name: tensor for name, tensor in stack.named_parameters() if tensor.is_meta}
+        assert "0.norm.weight" in moved
+        assert [name for name, tensor in moved.items() if tensor.is_inference()] == []
+
+
+def test_a_source_that_does_not_fit_the_last_block_leaves_the_others_alone(
+    make_stack: Callable[..., nn.ModuleList],
+) -> None:
+    stack, other = make_stack(3), make_stack(3)
+    other[2].up = nn.Identity()
+    before = snapshot(stack)
+    with pytest.raises(ValueError, match=r"block 2 of 'blocks'.*up\.weight"):
+        attach_offload(
+            stack, policy=OffloadPolicy.layerwise(1), device="cpu", source=ModuleSource({"blocks": list(other)})
+        )
+    assert snapshot(stack) == before
+
+
+def test_a_block_out_of_turn_after_a_failed_last_block_is_told(make_stack: Callable[..., nn.ModuleList]) -> None:
+    stack = make_stack(2)
+    with attach_offload(stack, policy=OffloadPolicy.layerwise(1), device=CPU):
+        stack[0](torch.ones(1, 32))
+        with pytest.raises(RuntimeError, match=r"shape|size"):
+            stack[1](torch.ones(1, 31))
+        with pytest.raises(VisitOrderError):
+            stack[1](torch.ones(1, 32))
+
+
+def test_passes_while_a_run_is_going_on_are_refused_and_leave_no_trace(
+    make_stack: Callable[..., nn.ModuleList],
+) -> None:
+    model = Model(make_stack(3))
+    plain = copy.deepcopy(model)
+    hidden = torch.ones(1, 32)
+    with attach_offload(model.blocks, policy=OffloadPolicy.layerwise(1), device=CPU) as handle:
+        with handle.run(handle.pass_visits(1, "blocks")):
+            with pytest.raises(RuntimeError, match="already running"), handle.passes(2):
+                pass
+        assert torch.equal(model(hidden), plain(hidden))

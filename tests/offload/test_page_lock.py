@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -32,6 +33,16 @@ def test_a_refusal_is_told_once_and_not_tried_again(limited_page_lock, caplog):
     assert "0.1 GB of weights are page-locked, the next 0.1 GB were refused (no more pages)" in caplog.text
     assert "slower" in caplog.text
     blocks.release()
+    assert driver.locked == []
+
+
+def test_memory_that_nobody_releases_is_unlocked_before_it_goes(limited_page_lock):
+    """Pages that stay locked after their memory went would be copied from, whatever lies at that address later."""
+    driver = limited_page_lock()
+    blocks = LockedBlocks(driver)
+    blocks.add(allocate_flat(4096, "cpu"))
+    del blocks
+    gc.collect()
     assert driver.locked == []
 
 
