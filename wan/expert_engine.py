@@ -60,10 +60,14 @@ class ExpertEngine:
         return self._handle.run(visits, recorder=recorder)
 
     def close(self) -> None:
-        """Free the buffers, threads and files. Closing twice is allowed."""
+        """Free the buffers, threads and files. Closing twice is allowed.
+
+        Raises:
+            RuntimeError: a run is going on; it goes on undisturbed.
+        """
+        self._handle.detach()
         self._closed = True
         self.models.close()
-        self._handle.detach()
 
 
 def _block_source(experts: Mapping[str, Expert], models: ExpertModels, compute_dtype: torch.dtype) -> FileSource:

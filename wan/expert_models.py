@@ -56,7 +56,11 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
     def __getitem__(self, name: str) -> WanTransformer3DModel:
         model = self._models[name]
         if name in self._coming:
-            weights, scales = self._coming[name].result()
+            try:
+                weights, scales = self._coming[name].result()
+            except OSError:
+                self._coming[name] = self._reader.submit(self._read, name)  # for the next look-up
+                raise
             self._complete(model, weights, scales)
             self.outer_bytes += sum(tensor.nbytes for tensor in self._resident[name].values())
             del self._coming[name]

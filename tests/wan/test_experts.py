@@ -193,6 +193,41 @@ class TestEngine:
                     engine.models["high"]
             assert engine.outer_bytes == 0
 
+    def test_a_file_that_came_back_is_read_again(self, tiny_expert_folder, tmp_path, lane):
+        folder = shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "expert")
+        with open_experts(folder, folder) as pair:
+            folder.rename(tmp_path / "away")
+            engine = pair.engine(OffloadPolicy.layerwise(), "cpu")
+            with pytest.raises(OSError, match="expert"):
+                engine.models["high"]
+            (tmp_path / "away").rename(folder)
+            streamed(pair, OffloadPolicy.layerwise(), lane, ["high", "high"])
+
+    def test_an_engine_that_runs_is_not_taken_away(self, pair, lane):
+        engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
+        with torch.inference_mode(), engine.run(step_visits(["low"], engine.block_counts)) as run:
+            with pytest.raises(RuntimeError, match="running"):
+                pair.engine(OffloadPolicy.layerwise(2), "cpu")
+            assert pair.engine(OffloadPolicy.layerwise(1), "cpu") is engine
+            visit = lambda block: run.visit(0, "low", block)  # noqa: E731
+            forward_lanes(engine.models["low"], [lane], torch.tensor([990.0]), visit)
+
+
+class TestChangedFile:
+    def test_never_runs_under_the_header_of_the_former_one(self, tiny_expert_file, tmp_path, lane):
+        file = Path(shutil.copy(tiny_expert_file(**HIGH), tmp_path / "expert.safetensors"))
+        pair = open_experts(file, file)
+        assert pair.is_current()
+        streamed(pair, OffloadPolicy.layerwise(), lane)
+        pair.close()
+        Path(shutil.copy(tiny_expert_file(**LOW), tmp_path / "other")).replace(file)
+        assert not pair.is_current()
+        with pytest.raises(OSError, match="was changed after it was opened"):
+            streamed(pair, OffloadPolicy.layerwise(), lane)
+        pair.close()
+        file.unlink()
+        assert not pair.is_current()
+
 
 class TestPair:
     def test_pipeline_folder_stands_for_both(self, tiny_expert_folder, tmp_path, lane):
