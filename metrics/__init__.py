@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .device import Clock, Mark, clock_for
+from .device import Clock, DeviceError, Mark, clock_for, compute_device
 from .timeline import Recorder
 
-__all__ = ["Clock", "Mark", "Recorder", "clock_for"]
+__all__ = ["Clock", "DeviceError", "Mark", "Recorder", "clock_for", "compute_device"]

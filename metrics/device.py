@@ -15,6 +15,30 @@ import torch
 Mark: TypeAlias = "float | torch.cuda.Event"
 
 
+class DeviceError(ValueError):
+    """A device that cannot be computed on; the message says which can."""
+
+
+def compute_device(device: torch.device | str) -> torch.device:
+    """The device of that name; plain "cuda" is the calling thread's, and other threads would take it for another one.
+
+    Raises DeviceError unless it is a CPU or a CUDA device that is there.
+    """
+    try:
+        place = torch.device(device)
+    except RuntimeError as err:
+        raise DeviceError(f'{device!r} names no device: give "cpu" or "cuda"') from err
+    # "meta" is where a dry run of the transfers computes: nothing, in no memory.
+    if place.type not in ("cpu", "cuda", "meta"):
+        raise DeviceError(f'{place} cannot be computed on: give "cpu" or "cuda"')
+    count = torch.cuda.device_count() if place.type == "cuda" else 1
+    if (place.index or 0) >= count:
+        raise DeviceError(f'{place} is not there, torch {torch.__version__} finds {count}: give "cpu" or another torch')
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
 class Clock(Protocol):
     """Time on one device."""
 

@@ -24,7 +24,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import nn
 
-from ..metrics import Recorder
+from ..metrics import Recorder, compute_device
 from ..plan import BlockKey, Fetch, OffloadPolicy, TransferProgram, Visit, compile_program, plan_residency, step_visits
 from .binding import BlockBinding
 from .buffers import BlockBuffer
@@ -62,13 +62,13 @@ def attach_offload(
         A handle; `detach()` or `with` leaves every block exactly as it was.
 
     Raises:
-        ValueError: the policy does not fit the number of blocks, the source does not fit a block, or a block's weights
-            have no data and no source. The blocks are then as they were.
+        ValueError: the device is not there, the policy does not fit the number of blocks, the source does not fit a
+            block, or a block's weights have no data and no source. The blocks are then as they were.
     """
     stacks = _named(blocks)
     counts = {name: len(stack) for name, stack in stacks.items()}
     plan_residency(policy, counts)  # refuse a policy that does not fit before anything is touched
-    place = _with_index(torch.device(device))
+    place = compute_device(device)
     own = source or ModuleSource(stacks)
     if policy.source == "pinned":
         own = PinnedSource(own, register=place.type == "cuda", driver=CudaPageLock(place))
@@ -238,13 +238,6 @@ _Place: TypeAlias = "tuple[dict[str, torch.Tensor | None], str, torch.Tensor]"  
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     there = tensor.detach().to(device)
     return nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """What plain "cuda" means on the calling thread; the fetch thread would take it for another device."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def _named(blocks: Stacks | Sequence[nn.Module]) -> Stacks:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import torch
 
-from ..metrics import Recorder
+from ..metrics import Recorder, compute_device
 from ..plan import OffloadPolicy, StepRecord, Timeline, step_visits
 from ..wan import ExpertPair, Lane, forward_lanes
 from .errors import Cancelled, NonFiniteLatentError
@@ -74,14 +74,14 @@ def denoise(
 
     Raises:
         RequestError: the request does not fit the experts.
-        ValueError: the policy does not fit the experts.
+        ValueError: the policy does not fit the experts, or the device is not there.
         Cancelled: `should_stop` returned True. The pair can be used again at once, as after any error.
         NonFiniteLatentError: a step made NaN or infinity.
     """
     check_channels(request, pair.in_channels)
     course = request.course()
     experts = [course.experts[step] for step in course.steps]
-    place = torch.device(device)
+    place = compute_device(device)
     recorder = Recorder(place)
     engine = pair.engine(policy, place)
     outer_bytes = engine.outer_bytes

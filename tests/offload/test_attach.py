@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload import attach_offload
+from wanstream.offload import OffloadHandle, attach_offload
 from wanstream.offload.engine import VisitOrderError
 from wanstream.offload.module_source import ModuleSource
 from wanstream.plan import OffloadPolicy
@@ -93,6 +93,11 @@ def test_too_many_blocks_to_swap_is_refused(make_stack: Callable[..., nn.ModuleL
         attach_offload(make_stack(4), policy=OffloadPolicy.block_swap(5), device=CPU)
 
 
+def test_a_device_that_is_not_there_is_refused(make_stack: Callable[..., nn.ModuleList]) -> None:
+    with pytest.raises(ValueError, match='give "cpu"'):
+        attach_offload(make_stack(4), policy=OffloadPolicy.layerwise(), device="cuda:99")
+
+
 def test_under_inference_mode_and_after_it(make_stack: Callable[..., nn.ModuleList]) -> None:
     model = Model(make_stack(4))
     plain = copy.deepcopy(model)
@@ -105,11 +110,18 @@ def test_under_inference_mode_and_after_it(make_stack: Callable[..., nn.ModuleLi
     handle.detach()
 
 
+def on_meta(stack: nn.ModuleList) -> OffloadHandle:
+    """Attached to the meta device, which stands for one that is not the CPU: nothing computes, but everything moves."""
+    stacks, policy = {"blocks": stack}, OffloadPolicy.layerwise(1)
+    return OffloadHandle(
+        stacks, policy=policy, device=torch.device("meta"), source=ModuleSource(stacks), follow_forward=False
+    )
+
+
 def test_what_moved_to_another_device_comes_back(make_stack: Callable[..., nn.ModuleList]) -> None:
-    """The meta device stands for one that is not the CPU: nothing computes, but everything moves."""
     stack = make_stack(3)
     before = snapshot(stack)
-    with attach_offload(stack, policy=OffloadPolicy.layerwise(1), device="meta"):
+    with on_meta(stack):
         assert stack[0].norm.weight.is_meta
         assert stack[0].step.is_meta
         assert not stack[0].up.weight.is_meta, "what streams is bound to buffers, not moved"
@@ -118,7 +130,7 @@ def test_what_moved_to_another_device_comes_back(make_stack: Callable[..., nn.Mo
 
 def test_what_moved_in_inference_mode_is_an_ordinary_tensor(make_stack: Callable[..., nn.ModuleList]) -> None:
     stack = make_stack(1)
-    with torch.inference_mode(), attach_offload(stack, policy=OffloadPolicy.layerwise(1), device="meta"):
+    with torch.inference_mode(), on_meta(stack):
         moved = {name: tensor for name, tensor in stack.named_parameters() if tensor.is_meta}
         assert "0.norm.weight" in moved
         assert [name for name, tensor in moved.items() if tensor.is_inference()] == []
