@@ -89,7 +89,7 @@ def component_weights(
 ) -> dict[str, FileTensor]:
     """Return where each parameter of `module` lies, in the order of the module.
 
-    `aliases` maps names that some files use to the parameter they mean.
+    `aliases` maps other names of a parameter, in files or in the module, to the one it goes by.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file.
@@ -97,7 +97,9 @@ def component_weights(
     """
     aliases = aliases or {}
     stored = {aliases.get(name, name): tensor for name, tensor in read_stored(folder, weights=weights).tensors.items()}
-    expected = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    # Some releases of a library tie a parameter and its alias when the module is built, others when it is loaded.
+    shapes = ((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+    expected = {aliases.get(name, name): shape for name, shape in shapes}
     for name, shape in expected.items():
         if name not in stored:
             raise CheckpointError(folder, f"{name} {list(shape)} is missing")

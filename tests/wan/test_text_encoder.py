@@ -34,6 +34,8 @@ def own_encode(tiny_pipeline):
     def encode(dtype, prompt, length=512):
         folder = tiny_pipeline()
         encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=dtype).eval()
+        if dtype == torch.bfloat16:
+            encoder.to(dtype)  # transformers 5.0 alone keeps `wo` in fp32 for bf16 too
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
         pipeline = WanPipeline(tokenizer, encoder, vae=None, scheduler=None)
         with torch.no_grad():
@@ -156,7 +158,9 @@ class TestEmbedding:
 
         on_meta = {name for name, parameter in encoder._model.named_parameters() if parameter.is_meta}
         streamed = (".q.weight", ".k.weight", ".v.weight", ".o.weight", ".wi_0.weight", ".wi_1.weight", ".wo.weight")
-        assert {name for name in on_meta if not name.endswith(streamed)} == {"shared.weight"}
+        # transformers 5.0 does not tie the table's two names before it loads a file.
+        rest = {name for name in on_meta if not name.endswith(streamed)} - {"encoder.embed_tokens.weight"}
+        assert rest == {"shared.weight"}
 
 
 class TestCleaning:
