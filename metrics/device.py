@@ -28,8 +28,7 @@ def compute_device(device: torch.device | str) -> torch.device:
         place = torch.device(device)
     except RuntimeError as err:
         raise DeviceError(f'{device!r} names no device: give "cpu" or "cuda"') from err
-    # "meta" is where a dry run of the transfers computes: nothing, in no memory.
-    if place.type not in ("cpu", "cuda", "meta"):
+    if place.type not in ("cpu", "cuda"):
         raise DeviceError(f'{place} cannot be computed on: give "cpu" or "cuda"')
     count = torch.cuda.device_count() if place.type == "cuda" else 1
     if (place.index or 0) >= count:
