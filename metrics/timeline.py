@@ -37,14 +37,19 @@ class Recorder:
         self._memory.restart()
         began = time.perf_counter()
         yield
+        end = self.clock.mark()
         self.clock.settle()
+        now = time.perf_counter()
         seconds = self.clock.seconds
+        if self._first_block_s is None and self._visits:
+            _, first_ready, _ = self._visits[0]
+            self._first_block_s = now - self._began - seconds(first_ready, end)
         self._steps.append(
             StepRecord(
                 index=index,
                 expert=expert,
                 sigma=sigma,
-                wall_s=time.perf_counter() - began,
+                wall_s=now - began,
                 compute_s=sum(seconds(ready, done) for _, ready, done in self._visits),
                 stall_s=sum(seconds(asked, ready) for asked, ready, _ in self._visits),
                 bytes_moved=self._moved,
@@ -59,8 +64,6 @@ class Recorder:
 
     def block_ready(self, nbytes: int) -> None:
         """A visit may start; its block was fetched for it with `nbytes` stored bytes, 0 if it was there already."""
-        if self._first_block_s is None:
-            self._first_block_s = time.perf_counter() - self._began
         self._moved += nbytes
 
     @property

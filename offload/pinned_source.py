@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterable, Mapping
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from ..plan import BlockKey
+from .host_memory import in_pages, map_memory
 from .layout import BlockFormat, host_bytes
 from .page_lock import CudaPageLock, LockedBlocks, PageLock
 from .source import BlockSource, SourceError
@@ -92,20 +92,14 @@ def page_aligned(sizes: Iterable[tuple[BlockKey, int]]) -> tuple[dict[BlockKey, 
     end = 0
     for key, nbytes in sizes:
         places[key] = slice(end, end + nbytes)
-        end += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        end += in_pages(nbytes)
     return places, end
 
 
 def _map(nbytes: int) -> torch.Tensor:
-    """Map untouched memory as 1-D uint8. It goes when its last view is dropped, never under somebody who still reads.
-
-    The mapping is of the shared kind (Python's default), so that a fork cannot move locked pages away from the device.
-    """
     try:
-        mapping = mmap.mmap(-1, max(nbytes, 1))
+        return map_memory(nbytes)
     except OSError as err:
         raise SourceError(
             f"{nbytes / 1e9:.1f} GB of RAM for all blocks are refused ({err.strerror}): stream from the file instead"
         ) from err
-    with torch.inference_mode(False):
-        return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .layout import allocate_flat
+from .host_memory import in_pages, map_memory
 from .page_lock import LockedBlocks, PageLock
 from .progress import RunStopped
 
@@ -23,11 +23,14 @@ class StagingSlot:
 class Staging:
     """`count` slots of `nbytes` each, page-locked by `lock`, handed out in the order in which they came back.
 
-    Slots come back in the order of the fetches, so handing them out can wait but never block for ever.
+    Slots share no page. They come back in the order of the fetches, so handing them out can wait but never block for
+    ever.
     """
 
     def __init__(self, count: int, nbytes: int, *, lock: PageLock | None = None) -> None:
-        self._slots = [StagingSlot(allocate_flat(nbytes, "cpu")) for _ in range(count)]
+        stride = in_pages(nbytes)
+        memory = map_memory(count * stride)
+        self._slots = [StagingSlot(memory[start : start + nbytes]) for start in range(0, count * stride, stride)]
         self._free: queue.SimpleQueue[StagingSlot | None] = queue.SimpleQueue()
         self._locked = LockedBlocks(lock) if lock is not None else None
         if self._locked is not None:
