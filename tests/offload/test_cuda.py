@@ -1,0 +1,291 @@
+"""The engine on a CUDA device: every order of copying and computing gives the plain result, to the bit.
+
+Blocks are large enough (25 MB) for a copy to take about a millisecond, and some visits hold the device up for longer:
+a missing wait shows in the result.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from wanstream.metrics import Recorder
+from wanstream.offload import OffloadHandle, PinnedSource, attach_offload
+from wanstream.offload.engine import PACE
+from wanstream.offload.file_source import FileSource
+from wanstream.offload.module_source import ModuleSource
+from wanstream.offload.safetensors_header import read_header
+from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+from wanstream.wan import Lane, forward_lanes, open_experts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BLOCKS, WIDTH = 6, 1024
+BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
+STEPS = ["high", "high", "low", "low", "high"]
+LONG = 4_000_000  # cycles: some milliseconds, several copies long
+POLICIES = {
+    "resident": OffloadPolicy.resident(),
+    "layerwise 0": OffloadPolicy.layerwise(0),
+    "layerwise 1": OffloadPolicy.layerwise(1),
+    "layerwise 3": OffloadPolicy.layerwise(3),
+    "block swap": OffloadPolicy.block_swap(3, 1),
+    "block swap deep": OffloadPolicy.block_swap(4, 2),
+    "layerwise pinned": OffloadPolicy.layerwise(1, source="pinned"),
+    "block swap pinned": OffloadPolicy.block_swap(3, 2, source="pinned"),
+}
+
+Stacks = dict[str, nn.ModuleList]
+
+
+@pytest.fixture
+def stacks(make_stack: Callable[..., nn.ModuleList]) -> Stacks:
+    return {"high": make_stack(BLOCKS, seed=1, width=WIDTH), "low": make_stack(BLOCKS, seed=2, width=WIDTH)}
+
+
+@pytest.fixture
+def hidden() -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).cuda()
+
+
+@pytest.fixture
+def plain(stacks: Stacks, hidden: torch.Tensor) -> Iterator[Callable[[Sequence[str]], torch.Tensor]]:
+    """`plain(steps)`: what the blocks give when all of them simply lie on the device."""
+    resident = {name: copy.deepcopy(stack).cuda() for name, stack in stacks.items()}
+
+    def run(steps: Sequence[str]) -> torch.Tensor:
+        value = hidden
+        for name in steps:
+            for block in resident[name]:
+                value = block(value)
+        return value
+
+    yield run
+    resident.clear()
+
+
+def streamed(
+    handle: OffloadHandle, stacks: Stacks, value: torch.Tensor, steps: Sequence[str] = STEPS, *, slow: int = 3
+) -> torch.Tensor:
+    """One run; every `slow`-th visit holds the device up before it reads the block."""
+    with torch.inference_mode(), handle.run(step_visits(steps, handle.counts)) as run:
+        for number, visit in enumerate(run.program.visits):
+            with run.visit(*visit):
+                if number % slow == 0:
+                    torch.cuda._sleep(LONG)
+                value = stacks[visit.expert][visit.block](value)
+        assert tuple(run.fetched) == run.program.fetches
+    return value
+
+
+def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadHandle:
+    return attach_offload(stacks, policy=policy, device="cuda", follow_forward=False, **how)
+
+
+@pytest.mark.parametrize("slow", [1, 3, 1000], ids=["device slow", "in turns", "bus slow"])
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_streamed_equals_plain(stacks, hidden, plain, slow_source, policy, slow):
+    expected = plain(STEPS)
+    source = slow_source(ModuleSource(stacks), seed=slow)
+    with attach(stacks, policy, source=source) as handle:
+        for _ in range(2):  # the second run starts from what the first one left, while that may still compute
+            value = streamed(handle, stacks, hidden, slow=slow)
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("policy", ["layerwise 1", "block swap", "resident"])
+def test_every_run_may_compute_on_a_stream_of_its_own(stacks, hidden, plain, policy):
+    expected = plain(STEPS)
+    torch.cuda.current_stream().synchronize()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    values = []
+    with attach(stacks, POLICIES[policy]) as handle:
+        for stream in streams:  # nobody waits in between: a run begins while the one before still computes
+            with torch.cuda.stream(stream):
+                values.append(streamed(handle, stacks, hidden))
+    for stream, value in zip(streams, values, strict=True):
+        stream.synchronize()
+        assert torch.equal(value, expected)
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 5, 11])
+@pytest.mark.parametrize("policy", ["layerwise 3", "block swap pinned"])
+def test_a_run_cut_short_with_copies_under_way_leaves_the_engine_usable(stacks, hidden, plain, policy, stop_at):
+    expected = plain(STEPS)
+    torch.cuda.current_stream().synchronize()
+    with attach(stacks, POLICIES[policy]) as handle:
+        with pytest.raises(KeyboardInterrupt), handle.run(step_visits(STEPS, handle.counts)) as run:
+            for number, visit in enumerate(run.program.visits):
+                with run.visit(*visit):
+                    torch.cuda._sleep(LONG)
+                    stacks[visit.expert][visit.block](hidden)
+                    if number == stop_at:
+                        raise KeyboardInterrupt
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            value = streamed(handle, stacks, hidden)
+        stream.synchronize()
+        assert torch.equal(value, expected)
+
+
+def test_the_host_is_never_further_ahead_than_a_cancel_can_wait(stacks, hidden):
+    done = []
+    with attach(stacks, OffloadPolicy.resident()) as handle:
+        streamed(handle, stacks, hidden)  # every block is there: nothing but the pace holds the host
+        with handle.run(step_visits(["high"], handle.counts)) as run:
+            for number, visit in enumerate(run.program.visits):
+                with run.visit(*visit):
+                    assert number < PACE or done[number - PACE].query()
+                    torch.cuda._sleep(10 * LONG)
+                    done.append(torch.cuda.Event())
+                    done[-1].record()
+        assert not done[-1].query(), "the device was too fast for this test to see anything"
+
+
+@pytest.mark.parametrize("policy", ["resident", "layerwise 0", "layerwise pinned"])
+def test_what_was_recorded_is_what_happened(stacks, hidden, policy):
+    recorder = Recorder(torch.device("cuda"))
+    with attach(stacks, POLICIES[policy]) as handle:
+        with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.counts), recorder=recorder) as run:
+            value = hidden
+            for step in range(2):
+                with recorder.step(step, "high", sigma=0.5):
+                    for block in range(BLOCKS):
+                        with run.visit(step, "high", block):
+                            torch.cuda._sleep(LONG)
+                            value = stacks["high"][block](value)
+        buffer_bytes = handle.engine.buffer_bytes
+    timeline = recorder.timeline()
+    moved = [BLOCKS * BLOCK_BYTES, 0 if policy == "resident" else BLOCKS * BLOCK_BYTES]
+    assert [step.bytes_moved for step in timeline.steps] == moved
+    assert timeline.first_block_s > 0
+    for step in timeline.steps:
+        assert step.compute_s > 0
+        assert step.stall_s >= 0
+        assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # two clocks
+        assert step.device_bytes >= buffer_bytes
+    if policy == "layerwise 0":  # one buffer: every copy is waited for
+        assert all(step.stall_s > 0 for step in timeline.steps)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_models_own_forward_is_streamed_and_detached(stacks, hidden, plain, inference):
+    model = Model(stacks["high"])
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    on_cpu = model(hidden.cpu())
+    with torch.inference_mode(inference):
+        handle = attach_offload(model.blocks, policy=OffloadPolicy.layerwise(1), device="cuda")
+        with handle.passes(2):
+            assert torch.equal(model(hidden), plain(["high"]))
+            assert torch.equal(model(model(hidden)[:0]), hidden[:0])
+    assert torch.equal(model(hidden), plain(["high"]))
+    handle.detach()
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert after.keys() == tensors.keys()
+    assert all(after[name] is tensor for name, tensor in tensors.items())
+    assert torch.equal(model(hidden.cpu()), on_cpu)
+
+
+def test_memory_follows_the_policy_and_is_given_back(stacks, hidden, plain):
+    plain(STEPS)  # what the libraries keep for themselves is allocated now
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    plain(STEPS)
+    without_weights = torch.cuda.max_memory_allocated() - before
+    order = {"layerwise 0": 1, "layerwise 1": 2, "layerwise 3": 4, "block swap": 5, "resident": 2 * BLOCKS}
+    for name, buffers in order.items():
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with attach(stacks, POLICIES[name]) as handle:
+            streamed(handle, stacks, hidden)
+        peak = torch.cuda.max_memory_allocated() - before - without_weights
+        assert abs(peak - buffers * BLOCK_BYTES) < BLOCK_BYTES / 2, name
+        assert torch.cuda.memory_allocated() == before, name
+
+
+def test_pinned_blocks_are_locked_where_they_lie_and_each_is_read_once(stacks, hidden, plain, slow_source):
+    inner = slow_source(ModuleSource(stacks), seed=0)
+    source = PinnedSource(inner, register=True)
+    with attach(stacks, OffloadPolicy.layerwise(1), source=source) as handle:
+        assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
+        assert all(source.host_block(key).is_pinned() for key in source.keys())
+        assert sorted(inner.reads) == sorted(source.keys())
+
+
+def test_memory_that_could_not_be_locked_only_costs_time(stacks, hidden, plain, limited_page_lock):
+    source = PinnedSource(ModuleSource(stacks), register=True, driver=limited_page_lock(limit=0))
+    with attach(stacks, OffloadPolicy.layerwise(2), source=source) as handle:
+        assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
+
+
+@pytest.mark.parametrize("pinned", ["file", "pinned"])
+@pytest.mark.parametrize("shape", [(), (1,), (WIDTH, 1)], ids=["scalar", "one value", "per row"])
+def test_fp8_is_decoded_on_arrival(tmp_path: Path, pinned: str, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stored = {f"{i}.w": torch.randn(WIDTH, WIDTH, generator=generator).to(torch.float8_e4m3fn) for i in range(BLOCKS)}
+    scales = {f"{i}.s": torch.rand(shape, generator=generator) + 0.5 for i in range(BLOCKS)}
+    save_file({**stored, **scales}, tmp_path / "fp8.safetensors")
+    places = read_header(tmp_path / "fp8.safetensors").tensors
+    keys = [BlockKey("high", i) for i in range(BLOCKS)]
+    source = FileSource(
+        {key: {"weight": places[f"{key.block}.w"]} for key in keys},
+        computed_dtypes=torch.bfloat16,
+        scales={key: {"weight": places[f"{key.block}.s"]} for key in keys},
+    )
+    blocks = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in keys]
+    policy = OffloadPolicy.layerwise(1, source=pinned)
+    with attach({"high": blocks}, policy, source=source) as handle:
+        for _ in range(2):
+            seen = []
+            with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.counts)) as run:
+                for visit in run.program.visits:
+                    with run.visit(*visit):
+                        torch.cuda._sleep(LONG if visit.block % 2 else 0)
+                        seen.append(blocks[visit.block].weight.clone())
+            for number, weight in enumerate(seen):
+                block = number % BLOCKS
+                expected = (stored[f"{block}.w"].float() * scales[f"{block}.s"]).to(torch.bfloat16)
+                assert torch.equal(weight.cpu(), expected), number
+
+
+def test_a_streamed_fp8_expert_equals_the_dequantised_model(tiny_expert_file, make_tiny_expert, fp8_layout):
+    generator = torch.Generator().manual_seed(0)
+    lane = Lane(
+        latents=torch.randn(1, 16, 2, 4, 6, generator=generator).cuda(),
+        text=torch.randn(1, 5, 4096, generator=generator).cuda(),
+    )
+    path, timestep = tiny_expert_file(fp8=fp8_layout, dtype=torch.float16), torch.tensor([990.0]).cuda()
+    model = make_tiny_expert(dequantised_from=torch.float16).cuda()
+    with torch.inference_mode(), open_experts(path, path, compute_dtype=torch.float32) as pair:
+        expected = model(lane.latents, timestep, lane.text, return_dict=False)[0]
+        engine = pair.engine(OffloadPolicy.layerwise(), "cuda")
+        with engine.run(step_visits(["low"], engine.block_counts)) as run:
+            [velocity] = forward_lanes(engine.models["low"], [lane], timestep, lambda i: run.visit(0, "low", i))
+        assert torch.equal(velocity, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("policy", ["layerwise 1", "layerwise pinned"])
+def test_a_device_that_is_not_the_present_one(stacks, hidden, plain, policy):
+    expected = plain(STEPS).cpu()
+    with attach_offload(stacks, policy=POLICIES[policy], device="cuda:1", follow_forward=False) as handle:
+        assert torch.equal(streamed(handle, stacks, hidden.to("cuda:1")).cpu(), expected)
