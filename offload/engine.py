@@ -126,6 +126,8 @@ class EngineRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._finish()
+        whole = error is None and self._next == len(self.program.visits)
+        assert not whole or tuple(self.fetched) == self.program.fetches, "what was fetched is not what was planned"
 
     def _start(self) -> None:
         engine = self._engine
