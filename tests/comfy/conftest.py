@@ -29,6 +29,13 @@ START_SECONDS = 120
 RUN_SECONDS = 240
 POLL_SECONDS = 0.1
 
+# What of this pack's requirements.txt a Python lacks.
+MISSING = """
+from importlib.util import find_spec
+needed = ("torch", "diffusers", "transformers", "safetensors", "psutil", "av", "numpy", "PIL", "ftfy")
+print(*(name for name in needed if find_spec(name) is None))
+"""
+
 # A node for the tests alone: it keeps the server busy until a file appears.
 GATE = """
 import pathlib, time
@@ -141,6 +148,9 @@ def comfyui() -> ComfyUI:
     python = Path(os.environ.get("COMFYUI_PYTHON", path / ".venv" / folder / name))
     if not (path / "main.py").is_file() or not python.is_file():
         pytest.skip(f"NO COMFYUI: {path} run by {python} does not exist; set COMFYUI_PATH and COMFYUI_PYTHON")
+    missing = subprocess.run([python, "-c", MISSING], capture_output=True, text=True, timeout=START_SECONDS).stdout
+    if missing != "\n":
+        pytest.skip(f"COMFYUI WITHOUT {missing.strip()}: install this pack's requirements.txt with {python} -m pip")
     return ComfyUI(path, python)
 
 
