@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ def run(arguments: RunArguments) -> int:
         with _ctrl_c_stops_the_run(), ProgressBars() as bars:
             history = _execute(arguments, prompt, nodes, bars)
     except NodeFailedError as err:
+        if not isinstance(err.__cause__, ValueError | OSError):  # no refusal but a fault, ours or a library's
+            traceback.print_exception(err.__cause__)
         print(f"failed: {err}", file=sys.stderr)
         return FAILED
     except RunStoppedError:
@@ -132,7 +135,11 @@ def _ctrl_c_stops_the_run() -> Iterator[None]:
 
 def _faults(verdict: Verdict) -> str:
     """ComfyUI's error types and messages, those of the workflow first, then those of each node."""
-    lines = [f"{verdict.error['type']}: {verdict.error['message']}"] if verdict.error else []
+    lines = []
+    if verdict.error:
+        # Where nodes are at fault, they say more than the workflow as a whole.
+        details = "" if verdict.node_errors else verdict.error["details"]
+        lines.append(": ".join(filter(None, [verdict.error["type"], verdict.error["message"], details])))
     for node_id, node in verdict.node_errors.items():
         lines += [
             f"  {node_id} ({node['class_type']}): {fault['type']}: {fault['message']}: {fault['details']}"

@@ -11,6 +11,7 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.exit_codes import DONE, FAILED, INTERRUPTED, INVALID
+from wanstream.nodes import WanStreamEmptyLatent
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 T2V = WORKFLOWS / "t2v.json"
@@ -85,6 +86,26 @@ def test_one_bad_output_spoils_the_run_although_comfyui_would_drop_it(
     path.write_text(json.dumps(nodes), encoding="utf-8")
     assert main(arguments(*SMALL, workflow=path)) == INVALID
     assert "copy (WanStreamSaveVideo): value_bigger_than_max" in capsys.readouterr().err
+
+
+def test_a_cycle_is_explained(arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = json.loads(T2V.read_text(encoding="utf-8"))
+    nodes["sampler"]["inputs"]["latent"] = ["sampler", 0]
+    path = tmp_path / "cycle.json"
+    path.write_text(json.dumps(nodes), encoding="utf-8")
+    assert main(arguments(*SMALL, workflow=path)) == INVALID
+    told = capsys.readouterr().err
+    assert "sampler" in told, told
+
+
+def test_a_fault_that_is_no_refusal_shows_where_it_is(
+    arguments: Arguments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WanStreamEmptyLatent, "execute", classmethod(lambda cls, **_: 1 / 0))
+    assert main(arguments(*SMALL)) == FAILED
+    told = capsys.readouterr().err
+    assert "Traceback" in told
+    assert "failed: node latent (WanStreamEmptyLatent): ZeroDivisionError" in told
 
 
 @pytest.mark.parametrize(
