@@ -114,8 +114,8 @@ class WanStreamImageToVideo(io.ComfyNode):
             category="WanStream",
             description="Encodes a start image and hands it to the sampler with both prompts. Needs the I2V experts.",
             inputs=[
-                io.Conditioning.Input("positive"),
-                io.Conditioning.Input("negative"),
+                io.Conditioning.Input("positive", tooltip="From Wan Text Encode; goes on to the sampler."),
+                io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
                 io.Combo.Input(
                     "vae",
                     options=host.model_names("diffusers"),

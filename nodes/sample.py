@@ -120,8 +120,8 @@ def _denoise(ref: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, no
 
 def _socket_inputs() -> list[io.Input]:
     return [
-        sockets.Experts.Input("experts"),
-        io.Conditioning.Input("positive"),
+        sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed)."),
+        io.Conditioning.Input("positive", tooltip="From Wan Text Encode or, with an image, Wan Image to Video."),
         io.Latent.Input("latent", tooltip="An empty latent, or one to go on from (see start_step)."),
     ]
 

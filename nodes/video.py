@@ -27,7 +27,7 @@ class WanStreamVAEDecode(io.ComfyNode):
                     tooltip="The diffusers pipeline folder that holds the VAE. It is loaded for this node alone (0.5 "
                     "GB).",
                 ),
-                io.Latent.Input("latent"),
+                io.Latent.Input("latent", tooltip="From Wan Sampler."),
             ],
             outputs=[io.Image.Output(display_name="images")],
         )
@@ -50,7 +50,7 @@ class WanStreamSaveVideo(io.ComfyNode):
             category="WanStream",
             description="Writes an MP4 (H.264). Drop the file on the canvas to get the graph back.",
             inputs=[
-                io.Image.Input("images"),
+                io.Image.Input("images", tooltip="From Wan VAE Decode, or any images of one size."),
                 io.Float.Input(
                     "fps",
                     default=16.0,

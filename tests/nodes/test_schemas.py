@@ -53,8 +53,7 @@ def test_a_node_says_what_it_is_and_what_its_settings_cost(node: type[io.ComfyNo
     assert schema.display_name
     assert schema.description.endswith(".")
     for socket in schema.inputs:
-        has_widget = socket.io_type in {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
-        assert not has_widget or (socket.tooltip or "").endswith("."), f"{socket.id} has no tooltip"
+        assert (socket.tooltip or "").endswith("."), f"{socket.id} has no tooltip"
 
 
 @EACH_NODE
