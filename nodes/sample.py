@@ -59,8 +59,8 @@ class WanStreamSampler(io.ComfyNode):
         cls,
         experts: ExpertsRef,
         positive: Sequence[Any],
+        negative: Sequence[Any],
         latent: Mapping[str, Any],
-        negative: Sequence[Any] | None = None,
         policy: OffloadPolicy | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
@@ -122,6 +122,7 @@ def _socket_inputs() -> list[io.Input]:
     return [
         sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed)."),
         io.Conditioning.Input("positive", tooltip="From Wan Text Encode or, with an image, Wan Image to Video."),
+        io.Conditioning.Input("negative", tooltip="As positive. Costs nothing where a guidance is 1."),
         io.Latent.Input("latent", tooltip="An empty latent, or one to go on from (see start_step)."),
     ]
 
@@ -222,7 +223,6 @@ def _guidance_inputs() -> list[io.Input]:
 
 def _optional_inputs() -> list[io.Input]:
     return [
-        io.Conditioning.Input("negative", optional=True, tooltip="Needed where a guidance is not 1."),
         sockets.Policy.Input(
             "policy",
             optional=True,

@@ -27,8 +27,8 @@ SNAPSHOT = {
         "CONDITIONING CONDITIONING LATENT",
     ),
     "WanStreamSampler": (
-        "experts positive latent seed steps solver schedule flow_shift boundary_ratio switch_step guidance_high "
-        "guidance_low start_step negative policy",
+        "experts positive negative latent seed steps solver schedule flow_shift boundary_ratio switch_step "
+        "guidance_high guidance_low start_step policy",
         "LATENT",
     ),
     "WanStreamVAEDecode": ("vae latent", "IMAGE"),
