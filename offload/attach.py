@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeAlias, cast
 
 import torch
 from torch import nn
@@ -30,11 +29,11 @@ from .binding import BlockBinding
 from .buffers import BlockBuffer
 from .engine import EngineRun, StreamEngine, VisitContext
 from .follow import ForwardFollower
-from .layout import streamed_names
 from .module_source import ModuleSource
 from .page_lock import CudaPageLock
 from .pinned_source import PinnedSource
 from .source import BlockSource
+from .staying import StayingTensors
 
 Stacks = Mapping[str, Sequence[nn.Module]]
 
@@ -86,16 +85,15 @@ class OffloadHandle:
         self._source = source
         self.engine = StreamEngine(source, buffers=buffers, device=device)
         self._bindings = {
-            BlockKey(name, index): BlockBinding(key, block, self.engine.formats[key].computed)
+            key: BlockBinding(key, block, self.engine.formats[key].computed)
             for name, stack in stacks.items()
-            for index, block in enumerate(stack)
-            for key in [BlockKey(name, index)]
+            for key, block in ((BlockKey(name, index), block) for index, block in enumerate(stack))
         }
-        self._moved = [_Moved(block, device) for stack in stacks.values() for block in stack]
+        self._staying = [StayingTensors(block, device) for stack in stacks.values() for block in stack]
         # All that can fail is done: from here on the blocks change.
         self.unbind_all()
-        for moved in self._moved:
-            moved.put()
+        for staying in self._staying:
+            staying.put()
         self._follower = ForwardFollower(self, stacks) if follow_forward else None
         self._attached = True
 
@@ -133,8 +131,8 @@ class OffloadHandle:
         self._attached = False
         for binding in self._bindings.values():
             binding.restore()
-        for moved in self._moved:
-            moved.restore()
+        for staying in self._staying:
+            staying.restore()
         self._source.close()
 
     def bind(self, key: BlockKey, buffer: BlockBuffer) -> None:
@@ -200,44 +198,6 @@ class OffloadRun:
             self._run.__exit__(kind, error, trace)
         finally:
             self._handle.unbind_all()
-
-
-class _Moved:
-    """What a block keeps on the device all the time: biases, norms, tables. Meta tensors are their owner's to fill."""
-
-    def __init__(self, block: nn.Module, device: torch.device) -> None:
-        self._originals: list[_Place] = []
-        streamed = streamed_names(block)
-        for path, module in block.named_modules():
-            for store in (module._parameters, module._buffers):
-                tensors = cast("dict[str, torch.Tensor | None]", store)
-                for name, tensor in tensors.items():
-                    if tensor is None or tensor.is_meta or tensor.device == device:
-                        continue
-                    if f"{path}.{name}".lstrip(".") not in streamed:
-                        self._originals.append((tensors, name, tensor))
-        # Blocks outlive the run that they were attached for, so none of this may be an inference tensor.
-        with torch.inference_mode(False):
-            self._moved: list[_Place] = [(at, name, _copy(tensor, device)) for at, name, tensor in self._originals]
-
-    def put(self) -> None:
-        """Let the block compute with the copies."""
-        for tensors, name, tensor in self._moved:
-            tensors[name] = tensor
-        self._moved.clear()
-
-    def restore(self) -> None:
-        for tensors, name, tensor in self._originals:
-            tensors[name] = tensor
-        self._originals.clear()
-
-
-_Place: TypeAlias = "tuple[dict[str, torch.Tensor | None], str, torch.Tensor]"  # where a tensor is, and the tensor
-
-
-def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    there = tensor.detach().to(device)
-    return nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
 
 
 def _named(blocks: Stacks | Sequence[nn.Module]) -> Stacks:
