@@ -25,7 +25,7 @@ from .streams import Arrival, streams_for
 
 STAGING_SLOTS = 2  # facts of the simulator: two whole-block slots keep a disk busy, a third gains nothing
 
-PACE = 2  # visits the host may be ahead of the device: enough to hide launches, few enough to cancel within one block
+PACE = 2  # visits the host may be ahead of the device: enough to hide launches, few enough to cancel within two blocks
 
 
 class VisitOrderError(RuntimeError):

@@ -11,7 +11,11 @@ TimelineKind = Literal["measured", "simulated"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One denoising step. Times in seconds, `wall_s = compute_s + stall_s` where both are known exactly."""
+    """One denoising step. Times in seconds.
+
+    Simulated, `wall_s` is `compute_s + stall_s`. Measured, `compute_s` is that of the blocks alone; what is left of
+    `wall_s` was spent outside them: embedders, projection, solver, and loading those of the next expert.
+    """
 
     index: int
     expert: str
