@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,17 +15,20 @@ class VideoNotSavedError(OSError):
 
 
 @contextmanager
-def keep_latent_on_failure(samples: torch.Tensor | None, path: Path) -> Iterator[None]:
-    """Hold `samples` in the file `path` until the block ends well.
+def keep_latent_on_failure(
+    samples: torch.Tensor | None, path: Path, *, spare_folder: Callable[[], Path] | None = None
+) -> Iterator[None]:
+    """Hold `samples` in the file `path` until the block ends well; where it has no room, in `spare_folder()`.
 
     `samples` is a raw VAE latent [B, 16, T, h, w]; None does nothing. The file is written first, while there is room
     for it, and is what ComfyUI's LoadLatent reads. When the block raises an `OSError`, the file stays and the error
-    becomes a `VideoNotSavedError` that names it; any other end of the block removes it.
+    becomes a `VideoNotSavedError` that names it; any other end of the block removes it. Raises `OSError` when there
+    is no room for the latent at all.
     """
     if samples is None:
         yield
         return
-    write_latent(path, samples)
+    path = _write_somewhere(path, samples, spare_folder)
     keep = False
     try:
         yield
@@ -37,6 +40,17 @@ def keep_latent_on_failure(samples: torch.Tensor | None, path: Path) -> Iterator
     finally:
         if not keep:
             path.unlink()
+
+
+def _write_somewhere(path: Path, samples: torch.Tensor, spare_folder: Callable[[], Path] | None) -> Path:
+    try:
+        write_latent(path, samples)
+    except OSError:
+        if spare_folder is None:
+            raise
+        path = spare_folder() / path.name
+        write_latent(path, samples)
+    return path
 
 
 def write_latent(path: Path, samples: torch.Tensor) -> None:

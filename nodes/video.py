@@ -77,7 +77,8 @@ class WanStreamSaveVideo(io.ComfyNode):
                 io.Latent.Input(
                     "latent",
                     optional=True,
-                    tooltip="Kept in the output folder if the video cannot be written, for example on a full disk.",
+                    tooltip="Kept if the video cannot be written, for example on a full disk: in the output folder, or "
+                    "in the temp folder where that has no room for it.",
                 ),
             ],
             outputs=[],
@@ -107,7 +108,8 @@ class WanStreamSaveVideo(io.ComfyNode):
         _, height, width, _ = images.shape
         file = host.output_file(filename_prefix, "mp4", width=width, height=height)
         graph = _graph(cls.hidden) if host.graph_in_files() else {}
-        with keep_latent_on_failure(latent["samples"] if latent else None, file.path.with_suffix(".latent")):
+        samples = latent["samples"] if latent else None
+        with keep_latent_on_failure(samples, file.path.with_suffix(".latent"), spare_folder=host.temp_folder):
             write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph)
         saved = ui.SavedResult(file.filename, file.subfolder, io.FolderType.output)
         return io.NodeOutput(ui=ui.PreviewVideo([saved]))

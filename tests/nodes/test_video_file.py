@@ -10,7 +10,7 @@ import av
 import pytest
 import torch
 
-from wanstream.nodes.latent_file import keep_latent_on_failure
+from wanstream.nodes.latent_file import VideoNotSavedError, keep_latent_on_failure
 from wanstream.nodes.video_file import VideoFileError, write_mp4
 
 GREY = torch.full((5, 32, 48, 3), 0.5)
@@ -89,7 +89,7 @@ SAVE_WITH_LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path
 import torch
-from wanstream.nodes.latent_file import keep_latent_on_failure
+from wanstream.nodes.latent_file import VideoNotSavedError, keep_latent_on_failure
 from wanstream.nodes.video_file import write_mp4
 
 folder, room = Path(sys.argv[1]), int(sys.argv[2])
@@ -127,6 +127,15 @@ def test_no_room_even_for_the_latent_leaves_nothing_behind(tmp_path: Path) -> No
     said = save_with_little_room(tmp_path, 1_000)
     assert said.startswith(f"OSError {errno.EFBIG} ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
+    gone = tmp_path / "gone" / "a.latent"
+    with pytest.raises(VideoNotSavedError, match="The latent is kept in") as not_saved:
+        with keep_latent_on_failure(torch.ones(1), gone, spare_folder=lambda: tmp_path):
+            raise VideoFileError(errno.ENOSPC, "no room")
+    assert str(tmp_path / "a.latent") in str(not_saved.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.latent"]
 
 
 def test_the_safety_copy_goes_once_the_video_is_saved(tmp_path: Path) -> None:
