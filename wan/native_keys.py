@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 
-_OUTER = {
+# Modules and bare parameters by the names of diffusers: outside the blocks, and within a block.
+OUTER = {
     "patch_embedding": "patch_embedding",
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
@@ -20,7 +21,7 @@ _OUTER = {
 
 _ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
 
-_BLOCK = {
+BLOCK = {
     **{f"attn1.{theirs}": f"self_attn.{native}" for theirs, native in _ATTENTION.items()},
     **{f"attn2.{theirs}": f"cross_attn.{native}" for theirs, native in _ATTENTION.items()},
     # The norm before cross attention: second in diffusers, third in the native model.
@@ -39,7 +40,7 @@ def native_transformer_name(name: str) -> str:
     Raises `ValueError` for a name that such a model does not have (an image branch, for instance).
     """
     in_block = _BLOCK_NAME.fullmatch(name)
-    prefix, table, local = (f"blocks.{in_block[1]}.", _BLOCK, in_block[2]) if in_block else ("", _OUTER, name)
+    prefix, table, local = (f"blocks.{in_block[1]}.", BLOCK, in_block[2]) if in_block else ("", OUTER, name)
     module, dot, leaf = _split_leaf(local)
     if module not in table:
         raise ValueError(f"{name!r} is not a parameter of a Wan2.2 A14B transformer")
