@@ -1,0 +1,50 @@
+"""What enters every forward pass of a run beside the latents, and the question whether to go on before each block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeAlias
+
+import torch
+
+from ..wan import Lane
+from .errors import Cancelled
+from .request import DenoiseRequest
+
+EnterBlock: TypeAlias = "Callable[[int], AbstractContextManager[object]]"
+"""Block -> the context in which it is there to compute."""
+
+
+class LaneInputs:
+    """What stays the same over all steps: texts and image, on the device, cut into samples."""
+
+    def __init__(self, request: DenoiseRequest, device: torch.device) -> None:
+        def samples(tensor: torch.Tensor | None) -> Sequence[torch.Tensor]:
+            if tensor is None:
+                return ()
+            return list(tensor.to(device).expand(request.batch, *tensor.shape[1:]).split(1))
+
+        self._positive, self._negative = samples(request.positive), samples(request.negative)
+        self._image = samples(request.image_condition)
+
+    def lanes(self, latents: torch.Tensor, *, with_negative: bool) -> list[Lane]:
+        """One lane per sample under its positive text, then one per sample under its negative text."""
+        states = list(latents.split(1))
+        if self._image:
+            states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
+        sides = (self._positive, self._negative) if with_negative else (self._positive,)
+        return [Lane(latents=state, text=text) for texts in sides for state, text in zip(states, texts, strict=True)]
+
+
+def cancellable(enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None) -> EnterBlock:
+    """`enter`, with a question before each block; where the answer is to stop, `Cancelled` is raised."""
+    if should_stop is None:
+        return enter
+
+    def visit(block: int) -> AbstractContextManager[object]:
+        if should_stop():
+            raise Cancelled(step, block)
+        return enter(block)
+
+    return visit
