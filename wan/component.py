@@ -1,6 +1,7 @@
-"""One component of a diffusers pipeline folder (the VAE, the text encoder): its config, and where its weights lie.
+"""One component of a pipeline (the VAE, the text encoder): its config, and where its weights lie.
 
-Reads a small JSON file and headers, checks them against the module that they have to fill, and loads nothing.
+Reads headers, and in a diffusers folder a small JSON file; checks them against the module that they have to fill, and
+loads nothing.
 """
 
 from __future__ import annotations
@@ -70,44 +71,65 @@ def require_sizes(folder: Path, config: Mapping[str, Any], keys: Iterable[str]) 
             raise CheckpointError(folder / CONFIG, f"{key} is {value!r}; a whole number above 0 is expected")
 
 
-def build_on_meta(folder: Path, build: Callable[[], ModuleT]) -> ModuleT:
-    """Build the module that a config describes, without weights, in eval mode.
+def build_on_meta(path: Path, build: Callable[[], ModuleT]) -> ModuleT:
+    """Build the module that the file `path` describes, without weights, in eval mode.
 
     Raises:
-        CheckpointError: the config has values that no such module can be built from.
+        CheckpointError: it has values that no such module can be built from.
     """
     try:
         with torch.device("meta"):
             module = build()
     except (TypeError, ValueError, LookupError) as err:
-        raise CheckpointError(folder / CONFIG, f"describes no model that can be built: {err}") from err
+        raise CheckpointError(path, f"describes no model that can be built: {err}") from err
     return module.eval().requires_grad_(False)
 
 
 def component_weights(
     folder: Path, module: nn.Module, *, weights: str = WEIGHTS, aliases: Mapping[str, str] | None = None
 ) -> dict[str, FileTensor]:
-    """Return where each parameter of `module` lies, in the order of the module.
-
-    `aliases` maps other names of a parameter, in files or in the module, to the one it goes by.
+    """Return where each parameter of `module` lies in a folder of diffusers, in the order of the module.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file.
+        CheckpointError: as `match_weights`.
+    """
+    return match_weights(folder, read_stored(folder, weights=weights).tensors, module, aliases=aliases)
+
+
+def match_weights(
+    path: Path,
+    tensors: Mapping[str, FileTensor],
+    module: nn.Module,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    dtypes: Iterable[torch.dtype] = STORED_DTYPES,
+    described_by: str = CONFIG,
+    key_of: Callable[[str], str] = str,
+) -> dict[str, FileTensor]:
+    """Return which of the `tensors` each parameter of `module` is, in the order of the module.
+
+    `aliases` maps other names of a parameter, in files or in the module, to the one it goes by. `described_by` and
+    `key_of` word the errors: what the module was built from, and what its files call a parameter.
+
+    Raises:
         CheckpointError: a tensor is missing, superfluous, or of another shape or dtype; names it.
     """
     aliases = aliases or {}
-    stored = {aliases.get(name, name): tensor for name, tensor in read_stored(folder, weights=weights).tensors.items()}
+    stored = {aliases.get(name, name): tensor for name, tensor in tensors.items()}
     # Some releases of a library tie a parameter and its alias when the module is built, others when it is loaded.
     shapes = ((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
     expected = {aliases.get(name, name): shape for name, shape in shapes}
     for name, shape in expected.items():
         if name not in stored:
-            raise CheckpointError(folder, f"{name} {list(shape)} is missing")
+            raise CheckpointError(path, f"{key_of(name)} {list(shape)} is missing")
         tensor = stored[name]
         if tensor.shape != shape:
-            raise CheckpointError(tensor.path, f"{name} is {list(tensor.shape)}; {CONFIG} asks for {list(shape)}")
-        if tensor.dtype not in STORED_DTYPES:
-            raise CheckpointError(tensor.path, f"{name} is {tensor.dtype}; fp32, fp16 or bf16 is expected")
+            found = f"{key_of(name)} is {list(tensor.shape)}"
+            raise CheckpointError(tensor.path, f"{found}; {described_by} asks for {list(shape)}")
+        if tensor.dtype not in dtypes:
+            wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise CheckpointError(tensor.path, f"{key_of(name)} is {tensor.dtype}; one of {wanted} is expected")
     for name in stored.keys() - expected.keys():
-        raise CheckpointError(stored[name].path, f"{name} does not belong to the model that {CONFIG} describes")
+        raise CheckpointError(stored[name].path, f"{name} does not belong to the model that {described_by} describes")
     return {name: stored[name] for name in expected}

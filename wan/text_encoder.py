@@ -7,63 +7,57 @@ table, so those are read for each call, and the blocks' matrices go through `att
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import UMT5Config, UMT5EncoderModel
 
 from ..offload.attach import attach_offload
 from ..offload.file_source import FileSource, read_tensors
 from ..offload.layout import streamed_names
 from ..plan import BlockKey, OffloadPolicy
-from .component import build_on_meta, component_folder, component_weights, read_config, require_config, require_sizes
+from .component import component_folder
 from .meta_model import set_parameters
-from .prompt import open_tokenizer, tokenise
+from .prompt import tokenise
+from .umt5 import TOKEN_TABLE, Umt5, open_umt5_file, open_umt5_folder
 
-TEXT_WIDTH = 4096
 MAX_TOKENS = 512
-WEIGHTS = "model.safetensors"
-
-UMT5 = {"model_type": "umt5", "d_model": TEXT_WIDTH, "feed_forward_proj": "gated-gelu"}
 
 STACK = "umt5"
-TOKEN_TABLE = "shared.weight"
-TOKEN_TABLE_ALIAS = "encoder.embed_tokens.weight"
 
 
 class PromptError(ValueError):
     """Prompts that cannot be encoded."""
 
 
-def open_text_encoder(folder: Path | str, *, compute_dtype: torch.dtype = torch.bfloat16) -> TextEncoder:
-    """Open the text encoder of a diffusers pipeline folder, or its `text_encoder` folder with `tokenizer` beside it.
+def open_text_encoder(path: Path | str, *, compute_dtype: torch.dtype = torch.bfloat16) -> TextEncoder:
+    """Open the text encoder of a diffusers pipeline folder, its `text_encoder` folder, or ComfyUI's single file.
 
-    Reads the tokenizer, the config and headers only.
+    A `text_encoder` folder needs `tokenizer` beside it; a single file holds its tokenizer. Reads that, the config and
+    headers only.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file; the config or the tensors
-            are not those of a UMT5 encoder that is 4096 wide.
+            are not those of a UMT5 encoder that is 4096 wide; there is no tokenizer.
     """
-    return TextEncoder(component_folder(Path(folder), "text_encoder"), compute_dtype=compute_dtype)
+    path = Path(path)
+    if path.is_file():
+        return TextEncoder(open_umt5_file(path), compute_dtype=compute_dtype)
+    return TextEncoder(open_umt5_folder(component_folder(path, "text_encoder")), compute_dtype=compute_dtype)
 
 
 class TextEncoder:
     """An opened UMT5 encoder and its tokenizer."""
 
-    def __init__(self, folder: Path, *, compute_dtype: torch.dtype) -> None:
-        config = read_config(folder)
-        require_config(folder, config, UMT5, "the text encoder of a Wan2.1 or Wan2.2 pipeline (UMT5-XXL)")
-        require_sizes(folder, config, ["vocab_size", "d_kv", "d_ff", "num_heads", "num_layers"])
+    def __init__(self, opened: Umt5, *, compute_dtype: torch.dtype) -> None:
         self._compute_dtype = compute_dtype
-        self._model = build_on_meta(folder, lambda: UMT5EncoderModel(UMT5Config(**config)))
-        self._weights = component_weights(
-            folder, self._model, weights=WEIGHTS, aliases={TOKEN_TABLE_ALIAS: TOKEN_TABLE}
-        )
-        self._tokenizer = open_tokenizer(folder.parent / "tokenizer")
+        self._model = opened.model
+        self._weights = opened.weights
+        self._scales = opened.scales
+        self._tokenizer = opened.tokenizer
         self._blocks: list[nn.Module] = list(self._model.encoder.block)
         for block in self._blocks:
             _one_prompt_at_a_time(block)
@@ -105,12 +99,15 @@ class TextEncoder:
         """Nothing of any size is held between calls; this is here for `with`."""
 
     def _source(self) -> FileSource:
-        blocks = {}
+        blocks, scales = {}, {}
         for index, block in enumerate(self._blocks):
-            path = f"encoder.block.{index}."
-            blocks[BlockKey(STACK, index)] = {name: self._weights[path + name] for name in streamed_names(block)}
+            path, names = f"encoder.block.{index}.", streamed_names(block)
+            blocks[BlockKey(STACK, index)] = {name: self._weights[path + name] for name in names}
+            scales[BlockKey(STACK, index)] = {
+                name: self._scales[path + name] for name in names if path + name in self._scales
+            }
         dtypes = {name: self._dtype(name) for name in next(iter(blocks.values()))}
-        return FileSource(blocks, computed_dtypes=dtypes)
+        return FileSource(blocks, computed_dtypes=dtypes, scales=scales)
 
     def _read_small_tensors(self, device: torch.device) -> None:
         """Norms and position tables: what does not stream, half a megabyte in all."""
@@ -120,14 +117,22 @@ class TextEncoder:
         small = {name: tensor for name, tensor in self._weights.items() if name not in streamed | {TOKEN_TABLE}}
         with torch.inference_mode(False):
             stored = read_tensors(small)
-            set_parameters(self._model, {name: t.to(device, self._dtype(name)) for name, t in stored.items()})
+            factors = self._factors(small)
+            values = {name: _decoded(tensor, factors.get(name), self._dtype(name)) for name, tensor in stored.items()}
+            set_parameters(self._model, {name: value.to(device) for name, value in values.items()})
 
     def _token_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The table's rows for `ids` [prompts, tokens], in the compute dtype: [prompts, tokens, 4096]."""
         distinct, index = ids.unique(return_inverse=True)
         table = self._weights[TOKEN_TABLE]
         rows = read_tensors({str(row): table.rows(row, row + 1) for row in distinct.tolist()})
-        return torch.cat(list(rows.values())).to(self._compute_dtype)[index]
+        factor = self._factors([TOKEN_TABLE]).get(TOKEN_TABLE)
+        return _decoded(torch.cat(list(rows.values())), factor, self._compute_dtype)[index]
+
+    def _factors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The scales of those that have one: fp32, 0-d."""
+        stored = read_tensors({name: self._scales[name] for name in names if name in self._scales})
+        return {name: scale.float().reshape(()) for name, scale in stored.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
         # As transformers does: fp16 cannot hold what `wo` produces, bf16 can.
@@ -176,6 +181,11 @@ def _joined(turns: list[Any]) -> Any:
     if isinstance(turns[0], tuple):
         return (torch.cat([turn[0] for turn in turns]), *turns[0][1:])
     return torch.cat(turns)
+
+
+def _decoded(stored: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """As the blocks' matrices are decoded on arrival."""
+    return stored.to(dtype) if factor is None else (stored.float() * factor).to(dtype)
 
 
 def _zero_after(embedding: torch.Tensor, count: int) -> torch.Tensor:

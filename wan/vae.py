@@ -14,19 +14,9 @@ from diffusers import AutoencoderKLWan
 
 from ..offload.file_source import read_tensors
 from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
-from .component import build_on_meta, component_folder, component_weights, read_config, require_config, require_sizes
+from .component import component_folder
 from .meta_model import set_parameters
-
-LATENT_CHANNELS = 16
-
-# What makes a VAE one of 16 channels, 8 x 8 pixels and 4 frames per latent; its width is its own affair.
-WAN21 = {
-    "_class_name": "AutoencoderKLWan",
-    "z_dim": LATENT_CHANNELS,
-    "dim_mult": [1, 2, 4, 4],
-    "num_res_blocks": 2,
-    "temperal_downsample": [False, True, True],
-}
+from .vae_weights import VaeWeights, open_vae_file, open_vae_folder
 
 # One number per channel; those of Wan2.1 (`latents_mean` and `latents_std` in diffusers' AutoencoderKLWan).
 # fmt: off
@@ -39,6 +29,8 @@ LATENTS_STD = (
     3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
 )
 # fmt: on
+
+LATENT_CHANNELS = len(LATENTS_MEAN)
 
 
 class VaeInputError(ValueError):
@@ -59,26 +51,22 @@ def _per_channel(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values).to(like.device, like.dtype).view(1, LATENT_CHANNELS, 1, 1, 1)
 
 
-def open_vae(folder: Path | str) -> WanVae:
-    """Open the VAE of a diffusers pipeline folder, or its `vae` folder; reads the config and headers only.
+def open_vae(path: Path | str) -> WanVae:
+    """Open the VAE of a diffusers pipeline folder, its `vae` folder, or a single file; reads headers and the config.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file; the config or the tensors
             are not those of the Wan2.1 VAE.
     """
-    return WanVae(component_folder(Path(folder), "vae"))
+    path = Path(path)
+    return WanVae(open_vae_file(path) if path.is_file() else open_vae_folder(component_folder(path, "vae")))
 
 
 class WanVae:
     """An opened VAE. Weights are read when they are first needed and compute in fp32; `close()` frees them."""
 
-    def __init__(self, folder: Path) -> None:
-        config = read_config(folder)
-        require_config(folder, config, WAN21, "the VAE of Wan2.1 or of Wan2.2 A14B (the 5B model has another)")
-        require_sizes(folder, config, ["base_dim"])
-        self._folder = folder
-        self._config = config
-        self._weights = component_weights(folder, self._build())
+    def __init__(self, opened: VaeWeights) -> None:
+        self._opened = opened
         self._loaded: AutoencoderKLWan | None = None
 
     def encode(self, video: torch.Tensor, *, device: torch.device | str) -> torch.Tensor:
@@ -116,14 +104,11 @@ class WanVae:
 
     def _on(self, device: torch.device) -> AutoencoderKLWan:
         if self._loaded is None:
-            vae = self._build()
-            stored = read_tensors(self._weights)
+            vae = self._opened.build()
+            stored = read_tensors(self._opened.weights)
             set_parameters(vae, {name: tensor.to(torch.float32) for name, tensor in stored.items()})
             self._loaded = vae
         return self._loaded.to(device)
-
-    def _build(self) -> AutoencoderKLWan:
-        return build_on_meta(self._folder, lambda: AutoencoderKLWan.from_config(self._config))
 
     def __enter__(self) -> WanVae:
         return self
