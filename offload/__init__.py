@@ -6,12 +6,14 @@ from .attach import OffloadHandle, OffloadRun, attach_offload
 from .file_source import FileSource, read_tensors
 from .layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, flat_layout, streamed_names, tensor_views
 from .module_source import ModuleSource
+from .patches import BlockPatch, WeightPatch
 from .pinned_source import PinnedSource
 from .safetensors_header import CheckpointFileError, FileHeader, FileTensor, read_header
 from .source import BlockSource, SourceError
 
 __all__ = [
     "BlockFormat",
+    "BlockPatch",
     "BlockSource",
     "CheckpointFileError",
     "FileHeader",
@@ -24,6 +26,7 @@ __all__ = [
     "OffloadRun",
     "PinnedSource",
     "SourceError",
+    "WeightPatch",
     "allocate_flat",
     "attach_offload",
     "flat_layout",

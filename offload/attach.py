@@ -27,10 +27,12 @@ from ..metrics import Recorder, compute_device
 from ..plan import BlockKey, Fetch, OffloadPolicy, TransferProgram, Visit, compile_program, plan_residency, step_visits
 from .binding import BlockBinding
 from .buffers import BlockBuffer
-from .engine import EngineRun, StreamEngine, VisitContext
+from .engine import StreamEngine
+from .engine_run import EngineRun, VisitContext
 from .follow import ForwardFollower
 from .module_source import ModuleSource
 from .page_lock import CudaPageLock
+from .patches import BlockPatch
 from .pinned_source import PinnedSource
 from .source import BlockSource
 from .staying import StayingTensors
@@ -116,6 +118,43 @@ class OffloadHandle:
     def pass_visits(self, count: int, stack: str) -> tuple[Visit, ...]:
         """`count` passes through the blocks of one stack."""
         return step_visits([stack] * count, self.counts)
+
+    def set_patches(self, patches: Mapping[BlockKey, BlockPatch]) -> None:
+        """Replace what is added to the blocks when they arrive (LoRA); blocks not named arrive as they are stored.
+
+        The factors are copied to host memory, so nothing has to be kept. Blocks that lie in a buffer and whose patch
+        has another identity than before are fetched again by the next run, all others stay.
+
+        Raises:
+            RuntimeError: a run is going on, or the blocks were detached.
+            ValueError: a patch does not fit its block; the patches are then as they were.
+            OSError: the system does not give that much memory; the patches are then as they were.
+        """
+        if not self._attached:
+            raise RuntimeError("the blocks were detached: attach them again to patch them")
+        self.engine.set_patches(patches)
+
+    def give_back(self, nbytes: int) -> int:
+        """Free buffers until `nbytes` of device memory are free or none is left; returns the bytes freed.
+
+        Those that hold nothing go first, then streamed blocks, then residents. The next run allocates and fetches what
+        it misses.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched.
+        """
+        return self.engine.give_back(nbytes, residency=self._residency)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of device memory that streamed weights take now, empty buffers included."""
+        return self.engine.loaded_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that are page-locked now: blocks in RAM, staging, factors of patches."""
+        source = self._source.locked_bytes if isinstance(self._source, PinnedSource) else 0
+        return source + self.engine.pinned_bytes
 
     def detach(self) -> None:
         """Leave every block as it was and free the buffers. Detaching twice is allowed.

@@ -37,16 +37,15 @@ class BlockBinding:
             tensor.name: nn.Parameter(torch.empty(0, dtype=tensor.dtype), requires_grad=False)
             for tensor in layout.tensors
         }
-        self._per_buffer: dict[int, dict[str, nn.Parameter]] = {}
         self._bound: int | None = None
 
     def bind(self, buffer: BlockBuffer) -> None:
         """Let the block compute with what lies in `buffer`."""
         if self._bound == buffer.index:
             return
-        parameters = self._per_buffer.get(buffer.index)
+        parameters = buffer.views.get(self.key)
         if parameters is None:
-            parameters = self._per_buffer[buffer.index] = self._views(buffer)
+            parameters = buffer.views[self.key] = self._views(buffer)
         self._put(parameters)
         self._bound = buffer.index
 
@@ -59,7 +58,6 @@ class BlockBinding:
         """Give the block the very parameters it came with."""
         for name, (module, leaf) in self._slots.items():
             module._parameters[leaf] = self._originals[name]
-        self._per_buffer.clear()
         self._bound = None
 
     def _put(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -67,7 +65,8 @@ class BlockBinding:
             module._parameters[leaf] = parameters[name]
 
     def _views(self, buffer: BlockBuffer) -> dict[str, nn.Parameter]:
-        # Made once per block and buffer; outside inference mode, because buffers outlive the run that first binds them.
+        # Made once per block and buffer, which keeps them; outside inference mode, because buffers outlive the run that
+        # first binds them.
         with torch.inference_mode(False):
             views = tensor_views(buffer.memory, self._layout)
             return {name: nn.Parameter(view, requires_grad=False) for name, view in views.items()}

@@ -5,6 +5,8 @@
                              |                                      +--release(last=True)--> DONE --+ keep
                              +------------------ begin_fill --------------------------------- |
 
+    Between runs:  DONE --forget--> EMPTY --give_back--> ABSENT --restore--> EMPTY
+
 A tenancy lasts from `begin_fill` (or `keep`) to `release(last=True)`. `end_run` closes whatever a cut-short run left
 open. Every other order is a bug of ours and raises.
 """
@@ -14,11 +16,13 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
+from torch import nn
 
 from ..plan import BlockKey
 
 
 class BufferState(Enum):
+    ABSENT = "absent"
     EMPTY = "empty"
     FILLING = "filling"
     ISSUED = "issued"
@@ -34,14 +38,26 @@ class BufferOrderError(RuntimeError):
 class BlockBuffer:
     """One buffer of the pool.
 
-    `memory` is a 1-D uint8 tensor whose address is a multiple of 256; it never moves, so that views stay valid.
+    Its memory is 1-D uint8 whose address is a multiple of 256. It never moves until it is given back, and `views` go
+    with it: what was made of the memory for each block, which nobody else keeps.
     """
 
     def __init__(self, index: int, memory: torch.Tensor) -> None:
         self.index = index
-        self.memory = memory
         self.state = BufferState.EMPTY
         self.key: BlockKey | None = None
+        self.views: dict[BlockKey, dict[str, nn.Parameter]] = {}
+        self._memory: torch.Tensor | None = memory
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self._memory is not None, f"buffer {self.index} has no memory"
+        return self._memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory it takes now."""
+        return 0 if self._memory is None else self._memory.numel()
 
     def begin_fill(self, key: BlockKey) -> None:
         """A new tenancy begins: the bytes of `key` are on their way."""
@@ -74,8 +90,26 @@ class BlockBuffer:
         """The run is over. A block that was waited for is still whole; one that was not is forgotten."""
         if self.state in (BufferState.IN_USE, BufferState.HELD):
             self.state = BufferState.DONE
-        elif self.state is not BufferState.DONE:
+        elif self.state in (BufferState.FILLING, BufferState.ISSUED):
             self.state, self.key = BufferState.EMPTY, None
+
+    def forget(self) -> None:
+        """What it holds is not what its block arrives with any more."""
+        self._expect("forget", BufferState.DONE)
+        self.state, self.key = BufferState.EMPTY, None
+
+    def give_back(self) -> int:
+        """Let go of the memory, which the device has no more use for; returns its bytes."""
+        self._expect("give_back", BufferState.EMPTY)
+        nbytes = self.nbytes
+        self.state, self._memory = BufferState.ABSENT, None
+        self.views.clear()
+        return nbytes
+
+    def restore(self, memory: torch.Tensor) -> None:
+        """It has memory again, which holds nothing yet."""
+        self._expect("restore", BufferState.ABSENT)
+        self.state, self._memory = BufferState.EMPTY, memory
 
     def _expect(self, call: str, *states: BufferState) -> None:
         if self.state not in states:

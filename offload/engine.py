@@ -1,35 +1,30 @@
 """The engine: executes a `TransferProgram` with one pool of buffers and one fetch thread per run.
 
-The computing thread calls `EngineRun.visit` for the visits in the program's order; the fetch thread goes through the
-program's fetches in bus order. The engine decides nothing: it accepts only a checked program and records what it really
-fetched, so that a test can hold the two against each other.
+A run (`engine_run.py`) goes through the program's visits and fetches. The engine decides nothing: it accepts only a
+checked program, and the run records what it really fetched, so that a test can hold the two against each other. Between
+runs it changes what is added to blocks when they arrive, and gives device memory back.
 """
 
 from __future__ import annotations
 
-import atexit
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, wait
-from types import TracebackType
+from collections.abc import Mapping
 
 import torch
 
-from ..metrics import Clock, Mark, Recorder, clock_for
-from ..plan import AT_ONCE, KEPT, BlockKey, Fetch, TransferProgram, Visit, check_program
+from ..metrics import Recorder
+from ..plan import BlockKey, Residency, TransferProgram, check_program, eviction_order
 from .buffers import BlockBuffer, BufferState
+from .cpu_streams import CpuStreams
+from .cuda_streams import CudaStreams
+from .engine_run import EngineRun
 from .layout import allocate_flat
-from .progress import RunProgress, RunStopped
+from .page_lock import CudaPageLock
+from .patches import BlockPatch, HeldPatches
 from .source import BlockSource
-from .streams import Arrival, streams_for
+from .streams import Streams
 
 STAGING_SLOTS = 2  # facts of the simulator: two whole-block slots keep a disk busy, a third gains nothing
-
-PACE = 2  # visits the host may be ahead of the device: enough to hide launches, few enough to cancel within two blocks
-
-
-class VisitOrderError(RuntimeError):
-    """A visit was asked for that is not the next one of the program, or outside a run."""
 
 
 class StreamEngine:
@@ -44,15 +39,26 @@ class StreamEngine:
     def __init__(self, source: BlockSource, *, buffers: int, device: torch.device) -> None:
         self.device = device
         self.formats = {key: source.block_format(key) for key in source.keys()}
-        largest = max(fmt.computed.nbytes for fmt in self.formats.values())
-        self.buffers = tuple(BlockBuffer(index, allocate_flat(largest, device)) for index in range(buffers))
-        self.streams = streams_for(device, source, self.formats, slots=STAGING_SLOTS)
+        self._largest = max(fmt.computed.nbytes for fmt in self.formats.values())
+        self.buffers = tuple(BlockBuffer(index, allocate_flat(self._largest, device)) for index in range(buffers))
+        on_cuda = device.type == "cuda"
+        self._patches = HeldPatches(self.formats, lock=CudaPageLock(device) if on_cuda else None)
+        self.streams: Streams
+        if on_cuda:
+            self.streams = CudaStreams(source, self.formats, self._patches, slots=STAGING_SLOTS, device=device)
+        else:
+            self.streams = CpuStreams(source, self.formats, self._patches, slots=STAGING_SLOTS)
         self._running = threading.Lock()
 
     @property
-    def buffer_bytes(self) -> int:
-        """Bytes of all buffers on the device."""
-        return sum(buffer.memory.numel() for buffer in self.buffers)
+    def loaded_bytes(self) -> int:
+        """Bytes of device memory that the engine takes now."""
+        return sum(buffer.nbytes for buffer in self.buffers) + self.streams.device_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that the engine keeps page-locked now, beside those of its source."""
+        return self.streams.pinned_bytes + self._patches.locked_bytes
 
     def contents(self) -> dict[int, BlockKey]:
         """What the buffers still hold from the run before; a new program may keep it."""
@@ -72,6 +78,62 @@ class StreamEngine:
         check_program(program)
         return EngineRun(self, program, recorder)
 
+    def fetch_bytes(self, key: BlockKey) -> int:
+        """Bytes of one fetch of a block: as it is stored, and the factors of its patch."""
+        return self.formats[key].stored.nbytes + self._patches.nbytes(key)
+
+    def set_patches(self, patches: Mapping[BlockKey, BlockPatch]) -> None:
+        """Replace all patches. Blocks that arrived with another patch, or without theirs, are fetched again.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched.
+            ValueError: a patch does not fit its block; the patches are as they were.
+            OSError: the system does not give that much memory; the patches are as they were.
+        """
+        self.claim()
+        try:
+            prepared = self._patches.prepare(patches)
+            changed = self._patches.changed(prepared)
+            if changed:
+                self.streams.settle()
+                for index, key in self.contents().items():
+                    if key in changed:
+                        self.buffers[index].forget()
+                self._patches.replace(prepared)
+        finally:
+            self.release()
+
+    def give_back(self, nbytes: int, *, residency: Residency) -> int:
+        """Free whole buffers, the least useful first, until `nbytes` are free or nothing is left; returns bytes freed.
+
+        What else lies on the device goes last. The next run allocates and fetches what it misses.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched.
+        """
+        self.claim()
+        try:
+            if nbytes <= 0:
+                return 0
+            self.streams.settle()
+            freed, contents = 0, self.contents()
+            there = [buffer.index for buffer in self.buffers if buffer.state is not BufferState.ABSENT]
+            for index in eviction_order(there, contents, residency):
+                if freed >= nbytes:
+                    return freed
+                if index in contents:
+                    self.buffers[index].forget()
+                freed += self.buffers[index].give_back()
+            return freed if freed >= nbytes else freed + self.streams.give_back()
+        finally:
+            self.release()
+
+    def restore_buffers(self, program: TransferProgram) -> None:
+        """Allocate the buffers that `program` fetches into and that were given back (computing thread, in a run)."""
+        for index in sorted({fetch.buffer for fetch in program.fetches}):
+            if self.buffers[index].state is BufferState.ABSENT:
+                self.buffers[index].restore(allocate_flat(self._largest, self.device))
+
     def close(self) -> None:
         """Give the device memory back, once the device has passed everything that uses it.
 
@@ -81,6 +143,7 @@ class StreamEngine:
         self.claim()
         try:
             self.streams.close()
+            self._patches.replace({})
             self.buffers = ()
         finally:
             self.release()
@@ -95,177 +158,4 @@ class StreamEngine:
         self._running.release()
 
 
-class EngineRun:
-    """One execution of one program."""
-
-    def __init__(self, engine: StreamEngine, program: TransferProgram, recorder: Recorder | None) -> None:
-        self.program = program
-        self.fetched: list[Fetch] = []
-        self._engine = engine
-        self._recorder = recorder
-        self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
-        self._progress = RunProgress()
-        self._arrivals: list[Arrival | None] = [None] * len(program.fetches)
-        self._done: list[Mark] = []
-        self._next = 0
-        self._going_on = False
-        # A daemon that is stopped `atexit`: a run that nobody ended (a forward raised) must not keep the process alive.
-        self._thread = threading.Thread(target=self._fetch_all, name="wanstream-fetch", daemon=True)
-        self._fetching: Future[None] = Future()
-
-    def __enter__(self) -> EngineRun:
-        self._engine.claim()
-        try:
-            self._start()
-        except BaseException:
-            self._finish()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._finish()
-        whole = error is None and self._next == len(self.program.visits)
-        assert not whole or tuple(self.fetched) == self.program.fetches, "what was fetched is not what was planned"
-
-    def _start(self) -> None:
-        engine = self._engine
-        for buffer in engine.buffers:
-            key = self.program.initial.get(buffer.index)
-            if key is not None:
-                buffer.keep(key)
-        engine.streams.begin_run()
-        # A buffer may still be read by work given to the device before this run.
-        self._origin = self._clock.mark()
-        self._going_on = True
-        if self.program.fetches:
-            atexit.register(self._stop_fetching)
-            self._thread.start()
-
-    def _finish(self) -> None:
-        self._going_on = False
-        try:
-            self._stop_fetching()
-            self._engine.streams.end_run()
-        finally:
-            for buffer in self._engine.buffers:
-                buffer.end_run()
-            self._arrivals.clear()
-            self._engine.release()
-
-    def _stop_fetching(self) -> None:
-        """End the fetch thread. Until it has left it may write into a buffer: a second interrupt waits for it too."""
-        try:
-            self._progress.stop()
-            self._engine.streams.stop()
-            if self._thread.ident is not None:
-                # Not `join`: interrupted once, it takes the thread for ended (Python before 3.13).
-                wait([self._fetching])
-                self._thread.join()
-            atexit.unregister(self._stop_fetching)
-        except KeyboardInterrupt:
-            self._stop_fetching()
-            raise
-
-    def begin(self, visit: Visit) -> tuple[BlockBuffer, Mark, Mark]:
-        """Wait for the block of `visit`; returns its buffer and the marks 'asked' and 'ready'."""
-        number, program = self._next, self.program
-        if not self._going_on:
-            raise VisitOrderError(f"{visit} is outside its run, which is not going on: enter the run with `with` first")
-        if number >= len(program.visits) or program.visits[number] != visit:
-            due = program.visits[number] if number < len(program.visits) else "the end of the program"
-            raise VisitOrderError(f"visit {number} of the program is {due}, not {visit}")
-        if number >= PACE:
-            self._clock.keep_pace(self._done[number - PACE])
-        asked = self._clock.mark()
-        arrival = self._await_issued(program.visit_fetch[number])
-        if arrival is not None:
-            arrival.wait()
-        ready = self._clock.mark()
-        if self._recorder is not None:
-            self._recorder.block_ready(0 if arrival is None else self._engine.formats[visit.key].stored.nbytes)
-        if arrival is not None:
-            arrival.unpack()
-        buffer = self._engine.buffers[program.visit_buffer[number]]
-        buffer.acquire(visit.key)
-        return buffer, asked, ready
-
-    def end(self, buffer: BlockBuffer, asked: Mark, ready: Mark) -> bool:
-        """The visit was given to the device; returns whether the block's tenancy is over."""
-        done = self._clock.mark()
-        self._done.append(done)
-        last = self._next in self.program.last_use
-        buffer.release(last=last)
-        self._next += 1
-        self._progress.note_released()
-        if self._recorder is not None:
-            self._recorder.visit(asked, ready, done)
-        return last
-
-    def _await_issued(self, fetch: int) -> Arrival | None:
-        """What is left to do for a fetch that serves this visit; None when an earlier visit has done it."""
-        if fetch == KEPT:
-            return None
-        try:
-            self._progress.await_issued(fetch)
-        except RunStopped:
-            self._fetching.result()  # raises what ended the fetch thread
-            raise
-        arrival, self._arrivals[fetch] = self._arrivals[fetch], None
-        return arrival
-
-    def _fetch_all(self) -> None:
-        try:
-            for number, fetch in enumerate(self.program.fetches):
-                self._fetch(number, fetch)
-        except RunStopped:
-            self._fetching.set_result(None)
-        except BaseException as err:  # noqa: BLE001 - it is raised again on the computing thread
-            self._fetching.set_exception(err)
-            self._progress.stop()
-        else:
-            self._fetching.set_result(None)
-
-    def _fetch(self, number: int, fetch: Fetch) -> None:
-        streams = self._engine.streams
-        staged = streams.stage(fetch.block)
-        self._progress.await_released(fetch.start_after)
-        after = self._origin if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
-        buffer = self._engine.buffers[fetch.buffer]
-        buffer.begin_fill(staged.key)
-        self._arrivals[number] = streams.land(staged, buffer.memory, after)
-        buffer.issued()
-        self.fetched.append(fetch._replace(block=staged.key, buffer=buffer.index))
-        self._progress.note_issued()
-
-
 _BUSY = "this engine is already running a program; wait for that run to end"
-
-BindBlock = Callable[[BlockKey, BlockBuffer], None]
-UnbindBlock = Callable[[BlockKey], None]
-
-
-class VisitContext:
-    """`with` around the work of one visit. A class, not a generator: it is entered once per block and step.
-
-    `bind(key, buffer)` is called when the block is there, `unbind(key)` when its tenancy is over.
-    """
-
-    __slots__ = ("_bind", "_buffer", "_marks", "_run", "_unbind", "_visit")
-
-    def __init__(self, run: EngineRun, visit: Visit, bind: BindBlock, unbind: UnbindBlock) -> None:
-        self._run, self._visit, self._bind, self._unbind = run, visit, bind, unbind
-
-    def __enter__(self) -> None:
-        self._buffer, *self._marks = self._run.begin(self._visit)
-        self._bind(self._visit.key, self._buffer)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self._run.end(self._buffer, *self._marks):
-            self._unbind(self._visit.key)
-
-
-__all__ = ["EngineRun", "StreamEngine", "VisitContext", "VisitOrderError"]

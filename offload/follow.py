@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..plan import Visit
-from .engine import VisitContext, VisitOrderError
+from .engine_run import VisitContext, VisitOrderError
 
 if TYPE_CHECKING:
     from .attach import OffloadHandle, OffloadRun, Stacks

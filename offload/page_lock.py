@@ -64,9 +64,14 @@ class LockedBlocks:
 
     def __init__(self, driver: PageLock) -> None:
         self._driver = driver
-        self._blocks: list[torch.Tensor] = []
+        self._blocks: dict[int, torch.Tensor] = {}
         self._refused = False
         weakref.finalize(self, _unlock_all, driver, self._blocks).atexit = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are locked now."""
+        return sum(block.numel() for block in list(self._blocks.values()))
 
     def add(self, block: torch.Tensor) -> None:
         """Lock a block; where the driver refuses, the log says what that costs and the block stays ordinary memory."""
@@ -76,26 +81,31 @@ class LockedBlocks:
             self._driver.lock(block)
         except PageLockError as err:
             self._refused = True
-            held = sum(each.numel() for each in self._blocks)
             logger.warning(
                 "%.1f GB of weights are page-locked, the next %.1f GB were refused (%s). "
                 "From here on blocks are copied from ordinary memory: slower, and the host waits for each copy. "
                 "Raise the limit on locked memory, or stream from the file instead.",
-                held / 1e9,
+                self.nbytes / 1e9,
                 block.numel() / 1e9,
                 err,
             )
         else:
-            self._blocks.append(block)
+            self._blocks[block.data_ptr()] = block
+
+    def remove(self, block: torch.Tensor) -> None:
+        """Unlock one block, if it is locked; the next one may be tried again. No copy out of it may be under way."""
+        if self._blocks.pop(block.data_ptr(), None) is not None:
+            self._refused = False
+            self._driver.unlock(block)
 
     def release(self) -> None:
         """Unlock everything. No copy may be under way."""
         _unlock_all(self._driver, self._blocks)
 
 
-def _unlock_all(driver: PageLock, blocks: list[torch.Tensor]) -> None:
+def _unlock_all(driver: PageLock, blocks: dict[int, torch.Tensor]) -> None:
     while blocks:
-        driver.unlock(blocks.pop())
+        driver.unlock(blocks.popitem()[1])
 
 
 def _forget_last_error() -> None:

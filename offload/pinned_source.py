@@ -43,6 +43,11 @@ class PinnedSource:
         """The bytes of the blocks that were read so far."""
         return sum(block.numel() for block in list(self._filled.values()))
 
+    @property
+    def locked_bytes(self) -> int:
+        """Those of them that are page-locked."""
+        return 0 if self._locked is None else self._locked.nbytes
+
     def keys(self) -> Iterable[BlockKey]:
         return self._inner.keys()
 

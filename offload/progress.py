@@ -2,7 +2,7 @@
 
 Two counters and a stop flag behind one condition. The computing thread waits until a fetch is *issued*, never until
 its bytes have arrived; the fetch thread waits until a visit was *given to the device*, never until it has finished.
-Order on the device itself is by events (`streams.py`), and waiting on one that was not recorded yet is no wait at all.
+On the device order is by events (`cuda_streams.py`), and waiting on one that was not recorded yet is no wait at all.
 """
 
 from __future__ import annotations

@@ -37,6 +37,11 @@ class Staging:
             for slot in self._slots:
                 self._locked.add(slot.memory)
 
+    @property
+    def locked_bytes(self) -> int:
+        """Bytes of page-locked host memory."""
+        return 0 if self._locked is None else self._locked.nbytes
+
     def begin_run(self) -> None:
         """Every slot is free again; whatever an interrupted run left behind is dropped."""
         self._free = queue.SimpleQueue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .check import check_program
+from .eviction import eviction_order
 from .experts import split_at_boundary
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
 from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
@@ -33,6 +34,7 @@ __all__ = [
     "buffers_needed",
     "check_program",
     "compile_program",
+    "eviction_order",
     "plan_residency",
     "simulate",
     "split_at_boundary",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wanstream.offload import OffloadHandle, attach_offload
-from wanstream.offload.engine import VisitOrderError
+from wanstream.offload.engine_run import VisitOrderError
 from wanstream.offload.module_source import ModuleSource
 from wanstream.plan import OffloadPolicy
 

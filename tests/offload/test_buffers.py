@@ -19,9 +19,13 @@ CALLS = {
     "acquire": lambda buffer: buffer.acquire(KEY),
     "release": lambda buffer: buffer.release(last=False),
     "release_last": lambda buffer: buffer.release(last=True),
+    "forget": lambda buffer: buffer.forget(),
+    "give_back": lambda buffer: buffer.give_back(),
+    "restore": lambda buffer: buffer.restore(torch.empty(5, dtype=torch.uint8)),
 }
 
 ROAD = {
+    BufferState.ABSENT: ["give_back"],
     BufferState.EMPTY: [],
     BufferState.FILLING: ["begin_fill"],
     BufferState.ISSUED: ["begin_fill", "issued"],
@@ -39,9 +43,13 @@ LEGAL = {
     (BufferState.IN_USE, "release"): BufferState.HELD,
     (BufferState.IN_USE, "release_last"): BufferState.DONE,
     (BufferState.DONE, "keep"): BufferState.HELD,
+    (BufferState.DONE, "forget"): BufferState.EMPTY,
+    (BufferState.EMPTY, "give_back"): BufferState.ABSENT,
+    (BufferState.ABSENT, "restore"): BufferState.EMPTY,
 }
 
 AFTER_A_RUN = {
+    BufferState.ABSENT: (BufferState.ABSENT, None),
     BufferState.EMPTY: (BufferState.EMPTY, None),
     BufferState.FILLING: (BufferState.EMPTY, None),
     BufferState.ISSUED: (BufferState.EMPTY, None),
@@ -87,3 +95,21 @@ def test_a_run_that_ends_anywhere_leaves_only_what_is_whole(state: BufferState) 
     buffer = buffer_in(state)
     buffer.end_run()
     assert (buffer.state, buffer.key) == AFTER_A_RUN[state]
+
+
+def test_what_was_forgotten_has_no_name():
+    buffer = buffer_in(BufferState.DONE)
+    buffer.forget()
+    assert buffer.key is None
+
+
+def test_memory_and_its_views_go_together_and_new_memory_starts_empty():
+    buffer = BlockBuffer(7, torch.empty(3, dtype=torch.uint8))
+    buffer.views[KEY] = {}
+    assert buffer.nbytes == 3
+    assert buffer.give_back() == 3
+    assert (buffer.nbytes, buffer.views) == (0, {})
+    with pytest.raises(AssertionError, match="buffer 7 has no memory"):
+        _ = buffer.memory
+    buffer.restore(torch.empty(5, dtype=torch.uint8))
+    assert (buffer.nbytes, buffer.memory.numel()) == (5, 5)

@@ -12,7 +12,7 @@ from torch import nn
 
 from wanstream.metrics import Recorder
 from wanstream.offload import attach_offload
-from wanstream.offload.engine import VisitOrderError
+from wanstream.offload.engine_run import VisitOrderError
 from wanstream.offload.module_source import ModuleSource
 from wanstream.offload.source import SourceError
 from wanstream.plan import OffloadPolicy, ProgramError, Visit, step_visits

@@ -16,7 +16,7 @@ from torch import nn
 
 from wanstream.offload import OffloadHandle, attach_offload
 from wanstream.offload.buffers import BufferOrderError
-from wanstream.offload.engine import VisitOrderError
+from wanstream.offload.engine_run import VisitOrderError
 from wanstream.offload.module_source import ModuleSource
 from wanstream.plan import BlockKey, OffloadPolicy, Visit, step_visits
 
