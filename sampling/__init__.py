@@ -6,6 +6,7 @@ from .conditioning import NativeInputs, native_inputs, native_latent
 from .denoise import DenoiseResult, StepProgress, denoise
 from .errors import Cancelled, ConditioningError, NonFiniteLatentError, RequestError
 from .noise import seeded_noise
+from .passes import Passes
 from .request import Course, DenoiseRequest
 from .schedules import SCHEDULES, Schedule, explicit_schedule, make_schedule, simple_schedule, wan_schedule
 from .solvers import SOLVERS, Solver, make_solver
@@ -20,6 +21,7 @@ __all__ = [
     "DenoiseResult",
     "NativeInputs",
     "NonFiniteLatentError",
+    "Passes",
     "RequestError",
     "Schedule",
     "Solver",

@@ -1,0 +1,158 @@
+"""Forward passes whose number and order are predicted, not known.
+
+A sampler that is not ours calls the model when it likes. Its calls can be predicted, so one transfer program is made
+for all of them, and blocks are fetched ahead from call to call and across the switch, as in a run that is known. A call
+that was not predicted ends that program and gets another one, made from what the buffers hold by then.
+
+    with Passes(engine, ["high", "high", "low"], recorder=recorder) as passes:
+        velocities = passes.forward("high", lanes, sigma=1.0)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
+from functools import partial
+from types import TracebackType
+
+import torch
+
+from ..metrics import Recorder
+from ..offload.attach import OffloadRun
+from ..plan import step_visits
+from ..plan.experts import TRAIN_TIMESTEPS
+from ..wan import ExpertEngine, Lane, forward_lanes
+from .lanes import cancellable
+
+AHEAD = 8
+"""Calls of one expert that are expected where nothing is predicted; what they fetch in vain is the prefetch depth."""
+
+log = logging.getLogger("wanstream.sampling")
+
+
+class PassOrderError(RuntimeError):
+    """A pass was asked for outside `with`, or inside another pass."""
+
+
+class PassState(Enum):
+    """Where `Passes` is; the value completes the sentence "these passes ..."."""
+
+    NEW = "are not entered yet: use `with`"
+    IDLE = "wait for a call, and nothing is fetched"
+    STREAMING = "wait for a call, and blocks are fetched for it"
+    COMPUTING = "compute: one pass must end before the next"
+    CLOSED = "are over"
+
+
+def expect_again(rest: Sequence[str], expert: str) -> tuple[str, ...]:
+    """What to expect from a call of `expert` on, when `rest` was expected and does not begin with it.
+
+    A prediction that had more calls of the other expert goes on at the next call of this one; otherwise some calls of
+    this one are put before it.
+    """
+    if expert in rest:
+        return tuple(rest[rest.index(expert) :])
+    return (expert,) * AHEAD + tuple(rest)
+
+
+class Passes:
+    """Passes through the experts of one engine; use with `with`, which ends what is being fetched.
+
+    Args:
+        predicted: the expert of each call to come, in order.
+        recorder: gets one step per call, numbered from 0.
+        should_stop: asked before every block.
+    """
+
+    def __init__(
+        self,
+        engine: ExpertEngine,
+        predicted: Sequence[str],
+        *,
+        recorder: Recorder,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> None:
+        self._engine, self._recorder, self._should_stop = engine, recorder, should_stop
+        self._expected = tuple(predicted)
+        self._state = PassState.NEW
+        self._run: AbstractContextManager[OffloadRun] | None = None
+        self._enter_visit: Callable[[int, str, int], AbstractContextManager[object]] | None = None
+        self.calls = 0
+        """Passes that were asked for so far."""
+        self.recompiled = 0
+        """Calls that were not the predicted ones."""
+
+    @property
+    def state(self) -> PassState:
+        return self._state
+
+    def forward(self, expert: str, lanes: Sequence[Lane], sigma: float) -> list[torch.Tensor]:
+        """Each lane's velocity [1, 16, T, h, w] in the model's compute dtype; the weights pass once for all lanes.
+
+        Args:
+            expert: "high" or "low".
+            sigma: noise level of the lanes, at most 1; the model is told 1000 times it.
+
+        Raises:
+            Cancelled: `should_stop` returned True. Another call may follow, as after any error.
+            PassOrderError: outside `with`, or inside another pass.
+        """
+        if self._state not in (PassState.IDLE, PassState.STREAMING):
+            raise PassOrderError(f"these passes {self._state.value}")
+        if self._state is PassState.IDLE or self._expected[0] != expert:
+            self._expect(expert)
+        assert self._enter_visit is not None
+        call, self._state = self.calls, PassState.COMPUTING
+        self.calls += 1
+        visit = cancellable(partial(self._enter_visit, call, expert), call, self._should_stop)
+        with ExitStack() as ending:
+            ending.push(self._end_run)
+            with self._recorder.step(call, expert, sigma), torch.inference_mode():
+                timestep = torch.tensor([sigma * TRAIN_TIMESTEPS], device=self._engine.device)
+                velocities = forward_lanes(self._engine.models[expert], lanes, timestep, visit)
+            self._expected = self._expected[1:]
+            if self._expected:
+                ending.pop_all()
+                self._state = PassState.STREAMING
+        return velocities
+
+    def _expect(self, expert: str) -> None:
+        """A call of `expert` that is not the predicted one: predict anew, and fetch for that."""
+        self._end_run(None, None, None)
+        self.recompiled += 1
+        log.debug("call %d is of the %s-noise expert, which was not predicted: a new program", self.calls, expert)
+        self._expected = expect_again(self._expected, expert)
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        assert self._run is None
+        visits = step_visits(self._expected, self._engine.block_counts, first_step=self.calls)
+        run = self._engine.run(visits, recorder=self._recorder)
+        self._enter_visit = run.__enter__().visit
+        self._run, self._state = run, PassState.STREAMING
+
+    def _end_run(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run, self._run, self._enter_visit = self._run, None, None
+        self._state = PassState.IDLE
+        if run is not None:
+            run.__exit__(kind, error, trace)
+
+    def __enter__(self) -> Passes:
+        if self._state is not PassState.NEW:
+            raise PassOrderError(f"cannot be entered: these passes {self._state.value}")
+        self._state = PassState.IDLE
+        if self._expected:
+            self._begin_run()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._end_run(kind, error, trace)
+        finally:
+            self._state = PassState.CLOSED

@@ -1,0 +1,214 @@
+"""Passes in a predicted order against whole models, and what a wrong prediction costs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.metrics import Recorder
+from wanstream.offload.attach import OffloadRun
+from wanstream.plan import OffloadPolicy, Visit
+from wanstream.sampling import Cancelled, Passes
+from wanstream.sampling.passes import AHEAD, PassOrderError, PassState, expect_again
+from wanstream.wan import ExpertPair, Lane
+from wanstream.wan.expert_engine import ExpertEngine
+
+LAYERS = 4
+CPU = torch.device("cpu")
+LAYERWISE = OffloadPolicy.layerwise(1)
+H, L = "high", "low"
+
+OpenPair = Callable[..., ExpertPair]
+
+
+class Watched:
+    """An engine that keeps its runs."""
+
+    def __init__(self, engine: ExpertEngine) -> None:
+        self._engine = engine
+        self.device, self.models, self.block_counts = engine.device, engine.models, engine.block_counts
+        self.runs: list[OffloadRun] = []
+
+    @contextmanager
+    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[OffloadRun]:
+        with self._engine.run(visits, recorder=recorder) as run:
+            self.runs.append(run)
+            yield run
+
+    @property
+    def fetched(self) -> int:
+        return sum(len(run.fetched) for run in self.runs)
+
+
+def _lanes(count: int = 2) -> list[Lane]:
+    draw = torch.Generator().manual_seed(5)
+    return [
+        Lane(
+            latents=torch.randn(1, 16, 2, 4, 6, generator=draw),
+            text=torch.randn(1, 3 + lane, 4096, generator=draw),
+        )
+        for lane in range(count)
+    ]
+
+
+def _sigma(call: int) -> float:
+    return 1 - call / 16
+
+
+def _passes(engine: Any, predicted: Sequence[str], **settings: Any) -> Passes:
+    return Passes(engine, predicted, recorder=Recorder(CPU), **settings)
+
+
+def _no_thread_is_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name == "wanstream-fetch"]
+
+
+@pytest.mark.parametrize(
+    ("rest", "expert", "then"),
+    [
+        ("LL", H, [H] * AHEAD + [L, L]),
+        ("HHL", L, [L]),
+        ("HLHL", L, [L, H, L]),
+        ("", H, [H] * AHEAD),
+    ],
+)
+def test_what_is_expected_after_a_surprise(rest: str, expert: str, then: list[str]) -> None:
+    assert expect_again([{"H": H, "L": L}[letter] for letter in rest], expert) == tuple(then)
+
+
+PREDICTIONS = [
+    ([H, H, L, L], [H, H, L, L], 0),
+    ([H, L, H, L], [H, L, H, L], 0),
+    ([H, H, H, L], [H, L, L], 2),  # one high call less, one low call more
+    ([H, L, L], [H, H, H, L], 2),  # two high calls more; the low ones come sooner than expected again
+    ([H, L], [L, L], 2),
+    ([], [H, L], 2),
+    ([L], [L] * 4, 1),
+    ([H, H, H], [H], 0),  # fewer calls than predicted surprise nobody
+]
+
+
+@pytest.mark.parametrize(("predicted", "calls", "surprises"), PREDICTIONS)
+@pytest.mark.parametrize(
+    "policy",
+    [LAYERWISE, OffloadPolicy.layerwise(3), OffloadPolicy.block_swap(2, 1), OffloadPolicy.resident()],
+    ids=lambda policy: f"{policy.kind}-{policy.prefetch_blocks}",
+)
+def test_every_call_is_that_of_the_whole_model_whatever_was_predicted(
+    policy: OffloadPolicy,
+    predicted: list[str],
+    calls: list[str],
+    surprises: int,
+    open_pair: OpenPair,
+    plain_models: Callable[..., Any],
+) -> None:
+    whole, lanes = plain_models(), _lanes()
+    with _passes(open_pair().engine(policy, CPU), predicted) as passes:
+        for call, expert in enumerate(calls):
+            for lane, velocity in zip(lanes, passes.forward(expert, lanes, _sigma(call)), strict=True):
+                time = torch.tensor([1000 * _sigma(call)])
+                expected = whole[expert](lane.latents, time, lane.text, return_dict=False)[0]
+                assert torch.equal(velocity, expected)
+    assert (passes.calls, passes.recompiled) == (len(calls), surprises)
+    assert _no_thread_is_left()
+
+
+def test_a_right_prediction_is_one_program_that_fetches_every_block_once_per_call(open_pair: OpenPair) -> None:
+    engine = Watched(open_pair().engine(LAYERWISE, CPU))
+    recorder = Recorder(CPU)
+    with Passes(engine, [H, H, L], recorder=recorder) as passes:
+        for call, expert in enumerate([H, H, L]):
+            passes.forward(expert, _lanes(), _sigma(call))
+        # The last predicted call has ended the run: nothing is fetched for a call that nobody expects.
+        assert passes.state is PassState.IDLE
+    (run,) = engine.runs
+    assert engine.fetched == 3 * LAYERS
+    steps = recorder.timeline().steps
+    assert [(step.index, step.expert, step.sigma) for step in steps] == [
+        (0, H, 1.0),
+        (1, H, _sigma(1)),
+        (2, L, _sigma(2)),
+    ]
+    assert len({step.bytes_moved for step in steps}) == 1
+    # The first block of the low-noise expert is fetched while the high-noise expert still computes.
+    first_low = next(fetch for fetch in run.program.fetches if fetch.block.expert == L)
+    assert first_low.start_after < 2 * LAYERS - 1
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_a_surprise_costs_no_more_than_what_was_fetched_ahead(prefetch: int, open_pair: OpenPair) -> None:
+    engine = Watched(open_pair().engine(OffloadPolicy.layerwise(prefetch), CPU))
+    with _passes(engine, [H, H, L, L]) as passes:
+        for call, expert in enumerate([H, L, L, L]):
+            passes.forward(expert, _lanes(1), _sigma(call))
+    assert passes.recompiled == 2
+    # Two broken predictions, and the last program expected more than came.
+    assert engine.fetched <= 4 * LAYERS + 3 * (prefetch + 1)
+
+
+def test_residents_stay_over_a_surprise(open_pair: OpenPair) -> None:
+    engine = Watched(open_pair().engine(OffloadPolicy.block_swap(0, 1), CPU))
+    with _passes(engine, [H]) as passes:
+        for call in range(3):
+            passes.forward(H, _lanes(1), _sigma(call))
+    assert passes.recompiled == 1
+    assert engine.fetched == LAYERS
+
+
+def test_a_pass_belongs_into_with_and_not_into_another_pass(open_pair: OpenPair) -> None:
+    engine = open_pair().engine(LAYERWISE, CPU)
+
+    def within() -> bool:
+        passes.forward(H, _lanes(), 1.0)
+        return False
+
+    passes = _passes(engine, [H], should_stop=within)
+    with pytest.raises(PassOrderError, match="not entered"):
+        passes.forward(H, _lanes(), 1.0)
+    with passes:
+        with pytest.raises(PassOrderError, match="one pass must end"):
+            passes.forward(H, _lanes(), 1.0)
+        with pytest.raises(PassOrderError, match=r"cannot be entered: .* wait for a call"), passes:
+            pass
+    with pytest.raises(PassOrderError, match="are over"):
+        passes.forward(H, _lanes(), 1.0)
+    with pytest.raises(PassOrderError, match=r"cannot be entered: .* are over"), passes:
+        pass
+    assert _no_thread_is_left()
+
+
+@pytest.mark.parametrize("asked", [1, LAYERS, LAYERS + 2])
+def test_a_stop_comes_before_the_next_block_and_leaves_all_usable(asked: int, open_pair: OpenPair) -> None:
+    pair, asking = open_pair(), list[int]()
+    whole = pair.engine(LAYERWISE, CPU)
+
+    def should_stop() -> bool:
+        asking.append(1)
+        return len(asking) == asked
+
+    with _passes(whole, [H, H, L], should_stop=should_stop) as passes:
+        with pytest.raises(Cancelled) as stopped:
+            for call in range(2):
+                passes.forward(H, _lanes(), _sigma(call))
+        assert (stopped.value.step, stopped.value.block) == divmod(asked - 1, LAYERS)
+        assert passes.state is PassState.IDLE
+        assert _no_thread_is_left()
+        again = passes.forward(L, _lanes(), 0.5)
+    with _passes(whole, [L]) as fresh:
+        expected = fresh.forward(L, _lanes(), 0.5)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+
+
+def test_an_error_between_two_calls_ends_the_run(open_pair: OpenPair) -> None:
+    engine = open_pair().engine(LAYERWISE, CPU)
+    with pytest.raises(ZeroDivisionError), _passes(engine, [H, L]) as passes:
+        passes.forward(H, _lanes(), 1.0)
+        1 / 0  # noqa: B018 (what a sampler may do)
+    assert _no_thread_is_left()
+    with _passes(engine, [H]) as passes:
+        passes.forward(H, _lanes(), 1.0)
