@@ -8,7 +8,7 @@ import torch
 
 from ..host import host, io
 from ..plan.shapes import VideoShape
-from ..sampling.first_frame import start_mask, start_video
+from ..sampling.first_frame import framed_video, start_end_mask, start_mask
 from ..wan.vae import open_vae
 
 Conditioning = list[list[Any]]
@@ -104,7 +104,7 @@ class WanStreamEmptyLatent(io.ComfyNode):
 
 
 class WanStreamImageToVideo(io.ComfyNode):
-    """The first frame of an image-to-video run, in the form of ComfyUI's own WanImageToVideo."""
+    """The first and last frames of an image-to-video run, in the form of ComfyUI's own nodes."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -112,18 +112,25 @@ class WanStreamImageToVideo(io.ComfyNode):
             node_id="WanStreamImageToVideo",
             display_name="Wan Image to Video",
             category="WanStream",
-            description="Encodes a start image and hands it to the sampler with both prompts. Needs the I2V experts.",
+            description="Encodes a start image, and an end image if there is one, and hands them to the sampler with "
+            "both prompts. Needs the I2V experts.",
             inputs=[
                 io.Conditioning.Input("positive", tooltip="From Wan Text Encode; goes on to the sampler."),
                 io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
                 io.Combo.Input(
                     "vae",
-                    options=host.model_names("diffusers"),
-                    tooltip="The diffusers pipeline folder that holds the VAE. It is loaded for this node alone (0.5 "
-                    "GB).",
+                    options=host.model_names("diffusers", "vae"),
+                    tooltip="wan_2.1_vae.safetensors, or the diffusers pipeline folder that holds the VAE. It is "
+                    "loaded for this node alone (0.5 GB).",
                 ),
                 io.Image.Input("image", tooltip="The first frame; several images are the first frames in order."),
                 *_size_inputs(),
+                io.Image.Input(
+                    "end_image",
+                    optional=True,
+                    tooltip="The last frame; several images are the last frames in order. Costs nothing: the video is "
+                    "encoded whole in any case.",
+                ),
             ],
             outputs=[
                 io.Conditioning.Output(display_name="positive"),
@@ -145,17 +152,18 @@ class WanStreamImageToVideo(io.ComfyNode):
         negative: Conditioning,
         vae: str,
         image: torch.Tensor,
-        width: int,
-        height: int,
-        frames: int,
         batch_size: int,
+        end_image: torch.Tensor | None = None,
+        **size: int,
     ) -> io.NodeOutput:
-        shape = _video_shape(width=width, height=height, frames=frames)
-        video = start_video(image, shape)
-        with open_vae(host.model_path(vae, "diffusers")) as opened:
+        shape = _video_shape(**size)
+        video = framed_video(image, end_image, shape)
+        known = len(image)
+        mask = start_mask(known, shape) if end_image is None else start_end_mask(known, len(end_image), shape)
+        with open_vae(host.model_path(vae, "diffusers", "vae")) as opened:
             encoded = opened.encode(video, device=host.device())
-        start = {"concat_latent_image": encoded, "concat_mask": start_mask(len(image), shape)}
-        return io.NodeOutput(_with(positive, start), _with(negative, start), _empty(shape, batch_size))
+        given = {"concat_latent_image": encoded, "concat_mask": mask}
+        return io.NodeOutput(_with(positive, given), _with(negative, given), _empty(shape, batch_size))
 
 
 def _with(conditioning: Conditioning, values: dict[str, torch.Tensor]) -> Conditioning:

@@ -20,10 +20,10 @@ class WanStreamTextEncode(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "text_encoder",
-                    options=host.model_names("diffusers"),
-                    tooltip="The diffusers pipeline folder that holds UMT5-XXL and its tokenizer. Costs one read of "
-                    "9 GB (bf16) from disk per change of a prompt, and 0.8 GB of device memory instead of "
-                    "11.",
+                    options=host.model_names("diffusers", "text_encoders"),
+                    tooltip="UMT5-XXL: a umt5_xxl file, or a diffusers pipeline folder. Costs one read of 9 GB (bf16, "
+                    "fp16; fp8 half of it) from disk per change of a prompt, and 0.8 GB of device memory instead "
+                    "of 11.",
                 ),
                 io.String.Input(
                     "positive",
@@ -46,6 +46,6 @@ class WanStreamTextEncode(io.ComfyNode):
 
     @classmethod
     def execute(cls, text_encoder: str, positive: str, negative: str) -> io.NodeOutput:
-        with open_text_encoder(host.model_path(text_encoder, "diffusers")) as encoder:
+        with open_text_encoder(host.model_path(text_encoder, "diffusers", "text_encoders")) as encoder:
             embeddings = encoder.encode([positive, negative], device=host.device())
         return io.NodeOutput(*([[embedding, {"pooled_output": None}]] for embedding in embeddings))

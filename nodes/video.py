@@ -23,9 +23,9 @@ class WanStreamVAEDecode(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "vae",
-                    options=host.model_names("diffusers"),
-                    tooltip="The diffusers pipeline folder that holds the VAE. It is loaded for this node alone (0.5 "
-                    "GB).",
+                    options=host.model_names("diffusers", "vae"),
+                    tooltip="wan_2.1_vae.safetensors, or the diffusers pipeline folder that holds the VAE. It is "
+                    "loaded for this node alone (0.5 GB).",
                 ),
                 io.Latent.Input("latent", tooltip="From Wan Sampler."),
             ],
@@ -34,7 +34,7 @@ class WanStreamVAEDecode(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae: str, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
-        with open_vae(host.model_path(vae, "diffusers")) as opened:
+        with open_vae(host.model_path(vae, "diffusers", "vae")) as opened:
             videos = opened.decode(latent["samples"], device=host.device())
         return io.NodeOutput(videos.flatten(0, 1))
 

@@ -1,4 +1,7 @@
-"""The start image of an I2V run in native form: what ComfyUI's own `WanImageToVideo` hands to a sampler."""
+"""The given frames of an I2V run in native form: what ComfyUI's own nodes hand to a sampler.
+
+`WanImageToVideo` is given the first frames, `WanFirstLastFrameToVideo` the last ones as well.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,26 @@ GREY = 0.5
 """What the frames to be made are filled with before encoding: 0 in the VAE's range of -1..1."""
 
 
-def start_video(images: torch.Tensor, shape: VideoShape) -> torch.Tensor:
-    """`images` [N, H, W, 3 or 4], 0..1, as the first frames of a grey video [frames, height, width, 3].
+def framed_video(start: torch.Tensor, end: torch.Tensor | None, shape: VideoShape) -> torch.Tensor:
+    """`start` as the first frames of a grey video [frames, height, width, 3], and `end` as its last ones.
 
-    They are cropped around their centre to the video's aspect ratio, then scaled. Images beyond the last frame are
-    left out. Raises ValueError for anything but images.
+    Both are images [N, H, W, 3 or 4] in 0..1. They are cropped around their centre to the video's aspect ratio, then
+    scaled.
+
+    Raises:
+        ValueError: they are anything but images, or more than the video has frames.
     """
-    if images.ndim != 4 or images.shape[-1] < 3 or 0 in images.shape:
-        raise ValueError(f"the start image is {list(images.shape)}: give images [N, H, W, 3]")
-    pixels = images[: shape.frames, ..., :3].movedim(-1, 1)
-    fitted = interpolate(_crop_to_aspect(pixels, shape), size=(shape.height, shape.width), mode="bilinear")
-    video = torch.full((shape.frames, shape.height, shape.width, 3), GREY, dtype=images.dtype, device=images.device)
-    video[: len(fitted)] = fitted.movedim(1, -1)
+    given = {"start": start} if end is None else {"start": start, "end": end}
+    for name, images in given.items():
+        if images.ndim != 4 or images.shape[-1] < 3 or 0 in images.shape:
+            raise ValueError(f"the {name} image is {list(images.shape)}: give images [N, H, W, 3]")
+    if sum(map(len, given.values())) > shape.frames:
+        counts = " and ".join(f"{len(images)} {name} images" for name, images in given.items())
+        raise ValueError(f"{counts} do not fit into {shape.frames} frames: give fewer, or raise frames")
+    video = torch.full((shape.frames, shape.height, shape.width, 3), GREY, dtype=start.dtype, device=start.device)
+    video[: len(start)] = _fitted(start, shape)
+    if end is not None:
+        video[-len(end) :] = _fitted(end, shape)
     return video
 
 
@@ -31,6 +42,24 @@ def start_mask(known_frames: int, shape: VideoShape) -> torch.Tensor:
     mask = torch.ones(1, 1, *shape.latent)
     mask[:, :, : (known_frames - 1) // FRAMES_PER_LATENT + 1] = 0
     return mask
+
+
+def start_end_mask(start_frames: int, end_frames: int, shape: VideoShape) -> torch.Tensor:
+    """[1, 4, T, h, w] float32: each latent frame has four places, 0 where a frame is given.
+
+    The first frame of a video fills the four places of the first latent frame, every other frame one place.
+    """
+    latent_frames, height, width = shape.latent
+    places = torch.ones(latent_frames * FRAMES_PER_LATENT)
+    places[: start_frames + FRAMES_PER_LATENT - 1] = 0
+    places[len(places) - end_frames :] = 0
+    mask = places.view(1, latent_frames, FRAMES_PER_LATENT, 1, 1).transpose(1, 2)
+    return mask.expand(-1, -1, -1, height, width).contiguous()
+
+
+def _fitted(images: torch.Tensor, shape: VideoShape) -> torch.Tensor:
+    pixels = _crop_to_aspect(images[..., :3].movedim(-1, 1), shape)
+    return interpolate(pixels, size=(shape.height, shape.width), mode="bilinear").movedim(1, -1)
 
 
 def _crop_to_aspect(pixels: torch.Tensor, shape: VideoShape) -> torch.Tensor:

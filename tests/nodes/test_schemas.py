@@ -23,7 +23,7 @@ SNAPSHOT = {
     "WanStreamTextEncode": ("text_encoder positive negative", "CONDITIONING CONDITIONING"),
     "WanStreamEmptyLatent": ("width height frames batch_size", "LATENT"),
     "WanStreamImageToVideo": (
-        "positive negative vae image width height frames batch_size",
+        "positive negative vae image width height frames batch_size end_image",
         "CONDITIONING CONDITIONING LATENT",
     ),
     "WanStreamSampler": (

@@ -5,14 +5,14 @@ import torch
 from torch.nn.functional import interpolate
 
 from wanstream.plan.shapes import VideoShape
-from wanstream.sampling.first_frame import GREY, start_mask, start_video
+from wanstream.sampling.first_frame import GREY, framed_video, start_end_mask, start_mask
 
 SQUARE = VideoShape(width=32, height=32, frames=9)
 
 
 def test_the_image_is_the_first_frame_and_the_rest_is_grey() -> None:
     image = torch.rand(1, 32, 32, 3)
-    video = start_video(image, SQUARE)
+    video = framed_video(image, None, SQUARE)
     assert video.shape == (9, 32, 32, 3)
     assert torch.equal(video[:1], image)
     assert (video[1:] == GREY).all()
@@ -32,18 +32,42 @@ def test_it_is_cropped_around_its_centre_then_scaled(height: int, width: int, ro
     image = torch.rand(1, height, width, 3)
     cropped = image[:, rows, columns].movedim(-1, 1)
     expected = interpolate(cropped, size=(32, 32), mode="bilinear").movedim(1, -1)
-    assert torch.equal(start_video(image, SQUARE)[:1], expected)
+    assert torch.equal(framed_video(image, None, SQUARE)[:1], expected)
 
 
-def test_alpha_is_dropped_and_late_images_are_left_out() -> None:
-    images = torch.rand(12, 32, 32, 4)
-    assert torch.equal(start_video(images, SQUARE), images[:9, ..., :3])
+def test_end_images_are_the_last_frames_and_are_fitted_alike() -> None:
+    start, end = torch.rand(2, 50, 100, 3), torch.rand(3, 40, 45, 4)
+    video = framed_video(start, end, SQUARE)
+    assert torch.equal(video[:2], framed_video(start, None, SQUARE)[:2])
+    assert (video[2:6] == GREY).all()
+    assert torch.equal(video[6:], framed_video(end, None, SQUARE)[:3])
+
+
+def test_alpha_is_dropped() -> None:
+    images = torch.rand(9, 32, 32, 4)
+    assert torch.equal(framed_video(images, None, SQUARE), images[..., :3])
+    assert torch.equal(framed_video(images[:4], images[4:], SQUARE), images[..., :3])
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "message"),
+    [
+        (10, None, "10 start images do not fit into 9 frames"),
+        (8, 2, "8 start images and 2 end images do not fit into 9 frames"),
+    ],
+)
+def test_more_images_than_frames_are_refused(start: int, end: int | None, message: str) -> None:
+    images = torch.rand(10, 8, 8, 3)
+    with pytest.raises(ValueError, match=message):
+        framed_video(images[:start], None if end is None else images[:end], SQUARE)
 
 
 @pytest.mark.parametrize("shape", [(32, 32, 3), (0, 32, 32, 3), (1, 32, 32, 1)])
 def test_what_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="start image is"):
-        start_video(torch.zeros(shape), SQUARE)
+        framed_video(torch.zeros(shape), None, SQUARE)
+    with pytest.raises(ValueError, match="end image is"):
+        framed_video(torch.zeros(1, 8, 8, 3), torch.zeros(shape), SQUARE)
 
 
 @pytest.mark.parametrize(("known", "latent_frames"), [(1, 1), (2, 1), (4, 1), (5, 2), (9, 3), (12, 3)])
@@ -52,3 +76,22 @@ def test_the_mask_frees_the_frames_that_are_not_given(known: int, latent_frames:
     assert mask.shape == (1, 1, 3, 4, 4)
     assert (mask[:, :, :latent_frames] == 0).all()
     assert (mask[:, :, latent_frames:] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "free"),
+    [
+        # Latent frame 0 holds frame 0 alone, frame 1 holds 1 to 4, frame 2 holds 5 to 8.
+        (1, 1, [[0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0]]),
+        (2, 3, [[0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 0, 0]]),
+        (5, 4, [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]),
+    ],
+)
+def test_the_mask_of_both_ends_has_four_places_for_each_latent_frame(
+    start: int, end: int, free: list[list[int]]
+) -> None:
+    mask = start_end_mask(start, end, SQUARE)
+    assert mask.shape == (1, 4, 3, 4, 4)
+    for frame, places in enumerate(free):
+        for place, value in enumerate(places):
+            assert (mask[:, place, frame] == value).all(), (frame, place)
