@@ -8,6 +8,11 @@ from itertools import pairwise
 TRAIN_TIMESTEPS = 1000
 
 
+def expert_at(timestep: float, boundary_ratio: float) -> str:
+    """The expert of a step that starts at `timestep`: "high" while it is at least boundary_ratio * 1000, else "low"."""
+    return "high" if timestep >= boundary_ratio * TRAIN_TIMESTEPS else "low"
+
+
 def split_at_boundary(timesteps: Sequence[float], boundary_ratio: float) -> int:
     """Index of the first low-noise step; `len(timesteps)` if every step is high-noise.
 
@@ -19,5 +24,4 @@ def split_at_boundary(timesteps: Sequence[float], boundary_ratio: float) -> int:
     for step, (before, start) in enumerate(pairwise(timesteps), start=1):
         if not before >= start:
             raise ValueError(f"timesteps must not rise: step {step - 1} starts at {before}, step {step} at {start}")
-    boundary = boundary_ratio * TRAIN_TIMESTEPS
-    return sum(timestep >= boundary for timestep in timesteps)
+    return sum(expert_at(timestep, boundary_ratio) == "high" for timestep in timesteps)
