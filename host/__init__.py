@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from .door import Door, ExpertsRef, ModelNotFoundError, OutputFile, OutsideFolderError, Progress
+from .door import Door, ExpertsRef, LoraRef, ModelNotFoundError, OutputFile, OutsideFolderError, Progress
 
 host: Door
 
@@ -30,6 +30,7 @@ __all__ = [
     "ComfyExtension",
     "Door",
     "ExpertsRef",
+    "LoraRef",
     "ModelNotFoundError",
     "OutputFile",
     "OutsideFolderError",

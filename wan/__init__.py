@@ -6,6 +6,7 @@ from .checkpoint import Expert
 from .expert_engine import ExpertEngine
 from .experts import ExpertPair, open_experts
 from .forward import Lane, forward_lanes
+from .lora import LoraFile, open_lora
 from .stored import CheckpointError
 from .text_encoder import TextEncoder, open_text_encoder
 from .vae import WanVae, denormalise, normalise, open_vae
@@ -16,12 +17,14 @@ __all__ = [
     "ExpertEngine",
     "ExpertPair",
     "Lane",
+    "LoraFile",
     "TextEncoder",
     "WanVae",
     "denormalise",
     "forward_lanes",
     "normalise",
     "open_experts",
+    "open_lora",
     "open_text_encoder",
     "open_vae",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -11,10 +11,15 @@ from ..metrics import Recorder
 from ..offload.attach import OffloadRun, attach_offload
 from ..offload.file_source import FileSource
 from ..offload.layout import streamed_names
+from ..offload.patches import BlockPatch, WeightPatch
 from ..offload.safetensors_header import FileTensor
 from ..plan import BlockKey, OffloadPolicy, Visit
 from .checkpoint import Expert
 from .expert_models import ExpertModels
+from .lora_factors import LoraFactors, LoraStack
+from .lora_patches import block_patches, stack_identity, staying_patches
+
+NO_LORAS: Hashable = ()
 
 
 class ExpertEngine:
@@ -34,7 +39,8 @@ class ExpertEngine:
     ) -> None:
         self.device = device
         self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
-        self.block_counts = {name: expert.config.num_layers for name, expert in experts.items()}
+        self._configs = {name: expert.config for name, expert in experts.items()}
+        self.block_counts = {name: config.num_layers for name, config in self._configs.items()}
         self._handle = attach_offload(
             self.models.blocks,
             policy=policy,
@@ -43,12 +49,55 @@ class ExpertEngine:
             follow_forward=False,
         )
         self.models.start_reading()
+        self._loras: Hashable = NO_LORAS
         self._closed = False
 
     @property
     def outer_bytes(self) -> int:
         """Bytes read so far that do not stream: what is outside the blocks, and the blocks' small tensors."""
         return self.models.outer_bytes
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of device memory that the weights take now: buffers, and everything there that does not stream."""
+        return self._handle.loaded_bytes + self.models.loaded_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that are page-locked now."""
+        return self._handle.pinned_bytes
+
+    def set_loras(self, stacks: Mapping[str, LoraStack], factors: LoraFactors) -> None:
+        """Add these LoRAs, by expert, and no others to the weights; those that are set already cost nothing.
+
+        `factors` gives what they hold, which is read now if it is not there yet. Of the base weights, those of blocks
+        that lie in a buffer and change are fetched once more by the next run; nothing else is read.
+
+        Raises:
+            RuntimeError: a run is going on, and the LoRAs are others.
+            CheckpointError: a factor is not finite.
+            OSError: a file cannot be read, or the system does not give the memory for the factors.
+        """
+        loras = tuple((expert, stack_identity(stack)) for expert, stack in stacks.items() if stack)
+        if loras == self._loras:
+            return
+        self._loras = None  # neither the former nor the new ones, until all of it is done
+        blocks: dict[BlockKey, BlockPatch] = {}
+        staying: dict[str, Mapping[str, WeightPatch]] = {}
+        for expert, stack in stacks.items():
+            blocks |= block_patches(expert, self._configs[expert], stack, factors)
+            staying[expert] = staying_patches(self._configs[expert], stack, factors)
+        self._handle.set_patches(blocks)
+        self.models.set_patches(staying)
+        self._loras = loras
+
+    def give_back(self, nbytes: int) -> int:
+        """Free buffers until `nbytes` of device memory are free or none is left; returns the bytes freed.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched.
+        """
+        return self._handle.give_back(nbytes)
 
     def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> AbstractContextManager[OffloadRun]:
         """Compile `visits` into a transfer program and start it.

@@ -16,8 +16,10 @@ from torch import nn
 
 from ..offload.file_source import read_tensors
 from ..offload.layout import streamed_names
+from ..offload.patches import WeightPatch
 from ..offload.safetensors_header import FileTensor
 from .checkpoint import Expert
+from .lora_patches import PatchedParameters
 from .meta_model import build_model, parameter_dtype, set_parameters
 
 Tensors = dict[str, torch.Tensor]
@@ -37,12 +39,31 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
         self._device = device
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="wanstream-outer")
         self._coming: dict[str, Future[tuple[Tensors, Tensors]]] = {}
+        self._patches: Mapping[str, Mapping[str, WeightPatch]] = {}
+        self._complete_ones: dict[str, PatchedParameters] = {}
         self.outer_bytes = 0  # bytes read so far
 
     @property
     def blocks(self) -> dict[str, list[nn.Module]]:
         """The blocks of each model, complete or not; waits for nothing."""
         return {name: list(model.blocks) for name, model in self._models.items()}
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of device memory of the parameters that are there and do not stream, and of the position tables."""
+        models = [(name, self._models[name]) for name in self._complete_ones]
+        parameters = [model.get_parameter(tensor) for name, model in models for tensor in self._resident[name]]
+        tables = [table for _, model in models for table in model.rope.buffers()]
+        return sum(tensor.nbytes for tensor in (*parameters, *tables))
+
+    def set_patches(self, patches: Mapping[str, Mapping[str, WeightPatch]]) -> None:
+        """Replace what is added to the parameters that do not stream, by expert and parameter name.
+
+        Models that are complete change at once, the others when they are looked up; nothing is read again.
+        """
+        self._patches = patches
+        for name, parameters in self._complete_ones.items():
+            parameters.set(patches.get(name, {}))
 
     def start_reading(self) -> None:
         """Begin to read, the first expert first."""
@@ -62,6 +83,8 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
                 self._coming[name] = self._reader.submit(self._read, name)  # for the next look-up
                 raise
             self._complete(model, weights, scales)
+            self._complete_ones[name] = PatchedParameters(model)
+            self._complete_ones[name].set(self._patches.get(name, {}))
             self.outer_bytes += sum(tensor.nbytes for tensor in self._resident[name].values())
             del self._coming[name]
         return model

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -14,6 +15,10 @@ from ..plan import OffloadPolicy
 from .checkpoint import Expert, open_expert
 from .device_bytes import device_bytes
 from .expert_engine import ExpertEngine
+from .lora import LoraFile
+from .lora_factors import LoraFactors, LoraStack
+from .lora_fit import check_fit
+from .lora_patches import stack_identity
 from .stored import CheckpointError
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,6 +66,8 @@ class ExpertPair:
         self.compute_dtype = compute_dtype
         self._engine: ExpertEngine | None = None
         self._engine_for: tuple[OffloadPolicy, torch.device] | None = None
+        self._loras: Mapping[str, LoraStack] = {"high": (), "low": ()}
+        self._factors = LoraFactors()
 
     @property
     def in_channels(self) -> int:
@@ -69,28 +76,55 @@ class ExpertPair:
 
     @property
     def identity(self) -> Hashable:
-        """What names this pair on a graph edge: equal for pairs opened from the same files with the same dtype."""
-        return (self.high.path.resolve(), self.low.path.resolve(), self.compute_dtype)
+        """What names this pair on a graph edge: equal for pairs of the same files, dtype, LoRAs and strengths."""
+        loras = tuple(stack_identity(stack) for stack in self._active_loras().values())
+        return (self.high.path.resolve(), self.low.path.resolve(), self.compute_dtype, loras)
 
     def is_current(self) -> bool:
         """Whether the files on disk are still those that were opened; open the pair again where they are not."""
         return self.high.is_current() and self.low.is_current()
 
-    def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
-        """Return the engine for `policy` on `device`; asking for another one frees the one before.
+    def loras_are_current(self) -> bool:
+        """Whether the LoRA files on disk are still those that were opened."""
+        return all(lora.is_current() for stack in self._loras.values() for lora, _ in stack)
+
+    def set_loras(self, high: Sequence[tuple[LoraFile, float]], low: Sequence[tuple[LoraFile, float]]) -> None:
+        """Add these LoRAs, with their strengths, to the weights of each expert, and no others.
+
+        Takes effect when the engine is asked for the next time; then a file that is new is read, and its factors are
+        kept in RAM as they are stored (0.6 GB for rank 64 in bf16), so that another strength reads nothing. A LoRA of
+        strength 0 is not there.
 
         Raises:
-            ValueError: the policy does not fit the number of blocks.
+            CheckpointError: a LoRA does not fit its expert. The former LoRAs stay.
+            ValueError: a strength is no finite number. The former LoRAs stay.
+        """
+        for expert, stack in ((self.high, high), (self.low, low)):
+            for lora, strength in stack:
+                check_fit(lora, expert.config)
+                if not math.isfinite(strength):
+                    raise ValueError(f"the strength of {lora.path} is {strength}: give a finite number")
+        self._loras = {"high": tuple(high), "low": tuple(low)}
+
+    def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
+        """Return the engine for `policy` on `device`, with the LoRAs set; another one is freed first.
+
+        Raises:
+            ValueError: the policy does not fit the number of blocks, or a factor of a LoRA is not finite.
+            OSError: a LoRA cannot be read, or its factors do not fit into RAM.
+            RuntimeError: the engine runs, and another one or other LoRAs are asked for.
         """
         place = torch.device(device)
         if not self._is_there(policy, place):
-            self.close()
+            self._close_engine()
             experts = {"high": self.high, "low": self.low}
             # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
             with torch.inference_mode(False):
                 self._engine = ExpertEngine(experts, compute_dtype=self.compute_dtype, policy=policy, device=place)
             self._engine_for = (policy, place)
         assert self._engine is not None
+        self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
+        self._engine.set_loras(self._active_loras(), self._factors)
         return self._engine
 
     def bytes_to_come(self, policy: OffloadPolicy, device: torch.device | str) -> int:
@@ -103,11 +137,41 @@ class ExpertPair:
             return 0
         return device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of device memory that the weights of this pair take now."""
+        return 0 if self._engine is None else self._engine.loaded_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that are page-locked for this pair now."""
+        return 0 if self._engine is None else self._engine.pinned_bytes
+
+    def give_back(self, nbytes: int) -> int:
+        """Free buffers until `nbytes` of device memory are free or none is left; returns the bytes freed.
+
+        The next run allocates and fetches what it misses; `close` frees the rest as well.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched.
+        """
+        return 0 if self._engine is None else self._engine.give_back(nbytes)
+
     def close(self) -> None:
-        """Free the engine: its buffers, threads and open files. Closing twice is allowed."""
+        """Free the engine, with its buffers, threads and open files, and what was read of LoRAs.
+
+        The LoRAs stay set, and are read again by the next engine. Closing twice is allowed.
+        """
+        self._close_engine()
+        self._factors.keep_only([])
+
+    def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+    def _active_loras(self) -> dict[str, LoraStack]:
+        return {name: [(lora, by) for lora, by in stack if by != 0] for name, stack in self._loras.items()}
 
     def _is_there(self, policy: OffloadPolicy, device: torch.device) -> bool:
         return self._engine is not None and self._engine_for == (policy, device)

@@ -23,6 +23,9 @@ class FakePair:
     def is_current(self) -> bool:
         return self.ref.high_noise != Path("changing")
 
+    def loras_are_current(self) -> bool:
+        return True
+
     def close(self) -> None:
         self.log.append(f"close {self.ref.high_noise}")
 

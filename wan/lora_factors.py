@@ -1,0 +1,99 @@
+"""The factors of LoRA files in host RAM, and what several LoRAs together add to one parameter.
+
+Held are the tensors of each file as it stores them, without alpha and strength: 0.6 GB for a LoRA of rank 64 in bf16.
+So another strength reads no file. The engine holds what it adds to arriving blocks apart from that, in its own form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+
+from ..offload.file_source import read_tensors
+from ..offload.patches import WeightPatch
+from .lora import LoraFile
+from .stored import CheckpointError
+
+LoraStack: TypeAlias = "Sequence[tuple[LoraFile, float]]"
+"""What is added to one expert: files and their strengths."""
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class LoraFactors:
+    """Reads each file once, when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, Tensors] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.nbytes for tensors in self._held.values() for tensor in tensors.values())
+
+    def of(self, lora: LoraFile) -> Tensors:
+        """The tensors of `lora` by key, on the CPU, as they are stored.
+
+        Raises:
+            CheckpointError: one of them has a number that is not finite; names the key.
+            SourceError: the file cannot be read, or is no longer the one that was opened.
+        """
+        if lora.identity not in self._held:
+            tensors = read_tensors(lora.tensors)
+            for key, tensor in tensors.items():
+                _check_finite(lora, key, tensor)
+            self._held[lora.identity] = tensors
+        return self._held[lora.identity]
+
+    def keep_only(self, loras: Iterable[LoraFile]) -> None:
+        """Let go of all other files."""
+        wanted = {lora.identity for lora in loras}
+        self._held = {identity: tensors for identity, tensors in self._held.items() if identity in wanted}
+
+
+def combined(parameter: str, stack: LoraStack, factors: LoraFactors) -> WeightPatch:
+    """What the LoRAs of `stack`, at least one of which changes `parameter`, add to it together.
+
+    Low-rank products are put side by side along their rank, with strength and scale in `up`; differences are summed.
+    All in fp32; `full` has the shape of the parameter, `up` [rows, rank] and `down` [rank, columns] that of a matrix.
+    """
+    ups: list[torch.Tensor] = []
+    downs: list[torch.Tensor] = []
+    full: torch.Tensor | None = None
+    for lora, strength in stack:
+        low, difference = lora.low_rank.get(parameter), lora.differences.get(parameter)
+        tensors = factors.of(lora) if low or difference else {}
+        if low is not None:
+            ups.append(tensors[low.up].float().flatten(1) * (low.scale * strength))
+            downs.append(tensors[low.down].float().flatten(1))
+        if difference is not None:
+            part = tensors[difference.key].float() * (difference.scale * strength)
+            full = part if full is None else full + part
+    return WeightPatch(
+        up=torch.cat(ups, dim=1) if ups else None,
+        down=torch.cat(downs) if downs else None,
+        full=full,
+    )
+
+
+def patched(base: torch.Tensor, patch: WeightPatch) -> torch.Tensor:
+    """`base` (on the CPU) with `patch` added: computed in fp32 and rounded once, in the shape and dtype of `base`."""
+    total = base.float().flatten(1) if base.ndim > 1 else base.float()[:, None]
+    if patch.full is not None:
+        total = total + patch.full.reshape(total.shape)
+    if patch.up is not None and patch.down is not None:
+        total = torch.addmm(total, patch.up, patch.down)
+    return total.reshape(base.shape).to(base.dtype)
+
+
+def _check_finite(lora: LoraFile, key: str, tensor: torch.Tensor) -> None:
+    wrong = tensor.numel() - int(torch.isfinite(tensor.float()).sum())
+    if wrong:
+        raise CheckpointError(
+            lora.path,
+            f"{key} {list(tensor.shape)} holds {wrong} of {math.prod(tensor.shape)} numbers that are not finite: the "
+            "file is damaged or its training failed",
+        )
