@@ -96,6 +96,7 @@ def Custom(io_type: str) -> type[ComfyTypeIO]:  # noqa: N802 (ComfyUI's name)
 
 
 Conditioning = Custom("CONDITIONING")
+Guider = Custom("GUIDER")
 Image = Custom("IMAGE")
 Latent = Custom("LATENT")
 Mask = Custom("MASK")

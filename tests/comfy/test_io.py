@@ -20,7 +20,7 @@ from wanstream.host.folders import diffusers_folders, output_file
 pytestmark = pytest.mark.comfy
 
 WIDGETS = ["Boolean", "Int", "Float", "String", "Combo"]
-SOCKETS = ["Conditioning", "Image", "Latent", "Mask", "Model", "Sigmas", "Vae", "Video"]
+SOCKETS = ["Conditioning", "Guider", "Image", "Latent", "Mask", "Model", "Sigmas", "Vae", "Video"]
 
 # Read by both sides.
 INPUTS = """[
