@@ -21,7 +21,7 @@ from ..sampling import (
     native_inputs,
     native_latent,
 )
-from ..sampling.request import check_course
+from ..sampling.checks import check_course
 from ..sampling.schedules import check_steps
 from . import sockets
 
@@ -80,7 +80,7 @@ def _course_refusal(steps: object, start_step: object, switch_step: object) -> b
     switch = switch_step if isinstance(switch_step, int) else FROM_BOUNDARY
     try:
         check_steps(count)
-        check_course(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch)
+        check_course(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch, end_step=count)
     except RequestError as err:
         return str(err)
     return True

@@ -12,17 +12,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
 from ..wan.vae import LATENT_CHANNELS, denormalise, normalise
 from .errors import ConditioningError
+from .leftover import MARK, left_at, leftover_mark
+from .mask import latent_mask
 from .noise import seeded_noise
 
 MASK_CHANNELS = 4
+SIZE_HINT = "downscale_ratio_spacial"
+"""Where an empty LATENT says how many pixels of a side it stands for; the name is ComfyUI's."""
 
 # What a native node may write beside the text and native sampling would obey, but A14B experts or this sampler cannot.
 # Keys that native sampling ignores for these experts too (clip_vision_output, reference_latents) are not listed.
 REFUSED = {
     "control": "a ControlNet",
     "hooks": "hooks",
+    "model_conds": "inputs of another model",
+    "noise_concat": "channels of another model",
     "area": "an area",
     "mask": "a conditioning mask",
     "concat_mask_index": "Fun control channels",
@@ -51,6 +58,10 @@ class NativeInputs:
     image_condition: torch.Tensor | None
     latent: torch.Tensor | None
     """Normalised; None for an empty latent, whose zeros stand for "nothing yet" and not for grey."""
+    mask: torch.Tensor | None
+    """[1 or B, 1 or 16, T, h, w] float32, 1 where to denoise; None: everywhere."""
+    latent_sigma: float | None
+    """Noise level at which a run of ours left the latent, where it did."""
     shape: torch.Size
     batch_index: Sequence[int] | None
 
@@ -62,10 +73,12 @@ class NativeInputs:
 def native_inputs(positive: Conditioning, negative: Conditioning | None, latent: Latent) -> NativeInputs:
     """Read native values. Raises `ConditioningError` for what Wan2.2 A14B cannot use, naming the side and the key."""
     samples = _samples(latent)
-    text, image = _side("positive", positive)
+    noise_mask = latent.get("noise_mask")
+    mask = None if noise_mask is None else latent_mask(noise_mask, samples.shape)
+    text, image = _side("positive", positive, samples.shape, mask)
     negative_text = None
     if negative is not None:
-        negative_text, negative_image = _side("negative", negative)
+        negative_text, negative_image = _side("negative", negative, samples.shape, mask)
         if not _same(image, negative_image):
             raise ConditioningError(
                 "positive and negative carry different start images: connect both outputs of one image-to-video node"
@@ -75,16 +88,23 @@ def native_inputs(positive: Conditioning, negative: Conditioning | None, latent:
         negative=negative_text,
         image_condition=image,
         latent=normalise(samples) if torch.count_nonzero(samples) else None,
+        mask=mask,
+        latent_sigma=left_at(latent),
         shape=samples.shape,
         batch_index=latent.get("batch_index"),
     )
 
 
-def native_latent(latents: torch.Tensor, like: Latent) -> dict[str, Any]:
-    """A LATENT with `latents` (normalised) as its raw samples on the CPU, and whatever else `like` carries."""
+def native_latent(latents: torch.Tensor, like: Latent, *, sigma: float = 0.0) -> dict[str, Any]:
+    """A LATENT with `latents` (normalised) as its raw samples on the CPU, and whatever else `like` carries.
+
+    `sigma` is the noise level that they are at. Noise that is left over stays in as ComfyUI's samplers hand it on:
+    divided by 1 - sigma, which the next sampler multiplies by.
+    """
     # A hint for empty latents of another size per pixel; native samplers drop it as well.
-    kept = {key: value for key, value in like.items() if key != "downscale_ratio_spacial"}
-    return {**kept, "samples": denormalise(latents.float()).cpu()}
+    kept = {key: value for key, value in like.items() if key != SIZE_HINT}
+    samples = denormalise(latents.float() / (1 - sigma)).cpu()
+    return {**kept, "samples": samples, MARK: leftover_mark(samples, sigma)}
 
 
 def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -106,30 +126,50 @@ def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
     else:
         known = 1.0 - (mask if mask.shape[1] == MASK_CHANNELS else mask.mean(dim=1, keepdim=True))
         known = F.pad(known, (0, 0, 0, 0, 0, frames - mask.shape[2]))
-    return torch.cat([known.expand(image.shape[0], MASK_CHANNELS, -1, -1, -1), normalise(image)], dim=1)
+    batch = max(len(known), len(image))
+    sides = known.expand(batch, MASK_CHANNELS, -1, -1, -1), normalise(image).expand(batch, -1, -1, -1, -1)
+    return torch.cat(sides, dim=1)
 
 
 def _samples(latent: Latent) -> torch.Tensor:
+    """The samples [B, 16, T, h, w] float32. Empty ones stand for a size, whatever image or video they were made for."""
     samples: torch.Tensor = latent["samples"]
+    if not isinstance(samples, torch.Tensor):
+        raise ConditioningError(
+            f"the latent is a {type(samples).__name__} of several parts, Wan2.2 A14B makes video alone: "
+            "use an empty video latent"
+        )
+    if samples.ndim == 4 and not torch.count_nonzero(samples):
+        samples = samples.new_zeros(len(samples), LATENT_CHANNELS, 1, *_hinted_size(latent))
+    elif samples.ndim == 4:
+        samples = samples.unsqueeze(2)
     if samples.ndim != 5 or samples.shape[1] != LATENT_CHANNELS:
         raise ConditioningError(
             f"the latent is {list(samples.shape)}, Wan2.2 A14B needs [B, {LATENT_CHANNELS}, T, h, w]: "
             "use an empty video latent"
         )
-    if latent.get("noise_mask") is not None:
-        raise ConditioningError("the latent has a noise mask, and masked denoising is not supported: remove the mask")
     return samples.float()
 
 
-def _side(name: str, conditioning: Conditioning) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Text and image condition of one side."""
+def _hinted_size(latent: Latent) -> tuple[int, int]:
+    """Height and width of an empty latent that may be of a model with other pixels per latent than Wan's 8."""
+    ratio = (latent.get(SIZE_HINT) or PIXELS_PER_LATENT) / PIXELS_PER_LATENT
+    height, width = latent["samples"].shape[-2:]
+    return round(height * ratio), round(width * ratio)
+
+
+def _side(
+    name: str, conditioning: Conditioning, shape: torch.Size, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Text and image condition of one side, for a latent of `shape` under a noise mask."""
     if len(conditioning) != 1:
         raise ConditioningError(
             f"{name} has {len(conditioning)} entries, only one can be used: do not combine conditionings"
         )
     text, options = conditioning[0]
     for key, what in REFUSED.items():
-        if options.get(key) is not None:
+        value = options.get(key)
+        if value is not None and value != {}:
             raise ConditioningError(
                 f"{name} carries {what} ({key}), which Wan2.2 A14B experts cannot use: remove that node"
             )
@@ -137,8 +177,34 @@ def _side(name: str, conditioning: Conditioning) -> tuple[torch.Tensor, torch.Te
         raise ConditioningError(f"{name} is limited to a range of steps, which is not supported: remove the time range")
     image = options.get("concat_latent_image")
     if image is None:
-        return text, None
-    return text, image_condition(image, options.get("concat_mask"))
+        return _repeated(text, shape[0]), None
+    _check_image_size(name, image, shape)
+    # Without a mask of its own, ComfyUI tells an I2V expert by the noise mask what of the image is known.
+    return _repeated(text, shape[0]), image_condition(image, options.get("concat_mask", mask))
+
+
+def _repeated(text: torch.Tensor, batch: int) -> torch.Tensor:
+    """Texts for `batch` samples: one for all stays one, others are repeated in turn and cut as ComfyUI does."""
+    if text.ndim != 3 or len(text) in (0, 1, batch):
+        return text
+    return text.repeat(-(-batch // len(text)), 1, 1)[:batch]
+
+
+def _check_image_size(name: str, image: torch.Tensor, shape: torch.Size) -> None:
+    """Refuse an image of another size than the latent; ComfyUI would stretch it, and its mask, to fit."""
+    if image.ndim == 5 and image.shape[2:] != shape[2:]:
+        raise ConditioningError(
+            f"{name} carries a start image for {_video_text(image.shape)}, the latent is {_video_text(shape)}: connect "
+            "the latent of the image-to-video node, or give both nodes the same width, height and frames"
+        )
+
+
+def _video_text(shape: torch.Size) -> str:
+    frames, height, width = shape[2:]
+    return (
+        f"{width * PIXELS_PER_LATENT} x {height * PIXELS_PER_LATENT} pixels and "
+        f"{(frames - 1) * FRAMES_PER_LATENT + 1} frames"
+    )
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

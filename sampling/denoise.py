@@ -9,25 +9,20 @@ The visits of the whole run are known before the first block computes; the engin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
 
 from ..metrics import Recorder, compute_device
 from ..plan import OffloadPolicy, StepRecord, Timeline, step_visits
-from ..wan import ExpertPair, Lane, forward_lanes
-from .errors import Cancelled, NonFiniteLatentError
+from ..wan import ExpertPair, forward_lanes
+from .errors import NonFiniteLatentError
+from .lanes import LaneInputs, cancellable
+from .mask import KeptPart
 from .request import DenoiseRequest, check_channels
+from .schedules import PURE_NOISE
 from .solvers import make_solver
-
-PURE_NOISE = 1 - 2e-6
-"""From this sigma on there is nothing but noise: the `wan` schedule starts 1e-6 below 1, and diffusers ignores that."""
-
-EnterBlock: TypeAlias = "Callable[[int], AbstractContextManager[object]]"
-"""Block -> the context in which it is there to compute."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +49,8 @@ class DenoiseResult:
 
     latents: torch.Tensor
     """[B, 16, T, h, w] float32, normalised, where the request's noise is."""
+    sigma: float
+    """The noise level that the latents are at: 0, or that of the end step where noise was left over."""
     timeline: Timeline
 
 
@@ -87,17 +84,21 @@ def denoise(
     outer_bytes = engine.outer_bytes
     visits = step_visits(experts, engine.block_counts, first_step=request.start_step)
     with torch.inference_mode(), engine.run(visits, recorder=recorder) as run:
-        inputs = _Inputs(request, place)
-        latents = _starting_latents(request, course.schedule.sigmas[request.start_step]).to(place)
+        inputs = LaneInputs(request, place)
+        latents, kept = _starting_latents(request, course.start_sigma).to(place), _kept_part(request, place)
         solver = make_solver(request.solver, course.schedule, request.start_step)
         for done, (step, expert) in enumerate(zip(course.steps, experts, strict=True), start=1):
             sigma, guidance = course.schedule.sigmas[step], request.guidance_of(expert)
             with recorder.step(step, expert, sigma):
                 timestep = torch.tensor([course.schedule.timesteps[step]], device=place)
-                lanes = inputs.lanes(latents, with_negative=guidance != 1)
-                visit = _cancellable(partial(run.visit, step, expert), step, should_stop)
+                shown = latents if kept is None else kept.shown(latents, sigma)
+                lanes = inputs.lanes(shown, with_negative=guidance != 1)
+                visit = cancellable(partial(run.visit, step, expert), step, should_stop)
                 velocity = _guided(forward_lanes(engine.models[expert], lanes, timestep, visit), guidance)
-                denoised = latents - sigma * velocity
+                denoised = shown - sigma * velocity
+                if kept is not None:
+                    denoised = kept.ended(denoised)
+                    velocity = (latents - denoised) / sigma
                 latents = solver.step(velocity, latents)
                 finite = latents.isfinite().all()
             if not finite:
@@ -109,48 +110,28 @@ def denoise(
                 on_step(StepProgress(record=recorder.last, done=done, total=len(experts), denoised=denoised))
     recorder.outer_bytes = engine.outer_bytes - outer_bytes
     # A copy made outside inference mode is an ordinary tensor again.
-    return DenoiseResult(latents=latents.to(request.noise.device, copy=True), timeline=recorder.timeline())
-
-
-class _Inputs:
-    """What stays the same over all steps: texts and image, on the device, cut into samples."""
-
-    def __init__(self, request: DenoiseRequest, device: torch.device) -> None:
-        def samples(tensor: torch.Tensor | None) -> Sequence[torch.Tensor]:
-            if tensor is None:
-                return ()
-            return list(tensor.to(device).expand(request.batch, *tensor.shape[1:]).split(1))
-
-        self._positive, self._negative = samples(request.positive), samples(request.negative)
-        self._image = samples(request.image_condition)
-
-    def lanes(self, latents: torch.Tensor, *, with_negative: bool) -> list[Lane]:
-        """One lane per sample under its positive text, then one per sample under its negative text."""
-        states = list(latents.split(1))
-        if self._image:
-            states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
-        sides = (self._positive, self._negative) if with_negative else (self._positive,)
-        return [Lane(latents=state, text=text) for texts in sides for state, text in zip(states, texts, strict=True)]
+    ended = latents.to(request.noise.device, copy=True)
+    return DenoiseResult(latents=ended, sigma=course.end_sigma, timeline=recorder.timeline())
 
 
 def _starting_latents(request: DenoiseRequest, sigma: float) -> torch.Tensor:
     """The latents at the first step's noise level; without a given latent, an empty one is mixed in."""
+    if not request.add_noise:
+        assert request.latent is not None
+        return (1 - sigma) * request.latent.to(request.noise)
     if request.latent is not None:
         return sigma * request.noise + (1 - sigma) * request.latent.to(request.noise)
     return request.noise if sigma > PURE_NOISE else sigma * request.noise
 
 
-def _cancellable(enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None) -> EnterBlock:
-    """`enter`, with a question before each block."""
-    if should_stop is None:
-        return enter
-
-    def visit(block: int) -> AbstractContextManager[object]:
-        if should_stop():
-            raise Cancelled(step, block)
-        return enter(block)
-
-    return visit
+def _kept_part(request: DenoiseRequest, device: torch.device) -> KeptPart | None:
+    """What the request's mask keeps; without added noise the given latent is kept with the noise that it carries."""
+    if request.mask is None:
+        return None
+    nothing = torch.zeros((), dtype=torch.float32)
+    latent = nothing if request.latent is None else request.latent
+    noise = request.noise if request.add_noise else nothing
+    return KeptPart.of(*(tensor.to(device, torch.float32) for tensor in (request.mask, latent, noise)))
 
 
 def _guided(velocities: Sequence[torch.Tensor], guidance: float) -> torch.Tensor:

@@ -13,14 +13,17 @@ import torch
 
 from ..plan import split_at_boundary
 from ..wan.vae import LATENT_CHANNELS
+from .checks import (
+    IMAGE_CONDITION_CHANNELS,
+    check_course,
+    check_latent,
+    check_noise,
+    check_start,
+    check_text,
+)
 from .errors import RequestError
 from .schedules import Schedule, explicit_schedule, make_schedule
 from .solvers import SOLVERS
-
-IMAGE_CONDITION_CHANNELS = 20
-TEXT_WIDTH = 4096
-PATCH = 2
-"""Latent pixels per token, in height and in width."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,16 @@ class Course:
     experts: tuple[str, ...]
     """Of every step of the schedule: "high" or "low"."""
     start_step: int
+
+    @property
+    def start_sigma(self) -> float:
+        """The noise level that the first step starts from."""
+        return self.schedule.sigmas[self.start_step]
+
+    @property
+    def end_sigma(self) -> float:
+        """The noise level that the last step leaves; 0 for a finished video."""
+        return self.schedule.sigmas[-1]
 
     @property
     def steps(self) -> range:
@@ -57,7 +70,7 @@ class DenoiseRequest:
     latent: torch.Tensor | None = None
     """[B, 16, T, h, w] to start from, mixed with the noise at the first sigma; None: from noise alone."""
     start_step: int = 0
-    """First step to take, 0-based; the schedule stays that of all steps."""
+    """First step to take, 0-based; the schedule and the switch stay those of all steps."""
     steps: int | None = None
     """Steps of the whole schedule; None: 40, or what `sigmas` make."""
     solver: str = "unipc"
@@ -65,7 +78,7 @@ class DenoiseRequest:
     schedule: str = "wan"
     """One of `SCHEDULES`: "simple" (ComfyUI's) or "wan" (diffusers'); not used where `sigmas` are given."""
     sigmas: Sequence[float] | torch.Tensor | None = None
-    """Steps + 1 descending values, the last one 0, used as they are: no flow shift is applied."""
+    """Steps + 1 descending values, used as they are: no flow shift is applied. A last one above 0 leaves noise over."""
     flow_shift: float = 12.0
     boundary_ratio: float = 0.875
     """The high-noise expert takes the steps whose timestep is at least 1000 times this."""
@@ -73,22 +86,41 @@ class DenoiseRequest:
     """First step of the low-noise expert; wins over `boundary_ratio`. 0: low only; the number of steps: high only."""
     guidance: tuple[float, float] = (1.0, 1.0)
     """CFG scale of the (high, low) expert; 1 computes no negative lane."""
+    mask: torch.Tensor | None = None
+    """[1 or B, 1 or 16, T, h, w], 1 where to denoise, 0 where `latent` is kept (without a latent: zeros)."""
+    end_step: int | None = None
+    """Step before which the run ends; None, or more than there are: it takes all steps."""
+    leftover_noise: bool = False
+    """Whether a run that ends early stops at its step's noise level; otherwise its last step goes down to 0."""
+    add_noise: bool = True
+    """False: `latent` carries the noise already, `noise` gives the shape only. The run starts from (1 - sigma) latent,
+    as ComfyUI's samplers do with a latent that another sampler left noise in."""
+    latent_sigma: float | None = None
+    """Noise level at which another run left `latent`, where that is known; a run that does not fit is refused."""
 
     def __post_init__(self) -> None:
-        _check_noise(self.noise)
-        _check_text("positive", self.positive, self.batch)
+        check_noise(self.noise)
+        check_text("positive", self.positive, self.batch)
         if self.negative is not None:
-            _check_text("negative", self.negative, self.batch)
+            check_text("negative", self.negative, self.batch)
         if self.image_condition is not None:
-            _check_latent(
-                "image_condition", self.image_condition, self.noise, IMAGE_CONDITION_CHANNELS, (1, self.batch)
+            check_latent(
+                "image_condition", self.image_condition, self.noise, (IMAGE_CONDITION_CHANNELS,), (1, self.batch)
             )
         if self.latent is not None:
-            _check_latent("latent", self.latent, self.noise, LATENT_CHANNELS, (self.batch,))
+            check_latent("latent", self.latent, self.noise, (LATENT_CHANNELS,), (self.batch,))
+        if self.mask is not None:
+            check_latent("mask", self.mask, self.noise, (1, LATENT_CHANNELS), (1, self.batch))
         self._check_guidance()
         if self.solver not in SOLVERS:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
-        self.course()
+        check_start(
+            self.course().start_sigma,
+            step=self.start_step,
+            add_noise=self.add_noise,
+            has_latent=self.latent is not None,
+            latent_sigma=self.latent_sigma,
+        )
 
     @property
     def batch(self) -> int:
@@ -103,10 +135,15 @@ class DenoiseRequest:
     def course(self) -> Course:
         """Noise levels and experts of the steps."""
         schedule = self._schedule()
-        check_course(schedule.steps, start_step=self.start_step, switch_step=self.switch_step)
+        end = schedule.steps if self.end_step is None else self.end_step
+        check_course(schedule.steps, start_step=self.start_step, switch_step=self.switch_step, end_step=end)
         switch = self._switch(schedule)
         experts = ("high",) * switch + ("low",) * (schedule.steps - switch)
-        return Course(schedule=schedule, experts=experts, start_step=self.start_step)
+        return Course(
+            schedule=schedule.until(end, leftover_noise=self.leftover_noise),
+            experts=experts[:end],
+            start_step=self.start_step,
+        )
 
     def _schedule(self) -> Schedule:
         if self.sigmas is None:
@@ -135,14 +172,6 @@ class DenoiseRequest:
             raise RequestError(f"guidance {self.guidance} needs a negative text: give one, or set guidance to (1, 1)")
 
 
-def check_course(steps: int, *, start_step: int, switch_step: int | None) -> None:
-    """Refuse a first step or an explicit switch that lies outside a run of `steps` steps."""
-    if not 0 <= start_step < steps:
-        raise RequestError(f"start step {start_step} of {steps} steps: give 0 to {steps - 1}")
-    if switch_step is not None and not 0 <= switch_step <= steps:
-        raise RequestError(f"switch step {switch_step} of {steps} steps: give 0 to {steps}")
-
-
 def check_channels(request: DenoiseRequest, in_channels: int) -> None:
     """Refuse a request that does not fit experts with `in_channels` input channels: 16 for T2V, 36 for I2V."""
     given = LATENT_CHANNELS + (0 if request.image_condition is None else IMAGE_CONDITION_CHANNELS)
@@ -152,37 +181,3 @@ def check_channels(request: DenoiseRequest, in_channels: int) -> None:
     raise RequestError(
         f"the experts take {in_channels} channels, the request has {given}: {remedy}, or open other experts"
     )
-
-
-def _check_noise(noise: torch.Tensor) -> None:
-    if noise.ndim != 5 or noise.shape[1] != LATENT_CHANNELS or 0 in noise.shape:
-        raise RequestError(f"noise is {list(noise.shape)}: give [B, {LATENT_CHANNELS}, T, h, w]")
-    if noise.dtype != torch.float32:
-        raise RequestError(f"noise is {noise.dtype}: give float32")
-    height, width = noise.shape[-2:]
-    if height % PATCH or width % PATCH:
-        raise RequestError(
-            f"a latent of {height} x {width} does not divide into {PATCH} x {PATCH} patches: "
-            f"use a video height and width that are multiples of {8 * PATCH}"
-        )
-
-
-def _check_text(name: str, text: torch.Tensor, batch: int) -> None:
-    shape = list(text.shape)
-    if text.ndim != 3 or shape[2] != TEXT_WIDTH:
-        raise RequestError(f"{name} is {shape}: give a UMT5 embedding [1 or {batch}, tokens, {TEXT_WIDTH}]")
-    if shape[1] == 0:
-        raise RequestError(f"{name} is {shape}: it has no tokens; encode an empty prompt instead")
-    if shape[0] not in (1, batch):
-        raise RequestError(f"{name} has {shape[0]} texts for {batch} samples: give 1 or {batch}")
-    if not text.is_floating_point():
-        raise RequestError(f"{name} is {text.dtype}: give floating point embeddings, not token numbers")
-
-
-def _check_latent(name: str, value: torch.Tensor, noise: torch.Tensor, channels: int, batches: tuple[int, ...]) -> None:
-    fits = value.ndim == 5 and value.shape[0] in batches and value.shape[1] == channels
-    if not fits or value.shape[2:] != noise.shape[2:]:
-        wanted = [" or ".join(str(b) for b in sorted(set(batches))), channels, *noise.shape[2:]]
-        raise RequestError(f"{name} is {list(value.shape)}: give [{', '.join(map(str, wanted))}], to match the noise")
-    if not value.is_floating_point():
-        raise RequestError(f"{name} is {value.dtype}: give floating point values")

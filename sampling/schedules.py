@@ -20,19 +20,32 @@ from .errors import RequestError
 HIGHEST_BELOW_ONE = 1 - 1e-6
 """What diffusers' UniPC makes of a first sigma of 1, because a multistep solver takes log(1 - sigma)."""
 
+PURE_NOISE = 1 - 2e-6
+"""From this sigma on there is nothing but noise: the `wan` schedule starts 1e-6 below 1, and diffusers ignores that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """N steps: step i goes from `sigmas[i]` to `sigmas[i + 1]`, and the model sees `timesteps[i]`."""
 
     sigmas: tuple[float, ...]
-    """N + 1 float32 values, strictly descending from at most 1 to exactly 0."""
+    """N + 1 float32 values, strictly descending from at most 1; the last one is 0 unless noise is left over."""
     timesteps: tuple[float, ...]
     """N values; whole numbers where the schedule truncates them."""
 
     @property
     def steps(self) -> int:
         return len(self.timesteps)
+
+    def until(self, end_step: int, *, leftover_noise: bool) -> Schedule:
+        """The first `end_step` steps, the last of which goes down to 0 unless noise is left over.
+
+        With no step to leave out, the schedule as it is: its own end decides.
+        """
+        if end_step >= self.steps:
+            return self
+        end = self.sigmas[end_step] if leftover_noise else 0.0
+        return Schedule(sigmas=(*self.sigmas[:end_step], end), timesteps=self.timesteps[:end_step])
 
 
 def simple_schedule(steps: int, flow_shift: float) -> Schedule:
@@ -58,15 +71,16 @@ def wan_schedule(steps: int, flow_shift: float) -> Schedule:
 def explicit_schedule(sigmas: Sequence[float] | torch.Tensor) -> Schedule:
     """Steps + 1 sigmas, used as they are; timesteps are 1000 times the float32 sigma.
 
-    Raises `RequestError` unless they descend strictly from at most 1 to exactly 0.
+    A last sigma above 0 leaves noise over for another run. Raises `RequestError` unless they descend strictly from at
+    most 1, none below 0.
     """
     levels = _float32(sigmas)
     if len(levels) < 2:
-        raise RequestError(f"{len(levels)} sigmas make no step: give steps + 1 values, the last one 0")
+        raise RequestError(f"{len(levels)} sigmas make no step: give steps + 1 values, the last one 0 for a clean end")
     if not 0 < levels[0] <= 1:
         raise RequestError(f"the first sigma is {levels[0]:g}: flow sigmas start above 0 and at most at 1")
-    if levels[-1] != 0:
-        raise RequestError(f"the last of {len(levels)} sigmas is {levels[-1]:g}: append 0, sigmas are steps + 1 values")
+    if levels[-1] < 0:
+        raise RequestError(f"the last sigma is {levels[-1]:g}: flow sigmas end at 0, or above it to leave noise over")
     for i, (here, after) in enumerate(pairwise(levels)):
         if not after < here:
             raise RequestError(f"sigma {i + 1} ({after:g}) is not below sigma {i} ({here:g}): sigmas must descend")

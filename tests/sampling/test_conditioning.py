@@ -9,6 +9,7 @@ import torch
 
 from wanstream.sampling import ConditioningError, native_inputs, native_latent, seeded_noise
 from wanstream.sampling.conditioning import image_condition
+from wanstream.sampling.leftover import MARK
 from wanstream.wan.vae import denormalise, normalise
 
 TEXT = torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0))
@@ -48,6 +49,7 @@ def test_a_given_latent_is_normalised_and_comes_back_raw() -> None:
     assert torch.equal(inputs.noise(5), seeded_noise((1, 16, 3, 4, 6), 5, batch_index=[3]))
     back = native_latent(inputs.latent, latent)
     assert torch.equal(back.pop("samples"), denormalise(inputs.latent))
+    assert back.pop(MARK)["sigma"] == 0.0
     assert back == {"batch_index": [3], "type": "video"}
     assert latent["samples"] is IMAGE
 
@@ -75,13 +77,71 @@ def test_masks_of_every_width_and_length() -> None:
     assert (image_condition(IMAGE, differs)[0, :4, 1, 0, 0] == torch.tensor([0.0, 0.0, 1.0, 0.0])).all()
 
 
+@pytest.mark.parametrize(
+    ("latent", "shape"),
+    [
+        ({"samples": torch.zeros(2, 4, 8, 6)}, (2, 16, 1, 8, 6)),
+        ({"samples": torch.zeros(2, 16, 8, 6), "downscale_ratio_spacial": 8}, (2, 16, 1, 8, 6)),
+        ({"samples": torch.zeros(1, 128, 4, 3), "downscale_ratio_spacial": 16}, (1, 16, 1, 8, 6)),
+        ({"samples": torch.ones(1, 16, 8, 6)}, (1, 16, 1, 8, 6)),
+    ],
+)
+def test_an_image_latent_is_a_video_of_one_frame(latent: dict[str, Any], shape: tuple[int, ...]) -> None:
+    inputs = native_inputs(_cond(), None, latent)
+    assert inputs.shape == shape
+    assert (inputs.latent is None) == (not latent["samples"].any())
+
+
+def test_texts_are_repeated_over_a_batch_in_turn() -> None:
+    texts = torch.arange(3 * 2 * 4096, dtype=torch.float32).view(3, 2, 4096)
+    five = {"samples": torch.zeros(5, 16, 3, 4, 6)}
+    inputs = native_inputs([[texts, {}]], [[texts[:1], {}]], five)
+    assert torch.equal(inputs.positive, texts[[0, 1, 2, 0, 1]])
+    assert inputs.negative is not None
+    assert len(inputs.negative) == 1
+    assert torch.equal(native_inputs([[texts, {}]], None, {"samples": torch.zeros(2, 16, 3, 4, 6)}).positive, texts[:2])
+
+
+def test_a_noise_mask_says_what_is_known_where_the_image_has_no_mask() -> None:
+    noise_mask = _start_mask()[0, 0]
+    image = native_inputs(_cond(concat_latent_image=IMAGE), None, {**EMPTY, "noise_mask": noise_mask}).image_condition
+    assert image is not None
+    assert torch.equal(image, image_condition(IMAGE, _start_mask()))
+    both = {"concat_latent_image": IMAGE, "concat_mask": 1 - _start_mask()}
+    image = native_inputs(_cond(**both), None, {**EMPTY, "noise_mask": noise_mask}).image_condition
+    assert image is not None
+    assert torch.equal(image, image_condition(IMAGE, 1 - _start_mask())), "its own mask wins"
+
+
+def test_leftover_noise_is_handed_on_as_comfyui_does() -> None:
+    latents = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(5))
+    left = native_latent(latents, EMPTY, sigma=0.75)
+    assert torch.equal(left["samples"], denormalise(latents / 0.25))
+    inputs = native_inputs(_cond(), None, left)
+    assert inputs.latent_sigma == 0.75
+    assert inputs.latent is not None
+    assert torch.allclose(inputs.latent * 0.25, latents, atol=1e-6)
+    assert native_inputs(_cond(), None, EMPTY).latent_sigma is None
+    assert native_inputs(_cond(), None, native_latent(latents, left)).latent_sigma == 0.0
+
+
 def test_images_of_a_batch_share_a_mask() -> None:
     both = image_condition(IMAGE.repeat(2, 1, 1, 1, 1), _start_mask())
     assert torch.equal(both, image_condition(IMAGE, _start_mask()).repeat(2, 1, 1, 1, 1))
 
 
 def test_what_native_sampling_ignores_for_these_experts_is_ignored() -> None:
-    options = {"clip_vision_output": object(), "reference_latents": [IMAGE], "start_percent": 0.0, "end_percent": 1.0}
+    options = {
+        "clip_vision_output": object(),
+        "reference_latents": [IMAGE],
+        "strength": 0.5,
+        "guidance": 4.0,
+        "start_percent": 0.0,
+        "end_percent": 1.0,
+        "model_conds": {},
+        "control": None,
+        "unclip_conditioning": [],
+    }
     assert native_inputs(_cond(**options), None, EMPTY).image_condition is None
 
 
@@ -90,6 +150,8 @@ def test_what_native_sampling_ignores_for_these_experts_is_ignored() -> None:
     [
         ("control", object()),
         ("hooks", object()),
+        ("model_conds", {"y": object()}),
+        ("noise_concat", torch.zeros(1)),
         ("area", (64, 64, 0, 0)),
         ("mask", torch.ones(1, 8, 8)),
         ("concat_mask_index", 16),
@@ -129,9 +191,22 @@ def test_what_the_experts_cannot_obey_is_refused_by_name(side: str, key: str, va
             r"concat_mask is \[1, 1, 3, 8, 8\], its image \[1, 16, 3, 4, 6\]",
         ),
         (_cond(concat_latent_image=IMAGE, concat_mask=torch.ones(1, 1, 4, 4, 6)), None, EMPTY, "concat_mask is"),
-        (_cond(), None, {"samples": torch.zeros(1, 4, 64, 64)}, r"latent is \[1, 4, 64, 64\].* empty video latent"),
+        (_cond(), None, {"samples": torch.ones(1, 4, 64, 64)}, r"latent is \[1, 4, 1, 64, 64\].* empty video latent"),
         (_cond(), None, {"samples": torch.zeros(1, 48, 3, 4, 6)}, r"latent is \[1, 48, 3, 4, 6\]"),
-        (_cond(), None, {**EMPTY, "noise_mask": torch.ones(1, 1, 4, 6)}, "noise mask"),
+        (_cond(), None, {"samples": [torch.zeros(1, 16, 3, 4, 6)]}, "latent is a list of several parts"),
+        (_cond(), None, {**EMPTY, "noise_mask": torch.ones(1, 3, 4, 6)}, r"noise mask is \[1, 3, 4, 6\]"),
+        (
+            _cond(concat_latent_image=IMAGE),
+            None,
+            {"samples": torch.zeros(1, 16, 2, 4, 6)},
+            "positive carries a start image for 48 x 32 pixels and 9 frames, the latent is 48 x 32 pixels and 5 frames",
+        ),
+        (
+            _cond(),
+            _cond(concat_latent_image=IMAGE),
+            {"samples": torch.zeros(1, 16, 3, 8, 4)},
+            "negative carries .* 48 x 32 pixels and 9 frames, .* 32 x 64 pixels and 9 frames: connect the latent",
+        ),
     ],
 )
 def test_values_that_make_no_request(positive: Any, negative: Any, latent: Any, message: str) -> None:

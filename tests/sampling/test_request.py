@@ -12,6 +12,7 @@ from wanstream.sampling.request import check_channels
 
 NOISE = torch.zeros(2, 16, 3, 4, 6)
 TEXT = torch.zeros(1, 5, 4096)
+LATE: dict[str, Any] = {"sigmas": [1.0, 0.75, 0.5, 0.0], "start_step": 1}
 
 
 def _request(**changes: Any) -> DenoiseRequest:
@@ -41,6 +42,28 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"latent": NOISE.long()}, "latent is torch.int64"),
         ({"steps": 0}, "0 steps"),
         ({"steps": 4, "start_step": 4}, "start step 4 of 4 steps: give 0 to 3"),
+        (
+            {"steps": 4, "start_step": 2, "end_step": 2},
+            "start step 2 of 4 steps, of which those before step 2 are taken: give 0 to 1",
+        ),
+        ({"steps": 4, "end_step": 0}, "end step 0: give at least 1"),
+        ({"mask": torch.zeros(1, 1, 3, 4, 8)}, r"mask is \[1, 1, 3, 4, 8\]: give \[1 or 2, 1 or 16, 3, 4, 6\]"),
+        ({"mask": torch.zeros(2, 4, 3, 4, 6)}, "mask is"),
+        ({"add_noise": False}, "add_noise is off and the latent is empty"),
+        (
+            {"add_noise": False, "latent": NOISE, "schedule": "simple"},
+            "step 0 starts at sigma 1, where nothing of a latent is left",
+        ),
+        ({"add_noise": False, "latent": NOISE}, "where nothing of a latent is left"),
+        (
+            {**LATE, "add_noise": False, "latent": NOISE, "latent_sigma": 0.5},
+            "left at sigma 0.5000, and step 1 starts at sigma 0.7500: give both samplers the same steps, schedule and",
+        ),
+        (
+            {**LATE, "add_noise": False, "latent": NOISE, "latent_sigma": 0.0},
+            "left at sigma 0.0000, and step 1 starts at sigma 0.7500: turn leftover_noise on in the sampler before",
+        ),
+        ({**LATE, "latent": NOISE, "latent_sigma": 0.75}, r"still carries noise \(left at sigma 0.7500\)"),
         ({"start_step": -1}, "start step -1"),
         ({"boundary_ratio": 1.01}, "boundary ratio 1.01: give 0 to 1"),
         ({"boundary_ratio": -0.1}, "boundary ratio -0.1"),
@@ -50,7 +73,7 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"flow_shift": 0.0}, "flow shift 0"),
         ({"solver": "dpm"}, "unknown solver 'dpm'"),
         ({"schedule": "karras"}, "unknown schedule 'karras'"),
-        ({"sigmas": [1.0, 0.5]}, "append 0"),
+        ({"sigmas": [1.0, 0.5, -0.1]}, "last sigma is -0.1"),
         ({"sigmas": [1.0, 0.5, 0.0], "steps": 3}, "3 sigmas make 2 steps, not 3"),
         ({"guidance": (4.0, 1.0)}, "needs a negative text"),
         ({"guidance": (1.0, 3.0)}, "needs a negative text"),
@@ -106,6 +129,38 @@ def test_starting_later_keeps_the_schedule_and_the_switch() -> None:
     late, whole = _request(steps=20, start_step=15).course(), _request(steps=20).course()
     assert (late.schedule, late.experts) == (whole.schedule, whole.experts)
     assert late.steps == range(15, 20)
+
+
+@pytest.mark.parametrize("latent_sigma", [None, 0.75, 0.750001])
+def test_a_latent_that_was_left_where_the_run_starts_is_taken(latent_sigma: float | None) -> None:
+    course = _request(**LATE, add_noise=False, latent=NOISE, latent_sigma=latent_sigma).course()
+    assert (course.start_sigma, course.end_sigma) == (0.75, 0.0)
+
+
+def test_a_finished_latent_may_get_new_noise() -> None:
+    assert _request(**LATE, latent=NOISE, latent_sigma=0.0).course().steps == range(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("end_step", "leftover_noise", "steps", "end_sigma"),
+    [(None, False, 20, 0.0), (10000, True, 20, 0.0), (20, True, 20, 0.0), (12, False, 12, 0.0), (12, True, 12, None)],
+)
+def test_ending_earlier_keeps_the_schedule_and_the_switch(
+    end_step: int | None, leftover_noise: bool, steps: int, end_sigma: float | None
+) -> None:
+    whole = _request(steps=20).course()
+    cut = _request(steps=20, end_step=end_step, leftover_noise=leftover_noise).course()
+    assert cut.steps == range(steps)
+    assert cut.experts == whole.experts[:steps]
+    assert cut.schedule.sigmas[:-1] == whole.schedule.sigmas[:steps]
+    assert cut.end_sigma == (whole.schedule.sigmas[steps] if end_sigma is None else end_sigma)
+
+
+def test_sigmas_that_end_above_zero_are_split_at_the_boundary_as_others_are() -> None:
+    high_part = _request(sigmas=[1.0, 0.95, 0.9, 0.85, 0.8]).course()
+    assert (high_part.experts, high_part.end_sigma) == (("high",) * 3 + ("low",), pytest.approx(0.8))
+    low_part = _request(sigmas=[0.85, 0.5, 0.0], latent=NOISE).course()
+    assert low_part.experts == ("low", "low")
 
 
 def test_an_image_condition_must_fit_the_experts() -> None:

@@ -86,12 +86,40 @@ def test_the_model_is_told_the_float32_timestep_of_comfyui() -> None:
     assert torch.equal(told, torch.tensor(schedule.sigmas[:-1]) * 1000)
 
 
+@pytest.mark.parametrize("sigmas", [(1.0, 0.75, 0.5), (0.5, 0.25), (0.5, 0.0)])
+def test_sigmas_may_start_late_and_end_early(sigmas: tuple[float, ...]) -> None:
+    schedule = explicit_schedule(sigmas)
+    assert schedule.sigmas == sigmas
+    assert schedule.timesteps == tuple(1000 * sigma for sigma in sigmas[:-1])
+
+
+@pytest.mark.parametrize(
+    ("end_step", "leftover_noise", "sigmas"),
+    [
+        (1, False, (1.0, 0.0)),
+        (1, True, (1.0, 0.75)),
+        (2, False, (1.0, 0.75, 0.0)),
+        (2, True, (1.0, 0.75, 0.5)),
+        (3, False, (1.0, 0.75, 0.5, 0.25)),
+        (3, True, (1.0, 0.75, 0.5, 0.25)),
+        (9, False, (1.0, 0.75, 0.5, 0.25)),
+    ],
+)
+def test_a_cut_schedule_ends_at_zero_unless_noise_is_left_over(
+    end_step: int, leftover_noise: bool, sigmas: tuple[float, ...]
+) -> None:
+    """Sigmas that end above 0 by themselves stay as they are: nothing is cut."""
+    cut = explicit_schedule([1.0, 0.75, 0.5, 0.25]).until(end_step, leftover_noise=leftover_noise)
+    assert cut.sigmas == sigmas
+    assert cut.timesteps == tuple(1000 * sigma for sigma in sigmas[:-1])
+
+
 @pytest.mark.parametrize(
     ("sigmas", "message"),
     [
         ([], "make no step"),
         ([0.0], "make no step"),
-        ([1.0, 0.5], "append 0"),
+        ([1.0, 0.5, -0.1], "last sigma is -0.1: flow sigmas end at 0"),
         ([1.0, 0.5, 0.5, 0.0], "sigma 2 .* not below sigma 1"),
         ([1.0, 0.2, 0.5, 0.0], "sigma 2 .* not below sigma 1"),
         ([1.0, float("nan"), 0.0], "sigma 1 .* not below sigma 0"),

@@ -1,0 +1,92 @@
+"""What a request refuses, each with the numbers that do not fit and a way out."""
+
+from __future__ import annotations
+
+import torch
+
+from ..wan.vae import LATENT_CHANNELS
+from .errors import RequestError
+from .schedules import PURE_NOISE
+
+IMAGE_CONDITION_CHANNELS = 20
+TEXT_WIDTH = 4096
+PATCH = 2
+"""Latent pixels per token, in height and in width."""
+SAME_SIGMA = 1e-5
+"""Sigmas nearer than this are the same step of the same schedule, computed by two programs."""
+
+
+def check_start(sigma: float, *, step: int, add_noise: bool, has_latent: bool, latent_sigma: float | None) -> None:
+    """Refuse to go on from a latent at `sigma`, where `step` starts, as far as it can be known to be wrong."""
+    if add_noise:
+        if latent_sigma:
+            raise RequestError(
+                f"the latent still carries noise (left at sigma {latent_sigma:.4f}), and add_noise would add more to "
+                "it: turn add_noise off here, or leftover_noise off in the sampler before"
+            )
+        return
+    if not has_latent:
+        raise RequestError("add_noise is off and the latent is empty: turn add_noise on, or connect a latent")
+    if sigma > PURE_NOISE:
+        raise RequestError(
+            f"add_noise is off and step {step} starts at sigma {sigma:g}, where nothing of a latent is left: "
+            "set start_step to the end_step of the sampler before, or turn add_noise on"
+        )
+    if latent_sigma is not None and abs(latent_sigma - sigma) > SAME_SIGMA:
+        remedy = (
+            "give both samplers the same steps, schedule and flow_shift (or sigmas), and this one as start_step the "
+            "end_step of the sampler before"
+            if latent_sigma
+            else "turn leftover_noise on in the sampler before, or add_noise on here"
+        )
+        raise RequestError(
+            f"the latent was left at sigma {latent_sigma:.4f}, and step {step} starts at sigma {sigma:.4f}: {remedy}"
+        )
+
+
+def check_course(steps: int, *, start_step: int, switch_step: int | None, end_step: int) -> None:
+    """Refuse a first step, a last one or an explicit switch that do not fit a run of `steps` steps."""
+    if end_step < 1:
+        raise RequestError(f"end step {end_step}: give at least 1, the first step runs before step 1")
+    if not 0 <= start_step < min(steps, end_step):
+        cut = f", of which those before step {end_step} are taken" if end_step < steps else ""
+        raise RequestError(f"start step {start_step} of {steps} steps{cut}: give 0 to {min(steps, end_step) - 1}")
+    if switch_step is not None and not 0 <= switch_step <= steps:
+        raise RequestError(f"switch step {switch_step} of {steps} steps: give 0 to {steps}")
+
+
+def check_noise(noise: torch.Tensor) -> None:
+    if noise.ndim != 5 or noise.shape[1] != LATENT_CHANNELS or 0 in noise.shape:
+        raise RequestError(f"noise is {list(noise.shape)}: give [B, {LATENT_CHANNELS}, T, h, w]")
+    if noise.dtype != torch.float32:
+        raise RequestError(f"noise is {noise.dtype}: give float32")
+    height, width = noise.shape[-2:]
+    if height % PATCH or width % PATCH:
+        raise RequestError(
+            f"a latent of {height} x {width} does not divide into {PATCH} x {PATCH} patches: "
+            f"use a video height and width that are multiples of {8 * PATCH}"
+        )
+
+
+def check_text(name: str, text: torch.Tensor, batch: int) -> None:
+    shape = list(text.shape)
+    if text.ndim != 3 or shape[2] != TEXT_WIDTH:
+        raise RequestError(f"{name} is {shape}: give a UMT5 embedding [1 or {batch}, tokens, {TEXT_WIDTH}]")
+    if shape[1] == 0:
+        raise RequestError(f"{name} is {shape}: it has no tokens; encode an empty prompt instead")
+    if shape[0] not in (1, batch):
+        raise RequestError(f"{name} has {shape[0]} texts for {batch} samples: give 1 or {batch}")
+    if not text.is_floating_point():
+        raise RequestError(f"{name} is {text.dtype}: give floating point embeddings, not token numbers")
+
+
+def check_latent(
+    name: str, value: torch.Tensor, noise: torch.Tensor, channels: tuple[int, ...], batches: tuple[int, ...]
+) -> None:
+    fits = value.ndim == 5 and value.shape[0] in batches and value.shape[1] in channels
+    if not fits or value.shape[2:] != noise.shape[2:]:
+        choices = [" or ".join(str(size) for size in sorted(set(sizes))) for sizes in (batches, channels)]
+        wanted = [*choices, *noise.shape[2:]]
+        raise RequestError(f"{name} is {list(value.shape)}: give [{', '.join(map(str, wanted))}], to match the noise")
+    if not value.is_floating_point():
+        raise RequestError(f"{name} is {value.dtype}: give floating point values")

@@ -1,0 +1,80 @@
+"""Noise masks: the shapes that are taken, what is kept of a run, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wanstream.sampling import ConditioningError
+from wanstream.sampling.mask import KeptPart, latent_mask
+
+SHAPE = torch.Size((4, 16, 3, 4, 6))
+
+
+def _left_half(*shape: int) -> torch.Tensor:
+    """1 in the left half of the picture."""
+    mask = torch.zeros(shape)
+    mask[..., : shape[-1] // 2] = 1
+    return mask
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 6), (1, 4, 6), (3, 4, 6), (1, 1, 4, 6), (3, 1, 4, 6), (1, 1, 3, 4, 6), (1, 1, 1, 4, 6), (8, 12), (3, 32, 48)],
+)
+def test_a_mask_of_any_form_is_one_for_the_whole_batch(shape: tuple[int, ...]) -> None:
+    mask = latent_mask(_left_half(*shape), SHAPE)
+    assert mask.shape == (1, 1, 3, 4, 6)
+    assert torch.equal(mask.round(), _left_half(1, 1, 3, 4, 6))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("channels", [1, 16])
+def test_a_mask_for_each_video(batch: int, channels: int) -> None:
+    given = torch.rand(batch, channels, 3, 4, 6)
+    mask = latent_mask(given, SHAPE)
+    assert mask.shape == (1 if batch == 1 else 4, channels, 3, 4, 6)
+    for i in range(4):
+        assert torch.equal(mask[i % len(mask)], given[i % batch]), "ComfyUI repeats masks in turn"
+
+
+def test_what_lies_before_height_and_width_is_frames() -> None:
+    frames = torch.stack([torch.zeros(4, 6), torch.ones(4, 6), torch.zeros(4, 6)])
+    assert torch.equal(latent_mask(frames, SHAPE)[0, 0], frames)
+    assert torch.equal(latent_mask(frames[:, None], SHAPE)[0, 0], frames)
+
+
+def test_whole_numbers_and_booleans_are_masks() -> None:
+    assert torch.equal(latent_mask(_left_half(4, 6).bool(), SHAPE), latent_mask(_left_half(4, 6), SHAPE))
+    assert latent_mask(_left_half(4, 6).long(), SHAPE).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(6), r"noise mask is \[6\]: give \[height, width\]"),
+        (torch.ones(1, 1, 1, 3, 4, 6), r"noise mask is \[1, 1, 1, 3, 4, 6\]"),
+        (torch.ones(0, 4, 6), r"noise mask is \[0, 4, 6\]"),
+        (torch.ones(2, 3, 4, 6), r"noise mask is \[2, 3, 4, 6\]: give \[frames, 1, height, width\]"),
+        (torch.ones(1, 4, 3, 4, 6), r"\[1, 4, 3, 4, 6\] has 4 channels: give 1, or 16"),
+        (torch.ones(3, 1, 3, 4, 6), r"is for 3 videos, the latent \[4, 16, 3, 4, 6\] has 4"),
+        (torch.ones(8, 1, 3, 4, 6), "is for 8 videos"),
+        (torch.full((4, 6), float("nan")), "holds NaN or infinity"),
+    ],
+)
+def test_masks_that_fit_no_latent(mask: torch.Tensor, message: str) -> None:
+    with pytest.raises(ConditioningError, match=message):
+        latent_mask(mask, SHAPE)
+
+
+def test_the_kept_part_is_shown_at_the_noise_level_of_the_step_and_ends_as_it_was() -> None:
+    mask = _left_half(1, 1, 1, 1, 6)
+    run, latent, noise = (torch.full((1, 16, 1, 1, 6), value) for value in (10.0, 2.0, -4.0))
+    kept = KeptPart.of(mask, latent, noise)
+    assert torch.equal(kept.shown(run, 0.25)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [0.5] * 3))
+    assert torch.equal(kept.ended(run)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [2.0] * 3))
+
+
+def test_a_mask_between_mixes() -> None:
+    kept = KeptPart.of(torch.full((1, 1, 1, 1, 1), 0.25), torch.tensor(8.0), torch.tensor(0.0))
+    assert kept.ended(torch.tensor(4.0)).item() == 0.25 * 4 + 0.75 * 8
