@@ -12,7 +12,7 @@ from torch import nn
 from transformers import UMT5EncoderModel
 
 from ..wan.native_keys import native_vae_name
-from .sample_fp8 import Fp8Layout, fp8_tensors
+from .sample_fp8 import Fp8Layout, fp8_metadata, fp8_tensors
 from .sample_tokenizer import save_tokenizer, sentencepiece_model
 
 
@@ -37,14 +37,19 @@ def save_text_encoder_folders(encoder: UMT5EncoderModel, pipeline: Path, *, dtyp
     save_tokenizer(pipeline / "tokenizer")
 
 
-def save_text_encoder_file(encoder: UMT5EncoderModel, path: Path) -> None:
-    """Write the encoder as ComfyUI's single file: matrices of the blocks in fp8, the rest in fp16, tokenizer inside."""
-    blocks = encoder.encoder.block.named_modules(prefix="encoder.block")
-    linears = {name: module for name, module in blocks if isinstance(module, nn.Linear)}
-    tensors = _parameters(encoder, torch.float16) | fp8_tensors(linears, Fp8Layout())
+def save_text_encoder_file(
+    encoder: UMT5EncoderModel, path: Path, *, dtype: torch.dtype, fp8: Fp8Layout | None = None
+) -> None:
+    """Write ComfyUI's single file, with the tokenizer inside; with `fp8` the blocks' matrices are quantised."""
+    tensors, metadata = _parameters(encoder, dtype), {"format": "pt"}
+    if fp8 is not None:
+        blocks = encoder.encoder.block.named_modules(prefix="encoder.block")
+        linears = {name: module for name, module in blocks if isinstance(module, nn.Linear)}
+        tensors |= fp8_tensors(linears, fp8)
+        metadata |= fp8_metadata(linears, fp8)
     tensors["spiece_model"] = torch.frombuffer(bytearray(sentencepiece_model()), dtype=torch.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, {"format": "pt"})
+    save_file(tensors, path, metadata)
 
 
 def _parameters(encoder: UMT5EncoderModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -120,7 +120,7 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
     on_progress("VAE and text encoder")
     vae, encoder = make_vae(seed=VAE_SEED), make_text_encoder(seed=TEXT_SEED, vocabulary=len(VOCABULARY))
     save_vae_file(vae, folder / VAE_FILE)
-    save_text_encoder_file(encoder, folder / TEXT_ENCODER_FILE)
+    save_text_encoder_file(encoder, folder / TEXT_ENCODER_FILE, dtype=torch.float16, fp8=Fp8Layout())
     save_vae_folder(vae, folder / T2V.pipeline / "vae")
     save_text_encoder_folders(encoder, folder / T2V.pipeline, dtype=torch.bfloat16)
     for component in SHARED:
