@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..host import ComfyExtension, io
 from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
 from .load import WanStreamExperts
+from .lora import WanStreamLora
 from .offload import WanStreamBlockSwap, WanStreamLayerwise
 from .sample import WanStreamSampler
 from .text import WanStreamTextEncode
@@ -17,6 +18,7 @@ class WanStreamExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
             WanStreamExperts,
+            WanStreamLora,
             WanStreamLayerwise,
             WanStreamBlockSwap,
             WanStreamTextEncode,
