@@ -116,7 +116,12 @@ def check_steps(steps: int) -> None:
         raise RequestError(f"{steps} steps: give 1 to {TRAIN_TIMESTEPS}")
 
 
-def _check_shape(steps: int, flow_shift: float) -> None:
-    check_steps(steps)
+def check_flow_shift(flow_shift: float) -> None:
+    """Refuse a flow shift that no schedule can have."""
     if not (math.isfinite(flow_shift) and flow_shift > 0):
         raise RequestError(f"flow shift {flow_shift:g}: give a positive number (Wan2.2: 12 for text, 5 for images)")
+
+
+def _check_shape(steps: int, flow_shift: float) -> None:
+    check_steps(steps)
+    check_flow_shift(flow_shift)
