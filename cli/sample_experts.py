@@ -38,7 +38,7 @@ def save_expert_file(
     tensors = {native_transformer_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
     metadata = {"format": "pt"}
     if fp8 is not None:
-        layers = {_native_layer(name): linear for name, linear in _block_linears(model).items()}
+        layers = {native_layer(name): linear for name, linear in block_linears(model).items()}
         tensors |= fp8_tensors(layers, fp8)
         metadata |= fp8_metadata(layers, fp8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,17 +48,19 @@ def save_expert_file(
 def dequantised(model: WanTransformer3DModel, *, dtype: torch.dtype) -> WanTransformer3DModel:
     """The fp32 model that an fp8 file of `model`, its other tensors in `dtype`, stands for."""
     rounded = in_dtype(model, dtype).float()
-    originals = _block_linears(model)
-    for name, linear in _block_linears(rounded).items():
+    originals = block_linears(model)
+    for name, linear in block_linears(rounded).items():
         weight, scale = quantise(originals[name].weight)
         linear.weight.copy_(weight.float() * scale)
     return rounded
 
 
-def _block_linears(model: WanTransformer3DModel) -> dict[str, nn.Linear]:
+def block_linears(model: WanTransformer3DModel) -> dict[str, nn.Linear]:
+    """The layers of the blocks whose matrices stream, by name."""
     named = model.blocks.named_modules(prefix="blocks")
     return {name: module for name, module in named if isinstance(module, nn.Linear)}
 
 
-def _native_layer(name: str) -> str:
+def native_layer(name: str) -> str:
+    """The native name of a layer."""
     return native_transformer_name(f"{name}.weight").removesuffix(".weight")

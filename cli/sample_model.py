@@ -21,6 +21,7 @@ from .sample_components import save_text_encoder_file, save_text_encoder_folders
 from .sample_experts import save_expert_file, save_expert_folder
 from .sample_folder import SampleFolder, SampleModelError
 from .sample_fp8 import Fp8Layout
+from .sample_loras import make_lora, save_lora
 from .sample_tokenizer import VOCABULARY
 from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae
 from .table import size_text
@@ -28,9 +29,10 @@ from .table import size_text
 __all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
 
 A14B_LAYERS = 40
-RECIPE = 1  # raised when other files are written, so that an older sample model is replaced
+RECIPE = 2  # raised when other files are written, so that an older sample model is replaced
 
 VAE_SEED, TEXT_SEED = 1, 2
+LORA_SEED = 100  # added to that of its expert
 VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
 TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
 SHARED = ("vae", "text_encoder", "tokenizer")  # the same in both pipelines
@@ -47,10 +49,16 @@ class Family:
     pipeline_class: str
     seeds: tuple[int, int]
     """Of the high-noise and the low-noise expert."""
+    lora_version: str
+    """Of the 4-step LoRAs."""
 
     @property
     def pipeline(self) -> Path:
         return Path("diffusers", f"Wan2.2-{self.name.upper()}-A14B-Diffusers")
+
+    def lora(self, expert: str) -> Path:
+        name = f"wan2.2_{self.name}_lightx2v_4steps_lora_{self.lora_version}_{expert}_noise.safetensors"
+        return Path("loras", name)
 
     def single_file(self, expert: str, precision: str) -> Path:
         return Path("diffusion_models", f"wan2.2_{self.name}_{expert}_noise_14B_{precision}.safetensors")
@@ -63,6 +71,7 @@ T2V = Family(
     flow_shift=12.0,
     pipeline_class="WanPipeline",
     seeds=(10, 11),
+    lora_version="v1.1",
 )
 I2V = Family(
     name="i2v",
@@ -71,6 +80,7 @@ I2V = Family(
     flow_shift=5.0,
     pipeline_class="WanImageToVideoPipeline",
     seeds=(20, 21),
+    lora_version="v1",
 )
 
 
@@ -135,12 +145,13 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
 
 
 def _write_expert(family: Family, expert: str, folder: Path, shape: ExpertShape, seed: int) -> None:
-    """One expert in the three forms that are most used."""
+    """One expert in the three forms that are most used, and a LoRA for it."""
     model = make_expert(shape, seed=seed)
     component = "transformer" if expert == "high" else "transformer_2"
     save_expert_folder(model, folder / family.pipeline / component, dtype=torch.bfloat16)
     save_expert_file(model, folder / family.single_file(expert, "fp16"), dtype=torch.float16)
     save_expert_file(model, folder / family.single_file(expert, "fp8_scaled"), dtype=torch.float16, fp8=Fp8Layout())
+    save_lora(make_lora(model, seed=seed + LORA_SEED), folder / family.lora(expert), dtype=torch.bfloat16)
 
 
 def _write_pipeline_settings(family: Family, pipeline: Path) -> None:

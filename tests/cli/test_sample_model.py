@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from wanstream.cli import sample_model
 from wanstream.cli.sample_folder import RECORD
 from wanstream.cli.sample_model import SampleModelError, write_sample_model
-from wanstream.wan import open_experts, open_text_encoder, open_vae
+from wanstream.wan import open_experts, open_lora, open_text_encoder, open_vae
 
 PIPELINES = ["diffusers/Wan2.2-T2V-A14B-Diffusers", "diffusers/Wan2.2-I2V-A14B-Diffusers"]
 SINGLE_FILES = [
@@ -33,6 +33,7 @@ class TestContents:
         assert sorted(path.name for path in sample_models.iterdir() if path.is_dir()) == [
             "diffusers",
             "diffusion_models",
+            "loras",
             "text_encoders",
             "vae",
         ]
@@ -41,6 +42,24 @@ class TestContents:
     def test_single_files_are_pairs_of_experts(self, sample_models, name):
         with open_experts(sample_models / name.format("high"), sample_models / name.format("low")) as pair:
             assert pair.in_channels == (36 if "i2v" in name else 16)
+
+    @pytest.mark.parametrize(
+        ("name", "experts"),
+        [
+            ("loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors", SINGLE_FILES[0]),
+            ("loras/wan2.2_i2v_lightx2v_4steps_lora_v1_{}_noise.safetensors", SINGLE_FILES[2]),
+        ],
+    )
+    def test_loras_fit_their_experts(self, sample_models, name, experts):
+        high, low = (open_lora(sample_models / name.format(expert)) for expert in ("high", "low"))
+        with open_experts(sample_models / experts.format("high"), sample_models / experts.format("low")) as pair:
+            pair.set_loras([(high, 1.0)], [(low, 1.0)])
+        for lora in (high, low):
+            assert len(lora.low_rank) == 4 * 10
+            assert len(lora.differences) == 10
+            assert lora.unmatched == ()
+        key = "diffusion_model.blocks.3.ffn.2.lora_up.weight"
+        assert not torch.equal(load_file(high.path)[key], load_file(low.path)[key])
 
     @pytest.mark.parametrize(
         ("pipeline", "in_channels", "boundary", "flow_shift"),
@@ -101,7 +120,7 @@ class TestContents:
             - (model.folder / RECORD).stat().st_size
         )
         lines = model.summary().splitlines()
-        assert len(lines) == 19
+        assert len(lines) == 23
         assert lines[-1].endswith(f"on disk, in {model.folder}")
         assert "14.4 MB  vae/wan_2.1_vae.safetensors" in model.summary()
 
@@ -138,7 +157,6 @@ class TestFolder:
 
     def test_one_of_another_recipe_or_with_a_file_lost_is_replaced_and_additions_are_kept(self, tmp_path):
         write_sample_model(tmp_path, layers=2)
-        (tmp_path / "loras").mkdir()
         (tmp_path / "loras" / "mine.safetensors").write_text("mine")
         (tmp_path / "diffusion_models" / "mine.safetensors").write_text("mine")
 
