@@ -116,14 +116,11 @@ class StreamEngine:
             if nbytes <= 0:
                 return 0
             self.streams.settle()
-            freed, contents = 0, self.contents()
-            there = [buffer.index for buffer in self.buffers if buffer.state is not BufferState.ABSENT]
-            for index in eviction_order(there, contents, residency):
+            freed = 0
+            for index in eviction_order(range(len(self.buffers)), self.contents(), residency):
                 if freed >= nbytes:
                     return freed
-                if index in contents:
-                    self.buffers[index].forget()
-                freed += self.buffers[index].give_back()
+                freed += _let_go(self.buffers[index])
             return freed if freed >= nbytes else freed + self.streams.give_back()
         finally:
             self.release()
@@ -144,6 +141,8 @@ class StreamEngine:
         try:
             self.streams.close()
             self._patches.replace({})
+            for buffer in self.buffers:
+                _let_go(buffer)
             self.buffers = ()
         finally:
             self.release()
@@ -159,3 +158,12 @@ class StreamEngine:
 
 
 _BUSY = "this engine is already running a program; wait for that run to end"
+
+
+def _let_go(buffer: BlockBuffer) -> int:
+    """Free the memory of one buffer, whatever it holds between runs; returns its bytes."""
+    if buffer.state is BufferState.ABSENT:
+        return 0
+    if buffer.state is BufferState.DONE:
+        buffer.forget()
+    return buffer.give_back()

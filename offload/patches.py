@@ -147,7 +147,7 @@ def _hold(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockForm
         factors += ((_part(name, part), factor, matrices[name].dtype) for part, factor in _parts_of(weight))
     layout = flat_layout((part, tuple(factor.shape), dtype) for part, factor, dtype in factors)
     try:
-        memory = map_memory(layout.nbytes)
+        memory = map_memory(layout.nbytes)[: layout.nbytes]
     except OSError as err:
         raise OSError(
             f"{label}: {layout.nbytes / 1e6:.1f} MB of RAM are refused ({err.strerror}): use fewer LoRAs"

@@ -1,0 +1,220 @@
+"""Device memory that is given back between runs is really gone, and the next run does not notice."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from wanstream.offload import BlockPatch, OffloadHandle, WeightPatch, attach_offload
+from wanstream.offload.buffers import BufferOrderError
+from wanstream.offload.module_source import ModuleSource
+from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+
+CPU = torch.device("cpu")
+BLOCKS, WIDTH = 6, 32
+BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
+STEPS = ["high", "low"]
+POLICIES = {
+    "resident": (OffloadPolicy.resident(), 2 * BLOCKS),
+    "layerwise 0": (OffloadPolicy.layerwise(0), 1),
+    "layerwise 2": (OffloadPolicy.layerwise(2), 3),
+    "block swap": (OffloadPolicy.block_swap(3, 1), 5),
+}
+
+Stacks = dict[str, nn.ModuleList]
+
+
+@pytest.fixture
+def stacks(make_stack: Callable[..., nn.ModuleList]) -> Stacks:
+    return {"high": make_stack(BLOCKS, seed=1), "low": make_stack(BLOCKS, seed=2)}
+
+
+@pytest.fixture
+def expected(stacks: Stacks) -> torch.Tensor:
+    value = torch.ones(1, WIDTH)
+    for name in STEPS:
+        for block in copy.deepcopy(stacks[name]):
+            value = block(value)
+    return value
+
+
+def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadHandle:
+    return attach_offload(stacks, policy=policy, device=CPU, follow_forward=False, **how)
+
+
+def run(handle: OffloadHandle, stacks: Stacks, steps: list[str] = STEPS) -> tuple[torch.Tensor, list[BlockKey]]:
+    """What comes out, and the blocks that were fetched."""
+    value = torch.ones(1, WIDTH)
+    with handle.run(step_visits(steps, handle.counts)) as going:
+        for visit in going.program.visits:
+            with going.visit(*visit):
+                value = stacks[visit.expert][visit.block](value)
+    assert tuple(going.fetched) == going.program.fetches
+    return value, [fetch.block for fetch in going.fetched]
+
+
+def storages(handle: OffloadHandle) -> list[StorageWeakRef]:
+    return [StorageWeakRef(buffer.memory.untyped_storage()) for buffer in handle.engine.buffers]
+
+
+def blocks(name: str, *numbers: int) -> set[BlockKey]:
+    return {BlockKey(name, number) for number in numbers}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_everything_is_given_back_and_comes_again(stacks, expected, policy):
+    settings, buffers = POLICIES[policy]
+    with attach(stacks, settings) as handle:
+        assert handle.loaded_bytes == buffers * BLOCK_BYTES
+        _, cold = run(handle, stacks)
+        for _ in range(2):
+            memory = storages(handle)
+            assert handle.give_back(1 << 60) == buffers * BLOCK_BYTES
+            assert all(storage.expired() for storage in memory), "somebody keeps the memory of a buffer"
+            assert handle.loaded_bytes == 0
+            assert handle.engine.contents() == {}
+            assert handle.give_back(1) == 0
+            value, fetched = run(handle, stacks)
+            assert torch.equal(value, expected)
+            assert fetched == cold
+            assert handle.loaded_bytes == buffers * BLOCK_BYTES
+    assert handle.loaded_bytes == 0
+    assert handle.give_back(1) == 0
+
+
+def test_neither_a_run_that_was_kept_nor_one_that_failed_holds_the_memory(stacks, slow_source):
+    source = slow_source(ModuleSource(stacks), seed=0)
+    with attach(stacks, OffloadPolicy.layerwise(1), source=source) as handle:
+        memory = storages(handle)
+        visits = step_visits(["high"], handle.counts)
+        with handle.run(visits) as whole:
+            contexts = [whole.visit(*visit) for visit in visits]
+            for context in contexts:
+                with context:
+                    pass
+        with pytest.raises(KeyboardInterrupt), handle.run(visits) as cut:
+            with cut.visit(*visits[0]):
+                raise KeyboardInterrupt
+        handle.give_back(1 << 60)
+        assert all(storage.expired() for storage in memory)
+        assert (len(contexts), whole.fetched[0].block, cut.fetched[0].block) == (BLOCKS, *[BlockKey("high", 0)] * 2)
+
+
+def test_detached_blocks_hold_no_memory_either(stacks):
+    handle = attach(stacks, OffloadPolicy.layerwise(1))
+    run(handle, stacks)
+    buffers, memory = handle.engine.buffers, storages(handle)
+    handle.detach()
+    assert all(storage.expired() for storage in memory)
+    assert len(buffers) == 2
+
+
+def test_empty_buffers_go_first_then_streamed_blocks_then_residents(stacks):
+    with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:  # residents: 0, 2 and 4
+        run(handle, stacks, ["high"])
+        assert set(handle.engine.contents().values()) == blocks("high", 1, 2, 3, 4, 5)
+        other = BlockPatch(identity=1, weights={"up.weight": WeightPatch(full=torch.zeros(3 * WIDTH, WIDTH))})
+        handle.set_patches({BlockKey("high", 2): other})
+        left = []
+        for _ in range(5):
+            assert handle.give_back(1) == BLOCK_BYTES
+            left.append(set(handle.engine.contents().values()))
+        assert left == [
+            blocks("high", 1, 3, 4, 5),
+            blocks("high", 1, 3, 4),
+            blocks("high", 1, 4),
+            blocks("high", 4),
+            set(),
+        ]
+
+
+def test_a_part_is_given_back_in_whole_buffers_and_only_that_is_fetched_again(stacks, expected):
+    with attach(stacks, OffloadPolicy.resident()) as handle:
+        run(handle, stacks)
+        assert handle.give_back(2 * BLOCK_BYTES + 1) == 3 * BLOCK_BYTES
+        assert handle.loaded_bytes == (2 * BLOCKS - 3) * BLOCK_BYTES
+        value, fetched = run(handle, stacks)
+        assert torch.equal(value, expected)
+        assert set(fetched) == blocks("low", 3, 4, 5)
+        assert run(handle, stacks)[1] == []
+
+
+def test_residents_survive_as_long_as_streamed_blocks_are_enough(stacks, expected):
+    with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:
+        run(handle, stacks, ["high"])
+        assert handle.give_back(3 * BLOCK_BYTES) == 3 * BLOCK_BYTES
+        _, fetched = run(handle, stacks, ["high"])
+        assert fetched == [BlockKey("high", number) for number in (0, 1, 3, 5)], "2 and 4 stayed"
+        assert torch.equal(run(handle, stacks)[0], expected)
+
+
+def test_only_what_a_run_fetches_into_is_allocated_again(stacks):
+    with attach(stacks, OffloadPolicy.resident()) as handle:
+        handle.give_back(1 << 60)
+        run(handle, stacks, ["high"])
+        assert handle.loaded_bytes == BLOCKS * BLOCK_BYTES
+        run(handle, stacks)
+        assert handle.loaded_bytes == 2 * BLOCKS * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_nothing_is_asked_and_nothing_is_given(stacks, nbytes):
+    with attach(stacks, OffloadPolicy.layerwise(1)) as handle:
+        assert handle.give_back(nbytes) == 0
+        assert handle.loaded_bytes == 2 * BLOCK_BYTES
+
+
+def test_a_running_engine_gives_nothing_back(stacks, expected):
+    value = torch.ones(1, WIDTH)
+    with attach(stacks, OffloadPolicy.layerwise(1)) as handle:
+        with handle.run(step_visits(STEPS, handle.counts)) as going:
+            for visit in going.program.visits:
+                with going.visit(*visit):
+                    with pytest.raises(RuntimeError, match="already running"):
+                        handle.give_back(1)
+                    value = stacks[visit.expert][visit.block](value)
+        assert handle.loaded_bytes == 2 * BLOCK_BYTES
+    assert torch.equal(value, expected)
+
+
+def test_a_run_that_was_planned_before_cannot_begin_after(stacks, expected):
+    with attach(stacks, OffloadPolicy.resident()) as handle:
+        run(handle, stacks)
+        stale = handle.run(step_visits(STEPS, handle.counts))
+        handle.give_back(BLOCK_BYTES)
+        with pytest.raises(BufferOrderError, match=r"is absent with None: keep needs it to be done"), stale:
+            pass
+        value, fetched = run(handle, stacks)
+        assert torch.equal(value, expected)
+        assert fetched == [BlockKey("low", 5)]
+
+
+def test_memory_that_came_again_in_inference_mode_serves_other_threads(stacks, expected):
+    values = []
+    with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:
+        handle.give_back(1 << 60)
+        with torch.inference_mode():
+            values.append(run(handle, stacks)[0])
+        thread = threading.Thread(target=lambda: values.append(run(handle, stacks)[0]))
+        thread.start()
+        thread.join()
+    assert len(values) == 2
+    assert all(torch.equal(value, expected) for value in values)
+
+
+def test_between_forwards_of_a_model_memory_may_go(make_stack, run_plain):
+    stack = make_stack(BLOCKS)
+    plain = copy.deepcopy(stack)
+    hidden = torch.ones(1, WIDTH)
+    with attach_offload(stack, policy=OffloadPolicy.layerwise(1), device=CPU) as handle:
+        for _ in range(2):
+            assert torch.equal(run_plain(stack, hidden), run_plain(plain, hidden))
+            assert handle.give_back(1 << 60) == 2 * BLOCK_BYTES
+        with pytest.raises(RuntimeError, match=r"shape|size|mat"):
+            stack[0].up(hidden)  # nothing is bound to memory that is gone
