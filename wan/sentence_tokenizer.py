@@ -2,7 +2,8 @@
 
 The sentencepiece library reads it, as ComfyUI does, so that prompts become the tokens that the native nodes give. The
 tokenizer folder of a pipeline is a conversion of the same model; in it, special tokens that are spelled out in a prompt
-("</s>") count as such, and so they do here.
+("</s>") count as such, and so they do here. What else differs lies in the conversion: a U+2581 or a "<0x41>" that is
+typed out, and combining marks after some signs.
 """
 
 from __future__ import annotations
