@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.metrics import Recorder
-from wanstream.offload import OffloadHandle, PinnedSource, attach_offload
+from wanstream.offload import BlockPatch, OffloadHandle, PinnedSource, WeightPatch, attach_offload
 from wanstream.offload.engine_run import PACE
 from wanstream.offload.file_source import FileSource
 from wanstream.offload.module_source import ModuleSource
@@ -87,6 +88,53 @@ def streamed(
 
 def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadHandle:
     return attach_offload(stacks, policy=policy, device="cuda", follow_forward=False, **how)
+
+
+def some_patches(strength: float, *, rank: int = 16) -> dict[BlockKey, BlockPatch]:
+    """Every second block of one expert, every third of the other; one of them has a whole difference too."""
+    random = torch.Generator().manual_seed(rank)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random) * 0.05
+
+    patches = {}
+    for name, apart in (("high", 2), ("low", 3)):
+        for block in range(0, BLOCKS, apart):
+            weights = {
+                "up.weight": WeightPatch(up=strength * draw(3 * WIDTH, rank), down=draw(rank, WIDTH)),
+                "down.weight": WeightPatch(up=strength * draw(WIDTH, rank + block), down=draw(rank + block, 3 * WIDTH)),
+            }
+            if block == 0:
+                weights["up.weight"] = replace(weights["up.weight"], full=strength * draw(3 * WIDTH, WIDTH))
+            patches[BlockKey(name, block)] = BlockPatch(identity=(rank, strength), weights=weights)
+    return patches
+
+
+def add_plainly(matrix: torch.Tensor, weight: WeightPatch) -> None:
+    """What arrival adds, to a matrix on the device."""
+    if weight.full is not None:
+        matrix.add_(weight.full.to(matrix))
+    if weight.up is not None:
+        matrix.copy_(torch.addmm(matrix, weight.up.to(matrix), weight.down.to(matrix)))
+
+
+@pytest.fixture
+def patched(stacks: Stacks, hidden: torch.Tensor) -> Callable[[dict[BlockKey, BlockPatch]], torch.Tensor]:
+    """`patched(patches)`: what blocks give that lie on the device with the patches in their weights."""
+    originals = copy.deepcopy(stacks)
+
+    def run(patches: dict[BlockKey, BlockPatch]) -> torch.Tensor:
+        resident = {name: copy.deepcopy(stack).cuda() for name, stack in originals.items()}
+        for key, patch in patches.items():
+            for name, weight in patch.weights.items():
+                add_plainly(resident[key.expert][key.block].get_parameter(name), weight)
+        value = hidden
+        for name in STEPS:
+            for block in resident[name]:
+                value = block(value)
+        return value
+
+    return run
 
 
 @pytest.mark.parametrize("slow", [1, 3, 1000], ids=["device slow", "in turns", "bus slow"])
@@ -281,6 +329,124 @@ def test_a_streamed_fp8_expert_equals_the_dequantised_model(tiny_expert_file, ma
         with engine.run(step_visits(["low"], engine.block_counts)) as run:
             [velocity] = forward_lanes(engine.models["low"], [lane], timestep, lambda i: run.visit(0, "low", i))
         assert torch.equal(velocity, expected)
+
+
+@pytest.mark.parametrize("slow", [1, 3, 1000], ids=["device slow", "in turns", "bus slow"])
+@pytest.mark.parametrize("policy", ["resident", "layerwise 0", "layerwise 3", "block swap deep", "block swap pinned"])
+def test_patched_on_arrival_equals_patched_before(stacks, hidden, plain, patched, slow_source, policy, slow):
+    """One slot serves the factors of all fetches: a copy that does not wait for the one before shows in the result."""
+    source = slow_source(ModuleSource(stacks), seed=slow)
+    wanted = [(each, patched(each)) for each in (some_patches(1.0), some_patches(-0.5, rank=8), some_patches(-0.5))]
+    with attach(stacks, POLICIES[policy], source=source) as handle:
+        for patches, expected in [*wanted, ({}, plain(STEPS)), wanted[0]]:
+            handle.set_patches(patches)
+            for _ in range(2):
+                assert torch.equal(streamed(handle, stacks, hidden, slow=slow), expected)
+
+
+@pytest.mark.parametrize("policy", ["resident", "layerwise 3", "block swap pinned"])
+def test_patches_may_change_while_the_device_still_runs_with_the_old_ones(stacks, hidden, patched, policy):
+    changes = [some_patches(1.0), some_patches(2.0, rank=32), {}, some_patches(0.5)]
+    expected = [patched(patches) for patches in changes]
+    values = []
+    with attach(stacks, POLICIES[policy]) as handle:
+        for patches in changes:  # nobody waits for a result in between
+            handle.set_patches(patches)
+            values.append(streamed(handle, stacks, hidden, slow=1))
+    for value, wanted in zip(values, expected, strict=True):
+        assert torch.equal(value, wanted)
+
+
+def test_factors_are_locked_while_they_are_set(stacks, hidden):
+    with attach(stacks, OffloadPolicy.layerwise(1)) as handle:
+        streamed(handle, stacks, hidden)
+        staging = handle.pinned_bytes
+        assert staging == 2 * BLOCK_BYTES
+        patches = some_patches(1.0)
+        handle.set_patches(patches)
+        factors = handle.pinned_bytes - staging
+        assert factors == sum(
+            factor.nbytes
+            for patch in patches.values()
+            for weight in patch.weights.values()
+            for factor in (weight.up, weight.down, weight.full)
+            if factor is not None
+        )
+        handle.set_patches({})
+        assert handle.pinned_bytes == staging
+    assert handle.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("pinned", ["file", "pinned"])
+def test_fp8_is_decoded_and_patched_and_all_of_it_is_given_back(tmp_path: Path, pinned: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    stored = {f"{i}.w": torch.randn(WIDTH, WIDTH, generator=generator).to(torch.float8_e4m3fn) for i in range(BLOCKS)}
+    scales = {f"{i}.s": torch.rand((), generator=generator) + 0.5 for i in range(BLOCKS)}
+    save_file({**stored, **scales}, tmp_path / "fp8.safetensors")
+    places = read_header(tmp_path / "fp8.safetensors").tensors
+    keys = [BlockKey("high", i) for i in range(BLOCKS)]
+    source = FileSource(
+        {key: {"weight": places[f"{key.block}.w"]} for key in keys},
+        computed_dtypes=torch.bfloat16,
+        scales={key: {"weight": places[f"{key.block}.s"]} for key in keys},
+    )
+    factors = WeightPatch(
+        up=torch.randn(WIDTH, 24, generator=generator), down=torch.randn(24, WIDTH, generator=generator)
+    )
+    patch = BlockPatch(identity="factors", weights={"weight": factors})
+    expected = [(stored[f"{i}.w"].float() * scales[f"{i}.s"]).to(torch.bfloat16).cuda() for i in range(BLOCKS)]
+    for matrix in expected[1::2]:
+        add_plainly(matrix, factors)
+    blocks = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in keys]
+    policy = OffloadPolicy.layerwise(1, source=pinned)
+    with attach({"high": blocks}, policy, source=source) as handle:
+        handle.set_patches(dict.fromkeys(keys[1::2], patch))
+        for _ in range(2):
+            seen = []
+            with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.counts)) as run:
+                for visit in run.program.visits:
+                    with run.visit(*visit):
+                        torch.cuda._sleep(LONG if visit.block % 2 else 0)
+                        seen.append(blocks[visit.block].weight.clone())
+            loaded = handle.loaded_bytes
+            assert loaded > 2 * WIDTH * WIDTH * 2 + WIDTH * WIDTH, "two buffers, undecoded bytes, factors"
+            assert handle.give_back(1 << 60) == loaded
+            assert handle.loaded_bytes == 0
+            for number, weight in enumerate(seen):
+                assert torch.equal(weight, expected[number % BLOCKS]), number
+
+
+@pytest.mark.parametrize("policy", ["resident", "layerwise 1", "block swap pinned"])
+def test_memory_is_given_back_while_the_device_still_computes(stacks, hidden, plain, policy):
+    expected = plain(STEPS)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with attach(stacks, POLICIES[policy]) as handle:
+        loaded = handle.loaded_bytes
+        with torch.cuda.stream(stream):
+            value = streamed(handle, stacks, hidden, slow=1)
+        allocated = torch.cuda.memory_allocated()
+        assert handle.give_back(1 << 60) == loaded
+        assert handle.loaded_bytes == 0
+        assert allocated - torch.cuda.memory_allocated() >= loaded
+        # The stream that the buffers were made on did not compute with them. It may write into their memory at once.
+        ruins = torch.full((loaded // 4,), float("nan"), device="cuda")
+        stream.synchronize()
+        assert torch.equal(value, expected)
+        del ruins
+        assert handle.give_back(1) == 0
+        assert torch.equal(streamed(handle, stacks, hidden), expected)
+        assert handle.loaded_bytes == loaded
+
+
+def test_residents_that_stay_are_not_fetched_again(stacks, hidden, plain):
+    expected = plain(STEPS)
+    with attach(stacks, OffloadPolicy.resident()) as handle:
+        streamed(handle, stacks, hidden)
+        assert handle.give_back(2 * BLOCK_BYTES) == 2 * BLOCK_BYTES
+        program = handle.compile(step_visits(STEPS, handle.counts))
+        assert [fetch.block for fetch in program.fetches] == [BlockKey("low", 4), BlockKey("low", 5)]
+        assert torch.equal(streamed(handle, stacks, hidden), expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
