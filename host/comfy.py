@@ -6,6 +6,7 @@ Imported only there: `comfy` and `folder_paths` are ComfyUI's modules, which lie
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,14 @@ import comfy.cli_args
 import comfy.model_management
 import comfy.utils
 import folder_paths
+import torch
 
-from .door import ExpertsRef, ExpertsRegistry, OutputFile, Progress, open_pair
+from .comfy_patcher import ExpertsModel, ExpertsPatcher
+from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
 from .folders import WEIGHT_FILES, diffusers_folders, find_model, inside
 
 if TYPE_CHECKING:
-    import torch
-
+    from ..plan import OffloadPolicy
     from ..wan import ExpertPair
 
 
@@ -35,10 +37,11 @@ class _Bar:
 
 
 class ComfyDoor:
-    """Implements `Door` with ComfyUI's folders, devices, progress and interrupt."""
+    """Implements `Door` with ComfyUI's folders, devices, memory manager, progress and interrupt."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair) -> None:
         self._experts = ExpertsRegistry(open_pair)
+        self._patcher: ExpertsPatcher | None = None  # ComfyUI's list of loaded models keeps none alive
 
     def device(self) -> torch.device:
         device: torch.device = comfy.model_management.get_torch_device()
@@ -96,6 +99,27 @@ class ComfyDoor:
 
     def free_experts(self) -> None:
         self._experts.free()
+        self._patcher = None
+
+    def patcher(self, ref: ExpertsRef, policy: OffloadPolicy) -> ExpertsPatcher:
+        """What ComfyUI's memory manager and guiders know `ref` by. Ask for it before every run.
+
+        Between runs another node may have set other LoRAs or opened another pair. All patchers of one pair are clones.
+        """
+        pair = self.experts(ref)
+        if self._patcher is None or self._patcher.model.pair is not pair:
+            self._patcher = None  # the former pair leaves ComfyUI's list with its last patcher
+            device, cpu = self.device(), torch.device("cpu")
+            self._patcher = ExpertsPatcher(ExpertsModel(pair), device, cpu, policy=policy)
+        return self._patcher if self._patcher.policy == policy else self._patcher.with_policy(policy)
+
+    def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
+        patcher = self.patcher(ref, policy)
+        comfy.model_management.load_models_gpu(
+            [patcher], memory_required=working_bytes, minimum_memory_required=working_bytes
+        )
+        model = patcher.model
+        return LoadedExperts(pair=model.pair, policy=model.policy, device=patcher.load_device)
 
     def make_room(self, bytes_needed: int, device: torch.device) -> None:
         # Beside the weights, what ComfyUI itself leaves free to compute in.

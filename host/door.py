@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from ..plan import OffloadPolicy
     from ..wan import ExpertPair
 
 
@@ -57,6 +58,14 @@ class ExpertsRef:
     low_noise: Path | None = None
     compute_dtype: str = "bfloat16"
     loras: tuple[LoraRef, ...] = ()
+
+
+class LoadedExperts(NamedTuple):
+    """A pair for which there is room on a device, under a policy that may take less than was asked for."""
+
+    pair: ExpertPair
+    policy: OffloadPolicy
+    device: torch.device
 
 
 class Progress(Protocol):
@@ -110,6 +119,12 @@ class Door(Protocol):
 
     def free_experts(self) -> None:
         """Close the open pair, if any."""
+
+    def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
+        """The pair that `ref` names, with room made for its weights and for `working_bytes` to compute in.
+
+        Where the host has less room, fewer blocks stay resident than `policy` asks for; the log tells it with numbers.
+        """
 
     def make_room(self, bytes_needed: int, device: torch.device) -> None:
         """Ask the host to give back device memory that other models hold."""

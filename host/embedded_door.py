@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .door import ExpertsRef, ExpertsRegistry, OutputFile, Progress, open_pair
+from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
 from .folders import diffusers_folders, find_model, inside, output_file, weight_files
 
 if TYPE_CHECKING:
     import torch
 
+    from ..plan import OffloadPolicy
     from ..wan import ExpertPair
 
 
@@ -174,6 +175,10 @@ class EmbeddedDoor:
 
     def free_experts(self) -> None:
         self._experts.free()
+
+    def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
+        # No other models live here, so the room is what it is.
+        return LoadedExperts(pair=self.experts(ref), policy=policy, device=self.device())
 
     def make_room(self, bytes_needed: int, device: torch.device) -> None:
         """Nothing to do: no other models live here."""

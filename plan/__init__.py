@@ -5,6 +5,7 @@ from __future__ import annotations
 from .check import check_program
 from .eviction import eviction_order
 from .experts import split_at_boundary
+from .fit import fit_policy
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
 from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
 from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
@@ -35,6 +36,7 @@ __all__ = [
     "check_program",
     "compile_program",
     "eviction_order",
+    "fit_policy",
     "plan_residency",
     "simulate",
     "split_at_boundary",

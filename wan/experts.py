@@ -127,6 +127,14 @@ class ExpertPair:
         self._engine.set_loras(self._active_loras(), self._factors)
         return self._engine
 
+    def device_bytes(self, policy: OffloadPolicy) -> int:
+        """Device memory that the weights take under `policy`.
+
+        Raises:
+            ValueError: the policy does not fit the number of blocks.
+        """
+        return device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
+
     def bytes_to_come(self, policy: OffloadPolicy, device: torch.device | str) -> int:
         """Device memory that the weights of `engine(policy, device)` will take; 0 when that engine is there already.
 
