@@ -13,6 +13,7 @@ FRAMES_PER_LATENT = 4
 PATCH = (1, 2, 2)
 PIXELS_PER_TOKEN = PIXELS_PER_LATENT * PATCH[1]
 TEXT_TOKENS = 512
+HEAD_DIM = 128
 
 BF16_BYTES = 2
 FP32_BYTES = 4
@@ -122,6 +123,28 @@ class ExpertShape:
         self_attention = 4 * tokens**2 * width
         cross_attention = 4 * tokens * TEXT_TOKENS * width
         return linear + self_attention + cross_attention
+
+    def working_bytes(self, tokens: int, *, lanes: int, value_bytes: int = BF16_BYTES) -> int:
+        """Device memory that a step computes in, beside the weights: what is alive at once when most is.
+
+        Every lane of `tokens` keeps its hidden state and its embedded text (D values of `value_bytes` per token), all
+        share the rotary tables (2 x 128 fp32 values per token), and one lane at a time is in a block. Counted along
+        diffusers' `WanTransformerBlock.forward`, a token in a block then holds the most of
+
+        * rotary embedding: input, its norm, q, k, v and the rotated q, and three fp32 halves of a product: 6 D values
+          and 6 D bytes;
+        * the norm of a q, or the end of a residual: five tensors of D values, and three of them in fp32 between: 5 D
+          values and 12 D bytes, beside the k and v of the text;
+        * feed-forward: input, state, norm and the output of attention, and its inside before and after the
+          activation: 4 D + 2 F values.
+
+        The latents themselves (a 100th of a hidden state) and the workspace of the attention kernel are not counted.
+        """
+        width, value = self.width, value_bytes
+        in_block = max((6 * value + 6) * width, (5 * value + 12) * width, (4 * width + 2 * self.ffn_width) * value)
+        rotary = 2 * HEAD_DIM * FP32_BYTES
+        waiting = (lanes - 1) * tokens + (lanes + 2) * TEXT_TOKENS
+        return tokens * (in_block + rotary) + waiting * width * value
 
     @property
     def _time_embedder(self) -> int:

@@ -10,6 +10,7 @@ from .passes import Passes
 from .request import Course, DenoiseRequest
 from .schedules import SCHEDULES, Schedule, explicit_schedule, make_schedule, simple_schedule, wan_schedule
 from .solvers import SOLVERS, Solver, make_solver
+from .working_bytes import working_bytes
 
 __all__ = [
     "SCHEDULES",
@@ -35,4 +36,5 @@ __all__ = [
     "seeded_noise",
     "simple_schedule",
     "wan_schedule",
+    "working_bytes",
 ]

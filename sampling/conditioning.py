@@ -65,8 +65,10 @@ class NativeInputs:
     shape: torch.Size
     batch_index: Sequence[int] | None
 
-    def noise(self, seed: int) -> torch.Tensor:
-        """What ComfyUI draws for this latent and seed."""
+    def noise(self, seed: int | None) -> torch.Tensor:
+        """What ComfyUI draws for this latent and seed; zeros for no seed, where no noise is added."""
+        if seed is None:
+            return torch.zeros(self.shape)
         return seeded_noise(self.shape, seed, batch_index=self.batch_index)
 
 

@@ -90,3 +90,20 @@ def test_work_of_a_video(video: VideoShape, latent: tuple[int, int, int], tokens
 def test_sizes_that_the_vae_cannot_make_are_refused(width: int, height: int, frames: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VideoShape(width=width, height=height, frames=frames)
+
+
+@pytest.mark.parametrize(
+    ("value_bytes", "lanes", "per_token"),
+    [
+        # bf16: a norm or a residual. fp32: the feed-forward.
+        (2, 1, 22 * 5120 + 1024),
+        (2, 3, 26 * 5120 + 1024),
+        (4, 1, 4 * (4 * 5120 + 2 * 13824) + 1024),
+    ],
+)
+def test_working_bytes_are_those_of_the_widest_moment_and_of_the_lanes_that_wait(
+    value_bytes: int, lanes: int, per_token: int
+) -> None:
+    tokens = VideoShape(width=1280, height=720, frames=81).tokens
+    text = (lanes + 2) * 512 * 5120 * value_bytes
+    assert T2V_A14B.working_bytes(tokens, lanes=lanes, value_bytes=value_bytes) == tokens * per_token + text

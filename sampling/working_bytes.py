@@ -1,0 +1,21 @@
+"""How much device memory a run computes in, told before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan import ExpertShape
+from ..plan.shapes import HEAD_DIM, PATCH
+from ..wan import ExpertPair
+
+
+def working_bytes(pair: ExpertPair, shape: Sequence[int], *, guided: bool) -> int:
+    """Memory beside the weights for steps on latents of `shape` [B, 16, T, h, w]; see `ExpertShape.working_bytes`.
+
+    `guided` counts a negative lane beside each positive one.
+    """
+    config = pair.high.config
+    expert = ExpertShape(width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim)
+    batch, _, frames, height, width = shape
+    tokens = (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
+    return expert.working_bytes(tokens, lanes=batch * (2 if guided else 1), value_bytes=pair.compute_dtype.itemsize)

@@ -1,0 +1,67 @@
+"""The estimate of working memory against the tensors that are really alive during a forward pass."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from wanstream.cli.sample_weights import in_dtype
+from wanstream.plan import ExpertShape
+from wanstream.sampling import working_bytes
+from wanstream.wan import Lane, forward_lanes
+
+LATENT = (5, 40, 56)
+TOKENS = 5 * 20 * 28
+TEXT = 512
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of what operations make, as long as it is alive; `besides` are not counted."""
+
+    def __init__(self, besides: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._besides = {tensor.untyped_storage()._cdata for tensor in besides}
+        self._sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes and key not in self._besides:
+            self._sizes[key] = storage.nbytes()
+            weakref.finalize(storage, self._sizes.pop, key)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("ffn_dim", [512, 1382, 4096])
+def test_the_estimate_is_what_a_forward_pass_holds_at_once(
+    dtype: torch.dtype, lanes: int, ffn_dim: int, make_tiny_expert: Any
+) -> None:
+    model = in_dtype(make_tiny_expert(heads=4, layers=2, ffn_dim=ffn_dim), dtype)
+    inputs = [Lane(latents=torch.zeros(1, 16, *LATENT), text=torch.zeros(1, TEXT, 4096, dtype=dtype))] * lanes
+    with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), inputs[0].text]) as alive:
+        forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
+    estimate = ExpertShape(width=512, ffn_width=ffn_dim).working_bytes(TOKENS, lanes=lanes, value_bytes=dtype.itemsize)
+    assert 0.9 * estimate <= alive.peak <= 1.02 * estimate
+
+
+def test_a_pair_says_it_for_latents(open_pair: Any) -> None:
+    pair, shape = open_pair(), (2, 16, 5, 40, 56)
+    tiny = ExpertShape(width=256, ffn_width=512)
+    assert working_bytes(pair, shape, guided=False) == tiny.working_bytes(TOKENS, lanes=2, value_bytes=4)
+    assert working_bytes(pair, shape, guided=True) == tiny.working_bytes(TOKENS, lanes=4, value_bytes=4)
+    assert working_bytes(open_pair(dtype=torch.bfloat16), shape, guided=True) == tiny.working_bytes(TOKENS, lanes=4)
