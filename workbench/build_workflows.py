@@ -1,0 +1,181 @@
+"""Makes the canvas workflows and their thumbnails from the API files, with ComfyUI's own frontend.
+
+Each `workflows/api/<name>.json` is loaded in the frontend of a real server, laid out, given its note and the links of
+its model files, and saved by the frontend as `workflows/<name>.json`, with a picture of the canvas as
+`workflows/<name>.jpg`. Run it by `scripts/workflows` after any change of a node's inputs or of an API file.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from ..cli.sample_model import write_sample_model
+from .arrange import NOTE, NOTE_TYPE, columns, least_size, models_of, note
+from .comfyui import NoComfyUIError, find_comfyui, running_server
+from .frontend import Frontend, NoBrowserError, opened_frontend
+from .graphs import numbered
+from .layout import Box, Layout, Size, place
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = ROOT / "workflows"
+PACK = "WanStream"
+VIEW = (1600, 900)
+THUMBNAIL = (800, 450)
+MARGIN = 30
+QUALITY = 88
+
+ADD_NOTE = """([type, title, text]) => {
+    const note = window.LiteGraph.createNode(type)
+    note.title = title
+    window.app.rootGraph.add(note)
+    note.widgets[0].value = text
+    return String(note.id)
+}"""
+
+SIZES = """() => Object.fromEntries(
+    window.app.rootGraph.nodes.map(node => [String(node.id), Array.from(node.computeSize())])
+)"""
+
+# A seed that changed by itself after a run would make the next one another video than the file says.
+DRESS = """([id, models, sizes, positions, frames]) => {
+    const graph = window.app.rootGraph
+    graph.id = id
+    for (const node of graph.nodes) {
+        node.setSize(sizes[node.id])
+        node.pos = positions[node.id]
+        if (models[node.id]) node.properties.models = models[node.id]
+        for (const widget of node.widgets ?? [])
+            if (widget.name === "control_after_generate") widget.value = "fixed"
+    }
+    for (const [title, [x, y, width, height]] of Object.entries(frames)) {
+        const group = new window.LiteGraph.LGraphGroup(title)
+        group.pos = [x, y]
+        group.size = [width, height]
+        graph.add(group)
+    }
+}"""
+
+SHOW = """([scale, x, y]) => {
+    window.app.canvas.ds.scale = scale
+    window.app.canvas.ds.offset = [x, y]
+    window.app.canvas.setDirty(true, true)
+}"""
+
+# The canvas alone: no menus, no badges, and text however small.
+BARE = {
+    "Comfy.Minimap.Visible": False,
+    "Comfy.Graph.CanvasMenu": False,
+    "Comfy.Graph.CanvasInfo": False,
+    "Comfy.NodeBadge.NodeSourceBadgeMode": "None",
+    "LiteGraph.Canvas.MinFontSizeForLOD": 0,
+}
+HIDE = "() => { window.app.extensionManager.focusMode = true }"
+HIDDEN = "button:has(> .pi-bars) { display: none }"  # the way back out of the focus mode
+
+
+def main(names: Sequence[str]) -> int:
+    """Build the named workflows, all by default, and return the exit code."""
+    files = sorted((WORKFLOWS / "api").glob("*.json"))
+    unknown = {*names} - {file.stem for file in files}
+    if unknown:
+        print(f"no workflows/api/{{{', '.join(sorted(unknown))}}}.json", file=sys.stderr)
+        return 2
+    try:
+        with tempfile.TemporaryDirectory() as base:
+            build([file for file in files if not names or file.stem in names], Path(base))
+    except (NoComfyUIError, NoBrowserError) as err:
+        print(err, file=sys.stderr)
+        return 1
+    return 0
+
+
+def build(files: Sequence[Path], base: Path) -> None:
+    """Build each of these API files, with a server whose base directory is `base`."""
+    furnish(base)
+    with running_server(find_comfyui(), base) as server:
+        server.post("/settings", BARE)
+        width, height = VIEW
+        for file in files:
+            with opened_frontend(server, width=width, height=height) as frontend:
+                frontend.page.evaluate(HIDE)
+                frontend.page.add_style_tag(content=HIDDEN)
+                _build_one(frontend, file)
+            print(f"workflows/{file.stem}.json")
+
+
+def furnish(base: Path) -> None:
+    """Put this pack, the sample model and a picture into a base directory."""
+    for folder in ("custom_nodes", "input", "output"):
+        (base / folder).mkdir()
+    (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
+    write_sample_model(base / "models")
+    _landscape(832, 480).save(base / "input" / "example.png")
+
+
+def _build_one(frontend: Frontend, file: Path) -> None:
+    prompt = numbered(json.loads(file.read_text(encoding="utf-8")))
+    frontend.load_prompt(prompt)
+    note_id: str = frontend.page.evaluate(ADD_NOTE, [NOTE_TYPE, NOTE, note(file.stem, prompt)])
+    nodes = {**prompt, note_id: {"class_type": NOTE_TYPE, "inputs": {}}}
+    sizes = _sizes(frontend, nodes)
+    layout = place(columns(nodes), sizes)
+    frames = {title: frame for title, frame in layout.frames.items() if title != NOTE}
+    models = {node_id: [model._asdict() for model in models_of(node)] for node_id, node in prompt.items()}
+    linked = {node_id: found for node_id, found in models.items() if found}
+    name = str(uuid.uuid5(uuid.NAMESPACE_URL, f"wanstream/{file.stem}"))
+    frontend.page.evaluate(DRESS, [name, linked, sizes, layout.nodes, frames])
+    frontend.page.evaluate(SHOW, _view(layout))
+    saved = frontend.export().workflow
+    target = WORKFLOWS / file.name
+    target.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    _picture(frontend).save(target.with_suffix(".jpg"), quality=QUALITY, optimize=True)
+
+
+def _sizes(frontend: Frontend, nodes: dict[str, Any]) -> dict[str, Size]:
+    """What each node needs and what it shall at least have."""
+    needed: dict[str, list[float]] = frontend.page.evaluate(SIZES)
+    return {
+        node_id: Size(*map(max, needed[node_id], least_size(node["class_type"]))) for node_id, node in nodes.items()
+    }
+
+
+def _view(layout: Layout) -> tuple[float, float, float]:
+    """Scale and offset with which the whole layout fills the view."""
+    frames = layout.frames.values()
+    whole = Box(0, 0, max(box.x + box.width for box in frames), max(box.y + box.height for box in frames))
+    width, height = VIEW
+    scale = min((width - 2 * MARGIN) / whole.width, (height - 2 * MARGIN) / whole.height)
+    return scale, (width / scale - whole.width) / 2, (height / scale - whole.height) / 2
+
+
+def _picture(frontend: Frontend) -> Image.Image:
+    frontend.page.wait_for_timeout(1000)  # images and text are drawn some frames later
+    shot = Image.open(io.BytesIO(frontend.page.screenshot()))
+    return shot.convert("RGB").resize(THUMBNAIL, Image.Resampling.LANCZOS)
+
+
+def _landscape(width: int, height: int) -> Image.Image:
+    """A sunset over the sea: the start image that the pictures show."""
+    picture = Image.new("RGB", (width, height))
+    draw = ImageDraw.Draw(picture)
+    horizon = height * 3 // 5
+    for y in range(height):
+        part = y / horizon if y < horizon else (height - y) / (height - horizon) * 0.7
+        draw.line([(0, y), (width, y)], fill=(int(40 + 200 * part), int(60 + 90 * part), int(120 - 30 * part)))
+    radius = height // 8
+    sun = (width // 2 - radius, horizon - radius, width // 2 + radius, horizon + radius)
+    draw.pieslice(sun, 180, 360, fill=(255, 226, 150))
+    return picture
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

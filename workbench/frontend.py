@@ -1,0 +1,123 @@
+"""ComfyUI's own frontend in a headless Chromium: loads graphs, says what it complains about, saves them.
+
+Chromium is the system's (`CHROMIUM` names another one); playwright only drives it. Both are optional for the project.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .comfyui import Server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+START_MS = 90_000
+LOAD_MS = 30_000
+CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--no-proxy-server"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+# Without it, a first start opens the template browser over the canvas.
+SETTINGS = {"Comfy.TutorialCompleted": True}
+
+# The app is there, has made its canvas and has put its default graph on it; what is loaded earlier would be replaced.
+READY = "() => window.app?.vueAppReady && window.app.rootGraph?.nodes?.length > 0"
+
+# The default graph names a model that is not there, and that complaint would stay with the nodes of its ids.
+EMPTY = {"nodes": [], "links": [], "version": 0.4}
+
+EXPORT = "async () => JSON.stringify(await window.app.graphToPrompt())"
+
+# Dialogs, toasts and the summary of errors, as a user sees them; a dialog that is open is modal, so it comes first.
+COMPLAINTS = """() => [...document.querySelectorAll(
+    '[role=dialog], .p-dialog, .p-toast-message, [data-testid=error-overlay]'
+)].map(element => element.innerText.trim()).filter(text => text)"""
+
+
+class NoBrowserError(OSError):
+    """No Chromium, or no playwright to drive it; the message says what to install."""
+
+
+class Exported(NamedTuple):
+    """A graph as the frontend saves it: for the canvas, and in API format."""
+
+    workflow: dict[str, Any]
+    prompt: dict[str, Any]
+
+
+class Frontend:
+    """One page of the frontend."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+
+    def load_prompt(self, prompt: Mapping[str, Any]) -> None:
+        """Replace the graph by one in API format."""
+        self.page.evaluate("prompt => window.app.loadApiJson(prompt, 'graph.json')", prompt)
+        self._wait_for_nodes(len(prompt))
+
+    def load_workflow(self, workflow: Mapping[str, Any]) -> None:
+        """Replace the graph by one in canvas format, as opening a file does."""
+        self.page.evaluate("workflow => window.app.loadGraphData(workflow)", workflow)
+        self._wait_for_nodes(len(workflow["nodes"]))
+
+    def export(self) -> Exported:
+        """The graph as Save and Export (API) write it."""
+        # As text: what JavaScript has as undefined would come over as null.
+        found = json.loads(self.page.evaluate(EXPORT))
+        return Exported(found["workflow"], found["output"])
+
+    def complaints(self) -> list[str]:
+        """The texts of all dialogs, messages and errors that the page shows."""
+        # They are drawn in the frames after the graph was loaded.
+        self.page.wait_for_timeout(500)
+        found: list[str] = self.page.evaluate(COMPLAINTS)
+        return found
+
+    def _wait_for_nodes(self, count: int) -> None:
+        self.page.wait_for_function(f"() => window.app.rootGraph.nodes.length === {count}", timeout=LOAD_MS)
+
+
+def find_chromium() -> Path:
+    """The Chromium of this machine. Raises NoBrowserError, also where playwright is not installed."""
+    named = os.environ.get("CHROMIUM")
+    found = named if named and Path(named).is_file() else next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+    if found is None:
+        raise NoBrowserError("NO CHROMIUM: install it (on Debian: the package chromium) or name one in CHROMIUM")
+    if find_spec("playwright") is None:
+        raise NoBrowserError("NO PLAYWRIGHT: install it into this Python with `python -m pip install -e .[browser]`")
+    return Path(found)
+
+
+@contextmanager
+def opened_frontend(server: Server, *, width: int = 1600, height: int = 900) -> Iterator[Frontend]:
+    """The frontend of `server` in a browser of its own, `width` x `height` pixels, with an empty graph.
+
+    It remembers nothing of another one, above all no pictures that nodes of the same ids showed. Raises NoBrowserError.
+    """
+    chromium = find_chromium()
+    from playwright.sync_api import sync_playwright
+
+    status, _ = server.post("/settings", SETTINGS)
+    assert status == 200
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
+        try:
+            page = browser.new_page(viewport={"width": width, "height": height})
+            page.goto(server.url)
+            page.wait_for_function(READY, timeout=START_MS)
+            frontend = Frontend(page)
+            frontend.load_workflow(EMPTY)
+            yield frontend
+        finally:
+            browser.close()

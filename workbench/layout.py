@@ -1,0 +1,86 @@
+"""Where the nodes of a shipped workflow stand on the canvas: groups in columns, from left to right. Pure functions.
+
+A group's nodes stand below each other; a node that reads another one of its own group stands to the right of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+GAP = 50.0
+PADDING = 20.0
+TITLE = 30.0
+"""Height of a node's title bar, which lies above its position."""
+GROUP_TITLE = 40.0
+
+
+class Size(NamedTuple):
+    """Width and height of a node without its title bar, in pixels of the canvas."""
+
+    width: float
+    height: float
+
+
+class Box(NamedTuple):
+    """A rectangle on the canvas."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A titled frame; `ranks` are the ids of its nodes, in sub-columns from left to right."""
+
+    title: str
+    ranks: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The positions of all nodes (below their title bars), and the frames of the groups by title."""
+
+    nodes: Mapping[str, tuple[float, float]]
+    frames: Mapping[str, Box]
+
+
+def place(columns: Sequence[Sequence[Group]], sizes: Mapping[str, Size]) -> Layout:
+    """Put the groups of each column below each other and the columns side by side, from (0, 0)."""
+    nodes: dict[str, tuple[float, float]] = {}
+    frames: dict[str, Box] = {}
+    left = 0.0
+    for column in columns:
+        top = 0.0
+        for group in column:
+            placed = _inside(group, sizes, left + PADDING, top + GROUP_TITLE)
+            nodes |= placed
+            right = max(placed[node][0] + sizes[node].width for node in placed)
+            bottom = max(placed[node][1] + sizes[node].height for node in placed)
+            frames[group.title] = Box(left, top, right + PADDING - left, bottom + PADDING - top)
+            top = bottom + PADDING + GAP
+        left = max(frames[group.title].x + frames[group.title].width for group in column) + GAP
+        _widen(column, frames, left - GAP)
+    return Layout(nodes=nodes, frames=frames)
+
+
+def _inside(group: Group, sizes: Mapping[str, Size], left: float, top: float) -> dict[str, tuple[float, float]]:
+    """The positions of a group's nodes, whose frame holds them from (left, top)."""
+    placed = {}
+    for rank in group.ranks:
+        below = top
+        for node in rank:
+            placed[node] = (left, below + TITLE)
+            below += TITLE + sizes[node].height + PADDING
+        left += max(sizes[node].width for node in rank) + GAP
+    return placed
+
+
+def _widen(column: Sequence[Group], frames: dict[str, Box], right: float) -> None:
+    """Make all frames of a column equally wide."""
+    for group in column:
+        frame = frames[group.title]
+        frames[group.title] = frame._replace(width=right - frame.x)
