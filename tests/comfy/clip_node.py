@@ -1,0 +1,57 @@
+"""A custom node for tests: `TestClip` takes the place of `CLIPLoader` in a workflow and loads sample text encoders.
+
+`CLIPLoader` knows UMT5-XXL by a tensor of its 24th block and takes every size from a file of its own. This node has the
+same inputs and goes the same way, but adds such a tensor, and takes the sizes from the file. The file belongs into the
+`custom_nodes` folder of a ComfyUI, whose modules it imports.
+"""
+
+import re
+
+import comfy.sd
+import comfy.utils
+import folder_paths
+import torch
+
+MARK = "encoder.block.23.layer.1.DenseReluDense.wi_1.weight"
+FIRST = "encoder.block.0.layer."
+
+
+def sizes(tensors):
+    """The sizes of an encoder, by the names that ComfyUI's own configuration has for them."""
+    heads = tensors[FIRST + "0.SelfAttention.relative_attention_bias.weight"].shape[1]
+    blocks = {found[1] for name in tensors if (found := re.match(r"encoder\.block\.(\d+)\.", name))}
+    return {
+        "num_layers": len(blocks),
+        "num_heads": heads,
+        "d_kv": tensors[FIRST + "0.SelfAttention.q.weight"].shape[0] // heads,
+        "d_ff": tensors[FIRST + "1.DenseReluDense.wi_0.weight"].shape[0],
+        "vocab_size": tensors["shared.weight"].shape[0],
+    }
+
+
+class TestClip:
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CLIP",), "load", "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {
+            "required": {"clip_name": (folder_paths.get_filename_list("text_encoders"),), "type": (["wan"],)},
+            "optional": {"device": (["default", "cpu"],)},
+        }
+
+    def load(self, clip_name, type="wan", device="default"):
+        path = folder_paths.get_full_path_or_raise("text_encoders", clip_name)
+        if hasattr(comfy.utils, "convert_old_quants"):
+            tensors, metadata = comfy.utils.load_torch_file(path, safe_load=True, return_metadata=True)
+            tensors, _ = comfy.utils.convert_old_quants(tensors, metadata=metadata)
+        else:  # before ComfyUI 0.4
+            tensors = comfy.utils.load_torch_file(path, safe_load=True)
+        config = sizes(tensors)
+        tensors[MARK] = torch.zeros(10240, 1)
+        clip = comfy.sd.load_text_encoder_state_dicts(
+            [tensors], clip_type=comfy.sd.CLIPType.WAN, model_options={"umt5xxl_model_config": config}
+        )
+        return (clip,)
+
+
+NODE_CLASS_MAPPINGS = {"TestClip": TestClip}
