@@ -49,7 +49,9 @@ with attach_offload(stacks, policy=policy, device="cpu", source=source, follow_f
         for step, name, block in run.program.visits:
             with run.visit(step, name, block):
                 hidden = stacks[name][block](hidden)
-print(status("VmHWM") - before)
+    peak, filled = status("VmHWM"), status("VmRSS")
+    handle.give_back(1 << 60)
+    print(peak - before, filled - status("VmRSS"))
 """
 
 
@@ -60,21 +62,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _peak_mib(checkpoint: Path, policy: str) -> float:
+def _peak_and_given_back_mib(checkpoint: Path, policy: str) -> tuple[float, float]:
     code = RUN % {"blocks": BLOCKS, "width": WIDTH}
     done = subprocess.run(
         [sys.executable, "-c", code, str(checkpoint), policy], capture_output=True, text=True, check=True, timeout=120
     )
-    return int(done.stdout) / 1024
+    peak, given_back = (int(number) / 1024 for number in done.stdout.split())
+    return peak, given_back
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_peak_memory_follows_the_policy(checkpoint: Path) -> None:
+def test_peak_memory_follows_the_policy_and_is_given_back(checkpoint: Path) -> None:
     policies = ["layerwise(1)", "layerwise(3)", f"block_swap({BLOCKS // 2})", "resident()"]
-    peaks = [_peak_mib(checkpoint, policy) for policy in policies]
+    seen = [_peak_and_given_back_mib(checkpoint, policy) for policy in policies]
+    peaks = [peak for peak, _ in seen]
     assert peaks == sorted(peaks), dict(zip(policies, peaks, strict=True))
     blocks = [2, 4, 6, 16]
-    for policy, peak, count in zip(policies, peaks, blocks, strict=True):
+    for policy, (peak, given_back), count in zip(policies, seen, blocks, strict=True):
         # 16 MiB per buffer, and little else: within half a block of what the policy says.
         assert abs(peak - 16 * count) < 8, (policy, peak)
+        assert abs(given_back - 16 * count) < 1, (policy, given_back)
