@@ -9,7 +9,16 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from .door import Door, ExpertsRef, LoraRef, ModelNotFoundError, OutputFile, OutsideFolderError, Progress
+from .door import (
+    Door,
+    ExpertsRef,
+    LoraRef,
+    ModelNotFoundError,
+    NeedsComfyUIError,
+    OutputFile,
+    OutsideFolderError,
+    Progress,
+)
 
 host: Door
 
@@ -32,6 +41,7 @@ __all__ = [
     "ExpertsRef",
     "LoraRef",
     "ModelNotFoundError",
+    "NeedsComfyUIError",
     "OutputFile",
     "OutsideFolderError",
     "Progress",

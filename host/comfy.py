@@ -6,9 +6,9 @@ Imported only there: `comfy` and `folder_paths` are ComfyUI's modules, which lie
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import comfy.cli_args
 import comfy.model_management
@@ -120,6 +120,21 @@ class ComfyDoor:
         )
         model = patcher.model
         return LoadedExperts(pair=model.pair, policy=model.policy, device=patcher.load_device)
+
+    def guider(self, ref: ExpertsRef, positive: Sequence[Any], negative: Sequence[Any], **settings: Any) -> object:
+        from .comfy_guider import make_guider
+
+        return make_guider(self, ref, positive, negative, **settings)
+
+    def schedule_names(self) -> list[str]:
+        from .comfy_sigmas import schedule_names
+
+        return schedule_names()
+
+    def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
+        from .comfy_sigmas import schedule_sigmas
+
+        return schedule_sigmas(name, steps, denoise, flow_shift)
 
     def make_room(self, bytes_needed: int, device: torch.device) -> None:
         # Beside the weights, what ComfyUI itself leaves free to compute in.

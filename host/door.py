@@ -10,13 +10,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
     from ..plan import OffloadPolicy
     from ..wan import ExpertPair
+
+
+class NeedsComfyUIError(ValueError):
+    """The embedded host was asked for what only ComfyUI can do; the message says what to use instead."""
 
 
 class OutsideFolderError(ValueError):
@@ -124,6 +128,31 @@ class Door(Protocol):
         """The pair that `ref` names, with room made for its weights and for `working_bytes` to compute in.
 
         Where the host has less room, fewer blocks stay resident than `policy` asks for; the log tells it with numbers.
+        """
+
+    def guider(
+        self,
+        ref: ExpertsRef,
+        positive: Sequence[Any],
+        negative: Sequence[Any],
+        *,
+        boundary_ratio: float,
+        guidance: tuple[float, float],
+        flow_shift: float,
+        policy: OffloadPolicy,
+    ) -> object:
+        """A native GUIDER that runs both experts of `ref`, streamed as `policy` says, for the host's own samplers.
+
+        Raises NeedsComfyUIError where there are no such samplers, and `RequestError` for what the experts cannot use.
+        """
+
+    def schedule_names(self) -> list[str]:
+        """The names that `sigmas` knows; "simple" and "wan" are among them."""
+
+    def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
+        """SIGMAS: the last `steps` + 1 values of that schedule over int(steps / denoise) steps, float32, on the CPU.
+
+        Empty for a denoise of 0. Raises `RequestError` for numbers that make no schedule.
         """
 
     def make_room(self, bytes_needed: int, device: torch.device) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
+from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, NeedsComfyUIError, OutputFile, Progress, open_pair
 from .folders import diffusers_folders, find_model, inside, output_file, weight_files
 
 if TYPE_CHECKING:
@@ -179,6 +179,22 @@ class EmbeddedDoor:
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         # No other models live here, so the room is what it is.
         return LoadedExperts(pair=self.experts(ref), policy=policy, device=self.device())
+
+    def guider(self, ref: ExpertsRef, positive: Sequence[Any], negative: Sequence[Any], **settings: Any) -> object:
+        raise NeedsComfyUIError(
+            "a GUIDER needs ComfyUI, whose samplers it drives: run this workflow there, or use Wan Sampler, which "
+            "takes the same experts, texts and sigmas"
+        )
+
+    def schedule_names(self) -> list[str]:
+        from ..sampling import SCHEDULES
+
+        return list(SCHEDULES)
+
+    def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
+        from ..sampling.partial import schedule_sigmas
+
+        return schedule_sigmas(name, steps, denoise, flow_shift)
 
     def make_room(self, bytes_needed: int, device: torch.device) -> None:
         """Nothing to do: no other models live here."""

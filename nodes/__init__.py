@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..host import ComfyExtension, io
+from .guider import WanStreamGuider, WanStreamSigmas
 from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
 from .load import WanStreamExperts
 from .lora import WanStreamLora
@@ -25,6 +26,8 @@ class WanStreamExtension(ComfyExtension):
             WanStreamEmptyLatent,
             WanStreamImageToVideo,
             WanStreamSampler,
+            WanStreamSigmas,
+            WanStreamGuider,
             WanStreamVAEDecode,
             WanStreamSaveVideo,
         ]

@@ -32,6 +32,11 @@ SNAPSHOT = {
         "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas",
         "LATENT",
     ),
+    "WanStreamSigmas": ("schedule steps flow_shift denoise", "SIGMAS"),
+    "WanStreamGuider": (
+        "experts positive negative boundary_ratio guidance_high guidance_low flow_shift policy",
+        "GUIDER",
+    ),
     "WanStreamVAEDecode": ("vae latent", "IMAGE"),
     "WanStreamSaveVideo": ("images fps filename_prefix crf latent", ""),
 }

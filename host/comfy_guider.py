@@ -1,0 +1,240 @@
+"""Both experts as one native GUIDER: ComfyUI's samplers drive the streamed pair, their history crosses the switch.
+
+Everything but the model itself is ComfyUI's: masks, CFG and its hooks, callbacks, previews, memory. What is ours comes
+in by two of its own ways: `inner_sample`, around which the passes are open, and the option that computes the
+conditions of one call, here all lanes in one pass of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import comfy.model_management
+import comfy.samplers
+import torch
+
+from ..metrics import Recorder
+from ..plan import OffloadPolicy, Timeline
+from ..plan.experts import TRAIN_TIMESTEPS, expert_at
+from ..sampling import Cancelled, DenoiseRequest, NonFiniteLatentError, Passes, RequestError, native_inputs
+from ..sampling.lanes import LaneInputs
+from ..sampling.request import check_channels
+from .comfy_sigmas import FlowSampling
+from .comfy_trace import predicted_sigmas, sampler_name
+from .door import ExpertsRef
+
+if TYPE_CHECKING:
+    from .comfy import ComfyDoor
+    from .comfy_patcher import ExpertsPatcher
+
+HIGHEST_SIGMA = 1 + 1e-4
+"""Some schedules come back to 1 through functions that round."""
+
+CONDITIONS = "sampler_calc_cond_batch_function"
+"""The model option through which ComfyUI lets others compute what the conditions of one call give."""
+
+log = logging.getLogger("wanstream.host")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuiderSettings:
+    """When each expert runs, and how strongly it follows the prompt. Raises `RequestError` for another ratio."""
+
+    boundary_ratio: float
+    guidance: tuple[float, float]
+    """CFG scale of the (high, low) expert; 1 computes no negative lane."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.boundary_ratio <= 1:
+            raise RequestError(
+                f"boundary ratio {self.boundary_ratio:g}: give 0 to 1 (Wan2.2: 0.875 for text, 0.9 for images)"
+            )
+
+    def expert(self, sigma: float) -> str:
+        """The expert of a call at noise level `sigma`."""
+        return expert_at(sigma * TRAIN_TIMESTEPS, self.boundary_ratio)
+
+    def scale(self, expert: str) -> float:
+        return self.guidance[0 if expert == "high" else 1]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Run:
+    """What one run of a sampler needs in each of its calls."""
+
+    inputs: LaneInputs
+    passes: Passes
+    shape: torch.Size
+    sampler: str
+
+
+class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
+    """A CFGGuider whose model is the pair of streamed experts. See `make_guider`."""
+
+    def __init__(self, patcher: Callable[[], ExpertsPatcher], settings: GuiderSettings) -> None:
+        super().__init__(patcher())
+        self.settings = settings
+        self._patcher = patcher
+        self.timeline: Timeline | None = None
+        """Of the last run: one step per call of the model."""
+        self.recompiled = 0
+        """Calls of the last run that were not the predicted ones."""
+        self._given: dict[str, Sequence[Any]] = {}
+        self._run: _Run | None = None
+
+    def set_conds(self, positive: Sequence[Any], negative: Sequence[Any]) -> None:
+        self._given = {"positive": positive, "negative": negative}
+        super().set_conds(positive, negative)
+
+    def sample(self, *args: Any, **settings: Any) -> torch.Tensor:
+        # A guider may be kept from run to run, and in between another node may have set other LoRAs.
+        self.model_patcher = self._patcher()
+        samples: torch.Tensor = super().sample(*args, **settings)
+        return samples
+
+    def inner_sample(  # noqa: PLR0913, PLR0917 (ComfyUI's arguments)
+        self,
+        noise: torch.Tensor,
+        latent_image: torch.Tensor,
+        device: torch.device,
+        sampler: Any,
+        sigmas: torch.Tensor,
+        denoise_mask: torch.Tensor | None,
+        callback: Any,
+        disable_pbar: bool,
+        seed: int | None,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Where ComfyUI has made room for the model and prepared all tensors, and the sampler has not begun."""
+        pair, policy = self.inner_model.pair, self.inner_model.policy
+        request = self._request(noise, denoise_mask)
+        check_channels(request, pair.in_channels)
+        predicted = self._predicted(sampler, sigmas, seed)
+        engine = pair.engine(policy, self.model_patcher.load_device)
+        recorder, outer_bytes = Recorder(engine.device), engine.outer_bytes
+        stopped = comfy.model_management.processing_interrupted
+        passes = Passes(engine, predicted, recorder=recorder, should_stop=stopped)
+        inputs = LaneInputs(request, engine.device)
+        self._run = _Run(inputs=inputs, passes=passes, shape=noise.shape, sampler=sampler_name(sampler))
+        try:
+            with passes:
+                samples: torch.Tensor = super().inner_sample(
+                    *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed), **more
+                )
+        except Cancelled:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            raise
+        finally:
+            self._run, self.recompiled = None, passes.recompiled
+        recorder.outer_bytes = engine.outer_bytes - outer_bytes
+        self.timeline = recorder.timeline()
+        return samples
+
+    def predict_noise(
+        self, x: torch.Tensor, timestep: torch.Tensor, model_options: Mapping[str, Any] = {}, seed: int | None = None
+    ) -> torch.Tensor:
+        """One call: the estimate of x0 [B, 16, T, h, w] for `x` at the sigma that `timestep` [B] really is."""
+        sigma = _one_level(timestep)
+        expert = self.settings.expert(sigma)
+        if CONDITIONS in model_options:
+            raise RequestError(f"another node computes the conditions itself ({CONDITIONS}): remove it")
+
+        def conditions(call: Mapping[str, Any]) -> list[torch.Tensor]:
+            with_negative = call["conds"][1] is not None
+            return self._denoised(call["input"], sigma, expert, with_negative=with_negative)
+
+        denoised: torch.Tensor = comfy.samplers.sampling_function(
+            self.inner_model,
+            x,
+            timestep,
+            self.conds["negative"],
+            self.conds["positive"],
+            self.settings.scale(expert),
+            model_options={**model_options, CONDITIONS: conditions},
+            seed=seed,
+        )
+        return denoised
+
+    def _denoised(self, x: torch.Tensor, sigma: float, expert: str, *, with_negative: bool) -> list[torch.Tensor]:
+        """What the positive and the negative give, each [B, 16, T, h, w] float32; zeros for a negative left out."""
+        run = self._run
+        assert run is not None, "ComfyUI calls the model inside inner_sample"
+        if x.shape != run.shape:
+            raise RequestError(
+                f"the sampler {run.sampler} changes the size of the latent from {list(run.shape)} to {list(x.shape)}, "
+                "and the streamed experts were given their image and memory for the first: choose another sampler"
+            )
+        velocities = run.passes.forward(expert, run.inputs.lanes(x, with_negative=with_negative), sigma)
+        every = torch.cat(velocities).float()
+        if not every.isfinite().all():
+            source = "their answer" if x.isfinite().all() else f"what the sampler {run.sampler} gave them"
+            raise NonFiniteLatentError(
+                f"{source} is NaN or infinite at sigma {sigma:.4f} ({expert}-noise expert): choose another sampler or "
+                "sigmas; where that does not help, an input or a weight is broken"
+            )
+        sides = [x - velocity * sigma for velocity in every.split(len(x))]
+        return sides if with_negative else [*sides, torch.zeros_like(x)]
+
+    def _request(self, noise: torch.Tensor, denoise_mask: torch.Tensor | None) -> DenoiseRequest:
+        """The inputs of this run, checked as those of our own sampler are."""
+        latent = {"samples": torch.zeros(noise.shape), "noise_mask": denoise_mask}
+        inputs = native_inputs(self._given["positive"], self._given["negative"], latent)
+        return DenoiseRequest(
+            noise.float(),
+            inputs.positive,
+            negative=inputs.negative,
+            image_condition=inputs.image_condition,
+            boundary_ratio=self.settings.boundary_ratio,
+            guidance=self.settings.guidance,
+        )
+
+    def _predicted(self, sampler: Any, sigmas: torch.Tensor, seed: int | None) -> list[str]:
+        """The expert of each call that the sampler is going to make."""
+        highest = float(sigmas.max())
+        if highest > HIGHEST_SIGMA:
+            raise RequestError(
+                f"a sigma is {highest:g}, and flow models have none above 1: make the SIGMAS with Wan Sigmas"
+            )
+        asked = predicted_sigmas(self, sampler, sigmas, seed)
+        if asked is None:
+            log.info("the sampler %s is not ComfyUI's: expecting one model call per step", sampler_name(sampler))
+            asked = sigmas[:-1].tolist()
+        return [self.settings.expert(sigma) for sigma in asked]
+
+
+def make_guider(
+    door: ComfyDoor,
+    ref: ExpertsRef,
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    *,
+    boundary_ratio: float,
+    guidance: tuple[float, float],
+    flow_shift: float,
+    policy: OffloadPolicy,
+) -> ExpertsGuider:
+    """See `Door.guider`."""
+
+    def patcher() -> ExpertsPatcher:
+        own = door.patcher(ref, policy).clone()
+        own.add_object_patch("model_sampling", sampling)
+        return own
+
+    sampling = FlowSampling(flow_shift)
+    guider = ExpertsGuider(patcher, GuiderSettings(boundary_ratio=boundary_ratio, guidance=guidance))
+    guider.set_conds(positive, negative)
+    return guider
+
+
+def _one_level(timestep: torch.Tensor) -> float:
+    """The noise level of a call, the same for all samples of the batch."""
+    levels: list[float] = timestep.flatten().tolist()
+    if len(set(levels)) != 1:
+        raise RequestError(
+            f"the sampler asks for {len(set(levels))} noise levels in one call, and one expert serves one: "
+            "choose another sampler"
+        )
+    return levels[0]

@@ -1,0 +1,151 @@
+"""For ComfyUI's own samplers: both experts as one GUIDER, and the SIGMAS that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..host import ExpertsRef, host, io
+from ..plan import OffloadPolicy
+from . import sockets
+
+
+class WanStreamGuider(io.ComfyNode):
+    """Both streamed experts as one model for ComfyUI's samplers; each call runs the expert of its noise level."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamGuider",
+            display_name="Wan Guider (both experts)",
+            category="WanStream",
+            description="Lets SamplerCustomAdvanced with any of ComfyUI's samplers run both experts in one go: no "
+            "reload at the switch, and the sampler keeps its history across it. The defaults are those of Wan2.2 "
+            "text-to-video; for image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
+            inputs=[*_socket_inputs(), *_number_inputs(), _policy_input()],
+            outputs=[io.Guider.Output(display_name="guider")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        experts: ExpertsRef,
+        positive: Sequence[Any],
+        negative: Sequence[Any],
+        boundary_ratio: float,
+        guidance_high: float,
+        guidance_low: float,
+        flow_shift: float,
+        policy: OffloadPolicy | None = None,
+    ) -> io.NodeOutput:
+        guider = host.guider(
+            experts,
+            positive,
+            negative,
+            boundary_ratio=boundary_ratio,
+            guidance=(guidance_high, guidance_low),
+            flow_shift=flow_shift,
+            policy=policy or OffloadPolicy.layerwise(),
+        )
+        return io.NodeOutput(guider)
+
+
+class WanStreamSigmas(io.ComfyNode):
+    """The noise levels of a run, without a model to ask."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamSigmas",
+            display_name="Wan Sigmas",
+            category="WanStream",
+            description="Noise levels for SamplerCustomAdvanced or Wan Sampler: ComfyUI's schedules, and the one of "
+            "Wan2.2 and diffusers. Does what ModelSamplingSD3 and BasicScheduler do, and needs no model.",
+            inputs=_schedule_inputs(),
+            outputs=[io.Sigmas.Output(display_name="sigmas")],
+        )
+
+    @classmethod
+    def execute(cls, schedule: str, steps: int, flow_shift: float, denoise: float) -> io.NodeOutput:
+        return io.NodeOutput(host.sigmas(schedule, steps, denoise, flow_shift))
+
+
+def _socket_inputs() -> list[io.Input]:
+    return [
+        sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed)."),
+        io.Conditioning.Input(
+            "positive", tooltip="From CLIPTextEncode, Wan Text Encode or, with an image, an image-to-video node."
+        ),
+        io.Conditioning.Input("negative", tooltip="As positive. Costs nothing where a guidance is 1."),
+    ]
+
+
+def _number_inputs() -> list[io.Input]:
+    return [
+        io.Float.Input(
+            "boundary_ratio",
+            default=0.875,
+            min=0.0,
+            max=1.0,
+            step=0.001,
+            tooltip="The noise level below which the low-noise expert takes over: 0.875 for text-to-video, 0.9 for "
+            "image-to-video. The switch itself costs nothing: the next expert's blocks are fetched ahead.",
+        ),
+        _guidance_input(
+            "guidance_high",
+            4.0,
+            "How strongly the high-noise expert follows the prompt. Anything but 1 computes the negative as well and "
+            "doubles the compute of its calls; the bytes that are moved stay the same.",
+        ),
+        _guidance_input("guidance_low", 3.0, "The same for the low-noise expert. 1 halves the compute of its calls."),
+        _shift_input("What some samplers reckon with beside the sigmas: give it the value the sigmas were made with."),
+    ]
+
+
+def _guidance_input(name: str, default: float, tooltip: str) -> io.Input:
+    return io.Float.Input(name, default=default, min=0.0, max=100.0, step=0.1, tooltip=tooltip)
+
+
+def _shift_input(tooltip: str) -> io.Input:
+    return io.Float.Input("flow_shift", default=12.0, min=0.01, max=100.0, step=0.01, tooltip=tooltip)
+
+
+def _policy_input() -> io.Input:
+    return sockets.Policy.Input(
+        "policy",
+        optional=True,
+        tooltip="How much device memory the experts may take. Without it: layerwise, the smallest (2 GB in bf16).",
+    )
+
+
+def _schedule_inputs() -> list[io.Input]:
+    return [
+        io.Combo.Input(
+            "schedule",
+            options=host.schedule_names(),
+            default="simple",
+            tooltip="How noise falls from step to step. simple: what ComfyUI's Wan workflows use. wan: as in Wan2.2 "
+            "and diffusers. None costs more than another.",
+        ),
+        io.Int.Input(
+            "steps",
+            default=20,
+            min=1,
+            max=1000,
+            tooltip="Time is proportional to it, and to how often a sampler calls the model in a step: once for most, "
+            "twice for heun, dpm_2, dpmpp_sde, seeds_2 and sa_solver_pece.",
+        ),
+        _shift_input(
+            "Higher: more steps at high noise, so more of them run the high-noise expert. 12 for text-to-video, 5 for "
+            "image-to-video."
+        ),
+        io.Float.Input(
+            "denoise",
+            default=1.0,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            tooltip="Below 1: the last steps of a longer schedule (20 steps at 0.5 are the last 20 of 40), to change a "
+            "given latent instead of making one. Costs the same: the number of steps stays.",
+        ),
+    ]
