@@ -125,7 +125,8 @@ def other_algorithm(key: str) -> str | None:
 
 def other_model(key: str) -> str | None:
     """The model that a LoRA with `key` was probably made for, if it is a known one other than Wan."""
-    return next((model for part, model in OTHER_MODELS.items() if part in key), None)
+    prefix = next((prefix for prefix in FLAT_PREFIXES if key.startswith(prefix)), "")
+    return next((model for part, model in OTHER_MODELS.items() if part in key.removeprefix(prefix)), None)
 
 
 def module_name(text: str) -> str | None:
