@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import comfy.cli_args
 import comfy.model_management
@@ -17,6 +19,7 @@ import folder_paths
 import torch
 
 from .comfy_patcher import ExpertsModel, ExpertsPatcher
+from .comfy_sigmas import FlowSampling
 from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
 from .folders import WEIGHT_FILES, diffusers_folders, find_model, inside
 
@@ -41,7 +44,8 @@ class ComfyDoor:
 
     def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair) -> None:
         self._experts = ExpertsRegistry(open_pair)
-        self._patcher: ExpertsPatcher | None = None  # ComfyUI's list of loaded models keeps none alive
+        self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
+        self._patcher: ExpertsPatcher | None = None  # the last one asked for; ComfyUI's list keeps none alive
 
     def device(self) -> torch.device:
         device: torch.device = comfy.model_management.get_torch_device()
@@ -95,31 +99,40 @@ class ComfyDoor:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        return self._experts.get(ref)
+        try:
+            return self._experts.get(ref)
+        finally:
+            self._count_pins()
 
     def free_experts(self) -> None:
         self._experts.free()
+        self._count_pins()
         self._patcher = None
 
-    def patcher(self, ref: ExpertsRef, policy: OffloadPolicy) -> ExpertsPatcher:
-        """What ComfyUI's memory manager and guiders know `ref` by. Ask for it before every run.
+    def patcher(self, ref: ExpertsRef, policy: OffloadPolicy, *, flow_shift: float | None = None) -> ExpertsPatcher:
+        """What ComfyUI's memory manager and guiders know `ref` by; it stays right whatever is opened meanwhile.
 
-        Between runs another node may have set other LoRAs or opened another pair. All patchers of one pair are clones.
+        `flow_shift` None leaves the one that ComfyUI gives Wan by default.
         """
-        pair = self.experts(ref)
-        if self._patcher is None or self._patcher.model.pair is not pair:
-            self._patcher = None  # the former pair leaves ComfyUI's list with its last patcher
-            device, cpu = self.device(), torch.device("cpu")
-            self._patcher = ExpertsPatcher(ExpertsModel(pair), device, cpu, policy=policy)
-        return self._patcher if self._patcher.policy == policy else self._patcher.with_policy(policy)
+        plain = replace(ref, loras=())
+        root = self._patchers.get(plain)
+        if root is None:
+            self._patcher = None  # experts that no guider holds leave ComfyUI's list with their last patcher
+            root = ExpertsPatcher(ExpertsModel(ref, self.experts), self.device(), torch.device("cpu"))
+            self._patchers[plain] = root
+        self._patcher = root
+        patcher = root.clone()
+        patcher.ref, patcher.policy = ref, policy
+        if flow_shift is not None:
+            patcher.add_object_patch("model_sampling", FlowSampling(flow_shift))
+        return patcher
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         patcher = self.patcher(ref, policy)
         comfy.model_management.load_models_gpu(
             [patcher], memory_required=working_bytes, minimum_memory_required=working_bytes
         )
-        model = patcher.model
-        return LoadedExperts(pair=model.pair, policy=model.policy, device=patcher.load_device)
+        return patcher.loaded_experts()
 
     def guider(self, ref: ExpertsRef, positive: Sequence[Any], negative: Sequence[Any], **settings: Any) -> object:
         from .comfy_guider import make_guider
@@ -140,3 +153,8 @@ class ComfyDoor:
         # Beside the weights, what ComfyUI itself leaves free to compute in.
         management = comfy.model_management
         management.free_memory(bytes_needed + management.minimum_inference_memory(), device)
+
+    def _count_pins(self) -> None:
+        """A pair that was closed has given its page-locked memory back."""
+        for patcher in list(self._patchers.values()):
+            patcher.model.count_pins()

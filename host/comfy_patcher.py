@@ -1,10 +1,9 @@
-"""A streamed pair of experts as ComfyUI's memory manager sees it: a model that it loads, evicts and measures."""
+"""A streamed pair of experts as ComfyUI's memory manager sees it: a model that it measures, loads and evicts."""
 
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import comfy.model_base
@@ -14,7 +13,9 @@ import comfy.supported_models
 import torch
 
 from ..plan import OffloadPolicy, fit_policy, plan_residency
+from ..sampling import working_bytes
 from ..wan import ExpertPair
+from .door import ExpertsRef, LoadedExperts
 
 LOG = logging.getLogger("wanstream.memory")
 GB = 1e9
@@ -23,14 +24,20 @@ GB = 1e9
 class ExpertsModel(torch.nn.Module):
     """Stands where ComfyUI expects the model: Wan's settings and no parameters; the weights are the pair's own.
 
-    All patchers of one pair share it, and by it ComfyUI knows them for clones of each other.
+    All patchers of the same files share it, and by it ComfyUI knows them for clones of each other.
+
+    Args:
+        ref: names the files.
+        experts: opens pairs and keeps open the one that was asked for last.
     """
 
-    def __init__(self, pair: ExpertPair) -> None:
+    def __init__(self, ref: ExpertsRef, experts: Callable[[ExpertsRef], ExpertPair]) -> None:
         super().__init__()
-        self.pair = pair
+        self.ref = ref
+        self._experts = experts
+        self.pair = experts(ref)
         self.policy: OffloadPolicy | None = None
-        """What the weights were loaded for: the policy that was asked for, or one that takes less."""
+        """What was loaded last: the policy that was asked for, or one that takes less."""
         self.model_config = comfy.supported_models.WAN21_T2V({"image_model": "wan2.1", "model_type": "t2v"})
         self.model_type = comfy.model_base.ModelType.FLOW
         self.latent_format = self.model_config.latent_format
@@ -38,13 +45,15 @@ class ExpertsModel(torch.nn.Module):
         self.device: torch.device | None = None
         self.current_patcher: ExpertsPatcher | None = None
         self._counted_pins = 0
-        # A guider may hold the last patcher of a pair that the registry has let go of.
-        weakref.finalize(self, pair.close).atexit = False
 
     @property
     def block_counts(self) -> Mapping[str, int]:
         """Blocks of each expert."""
-        return {name: expert.config.num_layers for name, expert in (("high", self.pair.high), ("low", self.pair.low))}
+        return {"high": self.pair.high.config.num_layers, "low": self.pair.low.config.num_layers}
+
+    def open(self, ref: ExpertsRef) -> None:
+        """Since the last run other experts may have been opened, or other LoRAs set."""
+        self.pair = self._experts(ref)
 
     def load(self, policy: OffloadPolicy, device: torch.device) -> None:
         """Make the engine for `policy` on `device`, or find it there."""
@@ -58,7 +67,7 @@ class ExpertsModel(torch.nn.Module):
         self.count_pins()
 
     def count_pins(self) -> None:
-        """Count what the pair has page-locked now in ComfyUI's budget, which pins less for that (0.16 and later)."""
+        """Make ComfyUI's count of page-locked memory, where it keeps one, include what the pair has locked by now."""
         pinned = self.pair.pinned_bytes
         management = comfy.model_management
         if hasattr(management, "TOTAL_PINNED_MEMORY"):
@@ -72,26 +81,24 @@ class ExpertsModel(torch.nn.Module):
         return self.pair.compute_dtype
 
     def memory_required(self, input_shape: Sequence[int], cond_shapes: Mapping[str, Any] | None = None) -> int:
-        """Bytes beside the weights for latents of that shape; each sample is a lane, and lanes go one by one."""
-        from ..sampling import working_bytes
-
+        """Bytes to compute in, beside the weights, for latents of that shape; every sample of it is a lane."""
         return working_bytes(self.pair, input_shape, guided=False)
 
     def process_latent_in(self, latent: torch.Tensor) -> torch.Tensor:
-        processed: torch.Tensor = self.latent_format.process_in(latent)
-        return processed
+        normalised: torch.Tensor = self.latent_format.process_in(latent)
+        return normalised
 
     def process_latent_out(self, latent: torch.Tensor) -> torch.Tensor:
-        processed: torch.Tensor = self.latent_format.process_out(latent)
-        return processed
+        raw: torch.Tensor = self.latent_format.process_out(latent)
+        return raw
 
     def scale_latent_inpaint(
         self, sigma: torch.Tensor, noise: torch.Tensor, latent_image: torch.Tensor, **_: object
     ) -> torch.Tensor:
         """What a mask keeps, at the noise level `sigma` [B]."""
         per_sample = sigma.reshape([sigma.shape[0]] + [1] * (noise.ndim - 1))
-        scaled: torch.Tensor = self.model_sampling.noise_scaling(per_sample, noise, latent_image)
-        return scaled
+        kept: torch.Tensor = self.model_sampling.noise_scaling(per_sample, noise, latent_image)
+        return kept
 
     def extra_conds(self, **_: object) -> dict[str, Any]:
         """Nothing: the guider reads the conditioning itself."""
@@ -102,13 +109,13 @@ class ExpertsModel(torch.nn.Module):
 
     def apply_model(self, *_: object, **__: object) -> torch.Tensor:
         raise ValueError(
-            "the streamed experts cannot be run as a MODEL: which expert runs is known to their guider only. "
-            "Use Wan Guider with SamplerCustomAdvanced, or Wan Sampler"
+            "the streamed experts cannot run as a MODEL, because only their guider knows which of them is due: "
+            "use Wan Guider with SamplerCustomAdvanced, or Wan Sampler"
         )
 
 
 class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
-    """What ComfyUI's list of loaded models holds for a pair. `policy` says how much it may load."""
+    """What ComfyUI's list of loaded models holds: `ref` names experts and LoRAs, `policy` says how much to load."""
 
     def __init__(
         self,
@@ -120,28 +127,30 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         *,
         policy: OffloadPolicy | None = None,
     ) -> None:
+        self.ref = model.ref
         self.policy = policy or OffloadPolicy.layerwise()  # before the base class, which asks for the size
         super().__init__(model, load_device, offload_device, size, weight_inplace_update)
 
     def clone(self, *args: Any, **settings: Any) -> ExpertsPatcher:
         cloned: ExpertsPatcher = super().clone(*args, **settings)
-        cloned.policy = self.policy
+        cloned.ref, cloned.policy = self.ref, self.policy
         return cloned
 
-    def with_policy(self, policy: OffloadPolicy) -> ExpertsPatcher:
-        """A clone that loads for `policy`."""
-        cloned = self.clone()
-        cloned.policy = policy
-        return cloned
+    def loaded_experts(self) -> LoadedExperts:
+        """What to run with, once ComfyUI has loaded this patcher."""
+        assert self.model.policy is not None, "ComfyUI has not loaded the experts"
+        return LoadedExperts(pair=self.model.pair, policy=self.model.policy, device=self.load_device)
 
     def is_dynamic(self) -> bool:
         return False
 
     def model_size(self) -> int:
-        """Device bytes that the policy takes, which is what ComfyUI frees for it; more if more is there."""
-        return max(self.model.pair.device_bytes(self.policy), self.loaded_size())
+        """Device bytes that the policy takes, for which ComfyUI makes room; more if more is there."""
+        return max(self.model.pair.device_bytes(self.policy), self.model.pair.loaded_bytes)
 
     def loaded_size(self) -> int:
+        """Device bytes taken now. ComfyUI asks before all that it decides, so it reckons with the right pins then."""
+        self.model.count_pins()
         loaded: int = self.model.pair.loaded_bytes
         return loaded
 
@@ -149,27 +158,27 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return 0
 
     def pinned_memory_size(self) -> int:
-        self.model.count_pins()
         pinned: int = self.model.pair.pinned_bytes
         return pinned
 
     def model_mmap_residency(self, free: bool = False) -> tuple[int, int]:
-        """(host bytes there, host bytes wanted): equal, because nothing has to be freed in RAM before we load."""
+        """Host bytes that are there, and that are wanted: equal, so that nobody else's RAM is freed for us."""
         pinned = self.pinned_memory_size()
         return pinned, pinned
 
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Take up to `extra_memory` bytes more than are taken now, for as much of the policy as that allows."""
-        before = self.loaded_size()
+        """Take up to `extra_memory` bytes more than now, for as much of the policy as that allows."""
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             self.unpatch_model(self.offload_device, unpatch_weights=False)
             self.patch_model(load_weights=False)
+        before = self.loaded_size()
         try:
+            self.model.open(self.ref)
             self.model.load(self._fitted(before + extra_memory), device_to)
         except BaseException:
-            self.detach()  # not in ComfyUI's list yet, so nobody else would
+            self.detach()  # ComfyUI does not list us yet, so nobody else would
             raise
         self.model.device = device_to
         return self.loaded_size() - before
@@ -177,23 +186,23 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
     def partially_unload(
         self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Free whole blocks; returns the bytes freed, 0 where blocks alone would not do."""
+        """Free whole blocks; returns the bytes freed, 0 where all blocks would not be enough."""
         pair, before = self.model.pair, self.loaded_size()
-        one = pair.device_bytes(OffloadPolicy.layerwise(1)) - pair.device_bytes(OffloadPolicy.layerwise(0))
-        outside = pair.device_bytes(OffloadPolicy.layerwise(0)) - one
+        outside, block = self._outside_and_block()
         if memory_to_free > before - outside:
-            return 0  # ComfyUI detaches the whole then
+            return 0  # ComfyUI detaches us then
         freed: int = pair.give_back(int(memory_to_free) + 1)
-        LOG.info("freed %.1f GB of %.1f GB for another model: %d blocks", freed / GB, before / GB, round(freed / one))
+        self.model.count_pins()
+        LOG.info("freed %.1f GB of %.1f GB for another model: %d blocks", freed / GB, before / GB, round(freed / block))
         return freed
 
     def partially_unload_ram(self, ram_to_unload: float) -> None:
-        """Blocks in page-locked RAM go all at once: an engine keeps one mapping of them."""
-        if self.policy.source == "pinned" and ram_to_unload > 0 and self.model.pair.pinned_bytes:
+        """Blocks in page-locked RAM go all at once, and what is on the device with them."""
+        if ram_to_unload > 0 and self.policy.source == "pinned" and self.model.pair.pinned_bytes:
             self.detach()
 
     def detach(self, unpatch_all: bool = True) -> ExpertsModel:
-        """Give everything back, or with `unpatch_all` False (ComfyUI is about to load us again) nothing."""
+        """Give everything back; with `unpatch_all` False nothing, because ComfyUI is about to load us again."""
         if unpatch_all:
             before = self.loaded_size()
             self.model.release()
@@ -202,18 +211,23 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         model: ExpertsModel = super().detach(unpatch_all)
         return model
 
+    def _outside_and_block(self) -> tuple[int, int]:
+        """Device bytes of what does not stream, and of one buffer."""
+        one, two = (self.model.pair.device_bytes(OffloadPolicy.layerwise(ahead)) for ahead in (0, 1))
+        return 2 * one - two, two - one
+
     def _fitted(self, budget: float) -> OffloadPolicy:
-        """The policy, or less of it where `budget` bytes for all weights are not enough; told in the log."""
+        """The policy, or less of it where `budget` bytes for all weights are not enough, which the log tells."""
         pair, counts = self.model.pair, self.model.block_counts
         fitted = fit_policy(self.policy, counts, budget=budget, device_bytes=pair.device_bytes)
         if fitted != self.policy:
             LOG.info(
-                "%.1f GB of device memory for the experts are free, %.1f GB were planned: %s instead of %s, %.1f GB",
+                "%.1f GB are free for the experts: %s (%.1f GB) instead of %s (%.1f GB)",
                 max(0.0, budget) / GB,
-                pair.device_bytes(self.policy) / GB,
                 _described(fitted, counts),
-                _described(self.policy, counts),
                 pair.device_bytes(fitted) / GB,
+                _described(self.policy, counts),
+                pair.device_bytes(self.policy) / GB,
             )
         return fitted
 
