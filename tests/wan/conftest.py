@@ -101,7 +101,7 @@ def lightning(make_tiny_expert: Callable[..., WanTransformer3DModel]) -> Callabl
 
 @pytest.fixture
 def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[..., Path]:
-    """`lora_file(tensors=None, seed=0, style="lightning", biases=True, metadata={})`: a LoRA file of its own."""
+    """`lora_file(tensors=None, seed=0, style="lightning", biases=True, metadata=None)`: a LoRA file of its own."""
     count = iter(range(1000))
 
     def write(
@@ -114,7 +114,9 @@ def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[...
     ) -> Path:
         path = tmp_path / f"lora_{next(count)}.safetensors"
         tensors = spelt(lightning(seed=seed), STYLES[style], biases=biases) if tensors is None else tensors
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path, dict(metadata or {}))
+        save_file(
+            {key: tensor.contiguous() for key, tensor in tensors.items()}, path, dict(metadata or {"format": "pt"})
+        )
         return path
 
     return write
