@@ -26,17 +26,26 @@ from .folders import WEIGHT_FILES, diffusers_folders, find_model, inside
 if TYPE_CHECKING:
     from ..plan import OffloadPolicy
     from ..wan import ExpertPair
+    from .comfy_preview import LatentPreview
 
 
 class _Bar:
-    """ComfyUI's progress bar; it also looks whether the user has pressed Cancel."""
+    """ComfyUI's progress bar; it shows previews, and looks whether the user has pressed Cancel."""
 
     def __init__(self, total: int, node_id: str | None) -> None:
         self._bar = comfy.utils.ProgressBar(total, node_id=node_id)
         self._total = total
+        self._preview: LatentPreview | None = None
 
-    def update(self, done: int, preview: object | None = None) -> None:
-        self._bar.update_absolute(done, self._total, preview)
+    def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
+        self._bar.update_absolute(done, self._total, None if denoised is None else self._picture(denoised))
+
+    def _picture(self, denoised: torch.Tensor) -> object | None:
+        if self._preview is None:
+            from .comfy_preview import LatentPreview
+
+            self._preview = LatentPreview(denoised.device)
+        return self._preview.picture(denoised)
 
 
 class ComfyDoor:

@@ -75,8 +75,11 @@ class LoadedExperts(NamedTuple):
 class Progress(Protocol):
     """The progress bar of one node."""
 
-    def update(self, done: int, preview: object | None = None) -> None:
-        """Set the bar to `done` of its total; `preview` is ComfyUI's ("JPEG", PIL image, longest side) or None.
+    def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
+        """Set the bar to `done` of its total.
+
+        `denoised` [B, 16, T, h, w], normalised, is where the run would end by the present estimate: a host that shows
+        previews makes one of it.
 
         Raises the host's interrupt when the user has stopped the run and the host checks for it here.
         """

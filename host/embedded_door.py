@@ -58,7 +58,7 @@ class _Bar:
     report: Callable[[int, int], None]
     total: int
 
-    def update(self, done: int, preview: object | None = None) -> None:
+    def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
         self.report(done, self.total)
 
 
