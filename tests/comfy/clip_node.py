@@ -47,7 +47,7 @@ class TestClip:
         else:  # before ComfyUI 0.4
             tensors = comfy.utils.load_torch_file(path, safe_load=True)
         config = sizes(tensors)
-        tensors[MARK] = torch.zeros(10240, 1)
+        tensors[MARK] = torch.zeros(1).expand(10240, 4096)
         clip = comfy.sd.load_text_encoder_state_dicts(
             [tensors], clip_type=comfy.sd.CLIPType.WAN, model_options={"umt5xxl_model_config": config}
         )
