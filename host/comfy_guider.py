@@ -8,7 +8,7 @@ conditions of one call, here all lanes in one pass of the weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from ..plan.experts import TRAIN_TIMESTEPS, expert_at
 from ..sampling import Cancelled, DenoiseRequest, NonFiniteLatentError, Passes, RequestError, native_inputs
 from ..sampling.lanes import LaneInputs
 from ..sampling.request import check_channels
-from .comfy_sigmas import FlowSampling
 from .comfy_trace import predicted_sigmas, sampler_name
 from .door import ExpertsRef
 
@@ -74,10 +73,9 @@ class _Run:
 class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     """A CFGGuider whose model is the pair of streamed experts. See `make_guider`."""
 
-    def __init__(self, patcher: Callable[[], ExpertsPatcher], settings: GuiderSettings) -> None:
-        super().__init__(patcher())
+    def __init__(self, patcher: ExpertsPatcher, settings: GuiderSettings) -> None:
+        super().__init__(patcher)
         self.settings = settings
-        self._patcher = patcher
         self.timeline: Timeline | None = None
         """Of the last run: one step per call of the model."""
         self.recompiled = 0
@@ -88,12 +86,6 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     def set_conds(self, positive: Sequence[Any], negative: Sequence[Any]) -> None:
         self._given = {"positive": positive, "negative": negative}
         super().set_conds(positive, negative)
-
-    def sample(self, *args: Any, **settings: Any) -> torch.Tensor:
-        # A guider may be kept from run to run, and in between another node may have set other LoRAs.
-        self.model_patcher = self._patcher()
-        samples: torch.Tensor = super().sample(*args, **settings)
-        return samples
 
     def inner_sample(  # noqa: PLR0913, PLR0917 (ComfyUI's arguments)
         self,
@@ -109,11 +101,11 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         **more: Any,
     ) -> torch.Tensor:
         """Where ComfyUI has made room for the model and prepared all tensors, and the sampler has not begun."""
-        pair, policy = self.inner_model.pair, self.inner_model.policy
+        pair, policy, place = self.model_patcher.loaded_experts()
         request = self._request(noise, denoise_mask)
         check_channels(request, pair.in_channels)
         predicted = self._predicted(sampler, sigmas, seed)
-        engine = pair.engine(policy, self.model_patcher.load_device)
+        engine = pair.engine(policy, place)
         recorder, outer_bytes = Recorder(engine.device), engine.outer_bytes
         stopped = comfy.model_management.processing_interrupted
         passes = Passes(engine, predicted, recorder=recorder, should_stop=stopped)
@@ -217,14 +209,8 @@ def make_guider(
     policy: OffloadPolicy,
 ) -> ExpertsGuider:
     """See `Door.guider`."""
-
-    def patcher() -> ExpertsPatcher:
-        own = door.patcher(ref, policy).clone()
-        own.add_object_patch("model_sampling", sampling)
-        return own
-
-    sampling = FlowSampling(flow_shift)
-    guider = ExpertsGuider(patcher, GuiderSettings(boundary_ratio=boundary_ratio, guidance=guidance))
+    settings = GuiderSettings(boundary_ratio=boundary_ratio, guidance=guidance)
+    guider = ExpertsGuider(door.patcher(ref, policy, flow_shift=flow_shift), settings)
     guider.set_conds(positive, negative)
     return guider
 
