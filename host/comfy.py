@@ -18,14 +18,13 @@ import comfy.utils
 import folder_paths
 import torch
 
-from .comfy_patcher import ExpertsModel, ExpertsPatcher
-from .comfy_sigmas import FlowSampling
 from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
 from .folders import WEIGHT_FILES, diffusers_folders, find_model, inside
 
 if TYPE_CHECKING:
     from ..plan import OffloadPolicy
     from ..wan import ExpertPair
+    from .comfy_patcher import ExpertsPatcher
     from .comfy_preview import LatentPreview
 
 
@@ -123,6 +122,9 @@ class ComfyDoor:
 
         `flow_shift` None leaves the one that ComfyUI gives Wan by default.
         """
+        from .comfy_patcher import ExpertsModel, ExpertsPatcher
+        from .comfy_sigmas import FlowSampling
+
         plain = replace(ref, loras=())
         root = self._patchers.get(plain)
         if root is None:
@@ -157,11 +159,6 @@ class ComfyDoor:
         from .comfy_sigmas import schedule_sigmas
 
         return schedule_sigmas(name, steps, denoise, flow_shift)
-
-    def make_room(self, bytes_needed: int, device: torch.device) -> None:
-        # Beside the weights, what ComfyUI itself leaves free to compute in.
-        management = comfy.model_management
-        management.free_memory(bytes_needed + management.minimum_inference_memory(), device)
 
     def _count_pins(self) -> None:
         """A pair that was closed has given its page-locked memory back."""

@@ -158,9 +158,6 @@ class Door(Protocol):
         Empty for a denoise of 0. Raises `RequestError` for numbers that make no schedule.
         """
 
-    def make_room(self, bytes_needed: int, device: torch.device) -> None:
-        """Ask the host to give back device memory that other models hold."""
-
 
 class ExpertsRegistry:
     """Holds at most one open pair of experts, by value. Thread-safe.

@@ -196,9 +196,6 @@ class EmbeddedDoor:
 
         return schedule_sigmas(name, steps, denoise, flow_shift)
 
-    def make_room(self, bytes_needed: int, device: torch.device) -> None:
-        """Nothing to do: no other models live here."""
-
     def _report(self, done: int, total: int) -> None:
         if self._on_progress is not None and self._running is not None:
             node_id, class_type = self._running

@@ -18,6 +18,7 @@ from ..sampling import (
     denoise,
     native_inputs,
     native_latent,
+    working_bytes,
 )
 from ..sampling.checks import check_course
 from ..sampling.schedules import check_steps
@@ -126,12 +127,13 @@ def _request(
 
 def _denoise(ref: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, node_id: str | None) -> DenoiseResult:
     """Run the request on the host's device; the host's Cancel ends it before the next block."""
-    pair, device = host.experts(ref), host.device()
-    host.make_room(pair.bytes_to_come(policy, device), device)
+    guided = any(scale != 1 for scale in request.guidance)
+    needed = working_bytes(host.experts(ref), request.noise.shape, guided=guided)
+    pair, policy, device = host.load_experts(ref, policy, working_bytes=needed)
     progress = host.progress(len(request.course().steps), node_id)
 
     def on_step(step: StepProgress) -> None:
-        progress.update(step.done)
+        progress.update(step.done, step.denoised)
 
     try:
         return denoise(pair, request, policy=policy, device=device, on_step=on_step, should_stop=host.should_stop)

@@ -135,16 +135,6 @@ class ExpertPair:
         """
         return device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
 
-    def bytes_to_come(self, policy: OffloadPolicy, device: torch.device | str) -> int:
-        """Device memory that the weights of `engine(policy, device)` will take; 0 when that engine is there already.
-
-        Raises:
-            ValueError: the policy does not fit the number of blocks.
-        """
-        if self._is_there(policy, torch.device(device)):
-            return 0
-        return device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
-
     @property
     def loaded_bytes(self) -> int:
         """Bytes of device memory that the weights of this pair take now."""

@@ -13,11 +13,12 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.host import io
+from wanstream.host import ExpertsRef, io
+from wanstream.host.door import LoadedExperts
 from wanstream.host.embedded_door import NodeProgress, RunStoppedError, embedded_door
 from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
-from wanstream.plan import Timeline
+from wanstream.plan import OffloadPolicy, Timeline
 from wanstream.wan.vae import open_vae
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
@@ -275,14 +276,23 @@ def test_a_stop_ends_the_run_at_the_next_block_and_the_next_run_is_whole(run: Ru
     assert len(timeline(run(workflow("t2v"))).steps) == 4
 
 
-def test_the_host_is_asked_for_room_until_the_weights_are_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(embedded_door, "make_room", lambda bytes_needed, device: asked.append(bytes_needed))
-    for seed in (1, 2):
-        run(workflow("t2v", {"sampler": {"seed": seed}}))
-    first, second = asked
-    assert first > 2 * 1024**2, "two buffers, and what does not stream"
-    assert second == 0
+def test_the_host_loads_the_experts_and_says_how_much_of_the_policy_it_has_room_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[OffloadPolicy, int]] = []
+
+    def load_experts(ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
+        asked.append((policy, working_bytes))
+        return LoadedExperts(
+            pair=embedded_door.experts(ref), policy=OffloadPolicy.resident(), device=torch.device("cpu")
+        )
+
+    monkeypatch.setattr(embedded_door, "load_experts", load_experts)
+    steps = timeline(run(workflow("t2v"))).steps
+    ((policy, working_bytes),) = asked
+    assert policy.kind != "resident"
+    assert working_bytes > 0
+    assert [step.bytes_moved > 0 for step in steps] == [True, False, False, True], "each expert is fetched once"
 
 
 def test_progress_is_told_step_by_step(run: Run) -> None:
