@@ -113,8 +113,6 @@ class StreamEngine:
         """
         self.claim()
         try:
-            if nbytes <= 0:
-                return 0
             self.streams.settle()
             freed = 0
             for index in eviction_order(range(len(self.buffers)), self.contents(), residency):

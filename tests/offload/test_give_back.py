@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -197,7 +199,9 @@ def test_a_run_that_was_planned_before_cannot_begin_after(stacks, expected):
 
 def test_memory_that_came_again_in_inference_mode_serves_other_threads(stacks, expected):
     values = []
+    nothing = BlockPatch(identity=1, weights={"up.weight": WeightPatch(full=torch.zeros(3 * WIDTH, WIDTH))})
     with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:
+        handle.set_patches({BlockKey("high", 1): nothing})  # written by the computing thread when it arrives
         handle.give_back(1 << 60)
         with torch.inference_mode():
             values.append(run(handle, stacks)[0])
@@ -218,3 +222,50 @@ def test_between_forwards_of_a_model_memory_may_go(make_stack, run_plain):
             assert handle.give_back(1 << 60) == 2 * BLOCK_BYTES
         with pytest.raises(RuntimeError, match=r"shape|size|mat"):
             stack[0].up(hidden)  # nothing is bound to memory that is gone
+
+
+NO_MEMORY = """
+import resource
+import torch
+from torch import nn
+from wanstream.offload import attach_offload
+from wanstream.plan import OffloadPolicy, step_visits
+
+torch.manual_seed(0)
+blocks = nn.ModuleList(nn.Linear(3072, 3072) for _ in range(3)).requires_grad_(False)
+hidden = expected = torch.ones(1, 3072)
+for block in blocks:
+    expected = block(expected)
+handle = attach_offload(blocks, policy=OffloadPolicy.resident(), device="cpu", follow_forward=False)
+visits = step_visits(["blocks"], handle.counts)
+
+
+def run(value):
+    with handle.run(visits) as going:
+        for visit in visits:
+            with going.visit(*visit):
+                value = blocks[visit.block](value)
+    return value
+
+
+assert torch.equal(run(hidden), expected)
+handle.give_back(1 << 60)
+used = 1024 * int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSize")))
+resource.setrlimit(resource.RLIMIT_AS, (used + 56 * 2**20, resource.RLIM_INFINITY))
+try:
+    run(hidden)
+except RuntimeError as err:
+    assert "memory" in str(err), err
+else:
+    raise AssertionError("there was memory for all three blocks")
+assert handle.loaded_bytes < 3 * 3072 * 3072 * 4
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert torch.equal(run(hidden), expected)
+assert handle.loaded_bytes == 3 * 3072 * 3072 * 4
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+def test_a_run_that_gets_no_memory_again_leaves_the_engine_usable():
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
