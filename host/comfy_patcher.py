@@ -146,7 +146,8 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
 
     def model_size(self) -> int:
         """Device bytes that the policy takes, for which ComfyUI makes room; more if more is there."""
-        return max(self.model.pair.device_bytes(self.policy), self.model.pair.loaded_bytes)
+        pair: ExpertPair = self.model.pair
+        return max(pair.device_bytes(self.policy), pair.loaded_bytes)
 
     def loaded_size(self) -> int:
         """Device bytes taken now. ComfyUI asks before all that it decides, so it reckons with the right pins then."""

@@ -1,0 +1,83 @@
+"""What runs where there is less room than a policy takes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanstream.plan import OffloadPolicy, fit_policy, plan_residency
+
+COUNTS = {"high": 40, "low": 40}
+OUTSIDE = 10
+"""Bytes of what does not stream; a buffer takes 1."""
+
+RESIDENT, BLOCK_SWAP, LAYERWISE = OffloadPolicy.resident, OffloadPolicy.block_swap, OffloadPolicy.layerwise
+
+
+def _bytes(policy: OffloadPolicy) -> int:
+    return OUTSIDE + plan_residency(policy, COUNTS)[1]
+
+
+def _fit(policy: OffloadPolicy, buffers: float) -> OffloadPolicy:
+    return fit_policy(policy, COUNTS, budget=OUTSIDE + buffers, device_bytes=_bytes)
+
+
+@pytest.mark.parametrize(
+    ("asked", "buffers", "fitted"),
+    [
+        (BLOCK_SWAP(20), 1e32, BLOCK_SWAP(20)),
+        (BLOCK_SWAP(20), 22, BLOCK_SWAP(20)),
+        (BLOCK_SWAP(20), 21.9, BLOCK_SWAP(21)),
+        (BLOCK_SWAP(20), 7, BLOCK_SWAP(35)),
+        (BLOCK_SWAP(20), 3, BLOCK_SWAP(39)),
+        (BLOCK_SWAP(20), 2, LAYERWISE(1)),
+        (BLOCK_SWAP(20), 0.1 - OUTSIDE, LAYERWISE(1)),
+        (BLOCK_SWAP(20, 4), 6, BLOCK_SWAP(39, 4)),
+        (BLOCK_SWAP(20, 4), 4, LAYERWISE(3)),
+        (BLOCK_SWAP(20, 0), 1, LAYERWISE(0)),
+        # Forty resident blocks need no buffer beyond their own, so they take less than 38 with three ahead.
+        (BLOCK_SWAP(2, 3), 41, BLOCK_SWAP(0, 3)),
+        (RESIDENT(), 80, RESIDENT()),
+        (RESIDENT(), 79, BLOCK_SWAP(0)),
+        (RESIDENT(), 39, BLOCK_SWAP(3)),
+        (RESIDENT(), 0, LAYERWISE(1)),
+        (LAYERWISE(3), 3, LAYERWISE(2)),
+        (LAYERWISE(1), 0, LAYERWISE(1)),
+        (LAYERWISE(0), 0, LAYERWISE(0)),
+        (BLOCK_SWAP(20, source="pinned"), 3, BLOCK_SWAP(39, source="pinned")),
+        (LAYERWISE(3, source="pinned"), 2, LAYERWISE(1, source="pinned")),
+    ],
+)
+def test_what_fits(asked: OffloadPolicy, buffers: float, fitted: OffloadPolicy) -> None:
+    assert _fit(asked, buffers) == fitted
+
+
+POLICIES = st.one_of(
+    st.just(RESIDENT()),
+    st.builds(BLOCK_SWAP, st.integers(0, 40), st.integers(0, 6)),
+    st.builds(LAYERWISE, st.integers(0, 6)),
+)
+
+
+def _residents(policy: OffloadPolicy) -> int:
+    return len(plan_residency(policy, COUNTS)[0].residents["high"])
+
+
+@given(POLICIES, st.integers(0, 90))
+def test_it_fits_unless_nothing_would(asked: OffloadPolicy, buffers: int) -> None:
+    fitted = _fit(asked, buffers)
+    fewest = 1 if asked.prefetch_blocks == 0 and asked.kind != "resident" else 2
+    assert _bytes(fitted) <= OUTSIDE + max(buffers, fewest)
+    assert _bytes(fitted) >= OUTSIDE + min(fewest, _bytes(asked) - OUTSIDE)
+
+
+@given(POLICIES, st.integers(0, 90))
+def test_more_room_keeps_no_fewer_blocks(asked: OffloadPolicy, buffers: int) -> None:
+    assert _residents(_fit(asked, buffers)) <= _residents(_fit(asked, buffers + 1))
+
+
+@given(POLICIES, st.integers(0, 90))
+def test_what_was_fitted_fits_again(asked: OffloadPolicy, buffers: int) -> None:
+    fitted = _fit(asked, buffers)
+    assert _fit(fitted, buffers) == fitted
