@@ -133,7 +133,7 @@ def _denoise(ref: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, no
     progress = host.progress(len(request.course().steps), node_id)
 
     def on_step(step: StepProgress) -> None:
-        progress.update(step.done, step.denoised)
+        progress.update(step.done, denoised=step.denoised)
 
     try:
         return denoise(pair, request, policy=policy, device=device, on_step=on_step, should_stop=host.should_stop)
