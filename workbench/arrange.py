@@ -28,7 +28,7 @@ NOTE, MODELS, PROMPTS, SIZE, PICTURES, START, SAMPLING, VIDEO = (
 WIDE, NARROW = Size(470, 0), Size(320, 0)
 
 PLACES = {
-    NOTE_TYPE: Place(0, NOTE, Size(470, 430)),
+    NOTE_TYPE: Place(0, NOTE, Size(470, 320)),
     "WanStreamExperts": Place(0, MODELS, WIDE),
     "WanStreamLora": Place(0, MODELS, WIDE),
     "WanStreamLayerwise": Place(0, MODELS, WIDE),

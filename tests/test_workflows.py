@@ -1,0 +1,203 @@
+"""The shipped workflows, without a ComfyUI: canvas file, API twin and thumbnail say the same, and nodes know it all.
+
+That the frontend agrees is shown in `tests/browser`, that a server does in `tests/comfy`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from wanstream.host.embedded_door import embedded_door
+from wanstream.host.embedded_run import run_workflow
+from wanstream.nodes import WanStreamExtension
+from wanstream.workbench.arrange import NOTE_TYPE, models_of
+from wanstream.workbench.graphs import by_title
+from wanstream.workbench.layout import TITLE
+from wanstream.workbench.model_files import MODEL_FILES
+
+WORKFLOWS = Path(__file__).parent.parent / "workflows"
+NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
+NODES = {node.define_schema().node_id: node for node in asyncio.run(WanStreamExtension().get_node_list())}
+WIDGETS = {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
+
+# Of ComfyUI's own nodes, those that workflows use.
+CORE = {
+    *("CLIPLoader", "CLIPTextEncode", "CreateVideo", "EmptyHunyuanLatentVideo", "KSamplerSelect", "LoadImage"),
+    *("RandomNoise", "SamplerCustomAdvanced", "SaveVideo", "VAEDecode", "VAELoader"),
+}
+
+Prompt = dict[str, dict[str, Any]]
+
+
+def prompt_of(name: str) -> Prompt:
+    prompt: Prompt = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    return prompt
+
+
+def canvas_of(name: str) -> dict[str, Any]:
+    canvas: dict[str, Any] = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
+    return canvas
+
+
+def classes(prompt: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    return {node["class_type"] for node in prompt.values()}
+
+
+OURS = [name for name in NAMES if classes(prompt_of(name)) <= {*NODES, "LoadImage"}]
+EACH = pytest.mark.parametrize("name", NAMES)
+
+
+def test_every_workflow_comes_in_three_files() -> None:
+    assert {"t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "native_mixed"} <= {*NAMES}
+    assert sorted(path.stem for path in WORKFLOWS.glob("*.json")) == NAMES
+    assert sorted(path.stem for path in WORKFLOWS.glob("*.jpg")) == NAMES
+
+
+@EACH
+def test_the_thumbnail_is_small_and_wide(name: str) -> None:
+    path = WORKFLOWS / f"{name}.jpg"
+    assert path.stat().st_size < 100_000
+    with Image.open(path) as picture:
+        assert (picture.format, picture.size) == ("JPEG", (800, 450))
+
+
+@EACH
+def test_nodes_are_ours_or_comfyuis(name: str) -> None:
+    assert classes(prompt_of(name)) <= {*NODES, *CORE}
+    assert {node["type"] for node in canvas_of(name)["nodes"]} == classes(prompt_of(name)) | {NOTE_TYPE}
+
+
+@EACH
+def test_an_api_file_names_every_input_of_our_nodes_and_no_other(name: str) -> None:
+    """So that it can be compared with what the frontend saves, which writes every widget."""
+    for node in prompt_of(name).values():
+        if node["class_type"] in NODES:
+            inputs = {socket.id: socket for socket in NODES[node["class_type"]].define_schema().inputs}
+            required = {id for id, socket in inputs.items() if socket.io_type in WIDGETS or not socket.optional}
+            assert required <= node["inputs"].keys() <= inputs.keys()
+
+
+@EACH
+def test_values_are_within_the_limits_of_the_schema(name: str) -> None:
+    for node in prompt_of(name).values():
+        if node["class_type"] not in NODES:
+            continue
+        for socket in NODES[node["class_type"]].define_schema().inputs:
+            options, value = socket.as_dict(), node["inputs"].get(socket.id)
+            if "min" in options:
+                assert options["min"] <= value <= options["max"], socket.id
+            elif options.get("options") and "default" in options and value not in MODEL_FILES:
+                assert value in options["options"], socket.id
+
+
+@EACH
+def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(name: str, sample_models: Path) -> None:
+    prompt, canvas = prompt_of(name), canvas_of(name)
+    named = {value for node in prompt.values() for value in node["inputs"].values() if str(value).endswith("tensors")}
+    assert named <= MODEL_FILES.keys()
+    for file in (MODEL_FILES[value] for value in named):
+        assert (sample_models / file.directory / file.name).is_file()
+    (note,) = (node for node in canvas["nodes"] if node["type"] == NOTE_TYPE)
+    (text,) = note["widgets_values"]
+    for file in (MODEL_FILES[value] for value in named):
+        assert f"`{file.directory}/` [{file.name}]({file.url})" in text
+    carried = {node["title"]: node["properties"].get("models", []) for node in canvas["nodes"]}
+    for node in prompt.values():
+        assert carried[node["_meta"]["title"]] == [file._asdict() for file in models_of(node)]
+
+
+@EACH
+def test_every_link_of_the_canvas_has_two_ends_that_know_it(name: str) -> None:
+    canvas = canvas_of(name)
+    nodes = {node["id"]: node for node in canvas["nodes"]}
+    assert all(isinstance(node_id, int) for node_id in nodes)
+    ids = [link[0] for link in canvas["links"]]
+    assert len({*ids}) == len(ids)
+    assert canvas["last_link_id"] >= max(ids)
+    assert canvas["last_node_id"] >= max(nodes)
+    for link, source, output, target, socket, kind in canvas["links"]:
+        assert link in nodes[source]["outputs"][output]["links"]
+        assert nodes[source]["outputs"][output]["type"] == kind
+        assert nodes[target]["inputs"][socket]["link"] == link
+    linked = [socket["link"] for node in nodes.values() for socket in node["inputs"] if socket.get("link") is not None]
+    assert sorted(linked) == sorted(ids)
+
+
+@EACH
+def test_the_canvas_says_what_the_api_file_says(name: str) -> None:
+    """Links of all nodes, and the widgets of ours, whose order the schemas give."""
+    prompt, canvas = prompt_of(name), canvas_of(name)
+    said = by_title(prompt)
+    titles = {node["id"]: node["title"] for node in canvas["nodes"]}
+    origin = {link[0]: (titles[link[1]], link[2]) for link in canvas["links"]}
+    for node in canvas["nodes"]:
+        if node["type"] == NOTE_TYPE:
+            continue
+        class_type, inputs = said.pop(node["title"])
+        assert node["type"] == class_type
+        links = {socket["name"]: origin[socket["link"]] for socket in node["inputs"] if socket.get("link") is not None}
+        assert links == {key: value for key, value in inputs.items() if isinstance(value, tuple)}
+        if class_type in NODES:
+            assert dict(_widgets(node)) == {key: value for key, value in inputs.items() if not isinstance(value, tuple)}
+    assert not said
+
+
+def _widgets(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The widgets of one of our nodes; a seed's second widget is how it changes after a run."""
+    values = iter(node["widgets_values"])
+    for socket in NODES[node["type"]].define_schema().inputs:
+        if socket.io_type in WIDGETS:
+            yield socket.id, next(values)
+            if socket.as_dict().get("control_after_generate"):
+                assert next(values) == "fixed"
+    assert not [*values]
+
+
+@EACH
+def test_no_two_nodes_overlap(name: str) -> None:
+    boxes = {node["title"]: (*node["pos"], *node["size"]) for node in canvas_of(name)["nodes"]}
+    for (one, (x, y, width, height)), (other, (right, low, wide, high)) in combinations(boxes.items(), 2):
+        beside = x + width <= right or right + wide <= x
+        above = y + height <= low - TITLE or low + high <= y - TITLE
+        assert beside or above, f"{one} and {other}"
+
+
+def _small(name: str) -> Prompt:
+    """The workflow, small enough for a test."""
+    prompt = prompt_of(name)
+    for node in prompt.values():
+        if "width" in node["inputs"]:
+            node["inputs"] |= {"width": 32, "height": 32, "frames": 5}
+        if "steps" in node["inputs"]:
+            node["inputs"]["steps"] = 4
+    return prompt
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: Path, tmp_path: Path) -> None:
+    Image.linear_gradient("L").convert("RGB").save(tmp_path / "example.png")
+    places = {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path}
+    try:
+        history = run_workflow(_small(name), nodes=[*NODES.values()], keep=["sampler"], **places)
+    finally:
+        embedded_door.free_experts()
+    assert not history.node_errors
+    (latent,) = history.results["sampler"]
+    assert latent["samples"].shape == (1, 16, 2, 4, 4)
+    assert torch.isfinite(latent["samples"]).all()
+    assert latent["samples"].std() > 0.1
+    (video,) = history.outputs["save"]["images"]
+    assert (tmp_path / "output" / video["subfolder"] / video["filename"]).stat().st_size > 0
+
+
+def test_most_workflows_run_without_comfyui() -> None:
+    assert {"t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning"} == {*OURS}
