@@ -20,6 +20,7 @@ from ..metrics import Recorder
 from ..plan import OffloadPolicy, Timeline
 from ..plan.experts import TRAIN_TIMESTEPS, expert_at
 from ..sampling import Cancelled, DenoiseRequest, NonFiniteLatentError, Passes, RequestError, native_inputs
+from ..sampling.conditioning import single_entry
 from ..sampling.lanes import LaneInputs
 from ..sampling.request import check_channels
 from .comfy_trace import predicted_sigmas, sampler_name
@@ -85,6 +86,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
 
     def set_conds(self, positive: Sequence[Any], negative: Sequence[Any]) -> None:
         self._given = {"positive": positive, "negative": negative}
+        for side, given in self._given.items():
+            single_entry(side, given)  # what is refused is refused before ComfyUI makes anything of it
         super().set_conds(positive, negative)
 
     def inner_sample(  # noqa: PLR0913, PLR0917 (ComfyUI's arguments)

@@ -164,6 +164,20 @@ def _side(
     name: str, conditioning: Conditioning, shape: torch.Size, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Text and image condition of one side, for a latent of `shape` under a noise mask."""
+    text, options = single_entry(name, conditioning)
+    image = options.get("concat_latent_image")
+    if image is None:
+        return _repeated(text, shape[0]), None
+    _check_image_size(name, image, shape)
+    # Without a mask of its own, ComfyUI tells an I2V expert by the noise mask what of the image is known.
+    return _repeated(text, shape[0]), image_condition(image, options.get("concat_mask", mask))
+
+
+def single_entry(name: str, conditioning: Conditioning) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    """The text of the side `name` and what belongs to it.
+
+    Raises `ConditioningError` for several entries, and for what the experts cannot use.
+    """
     if len(conditioning) != 1:
         raise ConditioningError(
             f"{name} has {len(conditioning)} entries, only one can be used: do not combine conditionings"
@@ -177,12 +191,7 @@ def _side(
             )
     if options.get("start_percent", 0.0) > 0.0 or options.get("end_percent", 1.0) < 1.0:
         raise ConditioningError(f"{name} is limited to a range of steps, which is not supported: remove the time range")
-    image = options.get("concat_latent_image")
-    if image is None:
-        return _repeated(text, shape[0]), None
-    _check_image_size(name, image, shape)
-    # Without a mask of its own, ComfyUI tells an I2V expert by the noise mask what of the image is known.
-    return _repeated(text, shape[0]), image_condition(image, options.get("concat_mask", mask))
+    return text, options
 
 
 def _repeated(text: torch.Tensor, batch: int) -> torch.Tensor:
