@@ -7,10 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from .layout import BlockFormat, tensor_views
+from .packing import Packing
+from .unpack import unpack
 
-# Scaled values pass through fp32 in pieces of about this many: 8 MB of extra memory however large the matrix is. On a
-# CPU that takes half the time of the formula in one go, and 64 Ki to 4 Mi values do equally well; on a GPU every piece
-# is three launches.
+# Scaled and packed values pass through fp32 in pieces of about this many: 8 MB of extra memory however large the matrix
+# is, and as much again for the integers of packed ones. On a CPU that takes half the time of the formula in one go, and
+# 64 Ki to 4 Mi values do equally well; on a GPU every piece is three launches, and ten to thirty where it is packed.
 CHUNK_VALUES = 2 * 1024**2
 
 
@@ -19,7 +21,8 @@ def decode_block(
 ) -> None:
     """Decode the stored bytes of one block.
 
-    A scaled tensor becomes exactly `(stored.float() * scale).to(dtype)`, any other exactly `stored.to(dtype)`.
+    A scaled tensor becomes exactly `(stored.float() * scale).to(dtype)`, a packed one exactly what its packs hold in
+    fp32 `.to(dtype)`, any other exactly `stored.to(dtype)`.
 
     Args:
         raw: the stored bytes, 1-D uint8 of at least `stored.nbytes`.
@@ -28,12 +31,45 @@ def decode_block(
             device than `raw` they are copied on every call.
     """
     assert scales.keys() == block_format.scaled, f"scales of {sorted(scales)}, not of {sorted(block_format.scaled)}"
-    computed = tensor_views(into, block_format.computed)
-    for name, stored in tensor_views(raw, block_format.stored).items():
-        if name in scales:
-            _multiply(stored, scales[name].to(raw.device), computed[name])
-        else:
-            computed[name].copy_(stored, non_blocking=True)
+    stored, computed = tensor_views(raw, block_format.stored), tensor_views(into, block_format.computed)
+    for tensor in block_format.stored.tensors:
+        name = tensor.name
+        decode_tensor(stored[name], computed[name], packing=tensor.packing, scale=scales.get(name))
+
+
+def decode_tensor(
+    stored: torch.Tensor,
+    into: torch.Tensor,
+    *,
+    packing: Packing | None = None,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Decode one tensor as `decode_block` does.
+
+    Args:
+        stored: as `tensor_views` and `read_tensors` give it; packed values as uint8 [packs, bytes].
+        into: contiguous memory of the values' shape in the dtype that is computed with, on any device.
+        packing: how the values are packed, if they are.
+        scale: fp32, 0-d or [rows, 1], if there is one.
+    """
+    if packing is not None:
+        _unpack(stored, packing, into)
+    elif scale is not None:
+        _multiply(stored, scale.to(stored.device), into)
+    else:
+        into.copy_(stored, non_blocking=True)
+
+
+def _unpack(packs: torch.Tensor, packing: Packing, computed: torch.Tensor) -> None:
+    """Write what `packs` hold, through one piece of fp32 memory unless they can be unpacked in place."""
+    count = max(1, min(len(packs), CHUNK_VALUES // packing.values))
+    in_place = computed.dtype == torch.float32 and computed.device == packs.device
+    work = torch.empty(0 if in_place else count, packing.values, dtype=torch.float32, device=packs.device)
+    for part, values in zip(packs.split(count), computed.view(-1, packing.values).split(count), strict=True):
+        unpacked = values if in_place else work[: len(part)]
+        unpack(part, packing, unpacked)
+        if not in_place:
+            values.copy_(unpacked, non_blocking=True)
 
 
 def _multiply(stored: torch.Tensor, scale: torch.Tensor, computed: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Blocks read from safetensors files at the moment they are needed, and nothing before."""
+"""Blocks read from files of weights at the moment they are needed, and nothing before."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from ..plan import BlockKey
 from .file_reader import HAS_PREADV, FileReader, Read
 from .layout import BlockFormat, block_format, flat_layout, host_bytes
+from .packing import Packing
 from .read_pieces import read_pieces
 from .safetensors_header import CheckpointFileError, FileTensor
 
@@ -74,7 +75,7 @@ class FileSource:
 
 
 def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torch.Tensor]:
-    """Read tensors into fresh CPU memory, in the shape and dtype they are stored in.
+    """Read tensors into fresh CPU memory, in the shape and dtype they are stored in; packed ones as [packs, bytes].
 
     Raises:
         SourceError: a file could not be read.
@@ -87,13 +88,14 @@ def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torc
 
 
 def _read(tensors: TensorsOfBlock, reader: FileReader) -> dict[str, torch.Tensor]:
-    with torch.inference_mode(False):
-        fresh = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    fresh: dict[str, torch.Tensor] = {}
     reads: list[Read] = []
     for name, tensor in tensors.items():
+        layout = flat_layout([(name, tensor.shape, tensor.dtype)], _packings({name: tensor}))
+        with torch.inference_mode(False):
+            fresh[name] = torch.empty(layout.tensors[0].view_shape, dtype=tensor.dtype)
         memory = host_bytes(fresh[name]).data
-        pieces = read_pieces({name: tensor}, flat_layout([(name, tensor.shape, tensor.dtype)]))
-        reads += [(piece, memory) for piece in pieces]
+        reads += [(piece, memory) for piece in read_pieces({name: tensor}, layout)]
     reader.read(reads)
     return fresh
 
@@ -109,7 +111,11 @@ def _format(
                 f"the scale of {name} has shape {list(scale.shape)}; it must be one value or {rows}, one for each row",
             )
     stored = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    return block_format(stored, computed_dtypes, scaled=scales)
+    return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors))
+
+
+def _packings(tensors: TensorsOfBlock) -> dict[str, Packing]:
+    return {name: tensor.packing for name, tensor in tensors.items() if tensor.packing is not None}
 
 
 def _as_factor(scale: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ The safetensors library judges whether the file is sound; the byte offsets, whic
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+
+from .packing import Packing, stored_bytes
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -36,6 +37,8 @@ LENGTH_BYTES = 8
 
 # The first bytes of what `torch.save` writes: a zip archive today, a bare pickle (protocol 2 to 5) before.
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+GGUF_START = b"GGUF"
 
 # The library's own limit. A longer header is refused before it is read.
 MAX_HEADER_BYTES = 100_000_000
@@ -60,7 +63,8 @@ class FileVersion(NamedTuple):
 class FileTensor:
     """One tensor in a file: `nbytes` bytes from byte `offset` on, row by row, little-endian.
 
-    The offset counts for the `version` of the file whose header named it; None stands for any.
+    `shape` is that of the values; `dtype` is uint8 where they are packed. The offset counts for the `version` of the
+    file whose header named it; None stands for any.
     """
 
     path: Path
@@ -69,11 +73,17 @@ class FileTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     version: FileVersion | None = None
+    packing: Packing | None = None
+
+    @property
+    def format_name(self) -> str:
+        """How the values are stored, for people: the packing, or the dtype."""
+        return str(self.dtype) if self.packing is None else self.packing.name
 
     def rows(self, start: int, stop: int) -> FileTensor:
         """Return rows `start` to `stop` (exclusive) of this tensor as a tensor of their own."""
         assert 0 <= start <= stop <= self.shape[0], f"rows {start}:{stop} of {self.shape}"
-        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        row_bytes = stored_bytes(self.shape[1:], self.dtype, self.packing)
         return replace(
             self,
             offset=self.offset + start * row_bytes,
@@ -142,6 +152,8 @@ def _read_start(path: Path) -> tuple[bytes, FileVersion]:
 
 
 def _what_instead(start: bytes, file_bytes: int) -> str:
+    if start.startswith(GGUF_START):
+        return "is not a safetensors file but GGUF: let its name end in .gguf"
     if start.startswith(PICKLE_STARTS):
         return "is a PyTorch pickle, which may run code when it is read: use the safetensors version of the model"
     return f"is not a safetensors file: has {file_bytes} bytes and starts with {start!r}"
