@@ -364,6 +364,18 @@ def test_what_does_not_fit_is_refused_and_the_patches_stay_as_they_were(stacks, 
         assert torch.equal(run_streamed(handle, stacks, hidden), run_plain(patched, hidden))
 
 
+def test_factors_that_no_memory_is_there_for_are_refused(stacks):
+    endless = WeightPatch(up=torch.zeros(1).expand(3 * WIDTH, 10**12), down=torch.zeros(1).expand(10**12, WIDTH))
+    patched = copy.deepcopy(stacks)
+    add_plainly(patched, some_patches(1.0))
+    hidden = torch.ones(1, WIDTH)
+    with attach_offload(stacks, policy=OffloadPolicy.resident(), device=CPU, follow_forward=False) as handle:
+        handle.set_patches(some_patches(1.0))
+        with pytest.raises(OSError, match=r"block 0 of 'high': 512000000\.0 MB of RAM are refused .*fewer LoRAs"):
+            handle.set_patches({UP_KEY: BlockPatch(identity="endless", weights={"up.weight": endless})})
+        assert torch.equal(run_streamed(handle, stacks, hidden), run_plain(patched, hidden))
+
+
 def test_patches_are_not_changed_under_a_run(stacks):
     patched = copy.deepcopy(stacks)
     add_plainly(patched, some_patches(1.0))
