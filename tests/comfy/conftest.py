@@ -61,12 +61,13 @@ def comfyui() -> ComfyUI:
 
 @pytest.fixture(scope="session")
 def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base directory with this pack, the gate, the names of a few models and a picture in it."""
+    """A base directory with this pack, the nodes of tests, the names of a few models and a picture in it."""
     base = tmp_path_factory.mktemp("comfyui")
     for folder in ("custom_nodes", "input", "output", "models/diffusion_models", "models/diffusers/wan/transformer"):
         (base / folder).mkdir(parents=True)
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
     (base / "custom_nodes" / "gate.py").write_text(GATE)
+    (base / "custom_nodes" / "clip_node.py").symlink_to(Path(__file__).with_name("clip_node.py"))
     for name in ("high.safetensors", "low.safetensors", "pickle.pt"):
         (base / "models" / "diffusion_models" / name).touch()
     for name in ("model_index.json", "transformer/config.json"):
@@ -79,14 +80,14 @@ def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(comfyui: ComfyUI, base: Path) -> Callable[..., Any]:
     """`ask(code, *arguments)` runs code in ComfyUI's Python and returns the JSON value of its variable `answer`.
 
-    The code sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`.
+    It may take `seconds`. The code sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`.
     """
 
-    def ask(code: str, *arguments: object) -> Any:
+    def ask(code: str, *arguments: object, seconds: int = START_SECONDS) -> Any:
         script = f"{IMPORTS}\n{code}\nprint(json.dumps(answer))"
         command = [str(comfyui.python), "-c", script, json.dumps(arguments), str(base)]
         done = subprocess.run(
-            command, cwd=comfyui.path, env=comfyui.environment(), capture_output=True, text=True, timeout=START_SECONDS
+            command, cwd=comfyui.path, env=comfyui.environment(), capture_output=True, text=True, timeout=seconds
         )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])

@@ -1,11 +1,11 @@
-"""The shipped API workflows in a real ComfyUI server, on the sample model: the same latents as in the embedded host.
+"""Every shipped API workflow in a real ComfyUI server, on the sample model.
 
-Both run in ComfyUI's Python, so torch is the same, and latents are compared to the bit.
+Those of our nodes alone run in the embedded host too, in ComfyUI's Python, so torch is the same and latents are
+compared to the bit. The others are held against what they stand for: ComfyUI's own two-sampler graph, and our sampler.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import time
@@ -23,9 +23,19 @@ from wanstream.cli.sample_model import write_sample_model
 pytestmark = pytest.mark.comfy
 
 ROOT = Path(__file__).parent.parent.parent
-RUNS = {"t2v": ("t2v", 42), "t2v, other seed": ("t2v", 43), "i2v": ("i2v", 42)}
-EXPERTS = {"t2v": ["high"] * 3 + ["low"], "i2v": ["high"] * 2 + ["low"] * 2}
-"""Of four steps, at the boundaries and flow shifts that the workflows set."""
+EXPERTS = {
+    "t2v": ["high"] * 3 + ["low"],
+    "i2v": ["high"] * 2 + ["low"] * 2,
+    "flf2v": ["high"] * 2 + ["low"] * 2,
+    "t2v_lightning": ["high"] * 2 + ["low"] * 2,
+    "i2v_lightning": ["high"] * 2 + ["low"] * 2,
+    "native_mixed": ["high"] * 3 + ["low"],
+}
+"""Of four steps, at the switch, boundaries and flow shifts that the workflows set."""
+
+OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning"]
+OTHER_SEED = "t2v, other seed"
+AS_GUIDER = "our sampler, set as the guider's workflow is"
 
 # The embedded host is what this package picks in a Python that finds no ComfyUI.
 EMBEDDED = """
@@ -46,13 +56,30 @@ save_file(latents, results)
 """
 
 
-def _prompt(workflow: str, seed: int) -> dict[str, Any]:
-    """A shipped workflow, small enough for a CPU; nothing else is changed."""
+def _prompt(workflow: str, **changes: dict[str, Any]) -> dict[str, Any]:
+    """A shipped workflow, small enough for a CPU, with `changes` of inputs by node; nothing else is changed.
+
+    ComfyUI's loader of text encoders knows the real one alone, so the tests' own takes its place.
+    """
     prompt: dict[str, Any] = json.loads((ROOT / "workflows" / "api" / f"{workflow}.json").read_text(encoding="utf-8"))
-    sized = next(node for node in prompt.values() if "frames" in node["inputs"] and "width" in node["inputs"])
-    sized["inputs"] |= {"width": 64, "height": 48, "frames": 9}
-    prompt["sampler"]["inputs"] |= {"steps": 4, "seed": seed}
+    for node in prompt.values():
+        for name, value in {"width": 64, "height": 48, "frames": 9, "length": 9, "steps": 4}.items():
+            if name in node["inputs"]:
+                node["inputs"][name] = value
+        if node["class_type"] == "CLIPLoader":
+            node["class_type"] = "TestClip"
+    for node, inputs in changes.items():
+        prompt[node]["inputs"] |= inputs
     return prompt
+
+
+def _embedded_prompts() -> dict[str, dict[str, Any]]:
+    prompts = {name: _prompt(name) for name in OURS}
+    prompts[OTHER_SEED] = _prompt("t2v", sampler={"seed": 43})
+    set_by_guider = {"solver": "euler", "schedule": "simple", "flow_shift": 8.0}
+    guidance = {"guidance_high": 3.5, "guidance_low": 3.5}
+    prompts[AS_GUIDER] = _prompt("t2v", experts={"compute_dtype": "fp32"}, sampler=set_by_guider | guidance)
+    return prompts
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +99,7 @@ def embedded(comfyui: Any, stocked: Path, tmp_path_factory: pytest.TempPathFacto
     """The latents of all runs, made by the embedded host."""
     folder = tmp_path_factory.mktemp("embedded")
     (folder / "wanstream").symlink_to(ROOT, target_is_directory=True)
-    prompts = json.dumps({name: _prompt(*run) for name, run in RUNS.items()})
+    prompts = json.dumps(_embedded_prompts())
     command = [str(comfyui.python), "-c", EMBEDDED, prompts, str(stocked), str(folder / "latents")]
     environment = {**comfyui.environment(), "PYTHONPATH": str(folder)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
@@ -80,14 +107,16 @@ def embedded(comfyui: Any, stocked: Path, tmp_path_factory: pytest.TempPathFacto
     return load_file(folder / "latents")
 
 
-@pytest.fixture(scope="module")
-def run_in_server(server: Any, stocked: Path) -> Callable[[str], tuple[torch.Tensor, dict[str, Any]]]:
-    """`run_in_server(name)` runs one of RUNS and returns its latent and its history."""
+Run = Callable[[dict[str, Any]], tuple[torch.Tensor, dict[str, Any]]]
 
-    def run(name: str) -> tuple[torch.Tensor, dict[str, Any]]:
-        prompt = copy.deepcopy(_prompt(*RUNS[name]))
-        prompt["tap"] = {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": "tap"}}
-        history: dict[str, Any] = server.run(prompt)
+
+@pytest.fixture(scope="module")
+def run_in_server(server: Any, stocked: Path) -> Run:
+    """`run_in_server(prompt)` runs a workflow and returns the latent of its node "sampler" and its history."""
+
+    def run(prompt: dict[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        tap = {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": "tap"}}
+        history: dict[str, Any] = server.run({**prompt, "tap": tap})
         (saved,) = history["outputs"]["tap"]["latents"]
         return load_file(stocked / "output" / saved["subfolder"] / saved["filename"])["latent_tensor"], history
 
@@ -103,25 +132,115 @@ def _cached(history: dict[str, Any]) -> set[str]:
     return next(set(data["nodes"]) for event, data in history["status"]["messages"] if event == "execution_cached")
 
 
-@pytest.mark.parametrize("name", ["t2v", "i2v"])
-def test_a_workflow_gives_the_same_latent_in_both_hosts(
-    run_in_server: Callable[..., Any], embedded: dict[str, torch.Tensor], stocked: Path, name: str
-) -> None:
-    latent, history = run_in_server(name)
-    assert torch.equal(latent, embedded[name])
-    assert [step["expert"] for step in _timeline(history)["steps"]] == EXPERTS[name]
+def _check_video(history: dict[str, Any], stocked: Path) -> None:
     (video,) = history["outputs"]["save"]["images"]
     assert (stocked / "output" / video["subfolder"] / video["filename"]).stat().st_size > 0
 
 
-def test_another_seed_uses_the_right_experts_and_reloads_nothing(
-    run_in_server: Callable[..., Any], embedded: dict[str, torch.Tensor]
+def _check_latent(latent: torch.Tensor) -> None:
+    assert latent.shape == (1, 16, 3, 6, 8)
+    assert torch.isfinite(latent).all()
+    assert latent.std() > 0.1
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_no_workflow_is_left_out() -> None:
+    shipped = {path.stem for path in (ROOT / "workflows" / "api").glob("*.json")}
+    assert shipped == {*OURS, "native_mixed", "guider"}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_workflow_gives_the_same_latent_in_both_hosts(
+    run_in_server: Run, embedded: dict[str, torch.Tensor], stocked: Path, name: str
 ) -> None:
-    _, first = run_in_server("t2v")
-    latent, history = run_in_server("t2v, other seed")
+    latent, history = run_in_server(_prompt(name))
+    _check_latent(latent)
+    assert torch.equal(latent, embedded[name])
+    assert [step["expert"] for step in _timeline(history)["steps"]] == EXPERTS[name]
+    _check_video(history, stocked)
+
+
+def _two_samplers(mixed: dict[str, Any]) -> dict[str, Any]:
+    """ComfyUI's own graph for what `mixed` does: two loaders, two shifts and two samplers in place of our nodes."""
+    settings, experts = mixed["sampler"]["inputs"], mixed["experts"]["inputs"]
+    switch = EXPERTS["native_mixed"].count("high")
+    stages = {
+        "high": (0, switch, "enable", "enable", ["latent", 0]),
+        "low": (switch, 10000, "disable", "disable", None),
+    }
+    native = {
+        node: mixed[node] for node in ("clip", "positive", "negative", "latent", "vae", "frames", "video", "save")
+    }
+    for expert, (start, end, noise, leftover, latent) in stages.items():
+        file = {"unet_name": experts[f"{expert}_noise"], "weight_dtype": "default"}
+        shift = {"model": [f"{expert} file", 0], "shift": settings["flow_shift"]}
+        sampler = {
+            "model": [expert, 0],
+            "positive": ["positive", 0],
+            "negative": ["negative", 0],
+            "latent_image": latent or ["high sampler", 0],
+            "add_noise": noise,
+            "noise_seed": settings["seed"],
+            "steps": settings["steps"],
+            "cfg": settings[f"guidance_{expert}"],
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            "start_at_step": start,
+            "end_at_step": end,
+            "return_with_leftover_noise": leftover,
+        }
+        native[f"{expert} file"] = {"class_type": "UNETLoader", "inputs": file}
+        native[expert] = {"class_type": "ModelSamplingSD3", "inputs": shift}
+        native[f"{expert} sampler"] = {"class_type": "KSamplerAdvanced", "inputs": sampler}
+    native["sampler"] = native.pop("low sampler")
+    return native
+
+
+def test_among_native_nodes_our_sampler_does_what_two_of_comfyuis_do(run_in_server: Run, stocked: Path) -> None:
+    # ComfyUI computes in fp32 on a CPU, whatever the files hold.
+    mixed = _prompt("native_mixed", experts={"compute_dtype": "fp32"})
+    latent, history = run_in_server(mixed)
+    _check_latent(latent)
+    assert [step["expert"] for step in _timeline(history)["steps"]] == EXPERTS["native_mixed"]
+    _check_video(history, stocked)
+    native, _ = run_in_server(_two_samplers(mixed))
+    assert _relative(latent, native) <= 1e-4
+
+
+def test_native_mixed_runs_as_it_is(run_in_server: Run, stocked: Path) -> None:
+    latent, history = run_in_server(_prompt("native_mixed"))
+    _check_latent(latent)
+    _check_video(history, stocked)
+
+
+def test_the_guider_does_with_euler_what_our_sampler_does(
+    run_in_server: Run, embedded: dict[str, torch.Tensor], stocked: Path
+) -> None:
+    latent, history = run_in_server(
+        _prompt("guider", experts={"compute_dtype": "fp32"}, solver={"sampler_name": "euler"})
+    )
+    assert _relative(latent, embedded[AS_GUIDER]) <= 1e-4
+    _check_video(history, stocked)
+
+
+def test_the_guiders_workflow_runs_as_it_is(run_in_server: Run, stocked: Path) -> None:
+    latent, history = run_in_server(_prompt("guider"))
+    _check_latent(latent)
+    _check_video(history, stocked)
+
+
+def test_another_seed_uses_the_right_experts_and_reloads_nothing(
+    run_in_server: Run, embedded: dict[str, torch.Tensor]
+) -> None:
+    run_in_server(_prompt("t2v", experts={"compute_dtype": "fp32"}))  # closes whatever pair is open by now
+    _, first = run_in_server(_prompt("t2v", sampler={"seed": 45}))
+    latent, history = run_in_server(_prompt("t2v", sampler={"seed": 43}))
     assert {"experts", "policy", "text", "latent"} <= _cached(history)
-    assert not torch.equal(embedded["t2v"], embedded["t2v, other seed"])
-    assert torch.equal(latent, embedded["t2v, other seed"])
+    assert not torch.equal(embedded["t2v"], embedded[OTHER_SEED])
+    assert torch.equal(latent, embedded[OTHER_SEED])
     timeline = _timeline(history)
     assert [step["expert"] for step in timeline["steps"]] == EXPERTS["t2v"]
     assert _timeline(first)["outer_bytes"] > 0
@@ -129,14 +248,12 @@ def test_another_seed_uses_the_right_experts_and_reloads_nothing(
 
 
 def test_cancel_ends_a_run_and_leaves_the_server_usable(
-    server: Any, run_in_server: Callable[..., Any], embedded: dict[str, torch.Tensor]
+    server: Any, run_in_server: Run, embedded: dict[str, torch.Tensor]
 ) -> None:
-    endless = _prompt("t2v", 44)
-    endless["sampler"]["inputs"]["steps"] = 1000
-    prompt_id = server.queue(endless)
+    prompt_id = server.queue(_prompt("t2v", sampler={"seed": 44, "steps": 1000}))
     time.sleep(2)  # most likely inside the sampler by now; the outcome is the same if not
     server.post("/interrupt", {})
     events = [event for event, _ in server.wait(prompt_id)["status"]["messages"]]
     assert events[-1] == "execution_interrupted"
-    latent, _ = run_in_server("t2v")
+    latent, _ = run_in_server(_prompt("t2v"))
     assert torch.equal(latent, embedded["t2v"])
