@@ -18,9 +18,10 @@ from wanstream.offload.cpu_streams import CpuStreams
 from wanstream.offload.file_source import FileSource
 from wanstream.offload.layout import allocate_flat, block_format
 from wanstream.offload.module_source import ModuleSource
+from wanstream.offload.packing import PACKINGS
 from wanstream.offload.patches import HeldPatches
 from wanstream.offload.pinned_source import PinnedSource
-from wanstream.offload.safetensors_header import read_header
+from wanstream.offload.safetensors_header import FileTensor, read_header
 from wanstream.offload.source import BlockSource
 from wanstream.offload.streams import Arrival
 from wanstream.plan import BlockKey, OffloadPolicy, step_visits
@@ -143,6 +144,30 @@ def write_fp8(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
     return FileSource(table(""), computed_dtypes=dtype, scales=table(".scale"))
 
 
+def write_packed(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
+    """A file with packed values (Q8_0: 32 signed bytes behind their scale); changes the weights to what it means."""
+    packing, whole = PACKINGS["Q8_0"], b""
+    blocks: dict[BlockKey, dict[str, FileTensor]] = {}
+    for n, i, block, w in weights_of(stacks):
+        weight = block.get_parameter(w)
+        values = weight.float().view(-1, packing.values)
+        scale = (values.abs().amax(dim=1, keepdim=True) / 127).half()
+        stored = (values / scale.float()).round().to(torch.int8)
+        weight.copy_((scale.float() * stored.float()).view(weight.shape).to(dtype))
+        packs = torch.cat([scale.view(torch.uint8), stored.view(torch.uint8)], dim=1)
+        blocks.setdefault(BlockKey(n, i), {})[w] = FileTensor(
+            path=path,
+            offset=len(whole),
+            nbytes=packs.numel(),
+            dtype=torch.uint8,
+            shape=tuple(weight.shape),
+            packing=packing,
+        )
+        whole += packs.numpy().tobytes()
+    path.write_bytes(whole)
+    return FileSource(blocks, computed_dtypes=dtype)
+
+
 def weights_of(stacks: Stacks) -> Iterator[tuple[str, int, nn.Module, str]]:
     for name, stack in stacks.items():
         for index, block in enumerate(stack):
@@ -154,6 +179,7 @@ SOURCES: dict[str, Callable[[Stacks, Path, torch.dtype], BlockSource]] = {
     "module": lambda stacks, path, dtype: ModuleSource(stacks),
     "raw file": write_raw,
     "fp8 file": write_fp8,
+    "packed file": write_packed,
 }
 
 
