@@ -319,10 +319,10 @@ class TestCombined:
         assert torch.equal(patch.full, torch.full((256, 256), 3.0))
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
-    def test_all_is_fp32(self, lora_file, dtype):
+    def test_what_is_scaled_is_fp32(self, lora_file, dtype):
         lora = open_lora(lora_file({key: tensor.to(dtype) for key, tensor in layer().items()}))
         patch = combined("blocks.1.attn1.to_q.weight", [(lora, 0.5)], LoraFactors())
-        assert (patch.up.dtype, patch.down.dtype, patch.full) == (torch.float32, torch.float32, None)
+        assert (patch.up.dtype, patch.down.dtype, patch.full) == (torch.float32, dtype, None)
         assert torch.equal(patch.up, torch.full((256, 4), 0.5))
 
     def test_a_lora_that_does_not_change_the_parameter_is_not_read(self, lora_file):
