@@ -1,0 +1,218 @@
+"""Every sampler and schedule of a real ComfyUI through our guider, beside native experts behind a guider of the test.
+
+One process runs all cases (`guider_cases.py`); here each is judged by itself. A case's `difference` is the relative L2
+distance of the two results, from the same sampler object, sigmas, noise and random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLOSE = 1e-4
+SECONDS = 900
+
+# fmt: off
+SAMPLERS = [
+    "euler", "euler_cfg_pp", "euler_ancestral", "euler_ancestral_cfg_pp", "heun", "heunpp2", "exp_heun_2_x0",
+    "exp_heun_2_x0_sde", "dpm_2", "dpm_2_ancestral", "lms", "dpm_fast", "dpm_adaptive", "dpmpp_2s_ancestral",
+    "dpmpp_2s_ancestral_cfg_pp", "dpmpp_sde", "dpmpp_sde_gpu", "dpmpp_2m", "dpmpp_2m_cfg_pp", "dpmpp_2m_sde",
+    "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun", "dpmpp_2m_sde_heun_gpu", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu", "ddpm",
+    "lcm", "ipndm", "ipndm_v", "deis", "res_multistep", "res_multistep_cfg_pp", "res_multistep_ancestral",
+    "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp", "er_sde", "seeds_2",
+    "seeds_3", "sa_solver", "sa_solver_pece", "ddim", "uni_pc", "uni_pc_bh2",
+]
+# fmt: on
+NEWER = {"exp_heun_2_x0", "exp_heun_2_x0_sde"}
+"""Samplers that ComfyUI 0.3.64 does not have yet."""
+ADAPTIVE = {"dpm_adaptive"}
+"""Samplers whose calls depend on the latents, so that they cannot be predicted."""
+# fmt: off
+SCHEDULES = [
+    "simple", "sgm_uniform", "karras", "exponential", "ddim_uniform", "beta", "normal",
+    "linear_quadratic", "kl_optimal", "wan",
+]
+# fmt: on
+
+Case = Callable[[str], Any]
+
+ASK = """
+sys.path.insert(0, arguments[0])
+import guider_cases
+answer = guider_cases.answers(arguments[1])
+"""
+
+
+@pytest.fixture(scope="session")
+def answers(
+    ask: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The value of every case."""
+    folder = tmp_path_factory.mktemp("guider")
+    for kind, channels in (("t2v", 16), ("i2v", 36)):
+        for seed, name in enumerate(("high", "low"), start=1):
+            (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
+    told: dict[str, Any] = ask(ASK, str(Path(__file__).parent), str(folder), seconds=SECONDS)
+    return told
+
+
+@pytest.fixture
+def case(answers: dict[str, Any]) -> Case:
+    """`case(name)`: what it came to; fails with its traceback where it did not get there."""
+
+    def told(name: str) -> Any:
+        value = answers[name]
+        assert not (isinstance(value, dict) and "error" in value), value["error"]
+        return value
+
+    return told
+
+
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(SECONDS)]
+
+
+def test_no_sampler_or_schedule_is_left_out(answers: dict[str, Any]) -> None:
+    there = {name.removeprefix("sampler ") for name in answers if name.startswith("sampler ")}
+    assert there >= set(SAMPLERS) - NEWER
+    assert [name.removeprefix("schedule ") for name in answers if name.startswith("schedule ")] == SCHEDULES
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_sampler_gives_what_it_gives_with_native_experts(answers: dict[str, Any], case: Case, sampler: str) -> None:
+    if sampler in NEWER and f"sampler {sampler}" not in answers:
+        pytest.skip("not in this ComfyUI")
+    found = case(f"sampler {sampler}")
+    assert found["finite"]
+    assert found["difference"] <= CLOSE
+    ours, theirs = found["calls"]
+    assert ours == theirs
+    assert {"high", "low"} == set(ours)
+    # Tried beforehand or not: the same bits, and the random state is left as it was.
+    assert found["unpredicted equal"]
+    assert found["unpredicted recompiled"] > 0
+    if sampler not in ADAPTIVE:
+        assert found["recompiled"] == 0
+        # Every call moves each block once, for all lanes.
+        assert len(found["bytes"]) == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_is_comfyuis_and_runs(case: Case, schedule: str) -> None:
+    found = case(f"schedule {schedule}")
+    assert found["equal"]
+    assert found["difference"] <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("guidance", "lanes"), [("(1.0, 1.0)", 6), ("(1.0, 3.0)", 9), ("(4.0, 1.0)", 9)], ids=["none", "low", "high"]
+)
+def test_guidance_of_one_computes_no_negative_unless_the_sampler_reads_it(
+    case: Case, guidance: str, lanes: int
+) -> None:
+    found = {name: case(f"cfg {guidance} {name}") for name in ("euler", "euler_cfg_pp")}
+    assert found["euler"]["lanes"] == lanes
+    assert found["euler_cfg_pp"]["lanes"] == 12
+    assert max(each["difference"] for each in found.values()) <= CLOSE
+
+
+@pytest.mark.parametrize("hook", ["sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function"])
+def test_guidance_may_be_changed_by_others(case: Case, hook: str) -> None:
+    found = case("hooks")[hook]
+    assert found["difference"] <= CLOSE
+    assert found["effect"] > 0.01
+
+
+@pytest.mark.parametrize("start", ["noise", "later start"])
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "ddim"])
+def test_a_mask_keeps_what_it_keeps_natively(case: Case, sampler: str, start: str) -> None:
+    found = case(f"mask {sampler} {start}")
+    assert found["difference"] <= CLOSE
+    assert found["kept"] <= 1e-5
+
+
+def test_a_batch_is_its_samples_and_moves_the_bytes_of_one(case: Case) -> None:
+    found, alone = case("batch"), case("sampler dpmpp_2m")
+    assert found["difference"] <= CLOSE
+    assert found["as alone"]
+    assert found["bytes"] == alone["bytes"]
+
+
+def test_split_sigmas_go_on_where_they_were_cut(case: Case) -> None:
+    found = case("split")
+    assert max(found["differences"]) <= CLOSE
+    assert found["as one"] <= 1e-5
+
+
+@pytest.mark.parametrize("images", ["image", "first and last image"])
+def test_image_conditioning(case: Case, images: str) -> None:
+    assert case(images)["difference"] <= CLOSE
+
+
+def test_euler_is_our_own_sampler(case: Case) -> None:
+    found = case("same_as_our_sampler")
+    assert found["difference"] <= 1e-6
+    for what in ("bytes", "experts", "sigmas"):
+        ours, theirs = found[what]
+        assert ours == theirs, what
+
+
+def test_cancel_ends_the_run_before_the_next_block(case: Case) -> None:
+    # The third lane of a block asked for it: the block's other lane is finished, no further block begins.
+    assert case("interrupt") == {"raised": "interrupt", "blocks": 4, "flag": False, "again": True}
+
+
+def test_a_sampler_that_fails_leaves_all_usable(case: Case) -> None:
+    assert case("error") == {"raised": "its own", "again": True}
+
+
+def test_a_sampler_of_another_pack_runs_once_and_right(case: Case) -> None:
+    found = case("foreign")
+    assert found["runs"] == 1
+    assert found["told"] == ["the sampler midpoint was not tried beforehand: expecting one model call per step"]
+    assert found["difference"] <= CLOSE
+    ours, theirs = found["calls"]
+    assert ours == theirs
+    assert 0 < found["recompiled"] < len(ours) / 2
+
+
+@pytest.mark.parametrize(("sampler", "surprises"), [("er_sde", 0), ("sa_solver", 0), ("euler_cfg_pp alternative", 0)])
+def test_samplers_of_comfyuis_nodes(case: Case, sampler: str, surprises: int) -> None:
+    found = case("core_nodes")[sampler]
+    assert found["difference"] <= CLOSE
+    assert found["recompiled"] == surprises
+
+
+def test_previews_are_comfyuis(case: Case) -> None:
+    found = case("preview")
+    for method, size in (("latent2rgb", [6, 8]), ("taesd", [48, 64])):
+        picture = ["JPEG", *size]
+        sampling, own = found[method][:-2], found[method][-2:]
+        assert sampling == [[1, 3, picture], [2, 3, picture], [3, 3, picture]]
+        assert own == [[1, 4, picture], [4, 4, None]]
+    assert {preview for _, _, preview in found["none"]} == {None}
+    assert found["shapes"] == [[1, 16, 2, 8, 6]] * 2
+    assert found["finite"] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("resizing sampler", "RequestError", "the sampler lcm_upscale changes the size of the latent from"),
+        ("sigmas of another model", "RequestError", "a sigma is 14.6, and flow models have none above 1"),
+        ("levels per sample", "RequestError", "asks for 2 noise levels in one call"),
+        ("not a number", "NonFiniteLatentError", "what the sampler broken gave them is NaN or infinite at sigma 1.0"),
+        ("replaced conditions", "RequestError", "sampler_calc_cond_batch_function"),
+        ("control", "ConditioningError", "positive carries a ControlNet (control)"),
+        ("size", "RequestError", "a latent of 8 x 5 does not divide"),
+        ("no image", "RequestError", "the experts take 36 channels, the request has 16"),
+        ("boundary", "RequestError", "boundary ratio 1.5: give 0 to 1"),
+        ("flow shift", "RequestError", "flow shift 0: give a positive number"),
+    ],
+)
+def test_what_is_refused(case: Case, what: str, kind: str, message: str) -> None:
+    raised, text = case(f"refused {what}")
+    assert raised == kind, text
+    assert message in text
