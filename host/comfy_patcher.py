@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,6 @@ from ..wan import ExpertPair
 from .door import ExpertsRef, LoadedExperts
 
 LOG = logging.getLogger("wanstream.memory")
-GB = 1e9
 
 
 class ExpertsModel(torch.nn.Module):
@@ -36,8 +36,10 @@ class ExpertsModel(torch.nn.Module):
         self.ref = ref
         self._experts = experts
         self.pair = experts(ref)
+        self.asked = OffloadPolicy.layerwise()
+        """The policy that was asked for last."""
         self.policy: OffloadPolicy | None = None
-        """What was loaded last: the policy that was asked for, or one that takes less."""
+        """What was loaded for it: the same, or one that takes less."""
         self.model_config = comfy.supported_models.WAN21_T2V({"image_model": "wan2.1", "model_type": "t2v"})
         self.model_type = comfy.model_base.ModelType.FLOW
         self.latent_format = self.model_config.latent_format
@@ -55,10 +57,18 @@ class ExpertsModel(torch.nn.Module):
         """Since the last run other experts may have been opened, or other LoRAs set."""
         self.pair = self._experts(ref)
 
-    def load(self, policy: OffloadPolicy, device: torch.device) -> None:
-        """Make the engine for `policy` on `device`, or find it there."""
-        self.pair.engine(policy, device)
-        self.policy = policy
+    def load(self, asked: OffloadPolicy, budget: float, device: torch.device) -> None:
+        """Have the engine on `device`, for as much of the policy as `budget` bytes for all weights allow."""
+        fitted = fit_policy(asked, self.block_counts, budget=budget, device_bytes=self.pair.device_bytes)
+        if fitted != asked:
+            LOG.info(
+                "%s are free for the experts: %s instead of %s",
+                _size(max(0.0, budget)),
+                self._described(fitted),
+                self._described(asked),
+            )
+        self.pair.engine(fitted, device)
+        self.asked, self.policy = asked, fitted
         self.count_pins()
 
     def release(self) -> None:
@@ -73,6 +83,12 @@ class ExpertsModel(torch.nn.Module):
         if hasattr(management, "TOTAL_PINNED_MEMORY"):
             management.TOTAL_PINNED_MEMORY = max(0, management.TOTAL_PINNED_MEMORY + pinned - self._counted_pins)
         self._counted_pins = pinned
+
+    def _described(self, policy: OffloadPolicy) -> str:
+        residency, _ = plan_residency(policy, self.block_counts)
+        resident = min(len(blocks) for blocks in residency.residents.values())
+        blocks = min(self.block_counts.values())
+        return f"{_size(self.pair.device_bytes(policy))} with {resident} of {blocks} blocks resident"
 
     def get_dtype(self) -> torch.dtype:
         return self.pair.compute_dtype
@@ -115,7 +131,10 @@ class ExpertsModel(torch.nn.Module):
 
 
 class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
-    """What ComfyUI's list of loaded models holds: `ref` names experts and LoRAs, `policy` says how much to load."""
+    """What ComfyUI's list of loaded models holds.
+
+    `ref` names experts and LoRAs, `policy` says how much of them to load; None: as much as was asked for last.
+    """
 
     def __init__(
         self,
@@ -124,11 +143,10 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         offload_device: torch.device,
         size: int = 0,
         weight_inplace_update: bool = False,
-        *,
-        policy: OffloadPolicy | None = None,
     ) -> None:
+        # Before the base class, which asks for the size.
         self.ref = model.ref
-        self.policy = policy or OffloadPolicy.layerwise()  # before the base class, which asks for the size
+        self.policy: OffloadPolicy | None = None
         super().__init__(model, load_device, offload_device, size, weight_inplace_update)
 
     def clone(self, *args: Any, **settings: Any) -> ExpertsPatcher:
@@ -147,7 +165,7 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
     def model_size(self) -> int:
         """Device bytes that the policy takes, for which ComfyUI makes room; more if more is there."""
         pair: ExpertPair = self.model.pair
-        return max(pair.device_bytes(self.policy), pair.loaded_bytes)
+        return max(pair.device_bytes(self.policy or self.model.asked), pair.loaded_bytes)
 
     def loaded_size(self) -> int:
         """Device bytes taken now. ComfyUI asks before all that it decides, so it reckons with the right pins then."""
@@ -177,7 +195,7 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         before = self.loaded_size()
         try:
             self.model.open(self.ref)
-            self.model.load(self._fitted(before + extra_memory), device_to)
+            self.model.load(self.policy or self.model.asked, before + extra_memory, device_to)
         except BaseException:
             self.detach()  # ComfyUI does not list us yet, so nobody else would
             raise
@@ -192,14 +210,14 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         outside, block = self._outside_and_block()
         if memory_to_free > before - outside:
             return 0  # ComfyUI detaches us then
-        freed: int = pair.give_back(int(memory_to_free) + 1)
+        freed: int = pair.give_back(math.ceil(memory_to_free))
         self.model.count_pins()
-        LOG.info("freed %.1f GB of %.1f GB for another model: %d blocks", freed / GB, before / GB, round(freed / block))
+        LOG.info("freed %s of %s for another model: %d blocks", _size(freed), _size(before), round(freed / block))
         return freed
 
     def partially_unload_ram(self, ram_to_unload: float) -> None:
         """Blocks in page-locked RAM go all at once, and what is on the device with them."""
-        if ram_to_unload > 0 and self.policy.source == "pinned" and self.model.pair.pinned_bytes:
+        if ram_to_unload > 0 and self.model.asked.source == "pinned" and self.model.pair.pinned_bytes:
             self.detach()
 
     def detach(self, unpatch_all: bool = True) -> ExpertsModel:
@@ -208,7 +226,7 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
             before = self.loaded_size()
             self.model.release()
             if before:
-                LOG.info("freed all %.1f GB of the experts", before / GB)
+                LOG.info("freed %s: the experts are unloaded", _size(before))
         model: ExpertsModel = super().detach(unpatch_all)
         return model
 
@@ -217,23 +235,6 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         one, two = (self.model.pair.device_bytes(OffloadPolicy.layerwise(ahead)) for ahead in (0, 1))
         return 2 * one - two, two - one
 
-    def _fitted(self, budget: float) -> OffloadPolicy:
-        """The policy, or less of it where `budget` bytes for all weights are not enough, which the log tells."""
-        pair, counts = self.model.pair, self.model.block_counts
-        fitted = fit_policy(self.policy, counts, budget=budget, device_bytes=pair.device_bytes)
-        if fitted != self.policy:
-            LOG.info(
-                "%.1f GB are free for the experts: %s (%.1f GB) instead of %s (%.1f GB)",
-                max(0.0, budget) / GB,
-                _described(fitted, counts),
-                pair.device_bytes(fitted) / GB,
-                _described(self.policy, counts),
-                pair.device_bytes(self.policy) / GB,
-            )
-        return fitted
 
-
-def _described(policy: OffloadPolicy, counts: Mapping[str, int]) -> str:
-    residency, buffers = plan_residency(policy, counts)
-    resident = min(len(blocks) for blocks in residency.residents.values())
-    return f"{resident} of {min(counts.values())} blocks resident in {buffers} buffers"
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

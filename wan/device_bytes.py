@@ -9,7 +9,7 @@ import torch
 from ..offload.layout import flat_layout
 from ..plan import OffloadPolicy, plan_residency
 from .detect import WanConfig
-from .meta_model import FIRST_BLOCK, block_streams, parameter_dtype, parameter_shapes
+from .meta_model import FIRST_BLOCK, block_streams, parameter_dtype, parameter_shapes, table_bytes
 
 EXPERTS = ("high", "low")
 
@@ -28,4 +28,4 @@ def device_bytes(config: WanConfig, *, compute_dtype: torch.dtype, policy: Offlo
         for name, shape in shapes.items()
         if name not in streamed
     )
-    return buffers * buffer.nbytes + len(EXPERTS) * staying
+    return buffers * buffer.nbytes + len(EXPERTS) * (staying + table_bytes(config))

@@ -43,6 +43,13 @@ def block_streams(config: WanConfig) -> tuple[str, ...]:
     return streamed_names(_on_meta(replace(config, num_layers=1)).blocks[0])
 
 
+@functools.cache
+def table_bytes(config: WanConfig) -> int:
+    """Return the bytes of the position tables of one model."""
+    positions = _on_meta(replace(config, num_layers=1)).config.rope_max_seq_len
+    return sum(table.nbytes for table in _position_tables(config.patch_size, positions).buffers())
+
+
 def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype a parameter computes in: `compute_dtype`, or fp32 for what diffusers always keeps in fp32."""
     in_fp32 = set(name.split(".")) & set(WanTransformer3DModel._keep_in_fp32_modules)

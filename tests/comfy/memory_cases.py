@@ -1,0 +1,456 @@
+"""Runs in ComfyUI's own Python: its memory manager decides over our experts on a device that is made up.
+
+`answers(high, low)` gives one JSON value per case, for experts of 12 blocks; `test_memory.py` says what each must be.
+The device has as many bytes as a case says, and all that is loaded takes of them; the experts compute on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management as mm
+import comfy.model_patcher
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def _pack() -> None:
+    """This pack under its own name, as an installed one would be."""
+    spec = spec_from_file_location("wanstream", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
+    module = module_from_spec(spec)
+    sys.modules["wanstream"] = module
+    spec.loader.exec_module(module)
+
+
+_pack()
+from wanstream.host import ExpertsRef  # noqa: E402
+from wanstream.host.comfy import ComfyDoor  # noqa: E402
+from wanstream.host.door import open_pair  # noqa: E402
+from wanstream.plan import OffloadPolicy  # noqa: E402
+from wanstream.sampling import DenoiseRequest, denoise  # noqa: E402
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+PLENTY = 100 * 2**30
+WORKING = 3 * 2**30
+BLOCK_SWAP, LAYERWISE, RESIDENT = OffloadPolicy.block_swap(6), OffloadPolicy.layerwise(1), OffloadPolicy.resident()
+
+
+class OnCpu:
+    """A pair that ComfyUI takes for one on the made-up device."""
+
+    def __init__(self, pair: Any) -> None:
+        self._pair = pair
+        self.locked = 0
+        self.fails: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pair, name)
+
+    def engine(self, policy: OffloadPolicy, device: torch.device) -> Any:
+        engine = self._pair.engine(policy, CPU)
+        if self.fails is not None:
+            raise self.fails
+        return engine
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.locked if self._pair.loaded_bytes else 0
+
+
+class Neighbour(comfy.model_patcher.ModelPatcher):
+    """Another model of `nbytes`, which loads and gives back any number of bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(torch.nn.Module(), GPU, CPU, size=nbytes)
+
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        return self._take(min(int(extra_memory), self.size - self.loaded_size()))
+
+    def partially_unload(
+        self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        return -self._take(-min(int(memory_to_free) + 1, self.loaded_size()))
+
+    def detach(self, unpatch_all: bool = True) -> Any:
+        if unpatch_all:
+            self._take(-self.loaded_size())
+        return self.model
+
+    def model_mmap_residency(self, free: bool = False) -> tuple[int, int]:
+        return self.size, self.size
+
+    def pinned_memory_size(self) -> int:
+        return self.size
+
+    def _take(self, nbytes: int) -> int:
+        self.model.model_loaded_weight_memory += nbytes
+        self.model.device = GPU if self.model.model_loaded_weight_memory else CPU
+        return nbytes
+
+
+class World:
+    """A device of `capacity` bytes, an empty list of loaded models, and a door."""
+
+    def __init__(self, high: str, low: str, capacity: int = PLENTY) -> None:
+        self.ref = ExpertsRef(high_noise=Path(high), low_noise=Path(low), compute_dtype="float32")
+        self.other = ExpertsRef(high_noise=Path(low), low_noise=Path(high), compute_dtype="float32")
+        self.capacity = capacity
+        self.pairs: list[OnCpu] = []
+        self.neighbours: list[Any] = []
+        self.door = ComfyDoor(self._open)
+
+    def _open(self, ref: ExpertsRef) -> OnCpu:
+        self.pairs.append(OnCpu(open_pair(ref)))
+        return self.pairs[-1]
+
+    @property
+    def pair(self) -> OnCpu:
+        return self.pairs[-1]
+
+    @property
+    def taken(self) -> int:
+        return sum(pair.loaded_bytes for pair in self.pairs) + sum(n.loaded_size() for n in self.neighbours)
+
+    def free(self, dev: object = None, torch_free_too: bool = False) -> Any:
+        free = self.capacity - self.taken
+        return (free, 0) if torch_free_too else free
+
+    def neighbour(self, nbytes: int) -> Neighbour:
+        self.neighbours.append(Neighbour(nbytes))
+        mm.load_models_gpu([self.neighbours[-1]], memory_required=0)
+        return self.neighbours[-1]
+
+    def load(self, policy: OffloadPolicy, ref: ExpertsRef | None = None) -> Any:
+        return self.door.load_experts(ref or self.ref, policy, working_bytes=WORKING)
+
+    def run(self, policy: OffloadPolicy, ref: ExpertsRef | None = None, on_step: Any = None) -> Any:
+        loaded = self.load(policy, ref)
+        noise = torch.randn(1, 16, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+        text = torch.randn(1, 5, 4096, generator=torch.Generator().manual_seed(1))
+        request = DenoiseRequest(noise, text, steps=4, switch_step=2, solver="euler")
+        return denoise(loaded.pair, request, policy=loaded.policy, device="cpu", on_step=on_step)
+
+    def planned(self, policy: OffloadPolicy) -> int:
+        return int(self.door.experts(self.ref).device_bytes(policy))
+
+    @property
+    def block(self) -> int:
+        return self.planned(LAYERWISE) - self.planned(OffloadPolicy.layerwise(0))
+
+    @property
+    def wanted(self) -> float:
+        """What ComfyUI wants to be free beside the weights."""
+        return max(mm.minimum_inference_memory(), WORKING + mm.extra_reserved_memory())
+
+
+@contextmanager
+def world(files: tuple[str, str], capacity: int = PLENTY, **settings: Any) -> Iterator[tuple[World, list[str]]]:
+    """A world with these settings of the memory manager, and what our log says in it."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("wanstream.memory")
+    made = World(*files, capacity)
+    settings = {"vram_state": mm.VRAMState.NORMAL_VRAM, "MIN_WEIGHT_MEMORY_RATIO": 0.0, **settings}
+    settings |= {"get_free_memory": made.free, "get_torch_device": lambda: GPU, "current_loaded_models": []}
+    before = {name: getattr(mm, name) for name in settings}
+    for name, value in settings.items():
+        setattr(mm, name, value)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield made, said
+    finally:
+        log.removeHandler(handler)
+        made.door.free_experts()
+        for name, value in before.items():
+            setattr(mm, name, value)
+
+
+Files = tuple[str, str]
+CASES: dict[str, Callable[[Files], Any]] = {}
+
+
+def case(function: Callable[[Files], Any]) -> Callable[[Files], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+@case
+def room_for_what_is_planned(files: Files) -> Any:
+    """A neighbour, and as much room as ComfyUI wants for our plan: 0, or a thousand bytes too few."""
+    found = []
+    for short in (0, 1000):
+        with world(files) as (here, _):
+            neighbour = here.neighbour(2**30)
+            here.capacity = 2**30 + int(here.planned(BLOCK_SWAP) * 1.1 + here.wanted) + 1 - short
+            loaded = here.load(BLOCK_SWAP)
+            found.append([loaded.policy == BLOCK_SWAP, 2**30 - neighbour.loaded_size(), str(loaded.device)])
+    return found
+
+
+@case
+def weights_stay_for_the_next_run(files: Files) -> Any:
+    with world(files) as (here, said):
+        neighbour = here.neighbour(2**30)
+        first, second = here.run(RESIDENT), here.run(RESIDENT)
+        return {
+            "equal": torch.equal(first.latents, second.latents),
+            "bytes": [run.timeline.bytes_moved for run in (first, second)],
+            "outer": [run.timeline.outer_bytes > 0 for run in (first, second)],
+            "listed": len(mm.current_loaded_models),
+            "as planned": here.pair.loaded_bytes == here.planned(RESIDENT),
+            "neighbour": neighbour.loaded_size() == 2**30,
+            "said": said,
+        }
+
+
+@case
+def evicted_block_by_block(files: Files) -> Any:
+    """Another model needs a little more than there is, thrice; after each a run."""
+    with world(files) as (here, said):
+        whole = here.run(BLOCK_SWAP)
+        full, found = here.pair.loaded_bytes, []
+        for blocks in (0.5, 4.5, 7.5):
+            here.capacity = here.taken + int(2**30 * 1.1 + mm.minimum_inference_memory() - blocks * here.block)
+            neighbour = here.neighbour(2**30)
+            left = here.pair.loaded_bytes
+            listed = len(mm.current_loaded_models)
+            here.capacity = PLENTY
+            again = here.run(BLOCK_SWAP)
+            found.append(
+                {
+                    "blocks gone": (full - left) / here.block,
+                    "listed": listed,
+                    "neighbour": neighbour.loaded_size() == 2**30,
+                    "equal": torch.equal(again.latents, whole.latents),
+                    "back": here.pair.loaded_bytes == full,
+                }
+            )
+            mm.current_loaded_models[:] = [m for m in mm.current_loaded_models if m.model is not neighbour]
+            here.neighbours.clear()
+        return {"found": found, "said": said}
+
+
+@case
+def evicted_as_a_whole(files: Files) -> Any:
+    with world(files) as (here, said):
+        first = here.run(BLOCK_SWAP)
+        here.capacity = int(2**31 * 1.1 + mm.minimum_inference_memory()) + 1
+        neighbour = here.neighbour(2**31)
+        found: dict[str, Any] = {"left": here.pair.loaded_bytes, "listed": len(mm.current_loaded_models)}
+        here.capacity = PLENTY
+        found["equal"] = torch.equal(here.run(BLOCK_SWAP).latents, first.latents)
+        found["neighbour"] = neighbour.loaded_size() == 2**31
+        mm.unload_all_models()
+        found["after /free"] = [here.pair.loaded_bytes, len(mm.current_loaded_models)]
+        found["again"] = torch.equal(here.run(BLOCK_SWAP).latents, first.latents)
+        return {**found, "said": said}
+
+
+@case
+def flags(files: Files) -> Any:
+    """What runs where half of the policy's room is there, and what is left of us after another small model."""
+    states = mm.VRAMState
+    settings: dict[str, dict[str, Any]] = {
+        "normal": {},
+        "low": {"vram_state": states.LOW_VRAM},
+        "high": {"vram_state": states.HIGH_VRAM},
+        "none": {"vram_state": states.NO_VRAM},
+        "not smart": {"DISABLE_SMART_MEMORY": True},
+        "reserve": {"EXTRA_RESERVED_VRAM": 5 * 2**30},
+    }
+    found = {}
+    for name, setting in settings.items():
+        with world(files, **setting) as (here, said):
+            here.capacity = int(here.planned(OffloadPolicy.block_swap(9)) + here.wanted) + 1
+            loaded = here.load(BLOCK_SWAP)
+            reloaded = here.load(BLOCK_SWAP)
+            here.capacity = PLENTY
+            here.neighbour(1000)
+            found[name] = {
+                "policy": [loaded.policy.kind, loaded.policy.blocks_to_swap, loaded.policy.prefetch_blocks],
+                "same again": reloaded.policy == loaded.policy,
+                "stays": here.pair.loaded_bytes > 0,
+                "said": said,
+            }
+    return found
+
+
+@case
+def reserve_counts(files: Files) -> Any:
+    """What runs with a reserve, of a size in blocks, beside the room for what was asked for."""
+    found = []
+    for blocks in (0, 2, 20):
+        with world(files) as (here, _):
+            reserve = mm.EXTRA_RESERVED_VRAM
+            here.capacity = int(here.planned(BLOCK_SWAP) + here.wanted) + 1
+            mm.EXTRA_RESERVED_VRAM = reserve + blocks * here.block
+            loaded = here.load(BLOCK_SWAP)
+            mm.EXTRA_RESERVED_VRAM = reserve
+            found.append([loaded.policy.kind, loaded.policy.blocks_to_swap])
+    return found
+
+
+@case
+def room_that_comes_back(files: Files) -> Any:
+    """Less room, then plenty again: what each load runs with, and whether the latents are the same."""
+    with world(files) as (here, _):
+        kinds, latents = [], []
+        for policy in (BLOCK_SWAP, OffloadPolicy.block_swap(10), LAYERWISE, BLOCK_SWAP):
+            here.capacity = PLENTY if policy is BLOCK_SWAP else int(here.planned(policy) + here.wanted) + 1
+            latents.append(here.run(BLOCK_SWAP).latents)
+            kinds.append(here.load(BLOCK_SWAP).policy == policy)
+        return {"as fits": kinds, "equal": all(torch.equal(each, latents[0]) for each in latents)}
+
+
+@case
+def a_dynamic_model_evicts_us(files: Files) -> Any:
+    """A model with dynamic VRAM, which needs room to compute in, loads after us."""
+    if not hasattr(comfy.model_patcher, "ModelPatcherDynamic"):
+        return None
+
+    class Dynamic(comfy.model_patcher.ModelPatcherDynamic):
+        """All of it but the pages, which need a device."""
+
+        def load(self, device_to: Any = None, *_: Any, **__: Any) -> None:
+            self.model.device = device_to
+
+    with world(files) as (here, said):
+        here.run(BLOCK_SWAP)
+        full = here.pair.loaded_bytes
+        requester = Dynamic(torch.nn.Linear(1, 1), GPU, CPU)
+        needed = 4 * 2**30
+        here.capacity = here.taken + needed + mm.EXTRA_RESERVED_VRAM - int(2.5 * here.block)
+        mm.load_models_gpu([requester], memory_required=needed)
+        return {
+            "dynamic": requester.is_dynamic(),
+            "blocks gone": (full - here.pair.loaded_bytes) / here.block,
+            "listed": [type(m.model).__name__ for m in mm.current_loaded_models],
+            "said": said,
+        }
+
+
+@case
+def other_experts(files: Files) -> Any:
+    """The list after other experts were asked for, and with a guider that still holds the first ones."""
+    with world(files) as (here, _):
+        first = here.run(LAYERWISE).latents
+        here.load(LAYERWISE, here.other)
+        listed = [m.model.ref.high_noise.parent.name for m in mm.current_loaded_models]
+        taken = [pair.loaded_bytes > 0 for pair in here.pairs]
+        guider = here.door.patcher(here.ref, BLOCK_SWAP, flow_shift=5.0)
+        for _turn in range(2):
+            mm.load_models_gpu([guider])
+            shift = guider.model.model_sampling.shift
+            here.load(LAYERWISE, here.other)
+        mm.load_models_gpu([guider])
+        names = [m.model.ref.high_noise.parent.name for m in mm.current_loaded_models]
+        dead = [m.is_dead() for m in mm.current_loaded_models]
+        current = guider.loaded_experts()
+        del guider
+        again = here.run(LAYERWISE)
+        return {
+            "listed": listed,
+            "taken": taken,
+            "with guider": sorted(names),
+            "dead": dead,
+            "guider": [current.policy == BLOCK_SWAP, current.pair is here.pair, shift],
+            "after": [m.model.ref.high_noise.parent.name for m in mm.current_loaded_models],
+            "default shift": here.door.patcher(here.ref, LAYERWISE).model.model_sampling.shift,
+            "equal": torch.equal(again.latents, first),
+        }
+
+
+@case
+def pins(files: Files) -> Any:
+    """ComfyUI's count of page-locked bytes, beside 100 of its own."""
+    if not hasattr(mm, "TOTAL_PINNED_MEMORY"):
+        return None
+    pinned = OffloadPolicy.layerwise(1, source="pinned")
+    with world(files, TOTAL_PINNED_MEMORY=100) as (here, said):
+        counts = {}
+        here.load(pinned)
+        here.pair.locked = 5000
+        here.neighbour(1000)
+        counts["after a run, when another model loads"] = mm.TOTAL_PINNED_MEMORY
+        here.load(pinned)
+        counts["again"] = mm.TOTAL_PINNED_MEMORY
+        (ours,) = [m.model for m in mm.current_loaded_models if m.model_memory() != 1000]
+        counts["ours"] = [ours.pinned_memory_size(), *ours.model_mmap_residency()]
+        mm.free_memory(0, None, pins_required=2**60)
+        counts["when RAM is short"] = mm.TOTAL_PINNED_MEMORY
+        for gone in (mm.unload_all_models, here.door.free_experts, lambda: here.load(LAYERWISE, here.other)):
+            here.load(pinned)
+            here.pair.locked = 5000
+            here.load(pinned)
+            counts["there"] = mm.TOTAL_PINNED_MEMORY
+            gone()
+            counts[f"gone {len(counts)}"] = mm.TOTAL_PINNED_MEMORY
+        return {**counts, "said": said}
+
+
+@case
+def out_of_memory(files: Files) -> Any:
+    """While we are loaded, and in a run, which ComfyUI ends by unloading everything."""
+    found: dict[str, Any] = {}
+    with world(files) as (here, _):
+        whole = here.run(BLOCK_SWAP)
+        mm.unload_all_models()
+        here.pair.fails = mm.OOM_EXCEPTION("made up")
+        try:
+            here.load(BLOCK_SWAP)
+        except mm.OOM_EXCEPTION:
+            found["loading"] = [here.pair.loaded_bytes, len(mm.current_loaded_models)]
+        here.pair.fails = None
+
+        def fail(step: Any) -> None:
+            raise mm.OOM_EXCEPTION("made up")
+
+        try:
+            here.run(BLOCK_SWAP, on_step=fail)
+        except mm.OOM_EXCEPTION:
+            found["held"] = here.pair.loaded_bytes > 0
+            mm.unload_all_models()
+        found["running"] = [here.pair.loaded_bytes, len(mm.current_loaded_models)]
+        found["equal"] = torch.equal(here.run(BLOCK_SWAP).latents, whole.latents)
+    return found
+
+
+@case
+def as_a_model(files: Files) -> Any:
+    """What ComfyUI's samplers and nodes ask of a model."""
+    from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+
+    with world(files) as (here, _):
+        patcher = here.door.patcher(here.ref, LAYERWISE)
+        (shifted,) = ModelSamplingSD3().patch(patcher, 3.0)
+        try:
+            patcher.model.apply_model(None, None)
+        except ValueError as err:
+            refusal = str(err)
+        latent = torch.randn(1, 16, 1, 2, 2)
+        returned = patcher.model.process_latent_out(patcher.model.process_latent_in(latent))
+        sizes = [patcher.model.memory_required([n, 16, 3, 60, 104]) for n in (1, 2)]
+        return {
+            "clones": [shifted.is_clone(patcher), shifted.clone().policy == LAYERWISE, shifted.ref == here.ref],
+            "shift": [p.get_model_object("model_sampling").shift for p in (patcher, shifted)],
+            "refusal": refusal,
+            "latent": torch.allclose(latent, returned, atol=1e-5),
+            "dtype": str(patcher.model_dtype()),
+            "memory grows": 0 < sizes[0] < sizes[1] < 2 * sizes[0],
+            "parameters": len(list(patcher.model.parameters())),
+        }
+
+
+def answers(high: str, low: str) -> dict[str, Any]:
+    return {name: function((high, low)) for name, function in CASES.items()}

@@ -1,0 +1,138 @@
+"""ComfyUI's real memory manager over our experts, on a device that is made up (`memory_cases.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.comfy, pytest.mark.slow]
+
+ASK = """
+sys.path.insert(0, arguments[0])
+from memory_cases import answers
+answer = answers(*arguments[1:])
+"""
+
+SHAPE = {"layers": 12, "heads": 1, "ffn_dim": 256}
+
+
+@pytest.fixture(scope="module")
+def found(ask: Callable[..., Any], tiny_expert_file: Callable[..., Path]) -> dict[str, Any]:
+    high, low = (tiny_expert_file(seed=seed, **SHAPE) for seed in (1, 2))
+    answers: dict[str, Any] = ask(ASK, str(Path(__file__).parent), str(high), str(low))
+    return answers
+
+
+def test_comfyui_frees_for_us_what_is_planned_and_no_more(found: dict[str, Any]) -> None:
+    enough, short = found["room_for_what_is_planned"]
+    assert enough == [True, 0, "cuda:0"], "the neighbour keeps all of its bytes"
+    assert short == [True, 1000, "cuda:0"]
+
+
+def test_weights_stay_for_the_next_run(found: dict[str, Any]) -> None:
+    stays = found["weights_stay_for_the_next_run"]
+    assert stays["bytes"][0] > 0
+    assert stays["bytes"][1] == 0
+    assert stays["outer"] == [True, False]
+    assert stays["equal"]
+    assert stays["as planned"]
+    assert (stays["listed"], stays["neighbour"], stays["said"]) == (2, True, [])
+
+
+def test_other_models_evict_us_block_by_block(found: dict[str, Any]) -> None:
+    evicted = found["evicted_block_by_block"]
+    for case, blocks in zip(evicted["found"], (1, 5, 8), strict=True):
+        assert case == {"blocks gone": blocks, "listed": 2, "neighbour": True, "equal": True, "back": True}
+    assert [line.split(": ")[1] for line in evicted["said"]] == ["1 blocks", "5 blocks", "8 blocks"]
+    assert all(line.startswith("freed ") and "MB of " in line for line in evicted["said"])
+
+
+def test_what_blocks_do_not_make_up_for_and_free_empty_us(found: dict[str, Any]) -> None:
+    whole = found["evicted_as_a_whole"]
+    assert (whole["left"], whole["listed"], whole["neighbour"]) == (0, 1, True)
+    assert whole["after /free"] == [0, 0]
+    assert whole["equal"]
+    assert whole["again"]
+    assert len(whole["said"]) == 2
+    assert all("the experts are unloaded" in line for line in whole["said"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "policy"),
+    [
+        ("normal", ["block_swap", 9, 1]),
+        ("low", ["block_swap", 9, 1]),
+        ("high", ["block_swap", 6, 1]),
+        ("none", ["layerwise", 0, 1]),
+        ("not smart", ["block_swap", 9, 1]),
+    ],
+)
+def test_what_is_loaded_under_a_flag(found: dict[str, Any], flag: str, policy: list[object]) -> None:
+    loaded = found["flags"][flag]
+    assert loaded["policy"] == policy
+    assert loaded["same again"]
+    assert loaded["stays"] == (flag != "not smart"), "beside a small model that loads after us"
+    told = [line for line in loaded["said"] if "are free for the experts" in line]
+    assert len(told) == (0 if flag == "high" else 2)
+    assert all(" instead of " in line and "6 of 12 blocks resident" in line for line in told)
+
+
+def test_what_is_reserved_is_not_taken(found: dict[str, Any]) -> None:
+    assert found["reserve_counts"] == [["block_swap", 6], ["block_swap", 8], ["layerwise", 0]]
+
+
+def test_room_that_comes_back_is_used(found: dict[str, Any]) -> None:
+    assert found["room_that_comes_back"] == {"as fits": [True] * 4, "equal": True}
+
+
+def test_a_model_with_dynamic_vram_evicts_us_too(found: dict[str, Any]) -> None:
+    evicted = found["a_dynamic_model_evicts_us"]
+    if evicted is None:
+        pytest.skip("this ComfyUI has no dynamic VRAM")
+    assert evicted["dynamic"]
+    assert evicted["blocks gone"] == 3
+    assert evicted["listed"] == ["Dynamic", "ExpertsPatcher"]
+    assert len(evicted["said"]) == 1
+
+
+def test_other_experts_take_our_place(found: dict[str, Any]) -> None:
+    others = found["other_experts"]
+    assert len(others["listed"]) == 1, "experts that nobody holds leave the list"
+    assert others["taken"] == [False, True]
+    assert len(set(others["with guider"])) == len(others["with guider"]) == 2
+    assert others["dead"] == [False, False]
+    assert others["guider"] == [True, True, 5.0]
+    assert len(others["after"]) == 1
+    assert others["default shift"] == 8.0
+    assert others["equal"]
+
+
+def test_what_we_lock_is_in_comfyuis_count(found: dict[str, Any]) -> None:
+    pins = found["pins"]
+    if pins is None:
+        pytest.skip("this ComfyUI does not count page-locked memory")
+    assert pins["after a run, when another model loads"] == pins["again"] == pins["there"] == 5100
+    assert pins["ours"] == [5000, 5000, 5000]
+    assert pins["when RAM is short"] == 100
+    gone = [count for name, count in pins.items() if name.startswith("gone")]
+    assert gone == [100, 100, 100]
+
+
+def test_out_of_memory_leaves_nothing_behind(found: dict[str, Any]) -> None:
+    oom = found["out_of_memory"]
+    assert oom["loading"] == [0, 0]
+    assert oom["held"], "it is ComfyUI that unloads all after a run"
+    assert oom["running"] == [0, 0]
+    assert oom["equal"]
+
+
+def test_comfyui_finds_a_model(found: dict[str, Any]) -> None:
+    model = found["as_a_model"]
+    assert model["clones"] == [True, True, True]
+    assert model["shift"] == [8.0, 3.0]
+    assert "Wan Guider" in model["refusal"]
+    assert model["latent"]
+    assert (model["dtype"], model["memory grows"], model["parameters"]) == ("torch.float32", True, 0)
