@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..wan.native_keys import native_transformer_name
-from .sample_fp8 import Fp8Layout, fp8_metadata, fp8_tensors, quantise
+from .sample_fp8 import FP8, Fp8Layout, fp8_metadata, fp8_tensors, quantise
 from .sample_weights import in_dtype
 
 
@@ -45,12 +45,12 @@ def save_expert_file(
     save_file({f"{prefix}{name}": tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
 
 
-def dequantised(model: WanTransformer3DModel, *, dtype: torch.dtype) -> WanTransformer3DModel:
+def dequantised(model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.dtype = FP8) -> WanTransformer3DModel:
     """The fp32 model that an fp8 file of `model`, its other tensors in `dtype`, stands for."""
     rounded = in_dtype(model, dtype).float()
     originals = block_linears(model)
     for name, linear in block_linears(rounded).items():
-        weight, scale = quantise(originals[name].weight)
+        weight, scale = quantise(originals[name].weight, fp8)
         linear.weight.copy_(weight.float() * scale)
     return rounded
 

@@ -26,14 +26,16 @@ class Fp8Layout:
     scale_shape: (), (1,) or (1, 1); always one number.
     input_scale: whether the layers carry a `scale_input` of 1 as well ("scaled_fp8" only).
     full_precision: whether the file asks for matrix products in the compute dtype instead of fp8.
-    marker_dtype: of the marker tensor, whose values mean nothing ("scaled_fp8" only).
+    marker_dtype: of the marker tensor, whose values mean nothing ("scaled_fp8" only); None for that of the weights.
+    dtype: of the weights, float8_e4m3fn or float8_e5m2.
     """
 
     kind: Literal["scaled_fp8", "comfy_quant", "metadata"] = "scaled_fp8"
     scale_shape: tuple[int, ...] = ()
     input_scale: bool = False
     full_precision: bool = False
-    marker_dtype: torch.dtype = FP8
+    marker_dtype: torch.dtype | None = None
+    dtype: torch.dtype = FP8
 
 
 FP8_LAYOUTS = {
@@ -48,11 +50,16 @@ FP8_LAYOUTS = {
     "metadata": Fp8Layout(kind="metadata"),
 }
 
+# ComfyUI takes every scaled weight for e4m3fn, so these are not for tests against it.
+FP8_E5M2_LAYOUTS = {
+    kind: Fp8Layout(kind=kind, dtype=torch.float8_e5m2) for kind in ("scaled_fp8", "comfy_quant", "metadata")
+}
 
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+
+def quantise(weight: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
     """fp8 values and the one fp32 scale, shape [], that makes the largest of them the largest fp8 number."""
-    scale = weight.abs().amax().float() / torch.finfo(FP8).max
-    return (weight / scale).to(FP8), scale
+    scale = weight.abs().amax().float() / torch.finfo(dtype).max
+    return (weight / scale).to(dtype), scale
 
 
 def fp8_tensors(layers: Mapping[str, nn.Linear], layout: Fp8Layout) -> dict[str, torch.Tensor]:
@@ -61,7 +68,8 @@ def fp8_tensors(layers: Mapping[str, nn.Linear], layout: Fp8Layout) -> dict[str,
     for layer, linear in layers.items():
         tensors |= _fp8_layer(layer, linear, layout)
     if layout.kind == "scaled_fp8":
-        tensors["scaled_fp8"] = torch.zeros(2 if layout.full_precision else 0, dtype=layout.marker_dtype)
+        marker_dtype = layout.marker_dtype or layout.dtype
+        tensors["scaled_fp8"] = torch.zeros(2 if layout.full_precision else 0, dtype=marker_dtype)
     return tensors
 
 
@@ -73,7 +81,7 @@ def fp8_metadata(layers: Mapping[str, nn.Linear], layout: Fp8Layout) -> dict[str
 
 
 def _fp8_layer(layer: str, linear: nn.Linear, layout: Fp8Layout) -> dict[str, torch.Tensor]:
-    weight, scale = quantise(linear.weight)
+    weight, scale = quantise(linear.weight, layout.dtype)
     scale_name = "scale_weight" if layout.kind == "scaled_fp8" else "weight_scale"
     tensors = {f"{layer}.weight": weight, f"{layer}.{scale_name}": scale.reshape(layout.scale_shape)}
     if layout.input_scale:
@@ -86,4 +94,4 @@ def _fp8_layer(layer: str, linear: nn.Linear, layout: Fp8Layout) -> dict[str, to
 
 def _quantisation(layout: Fp8Layout) -> dict[str, object]:
     precision = {"full_precision_matrix_mult": True} if layout.full_precision else {}
-    return {"format": "float8_e4m3fn", **precision}
+    return {"format": str(layout.dtype).removeprefix("torch."), **precision}

@@ -7,17 +7,16 @@ whole file, and one wrong bit in a length can keep it busy for ever.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from .gguf_cursor import START_BYTES, HeaderCursor, Number
 from .gguf_types import (
     ARRAY_FIELD,
     OTHER_TYPES,
@@ -31,16 +30,11 @@ from .packing import Packing, stored_bytes
 from .safetensors_header import (
     GGUF_START,
     LENGTH_BYTES,
-    MAX_HEADER_BYTES,
     PICKLE_STARTS,
     CheckpointFileError,
     FileHeader,
     FileTensor,
-    file_version,
 )
-
-# The magic number and the version.
-START_BYTES = 8
 
 # Version 1 counted in 32 bits.
 VERSIONS = (2, 3)
@@ -51,7 +45,6 @@ ALIGNMENT_FIELD = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 8
 
-Number = int | float | bool
 Field = Number | str | tuple[Number, ...] | None
 ItemT = TypeVar("ItemT")
 
@@ -81,7 +74,7 @@ def read_gguf_header(path: Path | str) -> FileHeader:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            cursor = _Cursor(path, file)
+            cursor = HeaderCursor(path, file)
             _check_start(cursor)
             counts = cursor.integer("Q"), cursor.integer("Q")
             fields = _named(cursor, counts[1], _field)
@@ -108,49 +101,7 @@ def read_gguf_header(path: Path | str) -> FileHeader:
     return FileHeader(path=path, tensors=tensors, metadata=texts)
 
 
-class _Cursor:
-    """Reads a header piece by piece; every length in it is doubted before it is followed."""
-
-    def __init__(self, path: Path, file: BufferedReader) -> None:
-        self.version = file_version(os.fstat(file.fileno()))
-        self.position = 0
-        self.start = file.read(START_BYTES + 1)
-        file.seek(0)
-        self._path = path
-        self._file = file
-
-    def take(self, nbytes: int) -> bytes:
-        end = self.position + nbytes
-        if end > self.version.nbytes:
-            raise self.refuse(f"is truncated or damaged: its header goes on after its {self.version.nbytes} bytes")
-        if end > MAX_HEADER_BYTES:
-            raise self.damaged(f"a header of more than {MAX_HEADER_BYTES} bytes")
-        taken = self._file.read(nbytes)
-        if len(taken) < nbytes:
-            raise self.refuse("was cut off while its header was read")
-        self.position = end
-        return taken
-
-    def numbers(self, kind: str, count: int) -> tuple[Number, ...]:
-        return struct.unpack(f"<{count}{kind}", self.take(count * struct.calcsize(f"<{kind}")))
-
-    def integer(self, kind: str) -> int:
-        return int(self.numbers(kind, 1)[0])
-
-    def text(self) -> str:
-        try:
-            return self.take(self.integer("Q")).decode("utf-8")
-        except UnicodeDecodeError as err:
-            raise self.damaged("a name or text that is no UTF-8") from err
-
-    def refuse(self, reason: str) -> CheckpointFileError:
-        return CheckpointFileError(self._path, reason)
-
-    def damaged(self, what: str) -> CheckpointFileError:
-        return self.refuse(f"is a damaged GGUF file: it has {what}")
-
-
-def _check_start(cursor: _Cursor) -> None:
+def _check_start(cursor: HeaderCursor) -> None:
     if not cursor.start.startswith(GGUF_START) or len(cursor.start) < START_BYTES:
         raise cursor.refuse(_what_instead(cursor.start, cursor.version.nbytes))
     version = cursor.take(START_BYTES)[len(GGUF_START) :]
@@ -163,15 +114,13 @@ def _check_start(cursor: _Cursor) -> None:
 
 def _what_instead(start: bytes, file_bytes: int) -> str:
     if start.startswith(PICKLE_STARTS):
-        return (
-            "is a PyTorch pickle, which may run code when it is read: use the model in GGUF or safetensors"
-        )
+        return "is a PyTorch pickle, which may run code when it is read: use the model in GGUF or safetensors"
     if start[LENGTH_BYTES:] == b"{":
         return "is not a GGUF file but safetensors: let its name end in .safetensors"
     return f"is not a GGUF file: has {file_bytes} bytes and starts with {start!r}"
 
 
-def _named(cursor: _Cursor, count: int, read: Callable[[_Cursor, str], ItemT]) -> dict[str, ItemT]:
+def _named(cursor: HeaderCursor, count: int, read: Callable[[HeaderCursor, str], ItemT]) -> dict[str, ItemT]:
     """Read `count` items, each of which comes after its name."""
     items: dict[str, ItemT] = {}
     for _ in range(count):
@@ -182,7 +131,7 @@ def _named(cursor: _Cursor, count: int, read: Callable[[_Cursor, str], ItemT]) -
     return items
 
 
-def _field(cursor: _Cursor, name: str) -> Field:
+def _field(cursor: HeaderCursor, name: str) -> Field:
     """A field's value; None for a list that is too long to be of use here, or a list of texts."""
     kind = cursor.integer("I")
     if kind == STRING_FIELD:
@@ -202,7 +151,7 @@ def _field(cursor: _Cursor, name: str) -> Field:
     return None
 
 
-def _entry(cursor: _Cursor, name: str) -> _Entry:
+def _entry(cursor: HeaderCursor, name: str) -> _Entry:
     dimensions = cursor.integer("I")
     if dimensions > MAX_DIMENSIONS:
         raise cursor.damaged(f"a tensor {name!r} of {dimensions} dimensions")
@@ -222,14 +171,14 @@ def _entry(cursor: _Cursor, name: str) -> _Entry:
     return _Entry(name=name, shape=shape, dtype=dtype, packing=packing, offset=offset, nbytes=nbytes)
 
 
-def _alignment(cursor: _Cursor, fields: Mapping[str, Field]) -> int:
+def _alignment(cursor: HeaderCursor, fields: Mapping[str, Field]) -> int:
     alignment = fields.get(ALIGNMENT_FIELD, DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise cursor.damaged(f"{ALIGNMENT_FIELD} {alignment!r}; a power of two is expected")
     return alignment
 
 
-def _check_places(cursor: _Cursor, entries: Sequence[_Entry], data_start: int, alignment: int) -> None:
+def _check_places(cursor: HeaderCursor, entries: Sequence[_Entry], data_start: int, alignment: int) -> None:
     """Refuse tensors that lie beyond the end of the file, over one another, or where none can start."""
     end, before = 0, ""
     for entry in entries:
@@ -242,7 +191,7 @@ def _check_places(cursor: _Cursor, entries: Sequence[_Entry], data_start: int, a
         raise cursor.refuse(f"is truncated: has {cursor.version.nbytes} of {data_start + end} bytes; download it again")
 
 
-def _own_shape(cursor: _Cursor, entry: _Entry, fields: Mapping[str, Field]) -> tuple[int, ...]:
+def _own_shape(cursor: HeaderCursor, entry: _Entry, fields: Mapping[str, Field]) -> tuple[int, ...]:
     """The shape the tensor had before it was stored."""
     own = fields.get(SHAPE_FIELD + entry.name, entry.shape)
     if not isinstance(own, tuple) or not all(type(size) is int and size >= 0 for size in own):

@@ -11,20 +11,21 @@ import torch
 from ..offload.file_source import read_tensors
 from ..offload.safetensors_header import FileTensor, file_version
 from .detect import Shape, WanConfig, config_from_shapes, refuse_other_models
-from .fp8_layouts import FP8, resolve_scales
+from .fp8_layouts import FP8_DTYPES, resolve_scales
+from .gguf_expert import check_architecture, with_own_shapes
 from .key_map import both_names, parameter_names
 from .meta_model import parameter_shapes
-from .stored import CheckpointError, read_stored
+from .stored import CheckpointError, is_gguf, read_stored
 
-STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8)
+STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expert:
     """One opened checkpoint: where its weights lie, under the parameter names of diffusers' WanTransformer3DModel.
 
-    `weights` has every parameter of the model, in its shape; dtypes are those of the files. `scales` has the scale of
-    each fp8 weight, one float32 number, under the weight's name.
+    `weights` has every parameter of the model, in its shape; dtypes and packings are those of the files. `scales` has
+    the scale of each scaled fp8 weight, one float32 number, under the weight's name.
     """
 
     path: Path
@@ -39,17 +40,21 @@ class Expert:
 
 
 def open_expert(path: Path) -> Expert:
-    """Open a safetensors file or a diffusers transformer folder; reads headers and a few bytes of fp8 markers.
+    """Open a safetensors or GGUF file or a diffusers transformer folder; reads headers and a few bytes of fp8 markers.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file.
+        CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
         CheckpointError: the tensors are not those of one expert of Wan2.2 A14B; names the first that is wrong.
     """
     stored = read_stored(path)
+    if is_gguf(path):
+        check_architecture(path, stored.metadata)
     refuse_other_models(path, stored.tensors)
     resolved = resolve_scales(path, stored.tensors, stored.metadata, read_tensors)
     names = parameter_names(path, resolved.weights)
     weights = {names[key]: tensor for key, tensor in resolved.weights.items()}
+    if is_gguf(path):
+        weights = with_own_shapes(path, weights)
     config = config_from_shapes(path, {name: tensor.shape for name, tensor in weights.items()})
     expected = parameter_shapes(config)
     for key, name in names.items():
@@ -72,5 +77,5 @@ def _check_tensor(path: Path, key: str, tensor: FileTensor, expected: Shape | No
         raise CheckpointError(path, f"{key} {list(tensor.shape)} does not belong to a Wan2.2 A14B expert")
     if tensor.shape != expected:
         raise CheckpointError(path, f"{key} is {list(tensor.shape)}; {list(expected)} is expected")
-    if tensor.dtype not in STORED_DTYPES:
-        raise CheckpointError(path, f"{key} is {tensor.dtype}; weights are fp32, fp16, bf16 or fp8_scaled")
+    if tensor.packing is None and tensor.dtype not in STORED_DTYPES:
+        raise CheckpointError(path, f"{key} is {tensor.dtype}; weights are fp32, fp16, bf16, fp8 or packed (GGUF)")

@@ -14,6 +14,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
+from ..offload.decode import decode_tensor
 from ..offload.file_source import read_tensors
 from ..offload.layout import streamed_names
 from ..offload.patches import WeightPatch
@@ -82,7 +83,7 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
             except OSError:
                 self._coming[name] = self._reader.submit(self._read, name)  # for the next look-up
                 raise
-            self._complete(model, weights, scales)
+            self._complete(name, weights, scales)
             self._complete_ones[name] = PatchedParameters(model)
             self._complete_ones[name].set(self._patches.get(name, {}))
             self.outer_bytes += sum(tensor.nbytes for tensor in self._resident[name].values())
@@ -98,17 +99,21 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
     def _read(self, name: str) -> tuple[Tensors, Tensors]:
         return read_tensors(self._resident[name]), read_tensors(self._scales[name])
 
-    def _complete(self, model: WanTransformer3DModel, weights: Tensors, scales: Tensors) -> None:
+    def _complete(self, name: str, weights: Tensors, scales: Tensors) -> None:
+        model, places = self._models[name], self._resident[name]
         # The parameters outlive the run that first needs them, so they must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
-            set_parameters(model, {name: self._decode(name, weights[name], scales.get(name)) for name in weights})
+            decoded = {key: self._decode(key, places[key], weights[key], scales.get(key)) for key in weights}
+            set_parameters(model, decoded)
             model.rope.to(self._device)
 
-    def _decode(self, name: str, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        there = stored.to(self._device)
-        if scale is not None:
-            there = there.float() * scale.to(self._device).reshape(())
-        return there.to(parameter_dtype(name, self._compute_dtype))
+    def _decode(self, name: str, tensor: FileTensor, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        there, dtype = stored.to(self._device), parameter_dtype(name, self._compute_dtype)
+        if tensor.packing is None and scale is None:
+            return there.to(dtype)
+        decoded = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+        decode_tensor(there, decoded, packing=tensor.packing, scale=None if scale is None else scale.reshape(()))
+        return decoded
 
 
 def _resident_tensors(expert: Expert, model: WanTransformer3DModel) -> dict[str, FileTensor]:

@@ -1,7 +1,7 @@
 """Which files a path stands for, and the tensors that their headers promise.
 
-A path is one safetensors file, or a diffusers transformer folder: one file, or shards under an index. Only headers are
-read here.
+A path is one safetensors or GGUF file, or a diffusers transformer folder: one file, or shards under an index. Only
+headers are read here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..offload.gguf_header import read_gguf_header
 from ..offload.safetensors_header import CheckpointFileError, FileTensor, read_header
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+GGUF = ".gguf"
 
 # What ComfyUI puts before the keys of a diffusion model that was cut out of a larger checkpoint.
 PREFIX = "model.diffusion_model."
@@ -38,7 +41,7 @@ def read_stored(path: Path, *, weights: str = WEIGHTS) -> StoredTensors:
     """Read the headers of everything that `path` stands for; in a folder, of `weights` or of the shards in its index.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file.
+        CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
         CheckpointError: a folder without weights, an index that does not fit its shards.
     """
     if not path.is_dir():
@@ -51,8 +54,13 @@ def read_stored(path: Path, *, weights: str = WEIGHTS) -> StoredTensors:
     raise CheckpointError(path, _why_no_weights(path, f"neither {weights} nor {index}"))
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether the file is GGUF, which its name tells."""
+    return path.suffix.lower() == GGUF
+
+
 def _read_file(path: Path) -> StoredTensors:
-    header = read_header(path)
+    header = read_gguf_header(path) if is_gguf(path) else read_header(path)
     tensors: dict[str, FileTensor] = {}
     for key, tensor in header.tensors.items():
         if key.removeprefix(PREFIX) in tensors:

@@ -11,6 +11,9 @@ from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from wanstream.cli.sample_experts import block_linears, save_expert_file
+from wanstream.cli.sample_experts import dequantised as dequantised_model
+from wanstream.cli.sample_fp8 import FP8_E5M2_LAYOUTS
 from wanstream.offload.file_source import read_tensors
 from wanstream.wan.checkpoint import open_expert
 from wanstream.wan.stored import INDEX, WEIGHTS, CheckpointError
@@ -42,6 +45,12 @@ def public(config):
 def in_dtype(model, dtype):
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).float()
+    return model
+
+
+def rounded_matrices(model, dtype):
+    for linear in block_linears(model).values():
+        linear.weight.data = linear.weight.data.to(dtype).float()
     return model
 
 
@@ -142,7 +151,7 @@ WRONG_TENSORS = [
     (with_tensor("patch_embedding.weight", 200, 16, 1, 2, 2), "200 wide"),
     (with_tensor("patch_embedding.weight", 256, 48, 1, 2, 2), "48 channels"),
     (with_tensor("blocks.1.norm3.bias", 256, dtype=torch.int8), "blocks.1.norm3.bias .*is torch.int8"),
-    (with_tensor("blocks.1.norm3.bias", 256, dtype=torch.float8_e5m2), "blocks.1.norm3.bias .*is torch.float8_e5m2"),
+    (with_tensor("blocks.1.norm3.bias", 256, dtype=torch.float64), "blocks.1.norm3.bias .*is torch.float64"),
     (with_tensor("something.else", 3), "something.else .*does not belong"),
     (with_tensor("blocks.1.self_attn.extra.weight", 3), "blocks.1.self_attn.extra.weight .*does not belong"),
     (with_tensor("blocks.9.norm3.bias", 256), "blocks.9.norm3.bias .*does not belong|blocks.4.* is missing"),
@@ -159,6 +168,16 @@ WRONG_TENSORS = [
     (lambda tensors, metadata: tensors.clear(), "not a Wan transformer: it holds no tensors"),
     (lambda tensors, metadata: tensors.clear() or tensors.update(x=torch.zeros(1)), "not a Wan transformer.*x first"),
 ]
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def without_scales_and_marks(tensors, metadata):
+    """An fp8 file by metadata that lists no layer any more, its scales gone with them."""
+    metadata["_quantization_metadata"] = json.dumps({"layers": {}})
+    for key in [key for key in tensors if key.endswith(".weight_scale")]:
+        del tensors[key]
+
 
 WRONG_FP8 = [
     ("scaled_fp8", without("scaled_fp8"), "k.scale_weight is a scale, but nothing marks blocks.0.cross_attn.k"),
@@ -199,9 +218,61 @@ WRONG_FP8 = [
         lambda tensors, metadata: metadata.update(_quantization_metadata="{"),
         "_quantization_metadata is not JSON",
     ),
-    (None, with_tensor(f"{Q}.weight", 256, 256, dtype=torch.float8_e4m3fn), f"{Q}.weight is fp8 without a scale"),
     (None, with_tensor(f"{Q}.scale_weight"), f"{Q}.scale_weight is a scale, but nothing marks"),
+    ("comfy_quant", with_tensor("time_projection.1.weight", 1536, 256, dtype=E5M2), "fp8 without a scale, though"),
+    ("metadata", with_tensor("time_projection.1.weight", 1536, 256, dtype=E4M3), "fp8 without a scale, though"),
+    ("metadata", without_scales_and_marks, "fp8 without a scale, though"),
+    ("scaled_fp8", with_tensor("time_projection.1.weight", 1536, 256, dtype=E4M3), "its scale .* is missing"),
+    (
+        "scaled_fp8",
+        with_tensor(f"{Q}.weight", 256, 256, dtype=E5M2),
+        "a weight in torch.float8_e5m2; .*e4m3fn is marked",
+    ),
+    ("scaled_fp8", with_tensor("scaled_fp8", 0, dtype=E5M2), "a weight in torch.float8_e4m3fn; .*e5m2 is marked"),
+    ("comfy_quant", with_json(f"{Q}.comfy_quant", {"format": "float8_e5m2"}), "e4m3fn; torch.float8_e5m2 is marked"),
+    ("comfy_quant", with_json(f"{Q}.comfy_quant", {"format": ["float8_e5m2"]}), "is stored in the quantisation format"),
 ]
+
+
+class TestFp8:
+    @pytest.mark.parametrize("kind", FP8_E5M2_LAYOUTS)
+    def test_e5m2_with_scales(self, tmp_path, make_tiny_expert, caplog, kind):
+        model, path = make_tiny_expert(), tmp_path / "expert.safetensors"
+        save_expert_file(model, path, dtype=torch.float16, fp8=FP8_E5M2_LAYOUTS[kind])
+        expert = open_expert(path)
+        assert {tensor.dtype for name, tensor in expert.weights.items() if name in expert.scales} == {E5M2}
+        assert len(expert.scales) == 40
+        assert_holds(expert, dequantised_model(model, dtype=torch.float16, fp8=E5M2))
+        assert caplog.records == []
+
+    @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+    @pytest.mark.parametrize("everything", [False, True])
+    def test_a_plain_cast_is_loaded_with_one_note(self, edited, make_tiny_expert, caplog, dtype, everything):
+        """Only the matrices of the blocks, or every tensor of the file."""
+
+        def chosen(key):
+            return everything or (key.startswith("blocks.") and key.endswith(".weight") and ".norm" not in key)
+
+        def cast(tensors, metadata):
+            tensors.update({key: tensor.to(dtype) for key, tensor in tensors.items() if chosen(key)})
+
+        path = edited(cast)
+        expert = open_expert(path)
+        assert expert.scales == {}
+        assert len([tensor for tensor in expert.weights.values() if tensor.dtype == dtype]) >= 40
+        assert_holds(
+            expert, in_dtype(make_tiny_expert(), dtype) if everything else rounded_matrices(make_tiny_expert(), dtype)
+        )
+        (note,) = caplog.records
+        assert (note.name, note.levelname) == ("wanstream.checkpoint", "WARNING")
+        assert str(path) in note.getMessage()
+        assert "plain casts" in note.getMessage()
+        assert "GGUF" in note.getMessage()
+
+    def test_other_files_need_no_note(self, tiny_expert_file, caplog, fp8_layout):
+        open_expert(tiny_expert_file())
+        open_expert(tiny_expert_file(fp8=fp8_layout))
+        assert caplog.records == []
 
 
 class TestRefused:
