@@ -16,18 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw
+from PIL import Image
 
-from ..cli.sample_model import write_sample_model
 from .arrange import NOTE, NOTE_TYPE, columns, least_size, models_of, note
+from .base_directory import ROOT, furnish
 from .comfyui import NoComfyUIError, find_comfyui, running_server
 from .frontend import Frontend, NoBrowserError, opened_frontend
 from .graphs import numbered
 from .layout import Box, Layout, Size, place
 
-ROOT = Path(__file__).parent.parent
 WORKFLOWS = ROOT / "workflows"
-PACK = "WanStream"
 VIEW = (1600, 900)
 THUMBNAIL = (800, 450)
 MARGIN = 30
@@ -112,15 +110,6 @@ def build(files: Sequence[Path], base: Path) -> None:
             print(f"workflows/{file.stem}.json")
 
 
-def furnish(base: Path) -> None:
-    """Put this pack, the sample model and a picture into a base directory."""
-    for folder in ("custom_nodes", "input", "output"):
-        (base / folder).mkdir()
-    (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
-    write_sample_model(base / "models")
-    _landscape(832, 480).save(base / "input" / "example.png")
-
-
 def _build_one(frontend: Frontend, file: Path) -> None:
     prompt = numbered(json.loads(file.read_text(encoding="utf-8")))
     frontend.load_prompt(prompt)
@@ -161,20 +150,6 @@ def _picture(frontend: Frontend) -> Image.Image:
     frontend.page.wait_for_timeout(1000)  # images and text are drawn some frames later
     shot = Image.open(io.BytesIO(frontend.page.screenshot()))
     return shot.convert("RGB").resize(THUMBNAIL, Image.Resampling.LANCZOS)
-
-
-def _landscape(width: int, height: int) -> Image.Image:
-    """A sunset over the sea: the start image that the pictures show."""
-    picture = Image.new("RGB", (width, height))
-    draw = ImageDraw.Draw(picture)
-    horizon = height * 3 // 5
-    for y in range(height):
-        part = y / horizon if y < horizon else (height - y) / (height - horizon) * 0.7
-        draw.line([(0, y), (width, y)], fill=(int(40 + 200 * part), int(60 + 90 * part), int(120 - 30 * part)))
-    radius = height // 8
-    sun = (width // 2 - radius, horizon - radius, width // 2 + radius, horizon + radius)
-    draw.pieslice(sun, 180, 360, fill=(255, 226, 150))
-    return picture
 
 
 if __name__ == "__main__":

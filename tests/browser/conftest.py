@@ -1,0 +1,34 @@
+"""A real ComfyUI with the sample model, and its frontend in a headless Chromium.
+
+Where one of them is missing on this machine, these tests are skipped and say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from wanstream.workbench.base_directory import furnish
+from wanstream.workbench.comfyui import NoComfyUIError, Server, find_comfyui, running_server
+from wanstream.workbench.frontend import Frontend, NoBrowserError, find_chromium, opened_frontend
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    try:
+        find_chromium()
+        comfyui = find_comfyui()
+    except (NoBrowserError, NoComfyUIError) as err:
+        pytest.skip(str(err))
+    base = tmp_path_factory.mktemp("browser")
+    furnish(base)
+    with running_server(comfyui, base) as server:
+        yield server
+
+
+@pytest.fixture
+def frontend(server: Server) -> Iterator[Frontend]:
+    """The frontend as a user finds it at the first start, with an empty graph."""
+    with opened_frontend(server) as frontend:
+        yield frontend
