@@ -21,7 +21,7 @@ def check_start(sigma: float, *, step: int, add_noise: bool, has_latent: bool, l
     if add_noise:
         if latent_sigma:
             raise RequestError(
-                f"the latent still carries noise (left at sigma {latent_sigma:.4f}), and add_noise would add more to "
+                f"the latent still carries noise (left at sigma {latent_sigma:.5f}), and add_noise would add more to "
                 "it: turn add_noise off here, or leftover_noise off in the sampler before"
             )
         return
@@ -40,7 +40,7 @@ def check_start(sigma: float, *, step: int, add_noise: bool, has_latent: bool, l
             else "turn leftover_noise on in the sampler before, or add_noise on here"
         )
         raise RequestError(
-            f"the latent was left at sigma {latent_sigma:.4f}, and step {step} starts at sigma {sigma:.4f}: {remedy}"
+            f"the latent was left at sigma {latent_sigma:.5f}, and step {step} starts at sigma {sigma:.5f}: {remedy}"
         )
 
 

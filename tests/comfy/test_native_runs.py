@@ -290,10 +290,10 @@ def test_our_latent_in_the_native_decoder_is_our_own_decode(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("name", "numbers"),
     [
-        ("other step", "left at sigma 0.9092, and step 3 starts at sigma 0.8333"),
-        ("other shift", "left at sigma 0.9092, and step 2 starts at sigma 0.9413"),
-        ("other steps", "left at sigma 0.9092, and step 2 starts at sigma 0.9375"),
-        ("finished", "left at sigma 0.0000, and step 2 .* turn leftover_noise on"),
+        ("other step", "left at sigma 0.90921, and step 3 starts at sigma 0.83333"),
+        ("other shift", "left at sigma 0.90921, and step 2 starts at sigma 0.94126"),
+        ("other steps", "left at sigma 0.90921, and step 2 starts at sigma 0.93750"),
+        ("finished", "left at sigma 0.00000, and step 2 .* turn leftover_noise on"),
     ],
 )
 def test_samplers_that_do_not_fit_together_are_refused(runs: Runs, name: str, numbers: str) -> None:

@@ -79,13 +79,16 @@ class Weaver:
         """Steps that fit together: each is drawn within its own limits only."""
         steps = self.rng.randint(1, 1000)
         switch, start = self.rng.randint(-1, steps), self.rng.randrange(steps)
-        return {"steps": steps, "switch_step": str(switch), "start_step": {"__value__": start}}
+        end = self.rng.choice([10000, self.rng.randint(start + 1, 10000)])
+        return {"steps": steps, "switch_step": str(switch), "start_step": {"__value__": start}, "end_step": end}
 
     def _value(self, socket: Socket, depth: int) -> object:
         if socket.io_type in {"INT", "FLOAT"}:
             return self._number(socket)
         if socket.io_type == "COMBO":
             return self.rng.choice(list(socket.options["options"]))
+        if socket.io_type == "BOOLEAN":
+            return self.rng.choice([True, False, 0, "yes", {"__value__": True}])
         if socket.io_type == "STRING":
             return self.rng.choice(["clip", "video/clip", "a cat", "%year%/x"])
         return self._link(socket.io_type, depth)
@@ -181,6 +184,7 @@ def outside_the_run(rng: random.Random, prompt: Prompt, sockets: Sockets) -> Non
     for node in prompt.values():
         if node.get("class_type") == "WanStreamSampler":
             wrong: dict[str, object] = {"switch_step": rng.choice([21, -2]), "start_step": rng.choice([20, -1])}
+            wrong["end_step"] = rng.choice([0, -1])
             name = rng.choice(list(wrong))
             node["inputs"] |= {"steps": rng.choice([0, 20, 20, "many"]), name: wrong[name]}
 

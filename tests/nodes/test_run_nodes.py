@@ -105,6 +105,58 @@ def test_each_guidance_belongs_to_its_expert(run: Run) -> None:
     assert not torch.equal(latent(guidance_high=7.0, guidance_low=3.0), first)
 
 
+def in_two(first: Mapping[str, Any] = {}, second: Mapping[str, Any] = {}) -> Workflow:
+    """Text to video with euler in 4 steps, by two samplers that meet at step 2; further settings for each."""
+    nodes = workflow("t2v", {"sampler": {"solver": "euler"}})
+    inputs = nodes["sampler"]["inputs"]
+    rest = {**inputs, "latent": ["first", 0], "start_step": 2, "add_noise": False, **second}
+    nodes["first"] = {**nodes["sampler"], "inputs": {**inputs, "end_step": 2, "leftover_noise": True, **first}}
+    nodes["sampler"]["inputs"] = rest
+    return nodes
+
+
+def test_two_samplers_are_one_run_in_two_parts(run: Run) -> None:
+    whole = run(workflow("t2v", {"sampler": {"solver": "euler"}}), keep=["sampler"]).results["sampler"][0]["samples"]
+    history = run(in_two(), keep=["sampler"])
+    parts = history.results["sampler"][0]["samples"]
+    assert (parts - whole).norm() <= 1e-2 * whole.norm(), "bf16, and one rounding more"
+    assert [step.index for step in timeline(history).steps] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        (
+            {},
+            {"flow_shift": 5.0},
+            r"left at sigma 0.9\d+, and step 2 starts at sigma 0.8\d+: give both samplers the same",
+        ),
+        ({}, {"steps": 5}, "left at sigma"),
+        ({}, {"schedule": "simple"}, "left at sigma 0.92322, and step 2 starts at sigma 0.92308"),
+        ({}, {"start_step": 3}, "and step 3 starts at sigma"),
+        ({"leftover_noise": False}, {}, "left at sigma 0.00000, .* turn leftover_noise on in the sampler before"),
+        ({}, {"add_noise": True}, "still carries noise .* turn add_noise off here"),
+    ],
+)
+def test_samplers_that_do_not_fit_together(
+    run: Run, first: dict[str, Any], second: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(NodeFailedError, match=reason):
+        run(in_two(first, second))
+
+
+def test_connected_sigmas_win_over_the_steps(run: Run) -> None:
+    def latent(nodes: Workflow) -> torch.Tensor:
+        return run(nodes, keep=["sampler"]).results["sampler"][0]["samples"]
+
+    nodes = workflow("t2v", {"sampler": {"schedule": "simple", "start_step": 1}})
+    expected = latent(nodes)
+    settings = {"schedule": "simple", "steps": 4, "flow_shift": 12.0, "denoise": 1.0}
+    nodes["sigmas"] = {"class_type": "WanStreamSigmas", "inputs": settings}
+    nodes["sampler"]["inputs"] |= {"sigmas": ["sigmas", 0], "steps": 1, "flow_shift": 1.0, "schedule": "wan"}
+    assert torch.equal(latent(nodes), expected)
+
+
 @pytest.mark.parametrize(
     "policy",
     [
@@ -199,6 +251,8 @@ def put(node_id: str, **inputs: Any) -> Callable[[Workflow], None]:
         (put("sampler", switch_step=-2), "sampler", "custom_validation_failed"),
         (put("sampler", start_step=4), "sampler", "custom_validation_failed"),
         (put("sampler", start_step=-1), "sampler", "custom_validation_failed"),
+        (put("sampler", start_step=2, end_step=2), "sampler", "custom_validation_failed"),
+        (put("sampler", end_step=0), "sampler", "custom_validation_failed"),
         (put("sampler", flow_shift=0), "sampler", "value_smaller_than_min"),
         (put("sampler", boundary_ratio=1.5), "sampler", "value_bigger_than_max"),
         (put("sampler", steps="many"), "sampler", "invalid_input_type"),

@@ -57,13 +57,13 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"add_noise": False, "latent": NOISE}, "where nothing of a latent is left"),
         (
             {**LATE, "add_noise": False, "latent": NOISE, "latent_sigma": 0.5},
-            "left at sigma 0.5000, and step 1 starts at sigma 0.7500: give both samplers the same steps, schedule and",
+            "left at sigma 0.50000, and step 1 starts at sigma 0.75000: give both samplers the same steps",
         ),
         (
             {**LATE, "add_noise": False, "latent": NOISE, "latent_sigma": 0.0},
-            "left at sigma 0.0000, and step 1 starts at sigma 0.7500: turn leftover_noise on in the sampler before",
+            "left at sigma 0.00000, and step 1 starts at sigma 0.75000: turn leftover_noise on in the sampler before",
         ),
-        ({**LATE, "latent": NOISE, "latent_sigma": 0.75}, r"still carries noise \(left at sigma 0.7500\)"),
+        ({**LATE, "latent": NOISE, "latent_sigma": 0.75}, r"still carries noise \(left at sigma 0.75000\)"),
         ({"start_step": -1}, "start step -1"),
         ({"boundary_ratio": 1.01}, "boundary ratio 1.01: give 0 to 1"),
         ({"boundary_ratio": -0.1}, "boundary ratio -0.1"),
