@@ -36,6 +36,24 @@ def test_a_refusal_is_told_once_and_not_tried_again(limited_page_lock, caplog):
     assert driver.locked == []
 
 
+def test_one_block_is_unlocked_by_itself_and_makes_room_for_another(limited_page_lock):
+    driver = limited_page_lock(limit=2)
+    blocks = LockedBlocks(driver)
+    first, second, third, fourth = (allocate_flat(4096 * n, "cpu") for n in (1, 2, 3, 4))
+    for memory in (first, second, third):
+        blocks.add(memory)
+    assert blocks.nbytes == 3 * 4096, "the third was refused"
+    blocks.remove(third)
+    assert blocks.nbytes == 3 * 4096
+    blocks.remove(first)
+    blocks.remove(first)
+    assert driver.locked == [(second.data_ptr(), 2 * 4096)]
+    blocks.add(fourth)
+    assert blocks.nbytes == 6 * 4096
+    blocks.release()
+    assert (blocks.nbytes, driver.locked) == (0, [])
+
+
 def test_memory_that_nobody_releases_is_unlocked_before_it_goes(limited_page_lock):
     """Pages that stay locked after their memory went would be copied from, whatever lies at that address later."""
     driver = limited_page_lock()

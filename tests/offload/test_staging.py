@@ -20,8 +20,10 @@ def test_slots_share_no_page_and_are_locked_until_close(limited_page_lock):
     assert len({slot.memory.data_ptr() // mmap.PAGESIZE for slot in slots}) == 3
     assert {slot.memory.data_ptr() % mmap.PAGESIZE for slot in slots} == {0}
     assert driver.locked == [(slot.memory.data_ptr(), NBYTES) for slot in slots]
+    assert staging.locked_bytes == 3 * NBYTES
     staging.close()
     assert driver.locked == []
+    assert staging.locked_bytes == 0
 
 
 def test_a_slot_is_handed_out_once_its_content_has_left_it():
