@@ -19,7 +19,7 @@ import folder_paths
 import torch
 
 from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
-from .folders import WEIGHT_FILES, diffusers_folders, find_model, inside
+from .folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, KeptNames, diffusers_folders, find_model, inside
 
 if TYPE_CHECKING:
     from ..plan import OffloadPolicy
@@ -52,6 +52,7 @@ class ComfyDoor:
 
     def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair) -> None:
         self._experts = ExpertsRegistry(open_pair)
+        self._gguf = KeptNames(GGUF_FILES)
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # the last one asked for; ComfyUI's list keeps none alive
 
@@ -69,6 +70,10 @@ class ComfyDoor:
             else:
                 names = folder_paths.get_filename_list(kind)
                 found.update(name for name in names if name.lower().endswith(WEIGHT_FILES))
+            if kind in GGUF_FOLDERS:
+                # ComfyUI does not list them, and what it lists is not ours to change.
+                for place in folder_paths.get_folder_paths(kind):
+                    found.update(self._gguf.below(Path(place)))
         return sorted(found)
 
     def model_path(self, name: str, *folders: str) -> Path:

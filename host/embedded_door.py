@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, NeedsComfyUIError, OutputFile, Progress, open_pair
-from .folders import diffusers_folders, find_model, inside, output_file, weight_files
+from .folders import (
+    GGUF_FILES,
+    GGUF_FOLDERS,
+    WEIGHT_FILES,
+    diffusers_folders,
+    find_model,
+    inside,
+    output_file,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +146,9 @@ class EmbeddedDoor:
             return []
         found: set[str] = set()
         for kind in folders:
-            listed = diffusers_folders if kind == "diffusers" else weight_files
-            found.update(listed(self._folders.models / kind))
+            folder = self._folders.models / kind
+            endings = WEIGHT_FILES + GGUF_FILES if kind in GGUF_FOLDERS else WEIGHT_FILES
+            found.update(diffusers_folders(folder) if kind == "diffusers" else weight_files(folder, endings))
         return sorted(found)
 
     def model_path(self, name: str, *folders: str) -> Path:

@@ -16,6 +16,10 @@ from .door import ModelNotFoundError, OutputFile, OutsideFolderError
 WEIGHT_FILES = (".safetensors", ".sft")
 """What a model file that we can read ends in."""
 
+GGUF_FILES = (".gguf",)
+GGUF_FOLDERS = ("diffusion_models",)
+"""The kinds of folders in which such files count as well: only experts can be read from them."""
+
 _MODEL_MARKS = ("model_index.json", "config.json")
 
 
@@ -28,13 +32,49 @@ def inside(folder: Path, name: str) -> Path:
     return Path(path)
 
 
-def weight_files(folder: Path) -> Iterator[str]:
-    """Names, relative to `folder`, of the weight files at any depth; hidden folders are left out."""
+def weight_files(folder: Path, endings: tuple[str, ...] = WEIGHT_FILES) -> Iterator[str]:
+    """Names, relative to `folder`, of the files with such endings at any depth; hidden folders are left out."""
+    for parent, files in _visible_folders(folder):
+        for name in files:
+            if name.lower().endswith(endings):
+                yield os.path.relpath(os.path.join(parent, name), folder)
+
+
+class KeptNames:
+    """What `weight_files` finds, kept until one of the folders that were looked through has changed.
+
+    Nodes are asked for their inputs all the time; asking a few folders when they were changed costs next to nothing.
+    """
+
+    def __init__(self, endings: tuple[str, ...]) -> None:
+        self._endings = endings
+        self._kept: dict[Path, tuple[dict[str, int | None], tuple[str, ...]]] = {}
+
+    def below(self, folder: Path) -> tuple[str, ...]:
+        """The names below `folder`; none where there is no such folder."""
+        if folder in self._kept:
+            changed, names = self._kept[folder]
+            if all(_changed_at(parent) == before for parent, before in changed.items()):
+                return names
+        # Asked before the files are looked for: what appears in between is found by the next call.
+        changed = {str(folder): _changed_at(str(folder))}
+        changed |= {parent: _changed_at(parent) for parent, _ in _visible_folders(folder)}
+        self._kept[folder] = (changed, tuple(weight_files(folder, self._endings)))
+        return self._kept[folder][1]
+
+
+def _changed_at(folder: str) -> int | None:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _visible_folders(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Every folder from `folder` down that is not hidden, and the files in it."""
     for parent, subfolders, files in os.walk(folder, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in files:
-            if name.lower().endswith(WEIGHT_FILES):
-                yield os.path.relpath(os.path.join(parent, name), folder)
+        yield parent, files
 
 
 def diffusers_folders(folder: Path) -> Iterator[str]:
