@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import comfy.model_management
 import comfy.sample
 import comfy.samplers
 import comfy.sd
-import comfy.taesd.taehv
 import comfy.utils
 import folder_paths
 import latent_preview
@@ -64,6 +63,13 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
+
+
+def _results(node: type, **inputs: Any) -> tuple[Any, ...]:
+    """What a node of ComfyUI gives; which of them are V3 nodes depends on its version."""
+    if hasattr(node, "execute"):
+        return node.execute(**inputs).args
+    return getattr(node(), node.FUNCTION)(**inputs)
 
 
 class NativePair(comfy.samplers.CFGGuider):
@@ -190,7 +196,8 @@ def schedule_case(side: Side, name: str) -> dict[str, object]:
     native = sigmas, part
     if name != "wan":
         model, basic = side.natives["high"], nodes_custom_sampler.BasicScheduler
-        native = [basic.execute(model, name, steps, denoise).args[0] for steps, denoise in ((STEPS, 1.0), (3, 0.5))]
+        lengths = {"steps": STEPS, "denoise": 1.0}, {"steps": 3, "denoise": 0.5}
+        native = [_results(basic, model=model, scheduler=name, **length)[0] for length in lengths]
     return {
         "difference": side.difference(comfy.samplers.sampler_object("dpmpp_2m"), sigmas),
         "equal": all(torch.equal(a, b) for a, b in zip((sigmas, part), native, strict=True)),
@@ -384,29 +391,50 @@ def core_nodes_case(side: Side) -> dict[str, object]:
     """The samplers that ComfyUI's own nodes make, with functions among their options or from other modules."""
     basic = nodes_custom_sampler
     samplers = {
-        "er_sde": basic.SamplerER_SDE.execute("ER-SDE", 3, 1.0, 1.0),
-        "sa_solver": basic.SamplerSASolver.execute(side.natives["high"], 1.0, 0.2, 0.8, 1.0, 3, 4, False, False),
-        "euler_cfg_pp alternative": nodes_advanced_samplers.SamplerEulerCFGpp.execute("alternative"),
+        "er_sde": _results(basic.SamplerER_SDE, solver_type="ER-SDE", max_stage=3, eta=1.0, s_noise=1.0),
+        "sa_solver": _results(
+            basic.SamplerSASolver,
+            model=side.natives["high"],
+            eta=1.0,
+            sde_start_percent=0.2,
+            sde_end_percent=0.8,
+            s_noise=1.0,
+            predictor_order=3,
+            corrector_order=4,
+            use_pece=False,
+            simple_order_2=False,
+        ),
+        "euler_cfg_pp alternative": _results(nodes_advanced_samplers.SamplerEulerCFGpp, version="alternative"),
     }
     found = {}
-    for name, node in samplers.items():
+    for name, (sampler,) in samplers.items():
         guider = side.ours()
-        result = sampled(guider, node.args[0], _simple())
+        result = sampled(guider, sampler, _simple())
         found[name] = {
-            "difference": _difference(result, sampled(side.theirs(), node.args[0], _simple())),
+            "difference": _difference(result, sampled(side.theirs(), sampler, _simple())),
             "recompiled": guider.recompiled,
         }
     return found
+
+
+def _write_small_vae() -> bool:
+    """The small VAE of previews, with random weights; False for a ComfyUI that has none for Wan yet."""
+    if find_spec("comfy.taesd.taehv") is None:
+        return False
+    from comfy.taesd.taehv import TAEHV
+
+    file = Path(folder_paths.get_folder_paths("vae_approx")[0]) / "lighttaew2_1.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(TAEHV(latent_channels=16).state_dict(), file)
+    return True
 
 
 def preview_case(side: Side) -> dict[str, object]:
     """What ComfyUI's sampling node and our own progress bar hand to the browser, by each method."""
     shown: dict[str, list[object]] = {}
     methods = latent_preview.LatentPreviewMethod
-    small_vae = Path(folder_paths.get_folder_paths("vae_approx")[0]) / "lighttaew2_1.safetensors"
-    small_vae.parent.mkdir(parents=True, exist_ok=True)
-    save_file(comfy.taesd.taehv.TAEHV(latent_channels=16).state_dict(), small_vae)
-    for method in (methods.Latent2RGB, methods.TAESD, methods.NoPreviews):
+    there = _write_small_vae()
+    for method in (methods.Latent2RGB, *([methods.TAESD] if there else []), methods.NoPreviews):
         comfy.cli_args.args.preview_method = method
         sizes = shown[method.value] = []
 
@@ -415,9 +443,9 @@ def preview_case(side: Side) -> dict[str, object]:
 
         comfy.utils.set_progress_bar_global_hook(saw)
         noise, latent = nodes_custom_sampler.Noise_RandomNoise(SEED), {"samples": torch.zeros(SHAPE)}
-        node = nodes_custom_sampler.SamplerCustomAdvanced
         euler = comfy.samplers.sampler_object("euler")
-        out, denoised = node.execute(noise, side.ours(), euler, _simple()[:4], latent).args
+        inputs = {"noise": noise, "guider": side.ours(), "sampler": euler, "sigmas": _simple()[:4]}
+        out, denoised = _results(nodes_custom_sampler.SamplerCustomAdvanced, **inputs, latent_image=latent)
         bar = host.progress(4, None)
         bar.update(1, _normal(*SHAPE, seed=6))
         bar.update(4)
@@ -429,6 +457,7 @@ def preview_case(side: Side) -> dict[str, object]:
 def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object]]:
     """What is refused, each as a call that must raise."""
     euler, upscale = comfy.samplers.sampler_object("euler"), nodes_advanced_samplers.SamplerLCMUpscale
+    (resizing,) = _results(upscale, scale_ratio=2.0, scale_steps=-1, upscale_method="bilinear")
     karras = comfy.k_diffusion.sampling.get_sigmas_karras(STEPS, 0.03, 14.6)
     control = [[side.positive[0][0], {"control": object()}]]
     odd = torch.zeros(1, 16, 2, 8, 5)
@@ -449,7 +478,7 @@ def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object
 
     two = {"latent": torch.zeros(2, *SHAPE[1:])}
     return {
-        "resizing sampler": lambda: sampled(side.ours(), upscale.execute(2.0, -1, "bilinear").args[0], _simple()),
+        "resizing sampler": lambda: sampled(side.ours(), resizing, _simple()),
         "sigmas of another model": lambda: sampled(side.ours(), euler, karras),
         "levels per sample": lambda: sampled(side.ours(), of(per_sample), _simple(), **two),
         "not a number": lambda: sampled(side.ours(), of(broken), _simple()),

@@ -188,6 +188,8 @@ def test_samplers_of_comfyuis_nodes(case: Case, sampler: str, surprises: int) ->
 def test_previews_are_comfyuis(case: Case) -> None:
     found = case("preview")
     for method, size in (("latent2rgb", [6, 8]), ("taesd", [48, 64])):
+        if method not in found:
+            continue  # ComfyUI 0.3.64 has no small VAE for Wan
         picture = ["JPEG", *size]
         sampling, own = found[method][:-2], found[method][-2:]
         assert sampling == [[1, 3, picture], [2, 3, picture], [3, 3, picture]]
