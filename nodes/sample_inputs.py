@@ -28,7 +28,10 @@ def sampler_inputs() -> list[io.Input]:
 def _socket_inputs() -> list[io.Input]:
     return [
         sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed)."),
-        io.Conditioning.Input("positive", tooltip="From Wan Text Encode or, with an image, Wan Image to Video."),
+        io.Conditioning.Input(
+            "positive",
+            tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
+        ),
         io.Conditioning.Input("negative", tooltip="As positive. Costs nothing where a guidance is 1."),
         io.Latent.Input(
             "latent",
@@ -53,14 +56,14 @@ def _step_inputs() -> list[io.Input]:
             min=1,
             max=1000,
             tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. 40 is what "
-            "Wan2.2 was tuned for, 20 are usually enough, 4 need a distilled LoRA in the files.",
+            "Wan2.2 was tuned for, 20 are usually enough, 4 need a distilled LoRA.",
         ),
         io.Combo.Input(
             "solver",
             options=list(SOLVERS),
             default="unipc",
             tooltip="The rule of a step. unipc: second order, needs fewer steps. euler: first order, for distilled "
-            "experts. Neither costs time worth naming.",
+            "LoRAs. Neither costs time worth naming.",
         ),
         io.Combo.Input(
             "schedule",

@@ -177,7 +177,10 @@ def check_channels(request: DenoiseRequest, in_channels: int) -> None:
     given = LATENT_CHANNELS + (0 if request.image_condition is None else IMAGE_CONDITION_CHANNELS)
     if given == in_channels:
         return
-    remedy = "leave image_condition out" if request.image_condition is not None else "give an image_condition"
+    if request.image_condition is None:
+        remedy = "give an image_condition, which image-to-video nodes make"
+    else:
+        remedy = "leave image_condition out"
     raise RequestError(
         f"the experts take {in_channels} channels, the request has {given}: {remedy}, or open other experts"
     )
