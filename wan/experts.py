@@ -17,7 +17,7 @@ from .device_bytes import device_bytes
 from .expert_engine import ExpertEngine
 from .lora import LoraFile
 from .lora_factors import LoraFactors, LoraStack
-from .lora_fit import check_fit
+from .lora_fit import fitted
 from .lora_patches import stack_identity
 from .stored import CheckpointError
 
@@ -99,12 +99,7 @@ class ExpertPair:
             CheckpointError: a LoRA does not fit its expert. The former LoRAs stay.
             ValueError: a strength is no finite number. The former LoRAs stay.
         """
-        for expert, stack in ((self.high, high), (self.low, low)):
-            for lora, strength in stack:
-                check_fit(lora, expert.config)
-                if not math.isfinite(strength):
-                    raise ValueError(f"the strength of {lora.path} is {strength}: give a finite number")
-        self._loras = {"high": tuple(high), "low": tuple(low)}
+        self._loras = {"high": _fitted(high, self.high), "low": _fitted(low, self.low)}
 
     def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
         """Return the engine for `policy` on `device`, with the LoRAs set; another one is freed first.
@@ -181,6 +176,13 @@ class ExpertPair:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _fitted(stack: LoraStack, expert: Expert) -> LoraStack:
+    for lora, strength in stack:
+        if not math.isfinite(strength):
+            raise ValueError(f"the strength of {lora.path} is {strength}: give a finite number")
+    return [(fitted(lora, expert.config), strength) for lora, strength in stack]
 
 
 def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from .detect import Shape, WanConfig
+from .detect import IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS, Shape, WanConfig
 from .key_map import both_names
-from .lora import LoraFile
+from .lora import LoraFile, LowRank, logger
 from .meta_model import parameter_shapes
 from .stored import CheckpointError
 
@@ -21,8 +22,15 @@ KNOWN_SIZES = {
 }
 
 
-def check_fit(lora: LoraFile, config: WanConfig) -> None:
-    """Refuse a LoRA that cannot be added to an expert of that shape.
+CONDITIONED_CHANNELS = LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS
+LATENT_LAYER = "patch_embedding.weight"
+
+
+def fitted(lora: LoraFile, config: WanConfig) -> LoraFile:
+    """Return `lora` as it can be added to an expert of that shape.
+
+    That is all of it, but for the layer that takes the latents where a LoRA of text to video meets an expert of image
+    to video, or the reverse: that layer stays as it is, which is logged.
 
     Raises:
         CheckpointError: names the first layer that does not fit, with both shapes.
@@ -33,15 +41,14 @@ def check_fit(lora: LoraFile, config: WanConfig) -> None:
             raise CheckpointError(
                 lora.path, f"changes {both_names(parameter)}; the expert has {config.num_layers} blocks, from 0 on"
             )
+    lora = _without_other_latents(lora, shapes[LATENT_LAYER])
     for parameter, low in lora.low_rank.items():
-        rows, columns = _as_matrix(shapes[parameter])
-        up, down = lora.tensors[low.up].shape, lora.tensors[low.down].shape
-        made_for = (up[0], math.prod(down[1:]))
-        if made_for != (rows, columns):
+        made_for, expected = _product_shape(lora, low), _as_matrix(shapes[parameter])
+        if made_for != expected:
             raise CheckpointError(
                 lora.path,
                 f"{low.up} and {low.down} change a weight of {list(made_for)}; {both_names(parameter)} of the expert "
-                f"is [{rows}, {columns}]{_model_of(made_for)}",
+                f"is {list(expected)}{_model_of(made_for)}",
             )
     for parameter, difference in lora.differences.items():
         shape = lora.tensors[difference.key].shape
@@ -51,6 +58,32 @@ def check_fit(lora: LoraFile, config: WanConfig) -> None:
                 f"{difference.key} is {list(shape)}; {both_names(parameter)} of the expert is "
                 f"{list(shapes[parameter])}{_model_of(shape)}",
             )
+    return lora
+
+
+def _without_other_latents(lora: LoraFile, expected: Shape) -> LoraFile:
+    """Leave the layer that takes the latents alone if the LoRA's takes those of the other family."""
+    low, difference = lora.low_rank.get(LATENT_LAYER), lora.differences.get(LATENT_LAYER)
+    made_for = {_product_shape(lora, low)} if low else set()
+    made_for |= {_as_matrix(lora.tensors[difference.key].shape)} if difference else set()
+    patch = math.prod(expected[2:])
+    families = {(expected[0], channels * patch) for channels in (LATENT_CHANNELS, CONDITIONED_CHANNELS)}
+    if not made_for or not made_for <= families - {_as_matrix(expected)}:
+        return lora
+    logger.warning(
+        "%s: was made for an expert with other latents (text to video, image to video); its change of %s is not used",
+        lora.path.name,
+        both_names(LATENT_LAYER),
+    )
+    return replace(
+        lora,
+        low_rank={name: product for name, product in lora.low_rank.items() if name != LATENT_LAYER},
+        differences={name: change for name, change in lora.differences.items() if name != LATENT_LAYER},
+    )
+
+
+def _product_shape(lora: LoraFile, low: LowRank) -> tuple[int, int]:
+    return lora.tensors[low.up].shape[0], _as_matrix(lora.tensors[low.down].shape)[1]
 
 
 def _as_matrix(shape: Shape) -> tuple[int, int]:

@@ -21,6 +21,8 @@ from .native_keys import BLOCK, OUTER
 Role = Literal["down", "up", "alpha", "diff", "up bias"]
 """`up @ down * alpha / rank` is added to a weight; `diff` is added as it is; `up bias` is added times alpha / rank."""
 
+Leaf = Literal["weight", "bias", "modulation"]
+
 DOTTED_PREFIXES = (
     "diffusion_model.",
     "model.diffusion_model.",
@@ -32,7 +34,7 @@ DOTTED_PREFIXES = (
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 
 # Ending -> (what it holds, of which parameter of the module). The first that fits counts.
-ENDINGS: Mapping[str, tuple[Role, Literal["weight", "bias"]]] = {
+ENDINGS: Mapping[str, tuple[Role, Leaf]] = {
     ".lora_down.weight": ("down", "weight"),
     ".lora_up.weight": ("up", "weight"),
     ".lora_A.default.weight": ("down", "weight"),
@@ -50,6 +52,7 @@ ENDINGS: Mapping[str, tuple[Role, Literal["weight", "bias"]]] = {
     ".alpha": ("alpha", "weight"),
     ".diff": ("diff", "weight"),
     ".diff_b": ("diff", "bias"),
+    ".diff_m": ("diff", "modulation"),
     ".w_norm": ("diff", "weight"),
     ".b_norm": ("diff", "bias"),
     ".lora_B.default.bias": ("up bias", "bias"),
@@ -111,8 +114,7 @@ def key_meaning(key: str) -> KeyMeaning | None:
     """What `key` holds; None if it belongs to no parameter of a plain Wan2.2 A14B expert."""
     for ending, (role, leaf) in ENDINGS.items():
         if key.endswith(ending):
-            module = module_name(key.removesuffix(ending))
-            parameter = None if module is None else _parameter(module, leaf)
+            parameter = _parameter(key.removesuffix(ending), leaf)
             if parameter is not None:
                 return KeyMeaning(parameter=parameter, role=role)
     return None
@@ -154,8 +156,17 @@ def _look_up(text: str, dot: str, tables: tuple[Mapping[str, str], Mapping[str, 
     return None if local is None else f"blocks.{int(in_block[1])}.{local}"
 
 
-def _parameter(module: str, leaf: Literal["weight", "bias"]) -> str | None:
-    """The parameter `leaf` of a module. A bare parameter, or one that is named in full, is its own weight."""
+def _parameter(text: str, leaf: Leaf) -> str | None:
+    """The parameter `leaf` of the module that `text` means, if that has one.
+
+    A bare parameter, or one that is named in full, is its own weight. What lightx2v calls the modulation of a block is
+    a bare parameter in it.
+    """
+    if leaf == "modulation":
+        return module_name(f"{text}.modulation")
+    module = module_name(text)
+    if module is None:
+        return None
     if module.endswith((_BARE, ".weight", ".bias")):
         return module if leaf == "weight" else None
     if leaf == "bias" and module.endswith(_WITHOUT_BIAS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from wanstream.wan import CheckpointError, open_lora
 from wanstream.wan.detect import WanConfig
 from wanstream.wan.lora import Difference, LowRank
 from wanstream.wan.lora_factors import LoraFactors, combined, patched
-from wanstream.wan.lora_fit import check_fit
+from wanstream.wan.lora_fit import fitted
 
 Q = "diffusion_model.blocks.1.self_attn.q"
 
@@ -269,7 +270,8 @@ class TestSettingsInTheHeader:
 
 class TestFit:
     def test_the_tiny_expert(self, lora_file, config):
-        check_fit(open_lora(lora_file()), config)
+        lora = open_lora(lora_file())
+        assert fitted(lora, config) is lora
 
     @pytest.mark.parametrize(
         ("tensors", "message"),
@@ -292,21 +294,42 @@ class TestFit:
                 r"changes blocks.4.attn1.to_q.weight .*; the expert has 4 blocks, from 0 on",
             ),
             (
-                layer(256, 36 * 4, name="patch_embedding"),
-                r"change a weight of \[256, 144\]; patch_embedding.weight of the expert is \[256, 64\]",
+                layer(256, 48 * 4, name="patch_embedding"),
+                r"change a weight of \[256, 192\]; patch_embedding.weight of the expert is \[256, 64\]",
             ),
+            (layer(255, 36 * 4, name="patch_embedding"), r"\[255, 144\]; .* \[256, 64\]"),
         ],
     )
     def test_refused(self, lora_file, config, tensors, message):
         with pytest.raises(CheckpointError, match=message):
-            check_fit(open_lora(lora_file(tensors)), config)
+            fitted(open_lora(lora_file(tensors)), config)
 
     def test_the_factors_of_a_convolution(self, lora_file, config):
         tensors = {
             "patch_embedding.lora_down.weight": torch.ones(4, 16, 1, 2, 2),
             "patch_embedding.lora_up.weight": torch.ones(256, 4, 1, 1, 1),
         }
-        check_fit(open_lora(lora_file(tensors)), config)
+        assert "patch_embedding.weight" in fitted(open_lora(lora_file(tensors)), config).low_rank
+
+    @pytest.mark.parametrize("channels", [16, 36])
+    @pytest.mark.parametrize("kind", ["product", "difference", "both"])
+    def test_the_latents_of_the_other_family_are_left_out(self, lora_file, config, caplog, channels, kind):
+        """A LoRA made for text to video serves image to video, as it does in ComfyUI."""
+        other = 52 - channels
+        tensors = layer()
+        if kind != "difference":
+            tensors |= layer(256, other * 4, name="patch_embedding")
+        if kind != "product":
+            tensors["patch_embedding.diff"] = torch.ones(256, other, 1, 2, 2)
+        tensors["patch_embedding.diff_b"] = torch.ones(256)
+        lora = open_lora(lora_file(tensors))
+        found = fitted(lora, replace(config, in_channels=channels))
+        assert set(found.low_rank) == {"blocks.1.attn1.to_q.weight"}
+        assert set(found.differences) == {"patch_embedding.bias"}
+        [record] = caplog.records
+        assert "its change of patch_embedding.weight is not used" in record.getMessage()
+        assert fitted(lora, replace(config, in_channels=other)) is lora
+        assert len(caplog.records) == 1
 
 
 class TestCombined:
