@@ -1,0 +1,68 @@
+"""Sigmas and guider in the embedded host."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.host import ExpertsRef, NeedsComfyUIError
+from wanstream.host.embedded_door import embedded_door
+from wanstream.host.embedded_run import NodeFailedError, run_workflow
+from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
+from wanstream.sampling import RequestError, make_schedule
+
+WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+
+
+@pytest.fixture
+def nodes() -> Iterator[dict[str, Any]]:
+    """The shipped workflow, small, its sigmas made by the node `sigmas` and no longer by the sampler's settings."""
+    nodes = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    nodes["latent"]["inputs"].update(width=32, height=32, frames=5)
+    settings = {"schedule": "simple", "steps": 4, "flow_shift": 5.0, "denoise": 1.0}
+    nodes["sigmas"] = {"class_type": "WanStreamSigmas", "inputs": settings}
+    nodes["sampler"]["inputs"].update(steps=9, flow_shift=1.0, sigmas=["sigmas", 0])
+    yield nodes
+    embedded_door.free_experts()
+
+
+def _sigmas_taken(nodes: dict[str, Any], models: Path, output: Path) -> list[float]:
+    history = run_workflow(nodes, nodes=NODES, models=models, output=output, input_dir=output)
+    return [step["sigma"] for step in history.outputs["sampler"]["wanstream_timeline"][0]["steps"]]
+
+
+@pytest.mark.parametrize("schedule", ["simple", "wan"])
+def test_sigmas_feed_our_sampler(nodes: dict[str, Any], schedule: str, sample_models: Path, tmp_path: Path) -> None:
+    nodes["sigmas"]["inputs"]["schedule"] = schedule
+    assert _sigmas_taken(nodes, sample_models, tmp_path) == list(make_schedule(schedule, 4, 5.0).sigmas[:-1])
+
+
+def test_a_denoise_takes_the_last_steps(nodes: dict[str, Any], sample_models: Path, tmp_path: Path) -> None:
+    nodes["sigmas"]["inputs"]["denoise"] = 0.5
+    assert _sigmas_taken(nodes, sample_models, tmp_path) == list(make_schedule("simple", 8, 5.0).sigmas[4:-1])
+
+
+def test_no_denoise_is_refused_by_our_sampler(nodes: dict[str, Any], sample_models: Path, tmp_path: Path) -> None:
+    nodes["sigmas"]["inputs"]["denoise"] = 0.0
+    with pytest.raises(NodeFailedError, match="0 sigmas make no step"):
+        _sigmas_taken(nodes, sample_models, tmp_path)
+
+
+def test_sigmas_are_refused_with_the_number() -> None:
+    with pytest.raises(RequestError, match="flow shift -1: give a positive number"):
+        WanStreamSigmas.execute("simple", 4, -1.0, 1.0)
+
+
+def test_a_guider_needs_comfyui() -> None:
+    text = [[torch.zeros(1, 1, 4096), {}]]
+    experts = ExpertsRef(high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"))
+    with pytest.raises(NeedsComfyUIError, match=r"a GUIDER needs ComfyUI.* use Wan Sampler"):
+        WanStreamGuider.execute(experts, text, text, 0.875, 4.0, 3.0, 12.0)
