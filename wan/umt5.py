@@ -146,5 +146,4 @@ def _config_from_shapes(path: Path, weights: Mapping[str, FileTensor]) -> dict[s
         "d_ff": gate[0],
         "num_heads": positions[1],
         "num_layers": len(blocks),
-        "relative_attention_num_buckets": positions[0],
     }

@@ -114,8 +114,6 @@ def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:
 def _parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
     """The parameter name of every key; diffusers' own names stay."""
     keys = list(keys)
-    if any(key.startswith(DIFFUSERS_MARK) for key in keys):
-        return {key: key for key in keys}
     try:
         # The converter moves values from key to key without looking at them, so the keys themselves can be the values.
         renamed = convert_wan_vae_to_diffusers({key: key for key in keys})

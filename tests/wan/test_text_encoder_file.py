@@ -138,6 +138,22 @@ class TestAgainstTheFolder:
 
         assert_equal(embeddings(path, computed), embeddings(folder_of(path), computed))
 
+    @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+    def test_a_plain_cast_is_loaded_with_a_note(
+        self,
+        changed: Callable[..., Path],
+        folder_of: Callable[[Path], Path],
+        caplog: pytest.LogCaptureFixture,
+        fp8: torch.dtype,
+    ) -> None:
+        def cast(tensors: Tensors) -> None:
+            tensors |= {name: t.to(fp8) for name, t in tensors.items() if name != "spiece_model"}
+
+        path = changed(cast)
+
+        assert_equal(embeddings(path, torch.bfloat16), embeddings(folder_of(path), torch.bfloat16))
+        assert "plain casts to float8" in caplog.text
+
     @pytest.mark.parametrize("table", ["bf16", "fp8 with a scale"])
     def test_a_token_table_in_another_precision(
         self, changed: Callable[..., Path], folder_of: Callable[[Path], Path], table: str
@@ -235,6 +251,11 @@ class TestBadFiles:
     def test_a_scale_is_missing(self, changed: Callable[..., Path]) -> None:
         path = changed(lambda tensors: tensors.pop(QUERIES.replace(".weight", ".scale_weight")), fp8="scaled_fp8")
         with pytest.raises(CheckpointFileError, match=r"SelfAttention\.q.* scale .*is missing"):
+            open_text_encoder(path)
+
+    def test_the_token_table_alone_is_fp8_without_a_scale(self, changed: Callable[..., Path]) -> None:
+        path = changed(lambda t: t.update({TABLE: t[TABLE].to(FP8)}), fp8="scaled_fp8")
+        with pytest.raises(CheckpointFileError, match=r"its scale shared\.scale_weight is missing"):
             open_text_encoder(path)
 
     @pytest.mark.parametrize(
