@@ -45,6 +45,7 @@ def _pack() -> None:
 _pack()
 from wanstream.host import ExpertsRef, host  # noqa: E402
 from wanstream.host.comfy_guider import ExpertsGuider  # noqa: E402
+from wanstream.host.comfy_trace import random_state_kept  # noqa: E402
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas  # noqa: E402
 from wanstream.plan import OffloadPolicy  # noqa: E402
 from wanstream.sampling import DenoiseRequest, denoise  # noqa: E402
@@ -355,6 +356,26 @@ def error_case(side: Side) -> dict[str, object]:
     except ZeroDivisionError:
         raised = "its own"
     return {"raised": raised, "again": torch.equal(sampled(guider, sampler, _simple()), whole)}
+
+
+def random_state_case(side: Side) -> dict[str, object]:
+    """What a sampler may draw or seed while it is tried, even one that fails."""
+    before = _state()
+
+    def draw() -> None:
+        torch.manual_seed(9)
+        torch.rand(3), numpy.random.rand(3), random.random()
+
+    with random_state_kept():
+        draw()
+        inside = _state()
+    after = _state()
+    try:
+        with random_state_kept():
+            draw()
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        return {"changed inside": inside != before, "kept": after == before == _state()}
 
 
 def foreign_case(side: Side) -> dict[str, object]:

@@ -168,6 +168,10 @@ def test_a_sampler_that_fails_leaves_all_usable(case: Case) -> None:
     assert case("error") == {"raised": "its own", "again": True}
 
 
+def test_a_trial_leaves_the_random_state_as_it_was(case: Case) -> None:
+    assert case("random_state") == {"changed inside": True, "kept": True}
+
+
 def test_a_sampler_of_another_pack_runs_once_and_right(case: Case) -> None:
     found = case("foreign")
     assert found["runs"] == 1
