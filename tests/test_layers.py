@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("plan", "metrics", "offload", "wan", "sampling", "distributed", "host", "nodes", "cli")
+ROOMS = ("plan", "metrics", "offload", "wan", "sampling", "distributed", "host", "nodes", "cli", "workbench")
 LEVEL = {room: level for level, room in enumerate(ROOMS)}
 COMFY = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "latent_preview", "nodes"}
 STDLIB_ONLY = {"plan"}
