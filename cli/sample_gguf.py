@@ -23,9 +23,14 @@ from ..wan.native_keys import native_transformer_name
 
 QUANTISED = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
-# Where the packs of the other types hold their fp16 scale, and their minimum where they have one with the multiple of
-# the scale that makes their values spread around zero.
+# At which byte a pack holds its fp16 scale, and its minimum where it has one, with the multiple of the scale that makes
+# the values spread around zero. (K-quants subtract the minimum.)
 _SCALES: dict[str, tuple[int, int | None, float]] = {
+    "Q4_0": (0, None, 0.0),
+    "Q4_1": (0, 2, -7.5),
+    "Q5_0": (0, None, 0.0),
+    "Q5_1": (0, 2, -15.5),
+    "Q8_0": (0, None, 0.0),
     "Q2_K": (80, 82, 1.5),
     "Q3_K": (108, None, 0.0),
     "Q4_K": (0, 2, 7.5),

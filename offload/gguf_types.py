@@ -48,6 +48,7 @@ OTHER_TYPES = {
     35: "TQ2_0",
     39: "MXFP4",
     40: "NVFP4",
+    41: "Q1_0",
 }
 
 READABLE_TYPES = ("F32", "F16", "BF16", *PACKINGS)
