@@ -21,9 +21,9 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from ..offload.file_source import read_tensors
 from ..offload.safetensors_header import FileTensor
-from .checkpoint import STORED_DTYPES
 from .component import (
     CONFIG,
+    STORED_DTYPES,
     build_on_meta,
     component_weights,
     match_weights,
@@ -31,7 +31,7 @@ from .component import (
     require_config,
     require_sizes,
 )
-from .fp8_layouts import resolve_scales
+from .fp8_layouts import FP8_DTYPES, resolve_scales
 from .prompt import Tokenizer, open_tokenizer
 from .sentence_tokenizer import SENTENCE_MODEL, open_sentence_tokenizer
 from .stored import CheckpointError, read_stored
@@ -95,7 +95,12 @@ def open_umt5_file(path: Path) -> Umt5:
     config = _config_from_shapes(path, resolved.weights)
     model = build_on_meta(path, lambda: UMT5EncoderModel(UMT5Config(**config)))
     weights = match_weights(
-        path, resolved.weights, model, aliases=ALIASES, dtypes=STORED_DTYPES, described_by="the rest of the file"
+        path,
+        resolved.weights,
+        model,
+        aliases=ALIASES,
+        dtypes=(*STORED_DTYPES, *FP8_DTYPES),
+        described_by="the rest of the file",
     )
     scales = {ALIASES.get(name, name): scale for name, scale in resolved.scales.items()}
     tokenizer = open_sentence_tokenizer(path, stored.tensors, rows=weights[TOKEN_TABLE].shape[0])

@@ -59,7 +59,7 @@ class VaeWeights:
 
     def build(self) -> AutoencoderKLWan:
         """The VAE without its weights."""
-        return build_on_meta(self.path, lambda: AutoencoderKLWan.from_config(self.config))
+        return _build(self.path, self.config)
 
 
 def open_vae_folder(folder: Path) -> VaeWeights:
@@ -71,8 +71,8 @@ def open_vae_folder(folder: Path) -> VaeWeights:
     config = read_config(folder)
     require_config(folder, config, WAN21, "the VAE of Wan2.1 or of Wan2.2 A14B (the 5B model has another)")
     require_sizes(folder, config, ["base_dim"])
-    opened = VaeWeights(path=folder / CONFIG, config=config, weights={})
-    return VaeWeights(path=opened.path, config=config, weights=component_weights(folder, opened.build()))
+    path = folder / CONFIG
+    return VaeWeights(path=path, config=config, weights=component_weights(folder, _build(path, config)))
 
 
 def open_vae_file(path: Path) -> VaeWeights:
@@ -86,16 +86,19 @@ def open_vae_file(path: Path) -> VaeWeights:
     names = _parameter_names(path, stored)
     tensors = {names[key]: tensor for key, tensor in stored.items()}
     config = {**WAN21, "base_dim": _width(path, tensors)}
-    opened = VaeWeights(path=path, config=config, weights={})
     native = names.keys() != set(names.values())
     weights = match_weights(
         path,
         tensors,
-        opened.build(),
+        _build(path, config),
         described_by="the rest of the file",
         key_of=native_vae_name if native else str,
     )
     return VaeWeights(path=path, config=config, weights=weights)
+
+
+def _build(path: Path, config: Mapping[str, Any]) -> AutoencoderKLWan:
+    return build_on_meta(path, lambda: AutoencoderKLWan.from_config(config))
 
 
 def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:
