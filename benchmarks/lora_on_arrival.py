@@ -1,0 +1,108 @@
+"""What a LoRA of rank 64 costs when a block of Wan2.2 A14B arrives, against the arrival alone.
+
+python benchmarks/lora_on_arrival.py [cpu|cuda]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from record import record
+
+from wanstream.metrics import Mark, clock_for
+from wanstream.offload import BlockFormat, BlockPatch, WeightPatch, allocate_flat
+from wanstream.offload.decode import decode_block
+from wanstream.offload.layout import block_format, tensor_views
+from wanstream.offload.page_lock import CudaPageLock
+from wanstream.offload.patches import HeldPatches
+from wanstream.plan import BlockKey
+
+RANK, TIMES = 64, 9
+WIDTH, FFN = 5120, 13824
+ATTENTION = {f"{part}.{name}.weight": (WIDTH, WIDTH) for part in ("attn1", "attn2") for name in ("q", "k", "v", "out")}
+MATRICES = {**ATTENTION, "ffn.up.weight": (FFN, WIDTH), "ffn.down.weight": (WIDTH, FFN)}
+KEY = BlockKey("high", 0)
+FORMATS = {
+    "bf16": block_format({name: (shape, torch.bfloat16) for name, shape in MATRICES.items()}, torch.bfloat16),
+    "fp8_scaled": block_format(
+        {name: (shape, torch.float8_e4m3fn) for name, shape in MATRICES.items()}, torch.bfloat16, scaled=MATRICES
+    ),
+}
+
+
+def hold_patch(fmt: BlockFormat, device: torch.device) -> HeldPatches:
+    """A patch of every matrix of the block."""
+    weights = {
+        name: WeightPatch(up=torch.randn(rows, RANK) / 100, down=torch.randn(RANK, columns) / 100)
+        for name, (rows, columns) in MATRICES.items()
+    }
+    patches = HeldPatches({KEY: fmt}, lock=CudaPageLock(device) if device.type == "cuda" else None)
+    patches.replace(patches.prepare({KEY: BlockPatch(identity=RANK, weights=weights)}))
+    return patches
+
+
+def time_in_turns(works: dict[str, Callable[[], None]], device: torch.device) -> dict[str, dict[str, float]]:
+    """Milliseconds that each work takes, without its first time: of the GPU, or of one CPU thread that computes."""
+    clock = clock_for(device)
+    mark: Callable[[], Mark] = clock.mark if device.type == "cuda" else time.thread_time
+    marks: dict[str, list[tuple[Mark, Mark]]] = {name: [] for name in works}
+    for _ in range(TIMES + 1):
+        for name, work in works.items():
+            began = mark()
+            work()
+            marks[name].append((began, mark()))
+    clock.settle()
+    milli = {name: [1e3 * clock.seconds(*pair) for pair in pairs[1:]] for name, pairs in marks.items()}
+    return {
+        name: {"median": round(statistics.median(ms), 2), "min": round(min(ms), 2), "max": round(max(ms), 2)}
+        for name, ms in milli.items()
+    }
+
+
+def measure(fmt: BlockFormat, device: torch.device) -> dict[str, dict[str, float]]:
+    """The work of one arrival, with the stored bytes on the device already, and that of its patch."""
+    raw = allocate_flat(fmt.stored.nbytes, device)
+    for stored in tensor_views(raw, fmt.stored).values():
+        stored.copy_((torch.randn(stored.shape, device=device) / 50).to(stored.dtype))
+    into = allocate_flat(fmt.computed.nbytes, device)
+    scales = {name: torch.tensor(0.5, device=device) for name in fmt.scaled}
+    patches = hold_patch(fmt, device)
+    held = patches.get(KEY)
+    assert held is not None
+    slot = allocate_flat(held.layout.nbytes, device) if device.type == "cuda" else None
+
+    def decode() -> None:
+        decode_block(raw, into, fmt, scales)
+
+    def patch() -> None:
+        if slot is not None:
+            slot.copy_(held.memory, non_blocking=True)
+        held.add_to(into, fmt.computed, slot)
+
+    return time_in_turns({"decode": decode, "patch": patch}, device)
+
+
+def main(device: str) -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        figures = {name: measure(fmt, torch.device(device)) for name, fmt in FORMATS.items()}
+    method = (
+        f"one block of A14B ({len(MATRICES)} matrices, computed in bf16) whose stored bytes are on the device; its "
+        f"decoding (for bf16 a copy) and the addition of rank {RANK} factors to all matrices (on cuda with their copy "
+        f"from locked memory), in turns, {TIMES} times after a first one; on cpu the processor time of one thread"
+    )
+    figures = {"milliseconds_per_block": figures, "factor_mb": round(_factor_bytes() / 1e6, 1)}
+    print(record(f"lora-on-arrival-{device}", method=method, figures=figures).read_text(encoding="utf-8"))
+
+
+def _factor_bytes() -> int:
+    return sum(2 * RANK * (rows + columns) for rows, columns in MATRICES.values())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "cpu")
