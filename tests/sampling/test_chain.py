@@ -77,10 +77,13 @@ def test_an_early_end_without_leftover_noise_goes_down_to_zero(
     assert torch.equal(cut.latents, _run(pair, by_hand).latents)
 
 
-def test_without_added_noise_the_noise_counts_for_nothing(open_pair: OpenPair, make_request: Request) -> None:
-    pair = open_pair()
+@pytest.mark.parametrize("mask", [None, LEFT_HALF])
+def test_without_added_noise_the_noise_counts_for_nothing(
+    mask: torch.Tensor | None, open_pair: OpenPair, make_request: Request
+) -> None:
+    pair, given = open_pair(), {"start_step": 2, "add_noise": False, "latent": LATENT, "mask": mask}
     noises = torch.zeros_like(LATENT), torch.full_like(LATENT, float("nan"))
-    ends = [_run(pair, make_request(noise=n, start_step=2, add_noise=False, latent=LATENT)) for n in noises]
+    ends = [_run(pair, make_request(noise=noise, **given)) for noise in noises]
     assert torch.equal(ends[0].latents, ends[1].latents)
 
 

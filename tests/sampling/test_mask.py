@@ -44,6 +44,12 @@ def test_what_lies_before_height_and_width_is_frames() -> None:
     assert torch.equal(latent_mask(frames[:, None], SHAPE)[0, 0], frames)
 
 
+def test_other_numbers_of_frames_are_blended() -> None:
+    """Linear in time, as ComfyUI scales a mask of every picture of a video to the fewer frames of its latent."""
+    off_then_on = torch.stack([torch.zeros(4, 6), torch.ones(4, 6)])
+    assert latent_mask(off_then_on, SHAPE)[0, 0, :, 0, 0].tolist() == [0.0, 0.5, 1.0]
+
+
 def test_whole_numbers_and_booleans_are_masks() -> None:
     assert torch.equal(latent_mask(_left_half(4, 6).bool(), SHAPE), latent_mask(_left_half(4, 6), SHAPE))
     assert latent_mask(_left_half(4, 6).long(), SHAPE).dtype == torch.float32
