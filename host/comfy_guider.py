@@ -195,7 +195,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             )
         asked = predicted_sigmas(self, sampler, sigmas, seed)
         if asked is None:
-            log.info("the sampler %s was not tried beforehand: expecting one model call per step", sampler_name(sampler))
+            name = sampler_name(sampler)
+            log.info("the sampler %s was not tried beforehand: expecting one model call per step", name)
             asked = sigmas[:-1].tolist()
         return [self.settings.expert(sigma) for sigma in asked]
 

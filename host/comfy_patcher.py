@@ -205,8 +205,15 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
     def partially_unload(
         self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Free whole blocks; returns the bytes freed, 0 where all blocks would not be enough."""
+        """Free whole blocks; returns the bytes freed, 0 where all blocks would not be enough.
+
+        While a run goes on, which a preview may load its VAE into, nothing can be freed. ComfyUI is told that it was,
+        or it would take us off its list with all that we hold; what it loads then makes do with the room there is.
+        """
         pair, before = self.model.pair, self.loaded_size()
+        if pair.running:
+            LOG.info("the experts are running and stay: %s were asked for", _size(memory_to_free))
+            return math.ceil(memory_to_free)
         outside, block = self._outside_and_block()
         if memory_to_free > before - outside:
             return 0  # ComfyUI detaches us then
@@ -221,13 +228,20 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
             self.detach()
 
     def detach(self, unpatch_all: bool = True) -> ExpertsModel:
-        """Give everything back; with `unpatch_all` False nothing, because ComfyUI is about to load us again."""
+        """Give everything back; with `unpatch_all` False, or while a run goes on, nothing.
+
+        False means that ComfyUI is about to load us again.
+        """
+        model: ExpertsModel = self.model
+        if unpatch_all and model.pair.running:
+            LOG.info("the experts are running and stay")
+            return model
         if unpatch_all:
             before = self.loaded_size()
             self.model.release()
             if before:
                 LOG.info("freed %s: the experts are unloaded", _size(before))
-        model: ExpertsModel = super().detach(unpatch_all)
+        super().detach(unpatch_all)
         return model
 
     def _outside_and_block(self) -> tuple[int, int]:

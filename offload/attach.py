@@ -146,6 +146,11 @@ class OffloadHandle:
         return self.engine.give_back(nbytes, residency=self._residency)
 
     @property
+    def running(self) -> bool:
+        """Whether a run is going on: nothing can be given back now."""
+        return self.engine.running
+
+    @property
     def loaded_bytes(self) -> int:
         """Bytes of device memory that streamed weights take now, empty buffers included."""
         return self.engine.loaded_bytes

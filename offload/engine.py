@@ -60,6 +60,11 @@ class StreamEngine:
         """Bytes of host memory that the engine keeps page-locked now, beside those of its source."""
         return self.streams.pinned_bytes + self._patches.locked_bytes
 
+    @property
+    def running(self) -> bool:
+        """Whether a run is going on."""
+        return self._running.locked()
+
     def contents(self) -> dict[int, BlockKey]:
         """What the buffers still hold from the run before; a new program may keep it."""
         return {b.index: b.key for b in self.buffers if b.state is BufferState.DONE and b.key is not None}
@@ -71,7 +76,7 @@ class StreamEngine:
             RuntimeError: another run is going on; said here, and again on entering.
             ValueError: the program is wrong, or made for more buffers.
         """
-        if self._running.locked():
+        if self.running:
             raise RuntimeError(_BUSY)
         if program.buffers > len(self.buffers):
             raise ValueError(f"the program needs {program.buffers} buffers, the engine has {len(self.buffers)}")

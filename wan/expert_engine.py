@@ -58,6 +58,11 @@ class ExpertEngine:
         return self.models.outer_bytes
 
     @property
+    def running(self) -> bool:
+        """Whether a run is going on: nothing can be given back now."""
+        return self._handle.running
+
+    @property
     def loaded_bytes(self) -> int:
         """Bytes of device memory that the weights take now: buffers, and everything there that does not stream."""
         return self._handle.loaded_bytes + self.models.loaded_bytes

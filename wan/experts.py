@@ -131,6 +131,11 @@ class ExpertPair:
         return device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
 
     @property
+    def running(self) -> bool:
+        """Whether a run is going on: nothing can be given back now."""
+        return self._engine is not None and self._engine.running
+
+    @property
     def loaded_bytes(self) -> int:
         """Bytes of device memory that the weights of this pair take now."""
         return 0 if self._engine is None else self._engine.loaded_bytes

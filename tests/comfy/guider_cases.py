@@ -358,6 +358,28 @@ def error_case(side: Side) -> dict[str, object]:
     return {"raised": raised, "again": torch.equal(sampled(guider, sampler, _simple()), whole)}
 
 
+def evicted_case(side: Side) -> dict[str, object]:
+    """A preview that loads its VAE in the middle of a run, into memory that there is too little of."""
+    guider, sampler = side.ours(), comfy.samplers.sampler_object("euler")
+    whole = sampled(guider, sampler, _simple())
+    patcher, cpu = guider.model_patcher, torch.device("cpu")
+    listed = []
+
+    def evict(step: int, *_: Any) -> None:
+        if step == 1:
+            freed = patcher.partially_unload(cpu, 10)
+            held = [loaded.model for loaded in comfy.model_management.current_loaded_models]
+            listed.append([freed, patcher in held])
+        if step == 3:
+            comfy.model_management.unload_all_models()
+            listed.append(patcher.loaded_size() > 0)
+
+    result = sampled(guider, sampler, _simple(), callback=evict)
+    comfy.model_management.load_models_gpu([patcher])
+    patcher.detach()
+    return {"equal": torch.equal(result, whole), "during": listed, "left": patcher.loaded_size()}
+
+
 def random_state_case(side: Side) -> dict[str, object]:
     """What a sampler may draw or seed while it is tried, even one that fails."""
     before = _state()

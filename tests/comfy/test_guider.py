@@ -168,6 +168,10 @@ def test_a_sampler_that_fails_leaves_all_usable(case: Case) -> None:
     assert case("error") == {"raised": "its own", "again": True}
 
 
+def test_experts_that_run_are_not_evicted(case: Case) -> None:
+    assert case("evicted") == {"equal": True, "during": [[10, True], True], "left": 0}
+
+
 def test_a_trial_leaves_the_random_state_as_it_was(case: Case) -> None:
     assert case("random_state") == {"changed inside": True, "kept": True}
 
