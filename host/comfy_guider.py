@@ -122,6 +122,13 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         except Cancelled:
             comfy.model_management.throw_exception_if_processing_interrupted()
             raise
+        except AttributeError as err:
+            if err.obj is not self.inner_model:
+                raise
+            raise RequestError(
+                f"the sampler {sampler_name(sampler)} asks for {err.name} of the model, which streamed experts do not "
+                "have: choose one of ComfyUI's samplers (KSamplerSelect)"
+            ) from err
         finally:
             self._run, self.recompiled = None, passes.recompiled
         recorder.outer_bytes = engine.outer_bytes - outer_bytes
@@ -175,7 +182,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
 
     def _request(self, noise: torch.Tensor, denoise_mask: torch.Tensor | None) -> DenoiseRequest:
         """The inputs of this run, checked as those of our own sampler are."""
-        latent = {"samples": torch.zeros(noise.shape), "noise_mask": denoise_mask}
+        mask = None if denoise_mask is None else denoise_mask.cpu()
+        latent = {"samples": torch.zeros(noise.shape), "noise_mask": mask}
         inputs = native_inputs(self._given["positive"], self._given["negative"], latent)
         return DenoiseRequest(
             noise.float(),

@@ -48,6 +48,13 @@ class ExpertsModel(torch.nn.Module):
         self.current_patcher: ExpertsPatcher | None = None
         self._counted_pins = 0
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as err:
+            # Said so that whoever catches it knows whose attribute it is; torch does not.
+            raise AttributeError(str(err), name=name, obj=self) from None
+
     @property
     def block_counts(self) -> Mapping[str, int]:
         """Blocks of each expert."""

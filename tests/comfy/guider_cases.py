@@ -15,6 +15,7 @@ from functools import partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import comfy.cli_args
@@ -45,7 +46,7 @@ def _pack() -> None:
 _pack()
 from wanstream.host import ExpertsRef, host  # noqa: E402
 from wanstream.host.comfy_guider import ExpertsGuider  # noqa: E402
-from wanstream.host.comfy_trace import random_state_kept  # noqa: E402
+from wanstream.host.comfy_trace import predicted_sigmas, random_state_kept  # noqa: E402
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas  # noqa: E402
 from wanstream.plan import OffloadPolicy  # noqa: E402
 from wanstream.sampling import DenoiseRequest, denoise  # noqa: E402
@@ -296,6 +297,25 @@ def image_case(side: Side, frames: int, channels: int) -> dict[str, object]:
     return {"difference": side.difference(sampler, _simple())}
 
 
+def image_by_mask_case(side: Side) -> dict[str, object]:
+    """Where an image has no mask of its own, the noise mask tells the expert what of it is known."""
+    image = {"concat_latent_image": _normal(*SHAPE, seed=4)}
+    side.positive = [[side.positive[0][0], image]]
+    side.negative = [[side.negative[0][0], image]]
+    mask = torch.ones(1, 1, *SHAPE[2:])
+    mask[:, :, :1] = 0
+    run = {"latent": image["concat_latent_image"], "mask": mask}
+    return {"difference": side.difference(comfy.samplers.sampler_object("euler"), _simple(), **run)}
+
+
+def endless_case(side: Side) -> int:
+    """How many calls are traced of a sampler that never accepts a step."""
+    sampler = comfy.samplers.ksampler("dpm_adaptive", {"accept_safety": 1e9})
+    patcher = side.ours().model_patcher
+    guider = Namespace(inner_model=patcher.model, model_patcher=patcher)
+    return len(predicted_sigmas(guider, sampler, _simple(), SEED))
+
+
 def same_as_our_sampler_case(side: Side) -> dict[str, object]:
     guider = side.ours()
     result = sampled(guider, comfy.samplers.sampler_object("euler"), _simple())
@@ -511,6 +531,9 @@ def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object
     def broken(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, callback: Any, disable: bool):
         return model(x * float("nan"), sigmas[:1], **extra_args)
 
+    def curious(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, callback: Any, disable: bool):
+        return model.inner_model.inner_model.diffusion_model(x)
+
     def of(function: Any) -> Any:
         return comfy.samplers.KSAMPLER(function)
 
@@ -525,6 +548,7 @@ def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object
         "sigmas of another model": lambda: sampled(side.ours(), euler, karras),
         "levels per sample": lambda: sampled(side.ours(), of(per_sample), _simple(), **two),
         "not a number": lambda: sampled(side.ours(), of(broken), _simple()),
+        "asks for modules": lambda: sampled(side.ours(), of(curious), _simple()),
         "replaced conditions": replaced,
         "control": lambda: sampled(side.ours(positive=control), euler, _simple()),
         "size": lambda: sampled(side.ours(), euler, _simple(), latent=odd),
@@ -571,10 +595,11 @@ def answers(folder: str) -> dict[str, object]:
         **{
             name.removesuffix("_case"): partial(case, text)
             for name, case in globals().items()
-            if name.endswith("_case") and list(inspect.signature(case).parameters) == ["side"]
+            if name.endswith("_case") and list(inspect.signature(case).parameters) == ["side"] and "image" not in name
         },
         **{f"refused {n}": partial(_refusal, call) for n, call in refused_cases(text, image).items()},
         "image": partial(image_case, image, 1, 1),
         "first and last image": partial(image_case, image, 1, 4),
+        "image known by the noise mask": partial(image_by_mask_case, image),
     }
     return {name: _told(case) for name, case in cases.items()}

@@ -146,7 +146,7 @@ def test_split_sigmas_go_on_where_they_were_cut(case: Case) -> None:
     assert found["as one"] <= 1e-5
 
 
-@pytest.mark.parametrize("images", ["image", "first and last image"])
+@pytest.mark.parametrize("images", ["image", "first and last image", "image known by the noise mask"])
 def test_image_conditioning(case: Case, images: str) -> None:
     assert case(images)["difference"] <= CLOSE
 
@@ -166,6 +166,10 @@ def test_cancel_ends_the_run_before_the_next_block(case: Case) -> None:
 
 def test_a_sampler_that_fails_leaves_all_usable(case: Case) -> None:
     assert case("error") == {"raised": "its own", "again": True}
+
+
+def test_a_sampler_that_never_ends_is_tried_for_a_while(case: Case) -> None:
+    assert case("endless") == 2000
 
 
 def test_experts_that_run_are_not_evicted(case: Case) -> None:
@@ -214,6 +218,7 @@ def test_previews_are_comfyuis(case: Case) -> None:
         ("sigmas of another model", "RequestError", "a sigma is 14.6, and flow models have none above 1"),
         ("levels per sample", "RequestError", "asks for 2 noise levels in one call"),
         ("not a number", "NonFiniteLatentError", "what the sampler broken gave them is NaN or infinite at sigma 1.0"),
+        ("asks for modules", "RequestError", "the sampler curious asks for diffusion_model of the model"),
         ("replaced conditions", "RequestError", "sampler_calc_cond_batch_function"),
         ("control", "ConditioningError", "positive carries a ControlNet (control)"),
         ("size", "RequestError", "a latent of 8 x 5 does not divide"),
