@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from wanstream.host import ModelNotFoundError, OutsideFolderError
-from wanstream.host.folders import diffusers_folders, find_model, inside, output_file, weight_files
+from wanstream.host.embedded_door import Folders, embedded_door
+from wanstream.host.folders import (
+    GGUF_FILES,
+    KeptNames,
+    diffusers_folders,
+    find_model,
+    inside,
+    output_file,
+    weight_files,
+)
 
 OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "..", ".", "", "a/..", "../top-twin/x"]
 
@@ -63,6 +74,46 @@ def test_models_are_listed_by_what_they_are(tmp_path: Path) -> None:
         _touch(tmp_path / "folders" / name)
     assert sorted(diffusers_folders(tmp_path / "folders")) == [str(Path("own/expert")), "wan"]
     assert list(weight_files(tmp_path / "none")) == []
+
+
+def test_gguf_files_are_offered_for_experts_only(tmp_path: Path) -> None:
+    for kind in ("diffusion_models", "vae", "text_encoders", "loras"):
+        for name in ("a.safetensors", "b.gguf", "sub/C.GGUF", ".hidden/d.gguf"):
+            _touch(tmp_path / "models" / kind / name)
+    with embedded_door.opened(Folders(models=tmp_path / "models", output=tmp_path, input=tmp_path)):
+        experts = embedded_door.model_names("diffusion_models", "diffusers")
+        assert experts == ["a.safetensors", "b.gguf", str(Path("sub/C.GGUF"))]
+        assert embedded_door.model_path("b.gguf", "diffusion_models").is_file()
+        for kind in ("vae", "text_encoders", "loras"):
+            assert embedded_door.model_names(kind) == ["a.safetensors"]
+
+
+def test_names_are_kept_until_a_folder_changes(tmp_path: Path) -> None:
+    names, top = KeptNames(GGUF_FILES), tmp_path / "models"
+
+    def at(folder: Path, second: int) -> None:
+        os.utime(folder, (second, second))
+
+    assert names.below(top) == ()
+    _touch(top / "a.gguf")
+    _touch(top / "sub" / "deep" / "b.gguf")
+    found = ("a.gguf", str(Path("sub/deep/b.gguf")))
+    assert names.below(top) == found, "a folder that was not there has come"
+    for folder in (top, top / "sub", top / "sub/deep"):
+        at(folder, 100)
+    assert names.below(top) == found
+    _touch(top / "sub/deep/c.gguf")
+    at(top / "sub/deep", 100)
+    assert names.below(top) == found, "the folder says that it has not changed, so nobody looks into it"
+    at(top / "sub/deep", 101)
+    assert len(names.below(top)) == 3
+    (top / "sub/deep/b.gguf").unlink()
+    at(top / "sub/deep", 102)
+    assert names.below(top) == ("a.gguf", str(Path("sub/deep/c.gguf")))
+    shutil.rmtree(top / "sub")
+    assert names.below(top) == ("a.gguf",)
+    shutil.rmtree(top)
+    assert names.below(top) == ()
 
 
 def test_a_model_is_found_where_its_kind_lies(tmp_path: Path) -> None:
