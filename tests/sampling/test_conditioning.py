@@ -35,6 +35,7 @@ def test_text_and_an_empty_latent() -> None:
     assert inputs.image_condition is None
     assert inputs.latent is None, "zeros mean nothing yet, not a grey video"
     assert torch.equal(inputs.noise(5), seeded_noise((1, 16, 3, 4, 6), 5))
+    assert torch.equal(inputs.noise(None), torch.zeros(1, 16, 3, 4, 6))
 
 
 def test_negative_may_be_left_out() -> None:
