@@ -134,15 +134,18 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def running_server(comfyui: ComfyUI, base: Path, *flags: str) -> Iterator[Server]:
-    """A ComfyUI server: CPU, a free port of the loopback, nothing outside `base`; it ends with the `with`.
+def running_server(comfyui: ComfyUI, base: Path, *flags: str, cpu: bool = True) -> Iterator[Server]:
+    """A ComfyUI server on a free port of the loopback that touches nothing outside `base`; it ends with the `with`.
 
-    `flags` are further ones of its command line; what it prints lies in `base / "server.log"`.
+    `flags` are further ones of its command line; what it prints lies in `base / "server.log"`. It computes on the CPU,
+    or on what it finds.
     """
     port = _free_port()
     command = [
-        *(str(comfyui.python), "main.py", "--cpu", "--base-directory", str(base), "--listen", "127.0.0.1"),
-        *("--port", str(port), "--database-url", "sqlite:///:memory:", "--disable-api-nodes", *flags),
+        *(str(comfyui.python), "main.py", "--base-directory", str(base), "--listen", "127.0.0.1"),
+        *("--port", str(port), "--database-url", "sqlite:///:memory:", "--disable-api-nodes"),
+        *(["--cpu"] if cpu else []),
+        *flags,
     ]
     log = base / "server.log"
     with log.open("wb") as out:
