@@ -30,11 +30,14 @@ FLAGS = (
 # Without it, a first start opens the template browser over the canvas.
 SETTINGS = {"Comfy.TutorialCompleted": True}
 
+GRAPH = "(window.app.rootGraph ?? window.app.graph)"
+"""The graph in JavaScript; the frontend of ComfyUI 0.3.64 has only the second name."""
+
 # The app is there, has made its canvas and has put its default graph on it; what is loaded earlier would be replaced.
-READY = "() => window.app?.vueAppReady && window.app.rootGraph?.nodes?.length > 0"
+READY = f"() => window.app?.vueAppReady && {GRAPH}?.nodes?.length > 0"
 
 # The default graph names a model that is not there, and that complaint would stay with the nodes of its ids.
-EMPTY = {"nodes": [], "links": [], "version": 0.4}
+EMPTY = {"last_node_id": 0, "last_link_id": 0, "nodes": [], "links": [], "version": 0.4}
 
 EXPORT = "async () => JSON.stringify(await window.app.graphToPrompt())"
 
@@ -85,7 +88,7 @@ class Frontend:
         return found
 
     def _wait_for_nodes(self, count: int) -> None:
-        self.page.wait_for_function(f"() => window.app.rootGraph.nodes.length === {count}", timeout=LOAD_MS)
+        self.page.wait_for_function(f"() => {GRAPH}.nodes.length === {count}", timeout=LOAD_MS)
 
 
 def find_chromium() -> Path:
