@@ -33,13 +33,14 @@ def open_experts(
     """Open both experts without loading them: only the headers of their files are read.
 
     Args:
-        high_noise: the expert of the early steps: a safetensors file (diffusers' or ComfyUI's keys; fp32, fp16, bf16 or
-            fp8_scaled) or a diffusers transformer folder. A diffusers pipeline folder stands for both experts.
+        high_noise: the expert of the early steps: a safetensors file (diffusers' or ComfyUI's keys; fp32, fp16, bf16,
+            fp8 with scales or without) or a GGUF file, or a diffusers transformer folder. A diffusers pipeline folder
+            stands for both experts.
         low_noise: the expert of the late steps, likewise.
         compute_dtype: bf16, fp16 or fp32. What diffusers keeps in fp32 stays in fp32 whatever is asked here.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file.
+        CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
         CheckpointError: the tensors are not those of an A14B expert, or the two experts do not belong together.
         ValueError: another compute dtype.
     """
