@@ -27,9 +27,9 @@ class WanStreamExperts(io.ComfyNode):
                 io.Combo.Input(
                     "high_noise",
                     options=names,
-                    tooltip="The expert of the early, noisy steps: a .safetensors or .gguf file of diffusion_models, or "
-                    "a folder of diffusers. What is read per step where all blocks stream: 28 GB in bf16 and fp16, 15 "
-                    "GB in Q8_0, 14 GB in fp8, 8 GB in Q4_K. Device memory is the same for all.",
+                    tooltip="The expert of the early, noisy steps: a .safetensors or .gguf file of diffusion_models, "
+                    "or a folder of diffusers. What is read per step where all blocks stream: 28 GB in bf16 and fp16, "
+                    "15 GB in Q8_0, 14 GB in fp8, 8 GB in Q4_K. Device memory is the same for all.",
                 ),
                 io.Combo.Input(
                     "low_noise",
