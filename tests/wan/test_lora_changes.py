@@ -155,10 +155,12 @@ class TestChanges:
             assert [fetch.block.block for fetch in going.fetched] == [2]
 
     def test_not_during_a_run(self, pair, lora_file, lane):
-        lora = open_lora(lora_file(seed=3))
+        one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
+        pair.set_loras([(one, 1.0)], [])
         engine = pair.engine(POLICIES["layerwise"], "cpu")
         with engine.run(step_visits(["high"], engine.block_counts)):
-            pair.set_loras([(lora, 1.0)], [])
+            assert pair.engine(POLICIES["layerwise"], "cpu") is engine
+            pair.set_loras([(one, 1.0), (two, 1.0)], [])
             with pytest.raises(RuntimeError, match="running"):
                 pair.engine(POLICIES["layerwise"], "cpu")
         assert not torch.equal(run(pair, lane), plain(pair, lane))
