@@ -226,11 +226,16 @@ class TestPair:
         assert not pair.loras_are_current()
 
     def test_closing_lets_go_of_factors_and_keeps_the_loras(self, pair, lora_file, lane):
-        pair.set_loras([(open_lora(lora_file(seed=3)), 1.0)], [])
+        path = lora_file(seed=3)
+        pair.set_loras([(open_lora(path), 1.0)], [])
         before = run(pair, lane)
         pair.close()
         assert pair.loaded_bytes == 0
         assert torch.equal(run(pair, lane), before)
+        pair.close()
+        path.unlink()
+        with pytest.raises(OSError, match="lora_0"):
+            run(pair, lane)
 
     def test_loaded_bytes_are_those_of_buffers_and_of_what_stays(self, pair, lane):
         assert (pair.loaded_bytes, pair.pinned_bytes, pair.give_back(10**9)) == (0, 0, 0)
