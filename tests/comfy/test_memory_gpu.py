@@ -44,7 +44,7 @@ def _ours(seed: int) -> Prompt:
         "text": _node("WanStreamTextEncode", text_encoder=encoder, positive="a boat", negative="blurry"),
         "latent": _node("EmptyHunyuanLatentVideo", width=128, height=128, length=9, batch_size=1),
         "files": _node("WanStreamExperts", high_noise=HIGH, low_noise=LOW, compute_dtype="bf16"),
-        "policy": _node("WanStreamBlockSwap", blocks_to_swap=2, prefetch_blocks=1, weights_from="pinned"),
+        "policy": _node("WanStreamBlockSwap", blocks_to_swap=2, prefetch_blocks=1, weights_from="pinned RAM"),
         "sampler": _node("WanStreamSampler", policy=["policy", 0], seed=seed, **sides, **numbers, **words),
         "vae": _node("VAELoader", vae_name="wan_2.1_vae.safetensors"),
         "frames": _node("VAEDecode", samples=["sampler", 0], vae=["vae", 0]),
