@@ -96,8 +96,8 @@ def main() -> None:
     figures = {name: measure(torch.device(name)) for name in devices}
     method = (
         f"decode_tensor of one {SHAPE[0]} x {SHAPE[1]} matrix that lies in the memory of the device, to bf16; "
-        f"CPU time of one thread, or CUDA events; medians of {REPEATS} runs after one that is not counted; GB are stored "
-        "bytes; diffusers_ms is the same in pieces of the same size by the functions of diffusers"
+        f"CPU time of one thread, or CUDA events; medians of {REPEATS} runs after one that is not counted; GB are "
+        "stored bytes; diffusers_ms is the same in pieces of the same size by the functions of diffusers"
     )
     print(record("decode-on-arrival", method=method, figures=figures))
 
