@@ -39,7 +39,7 @@ PLACES = {
     "CLIPTextEncode": Place(1, PROMPTS, Size(400, 130)),
     "WanStreamEmptyLatent": Place(1, SIZE, Size(400, 0)),
     "EmptyHunyuanLatentVideo": Place(1, SIZE, Size(400, 0)),
-    "LoadImage": Place(1, PICTURES, Size(400, 300)),
+    "LoadImage": Place(1, PICTURES, Size(400, 340)),
     "WanStreamImageToVideo": Place(2, START, NARROW),
     "RandomNoise": Place(3, SAMPLING, NARROW),
     "KSamplerSelect": Place(3, SAMPLING, NARROW),
