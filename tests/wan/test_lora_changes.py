@@ -144,10 +144,13 @@ class TestChanges:
                 fetched.append({fetch.block.expert for fetch in going.fetched})
         assert fetched == [{"high", "low"}, set(), {"high"}]
 
-    def test_a_lora_of_one_block_touches_no_other(self, pair, lora_file, lightning, lane):
+    @pytest.mark.parametrize("others", [False, True], ids=["alone", "on top of another"])
+    def test_a_lora_of_one_block_touches_no_other(self, pair, lora_file, lightning, lane, others):
         one_block = {key: tensor for key, tensor in lightning(seed=3).items() if ".blocks.2." in key}
+        below = [(open_lora(lora_file(seed=4)), 1.0)] if others else []
+        pair.set_loras(below, [])
         run(pair, lane, POLICIES["resident"])
-        pair.set_loras([(open_lora(lora_file(one_block)), 1.0)], [])
+        pair.set_loras([*below, (open_lora(lora_file(one_block)), 1.0)], [])
         engine = pair.engine(POLICIES["resident"], "cpu")
         with torch.inference_mode(), engine.run(step_visits(["high"], engine.block_counts)) as going:
             visit = lambda block: going.visit(0, "high", block)  # noqa: E731
