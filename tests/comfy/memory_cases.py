@@ -214,7 +214,9 @@ def room_for_what_is_planned(files: Files) -> Any:
 def weights_stay_for_the_next_run(files: Files) -> Any:
     with world(files) as (here, said):
         neighbour = here.neighbour(2**30)
-        first, second = here.run(RESIDENT), here.run(RESIDENT)
+        first = here.run(RESIDENT)
+        here.capacity = here.taken + int(here.wanted) + 1
+        second = here.run(RESIDENT)
         return {
             "equal": torch.equal(first.latents, second.latents),
             "bytes": [run.timeline.bytes_moved for run in (first, second)],
@@ -408,9 +410,16 @@ def pins(files: Files) -> Any:
         counts["again"] = mm.TOTAL_PINNED_MEMORY
         (ours,) = [m.model for m in mm.current_loaded_models if m.model_memory() != 1000]
         counts["ours"] = [ours.pinned_memory_size(), *ours.model_mmap_residency()]
+        del ours  # experts are counted only as long as somebody has their patcher
         mm.free_memory(0, None, pins_required=2**60)
         counts["when RAM is short"] = mm.TOTAL_PINNED_MEMORY
-        for gone in (mm.unload_all_models, here.door.free_experts, lambda: here.load(LAYERWISE, here.other)):
+        for gone in (
+            mm.unload_all_models,
+            here.door.free_experts,
+            lambda: here.load(LAYERWISE, here.other),
+            here.door.free_experts,
+            lambda: here.door.patcher(here.other, LAYERWISE),
+        ):
             here.load(pinned)
             here.pair.locked = 5000
             here.load(pinned)
@@ -418,6 +427,41 @@ def pins(files: Files) -> Any:
             gone()
             counts[f"gone {len(counts)}"] = mm.TOTAL_PINNED_MEMORY
         return {**counts, "said": said}
+
+
+@case
+def evicted_while_running(files: Files) -> Any:
+    """What loads in the middle of a run wants everything; who is on the list after it, and what they give back."""
+    found = {}
+    for name, setting in {"smart": {}, "not smart": {"DISABLE_SMART_MEMORY": True}}.items():
+        with world(files, **setting) as (here, said):
+
+            def want_all(step: Any, here: World = here) -> None:
+                if step.done == 2:
+                    mm.free_memory(1e30, GPU)
+
+            whole, disturbed = here.run(BLOCK_SWAP), here.run(BLOCK_SWAP, on_step=want_all)
+            listed = len(mm.current_loaded_models)
+            mm.unload_all_models()
+            equal = torch.equal(whole.latents, disturbed.latents)
+            found[name] = {"equal": equal, "listed": listed, "left": here.pair.loaded_bytes, "said": said[0]}
+    return found
+
+
+@case
+def experts_of_a_guider_that_is_gone(files: Files) -> Any:
+    """Other experts than the last ones asked for are loaded, by a guider that then leaves ComfyUI's cache."""
+    with world(files) as (here, _):
+        guider = here.door.patcher(here.other, BLOCK_SWAP, flow_shift=5.0)
+        here.run(LAYERWISE)
+        here.door.patcher(here.other, LAYERWISE)  # made, and not loaded yet
+        found = [len(mm.current_loaded_models)]
+        here.run(LAYERWISE)
+        mm.load_models_gpu([guider])
+        del guider
+        found.append(len(mm.current_loaded_models))
+        mm.unload_all_models()
+        return {"listed": found, "left": [pair.loaded_bytes for pair in here.pairs]}
 
 
 @case
