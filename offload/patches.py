@@ -56,6 +56,8 @@ class HeldPatch:
     def add_to(self, block: torch.Tensor, computed: FlatLayout, factors: torch.Tensor | None = None) -> None:
         """Add to a decoded block in place, each matrix by one `addmm`: summed in fp32, rounded once.
 
+        A `full` is added before, and rounded by itself.
+
         Args:
             block: 1-D uint8 that holds the block as `computed` says; ordered by the current stream of its device.
             factors: a copy of `memory` on the device of `block`; None where that is the CPU.
@@ -174,7 +176,9 @@ def _check(label: str, weight: WeightPatch, matrix: FlatTensor) -> None:
         if factor.device.type != "cpu" or not factor.is_floating_point():
             raise ValueError(f"{label}: {part} is {factor.dtype} on {factor.device}, it must be floating on the CPU")
     rows, columns = matrix.shape
-    rank = parts["up"].shape[-1] if "up" in parts else 0
+    rank = parts["up"].shape[-1] if "up" in parts and parts["up"].ndim else 0
+    if "up" in parts and not rank:
+        raise ValueError(f"{label}: up is {list(parts['up'].shape)}; [{rows}, rank] is expected, of a rank above 0")
     wanted = {"up": (rows, rank), "down": (rank, columns), "full": (rows, columns)}
     for part, factor in parts.items():
         if tuple(factor.shape) != wanted[part]:

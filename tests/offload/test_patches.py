@@ -367,6 +367,13 @@ REFUSED = {
         WeightPatch(up=torch.zeros(96, 4, 1, 1), down=torch.zeros(4, 32)),
         r"up is \[96, 4, 1, 1\]",
     ),
+    "no rank": (UP_KEY, "up.weight", pair(96, 0, 0, 32), r"up is \[96, 0\]; \[96, rank\] is expected"),
+    "no dimensions": (
+        UP_KEY,
+        "up.weight",
+        WeightPatch(up=torch.zeros(()), down=torch.zeros(())),
+        r"up is \[\]; \[96, rank\]",
+    ),
     "up alone": (UP_KEY, "up.weight", WeightPatch(up=torch.zeros(96, 4)), "has up; give up and down"),
     "nothing": (UP_KEY, "up.weight", WeightPatch(), "has nothing; give up and down"),
     "integers": (UP_KEY, "up.weight", WeightPatch(full=torch.zeros(96, 32, dtype=torch.int32)), r"torch\.int32 on cpu"),
