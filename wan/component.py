@@ -48,7 +48,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as err:
         raise CheckpointError(path, f"cannot be read: {err.strerror or err}") from err
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise CheckpointError(path, f"is not JSON: {err}") from err
     if not isinstance(config, dict):
         raise CheckpointError(path, "is not a JSON object")

@@ -86,6 +86,8 @@ class ExpertEngine:
         loras = tuple((expert, stack_identity(stack)) for expert, stack in stacks.items() if stack)
         if loras == self._loras:
             return
+        if self.running:
+            raise RuntimeError("other LoRAs are asked for while this engine is running a program; wait for it to end")
         self._loras = None  # neither the former nor the new ones, until all of it is done
         blocks: dict[BlockKey, BlockPatch] = {}
         staying: dict[str, Mapping[str, WeightPatch]] = {}

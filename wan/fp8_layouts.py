@@ -159,7 +159,7 @@ def _format(path: Path, layer: str, settings: object) -> torch.dtype:
 def _parse(path: Path, key: str, text: str | bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+    except (ValueError, RecursionError) as err:
         raise CheckpointError(path, f"{key} is not JSON: {err}") from err
     if not isinstance(parsed, dict):
         raise CheckpointError(path, f"{key} is not a JSON object")

@@ -81,6 +81,10 @@ OTHER_ALGORITHMS = {
     ".b1.weight": "a GLoRA",
     ".reshape_weight": "a LoRA that gives a weight another shape",
     ".set_weight": "a file that replaces weights",
+    ".lora_down.scale_weight": "a LoRA in fp8 with scales",
+    ".lora_down.weight_scale": "a LoRA in fp8 with scales",
+    ".lora_A.scale_weight": "a LoRA in fp8 with scales",
+    ".lora_A.weight_scale": "a LoRA in fp8 with scales",
 }
 
 # Parts of keys by which LoRAs of other models are known; the first that is found counts.
@@ -149,7 +153,7 @@ def _without_prefixes(text: str) -> str:
 
 def _look_up(text: str, dot: str, tables: tuple[Mapping[str, str], Mapping[str, str]]) -> str | None:
     outer, block = tables
-    in_block = re.fullmatch(rf"blocks{re.escape(dot)}(\d+){re.escape(dot)}(.+)", text)
+    in_block = re.fullmatch(rf"blocks{re.escape(dot)}([0-9]{{1,4}}){re.escape(dot)}(.+)", text)
     if in_block is None:
         return outer.get(text)
     local = block.get(in_block[2])

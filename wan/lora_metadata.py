@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from .lora_keys import module_name
 from .stored import CheckpointError
 
 KEY = "lora_adapter_metadata"
+LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ def adapter_settings(path: Path, metadata: Mapping[str, str]) -> AdapterSettings
 def _parse(path: Path, text: str) -> dict[str, Any]:
     try:
         settings = json.loads(text)
-    except json.JSONDecodeError as err:
+    except (ValueError, RecursionError) as err:
         raise CheckpointError(path, f"{KEY} is not JSON: {err}") from err
     if not isinstance(settings, dict):
         raise CheckpointError(path, f"{KEY} is not a JSON object")
@@ -77,6 +79,7 @@ def _module(path: Path, name: str) -> str:
 
 
 def _number(path: Path, name: str, value: object) -> float:
-    if isinstance(value, (int, float)) and math.isfinite(value):
+    # Compared, not converted: JSON knows whole numbers that no float holds.
+    if isinstance(value, (int, float)) and abs(value) <= LARGEST:
         return float(value)
     raise CheckpointError(path, f"{KEY} says that {name} is {value!r}; a number is expected")

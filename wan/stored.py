@@ -92,7 +92,7 @@ def _read_index(path: Path) -> dict[str, str]:
     """Tensor key -> shard file name."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as err:
+    except (ValueError, RecursionError) as err:
         raise CheckpointError(path, f"is not JSON: {err}") from err
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not shards:

@@ -203,6 +203,13 @@ WRONG_FP8 = [
     ("comfy_quant", with_json(f"{Q}.comfy_quant", {}), f"{Q} is stored in .* None"),
     ("comfy_quant", with_json(f"{Q}.comfy_quant", "float8_e4m3fn"), f"{Q}.comfy_quant is not a JSON object"),
     ("comfy_quant", with_tensor(f"{Q}.comfy_quant", 5, dtype=torch.uint8), f"{Q}.comfy_quant is not JSON"),
+    (
+        "comfy_quant",
+        lambda tensors, metadata: tensors.update(
+            {f"{Q}.comfy_quant": torch.full((4096,), ord("["), dtype=torch.uint8)}
+        ),
+        f"{Q}.comfy_quant is not JSON",
+    ),
     ("comfy_quant", with_tensor(f"{Q}.comfy_quant", 5), f"{Q}.comfy_quant is torch.float32"),
     ("comfy_quant", with_tensor(f"{Q}.comfy_quant", 5000, dtype=torch.uint8), f"{Q}.comfy_quant is torch.uint8"),
     ("metadata", with_metadata("_quantization_metadata", {"layers": {}}), "is a scale, but nothing marks"),
@@ -354,7 +361,10 @@ class TestRefusedFolders:
         with pytest.raises(CheckpointError, match="in the same folder"):
             open_expert(folder)
 
-    @pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "no weight_map"), ("{}", "no weight_map")])
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[]", "no weight_map"), ("{}", "no weight_map")],
+    )
     def test_damaged_index(self, sharded, text, message):
         folder, _ = sharded
         (folder / INDEX).write_text(text)

@@ -254,6 +254,9 @@ class TestSettingsInTheHeader:
         ("settings", "message"),
         [
             ("{", "lora_adapter_metadata is not JSON"),
+            ("[" * 100_000, "lora_adapter_metadata is not JSON"),
+            ('{"lora_alpha": 1' + "0" * 5000 + "}", "lora_adapter_metadata is not JSON"),
+            ('{"lora_alpha": 1' + "0" * 400 + "}", "lora_alpha is 10000"),
             ([], "lora_adapter_metadata is not a JSON object"),
             ({"use_dora": True}, "is a DoRA"),
             ({"lora_alpha": "eight"}, "says that lora_alpha is 'eight'; a number is expected"),

@@ -166,6 +166,9 @@ class TestChanges:
             pair.set_loras([(one, 1.0), (two, 1.0)], [])
             with pytest.raises(RuntimeError, match="running"):
                 pair.engine(POLICIES["layerwise"], "cpu")
+            pair.set_loras([(one, 1.0)], [])
+            assert pair.engine(POLICIES["layerwise"], "cpu") is engine
+            pair.set_loras([(one, 1.0), (two, 1.0)], [])
         assert not torch.equal(run(pair, lane), plain(pair, lane))
 
 

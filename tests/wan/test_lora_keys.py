@@ -85,6 +85,8 @@ MEANINGLESS = [
     "lora_unet_diffusion_model_blocks_7_self_attn_q.lora_down.weight",
     "lora_te_text_model_encoder_layers_0_mlp_fc1.lora_up.weight",
     "unknown.blocks.7.self_attn.q.diff",
+    "blocks.\N{ARABIC-INDIC DIGIT SEVEN}.self_attn.q.diff",
+    f"blocks.{'7' * 5000}.self_attn.q.diff",
 ]
 
 
@@ -150,6 +152,8 @@ def test_endings_are_told_apart(ending):
         ("blocks.0.self_attn.q.lora_mid.weight", "third factor"),
         ("patch_embedding.reshape_weight", "another shape"),
         ("blocks.0.norm3.set_weight", "replaces"),
+        ("transformer.blocks.0.attn1.to_q.lora_A.weight_scale", "fp8 with scales"),
+        ("lora_unet_blocks_0_self_attn_q.lora_down.scale_weight", "fp8 with scales"),
     ],
 )
 def test_other_algorithms_are_named(key, what):
