@@ -54,7 +54,7 @@ class ComfyDoor:
         self._experts = ExpertsRegistry(open_pair)
         self._gguf = KeptNames(GGUF_FILES)
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
-        self._patcher: ExpertsPatcher | None = None  # the last one asked for; ComfyUI's list keeps none alive
+        self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
 
     def device(self) -> torch.device:
         device: torch.device = comfy.model_management.get_torch_device()
@@ -116,6 +116,7 @@ class ComfyDoor:
             return self._experts.get(ref)
         finally:
             self._count_pins()
+            self._patcher = self._patchers.get(replace(ref, loras=()))
 
     def free_experts(self) -> None:
         self._experts.free()
@@ -133,10 +134,8 @@ class ComfyDoor:
         plain = replace(ref, loras=())
         root = self._patchers.get(plain)
         if root is None:
-            self._patcher = None  # experts that no guider holds leave ComfyUI's list with their last patcher
             root = ExpertsPatcher(ExpertsModel(ref, self.experts), self.device(), torch.device("cpu"))
-            self._patchers[plain] = root
-        self._patcher = root
+            self._patchers[plain] = self._patcher = root
         patcher = root.clone()
         patcher.ref, patcher.policy = ref, policy
         if flow_shift is not None:

@@ -20,6 +20,10 @@ from .door import ExpertsRef, LoadedExperts
 
 LOG = logging.getLogger("wanstream.memory")
 
+WHILE_RUNNING = 10**40
+"""What experts that run say they have loaded, in bytes. Whoever has less than ComfyUI asks for, which may be 1e32, is
+detached and forgotten; experts that run cannot give anything back, and have to be on the list when the run is over."""
+
 
 class ExpertsModel(torch.nn.Module):
     """Stands where ComfyUI expects the model: Wan's settings and no parameters; the weights are the pair's own.
@@ -175,10 +179,13 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         return max(pair.device_bytes(self.policy or self.model.asked), pair.loaded_bytes)
 
     def loaded_size(self) -> int:
-        """Device bytes taken now. ComfyUI asks before all that it decides, so it reckons with the right pins then."""
+        """Device bytes taken now, and while a run goes on more than anybody needs.
+
+        ComfyUI asks before all that it decides, so it reckons with the right pins then.
+        """
         self.model.count_pins()
-        loaded: int = self.model.pair.loaded_bytes
-        return loaded
+        pair: ExpertPair = self.model.pair
+        return WHILE_RUNNING if pair.running else pair.loaded_bytes
 
     def lowvram_patch_counter(self) -> int:
         return 0
@@ -217,9 +224,10 @@ class ExpertsPatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
         While a run goes on, which a preview may load its VAE into, nothing can be freed. ComfyUI is told that it was,
         or it would take us off its list with all that we hold; what it loads then makes do with the room there is.
         """
-        pair, before = self.model.pair, self.loaded_size()
+        pair: ExpertPair = self.model.pair
+        before = pair.loaded_bytes
         if pair.running:
-            LOG.info("the experts are running and stay: %s were asked for", _size(memory_to_free))
+            LOG.info("the experts are running, and their %s stay", _size(before))
             return math.ceil(memory_to_free)
         outside, block = self._outside_and_block()
         if memory_to_free > before - outside:

@@ -102,8 +102,8 @@ def test_other_experts_take_our_place(found: dict[str, Any]) -> None:
     others = found["other_experts"]
     assert len(others["listed"]) == 1, "experts that nobody holds leave the list"
     assert others["taken"] == [False, True]
-    assert len(set(others["with guider"])) == len(others["with guider"]) == 2
-    assert others["dead"] == [False, False]
+    assert len(others["with guider"]) == 1, "experts that were closed for a guider's leave it too"
+    assert others["dead"] == [False]
     assert others["guider"] == [True, True, 5.0]
     assert len(others["after"]) == 1
     assert others["default shift"] == 8.0
@@ -118,7 +118,18 @@ def test_what_we_lock_is_in_comfyuis_count(found: dict[str, Any]) -> None:
     assert pins["ours"] == [5000, 5000, 5000]
     assert pins["when RAM is short"] == 100
     gone = [count for name, count in pins.items() if name.startswith("gone")]
-    assert gone == [100, 100, 100]
+    assert gone == [100] * 5
+
+
+@pytest.mark.parametrize("kind", ["smart", "not smart"])
+def test_experts_that_run_stay_and_can_be_evicted_after_the_run(found: dict[str, Any], kind: str) -> None:
+    evicted = found["evicted_while_running"][kind]
+    assert (evicted["equal"], evicted["listed"], evicted["left"]) == (True, 1, 0)
+    assert evicted["said"].startswith("the experts are running, and their ")
+
+
+def test_experts_stay_on_the_list_when_their_guider_goes(found: dict[str, Any]) -> None:
+    assert found["experts_of_a_guider_that_is_gone"] == {"listed": [1, 1], "left": [0, 0, 0]}
 
 
 def test_out_of_memory_leaves_nothing_behind(found: dict[str, Any]) -> None:
