@@ -49,7 +49,7 @@ def test_an_engine_takes_what_was_told(
 ) -> None:
     file, policy = tiny_expert_file(fp8=fp8), OffloadPolicy.block_swap(2, 1)
     with open_experts(file, file, compute_dtype=dtype) as pair:
-        told = pair.device_bytes(policy)
+        told = pair.device_bytes(policy, device="cpu")
         engine = pair.engine(policy, "cpu")
         models = [engine.models[name] for name in ("high", "low")]
         parameters = [parameter for model in models for parameter in model.parameters()]
@@ -57,6 +57,30 @@ def test_an_engine_takes_what_was_told(
         buffers = 4 * (8 * 256 * 256 + 2 * 256 * 512) * dtype.itemsize
         tables = 2 * 2 * 1024 * 128 * 4
         assert told == buffers + sum(parameter.nbytes for parameter in parameters) + tables == pair.loaded_bytes
-        assert pair.device_bytes(OffloadPolicy.layerwise(1)) < told
+        assert pair.device_bytes(OffloadPolicy.layerwise(1), device="cpu") < told
         with pytest.raises(ValueError, match="only 4 blocks"):
             pair.device_bytes(OffloadPolicy.block_swap(5))
+
+
+@pytest.mark.parametrize(
+    ("fp8", "stored", "dtype", "bytes_per_value"),
+    [
+        (None, torch.bfloat16, torch.bfloat16, 0),
+        (None, torch.float32, torch.bfloat16, 4),
+        (None, torch.bfloat16, torch.float32, 2),
+        ("scaled_fp8", torch.bfloat16, torch.bfloat16, 1),
+    ],
+)
+def test_a_gpu_also_holds_the_block_that_is_decoded(
+    tiny_expert_file: Callable[..., Path],
+    fp8: str | None,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    bytes_per_value: int,
+) -> None:
+    policy = OffloadPolicy.layerwise(1)
+    decoded, plain = tiny_expert_file(fp8=fp8, dtype=stored), tiny_expert_file(dtype=dtype)
+    for high, low in ((decoded, plain), (plain, decoded)):
+        with open_experts(high, low, compute_dtype=dtype) as pair:
+            beside = pair.device_bytes(policy) - pair.device_bytes(policy, device="cpu")
+            assert beside == bytes_per_value * (8 * 256 * 256 + 2 * 256 * 512)
