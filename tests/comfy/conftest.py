@@ -60,6 +60,13 @@ def comfyui() -> ComfyUI:
 
 
 @pytest.fixture(scope="session")
+def vae_width(comfyui: ComfyUI) -> int:
+    """The `base_dim` of a VAE that this ComfyUI can load: older ones know the real one alone."""
+    looks = "decoder.head.0.gamma" in (comfyui.path / "comfy" / "sd.py").read_text(encoding="utf-8")
+    return 16 if looks else 96
+
+
+@pytest.fixture(scope="session")
 def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base directory with this pack, the nodes of tests, the names of a few models and a picture in it."""
     base = tmp_path_factory.mktemp("comfyui")

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from wanstream.cli.sample_components import save_vae_file
+from wanstream.cli.sample_model import VAE_FILE
+from wanstream.cli.sample_weights import make_vae
 from wanstream.workbench.comfyui import ComfyUI, Server, running_server
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -99,6 +102,7 @@ def life(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     comfyui: ComfyUI,
+    vae_width: int,
     sample_models: Path,
     tmp_path: Path,
 ) -> Iterator[Server]:
@@ -110,7 +114,12 @@ def life(
     nodes.mkdir()
     (nodes / "wanstream").symlink_to(ROOT, target_is_directory=True)
     (nodes / "memory_nodes.py").symlink_to(Path(__file__).with_name("memory_nodes.py"))
-    (tmp_path / "models").symlink_to(sample_models, target_is_directory=True)
+    models = tmp_path / "models"
+    models.mkdir()
+    for entry in sample_models.iterdir():
+        if entry.name != VAE_FILE.parent.name:
+            (models / entry.name).symlink_to(entry, target_is_directory=entry.is_dir())
+    save_vae_file(make_vae(seed=0, base_dim=vae_width), models / VAE_FILE)
     with running_server(comfyui, tmp_path, *request.param) as server:
         yield server
 

@@ -237,12 +237,14 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.fixture(scope="module")
-def runs(ask: Callable[..., Any], tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(
+    ask: Callable[..., Any], vae_width: int, tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Runs:
     folder = tmp_path_factory.mktemp("native_runs")
     for name, (seed, channels) in EXPERTS.items():
         path = tiny_expert_file(seed=seed, dtype=torch.float16, in_channels=channels, layers=3)
         (folder / f"{name}.safetensors").symlink_to(path)
-    save_vae_file(make_vae(seed=3), folder / "vae.safetensors")
+    save_vae_file(make_vae(seed=3, base_dim=vae_width), folder / "vae.safetensors")
     save_file(_given(), folder / "given.safetensors")
     refusals = ask(RUNS, str(folder), str(ROOT), (WIDTH, HEIGHT, FRAMES), (SHIFT, STEPS, SWITCH))
     return Runs(load_file(folder / "found.safetensors"), refusals, folder)
@@ -301,7 +303,7 @@ def test_samplers_that_do_not_fit_together_are_refused(runs: Runs, name: str, nu
         raise ValueError(runs.refusals[name])
 
 
-def _pipeline(request: DenoiseRequest, make_tiny_expert: Any, **images: torch.Tensor) -> torch.Tensor:
+def _pipeline(request: DenoiseRequest, vae_width: int, make_tiny_expert: Any, **images: torch.Tensor) -> torch.Tensor:
     """The latents of diffusers' pipeline; `images` are `image` and, for a last frame, `last_image`."""
     experts = [
         in_dtype(make_tiny_expert(seed=seed, in_channels=36, layers=3), torch.float16).float() for seed in (4, 5)
@@ -312,7 +314,7 @@ def _pipeline(request: DenoiseRequest, make_tiny_expert: Any, **images: torch.Te
         text_encoder=None,
         transformer=experts[0],
         transformer_2=experts[1],
-        vae=make_vae(seed=3),
+        vae=make_vae(seed=3, base_dim=vae_width),
         scheduler=scheduler,
         boundary_ratio=request.boundary_ratio,
     )
@@ -337,7 +339,7 @@ def _pipeline(request: DenoiseRequest, make_tiny_expert: Any, **images: torch.Te
     ("name", "images"), [("i2v", {"image": "start"}), ("flf", {"image": "start", "last_image": "end"})]
 )
 def test_native_conditioning_is_the_diffusers_pipeline(
-    runs: Runs, name: str, images: dict[str, str], make_tiny_expert: Any
+    runs: Runs, name: str, images: dict[str, str], vae_width: int, make_tiny_expert: Any
 ) -> None:
     given = _given()
     image = {"concat_latent_image": runs.found[name + " image"], "concat_mask": runs.found[name + " mask"]}
@@ -357,5 +359,5 @@ def test_native_conditioning_is_the_diffusers_pipeline(
     files = [runs.folder / f"i2v_{expert}.safetensors" for expert in ("high", "low")]
     with open_experts(*files, compute_dtype=torch.float32) as pair:
         ours = denoise(pair, request, policy=OffloadPolicy.layerwise(), device="cpu").latents
-    expected = _pipeline(request, make_tiny_expert, **{name: given[key] for name, key in images.items()})
+    expected = _pipeline(request, vae_width, make_tiny_expert, **{name: given[key] for name, key in images.items()})
     assert _distance(ours, expected) <= PIPELINE

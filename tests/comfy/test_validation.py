@@ -19,6 +19,7 @@ from wanstream.host.embedded_door import Folders, embedded_door
 from wanstream.host.embedded_load_image import LoadImage
 from wanstream.host.embedded_run import validate_workflow
 from wanstream.nodes import WanStreamExtension
+from wanstream.workbench.comfyui import ComfyUI
 
 pytestmark = pytest.mark.comfy
 
@@ -271,8 +272,13 @@ def _judge_twice(server: Any, prompt: Prompt) -> tuple[object, object]:
     return _verdict(ours.error, ours.node_errors), _verdict(theirs.get("error"), theirs["node_errors"])
 
 
-def test_generated_workflows_are_judged_alike(server: Any, sockets: Sockets) -> None:
+def test_generated_workflows_are_judged_alike(comfyui: ComfyUI, server: Any, sockets: Sockets) -> None:
     drawn = [_draw(number, sockets) for number in range(WORKFLOWS)]
+    kinds = KINDS
+    if "io.Combo.io_type" not in (comfyui.path / "execution.py").read_text(encoding="utf-8"):
+        # As 0.3.64: no choice of a node like ours is checked, so it is the node that refuses it.
+        drawn = [(prompt, done) for prompt, done in drawn if "not_in_list" not in done]
+        kinds = KINDS - {"value_not_in_list"}
     with server.held():
         judged = [_judge_twice(server, prompt) for prompt, _ in drawn]
     for (prompt, done), (ours, theirs) in zip(drawn, judged, strict=True):
@@ -280,7 +286,7 @@ def test_generated_workflows_are_judged_alike(server: Any, sockets: Sockets) -> 
     found = Counter(kind for (_, by_node), _ in judged for kinds in by_node.values() for kind in kinds)
     found.update(top for (top, _), _ in judged)
     assert found["valid"] >= SOUND
-    assert set(found) >= KINDS, f"the generator no longer makes {KINDS - set(found)}"
+    assert set(found) >= kinds, f"the generator no longer makes {kinds - set(found)}"
 
 
 def test_a_request_without_a_workflow(server: Any) -> None:

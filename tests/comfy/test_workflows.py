@@ -86,18 +86,15 @@ def _embedded_prompts() -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def stocked(comfyui: ComfyUI, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base directory with the sample model and the start image in it."""
     sample = write_sample_model(tmp_path_factory.mktemp("sample")).folder
     for entry in sample.glob("*/*"):
         link = base / "models" / entry.relative_to(sample)
         link.parent.mkdir(exist_ok=True)
         link.symlink_to(entry, target_is_directory=entry.is_dir())
-    if comfyui.version() < (0, 4):
-        # Its VAELoader knows the real width alone.
-        wide = base / "models" / VAE_FILE
-        wide.unlink()
-        save_vae_file(make_vae(seed=0, base_dim=96), wide)
+    (base / "models" / VAE_FILE).unlink()
+    save_vae_file(make_vae(seed=0, base_dim=vae_width), base / "models" / VAE_FILE)
     Image.effect_noise((80, 60), 90).convert("RGB").save(base / "input" / "example.png")
     return base
 
