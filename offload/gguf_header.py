@@ -44,6 +44,7 @@ SHAPE_FIELD = "comfy.gguf.orig_shape."
 ALIGNMENT_FIELD = "general.alignment"
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 8
+MAX_NAME = 65535  # the format's own limit; messages quote names
 
 Field = Number | str | tuple[Number, ...] | None
 ItemT = TypeVar("ItemT")
@@ -125,6 +126,8 @@ def _named(cursor: HeaderCursor, count: int, read: Callable[[HeaderCursor, str],
     items: dict[str, ItemT] = {}
     for _ in range(count):
         name = cursor.text()
+        if len(name) > MAX_NAME:
+            raise cursor.damaged(f"a name of {len(name)} characters")
         if name in items:
             raise cursor.damaged(f"{name!r} twice")
         items[name] = read(cursor, name)

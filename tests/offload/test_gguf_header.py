@@ -180,6 +180,7 @@ BAD_FILES = {
     ),
     "field twice": (file_bytes(entry(), fields=(field("n", 0, b"1"), field("n", 0, b"2"))), "'n' twice"),
     "tensor twice": (file_bytes(entry(), entry()), "'a' twice"),
+    "endless name": (file_bytes(entry(name="a" * 65536)), "a name of 65536 characters"),
     "dimensions": (file_bytes(entry(dims=(1,) * 9)), "a tensor 'a' of 9 dimensions"),
     "overlap": (file_bytes(entry("a", (16,)), entry("b", offset=32)), "tensors 'a' and 'b' in the same place"),
     "offset": (file_bytes(entry(offset=4)), "a tensor 'a' at byte 4, no multiple of 32"),
