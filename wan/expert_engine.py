@@ -92,6 +92,9 @@ class ExpertEngine:
         blocks: dict[BlockKey, BlockPatch] = {}
         staying: dict[str, Mapping[str, WeightPatch]] = {}
         for expert, stack in stacks.items():
+            # Also what only changes parameters that are looked up later: a run must not fail half-way for its file.
+            for lora, _ in stack:
+                factors.of(lora)
             blocks |= block_patches(expert, self._configs[expert], stack, factors)
             staying[expert] = staying_patches(self._configs[expert], stack, factors)
         self._handle.set_patches(blocks)

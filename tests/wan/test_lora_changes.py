@@ -217,6 +217,13 @@ class TestPair:
         pair.set_loras([], [])
         assert torch.equal(run(pair, lane), plain(pair, lane))
 
+    def test_a_factor_of_what_does_not_stream_is_refused_before_the_run(self, pair, lora_file):
+        tensors = time_lora()
+        tensors[f"{TIME}.lora_up.weight"][0, 0] = float("nan")
+        pair.set_loras([], [(open_lora(lora_file(tensors)), 1.0)])
+        with pytest.raises(CheckpointError, match=rf"{TIME}.lora_up.weight .* not finite"):
+            pair.engine(POLICIES["layerwise"], "cpu")
+
     def test_a_file_that_changed_after_it_was_opened_is_not_read(self, pair, lora_file, lane):
         path = lora_file(seed=3)
         pair.set_loras([(open_lora(path), 1.0)], [])
