@@ -108,8 +108,12 @@ class ExpertsModel(torch.nn.Module):
         return self.pair.compute_dtype
 
     def memory_required(self, input_shape: Sequence[int], cond_shapes: Mapping[str, Any] | None = None) -> int:
-        """Bytes to compute in, beside the weights, for latents of that shape; every sample of it is a lane."""
-        return working_bytes(self.pair, input_shape, guided=False)
+        """Bytes to compute in, beside the weights, for latents of that shape, with a negative for each of them.
+
+        ComfyUI reckons the least that a model needs without negatives, which it can compute in a pass of their own.
+        Ours never are, and what is not in that least goes to blocks.
+        """
+        return working_bytes(self.pair, input_shape, guided=True)
 
     def process_latent_in(self, latent: torch.Tensor) -> torch.Tensor:
         normalised: torch.Tensor = self.latent_format.process_in(latent)

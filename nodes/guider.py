@@ -133,7 +133,8 @@ def _schedule_inputs() -> list[io.Input]:
             min=1,
             max=1000,
             tooltip="Time is proportional to it, and to how often a sampler calls the model in a step: once for most, "
-            "twice for heun, dpm_2, dpmpp_sde, seeds_2 and sa_solver_pece.",
+            "twice for heun, dpm_2, dpmpp_2s, dpmpp_sde, exp_heun_2, seeds_2 and sa_solver_pece, three times for "
+            "heunpp2 and seeds_3.",
         ),
         _shift_input(
             "Higher: more steps at high noise, so more of them run the high-noise expert. 12 for text-to-video, 5 for "

@@ -77,8 +77,8 @@ def _step_inputs() -> list[io.Input]:
             min=0.01,
             max=100.0,
             step=0.01,
-            tooltip="Higher: more steps at high noise, so more of them run the high-noise expert. 12 for text-to- "
-            "video, 5 for image-to-video.",
+            tooltip="Higher: more steps at high noise, so more of them run the high-noise expert. 12 for "
+            "text-to-video, 5 for image-to-video.",
         ),
     ]
 

@@ -126,7 +126,8 @@ def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
             f"concat_mask is {list(mask.shape)}, its image {list(image.shape)}: T, h and w must match"
         )
     else:
-        known = 1.0 - (mask if mask.shape[1] == MASK_CHANNELS else mask.mean(dim=1, keepdim=True))
+        free = mask.to(image.device)
+        known = 1.0 - (free if free.shape[1] == MASK_CHANNELS else free.mean(dim=1, keepdim=True))
         known = F.pad(known, (0, 0, 0, 0, 0, frames - mask.shape[2]))
     batch = max(len(known), len(image))
     sides = known.expand(batch, MASK_CHANNELS, -1, -1, -1), normalise(image).expand(batch, -1, -1, -1, -1)

@@ -21,9 +21,9 @@ VIDEO_MASK_DIMS = 5
 def latent_mask(noise_mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """A LATENT's `noise_mask` for a latent of `shape` [B, 16, T, h, w], as ComfyUI reads it.
 
-    `noise_mask` is [H, W], [frames, H, W], [frames, 1, H, W] or [1 or a divisor of B, 1 or 16, frames, H, W], of any
-    frames, height and width: they are scaled to the latent's. Returns [1 or B, 1 or 16, T, h, w] float32. Raises
-    `ConditioningError` for other shapes and for NaN.
+    `noise_mask` is [H, W], [frames, H, W], [frames, 1, H, W], [1, frames, H, W] or [1 or a divisor of B, 1 or 16,
+    frames, H, W], of any frames, height and width: they are scaled to the latent's. Returns
+    [1 or B, 1 or 16, T, h, w] float32. Raises `ConditioningError` for other shapes and for NaN.
     """
     given = list(noise_mask.shape)
     if noise_mask.ndim not in (*FRAME_MASK_DIMS, VIDEO_MASK_DIMS) or 0 in given:
@@ -31,7 +31,7 @@ def latent_mask(noise_mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
             f"the noise mask is {given}: give [height, width], [frames, height, width] or "
             "[batch, 1, frames, height, width]"
         )
-    if noise_mask.ndim == 4 and given[1] != 1:
+    if noise_mask.ndim == 4 and 1 not in given[:2]:
         raise ConditioningError(f"the noise mask is {given}: give [frames, 1, height, width], one channel")
     if noise_mask.ndim == VIDEO_MASK_DIMS:
         _check_video_mask(given, shape)

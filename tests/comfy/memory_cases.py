@@ -34,7 +34,7 @@ from wanstream.host import ExpertsRef  # noqa: E402
 from wanstream.host.comfy import ComfyDoor  # noqa: E402
 from wanstream.host.door import open_pair  # noqa: E402
 from wanstream.plan import OffloadPolicy  # noqa: E402
-from wanstream.sampling import DenoiseRequest, denoise  # noqa: E402
+from wanstream.sampling import DenoiseRequest, denoise, working_bytes  # noqa: E402
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PLENTY = 100 * 2**30
@@ -513,6 +513,7 @@ def as_a_model(files: Files) -> Any:
             "latent": torch.allclose(latent, returned, atol=1e-5),
             "dtype": str(patcher.model_dtype()),
             "memory grows": 0 < sizes[0] < sizes[1] < 2 * sizes[0],
+            "both lanes": sizes[0] == working_bytes(here.pair, [1, 16, 3, 60, 104], guided=True),
             "parameters": len(list(patcher.model.parameters())),
         }
 

@@ -147,3 +147,4 @@ def test_comfyui_finds_a_model(found: dict[str, Any]) -> None:
     assert "Wan Guider" in model["refusal"]
     assert model["latent"]
     assert (model["dtype"], model["memory grows"], model["parameters"]) == ("torch.float32", True, 0)
+    assert model["both lanes"], "ComfyUI keeps room for the least, and the negative is computed in the same pass"

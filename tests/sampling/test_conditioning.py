@@ -73,6 +73,7 @@ def test_masks_of_every_width_and_length() -> None:
     assert torch.equal(image_condition(IMAGE, one.repeat(1, 3, 1, 1, 1)), expected), "other widths are averaged"
     assert torch.equal(image_condition(IMAGE, one[:, :, :2]), expected), "frames beyond the mask are free"
     assert (image_condition(IMAGE, None)[:, :4] == 0).all()
+    assert image_condition(IMAGE.to("meta"), one).device.type == "meta", "the image says where"
     differs = four.clone()
     differs[:, 2, 1] = 0
     assert (image_condition(IMAGE, differs)[0, :4, 1, 0, 0] == torch.tensor([0.0, 0.0, 1.0, 0.0])).all()
@@ -195,7 +196,7 @@ def test_what_the_experts_cannot_obey_is_refused_by_name(side: str, key: str, va
         (_cond(), None, {"samples": torch.ones(1, 4, 64, 64)}, r"latent is \[1, 4, 1, 64, 64\].* empty video latent"),
         (_cond(), None, {"samples": torch.zeros(1, 48, 3, 4, 6)}, r"latent is \[1, 48, 3, 4, 6\]"),
         (_cond(), None, {"samples": [torch.zeros(1, 16, 3, 4, 6)]}, "latent is a list of several parts"),
-        (_cond(), None, {**EMPTY, "noise_mask": torch.ones(1, 3, 4, 6)}, r"noise mask is \[1, 3, 4, 6\]"),
+        (_cond(), None, {**EMPTY, "noise_mask": torch.ones(2, 3, 4, 6)}, r"noise mask is \[2, 3, 4, 6\]"),
         (
             _cond(concat_latent_image=IMAGE),
             None,

@@ -42,6 +42,7 @@ def test_what_lies_before_height_and_width_is_frames() -> None:
     frames = torch.stack([torch.zeros(4, 6), torch.ones(4, 6), torch.zeros(4, 6)])
     assert torch.equal(latent_mask(frames, SHAPE)[0, 0], frames)
     assert torch.equal(latent_mask(frames[:, None], SHAPE)[0, 0], frames)
+    assert torch.equal(latent_mask(frames[None], SHAPE)[0, 0], frames)
 
 
 def test_other_numbers_of_frames_are_blended() -> None:
