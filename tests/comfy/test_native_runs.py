@@ -84,6 +84,12 @@ def ours(high, low, latent, *, sides, cfg=(4.0, 3.0), switch=SWITCH, **settings)
     return Ours.execute(refer(high, low), *sides, latent, **{**given, **settings}).result[0]
 
 
+def custom(*inputs):
+    if hasattr(SamplerCustom, "execute"):
+        return SamplerCustom.execute(*inputs).result[0]
+    return SamplerCustom().sample(*inputs)[0]  # in 0.3.64
+
+
 def both(name, native_latent, our_latent):
     found[name + " native"], found[name + " ours"] = native_latent["samples"], our_latent["samples"]
 
@@ -135,10 +141,10 @@ with torch.inference_mode():
     sigmas = comfy.samplers.calculate_sigmas(native_model("high").get_model_object("model_sampling"), "beta", 7)
     euler, split = comfy.samplers.sampler_object("euler"), int((sigmas >= 0.9).sum())
     high = native_model("high")
-    part = SamplerCustom.execute(high, True, 7, 4.0, *texts, euler, sigmas[: split + 1], empty).result[0]
+    part = custom(high, True, 7, 4.0, *texts, euler, sigmas[: split + 1], empty)
     mine = ours("high", "low", empty, sides=texts, switch=-1, sigmas=sigmas[: split + 1])
     both("high sigmas", part, mine)
-    rest = SamplerCustom.execute(native_model("low"), False, 7, 3.0, *texts, euler, sigmas[split:], part).result[0]
+    rest = custom(native_model("low"), False, 7, 3.0, *texts, euler, sigmas[split:], part)
     both("low sigmas", rest, ours("high", "low", mine, sides=texts, switch=-1, sigmas=sigmas[split:], add_noise=False))
     both("all sigmas", rest, ours("high", "low", empty, sides=texts, switch=-1, sigmas=sigmas))
 

@@ -45,6 +45,9 @@ KINDS = {
     "exception_during_inner_validation",
 }
 
+RENAMED = {"invalid_prompt": "missing_node_type"}
+"""What ComfyUI 0.3.64 calls it, and what it is called now."""
+
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 CLASSES = {node.define_schema().node_id: node for node in (*NODES, LoadImage)}
 OUTPUTS = {name: [output.io_type for output in node.define_schema().outputs] for name, node in CLASSES.items()}
@@ -254,7 +257,8 @@ def _draw(number: int, sockets: Sockets) -> tuple[Prompt, str]:
 
 def _verdict(error: Mapping[str, Any] | None, node_errors: Mapping[str, Any]) -> tuple[str, dict[str, list[str]]]:
     by_node = {node: sorted(fault["type"] for fault in found["errors"]) for node, found in node_errors.items()}
-    return (error["type"] if error else "valid"), by_node
+    top = error["type"] if error else "valid"
+    return RENAMED.get(top, top), by_node
 
 
 @pytest.fixture(scope="module")
