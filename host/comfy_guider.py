@@ -90,6 +90,12 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             single_entry(side, given)  # what is refused is refused before ComfyUI makes anything of it
         super().set_conds(positive, negative)
 
+    def sample(self, noise: Any, latent_image: Any, *run: Any, **settings: Any) -> torch.Tensor:
+        if latent_image.is_nested:
+            raise RequestError("the latent has several parts, Wan2.2 A14B makes video alone: use an empty video latent")
+        samples: torch.Tensor = super().sample(noise, latent_image, *run, **settings)
+        return samples
+
     def inner_sample(  # noqa: PLR0913, PLR0917 (ComfyUI's arguments)
         self,
         noise: torch.Tensor,

@@ -524,6 +524,7 @@ def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object
     karras = comfy.k_diffusion.sampling.get_sigmas_karras(STEPS, 0.03, 14.6)
     control = [[side.positive[0][0], {"control": object()}]]
     odd = torch.zeros(1, 16, 2, 8, 5)
+    parts = torch.nested.nested_tensor([torch.zeros(SHAPE[1:]), torch.zeros(8, 10, 1, 1)])
 
     def per_sample(model: Any, x: torch.Tensor, sigmas: torch.Tensor, extra_args: Any, callback: Any, disable: bool):
         return model(x, torch.linspace(0.9, 0.8, len(x)), **extra_args)
@@ -552,6 +553,7 @@ def refused_cases(side: Side, image_side: Side) -> dict[str, Callable[[], object
         "replaced conditions": replaced,
         "control": lambda: sampled(side.ours(positive=control), euler, _simple()),
         "size": lambda: sampled(side.ours(), euler, _simple(), latent=odd),
+        "several parts": lambda: sampled(side.ours(), euler, _simple(), latent=parts, noise=parts),
         "no image": lambda: sampled(image_side.ours(), euler, _simple()),
         "boundary": lambda: side.ours(boundary_ratio=1.5),
         "flow shift": lambda: side.ours(flow_shift=0.0),
