@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from ..offload.decode import CHUNK_VALUES
 from ..offload.file_source import read_tensors
 from ..offload.patches import WeightPatch
 from .lora import LoraFile
@@ -86,16 +87,25 @@ def _joined(parts: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor | None:
     return torch.cat([part.float() for part in parts], dim=dim)
 
 
-def patched(base: torch.Tensor, patch: WeightPatch) -> torch.Tensor:
-    """`base` (on the CPU) with `patch` added: computed in fp32 and rounded once, in the shape and dtype of `base`."""
-    total = base.to(torch.float32, copy=True)
-    total = total.flatten(1) if base.ndim > 1 else total[:, None]
-    # In place: the largest of the model's matrices take 630 MB in fp32.
-    if patch.full is not None:
-        total.add_(patch.full.reshape(total.shape))
-    if patch.up is not None and patch.down is not None:
-        total.addmm_(patch.up, patch.down.float())
-    return total.reshape(base.shape).to(base.dtype)
+def put_patched(base: torch.Tensor, patch: WeightPatch, into: torch.Tensor) -> None:
+    """Write `base` (on the CPU) with `patch` added into a parameter of its shape and dtype, on any device.
+
+    Computed on that device in fp32 and rounded once, a few rows at a time: the largest of these matrices would take
+    630 MB in fp32.
+    """
+    rows = len(base)
+    source, target = base.reshape(rows, -1), into.view(rows, -1)
+    full = None if patch.full is None else patch.full.reshape(target.shape)
+    down = None if patch.down is None else patch.down.to(into.device, torch.float32)
+    rows_at_once = max(1, CHUNK_VALUES // target.shape[1])
+    for start in range(0, rows, rows_at_once):
+        part = slice(start, start + rows_at_once)
+        total = source[part].to(into.device, torch.float32, copy=True)
+        if full is not None:
+            total.add_(full[part].to(into.device))
+        if patch.up is not None and down is not None:
+            total.addmm_(patch.up[part].to(into.device), down)
+        target[part].copy_(total)
 
 
 def _check_finite(lora: LoraFile, key: str, tensor: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from ..offload.patches import BlockPatch, WeightPatch
 from ..plan import BlockKey
 from .detect import WanConfig
 from .lora import LoraFile
-from .lora_factors import LoraFactors, LoraStack, combined, patched
+from .lora_factors import LoraFactors, LoraStack, combined, put_patched
 from .meta_model import block_streams
 
 
@@ -81,7 +81,7 @@ class PatchedParameters:
                 parameter = self._model.get_parameter(name)
                 if name not in self._pristine:
                     self._pristine[name] = parameter.detach().to("cpu", copy=True)
-                parameter.copy_(patched(self._pristine[name], patch))
+                put_patched(self._pristine[name], patch, parameter)
 
 
 def _changes(lora: LoraFile, parameter: str) -> bool:

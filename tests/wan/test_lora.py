@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from wanstream.offload.decode import CHUNK_VALUES
 from wanstream.offload.patches import WeightPatch
 from wanstream.offload.safetensors_header import CheckpointFileError
 from wanstream.wan import CheckpointError, open_lora
 from wanstream.wan.detect import WanConfig
 from wanstream.wan.lora import Difference, LowRank
-from wanstream.wan.lora_factors import LoraFactors, combined, patched
+from wanstream.wan.lora_factors import LoraFactors, combined, put_patched
 from wanstream.wan.lora_fit import fitted
 
 Q = "diffusion_model.blocks.1.self_attn.q"
@@ -364,11 +365,20 @@ class TestCombined:
 
     @pytest.mark.parametrize("shape", [(6,), (6, 4), (1, 6, 4), (6, 2, 1, 2, 1)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_patched_keeps_shape_and_dtype_and_rounds_once(self, lora_file, shape, dtype):
+    def test_a_difference_is_added_in_the_shape_and_dtype_of_the_parameter_and_rounded_once(self, shape, dtype):
         base = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         change = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-        found = patched(base, WeightPatch(full=change))
+        found = torch.empty_like(base)
+        put_patched(base, WeightPatch(full=change), found)
         assert torch.equal(found, (base.float() + change).to(dtype))
+
+    @pytest.mark.parametrize("columns", [40, CHUNK_VALUES // 7, CHUNK_VALUES + 1])
+    def test_a_product_is_added_however_many_rows_are_done_at_once(self, columns):
+        generator = torch.Generator().manual_seed(2)
+        base, up, down = (torch.randn(shape, generator=generator) for shape in ((17, columns), (17, 3), (3, columns)))
+        found = torch.empty_like(base)
+        put_patched(base, WeightPatch(up=up, down=down), found)
+        torch.testing.assert_close(found, base + up @ down)
 
 
 def test_the_sample_loras_are_small(sample_models):
