@@ -126,7 +126,8 @@ class ComfyDoor:
     def patcher(self, ref: ExpertsRef, policy: OffloadPolicy, *, flow_shift: float | None = None) -> ExpertsPatcher:
         """What ComfyUI's memory manager and guiders know `ref` by; it stays right whatever is opened meanwhile.
 
-        `flow_shift` None leaves the one that ComfyUI gives Wan by default.
+        `flow_shift` None leaves the one that ComfyUI gives Wan by default. Raises ValueError for a policy that does not
+        fit the experts.
         """
         from .comfy_patcher import ExpertsModel, ExpertsPatcher
         from .comfy_sigmas import FlowSampling
@@ -138,6 +139,7 @@ class ComfyDoor:
             self._patchers[plain] = self._patcher = root
         patcher = root.clone()
         patcher.ref, patcher.policy = ref, policy
+        patcher.model_size()  # refuses a policy that does not fit now, and not while ComfyUI rebuilds its list
         if flow_shift is not None:
             patcher.add_object_patch("model_sampling", FlowSampling(flow_shift))
         return patcher

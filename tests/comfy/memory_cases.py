@@ -450,18 +450,22 @@ def evicted_while_running(files: Files) -> Any:
 
 @case
 def experts_of_a_guider_that_is_gone(files: Files) -> Any:
-    """Other experts than the last ones asked for are loaded, by a guider that then leaves ComfyUI's cache."""
+    """Who is on the list after a guider was made, a policy was refused, and the guider that loaded others is gone."""
     with world(files) as (here, _):
         guider = here.door.patcher(here.other, BLOCK_SWAP, flow_shift=5.0)
         here.run(LAYERWISE)
         here.door.patcher(here.other, LAYERWISE)  # made, and not loaded yet
+        try:
+            here.load(OffloadPolicy.block_swap(99))
+        except ValueError as err:
+            refused = str(err)
         found = [len(mm.current_loaded_models)]
         here.run(LAYERWISE)
         mm.load_models_gpu([guider])
         del guider
         found.append(len(mm.current_loaded_models))
         mm.unload_all_models()
-        return {"listed": found, "left": [pair.loaded_bytes for pair in here.pairs]}
+        return {"listed": found, "left": [pair.loaded_bytes for pair in here.pairs], "refused": refused}
 
 
 @case

@@ -128,8 +128,10 @@ def test_experts_that_run_stay_and_can_be_evicted_after_the_run(found: dict[str,
     assert evicted["said"].startswith("the experts are running, and their ")
 
 
-def test_experts_stay_on_the_list_when_their_guider_goes(found: dict[str, Any]) -> None:
-    assert found["experts_of_a_guider_that_is_gone"] == {"listed": [1, 1], "left": [0, 0, 0]}
+def test_experts_stay_on_the_list_when_their_guider_goes_and_when_a_policy_is_refused(found: dict[str, Any]) -> None:
+    others = found["experts_of_a_guider_that_is_gone"]
+    assert others["refused"].startswith("blocks_to_swap is 99")
+    assert (others["listed"], others["left"]) == ([1, 1], [0, 0, 0])
 
 
 def test_out_of_memory_leaves_nothing_behind(found: dict[str, Any]) -> None:
