@@ -71,7 +71,9 @@ class WanStreamSampler(io.ComfyNode):
         policy: OffloadPolicy | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        request = _request(native_inputs(positive, negative, latent), **settings)
+        # Without guidance nothing reads the negative, whatever it carries.
+        used = negative if any(settings[f"guidance_{expert}"] != 1 for expert in ("high", "low")) else None
+        request = _request(native_inputs(positive, used, latent), **settings)
         result = _denoise(experts, request, policy or OffloadPolicy.layerwise(), cls.hidden.unique_id)
         left = native_latent(result.latents, latent, sigma=result.sigma)
         return io.NodeOutput(left, ui={TIMELINE: [result.timeline.to_dict()]})

@@ -308,6 +308,14 @@ def test_a_number_that_comes_from_another_node_is_judged_when_it_is_known(
         run(nodes, more_nodes=[Number])
 
 
+def test_a_negative_that_nothing_reads_may_be_any(run: Run) -> None:
+    """A negative past the image-to-video node: refused where it is computed, no matter without guidance."""
+    negative = {"negative": ["text", 1]}
+    with pytest.raises(NodeFailedError, match="different start images"):
+        run(workflow("i2v", {"sampler": {**negative, "guidance_high": 1.0, "guidance_low": 2.0}}))
+    assert timeline(run(workflow("i2v", {"sampler": {**negative, "guidance_high": 1.0, "guidance_low": 1.0}}))).steps
+
+
 def test_an_unknown_node_is_named(run: Run) -> None:
     nodes = workflow("t2v")
     nodes["sampler"]["class_type"] = "WanStreamSampler9000"
