@@ -13,7 +13,7 @@ import comfy.model_patcher
 import comfy.supported_models
 import torch
 
-from ..plan import OffloadPolicy, fit_policy, plan_residency
+from ..plan import OffloadPolicy, fit_policy, plan_residency, stay_near
 from ..sampling import working_bytes
 from ..wan import ExpertPair
 from .door import ExpertsRef, LoadedExperts
@@ -70,7 +70,10 @@ class ExpertsModel(torch.nn.Module):
 
     def load(self, asked: OffloadPolicy, budget: float, device: torch.device) -> None:
         """Have the engine on `device`, for as much of the policy as `budget` bytes for all weights allow."""
-        fitted = fit_policy(asked, self.block_counts, budget=budget, device_bytes=self.pair.device_bytes)
+        device_bytes = self.pair.device_bytes
+        fitted = fit_policy(asked, self.block_counts, budget=budget, device_bytes=device_bytes)
+        if self.policy is not None and self.asked == asked and self.pair.loaded_bytes:
+            fitted = stay_near(self.policy, fitted, budget=budget, device_bytes=device_bytes)
         if fitted != asked:
             LOG.info(
                 "%s are free for the experts: %s instead of %s",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .check import check_program
 from .eviction import eviction_order
 from .experts import split_at_boundary
-from .fit import fit_policy
+from .fit import fit_policy, stay_near
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
 from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
 from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
@@ -41,5 +41,6 @@ __all__ = [
     "simulate",
     "split_at_boundary",
     "spread_evenly",
+    "stay_near",
     "step_visits",
 ]

@@ -30,6 +30,19 @@ def fit_policy(
     return smallest
 
 
+def stay_near(
+    present: OffloadPolicy, fitted: OffloadPolicy, *, budget: float, device_bytes: Callable[[OffloadPolicy], int]
+) -> OffloadPolicy:
+    """`present` where it is within `budget` bytes and `fitted` keeps at most one block more, else `fitted`.
+
+    Another policy is another engine, which fetches all anew that was kept: not worth it each time the room for a block
+    comes or goes.
+    """
+    block = device_bytes(OffloadPolicy.layerwise(1)) - device_bytes(OffloadPolicy.layerwise(0))
+    taken = device_bytes(present)
+    return present if taken <= budget and 0 <= device_bytes(fitted) - taken <= block else fitted
+
+
 def _smaller(policy: OffloadPolicy, blocks: int) -> Iterator[OffloadPolicy]:
     """Policies for stacks of `blocks` blocks, from many residents to none; some may take more than `policy`."""
     source = policy.source

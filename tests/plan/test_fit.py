@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan import OffloadPolicy, fit_policy, plan_residency
+from wanstream.plan import OffloadPolicy, fit_policy, plan_residency, stay_near
 
 COUNTS = {"high": 40, "low": 40}
 OUTSIDE = 10
@@ -81,3 +81,25 @@ def test_more_room_keeps_no_fewer_blocks(asked: OffloadPolicy, buffers: int) -> 
 def test_what_was_fitted_fits_again(asked: OffloadPolicy, buffers: int) -> None:
     fitted = _fit(asked, buffers)
     assert _fit(fitted, buffers) == fitted
+
+
+@pytest.mark.parametrize(
+    ("present", "buffers", "kept"),
+    [
+        (BLOCK_SWAP(30), 13.0, BLOCK_SWAP(30)),
+        (BLOCK_SWAP(30), 13.9, BLOCK_SWAP(30)),
+        (BLOCK_SWAP(30), 14.0, BLOCK_SWAP(28)),
+        (BLOCK_SWAP(30), 11.9, BLOCK_SWAP(31)),
+        (BLOCK_SWAP(21), 1e32, BLOCK_SWAP(21)),
+        (BLOCK_SWAP(22), 1e32, BLOCK_SWAP(20)),
+        (LAYERWISE(1), 3.5, LAYERWISE(1)),
+        (LAYERWISE(1), 4.0, BLOCK_SWAP(38)),
+        # What is there already takes more than what is asked for now.
+        (BLOCK_SWAP(10), 1e32, BLOCK_SWAP(20)),
+    ],
+)
+def test_what_is_there_stays_until_there_is_room_for_two_blocks_more(
+    present: OffloadPolicy, buffers: float, kept: OffloadPolicy
+) -> None:
+    fitted = _fit(BLOCK_SWAP(20), buffers)
+    assert stay_near(present, fitted, budget=OUTSIDE + buffers, device_bytes=_bytes) == kept
