@@ -119,6 +119,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         stopped = comfy.model_management.processing_interrupted
         passes = Passes(engine, predicted, recorder=recorder, should_stop=stopped)
         inputs = LaneInputs(request, engine.device)
+        self.timeline = None
         self._run = _Run(inputs=inputs, passes=passes, shape=noise.shape, sampler=sampler_name(sampler))
         try:
             with passes:

@@ -29,7 +29,7 @@ def compute_device(device: torch.device | str) -> torch.device:
     except RuntimeError as err:
         raise DeviceError(f'{device!r} names no device: give "cpu" or "cuda"') from err
     if place.type not in ("cpu", "cuda"):
-        raise DeviceError(f'{place} cannot be computed on: give "cpu" or "cuda"')
+        raise DeviceError(f'{place} cannot be computed on: give "cpu" or "cuda" (ComfyUI: start it with --cpu)')
     count = torch.cuda.device_count() if place.type == "cuda" else 1
     if (place.index or 0) >= count:
         raise DeviceError(f'{place} is not there, torch {torch.__version__} finds {count}: give "cpu" or another torch')

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -434,6 +435,9 @@ def evicted_while_running(files: Files) -> Any:
     """What loads in the middle of a run wants everything; who is on the list after it, and what they give back."""
     found = {}
     for name, setting in {"smart": {}, "not smart": {"DISABLE_SMART_MEMORY": True}}.items():
+        if setting and "pins_required" not in signature(mm.free_memory).parameters:
+            found[name] = None  # ComfyUI 0.3.64 forgets every model then, and asks none how much it can free
+            continue
         with world(files, **setting) as (here, said):
 
             def want_all(step: Any, here: World = here) -> None:

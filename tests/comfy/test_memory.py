@@ -124,6 +124,8 @@ def test_what_we_lock_is_in_comfyuis_count(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", ["smart", "not smart"])
 def test_experts_that_run_stay_and_can_be_evicted_after_the_run(found: dict[str, Any], kind: str) -> None:
     evicted = found["evicted_while_running"][kind]
+    if evicted is None:
+        pytest.skip("this ComfyUI forgets every model with --disable-smart-memory, whatever the model says")
     assert (evicted["equal"], evicted["listed"], evicted["left"]) == (True, 1, 0)
     assert evicted["said"].startswith("the experts are running, and their ")
 
