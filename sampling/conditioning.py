@@ -117,7 +117,10 @@ def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
     channels in the model's sense, 1 where the image is known, then the normalised image.
     """
     if image.ndim != 5 or image.shape[1] != LATENT_CHANNELS:
-        raise ConditioningError(f"concat_latent_image is {list(image.shape)}: give [b, {LATENT_CHANNELS}, T, h, w]")
+        raise ConditioningError(
+            f"concat_latent_image is {list(image.shape)}, Wan2.2 A14B reads [b, {LATENT_CHANNELS}, T, h, w]: remove "
+            "the node for Fun control, or for another model, that made it"
+        )
     frames = image.shape[2]
     if mask is None:
         known = image.new_zeros(1, MASK_CHANNELS, *image.shape[2:])
