@@ -34,9 +34,11 @@ class LoadImage(io.ComfyNode):
     def validate_inputs(cls, image: str) -> bool | str:
         # Naming `image` replaces the check against the list, so that a file in a subfolder passes, as in ComfyUI.
         try:
-            return embedded_door.input_path(image).is_file() or f"Invalid image file: {image}"
+            if embedded_door.input_path(image).is_file():
+                return True
         except OutsideFolderError as err:
             return f"Invalid image file: {err}"
+        return f"Invalid image file: {image} is not in {embedded_door.folders.input}: put it there (or see --input)"
 
     @classmethod
     def execute(cls, image: str) -> io.NodeOutput:
