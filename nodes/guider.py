@@ -7,7 +7,7 @@ from typing import Any
 
 from ..host import ExpertsRef, host, io
 from ..plan import OffloadPolicy
-from . import sockets
+from .expert_inputs import boundary_input, experts_input, policy_input
 
 
 class WanStreamGuider(io.ComfyNode):
@@ -22,7 +22,7 @@ class WanStreamGuider(io.ComfyNode):
             description="Lets SamplerCustomAdvanced with any of ComfyUI's samplers run both experts in one go: no "
             "reload at the switch, and the sampler keeps its history across it. The defaults are those of Wan2.2 "
             "text-to-video; for image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
-            inputs=[*_socket_inputs(), *_number_inputs(), _policy_input()],
+            inputs=[*_socket_inputs(), *_number_inputs(), policy_input()],
             outputs=[io.Guider.Output(display_name="guider")],
         )
 
@@ -72,7 +72,7 @@ class WanStreamSigmas(io.ComfyNode):
 
 def _socket_inputs() -> list[io.Input]:
     return [
-        sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed)."),
+        experts_input(),
         io.Conditioning.Input(
             "positive", tooltip="From CLIPTextEncode, Wan Text Encode or, with an image, an image-to-video node."
         ),
@@ -82,15 +82,7 @@ def _socket_inputs() -> list[io.Input]:
 
 def _number_inputs() -> list[io.Input]:
     return [
-        io.Float.Input(
-            "boundary_ratio",
-            default=0.875,
-            min=0.0,
-            max=1.0,
-            step=0.001,
-            tooltip="The noise level below which the low-noise expert takes over: 0.875 for text-to-video, 0.9 for "
-            "image-to-video. The switch itself costs nothing: the next expert's blocks are fetched ahead.",
-        ),
+        boundary_input(),
         _guidance_input(
             "guidance_high",
             4.0,
@@ -108,14 +100,6 @@ def _guidance_input(name: str, default: float, tooltip: str) -> io.Input:
 
 def _shift_input(tooltip: str) -> io.Input:
     return io.Float.Input("flow_shift", default=12.0, min=0.01, max=100.0, step=0.01, tooltip=tooltip)
-
-
-def _policy_input() -> io.Input:
-    return sockets.Policy.Input(
-        "policy",
-        optional=True,
-        tooltip="How much device memory the experts may take. Without it: layerwise, the smallest (2 GB in bf16).",
-    )
 
 
 def _schedule_inputs() -> list[io.Input]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..host import io
 from ..sampling import SCHEDULES, SOLVERS
-from . import sockets
+from .expert_inputs import boundary_input, experts_input, policy_input
 
 FROM_BOUNDARY = -1
 """The `switch_step` that leaves the switch to `boundary_ratio`."""
@@ -27,7 +27,7 @@ def sampler_inputs() -> list[io.Input]:
 
 def _socket_inputs() -> list[io.Input]:
     return [
-        sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed)."),
+        experts_input(),
         io.Conditioning.Input(
             "positive",
             tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
@@ -85,15 +85,7 @@ def _step_inputs() -> list[io.Input]:
 
 def _switch_inputs() -> list[io.Input]:
     return [
-        io.Float.Input(
-            "boundary_ratio",
-            default=0.875,
-            min=0.0,
-            max=1.0,
-            step=0.001,
-            tooltip="The noise level below which the low-noise expert takes over: 0.875 for text-to-video, 0.9 for "
-            "image-to-video. The switch itself costs nothing: the next expert's blocks are fetched ahead.",
-        ),
+        boundary_input(),
         io.Int.Input(
             "switch_step",
             default=FROM_BOUNDARY,
@@ -165,11 +157,7 @@ def _part_inputs() -> list[io.Input]:
 
 def _optional_inputs() -> list[io.Input]:
     return [
-        sockets.Policy.Input(
-            "policy",
-            optional=True,
-            tooltip="How much device memory the experts may take. Without it: layerwise, the smallest (2 GB in bf16).",
-        ),
+        policy_input(),
         io.Sigmas.Input(
             "sigmas",
             optional=True,

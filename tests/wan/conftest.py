@@ -1,4 +1,4 @@
-"""LoRA files in the spellings of every trainer, and what they mean when they are added by hand."""
+"""A lane, and LoRA files in the spellings of every trainer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from wanstream.cli.sample_loras import make_lora
+from wanstream.wan import Lane
 from wanstream.wan.native_keys import native_transformer_name
 
 Tensors = dict[str, torch.Tensor]
@@ -85,6 +86,15 @@ def _layers(lora: Tensors) -> list[str]:
     blocks = sorted({key.split(".")[2] for key in lora})
     attention = [f"attn{n}.{p}" for n in (1, 2) for p in ("to_q", "to_k", "to_v", "to_out.0")]
     return [f"blocks.{block}.{layer}" for block in blocks for layer in (*attention, "ffn.net.0.proj", "ffn.net.2")]
+
+
+@pytest.fixture(scope="session")
+def lane() -> Lane:
+    """A T2V lane of 2 x 2 x 3 patches and 5 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    return Lane(
+        latents=torch.randn(1, 16, 2, 4, 6, generator=generator), text=torch.randn(1, 5, 4096, generator=generator)
+    )
 
 
 @pytest.fixture(params=STYLES)

@@ -15,7 +15,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import CheckpointError, Lane, forward_lanes, open_experts
+from wanstream.wan import CheckpointError, forward_lanes, open_experts
 from wanstream.wan.detect import WanConfig
 from wanstream.wan.meta_model import parameter_shapes
 
@@ -33,14 +33,6 @@ def bytes_read():
     """Bytes that this process has asked the system for."""
     with open("/proc/self/io", encoding="ascii") as counters:
         return int(counters.readline().removeprefix("rchar: "))
-
-
-@pytest.fixture(scope="module")
-def lane():
-    generator = torch.Generator().manual_seed(0)
-    return Lane(
-        latents=torch.randn(1, 16, 2, 4, 6, generator=generator), text=torch.randn(1, 5, 4096, generator=generator)
-    )
 
 
 @pytest.fixture

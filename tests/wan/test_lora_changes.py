@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import CheckpointError, Lane, forward_lanes, open_experts, open_lora
+from wanstream.wan import CheckpointError, forward_lanes, open_experts, open_lora
 from wanstream.wan.device_bytes import device_bytes
 
 HIGH, LOW = {"seed": 1}, {"seed": 2}
@@ -21,14 +21,6 @@ POLICIES = {
     "block swap": OffloadPolicy.block_swap(2, 1),
 }
 TIME = "diffusion_model.time_projection.1"
-
-
-@pytest.fixture(scope="module")
-def lane():
-    generator = torch.Generator().manual_seed(0)
-    return Lane(
-        latents=torch.randn(1, 16, 2, 4, 6, generator=generator), text=torch.randn(1, 5, 4096, generator=generator)
-    )
 
 
 @pytest.fixture

@@ -29,14 +29,6 @@ TIME = "diffusion_model.time_projection.1"
 DIFFUSERS_READS = {"lightning": True, "lora_A": True, "lora_A without alpha": True, "musubi": False, "diffusers": True}
 
 
-@pytest.fixture(scope="module")
-def lane():
-    generator = torch.Generator().manual_seed(0)
-    return Lane(
-        latents=torch.randn(1, 16, 2, 4, 6, generator=generator), text=torch.randn(1, 5, 4096, generator=generator)
-    )
-
-
 @pytest.fixture
 def pair(tiny_expert_folder):
     with open_experts(tiny_expert_folder(**HIGH), tiny_expert_folder(**LOW), **FP32) as pair:

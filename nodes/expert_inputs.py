@@ -1,0 +1,30 @@
+"""Inputs that every node has which runs the experts."""
+
+from __future__ import annotations
+
+from ..host import io
+from . import sockets
+
+
+def experts_input() -> io.Input:
+    return sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed).")
+
+
+def boundary_input() -> io.Input:
+    return io.Float.Input(
+        "boundary_ratio",
+        default=0.875,
+        min=0.0,
+        max=1.0,
+        step=0.001,
+        tooltip="The noise level below which the low-noise expert takes over: 0.875 for text-to-video, 0.9 for "
+        "image-to-video. The switch itself costs nothing: the next expert's blocks are fetched ahead.",
+    )
+
+
+def policy_input() -> io.Input:
+    return sockets.Policy.Input(
+        "policy",
+        optional=True,
+        tooltip="How much device memory the experts may take. Without it: layerwise, the smallest (2 GB in bf16).",
+    )
