@@ -34,9 +34,9 @@ class ExpertShape:
     text_dim: int = TEXT_DIM
 
 
-def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
-    """A random expert in fp32, in eval mode and without gradients."""
-    config = {
+def expert_config(shape: ExpertShape) -> dict[str, int]:
+    """The arguments of the diffusers model of that shape."""
+    return {
         "num_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "attention_head_dim": HEAD_DIM,
@@ -45,8 +45,12 @@ def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
         "ffn_dim": shape.ffn_dim,
         "text_dim": shape.text_dim,
     }
+
+
+def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
+    """A random expert in fp32, in eval mode and without gradients."""
     with torch.random.fork_rng(devices=[]):
-        model = WanTransformer3DModel(**config)
+        model = WanTransformer3DModel(**expert_config(shape))
     return _randomised(model, seed)
 
 
@@ -85,12 +89,13 @@ def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
 def _randomised(model: ModelT, seed: int) -> ModelT:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
-        parameter.data.copy_(_random_values(name, parameter.shape, generator))
+        parameter.data.copy_(random_values(name, parameter.shape, generator))
     return model.eval().requires_grad_(False)
 
 
-def _random_values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    noise = torch.randn(shape, generator=generator)
+def random_values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Values in fp32 for the parameter of that name, where the generator is."""
+    noise = torch.randn(shape, generator=generator, device=generator.device)
     if name.endswith("bias"):
         return 0.1 * noise
     if name.endswith("attn2.norm_q.weight"):
