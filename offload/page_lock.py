@@ -13,6 +13,13 @@ logger = logging.getLogger(__name__)
 
 CUDA_HOST_REGISTER_PORTABLE = 1  # locked for every device of the process
 
+# The rates are typical of PCIe 4.0 x16.
+REFUSED = (
+    "%.2f GB of RAM are page-locked for the device, the next %.2f GB were refused (%s). From here on the device gets "
+    "its copies from ordinary memory: slower (often 6 GB/s instead of 25), and the host waits for each of them. Raise the "
+    "limit on locked memory (ulimit -l; under WSL2 the memory of the virtual machine), or keep less in RAM."
+)
+
 
 class PageLockError(OSError):
     """The driver refused to lock memory."""
@@ -56,7 +63,7 @@ class CudaPageLock:
 
 
 class LockedBlocks:
-    """The blocks a device copies by itself. After the first refusal no other block is tried.
+    """The blocks a device copies by itself. After a refusal no other block is tried until one was unlocked.
 
     It keeps their memory, and unlocks it at the latest when it goes itself: the device would copy from pages that were
     given back while they are locked, whatever lies at that address by then.
@@ -66,6 +73,7 @@ class LockedBlocks:
         self._driver = driver
         self._blocks: dict[int, torch.Tensor] = {}
         self._refused = False
+        self._told = False
         weakref.finalize(self, _unlock_all, driver, self._blocks).atexit = False
 
     @property
@@ -74,23 +82,24 @@ class LockedBlocks:
         return sum(block.numel() for block in list(self._blocks.values()))
 
     def add(self, block: torch.Tensor) -> None:
-        """Lock a block; where the driver refuses, the log says what that costs and the block stays ordinary memory."""
-        if self._refused:
+        """Lock a block, unless it is locked already; where the driver refuses, it stays ordinary memory.
+
+        What that costs is told in the log, once.
+        """
+        if self._refused or block.data_ptr() in self._blocks:
             return
         try:
             self._driver.lock(block)
         except PageLockError as err:
             self._refused = True
-            logger.warning(
-                "%.1f GB of weights are page-locked, the next %.1f GB were refused (%s). "
-                "From here on blocks are copied from ordinary memory: slower, and the host waits for each copy. "
-                "Raise the limit on locked memory, or stream from the file instead.",
-                self.nbytes / 1e9,
-                block.numel() / 1e9,
-                err,
-            )
+            self._tell(block.numel(), err)
         else:
             self._blocks[block.data_ptr()] = block
+
+    def _tell(self, nbytes: int, err: PageLockError) -> None:
+        if not self._told:
+            logger.warning(REFUSED, self.nbytes / 1e9, nbytes / 1e9, err)
+        self._told = True
 
     def remove(self, block: torch.Tensor) -> None:
         """Unlock one block, if it is locked; the next one may be tried again. No copy out of it may be under way."""

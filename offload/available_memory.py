@@ -1,0 +1,65 @@
+"""How much RAM this process may still take: what the system has, and what its control groups leave of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+
+class _Controller(NamedTuple):
+    """Where the memory controller is mounted, and what its files and counters are called."""
+
+    mount: Path
+    limit: str
+    usage: str
+    cached: tuple[str, str]
+
+
+V2 = _Controller(Path("sys/fs/cgroup"), "memory.max", "memory.current", ("inactive_file", "active_file"))
+V1 = _Controller(
+    Path("sys/fs/cgroup/memory"),
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+
+ROOT = Path("/")
+
+
+def available_bytes() -> int:
+    """Bytes of RAM that can be taken without swapping or being ended; cached file pages count, they make room."""
+    return min([int(psutil.virtual_memory().available), *cgroup_rooms()])
+
+
+def cgroup_rooms(root: Path = ROOT) -> Iterator[int]:
+    """What every control group above this process leaves it, in bytes; nothing where no group sets a limit.
+
+    Args:
+        root: where `proc` and `sys` lie.
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:  # no Linux
+        return
+    for line in groups:
+        _, controllers, group = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            yield from _rooms(root, Path(group.lstrip("/")), V1 if controllers else V2)
+
+
+def _rooms(root: Path, group: Path, names: _Controller) -> Iterator[int]:
+    mount = root / names.mount
+    # A container often sees its own group as the root of the mount, and the path of another one in `proc`.
+    for folder in (mount / group, *(mount / parent for parent in group.parents)):
+        try:
+            limit = (folder / names.limit).read_text(encoding="ascii").strip()
+            used = int((folder / names.usage).read_text(encoding="ascii"))
+            counters = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+        except OSError:  # no such group here
+            continue
+        if limit != "max":
+            cached = sum(int(count) for name, count in map(str.split, counters) if name in names.cached)
+            yield max(int(limit) - (used - cached), 0)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from wanstream.offload.available_memory import available_bytes, cgroup_rooms
+
+HUGE = "9223372036854771712"  # how version 1 writes that there is no limit
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def v2(folder: str, limit: str, used: int, stat: str = "") -> dict[str, str]:
+    place = f"sys/fs/cgroup/{folder}".rstrip("/")
+    return {f"{place}/memory.max": f"{limit}\n", f"{place}/memory.current": f"{used}\n", f"{place}/memory.stat": stat}
+
+
+def v1(folder: str, limit: str, used: int, stat: str = "") -> dict[str, str]:
+    place = f"sys/fs/cgroup/memory/{folder}".rstrip("/")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+    return {f"{place}/{name}": text for name, text in zip(names, (limit, f"{used}\n", stat), strict=True)}
+
+
+CACHED_V2 = "anon 50\nfile 900\ninactive_file 100\nactive_file 200\nshmem 600\n"
+CACHED_V1 = "cache 900\ninactive_file 1\ntotal_inactive_file 100\ntotal_active_file 200\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        pytest.param({}, [], id="no proc"),
+        pytest.param({"proc/self/cgroup": "0::/\n"}, [], id="no limit anywhere"),
+        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("a", "max", 5), [], id="v2 max"),
+        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("a", "1000", 600), [400], id="v2"),
+        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("a", "1000", 600, CACHED_V2), [700], id="v2 cached files"),
+        pytest.param(
+            {"proc/self/cgroup": "0::/a/b\n"} | v2("a/b", "1000", 600) | v2("a", "900", 700), [400, 200], id="v2 parent"
+        ),
+        pytest.param({"proc/self/cgroup": "0::/a\n"} | v2("a", "1000", 1600), [0], id="over the limit"),
+        pytest.param(
+            {"proc/self/cgroup": "7:blkio:/x\n4:cpu,memory:/a\n"} | v1("a", "1000", 600, CACHED_V1), [700], id="v1"
+        ),
+        pytest.param(
+            {"proc/self/cgroup": "4:memory:/docker/123\n0::/\n"} | v1("", "1000", 600), [400], id="v1 in a container"
+        ),
+    ],
+)
+def test_what_control_groups_leave(tmp_path, files, expected):
+    assert list(cgroup_rooms(write(tmp_path, files))) == expected
+
+
+def test_no_limit_of_version_1_is_more_than_the_system_has(tmp_path):
+    files = {"proc/self/cgroup": "4:memory:/\n"} | v1("", HUGE, 600)
+    assert next(cgroup_rooms(write(tmp_path, files))) > psutil.virtual_memory().total
+
+
+def test_this_process_can_take_something():
+    assert 0 < available_bytes() <= psutil.virtual_memory().total

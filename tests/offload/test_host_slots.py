@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import logging
+import mmap
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.offload.host_memory import in_pages
+from wanstream.offload.host_slots import HostSlots
+from wanstream.offload.source import SourceError
+from wanstream.plan import BlockKey
+
+KEY = BlockKey("high", 0)
+PAGE = mmap.PAGESIZE
+
+
+def filled_with(value: int):
+    def read(memory: torch.Tensor) -> None:
+        memory.fill_(value)
+
+    return read
+
+
+def failing(memory: torch.Tensor) -> None:
+    raise SourceError("the disk went away")
+
+
+def mapped_bytes() -> int:
+    """Bytes of shared anonymous memory in the address space of this process."""
+    spans = re.findall(r"^(\w+)-(\w+) .*/dev/zero", Path("/proc/self/maps").read_text(), flags=re.MULTILINE)
+    return sum(int(end, 16) - int(start, 16) for start, end in spans)
+
+
+def test_a_slot_takes_the_pages_of_its_block_and_gives_them_back(limited_page_lock):
+    driver = limited_page_lock()
+    slots = HostSlots(lock=driver)
+    assert (slots.nbytes, slots.locked_bytes) == (0, 0)
+    first = slots.fill(0, KEY, PAGE + 1, filled_with(3))
+    second = slots.fill(1, KEY, 10, filled_with(4))
+    assert (first.shape, first.dtype) == ((PAGE + 1,), torch.uint8)
+    assert first.eq(3).all()
+    assert second.eq(4).all()
+    assert {first.data_ptr() % PAGE, second.data_ptr() % PAGE} == {0}
+    assert (slots.nbytes, slots.locked_bytes) == (3 * PAGE, PAGE + 11)
+    assert driver.locked == [(first.data_ptr(), PAGE + 1), (second.data_ptr(), 10)]
+    assert (slots.drop(0), slots.drop(0), slots.drop(7)) == (2 * PAGE, 0, 0)
+    assert (slots.nbytes, driver.locked) == (PAGE, [(second.data_ptr(), 10)])
+    slots.close()
+    slots.close()
+    assert (slots.nbytes, slots.locked_bytes, driver.locked) == (0, 0, [])
+    assert slots.fill(1, KEY, 10, filled_with(5)).eq(5).all(), "a closed slot can be filled again"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+def test_memory_is_mapped_by_the_first_fill_and_unmapped_by_drop():
+    before = mapped_bytes()
+    slots = HostSlots(lock=None)
+    assert mapped_bytes() == before
+    slots.fill(0, KEY, 10 * PAGE - 5, filled_with(1))
+    assert mapped_bytes() == before + 10 * PAGE
+    assert slots.drop(0) == 10 * PAGE
+    assert mapped_bytes() == before
+
+
+def test_memory_stays_for_smaller_blocks_and_grows_for_larger_ones(limited_page_lock):
+    driver = limited_page_lock()
+    slots = HostSlots(lock=driver)
+    first = slots.fill(0, KEY, 3 * PAGE, filled_with(1))
+    smaller = slots.fill(0, KEY, PAGE, filled_with(2))
+    assert (smaller.data_ptr(), smaller.numel()) == (first.data_ptr(), PAGE)
+    assert (slots.nbytes, driver.asked) == (3 * PAGE, 1)
+    del first, smaller
+    larger = slots.fill(0, KEY, 4 * PAGE, filled_with(3))
+    assert (slots.nbytes, driver.locked) == (4 * PAGE, [(larger.data_ptr(), 4 * PAGE)])
+    roomy = slots.fill(1, KEY, PAGE, filled_with(4), room=2 * PAGE + 1)
+    assert (roomy.numel(), slots.nbytes) == (PAGE, 7 * PAGE)
+    assert slots.fill(1, KEY, 2 * PAGE + 1, filled_with(5)).data_ptr() == roomy.data_ptr()
+    slots.close()
+
+
+def test_pages_are_touched_before_they_are_locked():
+    seen: list[torch.Tensor] = []
+
+    class Looking:
+        def lock(self, memory: torch.Tensor) -> None:
+            seen.append(memory.clone())
+            if sys.platform == "linux":
+                resident.append(resident_bytes(memory.data_ptr()))
+
+        def unlock(self, memory: torch.Tensor) -> None: ...
+
+    resident: list[int] = []
+    slots = HostSlots(lock=Looking())
+    slots.fill(0, KEY, PAGE, filled_with(9), room=8 * PAGE)
+    assert seen[0][:PAGE].eq(9).all()
+    assert resident in ([8 * PAGE], [])
+    slots.close()
+
+
+def resident_bytes(address: int) -> int:
+    """Bytes of the mapping at `address` that have a page."""
+    smaps = Path("/proc/self/smaps").read_text()
+    entry = re.search(rf"^{address:x}-.*?^Rss: +(\d+) kB", smaps, flags=re.MULTILINE | re.DOTALL)
+    return int(entry[1]) * 1024 if entry else 0
+
+
+def test_a_refusal_to_lock_is_one_warning_and_the_block_is_there(limited_page_lock, caplog):
+    driver = limited_page_lock(limit=1)
+    slots = HostSlots(lock=driver)
+    with caplog.at_level(logging.WARNING):
+        for index in range(4):
+            assert slots.fill(index, KEY, PAGE, filled_with(index)).eq(index).all()
+        slots.drop(0)
+        for index in range(4, 8):
+            assert slots.fill(index, KEY, PAGE, filled_with(index)).eq(index).all()
+    assert len(caplog.records) == 1
+    assert "slower (often 6 GB/s instead of 25), and the host waits" in caplog.text
+    assert slots.locked_bytes == PAGE, "what was given back may be locked again"
+    slots.close()
+    assert driver.locked == []
+
+
+def test_a_slot_that_could_not_be_locked_is_tried_again_when_there_is_room(limited_page_lock):
+    slots = HostSlots(lock=limited_page_lock(limit=1))
+    slots.fill(0, KEY, PAGE, filled_with(1))
+    slots.fill(1, KEY, PAGE, filled_with(1))
+    slots.drop(0)
+    slots.fill(1, KEY, PAGE, filled_with(2))
+    assert slots.locked_bytes == PAGE
+    slots.close()
+
+
+def test_a_read_that_fails_leaves_a_slot_that_can_be_filled_again(limited_page_lock):
+    driver = limited_page_lock()
+    slots = HostSlots(lock=driver)
+    with pytest.raises(SourceError, match="the disk went away"):
+        slots.fill(0, KEY, PAGE, failing)
+    assert driver.locked == [], "what holds anything is not locked"
+    assert slots.fill(0, KEY, PAGE, filled_with(1)).eq(1).all()
+    with pytest.raises(SourceError, match="the disk went away"):
+        slots.fill(0, KEY, PAGE, failing)
+    assert slots.nbytes == slots.locked_bytes == PAGE
+    slots.close()
+    assert driver.locked == []
+
+
+def test_more_memory_than_there_is_is_refused_with_numbers():
+    with pytest.raises(
+        SourceError, match=r"140737\.5 GB of RAM for one block more, \d+\.\d GB are available: keep few"
+    ):
+        HostSlots(lock=None).fill(0, KEY, 1 << 47, failing)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "available", "refused"),
+    [
+        (
+            28_100_000_000,
+            12_300_000_000,
+            "28.1 GB of RAM for 40 blocks, 12.3 GB are available: keep fewer blocks in RAM",
+        ),
+        (100 * PAGE, 100 * PAGE, None),
+        (110 * PAGE, 100 * PAGE, None),
+        (110 * PAGE + 1, 100 * PAGE, "0.0 GB of RAM for 40 blocks"),
+    ],
+)
+def test_homes_that_do_not_fit_are_refused_before_they_are_filled(nbytes, available, refused):
+    slots = HostSlots(lock=None)
+    if nbytes < 1_000_000_000:
+        slots.fill(0, KEY, 10 * PAGE, filled_with(1))  # what is there already needs no more room
+    if refused is None:
+        slots.check_room(40, nbytes, available=available)
+    else:
+        with pytest.raises(SourceError, match=re.escape(refused)):
+            slots.check_room(40, nbytes, available=available)
+    slots.close()
+
+
+def test_what_the_system_has_is_asked_for():
+    with pytest.raises(SourceError, match=r"140737\.5 GB of RAM for 40 blocks, \d+\.\d GB are available"):
+        HostSlots(lock=None).check_room(40, 1 << 47)
+    HostSlots(lock=None).check_room(1, in_pages(1))
