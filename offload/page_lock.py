@@ -16,8 +16,8 @@ CUDA_HOST_REGISTER_PORTABLE = 1  # locked for every device of the process
 # The rates are typical of PCIe 4.0 x16.
 REFUSED = (
     "%.2f GB of RAM are page-locked for the device, the next %.2f GB were refused (%s). From here on the device gets "
-    "its copies from ordinary memory: slower (often 6 GB/s instead of 25), and the host waits for each of them. Raise the "
-    "limit on locked memory (ulimit -l; under WSL2 the memory of the virtual machine), or keep less in RAM."
+    "its copies from ordinary memory: slower (often 6 GB/s instead of 25), and the host waits for each of them. Raise "
+    "the limit on locked memory (ulimit -l; under WSL2 the memory of the virtual machine), or keep less in RAM."
 )
 
 
