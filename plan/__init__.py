@@ -7,6 +7,7 @@ from .eviction import eviction_order
 from .experts import split_at_boundary
 from .fit import fit_policy, stay_near
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
+from .ram import DIRECT, RamHomes, RamProgram, compile_ram, plan_ram
 from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
 from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
 from .simulate import Hardware, simulate
@@ -16,6 +17,7 @@ from .visits import BlockKey, Visit, step_visits
 
 __all__ = [
     "AT_ONCE",
+    "DIRECT",
     "I2V_A14B",
     "KEPT",
     "T2V_A14B",
@@ -25,6 +27,8 @@ __all__ = [
     "Hardware",
     "OffloadPolicy",
     "ProgramError",
+    "RamHomes",
+    "RamProgram",
     "Residency",
     "SourceKind",
     "StepRecord",
@@ -35,8 +39,10 @@ __all__ = [
     "buffers_needed",
     "check_program",
     "compile_program",
+    "compile_ram",
     "eviction_order",
     "fit_policy",
+    "plan_ram",
     "plan_residency",
     "simulate",
     "split_at_boundary",

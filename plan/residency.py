@@ -30,15 +30,28 @@ class OffloadPolicy:
     """How much device memory the weights may take, as a user says it. Make one with the constructors below.
 
     `source` says where streamed blocks come from: the checkpoint file, or pinned RAM filled from it once.
-    Raises ValueError for negative numbers and unknown words.
+    Raises ValueError for numbers out of range, unknown words, and settings of RAM without pinned RAM.
     """
 
     kind: PolicyKind
     prefetch_blocks: int
     blocks_to_swap: int
     source: SourceKind = "file"
+    ram_blocks: int | None = None
+    """Blocks that have a home in pinned RAM; None: every block. The others are read from their file for every fetch."""
+    ram_rolls: bool = False
+    """False: `ram_blocks` are divided between the experts and kept for later runs. True: the expert that runs has them
+    all, and the next one takes them over at the switch."""
+    chunk_tokens: int | None = None
+    """Tokens that go through feed-forward and norms at once; None: all of them."""
 
     def __post_init__(self) -> None:
+        self._check_words()
+        self._check_ram()
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens is {self.chunk_tokens}, it must be 1 or more (None takes all at once)")
+
+    def _check_words(self) -> None:
         if self.kind not in get_args(PolicyKind):
             raise ValueError(f"kind is {self.kind!r}, choose one of {get_args(PolicyKind)}")
         if self.source not in get_args(SourceKind):
@@ -47,6 +60,16 @@ class OffloadPolicy:
             raise ValueError(f"prefetch_blocks is {self.prefetch_blocks}, it must be 0 or more (1 is the default)")
         if self.blocks_to_swap < 0:
             raise ValueError(f"blocks_to_swap is {self.blocks_to_swap}, it must be 0 or more (0 keeps every block)")
+
+    def _check_ram(self) -> None:
+        if self.ram_blocks is None:
+            if self.ram_rolls:
+                raise ValueError("ram_rolls needs ram_blocks: when every block has a home in RAM, none is taken over")
+            return
+        if self.ram_blocks < 0:
+            raise ValueError(f"ram_blocks is {self.ram_blocks}, it must be 0 or more (None keeps every block in RAM)")
+        if self.source != "pinned":
+            raise ValueError(f"ram_blocks is {self.ram_blocks}, but source is {self.source!r}: use source 'pinned'")
 
     @classmethod
     def resident(cls, *, source: SourceKind = "file") -> OffloadPolicy:

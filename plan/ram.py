@@ -1,0 +1,171 @@
+"""RAM between file and bus: the function that plans the device, one level down.
+
+The fetches of the device program, in bus order, are the visits of the RAM program; a slot of RAM is its buffer, and a
+read of the file its fetch. A block either has a home in RAM, or passes through a staging slot, or is read straight into
+its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
+from .residency import OffloadPolicy, Residency, spread_evenly
+from .visits import BlockKey, Visit
+
+DIRECT = -1
+"""`visit_of_fetch` of a fetch that is read from its file straight into its buffer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RamHomes:
+    """Blocks that stay in RAM, and the slots that they take there.
+
+    With a permanent residency they stay for later runs; otherwise an expert's blocks stay for its stage, and those of
+    the next expert roll into their slots.
+    """
+
+    residency: Residency
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RamProgram:
+    """How blocks come into RAM for the fetches of one device program.
+
+    A visit of `program` is one fetch over the bus, which reads a RAM slot; a fetch of `program` is one read of the file
+    into a slot.
+    """
+
+    program: TransferProgram
+    visit_of_fetch: tuple[int, ...]
+    """Per fetch of the device program: its visit here, or `DIRECT`."""
+    expected_from: int
+    """Visits from this index on belong to the expected next run: they are read for, but not visited."""
+
+
+def plan_ram(policy: OffloadPolicy, residency: Residency, block_counts: Mapping[str, int]) -> RamHomes:
+    """Homes in RAM for stacks of `block_counts[expert]` blocks whose residents on the device are `residency`.
+
+    Only what streams crosses the bus again and again, so it gets homes first, spread evenly over the list of streamed
+    blocks; what stays on the device gets those that are left.
+    """
+    streamed: list[BlockKey] = []
+    resident: list[BlockKey] = []
+    for expert, blocks in block_counts.items():
+        for block in range(blocks):
+            key = BlockKey(expert, block)
+            (resident if residency.keeps(*key) else streamed).append(key)
+    wanted = 0 if policy.source == "file" else len(streamed) + len(resident)
+    if policy.ram_blocks is not None:
+        wanted = min(wanted, policy.ram_blocks)
+    if not policy.ram_rolls:
+        homes = _spread_homes(wanted, streamed, resident)
+        return RamHomes(residency=Residency(residents=_by_expert(homes, block_counts), permanent=True), slots=wanted)
+
+    homes = []
+    for expert in block_counts:
+        theirs = [key for key in streamed if key.expert == expert], [key for key in resident if key.expert == expert]
+        homes += _spread_homes(wanted, *theirs)
+    residents = _by_expert(homes, block_counts)
+    return RamHomes(residency=Residency(residents=residents), slots=max(map(len, residents.values()), default=0))
+
+
+def compile_ram(
+    program: TransferProgram,
+    homes: RamHomes,
+    *,
+    staging: int,
+    contents: Mapping[int, BlockKey] | None = None,
+    then: Sequence[BlockKey] = (),
+) -> RamProgram:
+    """The reads that bring the blocks of `program`'s fetches into `homes.slots + staging` slots of RAM.
+
+    Without `staging` every block that has no home is read straight into its buffer. `contents` says what slots hold
+    from before (slot -> block). `then` names blocks that the bus will fetch in the expected next run, in order.
+
+    Homes that are permanent keep the slots below `homes.slots` for themselves, whatever runs; all other slots are
+    staging. Rolling homes share all slots with staging. Raises ProgramError when there are too few slots.
+    """
+    if staging < 0:
+        raise ProgramError(f"staging is {staging}, it must be 0 or more slots")
+    visits: list[Visit] = []
+    visit_of_fetch: list[int] = []
+    for fetch in program.fetches:
+        through_ram = staging > 0 or homes.residency.keeps(*fetch.block)
+        visit_of_fetch.append(len(visits) if through_ram else DIRECT)
+        if through_ram:
+            visits.append(Visit(program.visits[fetch.needed_by].step, *fetch.block))
+    expected_from = len(visits)
+    next_step = program.visits[-1].step + 1 if program.visits else 0
+    visits += [Visit(next_step, *key) for key in then if staging > 0 or homes.residency.keeps(*key)]
+    compiled = (
+        _compile_beside_homes(visits, homes, staging, contents or {})
+        if homes.residency.permanent
+        else compile_program(visits, homes.residency, homes.slots + staging, contents=contents)
+    )
+    return RamProgram(program=compiled, visit_of_fetch=tuple(visit_of_fetch), expected_from=expected_from)
+
+
+def _spread_homes(wanted: int, streamed: Sequence[BlockKey], resident: Sequence[BlockKey]) -> list[BlockKey]:
+    """`wanted` of the blocks (or all): streamed ones first, each kind at equal distances."""
+    first = min(wanted, len(streamed))
+    last = min(wanted - first, len(resident))
+    return [streamed[i] for i in sorted(spread_evenly(first, len(streamed)))] + [
+        resident[i] for i in sorted(spread_evenly(last, len(resident)))
+    ]
+
+
+def _by_expert(homes: Sequence[BlockKey], block_counts: Mapping[str, int]) -> dict[str, frozenset[int]]:
+    return {expert: frozenset(key.block for key in homes if key.expert == expert) for expert in block_counts}
+
+
+def _compile_beside_homes(
+    visits: Sequence[Visit], homes: RamHomes, staging: int, contents: Mapping[int, BlockKey]
+) -> TransferProgram:
+    """Permanent homes in slots of their own, all other visits through the staging slots behind them."""
+    at_home: dict[BlockKey, int] = {}
+    for slot, block in sorted(contents.items()):
+        if 0 <= slot < homes.slots and homes.residency.keeps(*block):
+            at_home.setdefault(block, slot)
+    passing = {slot - homes.slots: block for slot, block in contents.items() if slot >= homes.slots}
+    numbers: dict[bool, list[int]] = {True: [], False: []}
+    for number, visit in enumerate(visits):
+        numbers[homes.residency.keeps(*visit.key)].append(number)
+
+    # There are as many slots as homes. What else lies in them is forgotten, so that no home takes the slot of another.
+    kept = {slot: block for block, slot in at_home.items()}
+    home = compile_program([visits[n] for n in numbers[True]], homes.residency, homes.slots, contents=kept)
+    rest = compile_program([visits[n] for n in numbers[False]], Residency(residents={}), staging, contents=passing)
+    return _side_by_side(visits, (numbers[True], 0, home), (numbers[False], homes.slots, rest))
+
+
+def _side_by_side(visits: Sequence[Visit], *parts: tuple[Sequence[int], int, TransferProgram]) -> TransferProgram:
+    """One program of several that share no slot: the numbers of its visits, its first slot, and each part."""
+    slot_of = [0] * len(visits)
+    served_at = [KEPT] * len(visits)  # per visit: the visit that its fetch is needed by
+    fetches: list[Fetch] = []
+    initial: dict[int, BlockKey] = {}
+    untouched: dict[int, BlockKey] = {}
+    for numbers, first_slot, part in parts:
+        for block, slot, start_after, needed_by, last in part.fetches:
+            start = AT_ONCE if start_after == AT_ONCE else numbers[start_after]
+            fetches.append(Fetch(block, first_slot + slot, start, numbers[needed_by], numbers[last]))
+        for number, slot, fetch in zip(numbers, part.visit_buffer, part.visit_fetch, strict=True):
+            slot_of[number] = first_slot + slot
+            if fetch != KEPT:
+                served_at[number] = numbers[part.fetches[fetch].needed_by]
+        initial |= {first_slot + slot: block for slot, block in part.initial.items()}
+        untouched |= {first_slot + slot: block for slot, block in part.untouched.items()}
+    fetches.sort(key=lambda fetch: fetch.needed_by)
+    fetch_at = {KEPT: KEPT} | {fetch.needed_by: number for number, fetch in enumerate(fetches)}
+    return TransferProgram(
+        visits=tuple(visits),
+        fetches=tuple(fetches),
+        buffers=sum(part.buffers for _, _, part in parts),
+        visit_buffer=tuple(slot_of),
+        visit_fetch=tuple(fetch_at[at] for at in served_at),
+        initial=initial,
+        untouched=untouched,
+    )
