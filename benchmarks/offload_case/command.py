@@ -1,0 +1,39 @@
+"""The command line of the case."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See benchmarks/offload.py."""
+    parser = argparse.ArgumentParser(prog="offload.py")
+    commands = parser.add_subparsers(dest="command", required=True)
+    child = commands.add_parser("run", help="one run in this process (called by the others)")
+    child.add_argument("task")
+    for name, text in (
+        ("cpu", "two experts of 2.8 GB"),
+        ("cpu3gb", "the same inside a memory limit"),
+        ("quick", "a small pair, to check the programs"),
+    ):
+        case = commands.add_parser(name, help=text)
+        case.add_argument("work", type=Path, help="folder for weights (12 GB of them written once, with the peers' 23)")
+        case.add_argument("--only", nargs="*", metavar="VARIANT", help="these variants and no others")
+        case.add_argument("--repetitions", type=int, default=None)
+        case.add_argument("--retries", type=int, default=2, help="how often a disturbed run is made again")
+        case.add_argument("--minutes", type=float, default=None, help="begin nothing after this time")
+        case.add_argument("--threads", type=int, default=2)
+        case.add_argument("--fresh", action="store_true", help="a new session; otherwise an unfinished one goes on")
+        case.add_argument("--no-result", action="store_true", help="write nothing into benchmarks/results")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "run":
+        # Imported here, so that no run has the imports of the session in its memory.
+        from .child import run
+        from .task import Task
+
+        run(Task.from_json(chosen.task))
+        return
+    from .cpu_case import run_case
+
+    run_case(chosen)

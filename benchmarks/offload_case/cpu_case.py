@@ -1,0 +1,120 @@
+"""Case `cpu`: which runs it consists of, in which order, and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..record import record
+from .memory_limit import NoMemoryLimitError, limited_group
+from .session import DISTURBED, Planned, Session, Settings
+from .shapes import SHAPES
+from .summary import summarise
+from .variants import CPU_OFFLOAD, DISK_PEERS, HEAP_PEERS, RESIDENT, SWAP, wanstream_variants
+
+LIMIT_BYTES = 3 * 2**30
+REPETITIONS = {"cpu": 3, "cpu3gb": 3, "quick": 1}
+MAIN = ("resident", "layerwise", "half")
+LIMITED_MAIN = ("layerwise",)
+
+
+def run_case(chosen: argparse.Namespace) -> None:
+    """Make the runs that are missing, then write the result of all of them."""
+    case: str = chosen.command
+    shape = "quick" if case == "quick" else "cpu"
+    limited = case == "cpu3gb"
+    if limited and not _limit_is_there():
+        return
+    file = chosen.work / "sessions" / f"{case}.jsonl"
+    if chosen.fresh:
+        file.unlink(missing_ok=True)
+    settings = Settings(
+        shape=shape,
+        work=chosen.work.resolve(),
+        threads=chosen.threads,
+        limit_bytes=LIMIT_BYTES if limited else None,
+        machine=None,
+    )
+    session = Session(file.resolve(), settings)
+    session.write_experts()
+    rounds = planned_rounds(
+        blocks=SHAPES[shape].expert.layers,
+        repetitions=chosen.repetitions or REPETITIONS[case],
+        limited=limited,
+        only=chosen.only,
+    )
+    session.make(rounds, retries=chosen.retries, minutes=chosen.minutes)
+    figures = result_figures(session, settings)
+    for name, row in figures["variants"].items():
+        print(name, row)
+    if not chosen.no_result and case != "quick":
+        print(record(f"offload-{case}", method=method(settings), figures=figures))
+
+
+def planned_rounds(
+    *, blocks: int, repetitions: int, limited: bool, only: list[str] | None = None
+) -> list[list[Planned]]:
+    """Rounds of runs: the main variants are in each of them, the others are spread over them.
+
+    Inside a limit the resident model still runs without it, in each round, as what the others are measured against.
+    """
+    every = [RESIDENT, *wanstream_variants(blocks), *DISK_PEERS, *(HEAP_PEERS if limited else []), CPU_OFFLOAD, SWAP]
+    main = LIMITED_MAIN if limited else MAIN
+    names = [variant.name for variant in every if only is None or variant.name in only]
+    others = [name for name in names if name not in main and not (limited and name in UNLIMITED_ONLY)]
+    rounds = []
+    for repetition in range(repetitions):
+        free = [Planned(variant="resident", repetition=repetition)] if limited and "resident" in names else []
+        again = [Planned(variant=name, repetition=repetition, limited=limited) for name in main if name in names]
+        once = [Planned(variant=name, limited=limited) for name in others[repetition::repetitions]]
+        rounds.append([*free, *again, *once])
+    return rounds
+
+
+UNLIMITED_ONLY = ("pinned", "wanstream-resident")
+"""They hold all weights in RAM by their own account; whether they survive in less is no question."""
+
+
+def result_figures(session: Session, settings: Settings) -> dict[str, Any]:
+    """The rows of all variants, with the size of the case beside them."""
+    shape, runs = SHAPES[settings.shape], session.runs()
+    return {
+        "tokens": shape.tokens,
+        "blocks": shape.expert.layers,
+        "steps": shape.steps,
+        "switch_step": shape.switch_step,
+        "limit_gib": None if settings.limit_bytes is None else settings.limit_bytes / 2**30,
+        "variants": summarise(runs, switch_step=shape.switch_step),
+    }
+
+
+def method(settings: Settings) -> str:
+    """How the figures came about."""
+    shape = SHAPES[settings.shape]
+    limit = (
+        ""
+        if settings.limit_bytes is None
+        else f" Runs marked (limited) had {settings.limit_bytes / 2**30:g} GiB of anonymous memory and page cache "
+        "together (memory control group); the resident model ran beside them without a limit."
+    )
+    return (
+        f"two experts of {shape.expert.layers} blocks, {shape.expert.heads} heads x 128, feed-forward "
+        f"{shape.expert.ffn_dim}, random bf16 weights in {shape.shards} files each; {shape.tokens} tokens, "
+        f"{shape.text_tokens} text tokens, {shape.steps} Euler steps with guidance (two lanes), switch after step "
+        f"{shape.switch_step}; {settings.threads} threads, inference mode; every run in a process of its own, its files "
+        "dropped from the page cache before (checked with mincore); times start after the imports; peak_rss is VmHWM, "
+        "peak_anonymous was sampled every 50 ms from outside, read is what the disk gave (/proc/self/io), moved is what "
+        f"the engine counted; medians of the runs that were not disturbed (less than {DISTURBED:.0%} of the machine's "
+        "processor time went to other processes or to other machines), made in turns; ratios are to the resident model "
+        f"(disable_mmap=True) of the same session.{limit}"
+    )
+
+
+def _limit_is_there() -> bool:
+    try:
+        with limited_group(LIMIT_BYTES):
+            return True
+    except NoMemoryLimitError as err:
+        line = "*" * 100
+        print(f"{line}\nSKIPPED: nothing was run inside a memory limit.\n{err}\n{line}")
+        return False

@@ -1,0 +1,194 @@
+"""One session of runs: every run in a process of its own, cold, and kept on disk the moment it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .memory_limit import LimitedGroup, limited_group
+from .model_files import COMPLETE, expert_folders, weight_files
+from .page_cache import cached_bytes, drop
+from .shapes import SHAPES
+from .task import Task
+from .watch import Watched, watch
+
+PROGRAM = Path(__file__).parent.parent / "offload.py"
+DISTURBED = 0.04
+"""A run is disturbed when more than this part of the processor time of the machine went elsewhere."""
+RUN_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One run to be made."""
+
+    variant: str
+    repetition: int = 0
+    limited: bool = False
+    """Whether it runs inside the session's memory limit."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.variant}{' (limited)' if self.limited else ''} #{self.repetition + 1}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is the same for all runs of a session."""
+
+    shape: str
+    work: Path
+    device: str = "cpu"
+    threads: int = 2
+    limit_bytes: int | None = None
+    vram_gb: float | None = None
+    machine: str | None = None
+    cold: bool = True
+    """Whether files leave the page cache before each run."""
+
+
+class Session:
+    """Runs that are made one after the other, with one line of JSON for each in `file`."""
+
+    def __init__(self, file: Path, settings: Settings) -> None:
+        self.file = file
+        self._settings = settings
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+    def write_experts(self) -> None:
+        """Have the experts' files on disk, before anything is timed."""
+        expert_folders(self._settings.work, SHAPES[self._settings.shape], device=self._settings.device)
+
+    def runs(self) -> list[dict[str, Any]]:
+        """All runs so far, those of an earlier call included."""
+        if not self.file.exists():
+            return []
+        return [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
+
+    def make(self, rounds: Sequence[Sequence[Planned]], *, retries: int, minutes: float | None = None) -> None:
+        """Make what is not there yet; after each round, what was disturbed once more, `retries` times at most.
+
+        With `minutes`, nothing is begun after that time; a later call goes on from there.
+        """
+        until = None if minutes is None else time.monotonic() + 60 * minutes
+        for planned in rounds:
+            for attempt in range(retries + 1):
+                for run in self._missing(planned, attempt):
+                    if until is not None and time.monotonic() > until:
+                        print(f"out of time before {run.label}; call again to go on", flush=True)
+                        return
+                    self._make_one(run, attempt)
+
+    def _missing(self, planned: Iterable[Planned], attempt: int) -> list[Planned]:
+        """Runs that were never made, or only disturbed and fewer times than this attempt allows."""
+        runs = self.runs()
+        return [
+            plan
+            for plan in planned
+            if not any(is_of(run, plan) and (not run["disturbed"] or run["attempt"] >= attempt) for run in runs)
+        ]
+
+    def _make_one(self, planned: Planned, attempt: int) -> None:
+        task = self._task(planned, attempt)
+        self._prepare(task)
+        files = [*weight_files(task.experts_folder), *weight_files(task.own_folder)]
+        if self._settings.cold:
+            drop(files)
+        left = cached_bytes(files) if self._settings.cold else None
+        limit = self._settings.limit_bytes if planned.limited else None
+        with nullcontext() if limit is None else limited_group(limit) as group:
+            watched = self._watch(task, group)
+            held = None if group is None else {"limit": limit, "peak": group.peak_bytes, "kills": group.kills}
+        report = Path(task.report)
+        disturbed = watched.disturbance > DISTURBED
+        line = {
+            **asdict(planned),
+            "attempt": attempt,
+            "began": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "shape": task.shape,
+            "device": task.device,
+            "vram_gb": task.vram_gb,
+            "cached_before_bytes": left,
+            "group_bytes": held,
+            "watched": asdict(watched),
+            "disturbed": disturbed,
+            "latents": str(task.latents),
+            "report": json.loads(report.read_text(encoding="utf-8")) if watched.exit_code == 0 else None,
+        }
+        line["reason"] = None if line["report"] is not None else reason_of_death(line)
+        with self.file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(line) + "\n")
+        print(f"{planned.label}: {told(line)}", flush=True)
+
+    def _watch(self, task: Task, group: LimitedGroup | None) -> Watched:
+        command = [sys.executable, str(PROGRAM), "run", task.to_json()]
+        environment = {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1", **task.way.environment}
+        return watch(
+            command if group is None else group.command(command),
+            log=Path(task.report).with_suffix(".log"),
+            environment=environment,
+            timeout_s=RUN_LIMIT_S,
+        )
+
+    def _task(self, planned: Planned, attempt: int) -> Task:
+        name = f"{planned.variant}{'-limited' if planned.limited else ''}-{planned.repetition}-{attempt}"
+        folder = self.file.with_suffix("")
+        folder.mkdir(exist_ok=True)
+        settings = self._settings
+        return Task(
+            variant=planned.variant,
+            shape=settings.shape,
+            work=str(settings.work),
+            report=str(folder / f"{name}.json"),
+            device=settings.device,
+            threads=settings.threads,
+            machine=settings.machine,
+            vram_gb=settings.vram_gb,
+        )
+
+    def _prepare(self, task: Task) -> None:
+        """Let the variant write the files that it makes before its first run, once."""
+        done = task.own_folder / COMPLETE
+        if not task.way.prepares or done.exists():
+            return
+        print(f"{task.variant}: writes its own files", flush=True)
+        preparation = Task(**{**json.loads(task.to_json()), "prepare": True})
+        subprocess.run([sys.executable, str(PROGRAM), "run", preparation.to_json()], check=True)
+        done.write_text("{}", encoding="utf-8")
+
+
+def is_of(run: dict[str, Any], planned: Planned) -> bool:
+    """Whether a line of the session is that run."""
+    return all(run[name] == value for name, value in asdict(planned).items())
+
+
+def told(line: dict[str, Any]) -> str:
+    """One run in a few words."""
+    watched, report = line["watched"], line["report"]
+    noise = f", others {watched['others_s'] + watched['stolen_s']:.1f} s" + (" DISTURBED" if line["disturbed"] else "")
+    if report is None:
+        return f"died after {watched['wall_s']:.1f} s ({line['reason']}){noise}"
+    steps = " / ".join(f"{seconds:.2f}" for seconds in report["step_s"])
+    return (
+        f"load {report['load_s']:.2f}, steps {steps}, total {report['total_s']:.2f} s; "
+        f"peak {report['peak_rss_bytes'] / 1e9:.2f} GB, read {report['read_bytes'] / 1e9:.2f} GB, "
+        f"{report['checksum'][:8]}{noise}"
+    )
+
+
+def reason_of_death(line: dict[str, Any]) -> str:
+    """Why a run has no report."""
+    watched, held = line["watched"], line["group_bytes"]
+    if held is not None and held["kills"]:
+        return "killed: out of memory"
+    if watched["wall_s"] >= RUN_LIMIT_S:
+        return f"no end within {RUN_LIMIT_S:.0f} s"
+    last = watched["output_end"].strip().splitlines()[-1:]
+    return last[0] if last else f"exit code {watched['exit_code']}"

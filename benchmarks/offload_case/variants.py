@@ -1,0 +1,152 @@
+"""Every way of running the two experts that is measured, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from wanstream.plan import OffloadPolicy
+
+Kind = Literal["wanstream", "resident", "mmap", "swap", "group", "accelerate"]
+
+HEAP_ON_DEMAND = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""Without it glibc keeps diffusers' placeholders on the heap, where activations touch all of their pages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way, and all that tells it from the others."""
+
+    name: str
+    title: str
+    kind: Kind
+    policy: OffloadPolicy | None = None
+    """Of WanStream."""
+    direct: bool | None = None
+    """Whether WanStream reads around the page cache; None leaves it to WanStream."""
+    storage: Literal["as stored", "fp8"] = "as stored"
+    level: Literal["block_level", "leaf_level"] = "block_level"
+    """Of diffusers' group offloading."""
+    to_disk: bool = False
+    """Whether a peer keeps the weights on the disk, in files of its own; otherwise in RAM."""
+    stream: bool = False
+    record_stream: bool = False
+    layerwise_fp8: bool = False
+    """Whether diffusers' layerwise casting stores the weights in fp8, without scales."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    exact: bool = True
+    """Whether its latents must be those of the resident model, bit for bit."""
+
+    @property
+    def prepares(self) -> bool:
+        """Whether it writes files of its own before its first run."""
+        return self.to_disk
+
+
+def _streamed(name: str, title: str, policy: OffloadPolicy, *, direct: bool | None = True) -> Variant:
+    return Variant(name=name, title=f"WanStream, {title}", kind="wanstream", policy=policy, direct=direct)
+
+
+def half_swapped(blocks: int) -> OffloadPolicy:
+    """Every second block streams."""
+    return OffloadPolicy.block_swap(blocks // 2)
+
+
+def rolling_homes(blocks: int) -> OffloadPolicy:
+    """Half of the blocks of the expert that runs have a home in RAM."""
+    return replace(OffloadPolicy.layerwise(source="pinned"), ram_blocks=blocks // 2, ram_rolls=True)
+
+
+def wanstream_variants(blocks: int) -> list[Variant]:
+    """WanStream's policies for experts of that many blocks."""
+    return [
+        _streamed("layerwise", "layerwise from the file", OffloadPolicy.layerwise()),
+        _streamed("layerwise-buffered", "layerwise through the page cache", OffloadPolicy.layerwise(), direct=False),
+        _streamed("half", "half of the blocks resident", half_swapped(blocks)),
+        _streamed("pinned", "layerwise from RAM", OffloadPolicy.layerwise(source="pinned")),
+        _streamed("rolling", "layerwise, half of the running expert in RAM", rolling_homes(blocks)),
+        _streamed("wanstream-resident", "resident", OffloadPolicy.resident()),
+    ]
+
+
+def fp8_variants() -> list[Variant]:
+    """Weights in fp8, where latents differ from those in bf16."""
+    ours = Variant(
+        name="layerwise-fp8",
+        title="WanStream, layerwise from RAM, quantised to fp8 per row",
+        kind="wanstream",
+        policy=OffloadPolicy.layerwise(source="pinned"),
+        storage="fp8",
+        exact=False,
+    )
+    block = Variant(
+        name="group-block-fp8",
+        title="diffusers group offload, block level, layerwise casting to fp8",
+        kind="group",
+        stream=True,
+        record_stream=True,
+        layerwise_fp8=True,
+        exact=False,
+    )
+    resident = Variant(
+        name="resident-fp8", title="resident, layerwise casting to fp8", kind="resident", layerwise_fp8=True, exact=False
+    )
+    return [ours, block, resident]
+
+
+RESIDENT = Variant(name="resident", title="resident (disable_mmap=True)", kind="resident")
+SWAP = Variant(name="swap", title="whole experts, one at a time", kind="swap")
+CPU_OFFLOAD = Variant(name="cpu-offload", title="accelerate cpu_offload", kind="accelerate")
+
+DISK_PEERS = [
+    Variant(name="mmap", title="memory-mapped (from_pretrained as it is)", kind="mmap"),
+    Variant(
+        name="group-block-disk", title="diffusers group offload, block level, disk", kind="group", to_disk=True
+    ),
+    Variant(
+        name="group-leaf-disk",
+        title="diffusers group offload, leaf level, disk",
+        kind="group",
+        level="leaf_level",
+        to_disk=True,
+    ),
+    Variant(name="disk-offload", title="accelerate disk_offload", kind="accelerate", to_disk=True),
+]
+
+HEAP_PEERS = [
+    replace(peer, name=f"{peer.name}-heap", title=f"{peer.title}, MALLOC_MMAP_THRESHOLD_", environment=HEAP_ON_DEMAND)
+    for peer in DISK_PEERS
+    if peer.kind == "group"
+]
+
+DEVICE_PEERS = [
+    replace(CPU_OFFLOAD, title="accelerate cpu_offload"),
+    *(
+        Variant(
+            name=f"group-{level.removesuffix('_level')}{'-record' if record else ''}",
+            title=f"diffusers group offload, {level.replace('_', ' ')}, stream{', record_stream' if record else ''}",
+            kind="group",
+            level=level,
+            stream=True,
+            record_stream=record,
+        )
+        for level in ("block_level", "leaf_level")
+        for record in (False, True)
+    ),
+]
+
+
+def all_variants(blocks: int) -> dict[str, Variant]:
+    """Every variant by name, for experts of that many blocks."""
+    variants = [
+        RESIDENT,
+        *wanstream_variants(blocks),
+        *fp8_variants(),
+        SWAP,
+        CPU_OFFLOAD,
+        *DISK_PEERS,
+        *HEAP_PEERS,
+        *DEVICE_PEERS[1:],
+    ]
+    return {variant.name: variant for variant in variants}

@@ -1,0 +1,54 @@
+"""WanStream's part: the pair opened, run and simulated."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wanstream.plan import Timeline
+from wanstream.sampling import denoise
+from wanstream.wan import open_experts
+
+from .predict import predicted_timeline
+from .task import DTYPE, Task
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StreamedResult:
+    """What a run of WanStream leaves."""
+
+    latents: torch.Tensor
+    timeline: Timeline
+    loaded_s: float
+    """Until the first step could begin."""
+    device_weight_bytes: int
+    host_weight_bytes: int
+    predicted: Timeline | None
+
+
+def run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) -> StreamedResult:
+    """One run under the variant's policy."""
+    way, request = task.way, task.case.request()
+    assert way.policy is not None
+    options: dict[str, Any] = {} if way.direct is None else {"direct": way.direct}
+    if way.storage != "as stored":
+        options["storage"] = way.storage
+    began = time.perf_counter()
+    with open_experts(folders["high"], folders["low"], compute_dtype=DTYPE, **options) as pair:
+        engine = pair.engine(way.policy, device)
+        _ = engine.models["high"]  # everything of the first expert that does not stream is there now
+        loaded_s = time.perf_counter() - began
+        predicted = None if task.machine is None else predicted_timeline(Path(task.machine), engine, way, task.case)
+        result = denoise(pair, request, policy=way.policy, device=device)
+        return StreamedResult(
+            latents=result.latents,
+            timeline=result.timeline,
+            loaded_s=loaded_s,
+            device_weight_bytes=engine.loaded_bytes,
+            host_weight_bytes=engine.pinned_bytes,
+            predicted=predicted,
+        )
