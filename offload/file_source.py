@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..plan import BlockKey
-from .file_reader import HAS_PREADV, FileReader, Read
+from .available_memory import available_bytes
+from .direct_read import Read, reads_directly
+from .file_reader import FileReader
 from .layout import BlockFormat, block_format, flat_layout, host_bytes
 from .packing import Packing
+from .read_files import HAS_PREADV
 from .read_pieces import read_pieces
 from .safetensors_header import CheckpointFileError, FileTensor
 
@@ -28,6 +31,8 @@ class FileSource:
             one value, or one for each row.
         readers: threads that read one block side by side.
         portable: use seek and read in place of `preadv`.
+        direct: read past the page cache (O_DIRECT); where the file system refuses that, the log says so. None: where it
+            pays, as `reads_directly` says.
 
     Raises:
         CheckpointFileError: a scale fits neither the whole tensor nor its rows.
@@ -41,6 +46,7 @@ class FileSource:
         scales: Mapping[BlockKey, TensorsOfBlock] | None = None,
         readers: int = 4,
         portable: bool = not HAS_PREADV,
+        direct: bool | None = None,
     ) -> None:
         self._blocks = blocks
         self._stored_scales = scales or {}
@@ -48,7 +54,15 @@ class FileSource:
         self._formats = {
             key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {})) for key, tensors in blocks.items()
         }
-        self._reader = FileReader(readers=readers, portable=portable)
+        if direct is None:
+            file_bytes = sum(tensor.nbytes for tensors in blocks.values() for tensor in tensors.values())
+            direct = reads_directly(file_bytes, available_bytes())
+        self._reader = FileReader(readers=readers, portable=portable, direct=direct)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that files have given so far, those that were only read along included."""
+        return self._reader.bytes_read
 
     def keys(self) -> Iterable[BlockKey]:
         return self._blocks.keys()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import sys
 import threading
@@ -7,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.offload.file_reader import FileReader
+from wanstream.offload.direct_read import ALIGNMENT, EXTENT_BYTES, O_DIRECT
+from wanstream.offload.file_reader import HAS_DIRECT, FileReader
+from wanstream.offload.read_files import HAS_PREADV, Files, PositionalFiles, SeekingFiles
 from wanstream.offload.read_pieces import ReadPiece
 from wanstream.offload.source import SourceError
 
@@ -25,18 +29,54 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.fixture(params=[False, True], ids=["preadv", "seek"])
-def portable(request: pytest.FixtureRequest) -> bool:
-    if not request.param and not hasattr(os, "preadv"):
+ROUTES = {"preadv": {"portable": False}, "seek": {"portable": True}, "direct": {"portable": False, "direct": True}}
+
+
+@pytest.fixture(params=ROUTES)
+def route(request: pytest.FixtureRequest) -> str:
+    if request.param == "preadv" and not HAS_PREADV:
         pytest.skip("this system has no preadv")
+    if request.param == "direct" and not HAS_DIRECT:
+        pytest.skip("this system has no O_DIRECT")
     return request.param
 
 
 @pytest.fixture(params=[1, 2, 4])
-def reader(request: pytest.FixtureRequest, portable: bool):
-    reader = FileReader(readers=request.param, portable=portable)
+def reader(request: pytest.FixtureRequest, route: str):
+    reader = FileReader(readers=request.param, **ROUTES[route])
     yield reader
     reader.close()
+
+
+class Layer:
+    """Files of which the read number `at` ends otherwise: with an error, or short, with that many bytes."""
+
+    def __init__(self, inner: Files, *, at: int | None = None, error: int | None = None, short: int = 0) -> None:
+        self.inner, self.at, self.error, self.short = inner, at, error, short
+        self.asked: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+
+    def read_at(self, path: Path, position: int, into: memoryview) -> int:
+        with self._lock:
+            number = len(self.asked)
+            self.asked.append((position, len(into)))
+        if number == self.at and self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        return self.inner.read_at(path, position, into[: self.short] if number == self.at else into)
+
+    def version(self, path: Path):
+        return self.inner.version(path)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def layered(route: str, **how) -> tuple[FileReader, Layer]:
+    """A reader of two threads that reads through a layer."""
+    inner = SeekingFiles() if route == "seek" else PositionalFiles(O_DIRECT if route == "direct" else 0)
+    layer = Layer(inner, **how)
+    place = {"direct_files": layer} if route == "direct" else {"files": layer}
+    return FileReader(readers=2, **ROUTES[route], **place), layer
 
 
 def test_many_pieces_arrive_in_their_places(reader, path):
@@ -84,7 +124,7 @@ def test_a_read_that_stops_short_goes_on_where_it_stopped(reader, path):
 
 def test_a_file_that_is_gone_is_an_error_of_the_source(reader, path):
     memory = memoryview(bytearray(10))
-    with pytest.raises(SourceError, match=r"gone: reading a, b at byte 3 failed: No such file"):
+    with pytest.raises(SourceError, match=r"gone: reading a, b at byte [03] failed: No such file"):
         reader.read([(piece(path.with_name("gone"), 3, 10), memory)])
     reader.read([(piece(path, 3, 10), memory)])
     assert memory == CONTENT[3:13]
@@ -100,18 +140,18 @@ def reader_threads() -> int:
     return sum(thread.name.startswith("wanstream-read") for thread in threading.enumerate())
 
 
-def test_threads_and_files_live_from_the_first_read_to_close(path, portable):
+def test_threads_and_files_live_from_the_first_read_to_close(path, route):
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
     before = open_files()
-    reader = FileReader(readers=2, portable=portable)
+    reader = FileReader(readers=2, **ROUTES[route])
     assert (reader_threads(), open_files()) == (0, before)
     memory = memoryview(bytearray(1000))
     for _ in range(20):
         reader.read([(piece(path, index, 1, index), memory) for index in range(1000)])
     assert 1 <= reader_threads() <= 2
-    assert open_files() - before <= (2 if portable else 1)
+    assert open_files() - before <= (2 if route == "seek" else 1)
     reader.close()
     reader.close()
     assert (reader_threads(), open_files()) == (0, before)
@@ -123,3 +163,122 @@ def test_threads_and_files_live_from_the_first_read_to_close(path, portable):
 def test_no_readers_are_refused(readers):
     with pytest.raises(ValueError, match="use 1 or more"):
         FileReader(readers=readers)
+
+
+LARGE = os.urandom(3 * EXTENT_BYTES + 12_345)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    file = tmp_path / "large.bin"
+    file.write_bytes(LARGE)
+    return file
+
+
+def whole_of(path: Path, memory: memoryview, size: int = 1_000_003) -> list[tuple[ReadPiece, memoryview]]:
+    return [(piece(path, at, min(size, len(LARGE) - at), at), memory) for at in range(0, len(LARGE), size)]
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_disk_that_fails_in_the_middle_is_an_error_and_noise_is_never_kept(route, large, at):
+    reader, layer = layered(route, at=at, error=errno.EIO)
+    memory = memoryview(bytearray(len(LARGE)))
+    with pytest.raises(SourceError, match=r"large\.bin: reading a, b at byte \d+ failed: Input/output error"):
+        reader.read(whole_of(large, memory))
+    layer.at = None
+    memory[:] = bytes(len(LARGE))
+    reader.read(whole_of(large, memory))
+    assert memory == LARGE
+    reader.close()
+
+
+@pytest.mark.parametrize("short", [ALIGNMENT, 5 * ALIGNMENT + 77, 512 * 1024])
+def test_a_short_read_is_gone_on_with(route, large, short):
+    reader, layer = layered(route, at=1, short=short)
+    memory = memoryview(bytearray(len(LARGE)))
+    reader.read(whole_of(large, memory))
+    assert memory == LARGE
+    if route == "direct":
+        assert all(position % ALIGNMENT == 0 for position, _ in layer.asked)
+    reader.close()
+
+
+def test_a_read_that_gives_nothing_is_the_end_of_the_file(route, large):
+    reader, _ = layered(route, at=2, short=0)
+    with pytest.raises(SourceError, match=r"large\.bin: reading a, b at byte \d+ failed: the file ends here"):
+        reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
+    reader.close()
+
+
+def test_bytes_are_counted_as_files_give_them(route, large):
+    reader, _ = layered(route)
+    reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
+    assert reader.bytes_read == len(LARGE)
+    reader.read([(piece(large, 10, 100), memoryview(bytearray(100)))])
+    assert reader.bytes_read == len(LARGE) + (ALIGNMENT if route == "direct" else 100)
+    reader.close()
+
+
+direct = pytest.mark.skipif(not HAS_DIRECT, reason="this system has no O_DIRECT")
+
+
+@direct
+def test_direct_reads_are_aligned_and_each_byte_is_read_once(large):
+    reader, layer = layered("direct")
+    memory = memoryview(bytearray(len(LARGE)))
+    reader.read(whole_of(large, memory)[::-1])
+    assert memory == LARGE
+    asked = sorted(layer.asked)
+    assert all(position % ALIGNMENT == length % ALIGNMENT == 0 for position, length in asked)
+    assert [position for position, _ in asked] == list(range(0, len(LARGE), EXTENT_BYTES))
+    reader.close()
+
+
+@direct
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_file_system_that_refuses_is_read_through_the_cache_and_told_once(large, caplog, at):
+    layer = Layer(PositionalFiles(), at=at, error=errno.EINVAL)
+    reader = FileReader(readers=1, direct=True, direct_files=layer)
+    memory = memoryview(bytearray(len(LARGE)))
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            memory[:] = bytes(len(LARGE))
+            reader.read(whole_of(large, memory))
+            assert memory == LARGE
+    assert len(layer.asked) == 4, "what was planned by then is tried, no more"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{large}: its file system does not read past the page cache (Invalid argument); read through it"
+    ]
+    assert reader.bytes_read == 2 * len(LARGE)
+    reader.close()
+
+
+def test_the_portable_route_never_reads_directly(large):
+    layer = Layer(PositionalFiles())
+    reader = FileReader(readers=2, portable=True, direct=True, direct_files=layer)
+    assert not reader.direct
+    reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
+    assert layer.asked == []
+    reader.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+def test_bounce_buffers_are_exact_and_go_with_close(large):
+    if not HAS_DIRECT:
+        pytest.skip("this system has no O_DIRECT")
+
+    def shared_bytes() -> int:
+        spans = [
+            line.split()[0].split("-")
+            for line in Path("/proc/self/maps").read_text().splitlines()
+            if "/dev/zero" in line
+        ]
+        return sum(int(end, 16) - int(start, 16) for start, end in spans)
+
+    before = shared_bytes()
+    reader = FileReader(readers=3, direct=True)
+    for _ in range(5):
+        reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
+    assert before < shared_bytes() <= before + 3 * EXTENT_BYTES
+    reader.close()
+    assert shared_bytes() == before

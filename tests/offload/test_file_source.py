@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from wanstream.offload.file_reader import HAS_DIRECT
 from wanstream.offload.file_source import FileSource, read_tensors
 from wanstream.offload.layout import allocate_flat, tensor_views
+from wanstream.offload.read_files import HAS_PREADV
 from wanstream.offload.safetensors_header import CheckpointFileError, FileTensor, read_header
 from wanstream.offload.source import SourceError
 from wanstream.plan import BlockKey
@@ -41,12 +43,17 @@ def blocks_of(path: Path) -> dict[BlockKey, dict[str, FileTensor]]:
     return {key: {name: header.tensors[stored_name(key, name)] for name in NAMES} for key in KEYS}
 
 
-@pytest.fixture(params=[(1, False), (4, False), (1, True), (4, True)], ids=["1", "4", "1 portable", "4 portable"])
+ROUTES = {"cache": {"direct": False}, "direct": {"direct": True}, "portable": {"portable": True}}
+
+
+@pytest.fixture(params=[(1, "cache"), (4, "cache"), (1, "direct"), (4, "direct"), (1, "portable"), (4, "portable")])
 def source(request: pytest.FixtureRequest, path: Path) -> Iterator[FileSource]:
-    readers, portable = request.param
-    if not portable and not hasattr(os, "preadv"):
+    readers, route = request.param
+    if route == "cache" and not HAS_PREADV:
         pytest.skip("this system has no preadv")
-    source = FileSource(blocks_of(path), computed_dtypes=torch.float32, readers=readers, portable=portable)
+    if route == "direct" and not HAS_DIRECT:
+        pytest.skip("this system has no O_DIRECT")
+    source = FileSource(blocks_of(path), computed_dtypes=torch.float32, readers=readers, **ROUTES[route])
     yield source
     source.close()
 
