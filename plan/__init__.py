@@ -6,11 +6,12 @@ from .check import check_program
 from .eviction import eviction_order
 from .experts import split_at_boundary
 from .fit import fit_policy, stay_near
+from .hardware import Hardware
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
 from .ram import DIRECT, RamHomes, RamProgram, compile_ram, plan_ram
 from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
 from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
-from .simulate import Hardware, simulate
+from .simulate import simulate
 from .tenancies import buffers_needed
 from .timeline import StepRecord, Timeline
 from .visits import BlockKey, Visit, step_visits

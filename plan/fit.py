@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
-from .residency import OffloadPolicy
+from .residency import OffloadPolicy, PolicyKind
 
 FEWEST_AHEAD = 1
 """Blocks that lie ahead however little memory there is, unless a user asks for none: without it nothing overlaps."""
@@ -21,7 +22,7 @@ def fit_policy(
 
     First fewer blocks stay resident, as few less as possible; then fewer lie ahead, down to two buffers (one, where
     the policy asks for no prefetch). Where not even those fit they are returned all the same: the experts cannot run
-    with less.
+    with less. What the policy says about RAM and about the tokens that are computed at once stays as it is.
     """
     smallest = policy
     for smallest in (policy, *_smaller(policy, min(block_counts.values()))):
@@ -35,20 +36,26 @@ def stay_near(
 ) -> OffloadPolicy:
     """`present` where it is within `budget` bytes and `fitted` keeps at most one block more, else `fitted`.
 
-    Another policy is another engine, which fetches all anew that was kept: not worth it each time the room for a block
-    comes or goes.
+    Another policy is another pool of buffers: not worth it each time the room for a block comes or goes. Policies that
+    say different things about RAM, or about the tokens that are computed at once, are never near.
     """
-    block = device_bytes(OffloadPolicy.layerwise(1)) - device_bytes(OffloadPolicy.layerwise(0))
+    as_present = _with(fitted, present.kind, ahead=present.prefetch_blocks, swapped=present.blocks_to_swap)
+    if as_present != present:
+        return fitted
+    block = device_bytes(_with(fitted, "layerwise", ahead=1)) - device_bytes(_with(fitted, "layerwise", ahead=0))
     taken = device_bytes(present)
     return present if taken <= budget and 0 <= device_bytes(fitted) - taken <= block else fitted
 
 
 def _smaller(policy: OffloadPolicy, blocks: int) -> Iterator[OffloadPolicy]:
     """Policies for stacks of `blocks` blocks, from many residents to none; some may take more than `policy`."""
-    source = policy.source
     ahead = FEWEST_AHEAD if policy.kind == "resident" else policy.prefetch_blocks
     if policy.kind != "layerwise":
         for swapped in range(blocks):
-            yield OffloadPolicy.block_swap(swapped, ahead, source=source)
+            yield _with(policy, "block_swap", ahead=ahead, swapped=swapped)
     for fewer in range(ahead, min(ahead, FEWEST_AHEAD) - 1, -1):
-        yield OffloadPolicy.layerwise(fewer, source=source)
+        yield _with(policy, "layerwise", ahead=fewer)
+
+
+def _with(policy: OffloadPolicy, kind: PolicyKind, *, ahead: int, swapped: int = 0) -> OffloadPolicy:
+    return replace(policy, kind=kind, prefetch_blocks=ahead, blocks_to_swap=swapped)

@@ -48,8 +48,9 @@ class RamProgram:
 def plan_ram(policy: OffloadPolicy, residency: Residency, block_counts: Mapping[str, int]) -> RamHomes:
     """Homes in RAM for stacks of `block_counts[expert]` blocks whose residents on the device are `residency`.
 
-    Only what streams crosses the bus again and again, so it gets homes first, spread evenly over the list of streamed
-    blocks; what stays on the device gets those that are left.
+    Only what streams crosses the bus again and again, so it gets homes first; what stays on the device gets those that
+    are left. Blocks without a home lie at equal distances in the list of streamed blocks, so that the disk has the same
+    time for each.
     """
     streamed: list[BlockKey] = []
     resident: list[BlockKey] = []
@@ -109,12 +110,13 @@ def compile_ram(
 
 
 def _spread_homes(wanted: int, streamed: Sequence[BlockKey], resident: Sequence[BlockKey]) -> list[BlockKey]:
-    """`wanted` of the blocks (or all): streamed ones first, each kind at equal distances."""
+    """`wanted` of the blocks (or all): streamed ones first, and what is left to the file of each kind evenly spread."""
     first = min(wanted, len(streamed))
-    last = min(wanted - first, len(resident))
-    return [streamed[i] for i in sorted(spread_evenly(first, len(streamed)))] + [
-        resident[i] for i in sorted(spread_evenly(last, len(resident)))
-    ]
+    homes = []
+    for blocks, count in ((streamed, first), (resident, min(wanted - first, len(resident)))):
+        from_file = spread_evenly(len(blocks) - count, len(blocks))
+        homes += [key for place, key in enumerate(blocks) if place not in from_file]
+    return homes
 
 
 def _by_expert(homes: Sequence[BlockKey], block_counts: Mapping[str, int]) -> dict[str, frozenset[int]]:

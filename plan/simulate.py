@@ -1,77 +1,61 @@
-"""Discrete-event model of a transfer program: one copy queue, one compute queue, both in order."""
+"""Discrete-event model of a run: disk, bus, decoding and computing as queues, each in its order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import groupby
 
-from .program import AT_ONCE, KEPT, TransferProgram
-from .ram import RamProgram
+from .hardware import Hardware
+from .program import TransferProgram
+from .queues import Queues
+from .ram import DIRECT, RamProgram
 from .timeline import StepRecord, Timeline
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """Speeds of one machine for one run.
-
-    Raises ValueError for a bandwidth of 0 or less and for negative times or bytes.
-    """
-
-    bus_bytes_per_s: float
-    block_bytes: Mapping[str, int]
-    """Bytes that one fetch of a block of this expert moves."""
-    visit_s: Mapping[str, float]
-    """Seconds that all lanes together spend in one block of this expert."""
-    step_overhead_s: float = 0.0
-    """Seconds of each step outside the blocks (output layers, solver), spent after the last block."""
-    disk_bytes_per_s: float | None = None
-    """None where nothing is read from files."""
-    file_bytes: Mapping[str, int] | None = None
-    """Bytes that one read of a block of this expert takes from its file; None: as many as the bus moves."""
-    decode_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of decoding and patching one block of this expert on arrival; 0 for experts that are not named."""
-    decode_computes: bool = False
-    """The computing thread decodes, between stall and compute, and reads the RAM slot itself, without a bus: a CPU.
-    Otherwise decoding is a queue of its own behind the bus: a GPU."""
-
-    def __post_init__(self) -> None:
-        for name, rate in (("bus_bytes_per_s", self.bus_bytes_per_s), ("disk_bytes_per_s", self.disk_bytes_per_s)):
-            if rate is not None and not rate > 0:
-                raise ValueError(f"{name} is {rate}, it must be above 0")
-        sizes = (*self.block_bytes.values(), *(self.file_bytes or {}).values())
-        times = (self.step_overhead_s, *self.visit_s.values(), *self.decode_s.values())
-        smallest = min((*sizes, *times))
-        if smallest < 0:
-            raise ValueError(f"bytes and seconds must be 0 or more, one is {smallest}")
-
-
 def simulate(program: TransferProgram, hardware: Hardware, ram: RamProgram | None = None) -> Timeline:
-    """Predict the run of `program`, which must pass `check_program`.
+    """Predict the run of `program`, which must pass `check_program`, with `ram` also `check_ram`.
 
-    A step that has no visits has no record. Raises ValueError when `hardware` does not know an expert of the program.
+    Without `ram` every fetch starts from RAM. A step that has no visits has no record. Raises ValueError when
+    `hardware` does not know an expert of the program, or no disk that `ram` reads from.
     """
     experts = {visit.expert for visit in program.visits}
     if unknown := sorted(experts - (hardware.block_bytes.keys() & hardware.visit_s.keys())):
         raise ValueError(f"no block_bytes or visit_s for the {unknown[0]!r} expert")
+    read_for: frozenset[int] = frozenset() if ram is None else _visits_read_for(program, ram)
+    if read_for and hardware.disk_bytes_per_s is None:
+        raise ValueError(f"disk_bytes_per_s is None, but {len(read_for)} fetches read from files: give its rate")
 
-    queues = _Queues(program, hardware)
+    queues = Queues(program, hardware, ram)
     needed_by = {fetch.needed_by for fetch in program.fetches}
     steps = []
     for (index, expert), visits in _steps(program):
-        compute_s, stall_s = queues.run_step(visits)
+        times = queues.run_step(visits)
+        moved = len(needed_by.intersection(visits))
+        read = len(read_for.intersection(visits))
         steps.append(
             StepRecord(
                 index=index,
                 expert=expert,
                 sigma=None,
-                wall_s=compute_s + stall_s,
-                compute_s=compute_s,
-                stall_s=stall_s,
-                bytes_moved=len(needed_by.intersection(visits)) * hardware.block_bytes[expert],
+                wall_s=times.wall_s,
+                compute_s=times.compute_s,
+                stall_s=times.stall_s,
+                bytes_moved=moved * hardware.block_bytes[expert],
+                decode_s=times.decode_s,
+                read_bytes=read * hardware.read_bytes(expert),
             )
         )
     return Timeline(steps=tuple(steps), kind="simulated", first_block_s=queues.first_block_s)
+
+
+def _visits_read_for(program: TransferProgram, ram: RamProgram) -> frozenset[int]:
+    """Visits of the device program whose fetch needed a read of the file in this run."""
+    first_use = {fetch.needed_by for fetch in ram.program.fetches}
+    return frozenset(
+        fetch.needed_by
+        for fetch, visit in zip(program.fetches, ram.visit_of_fetch, strict=True)
+        if visit == DIRECT or visit in first_use
+    )
 
 
 def _steps(program: TransferProgram) -> Iterator[tuple[tuple[int, str], range]]:
@@ -81,42 +65,3 @@ def _steps(program: TransferProgram) -> Iterator[tuple[tuple[int, str], range]]:
         past = first + sum(1 for _ in visits)
         yield step, range(first, past)
         first = past
-
-
-class _Queues:
-    """The two queues: when each fetch has arrived, and when each visit is done."""
-
-    def __init__(self, program: TransferProgram, hardware: Hardware) -> None:
-        self.first_block_s: float | None = None
-        self._program = program
-        self._hardware = hardware
-        self._now = 0.0
-        self._arrived: list[float] = []
-        self._done: list[float] = []
-
-    def run_step(self, visits: range) -> tuple[float, float]:
-        """Go through the visits of one step; the seconds in which the device computed and in which it waited."""
-        compute_s = self._hardware.step_overhead_s
-        stall_s = 0.0
-        for visit in visits:
-            wait_s = max(0.0, self._arrival(self._program.visit_fetch[visit]) - self._now)
-            visit_s = self._hardware.visit_s[self._program.visits[visit].expert]
-            if self.first_block_s is None:
-                self.first_block_s = wait_s
-            self._now += wait_s + visit_s
-            self._done.append(self._now)
-            compute_s += visit_s
-            stall_s += wait_s
-        self._now += self._hardware.step_overhead_s
-        return compute_s, stall_s
-
-    def _arrival(self, number: int) -> float:
-        """When fetch `number` has arrived, after every fetch before it on the bus; 0 for kept contents."""
-        if number == KEPT:
-            return 0.0
-        for fetch in self._program.fetches[len(self._arrived) : number + 1]:
-            bus_free = self._arrived[-1] if self._arrived else 0.0
-            buffer_free = 0.0 if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
-            copy_s = self._hardware.block_bytes[fetch.block.expert] / self._hardware.bus_bytes_per_s
-            self._arrived.append(max(bus_free, buffer_free) + copy_s)
-        return self._arrived[number]
