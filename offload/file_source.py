@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,7 @@ from .file_reader import FileReader
 from .layout import BlockFormat, block_format, flat_layout, host_bytes
 from .packing import Packing
 from .read_files import HAS_PREADV
-from .read_pieces import read_pieces
+from .read_pieces import read_pieces, row_piece
 from .safetensors_header import CheckpointFileError, FileTensor
 
 TensorsOfBlock = Mapping[str, FileTensor]
@@ -83,6 +84,18 @@ class FileSource:
         memory = host_bytes(into).data
         pieces = read_pieces(self._blocks[key], self._formats[key].stored)
         self._reader.read([(piece, memory) for piece in pieces])
+
+    def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
+        """Fill `into`, 1-D uint8 CPU memory, with those rows of one parameter as they are stored. Any thread may call.
+
+        Raises:
+            SourceError: they could not be read; `into` then holds anything.
+        """
+        self._reader.read([(row_piece(name, self._blocks[key][name], rows), host_bytes(into).data)])
+
+    def path(self, key: BlockKey, name: str) -> Path:
+        """Return the file that holds a parameter."""
+        return self._blocks[key][name].path
 
     def close(self) -> None:
         self._reader.close()

@@ -46,6 +46,19 @@ def read_pieces(
     return tuple(pieces)
 
 
+def row_piece(name: str, tensor: FileTensor, rows: range) -> ReadPiece:
+    """Return the piece of a file that holds consecutive rows of a tensor, packed or not; it fills memory of its own."""
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    return ReadPiece(
+        path=tensor.path,
+        offset=tensor.offset + rows.start * row_bytes,
+        nbytes=len(rows) * row_bytes,
+        target=0,
+        names=(name,),
+        version=tensor.version,
+    )
+
+
 def _cut(tensors: Mapping[str, FileTensor], layout: FlatLayout, piece_bytes: int) -> Iterator[ReadPiece]:
     for place in layout.tensors:
         stored = tensors[place.name]

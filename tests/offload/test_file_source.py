@@ -210,3 +210,12 @@ def test_another_file_under_the_same_name_is_never_taken_for_the_one_that_was_op
         source.read_block(KEYS[0], flat)
         for name, view in tensor_views(flat, source.block_format(KEYS[0]).stored).items():
             assert torch.equal(view, kept[name])
+
+
+def test_rows_of_one_parameter_arrive_as_they_are_stored(source, path, tensors):
+    for name, rows in (("ffn.weight", range(96)), ("q.weight", range(5, 6)), ("k.weight", range(2, 5))):
+        expected = tensors[stored_name(KEYS[1], name)][rows.start : rows.stop]
+        flat = allocate_flat(expected.nbytes, "cpu")
+        source.read_rows(KEYS[1], name, rows, flat)
+        assert torch.equal(flat.view(torch.bfloat16).view(expected.shape), expected)
+        assert source.path(KEYS[1], name) == path
