@@ -36,6 +36,7 @@ class ExpertEngine:
         compute_dtype: torch.dtype,
         policy: OffloadPolicy,
         device: torch.device,
+        direct: bool | None = None,
     ) -> None:
         self.device = device
         self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
@@ -45,7 +46,7 @@ class ExpertEngine:
             self.models.blocks,
             policy=policy,
             device=device,
-            source=_block_source(experts, self.models, compute_dtype),
+            source=_block_source(experts, self.models, compute_dtype, direct),
             follow_forward=False,
         )
         self.models.start_reading()
@@ -129,7 +130,9 @@ class ExpertEngine:
         self.models.close()
 
 
-def _block_source(experts: Mapping[str, Expert], models: ExpertModels, compute_dtype: torch.dtype) -> FileSource:
+def _block_source(
+    experts: Mapping[str, Expert], models: ExpertModels, compute_dtype: torch.dtype, direct: bool | None
+) -> FileSource:
     """The streamed weights of every block, straight from the experts' files."""
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
     scales: dict[BlockKey, dict[str, FileTensor]] = {}
@@ -140,4 +143,4 @@ def _block_source(experts: Mapping[str, Expert], models: ExpertModels, compute_d
             names = streamed_names(block)
             blocks[key] = {name: expert.weights[path + name] for name in names}
             scales[key] = {name: expert.scales[path + name] for name in names if path + name in expert.scales}
-    return FileSource(blocks, computed_dtypes=compute_dtype, scales=scales)
+    return FileSource(blocks, computed_dtypes=compute_dtype, scales=scales, direct=direct)

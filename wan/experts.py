@@ -30,6 +30,7 @@ def open_experts(
     low_noise: str | PathLike[str] | None = None,
     *,
     compute_dtype: torch.dtype = torch.bfloat16,
+    direct: bool | None = None,
 ) -> ExpertPair:
     """Open both experts without loading them: only the headers of their files are read.
 
@@ -39,6 +40,7 @@ def open_experts(
             stands for both experts.
         low_noise: the expert of the late steps, likewise.
         compute_dtype: bf16, fp16 or fp32. What diffusers keeps in fp32 stays in fp32 whatever is asked here.
+        direct: read blocks past the page cache (O_DIRECT); None: where that pays.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
@@ -52,7 +54,7 @@ def open_experts(
     high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
     high, low = open_expert(high_path), open_expert(low_path)
     _check_pair(high, low)
-    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype)
+    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype, direct=direct)
 
 
 class ExpertPair:
@@ -62,10 +64,11 @@ class ExpertPair:
     closed pair may be used again.
     """
 
-    def __init__(self, *, high: Expert, low: Expert, compute_dtype: torch.dtype) -> None:
+    def __init__(self, *, high: Expert, low: Expert, compute_dtype: torch.dtype, direct: bool | None = None) -> None:
         self.high = high
         self.low = low
         self.compute_dtype = compute_dtype
+        self._direct = direct
         self._engine: ExpertEngine | None = None
         self._engine_for: tuple[OffloadPolicy, torch.device] | None = None
         self._loras: Mapping[str, LoraStack] = {"high": (), "low": ()}
@@ -117,7 +120,9 @@ class ExpertPair:
             experts = {"high": self.high, "low": self.low}
             # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
             with torch.inference_mode(False):
-                self._engine = ExpertEngine(experts, compute_dtype=self.compute_dtype, policy=policy, device=place)
+                self._engine = ExpertEngine(
+                    experts, compute_dtype=self.compute_dtype, policy=policy, device=place, direct=self._direct
+                )
             self._engine_for = (policy, place)
         assert self._engine is not None
         self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])

@@ -26,6 +26,12 @@ def main(arguments: list[str] | None = None) -> None:
         case.add_argument("--threads", type=int, default=2)
         case.add_argument("--fresh", action="store_true", help="a new session; otherwise an unfinished one goes on")
         case.add_argument("--no-result", action="store_true", help="write nothing into benchmarks/results")
+    gpu = commands.add_parser("gpu", help="true A14B block shapes on a GPU, part by part")
+    gpu.add_argument("work", type=Path)
+    gpu.add_argument("part", help="one of the parts that offload_case/gpu_case.py lists, or merge")
+    gpu.add_argument("--device", default="cuda", help="cpu: a tiny pair, to check the programs")
+    gpu.add_argument("--threads", type=int, default=8)
+    gpu.add_argument("--only", nargs="*", metavar="VARIANT")
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
         # Imported here, so that no run has the imports of the session in its memory.
@@ -33,6 +39,11 @@ def main(arguments: list[str] | None = None) -> None:
         from .task import Task
 
         run(Task.from_json(chosen.task))
+        return
+    if chosen.command == "gpu":
+        from .gpu_case import run_part
+
+        run_part(chosen)
         return
     from .cpu_case import run_case
 

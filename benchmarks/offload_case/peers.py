@@ -58,6 +58,9 @@ def _mapped(variant: Variant, setting: PeerSetting, expert: str) -> WanTransform
 def _grouped(variant: Variant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
     model = _cast(variant, _load(setting, expert, mapped=variant.to_disk))
     streams = variant.stream and setting.device.type == "cuda"
+    if torch.accelerator.current_accelerator() is None:
+        # diffusers 0.39 looks for an accelerator's module also where it offloads on the CPU, and uses it for streams only.
+        torch.accelerator.current_accelerator = lambda: torch.device("cpu")
     apply_group_offloading(
         model,
         onload_device=setting.device,

@@ -87,8 +87,8 @@ class Session:
                     self._make_one(run, attempt)
 
     def _missing(self, planned: Iterable[Planned], attempt: int) -> list[Planned]:
-        """Runs that were never made, or only disturbed and fewer times than this attempt allows."""
-        runs = self.runs()
+        """Runs that have no result yet, or only disturbed ones of fewer attempts than this."""
+        runs = [run for run in self.runs() if run["report"] is not None or run_out_of_memory(run)]
         return [
             plan
             for plan in planned
@@ -169,6 +169,12 @@ def is_of(run: dict[str, Any], planned: Planned) -> bool:
     return all(run[name] == value for name, value in asdict(planned).items())
 
 
+def run_out_of_memory(run: dict[str, Any]) -> bool:
+    """Whether a run ended because its memory limit was too small for it, which is a result as well."""
+    held = run["group_bytes"]
+    return run["report"] is None and held is not None and held["kills"] > 0
+
+
 def told(line: dict[str, Any]) -> str:
     """One run in a few words."""
     watched, report = line["watched"], line["report"]
@@ -185,8 +191,8 @@ def told(line: dict[str, Any]) -> str:
 
 def reason_of_death(line: dict[str, Any]) -> str:
     """Why a run has no report."""
-    watched, held = line["watched"], line["group_bytes"]
-    if held is not None and held["kills"]:
+    watched = line["watched"]
+    if run_out_of_memory(line):
         return "killed: out of memory"
     if watched["wall_s"] >= RUN_LIMIT_S:
         return f"no end within {RUN_LIMIT_S:.0f} s"

@@ -29,7 +29,7 @@ def _row(runs: list[Run], base: list[Run], switch_step: int) -> Row:
     if not finished:
         return {
             "runs": len(runs),
-            "died_after_s": round(statistics.median(run["watched"]["wall_s"] for run in runs), 1),
+            "ended_after_s": round(statistics.median(run["watched"]["wall_s"] for run in runs), 1),
             "peak_anonymous_gb": _gb(max(run["watched"]["anonymous_peak_bytes"] for run in runs)),
             "why": runs[-1]["reason"],
         }

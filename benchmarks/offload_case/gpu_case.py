@@ -1,0 +1,123 @@
+"""Case `gpu`: true A14B block shapes, cut into parts of less than ten minutes that can be called one by one.
+
+    python benchmarks/offload.py gpu WORK smoke       one minute: a short video, WanStream and two peers
+    python benchmarks/offload.py gpu WORK 480p-12     2 x 8 blocks, 832x480x81, 12 GB: every peer
+    python benchmarks/offload.py gpu WORK 480p-24     the same with 24 GB
+    python benchmarks/offload.py gpu WORK 720p-12     2 x 8 blocks, 1280x720x81
+    python benchmarks/offload.py gpu WORK 720p-24
+    python benchmarks/offload.py gpu WORK 480p-fp8    weights in fp8
+    python benchmarks/offload.py gpu WORK 480p-full   2 x 40 blocks, WanStream in 12 GB and the resident model
+    python benchmarks/offload.py gpu WORK 720p-full
+    python benchmarks/offload.py gpu WORK merge       the result of all parts that are there
+
+WORK needs 13 GB of disk, and 58 GB for the parts with 40 blocks. Lines of results go to WORK/sessions/gpu-<part>.jsonl;
+they may be made on one machine and merged on another. Needed there beside torch with CUDA: diffusers, accelerate,
+safetensors, psutil, transformers and this checkout importable as `wanstream` (a link of that name on PYTHONPATH).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..record import record
+from .extrapolate import longer_run
+from .session import Planned, Session, Settings
+from .shapes import SHAPES
+from .summary import summarise
+from .variants import DEVICE_PEERS, RESIDENT, SWAP, fp8_variants, wanstream_variants
+
+OURS = ("layerwise", "half", "pinned", "rolling")
+PEERS = tuple(variant.name for variant in (*DEVICE_PEERS, SWAP))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Runs that belong into one call."""
+
+    shape: str
+    capped: tuple[str, ...]
+    """Variants that run inside `vram_gb`."""
+    free: tuple[str, ...] = ("resident",)
+    """Variants that run without a limit: what the others are measured against."""
+    vram_gb: float | None = None
+    minutes: float = 8.0
+    """No run begins after that."""
+
+
+def _parts() -> dict[str, Part]:
+    fp8_names = tuple(variant.name for variant in fp8_variants() if variant.kind != "resident")
+    parts = {
+        "smoke": Part(shape="smoke", capped=("pinned", "group-block-record", "cpu-offload"), vram_gb=12, minutes=3),
+        "480p-fp8": Part(shape="480p", capped=fp8_names, free=("resident", "resident-fp8"), vram_gb=12),
+    }
+    for size in ("480p", "720p"):
+        for gigabytes in (12, 24):
+            parts[f"{size}-{gigabytes}"] = Part(shape=size, capped=(*OURS, *PEERS), vram_gb=gigabytes)
+        parts[f"{size}-full"] = Part(shape=f"{size}-40", capped=("layerwise", "pinned"), vram_gb=12)
+    return parts
+
+
+PARTS: Mapping[str, Part] = _parts()
+
+
+def run_part(chosen: argparse.Namespace) -> None:
+    """Make the runs of one part, or merge the parts that are there into one result."""
+    sessions = chosen.work.resolve() / "sessions"
+    if chosen.part == "merge":
+        print(record("offload-gpu", method=METHOD, figures=merged(sessions, chosen.device)))
+        return
+    part = PARTS[chosen.part]
+    shape = "tiny" if chosen.device == "cpu" else part.shape
+    for vram_gb, names in ((None, part.free), (part.vram_gb, part.capped)):
+        settings = Settings(
+            shape=shape,
+            work=chosen.work.resolve(),
+            device=chosen.device,
+            threads=chosen.threads,
+            vram_gb=vram_gb if chosen.device != "cpu" else None,
+            cold=False,
+        )
+        session = Session(sessions / f"gpu-{chosen.part}.jsonl", settings)
+        session.write_experts()
+        planned = [Planned(variant=name) for name in names if chosen.only is None or name in chosen.only]
+        session.make([planned], retries=0, minutes=part.minutes)
+
+
+def merged(sessions: Path, device: str) -> dict[str, Any]:
+    """The rows of every part, and what 40 blocks would take by simulation where 8 were measured."""
+    parts: dict[str, Any] = {}
+    for name, part in PARTS.items():
+        file = sessions / f"gpu-{name}.jsonl"
+        if not file.exists():
+            continue
+        shape = SHAPES["tiny" if device == "cpu" else part.shape]
+        runs = Session(file, Settings(shape=shape.name, work=sessions.parent)).runs()
+        rows = summarise(runs, switch_step=shape.switch_step)
+        streamed = {run["variant"]: run["report"] for run in runs if run["report"] and run["report"]["timeline"]}
+        parts[name] = {
+            "tokens": shape.tokens,
+            "blocks": shape.expert.layers,
+            "vram_gb": part.vram_gb,
+            "variants": rows,
+            "simulated_40_blocks": {
+                variant: longer_run(report["timeline"], blocks=shape.expert.layers, longer=40)
+                for variant, report in streamed.items()
+                if shape.expert.layers < 40 and variant in FULLY_STREAMED
+            },
+        }
+    return {"parts": parts}
+
+
+FULLY_STREAMED = ("layerwise", "pinned", "layerwise-fp8")
+
+METHOD = (
+    "two experts with A14B's block shapes (40 heads x 128, feed-forward 13824), random weights, 8 blocks each, or 40 "
+    "where the part says so; 2 + 2 Euler steps with guidance (two lanes); every run in a process of its own; memory of "
+    "the device limited with torch.cuda.set_per_process_memory_fraction for all but the resident model, whose runs of "
+    "the same part the ratios are to; files may be in the page cache; device_peak is what torch allocated at most in "
+    "the steps; figures for 40 blocks from runs of 8 are simulated"
+)
