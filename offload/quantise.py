@@ -1,0 +1,86 @@
+"""Turns bf16, fp16 and fp32 matrices into fp8 with one scale for each row. Pure functions on CPU tensors.
+
+A row keeps fp8's relative precision whatever the other rows hold, so one large row does not cost the small ones theirs.
+A row's result depends on that row alone: pieces may be cut between any two rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+QUANTISED_DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(QUANTISED_DTYPE).max
+
+# A smaller scale would be subnormal, or 0 for a row of zeros, and quotients infinite or NaN.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+# Integers as wide as a value, and the mask that clears its sign: what is left orders values by magnitude, above all of
+# them infinity and NaN. That takes a quarter of the time of `abs` and `amax` on floats.
+_BITS = {
+    torch.bfloat16: (torch.int16, 0x7FFF),
+    torch.float16: (torch.int16, 0x7FFF),
+    torch.float32: (torch.int32, 0x7FFFFFFF),
+}
+QUANTISABLE_DTYPES = tuple(_BITS)
+
+# Values that pass through the work memory at once, 2 MB in fp32. Per core 64 Ki take 20 % and 16 Ki 150 % more time,
+# because a call costs some microseconds whatever it does; 4 Mi take 15 % more, because they leave the cache.
+WORK_VALUES = 512 * 1024
+
+
+class NotFiniteError(ValueError):
+    """A row holds NaN or an infinity. `row` counts from the first row that was given."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"row {row} holds NaN or an infinity")
+        self.row = row
+
+
+def work_memory(columns: int) -> torch.Tensor:
+    """Return fp32 memory, 1-D, that quantising matrices of up to that many columns passes through."""
+    return torch.empty(max(WORK_VALUES, columns), dtype=torch.float32)
+
+
+def quantise_rows(values: torch.Tensor, into: torch.Tensor, scales: torch.Tensor, work: torch.Tensor) -> None:
+    """Quantise exactly as `(values.float() / scales).to(QUANTISED_DTYPE)`, with the scales of `row_scales`.
+
+    Args:
+        values: [rows, columns], contiguous, of one of `QUANTISABLE_DTYPES`.
+        into: memory of the same shape and of `QUANTISED_DTYPE`.
+        scales: fp32 memory, [rows, 1], for the factors: `into.float() * scales` is what the model gets.
+        work: as `work_memory` returns it; written.
+
+    Raises:
+        NotFiniteError: a row holds NaN or an infinity; `into` and `scales` then hold anything.
+    """
+    row_scales(values, scales, work)
+    rows, columns = values.shape
+    at_once = work.numel() // columns
+    for start in range(0, rows, at_once):
+        part = slice(start, start + at_once)
+        quotient = work[: values[part].numel()].view(-1, columns)
+        torch.div(values[part], scales[part], out=quotient)
+        into[part].copy_(quotient)
+
+
+def row_scales(values: torch.Tensor, scales: torch.Tensor, work: torch.Tensor) -> None:
+    """Write the largest magnitude of each row / `LARGEST`, at least `SMALLEST_SCALE`; arguments as `quantise_rows`.
+
+    Raises:
+        NotFiniteError: a row holds NaN or an infinity.
+    """
+    rows, columns = values.shape
+    integers, without_sign = _BITS[values.dtype]
+    magnitudes = work.view(integers)
+    at_once = magnitudes.numel() // columns
+    for start in range(0, rows, at_once):
+        part = slice(start, start + at_once)
+        bits = values[part].view(integers)
+        magnitude = magnitudes[: bits.numel()].view(-1, columns)
+        torch.bitwise_and(bits, without_sign, out=magnitude)
+        scales[part] = magnitude.amax(1, keepdim=True).view(values.dtype)
+    scales.div_(LARGEST)
+    finite = torch.isfinite(scales)
+    if not finite.all():
+        raise NotFiniteError(int(finite.logical_not().nonzero()[0, 0]))
+    scales.clamp_(min=SMALLEST_SCALE)

@@ -1,0 +1,177 @@
+"""Blocks that are quantised to fp8, one scale for each row, while they are read."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..plan import BlockKey
+from .layout import BlockFormat, allocate_flat, tensor_views
+from .one_thread import one_thread_pool
+from .quantise import NotFiniteError, quantise_rows, row_scales, work_memory
+from .quantised_format import PIECE_BYTES, RowPiece, quantised_format, quantised_names, row_pieces
+from .source import BlockSource, SourceError
+
+# One quantises 2.2 GB of bf16 per second (2 cores), and few disks give more than four of them take.
+MOST_THREADS = 4
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class RowSource(BlockSource, Protocol):
+    """A source that can read a few rows of one parameter."""
+
+    def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
+        """Fill `into`, 1-D uint8 CPU memory, with those rows as they are stored. Any thread may call.
+
+        Raises:
+            SourceError: they could not be read; `into` then holds anything.
+        """
+        ...
+
+    def path(self, key: BlockKey, name: str) -> Path:
+        """Return the file that holds a parameter."""
+        ...
+
+
+class QuantisedSource:
+    """Gives the blocks of another source in fp8 (e4m3fn) with one fp32 scale for each row.
+
+    That halves what a bf16 or fp16 block takes in RAM and on the bus, and quarters an fp32 one. Matrices that are fp8
+    already or packed stay as they are. Threads of its own read and quantise side by side, a few rows at a time, through
+    6 MB of memory each: no block is ever in RAM in the form in which its file has it. What a block holds depends on its
+    file alone, so it is the same however often and wherever it is read.
+
+    Args:
+        inner: where the blocks are read from; closed together with this source.
+        threads: how many threads read and quantise: one for each core but at most 4, unless told otherwise.
+    """
+
+    def __init__(self, inner: RowSource, *, threads: int | None = None) -> None:
+        self._threads = min(MOST_THREADS, os.cpu_count() or 1) if threads is None else threads
+        if self._threads < 1:
+            raise ValueError(f"{threads} threads cannot quantise: use 1 or more")
+        self._inner = inner
+        self._formats = {key: quantised_format(inner.block_format(key)) for key in inner.keys()}
+        self._scales: dict[BlockKey, Tensors] = {}
+        self._memory = threading.local()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def keys(self) -> Iterable[BlockKey]:
+        return self._formats.keys()
+
+    def block_format(self, key: BlockKey) -> BlockFormat:
+        return self._formats[key]
+
+    def scales(self, key: BlockKey) -> Tensors:
+        """Return the scales by parameter name, and keep them: 0.24 MB for an A14B block.
+
+        They come with the first `read_block` of the block. Asked for before that, they cost a reading of it.
+        """
+        if key not in self._scales:
+            self._read(key, None)
+        return self._scales[key]
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        self._read(key, tensor_views(into, self._formats[key].stored))
+
+    def close(self) -> None:
+        """Let reads that are under way end, then stop the threads and close the inner source."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+        self._inner.close()
+
+    def _read(self, key: BlockKey, into: Tensors | None) -> None:
+        """Read a block, its scales alone if `into` is None."""
+        stored = self._inner.block_format(key)
+        fresh = _room_for_scales(stored)
+        pieces = deque(piece for piece in row_pieces(stored) if into is not None or piece.quantised)
+        pool = self._started_pool()
+        jobs = [pool.submit(self._drain, key, pieces, into, fresh) for _ in range(min(self._threads, len(pieces)))]
+        wait(jobs)
+        for job in jobs:
+            job.result()
+        self._keep(key, fresh)
+
+    def _keep(self, key: BlockKey, fresh: Tensors) -> None:
+        # Kept by the first one that read the block: whoever copied scales to a device copied these.
+        known = self._scales.get(key)
+        if known is None:
+            self._scales[key] = {**self._inner.scales(key), **fresh}
+        elif not all(torch.equal(scale, known[name]) for name, scale in fresh.items()):
+            raise SourceError(
+                f"block {key.block} of {key.expert!r} is not what it was when it was first read: open its file again"
+            )
+
+    def _drain(self, key: BlockKey, pieces: deque[RowPiece], into: Tensors | None, scales: Tensors) -> None:
+        while pieces:
+            try:
+                piece = pieces.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                if piece.quantised:
+                    self._quantise(key, piece, into, scales)
+                else:
+                    assert into is not None
+                    self._copy(key, piece, into[piece.tensor.name])
+            except SourceError:
+                pieces.clear()  # nobody wants the rest
+                raise
+
+    def _copy(self, key: BlockKey, piece: RowPiece, into: torch.Tensor) -> None:
+        flat = into.view(-1).view(torch.uint8)
+        self._inner.read_rows(key, piece.tensor.name, piece.rows, flat[piece.bytes_of_tensor])
+
+    def _quantise(self, key: BlockKey, piece: RowPiece, into: Tensors | None, scales: Tensors) -> None:
+        name, part = piece.tensor.name, slice(piece.rows.start, piece.rows.stop)
+        stored, work = self._own_memory(piece)
+        self._inner.read_rows(key, name, piece.rows, stored)
+        values = stored.view(piece.tensor.dtype).view(len(piece.rows), -1)
+        try:
+            if into is None:
+                row_scales(values, scales[name][part], work)
+            else:
+                quantise_rows(values, into[name][part], scales[name][part], work)
+        except NotFiniteError as err:
+            raise SourceError(
+                f"{self._inner.path(key, name)}: {name} of block {key.block} holds NaN or an infinity in row "
+                f'{part.start + err.row}, so it cannot be quantised: load it with storage "as stored", or another file'
+            ) from err
+
+    def _own_memory(self, piece: RowPiece) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return memory of this thread for the bytes of `piece` and to quantise in, the same for every piece."""
+        part = piece.bytes_of_tensor
+        nbytes, columns = part.stop - part.start, piece.tensor.shape[1]
+        held: tuple[torch.Tensor, torch.Tensor] | None = getattr(self._memory, "held", None)
+        if held is None or held[0].numel() < nbytes or held[1].numel() < columns:
+            held = self._memory.held = (allocate_flat(max(nbytes, PIECE_BYTES), "cpu"), work_memory(columns))
+        return held[0][:nbytes], held[1]
+
+    def _started_pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._closed:
+                raise SourceError("the source was closed; open it again to read from it")
+            if self._pool is None:
+                self._pool = one_thread_pool(self._threads, "wanstream-quantise")
+            return self._pool
+
+
+def _room_for_scales(stored: BlockFormat) -> dict[str, torch.Tensor]:
+    changed = quantised_names(stored)
+    with torch.inference_mode(False):
+        return {
+            t.name: torch.empty(t.shape[0], 1, dtype=torch.float32) for t in stored.stored.tensors if t.name in changed
+        }
