@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -64,6 +65,15 @@ class FileSource:
     def bytes_read(self) -> int:
         """Bytes that files have given so far, those that were only read along included."""
         return self._reader.bytes_read
+
+    @property
+    def identity(self) -> str:
+        """Says what is stored, for those who share it: the same for sources of the same tensors of the same files."""
+        digest = hashlib.sha256()
+        for key, tensors in self._blocks.items():
+            for name, tensor in tensors.items():
+                digest.update(repr((key, name, tensor, tensor.path.absolute())).encode())
+        return digest.hexdigest()
 
     def keys(self) -> Iterable[BlockKey]:
         return self._blocks.keys()

@@ -1,21 +1,175 @@
-"""Named memory that the ranks of one machine map together, so that a block in RAM is there once and not once a rank."""
+"""Named memory that the ranks of one machine map together, so that a block in RAM is there once and not once a rank.
+
+A file in `/dev/shm` (elsewhere: the folder for temporary files) that every rank maps. Python's own `SharedMemory` is no
+help: before 3.13 it is removed as soon as one of several processes ends, it stays behind when all are killed, and it
+has no locks. Here two kinds of locks decide, and the system lets go of both when their process ends, however it ends:
+
+* Every user holds a shared lock on the file. Whoever closes and finds nobody else removes it. Whoever opens and finds
+  nobody else has found what killed ranks left, and starts afresh; leftovers of other names are swept out.
+* Whoever fills a block holds that block's lock. A block that is not marked as filled when its lock is free is filled by
+  the next rank that wants it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
 from ..plan import BlockKey
+from .file_lock import FileLock
+from .host_memory import in_pages
+from .layout import host_bytes
+from .source import SourceError
+
+SHM = Path("/dev/shm")
+PREFIX = "wanstream"
+MEMORY = "memory"
 
 
 class SharedSegment:
-    """Not there yet: blocks are not shared."""
+    """Room for blocks, in memory that is shared by name; a page that was not touched takes no memory.
 
-    filled_bytes = 0
+    Args:
+        identity: what is stored: files, their versions and the format, as `FileSource.identity` says. Segments of
+            another identity, or of other blocks, never meet.
+        sizes: bytes of every block that may be stored.
+        folder: where the segment lies, as a folder of its own.
 
-    def __contains__(self, key: BlockKey) -> bool:
-        return False
+    Raises:
+        SourceError: the system has no such locks (Windows), or the folder cannot be used.
+    """
+
+    def __init__(self, identity: str, sizes: Mapping[BlockKey, int], *, folder: Path | None = None) -> None:
+        self._places: dict[BlockKey, range] = {}
+        end = in_pages(len(sizes))  # a mark for each block comes first
+        for key, nbytes in sizes.items():
+            self._places[key] = range(end, end + nbytes)
+            end += in_pages(nbytes)
+        self._indexes = {key: index for index, key in enumerate(sizes)}
+        folder = folder or (SHM if SHM.is_dir() else Path(tempfile.gettempdir()))
+        self.path = folder / f"{_prefix()}{_digest(identity, sizes)}"
+        try:
+            _sweep(folder, but=self.path)
+            lock = _opened(self.path, end)
+            mapping = mmap.mmap(lock.descriptor, end)
+        except OSError as err:
+            raise SourceError(f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {ALONE}") from err
+        with torch.inference_mode(False):
+            self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._lock = lock
+        self._filled_here: set[BlockKey] = set()
+        self._leave = weakref.finalize(self, _leave, self.path, lock, os.getpid())
+
+    def __contains__(self, key: object) -> bool:
+        """Whether the block has a place here."""
+        return key in self._places
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes of the blocks that some rank has filled so far."""
+        if not self._leave.alive:
+            return 0
+        marks = host_bytes(self._memory)[: len(self._places)]
+        return sum(len(place) for place, mark in zip(self._places.values(), marks, strict=True) if mark)
 
     def fill(self, key: BlockKey, read: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        raise KeyError(key)
+        """Return the block, 1-D uint8, shared by all ranks: filled by `read` here, or by another rank before.
+
+        Waits while another rank fills it. Nobody may write to it afterwards.
+
+        Raises:
+            SourceError: there is no room, the segment was closed, or `read` raised it; the next caller tries again.
+        """
+        if not self._leave.alive:
+            raise SourceError(f"{self.path}: block {key.block} of {key.expert!r}: the segment was closed")
+        place = self._places[key]
+        memory = self._memory[place.start : place.stop]
+        if key not in self._filled_here:
+            mark = host_bytes(self._memory)[self._indexes[key] : self._indexes[key] + 1]
+            # The lock is taken also where the mark is set: only then it is sure that its bytes were written before.
+            with FileLock(self.path / f"{self._indexes[key]}.lock") as lock:
+                lock.exclude()
+                if not mark[0]:
+                    self._reserve(key)
+                    read(memory)
+                    mark[0] = 1
+            self._filled_here.add(key)
+        return memory
+
+    def close(self) -> None:
+        """Let go; the last one to do so removes the segment. Blocks stay readable for who still holds one."""
+        self._leave()
+        self._memory = self._memory[:0].clone()
+
+    def _reserve(self, key: BlockKey) -> None:
+        # A write to a page that the file system has no room for would end the process.
+        nbytes = len(self._places[key])
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self._lock.descriptor, self._places[key].start, nbytes)
+            except OSError as err:
+                room = shutil.disk_usage(self.path.parent)
+                raise SourceError(
+                    f"{self.path}: {nbytes / 1e9:.2f} GB for block {key.block} of {key.expert!r} are "
+                    f"refused ({err.strerror}): {self.filled_bytes / 1e9:.1f} GB are filled, {room.free / 1e9:.1f} of "
+                    f"{room.total / 1e9:.1f} GB are free there; a container gets more by --shm-size, or {ALONE}"
+                ) from err
+
+
+ALONE = "without a shared segment every rank keeps its own blocks"
+
+
+def _opened(place: Path, nbytes: int) -> FileLock:
+    """Open or make the memory file of a segment, and stay its user."""
+    while True:
+        place.mkdir(mode=0o700, exist_ok=True)
+        try:
+            lock = FileLock(place / MEMORY)
+        except FileNotFoundError:  # its last user has removed the folder just now
+            continue
+        if lock.try_exclude():
+            os.ftruncate(lock.descriptor, 0)
+            os.ftruncate(lock.descriptor, nbytes)
+        lock.share()
+        if lock.is_at_its_path() and os.fstat(lock.descriptor).st_size == nbytes:
+            return lock
+        lock.close()
+
+
+def _leave(place: Path, lock: FileLock, user: int) -> None:
+    if os.getpid() == user:  # a forked child has the lock of its parent
+        if lock.try_exclude():
+            shutil.rmtree(place, ignore_errors=True)
+        lock.close()
+
+
+def _sweep(folder: Path, *, but: Path) -> None:
+    """Remove the segments of this user that nobody uses."""
+    for place in folder.glob(f"{_prefix()}*"):
+        if place == but:
+            continue
+        try:
+            lock = FileLock(place / MEMORY, create=False)
+        except OSError:  # gone meanwhile, or not made yet
+            continue
+        if lock.try_exclude():
+            shutil.rmtree(place, ignore_errors=True)
+        lock.close()
+
+
+def _prefix() -> str:
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    return f"{PREFIX}-{user}-"
+
+
+def _digest(identity: str, sizes: Mapping[BlockKey, int]) -> str:
+    blocks = "".join(f"\n{key.expert} {key.block} {nbytes}" for key, nbytes in sizes.items())
+    return hashlib.sha256(f"{identity}{blocks}".encode()).hexdigest()[:32]
