@@ -7,6 +7,10 @@ from .eviction import eviction_order
 from .experts import split_at_boundary
 from .fit import fit_policy, stay_near
 from .hardware import Hardware
+from .machine import Machine
+from .memory_needs import DoesNotFitError
+from .offload_job import AutoOffload, Budgets, OffloadJob
+from .planner import Candidate, OffloadPlan, plan_offload
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
 from .ram import DIRECT, RamHomes, RamProgram, compile_ram, plan_ram
 from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
@@ -22,10 +26,17 @@ __all__ = [
     "I2V_A14B",
     "KEPT",
     "T2V_A14B",
+    "AutoOffload",
     "BlockKey",
+    "Budgets",
+    "Candidate",
+    "DoesNotFitError",
     "ExpertShape",
     "Fetch",
     "Hardware",
+    "Machine",
+    "OffloadJob",
+    "OffloadPlan",
     "OffloadPolicy",
     "ProgramError",
     "RamHomes",
@@ -43,6 +54,7 @@ __all__ = [
     "compile_ram",
     "eviction_order",
     "fit_policy",
+    "plan_offload",
     "plan_ram",
     "plan_residency",
     "simulate",
