@@ -62,6 +62,11 @@ class FileSource:
         self._reader = FileReader(readers=readers, portable=portable, direct=direct)
 
     @property
+    def direct(self) -> bool:
+        """Whether files are read past the page cache, unless their file system refuses it."""
+        return self._reader.direct
+
+    @property
     def bytes_read(self) -> int:
         """Bytes that files have given so far, those that were only read along included."""
         return self._reader.bytes_read

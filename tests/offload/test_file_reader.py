@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from wanstream.offload.direct_read import ALIGNMENT, EXTENT_BYTES, O_DIRECT
@@ -282,3 +283,13 @@ def test_bounce_buffers_are_exact_and_go_with_close(large):
     assert before < shared_bytes() <= before + 3 * EXTENT_BYTES
     reader.close()
     assert shared_bytes() == before
+
+
+def test_reading_again_and_again_takes_no_more_memory(reader, large):
+    process, memory = psutil.Process(), memoryview(bytearray(len(LARGE)))
+    for _ in range(3):
+        reader.read(whole_of(large, memory))
+    before = process.memory_info().rss
+    for _ in range(30):
+        reader.read(whole_of(large, memory))
+    assert process.memory_info().rss - before < len(LARGE) // 2, "of 30 times as much"

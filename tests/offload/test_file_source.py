@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from wanstream.offload.direct_read import ALIGNMENT
 from wanstream.offload.file_reader import HAS_DIRECT
 from wanstream.offload.file_source import FileSource, read_tensors
 from wanstream.offload.layout import allocate_flat, tensor_views
@@ -219,3 +223,120 @@ def test_rows_of_one_parameter_arrive_as_they_are_stored(source, path, tensors):
         source.read_rows(KEYS[1], name, rows, flat)
         assert torch.equal(flat.view(torch.bfloat16).view(expected.shape), expected)
         assert source.path(KEYS[1], name) == path
+
+
+def assert_block(source: FileSource, key: BlockKey, flat: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    for name, view in tensor_views(flat, source.block_format(key).stored).items():
+        assert torch.equal(view, tensors[stored_name(key, name)])
+
+
+def test_a_file_cut_short_while_blocks_stream_is_an_error_until_it_is_whole_again(source, path, tensors):
+    content, status = path.read_bytes(), path.stat()
+    flat = allocate_flat(max(source.block_format(key).stored.nbytes for key in KEYS), "cpu")
+    for key in KEYS:
+        memory = flat[: source.block_format(key).stored.nbytes]
+        source.read_block(key, memory)
+        os.truncate(path, len(content) // 3)
+        # Where the bytes themselves are still there, the version tells.
+        with pytest.raises(
+            SourceError, match=r"model\.safetensors: reading \S+\.weight.* at byte \d+ failed: the file "
+        ):
+            source.read_block(key, memory)
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        source.read_block(key, memory)
+        assert_block(source, key, memory, tensors)
+
+
+def test_bytes_read_are_those_of_the_block_and_at_most_a_page_at_each_end(source):
+    assert source.bytes_read == 0
+    for count, key in enumerate(KEYS, 1):
+        stored = source.block_format(key).stored
+        source.read_block(key, allocate_flat(stored.nbytes, "cpu"))
+        wanted = count * sum(tensor.nbytes for tensor in stored.tensors)
+        assert wanted <= source.bytes_read <= wanted + count * 2 * ALIGNMENT
+
+
+def test_the_route_is_chosen_by_what_is_free_unless_it_is_asked_for(path):
+    blocks = blocks_of(path)
+    assert not FileSource(blocks, computed_dtypes=torch.float32).direct, "a small file stays in the page cache"
+    assert FileSource(blocks, computed_dtypes=torch.float32, direct=True).direct == HAS_DIRECT
+    assert not FileSource(blocks, computed_dtypes=torch.float32, direct=False).direct
+    assert not FileSource(blocks, computed_dtypes=torch.float32, direct=True, portable=True).direct
+    huge = FileTensor(path=path, offset=0, nbytes=1 << 44, dtype=torch.uint8, shape=(1 << 44,))
+    assert FileSource({KEYS[0]: {"w": huge}}, computed_dtypes=torch.float32).direct == HAS_DIRECT
+
+
+@pytest.mark.parametrize("first", ROUTES)
+@pytest.mark.parametrize("second", ROUTES)
+def test_one_loader_closes_while_the_other_reads(path, tensors, first, second):
+    lasting = FileSource(blocks_of(path), computed_dtypes=torch.float32, readers=2, **ROUTES[first])
+    wrong: list[BlockKey] = []
+    done = threading.Event()
+
+    def read_on() -> None:
+        for key in KEYS * 40:
+            flat = allocate_flat(lasting.block_format(key).stored.nbytes, "cpu").fill_(255)
+            lasting.read_block(key, flat)
+            views = tensor_views(flat, lasting.block_format(key).stored)
+            if not all(torch.equal(view, tensors[stored_name(key, name)]) for name, view in views.items()):
+                wrong.append(key)
+        done.set()
+
+    reading = threading.Thread(target=read_on)
+    reading.start()
+    while not done.is_set():
+        passing = FileSource(blocks_of(path), computed_dtypes=torch.float32, readers=2, **ROUTES[second])
+        flat = allocate_flat(passing.block_format(KEYS[1]).stored.nbytes, "cpu")
+        passing.read_block(KEYS[1], flat)
+        assert_block(passing, KEYS[1], flat, tensors)
+        passing.close()
+    reading.join()
+    lasting.close()
+    assert wrong == []
+
+
+LOADER = """
+import sys
+from pathlib import Path
+import torch
+from wanstream.offload.file_source import FileSource
+from wanstream.offload.safetensors_header import read_header
+from wanstream.plan import BlockKey
+
+header = read_header(Path(sys.argv[1]))
+blocks = {BlockKey("all", index): {name: tensor} for index, (name, tensor) in enumerate(header.tensors.items())}
+source = FileSource(blocks, computed_dtypes=torch.float32, direct=sys.argv[2] == "direct")
+sums = []
+for _ in range(30):
+    for key in blocks:
+        flat = torch.empty(source.block_format(key).stored.nbytes, dtype=torch.uint8)
+        source.read_block(key, flat)
+        sums.append(int(flat[: sum(t.nbytes for t in source.block_format(key).stored.tensors)].long().sum()))
+print(sum(sums), source.identity)
+source.close()
+"""
+
+
+def test_processes_load_one_file_at_the_same_time(path, tensors):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", LOADER, str(path), route], stdout=subprocess.PIPE, text=True)
+        for route in ("direct", "cache", "direct")
+    ]
+    answers = [process.communicate()[0].split() for process in processes]
+    total = 30 * sum(int(tensor.flatten().view(torch.uint8).long().sum()) for tensor in tensors.values())
+    assert [int(answer[0]) for answer in answers] == [total] * 3
+    assert len({answer[1] for answer in answers}) == 1, "what they could share has one name"
+
+
+def test_the_identity_is_that_of_the_tensors_and_of_the_version_of_their_files(path, tensors):
+    def identity(blocks: dict[BlockKey, dict[str, FileTensor]]) -> str:
+        return FileSource(blocks, computed_dtypes=torch.float32).identity
+
+    blocks = blocks_of(path)
+    assert identity(blocks) == identity(blocks_of(path))
+    assert identity({key: blocks[key] for key in KEYS[:2]}) != identity(blocks)
+    assert identity({KEYS[0]: blocks[KEYS[1]]}) != identity({KEYS[0]: blocks[KEYS[0]]})
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, path)
+    os.utime(path, ns=(1, 1))
+    assert identity(blocks_of(path)) != identity(blocks)
