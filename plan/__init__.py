@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .check import check_program
+from .check import check_program, check_ram
 from .eviction import eviction_order
 from .experts import split_at_boundary
 from .fit import fit_policy, stay_near
@@ -50,6 +50,7 @@ __all__ = [
     "Visit",
     "buffers_needed",
     "check_program",
+    "check_ram",
     "compile_program",
     "compile_ram",
     "eviction_order",

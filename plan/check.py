@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .program import AT_ONCE, KEPT, ProgramError, TransferProgram
+from .ram import DIRECT, RamProgram
 
 
 def check_program(program: TransferProgram) -> None:
@@ -14,6 +15,40 @@ def check_program(program: TransferProgram) -> None:
     _check_visits(program)
     _check_queue(program)
     _check_buffers(program)
+
+
+def check_ram(program: TransferProgram, ram: RamProgram) -> None:
+    """Raise ProgramError unless `ram` serves the fetches of `program`, and the two can never wait for each other.
+
+    `program` is one that passes `check_program`. Then a read waits only for slots whose fetches come earlier on the bus
+    than the one it reads for, and a fetch only for visits before its own: reads, fetches and visits have one order in
+    which each waits for what lies before it. It holds too where a slot is read by the visit itself, without a bus.
+    """
+    check_program(ram.program)
+    if len(ram.visit_of_fetch) != len(program.fetches):
+        raise ProgramError(f"{len(program.fetches)} fetches, but {len(ram.visit_of_fetch)} of them are served from RAM")
+    if not 0 <= ram.expected_from <= len(ram.program.visits):
+        raise ProgramError(
+            f"the next run begins at visit {ram.expected_from} of {len(ram.program.visits)} visits of RAM"
+        )
+    due, needed_by = 0, AT_ONCE
+    for number, (fetch, visit) in enumerate(zip(program.fetches, ram.visit_of_fetch, strict=True)):
+        if visit == DIRECT:
+            continue
+        if visit != due or due >= ram.expected_from:
+            raise ProgramError(f"fetch {number} is visit {visit} of RAM, visit {due} of {ram.expected_from} is due")
+        if ram.program.visits[visit].key != fetch.block:
+            raise ProgramError(
+                f"fetch {number} wants {fetch.block}, visit {visit} of RAM is {ram.program.visits[visit].key}"
+            )
+        if fetch.needed_by <= needed_by:
+            raise ProgramError(
+                f"fetch {number} is needed by visit {fetch.needed_by}, one before it only by visit {needed_by}: "
+                "RAM would be emptied in another order than it is filled"
+            )
+        due, needed_by = due + 1, fetch.needed_by
+    if due != ram.expected_from:
+        raise ProgramError(f"visit {due} of RAM serves no fetch, and the next run begins only at {ram.expected_from}")
 
 
 def _check_sizes(program: TransferProgram) -> None:
