@@ -83,6 +83,8 @@ def result_figures(session: Session, settings: Settings) -> dict[str, Any]:
         "blocks": shape.expert.layers,
         "steps": shape.steps,
         "switch_step": shape.switch_step,
+        "expert_gb": round(shape.expert_bytes / 1e9, 3),
+        "streamed_gb": round(shape.streamed_bytes / 1e9, 3),
         "limit_gib": None if settings.limit_bytes is None else settings.limit_bytes / 2**30,
         "variants": summarise(runs, switch_step=shape.switch_step),
     }
@@ -101,10 +103,10 @@ def method(settings: Settings) -> str:
         f"two experts of {shape.expert.layers} blocks, {shape.expert.heads} heads x 128, feed-forward "
         f"{shape.expert.ffn_dim}, random bf16 weights in {shape.shards} files each; {shape.tokens} tokens, "
         f"{shape.text_tokens} text tokens, {shape.steps} Euler steps with guidance (two lanes), switch after step "
-        f"{shape.switch_step}; {settings.threads} threads, inference mode; every run in a process of its own, its files "
-        "dropped from the page cache before (checked with mincore); times start after the imports; peak_rss is VmHWM, "
-        "peak_anonymous was sampled every 50 ms from outside, read is what the disk gave (/proc/self/io), moved is what "
-        f"the engine counted; medians of the runs that were not disturbed (less than {DISTURBED:.0%} of the machine's "
+        f"{shape.switch_step}; {settings.threads} threads, inference mode; every run in a process of its own, its "
+        "files dropped from the page cache before (checked with mincore); times start after the imports; peak_rss is "
+        "VmHWM, peak_anonymous was sampled every 50 ms from outside, read is what the disk gave (/proc/self/io), moved "
+        f"is what the engine counted; medians of the runs that were not disturbed (less than {DISTURBED:.0%} of the machine's "
         "processor time went to other processes or to other machines), made in turns; ratios are to the resident model "
         f"(disable_mmap=True) of the same session.{limit}"
     )

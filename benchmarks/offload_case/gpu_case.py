@@ -28,7 +28,7 @@ from .extrapolate import longer_run
 from .session import Planned, Session, Settings
 from .shapes import SHAPES
 from .summary import summarise
-from .variants import DEVICE_PEERS, RESIDENT, SWAP, fp8_variants, wanstream_variants
+from .variants import DEVICE_PEERS, SWAP, fp8_variants
 
 OURS = ("layerwise", "half", "pinned", "rolling")
 PEERS = tuple(variant.name for variant in (*DEVICE_PEERS, SWAP))

@@ -1,7 +1,7 @@
 """The other ways to run two experts, set up as their own documentation says.
 
-Files that a peer writes for itself lie in a folder per expert: diffusers' group offloading names them by module only and
-never writes over them, so that in one folder the second expert would silently run with the weights of the first.
+Files that a peer writes for itself lie in a folder per expert: diffusers' group offloading names them by module only
+and never writes over them, so that in one folder the second expert would silently run with the weights of the first.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _grouped(variant: Variant, setting: PeerSetting, expert: str) -> WanTransfor
     model = _cast(variant, _load(setting, expert, mapped=variant.to_disk))
     streams = variant.stream and setting.device.type == "cuda"
     if torch.accelerator.current_accelerator() is None:
-        # diffusers 0.39 looks for an accelerator's module also where it offloads on the CPU, and uses it for streams only.
+        # diffusers 0.39 looks for an accelerator also where it offloads on the CPU, and uses it for streams only.
         torch.accelerator.current_accelerator = lambda: torch.device("cpu")
     apply_group_offloading(
         model,

@@ -34,7 +34,7 @@ def spent() -> Spent:
 
 
 def memory_bytes(field: str, pid: int | str = "self") -> int:
-    """`VmRSS`, `VmHWM` (its peak), `RssAnon` or another line of the process's status, in bytes; 0 where it has ended."""
+    """`VmRSS`, `VmHWM` (its peak), `RssAnon` or another line of a process's status, in bytes; 0 where it has ended."""
     try:
         return 1024 * _fields(Path(f"/proc/{pid}/status")).get(field, 0)
     except (FileNotFoundError, ProcessLookupError):

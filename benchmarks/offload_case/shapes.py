@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from wanstream.cli.sample_weights import TEXT_DIM, ExpertShape
+from wanstream import plan
+from wanstream.cli.sample_weights import HEAD_DIM, TEXT_DIM, ExpertShape
 from wanstream.sampling import DenoiseRequest
 
 INPUT_SEED = 7
@@ -36,6 +37,22 @@ class CaseShape:
     @property
     def tokens(self) -> int:
         return self.frames * (self.height // PATCH) * (self.width // PATCH)
+
+    @property
+    def widths(self) -> plan.ExpertShape:
+        """The expert as the planner knows it."""
+        expert = self.expert
+        return plan.ExpertShape(width=expert.heads * HEAD_DIM, ffn_width=expert.ffn_dim, blocks=expert.layers)
+
+    @property
+    def expert_bytes(self) -> int:
+        """One expert as it is stored."""
+        return 2 * self.widths.parameters
+
+    @property
+    def streamed_bytes(self) -> int:
+        """What a layerwise step has to move: the matrices of all blocks of one expert."""
+        return self.widths.blocks * self.widths.streamed_bytes()
 
     @property
     def key(self) -> str:

@@ -90,7 +90,11 @@ def fp8_variants() -> list[Variant]:
         exact=False,
     )
     resident = Variant(
-        name="resident-fp8", title="resident, layerwise casting to fp8", kind="resident", layerwise_fp8=True, exact=False
+        name="resident-fp8",
+        title="resident, layerwise casting to fp8",
+        kind="resident",
+        layerwise_fp8=True,
+        exact=False,
     )
     return [ours, block, resident]
 
@@ -101,9 +105,7 @@ CPU_OFFLOAD = Variant(name="cpu-offload", title="accelerate cpu_offload", kind="
 
 DISK_PEERS = [
     Variant(name="mmap", title="memory-mapped (from_pretrained as it is)", kind="mmap"),
-    Variant(
-        name="group-block-disk", title="diffusers group offload, block level, disk", kind="group", to_disk=True
-    ),
+    Variant(name="group-block-disk", title="diffusers group offload, block level, disk", kind="group", to_disk=True),
     Variant(
         name="group-leaf-disk",
         title="diffusers group offload, leaf level, disk",

@@ -44,9 +44,7 @@ def watch(command: list[str], *, log: Path, environment: Mapping[str, str], time
     machine_before, taken_before, began = machine_time(), _ours(), time.perf_counter()
     anonymous = 0
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment})
         try:
             while process.poll() is None and time.perf_counter() - began < timeout_s:
                 anonymous = max(anonymous, memory_bytes("RssAnon", process.pid))
