@@ -92,7 +92,13 @@ class Timeline:
             raise ValueError(f"not a timeline: kind is {fields.get('kind')!r}, not one of {get_args(TimelineKind)}")
         try:
             fields["steps"] = tuple(StepRecord(**step) for step in fields.get("steps", ()))
-            fields["changes"] = tuple(fields.get("changes", ()))
+            fields["changes"] = _lines(fields.get("changes", ()))
             return cls(**fields)
         except TypeError as err:
             raise ValueError(f"not a timeline: {err}") from err
+
+
+def _lines(changes: Any) -> tuple[str, ...]:
+    if isinstance(changes, str) or not all(isinstance(change, str) for change in changes):
+        raise ValueError(f"not a timeline: changes is {changes!r}, not a list of lines")
+    return tuple(changes)

@@ -41,6 +41,33 @@ def test_one_line_per_step_and_one_for_the_run() -> None:
     ]
 
 
+def test_reads_and_decoding_have_a_column_where_there_are_any() -> None:
+    steps = (
+        record(0, "high", read_bytes=2_000_000, decode_s=0.5, device_bytes=9),
+        record(1, "low", decode_s=0.25, device_bytes=9),
+    )
+    assert step_table(Timeline(steps=steps, kind="measured")).splitlines() == [
+        "step  expert   sigma  seconds  stall  decode    moved     read  memory",
+        "   1    high  1.0000     1.50   0.25    0.50  2.00 MB  2.00 MB     9 B",
+        "   2     low  0.7500     1.50   0.25    0.25  2.00 MB      0 B     9 B",
+        " all                     3.00   0.50    0.75  4.00 MB  2.00 MB     9 B",
+    ]
+
+
+def test_what_was_changed_on_the_way_stands_below() -> None:
+    changes = ("step 2: out of memory, 8 blocks stay instead of 20", "step 3: out of memory, none stay")
+    table = step_table(Timeline(steps=(record(0, "high"),), kind="measured", changes=changes))
+    assert table.splitlines()[-2:] == list(changes)
+    assert table.splitlines()[-3].lstrip().startswith("all")
+
+
+def test_a_run_without_steps_is_a_line() -> None:
+    assert step_table(Timeline(steps=(), kind="measured")).splitlines() == [
+        "step  expert  sigma  seconds  stall  moved  memory",
+        " all                    0.00   0.00    0 B        ",
+    ]
+
+
 def test_memory_is_that_of_the_device_where_it_is_counted() -> None:
     table = step_table(Timeline(steps=(record(0, "high", device_bytes=3, rss_bytes=7),), kind="measured"))
     assert "3 B" in table
