@@ -106,9 +106,9 @@ def method(settings: Settings) -> str:
         f"{shape.switch_step}; {settings.threads} threads, inference mode; every run in a process of its own, its "
         "files dropped from the page cache before (checked with mincore); times start after the imports; peak_rss is "
         "VmHWM, peak_anonymous was sampled every 50 ms from outside, read is what the disk gave (/proc/self/io), moved "
-        f"is what the engine counted; medians of the runs that were not disturbed (less than {DISTURBED:.0%} of the machine's "
-        "processor time went to other processes or to other machines), made in turns; ratios are to the resident model "
-        f"(disable_mmap=True) of the same session.{limit}"
+        f"is what the engine counted; medians of the runs that were not disturbed (less than {DISTURBED:.0%} of the "
+        "machine's processor time went to other processes or to other machines), made in turns; ratios are to the "
+        f"resident model (disable_mmap=True) of the same session.{limit}"
     )
 
 

@@ -11,8 +11,8 @@ from .results import Result
 
 NO_GPU = """## On a GPU
 
-**Nothing on this page was measured on a GPU yet.** What WanStream says about GPUs elsewhere (`wanstream plan`, the tables of
-its planner) is simulated. The logic of the GPU code runs in the tests on streams of the CPU; the tests marked `gpu` and
+**Nothing on this page was measured on a GPU yet.** What WanStream says about GPUs elsewhere (`wanstream plan`, its
+planner) is simulated. The logic of the GPU code runs in the tests on streams of the CPU; the tests marked `gpu` and
 `python benchmarks/offload.py gpu` wait for a card.
 """
 

@@ -12,25 +12,26 @@ HEAD = """# Performance
 
 Made by `python benchmarks/performance_page.py` from the files in `benchmarks/results`; a change here is lost.
 **Measured** is what a run took on the machine that is named beside it. **Simulated** is what WanStream's simulator says
-(`wanstream plan` prints it for machines one does not own); it is called so wherever it stands. Ratios are between runs of
-the same session, never between machines or days.
+(`wanstream plan` prints it for machines one does not own); it is called so wherever it stands. Ratios are between runs
+of the same session, never between machines or days.
 """
 
 TRAPS = """## What to watch for when comparing
 
-* **An honest resident model.** `from_pretrained` maps files whose dtype is the wanted one: its weights are then in no RAM
-  of their own, and pages can be dropped and read again at any time. The resident model here is loaded with
+* **An honest resident model.** `from_pretrained` maps files whose dtype is the wanted one: its weights are then in no
+  RAM of their own, and pages can be dropped and read again at any time. The resident model here is loaded with
   `disable_mmap=True`; the mapped one is a row of its own.
 * **A folder per expert.** diffusers' group offloading to disk names its files by module only and does not write over
-  them: given one folder for both experts, the second runs with the weights of the first, silently. Here each has its own.
-* **A copy of the alignment.** diffusers' block-level files put fp32 tensors at other addresses, where a matrix-vector
+  them: given one folder for both experts, the second runs with the weights of the first, silently. Here each has its
+  own.
+* **Alignment.** diffusers' block-level files put fp32 tensors at other addresses, where a matrix-vector
   product rounds differently in the last bit; with random weights that grows to 2 % of the latents. Its data are right.
 * **The first use of a peer's own files.** Group offloading and `disk_offload` write the model once more (about 25 s for
   the CPU case); that is not in their times.
 * **diffusers 0.39 asks for an accelerator also where it offloads on a CPU.** The benchmark answers "cpu" there; nothing
   else of any peer is changed.
-* **Noise.** On a small virtual machine another process or its host can double a step. Processor time that went elsewhere
-  is measured during each run; disturbed runs are made again and never enter a median where there are others.
+* **Noise.** On a small virtual machine another process or its host can double a step. Processor time that went
+  elsewhere is measured during each run; disturbed runs are made again and never enter a median where there are others.
 * **Load times of large anonymous models** are partly the machine's own: a virtual machine that gives freed memory back
   to its host pays for touching it again. Compare steps first.
 """
