@@ -81,6 +81,9 @@ class QuantisedSource:
             self._read(key, None)
         return self._scales[key]
 
+    def host_block(self, key: BlockKey) -> torch.Tensor | None:
+        return None
+
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         self._read(key, tensor_views(into, self._formats[key].stored))
 

@@ -9,11 +9,9 @@ import torch
 
 from ..metrics import Recorder
 from ..offload.attach import OffloadRun, attach_offload
-from ..offload.file_source import FileSource
-from ..offload.layout import streamed_names
 from ..offload.patches import BlockPatch, WeightPatch
-from ..offload.safetensors_header import FileTensor
 from ..plan import BlockKey, OffloadPolicy, Visit
+from .block_storage import Storage, block_source
 from .checkpoint import Expert
 from .expert_models import ExpertModels
 from .lora_factors import LoraFactors, LoraStack
@@ -36,6 +34,7 @@ class ExpertEngine:
         compute_dtype: torch.dtype,
         policy: OffloadPolicy,
         device: torch.device,
+        storage: Storage = "as stored",
         direct: bool | None = None,
     ) -> None:
         self.device = device
@@ -46,7 +45,7 @@ class ExpertEngine:
             self.models.blocks,
             policy=policy,
             device=device,
-            source=_block_source(experts, self.models, compute_dtype, direct),
+            source=block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct),
             follow_forward=False,
         )
         self.models.start_reading()
@@ -128,19 +127,3 @@ class ExpertEngine:
         self._handle.detach()
         self._closed = True
         self.models.close()
-
-
-def _block_source(
-    experts: Mapping[str, Expert], models: ExpertModels, compute_dtype: torch.dtype, direct: bool | None
-) -> FileSource:
-    """The streamed weights of every block, straight from the experts' files."""
-    blocks: dict[BlockKey, dict[str, FileTensor]] = {}
-    scales: dict[BlockKey, dict[str, FileTensor]] = {}
-    for expert_name, stack in models.blocks.items():
-        expert = experts[expert_name]
-        for index, block in enumerate(stack):
-            key, path = BlockKey(expert_name, index), f"blocks.{index}."
-            names = streamed_names(block)
-            blocks[key] = {name: expert.weights[path + name] for name in names}
-            scales[key] = {name: expert.scales[path + name] for name in names if path + name in expert.scales}
-    return FileSource(blocks, computed_dtypes=compute_dtype, scales=scales, direct=direct)

@@ -13,8 +13,9 @@ from types import TracebackType
 import torch
 
 from ..plan import OffloadPolicy
+from .block_storage import STORAGES, BlockBytes, Storage, block_bytes, row_scale_bytes, tell_what_stays
 from .checkpoint import Expert, open_expert
-from .device_bytes import decoding_bytes, device_bytes
+from .device_bytes import device_bytes
 from .expert_engine import ExpertEngine
 from .lora import LoraFile
 from .lora_factors import LoraFactors, LoraStack
@@ -30,6 +31,7 @@ def open_experts(
     low_noise: str | PathLike[str] | None = None,
     *,
     compute_dtype: torch.dtype = torch.bfloat16,
+    storage: Storage = "as stored",
     direct: bool | None = None,
 ) -> ExpertPair:
     """Open both experts without loading them: only the headers of their files are read.
@@ -40,21 +42,27 @@ def open_experts(
             stands for both experts.
         low_noise: the expert of the late steps, likewise.
         compute_dtype: bf16, fp16 or fp32. What diffusers keeps in fp32 stays in fp32 whatever is asked here.
+        storage: "as stored", or "fp8": the matrices of the blocks are kept in RAM and moved in fp8 (e4m3fn) with one
+            scale for each row, which halves both for a bf16 or fp16 file. They are quantised while they are read, and
+            decoded on arrival. Matrices that are fp8 already or packed (GGUF) stay as they are.
         direct: read blocks past the page cache (O_DIRECT); None: where that pays.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
         CheckpointError: the tensors are not those of an A14B expert, or the two experts do not belong together.
-        ValueError: another compute dtype.
+        ValueError: another compute dtype or storage.
     """
     if compute_dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"compute_dtype is {compute_dtype}; {', '.join(map(str, COMPUTE_DTYPES))} can be computed with"
         )
+    if storage not in STORAGES:
+        raise ValueError(f"storage is {storage!r}; blocks can be kept {' or '.join(map(repr, STORAGES))}")
     high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
     high, low = open_expert(high_path), open_expert(low_path)
     _check_pair(high, low)
-    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype, direct=direct)
+    tell_what_stays((high, low), storage)
+    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype, storage=storage, direct=direct)
 
 
 class ExpertPair:
@@ -64,10 +72,19 @@ class ExpertPair:
     closed pair may be used again.
     """
 
-    def __init__(self, *, high: Expert, low: Expert, compute_dtype: torch.dtype, direct: bool | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        high: Expert,
+        low: Expert,
+        compute_dtype: torch.dtype,
+        storage: Storage = "as stored",
+        direct: bool | None = None,
+    ) -> None:
         self.high = high
         self.low = low
         self.compute_dtype = compute_dtype
+        self.storage = storage
         self._direct = direct
         self._engine: ExpertEngine | None = None
         self._engine_for: tuple[OffloadPolicy, torch.device] | None = None
@@ -81,9 +98,9 @@ class ExpertPair:
 
     @property
     def identity(self) -> Hashable:
-        """What names this pair on a graph edge: equal for pairs of the same files, dtype, LoRAs and strengths."""
+        """What names this pair on a graph edge: equal for the same files, dtype, storage, LoRAs and strengths."""
         loras = tuple(stack_identity(stack) for stack in self._active_loras().values())
-        return (self.high.path.resolve(), self.low.path.resolve(), self.compute_dtype, loras)
+        return (self.high.path.resolve(), self.low.path.resolve(), self.compute_dtype, self.storage, loras)
 
     def is_current(self) -> bool:
         """Whether the files on disk are still those that were opened; open the pair again where they are not."""
@@ -121,7 +138,12 @@ class ExpertPair:
             # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
             with torch.inference_mode(False):
                 self._engine = ExpertEngine(
-                    experts, compute_dtype=self.compute_dtype, policy=policy, device=place, direct=self._direct
+                    experts,
+                    compute_dtype=self.compute_dtype,
+                    policy=policy,
+                    device=place,
+                    storage=self.storage,
+                    direct=self._direct,
                 )
             self._engine_for = (policy, place)
         assert self._engine is not None
@@ -138,9 +160,29 @@ class ExpertPair:
         decoding = 0 if torch.device(device).type == "cpu" else self._decoding_bytes
         return decoding + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that are read for one block, the largest one of the pair."""
+        return self._block_bytes.file
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of one block in RAM and on the bus, the largest one of the pair."""
+        return self._block_bytes.stored
+
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes of one block in its buffer."""
+        return self._block_bytes.computed
+
+    @cached_property
+    def _block_bytes(self) -> BlockBytes:
+        return block_bytes((self.high, self.low), self.compute_dtype, self.storage)
+
     @cached_property
     def _decoding_bytes(self) -> int:
-        return max(decoding_bytes(expert, self.compute_dtype) for expert in (self.high, self.low))
+        """What a GPU keeps for decoding: the stored form of the block that arrives, and the scales of every row."""
+        return self._block_bytes.decoded + row_scale_bytes((self.high, self.low), self.storage)
 
     @property
     def running(self) -> bool:
