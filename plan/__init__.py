@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .check import check_program, check_ram
+from .correction import corrected
 from .eviction import eviction_order
 from .experts import split_at_boundary
 from .fit import fit_policy, stay_near
@@ -53,6 +54,7 @@ __all__ = [
     "check_ram",
     "compile_program",
     "compile_ram",
+    "corrected",
     "eviction_order",
     "fit_policy",
     "plan_offload",
