@@ -35,9 +35,10 @@ class FileReader:
         readers: threads that read side by side.
         portable: seek and read with a file handle of each thread's own, as on systems without `preadv`.
         direct: read past the page cache, where the system and the file system let us; each thread then has a bounce
-            buffer of `EXTENT_BYTES`.
+            buffer of `extent_bytes`.
         files: what reads through the page cache; chosen by `portable` if None.
         direct_files: what reads past it.
+        extent_bytes: the most that one direct read asks for.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class FileReader:
         direct: bool = False,
         files: Files | None = None,
         direct_files: Files | None = None,
+        extent_bytes: int = EXTENT_BYTES,
     ) -> None:
         if readers < 1:
             raise ValueError(f"{readers} reader threads cannot read: use 1 or more")
@@ -55,6 +57,7 @@ class FileReader:
         self._files: Files = files or (SeekingFiles() if portable else PositionalFiles())
         self._direct = direct and HAS_DIRECT and not portable
         self._direct_files: Files = direct_files or PositionalFiles(O_DIRECT)
+        self._extent_bytes = extent_bytes
         self._not_directly: set[Path] = set()
         self._bounces: dict[int, npt.NDArray[np.uint8]] = {}
         self._lock = threading.Lock()
@@ -108,7 +111,7 @@ class FileReader:
     def _jobs(self, reads: list[Read]) -> list[Read | DirectExtent]:
         past = [read for read in reads if self._direct and read[0].path not in self._not_directly]
         through = [read for read in reads if not self._direct or read[0].path in self._not_directly]
-        return [*direct_extents(past), *through]
+        return [*direct_extents(past, extent_bytes=self._extent_bytes), *through]
 
     def _drain(self, waiting: deque[Read | DirectExtent]) -> None:
         try:
@@ -166,7 +169,7 @@ class FileReader:
     def _bounce(self) -> npt.NDArray[np.uint8]:
         thread = threading.get_ident()
         if thread not in self._bounces:
-            self._bounces[thread] = np.frombuffer(mmap.mmap(-1, EXTENT_BYTES), np.uint8)
+            self._bounces[thread] = np.frombuffer(mmap.mmap(-1, self._extent_bytes), np.uint8)
         return self._bounces[thread]
 
     def _give_up(self, path: Path, err: OSError) -> None:

@@ -1,0 +1,146 @@
+"""How fast blocks are read from a file, and what that costs the cores: past the page cache, and through it.
+
+One file of random bytes is read whole into memory that was touched before, in the way a block is read: tensors that
+start where a header ended, to places at multiples of 256. Cold: the file was dropped from the page cache just before.
+
+python benchmarks/file_reading.py [folder on the disk that is measured]
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+from record import record
+
+from wanstream.offload.direct_read import EXTENT_BYTES
+from wanstream.offload.file_reader import FileReader
+from wanstream.offload.read_pieces import PIECE_BYTES, ReadPiece
+
+FILE_BYTES = 1_000_000_000
+DATA_START = 4_712
+TENSOR_BYTES = 52_428_800
+ROUNDS = 5
+THREADS = (1, 2, 4, 8)
+SIZES_MB = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to read: `size` is that of a direct read, or of a piece that is read through the cache."""
+
+    route: str
+    threads: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.route}, {self.threads} threads, {self.size / 2**20:g} MiB"
+
+
+def cases() -> Iterator[Case]:
+    """Threads at the sizes that are used, sizes at four threads; routes that are compared come one after the other."""
+    for threads in THREADS:
+        yield Case(route="direct", threads=threads, size=EXTENT_BYTES)
+        yield Case(route="cold cache", threads=threads, size=PIECE_BYTES)
+        yield Case(route="warm cache", threads=threads, size=PIECE_BYTES)
+    for size_mb in SIZES_MB:
+        for route, used in (("direct", EXTENT_BYTES), ("cold cache", PIECE_BYTES)):
+            if size_mb * 2**20 != used:
+                yield Case(route=route, threads=4, size=size_mb * 2**20)
+
+
+def write_file(path: Path) -> None:
+    """Write random bytes, which no disk can shorten, to the disk itself."""
+    values = np.random.default_rng(0)
+    with path.open("wb") as file:
+        for start in range(0, FILE_BYTES, 2**24):
+            file.write(values.bytes(min(2**24, FILE_BYTES - start)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def drop(path: Path) -> None:
+    """Drop the file from the page cache."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def pieces(path: Path, size: int) -> list[ReadPiece]:
+    """The tensors of the file, cut as `read_pieces` cuts them."""
+    found = []
+    for tensor in range(DATA_START, FILE_BYTES, TENSOR_BYTES):
+        end = min(tensor + TENSOR_BYTES, FILE_BYTES)
+        for offset in range(tensor, end, size):
+            nbytes = min(size, end - offset)
+            target = offset - DATA_START
+            found.append(ReadPiece(path=path, offset=offset, nbytes=nbytes, target=target, names=("w",)))
+    return found
+
+
+def measure(case: Case, path: Path, memory: memoryview) -> dict[str, float]:
+    """Read the whole file once."""
+    direct = case.route == "direct"
+    reader = FileReader(readers=case.threads, direct=direct, extent_bytes=case.size if direct else EXTENT_BYTES)
+    reads = [(piece, memory) for piece in pieces(path, PIECE_BYTES if direct else case.size)]
+    reader.read(reads[: case.threads])  # threads, bounce buffers and descriptors are there
+    if case.route != "warm cache":
+        drop(path)
+    before, asked = resource.getrusage(resource.RUSAGE_SELF), reader.bytes_read
+    disk_before, began = psutil.Process().io_counters().read_bytes, time.perf_counter()
+    reader.read(reads)
+    wall = time.perf_counter() - began
+    after, from_disk = resource.getrusage(resource.RUSAGE_SELF), psutil.Process().io_counters().read_bytes - disk_before
+    asked = reader.bytes_read - asked
+    reader.close()
+    wanted = sum(piece.nbytes for piece, _ in reads)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {
+        "gb_per_s": wanted / wall / 1e9,
+        "cpu_s_per_gb": cpu / (wanted / 1e9),
+        "asked": asked / wanted,
+        "from_disk": from_disk / wanted,
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
+        path = Path(folder) / "weights.bin"
+        write_file(path)
+        target = np.frombuffer(mmap.mmap(-1, FILE_BYTES), np.uint8)
+        target[:: mmap.PAGESIZE] = 1
+        runs: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases()}
+        for number in range(ROUNDS):
+            # In another order each time: what ran before decides how much memory and cache the machine has at hand.
+            for case in random.Random(number).sample(list(cases()), len(runs)):
+                runs[case.name].append(measure(case, path, target.data))
+    figures = {
+        name: {key: round(statistics.median(run[key] for run in of_case), 3) for key in of_case[0]}
+        | {"gb_per_s_range": [round(pick(run["gb_per_s"] for run in of_case), 2) for pick in (min, max)]}
+        for name, of_case in runs.items()
+    }
+    for name, of_case in figures.items():
+        print(name, of_case)
+    method = (
+        f"FileReader reads {FILE_BYTES / 1e9:g} GB of one file into touched memory, tensors of "
+        f"{TENSOR_BYTES / 1e6:.0f} MB from byte {DATA_START} on; medians of {ROUNDS} rounds through all cases in one "
+        "process, shuffled; cold: dropped by posix_fadvise after fsync, the disk's own caches are not; cpu_s_per_gb: user and "
+        "system time of the process; asked: bytes asked of the file, from_disk: bytes that the system counts as read "
+        "from storage, both per wanted byte"
+    )
+    print(record("file-reading", method=method, figures=figures))
+
+
+if __name__ == "__main__":
+    main()
