@@ -136,8 +136,8 @@ def main() -> None:
         f"FileReader reads {FILE_BYTES / 1e9:g} GB of one file into touched memory, tensors of "
         f"{TENSOR_BYTES / 1e6:.0f} MB from byte {DATA_START} on; medians of {ROUNDS} rounds through all cases in one "
         "process, shuffled; cold: dropped by posix_fadvise after fsync, the disk's own caches are not; warm: read once "
-        "before; cpu_s_per_gb: user and system time of the process; asked: bytes asked of the file, from_disk: bytes that the system counts as read "
-        "from storage, both per wanted byte"
+        "before; cpu_s_per_gb: user and system time of the process; asked: bytes asked of the file, from_disk: bytes "
+        "that the system counts as read from storage, both per wanted byte"
     )
     print(record("file-reading", method=method, figures=figures))
 
