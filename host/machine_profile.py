@@ -1,0 +1,236 @@
+"""What this machine was measured to do, kept in the user's cache folder so that it is measured once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import psutil
+import torch
+
+from ..offload.available_memory import cgroup_rooms
+from ..offload.probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
+from ..plan import T2V_A14B, ExpertShape, Machine, VideoShape
+from ..wan.probe import block_pass, probe_block, sample_block
+from .folders import GGUF_FILES, WEIGHT_FILES
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+USUAL_TOKENS = VideoShape(width=832, height=480, frames=81).tokens
+BUSY_TOKENS = 4096
+"""Of the block that computes beside copies: some tens of milliseconds each, whatever the GPU."""
+OWN_FILE_BYTES = 512_000_000
+"""Written, read and removed where there is no file of weights to read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A machine with what was found while it was measured, and where that is kept."""
+
+    machine: Machine
+    notes: tuple[str, ...]
+    kept_in: Path | None
+    """None: it could not be kept."""
+
+
+def machine_profile(
+    device: torch.device,
+    *,
+    expert: ExpertShape = T2V_A14B,
+    models: Path | None = None,
+    folder: Path | None = None,
+) -> Machine:
+    """The kept profile of this machine, or one that is measured now, which takes some seconds.
+
+    Args:
+        device: what computes, `cpu` or `cuda`.
+        expert: whose blocks are computed.
+        models: a file of weights, or a folder of them, on the disk that weights are read from.
+        folder: where profiles are kept; None: the user's cache folder.
+
+    A kept profile of another machine, of another disk or of other blocks is told in the log and not used; nor is one
+    that cannot be read. A folder that cannot be written to is told too, and the figures hold for this call alone.
+    """
+    path = profile_path(device, folder)
+    wanted = _identity(device, expert, models)
+    kept = _kept(path, wanted)
+    return kept if kept is not None else measure_machine(device, expert=expert, models=models, folder=folder).machine
+
+
+def measure_machine(
+    device: torch.device,
+    *,
+    expert: ExpertShape = T2V_A14B,
+    tokens: int = USUAL_TOKENS,
+    models: Path | None = None,
+    folder: Path | None = None,
+) -> Profile:
+    """Measure this machine and keep what comes of it; arguments as `machine_profile`, `tokens` are those of a lane.
+
+    Raises OSError when no file can be read.
+    """
+    notes: list[str] = []
+    machine = _measured(device, expert, tokens, models, notes)
+    path = profile_path(device, folder)
+    identity = _identity(device, expert, models)
+    try:
+        _write(path, {"format": FORMAT, "identity": identity, "machine": machine.to_dict(), "notes": notes})
+    except OSError as err:
+        logger.warning("the profile of this machine cannot be kept in %s (%s): it is measured again", path, err)
+        return Profile(machine=machine, notes=tuple(notes), kept_in=None)
+    return Profile(machine=machine, notes=tuple(notes), kept_in=path)
+
+
+def profile_path(device: torch.device, folder: Path | None = None) -> Path:
+    """The file that the profile for `device` is kept in."""
+    return (folder or Path(platformdirs.user_cache_dir("wanstream", appauthor=False))) / f"machine-{device.type}.json"
+
+
+def _kept(path: Path, wanted: Mapping[str, Any]) -> Machine | None:
+    """The machine that `path` tells of, if it is the wanted one; None, and a line in the log, otherwise."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as err:
+        logger.warning("the machine profile %s cannot be read (%s): this machine is measured again", path, err)
+        return None
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"it is not of format {FORMAT}")
+        kept, identity = Machine.from_dict(data["machine"]), data["identity"]
+    except (ValueError, KeyError, TypeError) as err:
+        logger.warning("the machine profile %s is no profile (%s): this machine is measured again", path, err)
+        return None
+    changed = [name for name in wanted if not isinstance(identity, dict) or identity.get(name) != wanted[name]]
+    if changed:
+        was = {name: identity.get(name) for name in changed} if isinstance(identity, dict) else identity
+        now = {name: wanted[name] for name in changed}
+        logger.warning("the machine profile %s is of another machine (%s, here %s): measured again", path, was, now)
+        return None
+    return kept
+
+
+def _identity(device: torch.device, expert: ExpertShape, models: Path | None) -> dict[str, Any]:
+    """What a profile holds for; figures of another machine differ in one of these."""
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "cpu": f"{platform.machine()} {platform.processor()} x {os.cpu_count()}",
+        "system": platform.platform(),
+        "ram_bytes": int(psutil.virtual_memory().total),
+        "disk": None if models is None else _disk(models),
+        "block": [expert.width, expert.ffn_width],
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _disk(models: Path) -> int | None:
+    with suppress(OSError):
+        return models.stat().st_dev
+    return None
+
+
+def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Path | None, notes: list[str]) -> Machine:
+    on_gpu = device.type == "cuda"
+    with _file_to_read(models, notes) as file:
+        disk = probe_disk(file)
+    notes.append(f"disk: {disk.how}")
+    compute = probe_block(expert, tokens, device)
+    if compute.tokens < tokens:
+        notes.append(f"compute: measured with {compute.tokens} tokens, extrapolated to {tokens} by its operations")
+    bus = _bus(device, expert) if on_gpu else None
+    if bus is not None and not bus.locked:
+        notes.append("bus: the system refuses to lock pages; all copies are from ordinary memory")
+    ram = min([int(psutil.virtual_memory().total), *cgroup_rooms()])
+    return Machine(
+        name=device_name(device),
+        origin="measured here",
+        computes_on="cuda" if on_gpu else "cpu",
+        vram_bytes=int(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0,
+        ram_bytes=ram,
+        h2d_bytes_per_s=bus.h2d_busy if bus else None,
+        h2d_pageable_bytes_per_s=bus.h2d_pageable if bus else None,
+        d2h_bytes_per_s=bus.d2h if bus else None,
+        disk_bytes_per_s=disk.bytes_per_s,
+        flops_per_s=compute.flops_per_s,
+        decode_bytes_per_s=probe_decode(device),
+        copy_bytes_per_s=probe_copy(),
+        quantise_bytes_per_s=probe_quantise(),
+    )
+
+
+def _bus(device: torch.device, expert: ExpertShape) -> BusRates:
+    with torch.inference_mode():
+        compute = block_pass(sample_block(expert, device), expert, BUSY_TOKENS, device)
+        return probe_bus(device, compute=compute)
+
+
+@contextmanager
+def _file_to_read(models: Path | None, notes: list[str]) -> Iterator[Path]:
+    """The largest file of weights below `models`, or a file of our own where there is none."""
+    found = None if models is None else _largest_weights(models)
+    if found is not None:
+        notes.append(f"read: {found}")
+        yield found
+        return
+    # Beside the models, because that is the disk in question.
+    place = models if models is not None and models.is_dir() else None
+    with tempfile.NamedTemporaryFile(prefix="wanstream-probe-", dir=place, delete=False) as file:
+        own = Path(file.name)
+        try:
+            part = os.urandom(2**20) * 16
+            for _ in range(OWN_FILE_BYTES // len(part)):
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            own.unlink()
+            raise
+    notes.append(f"read: a file of its own in {own.parent}, there is no file of weights to read")
+    try:
+        yield own
+    finally:
+        own.unlink()
+
+
+def _largest_weights(models: Path) -> Path | None:
+    if models.is_file():
+        return models
+    files = (path for path in models.rglob("*") if path.suffix.lower() in (*WEIGHT_FILES, *GGUF_FILES))
+    return max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size, default=None)
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader finds the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+        try:
+            json.dump(data, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            Path(file.name).unlink()
+            raise
+    os.replace(file.name, path)
