@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 from record import record
 
-from wanstream.offload.direct_read import EXTENT_BYTES
+from wanstream.offload.direct_read import ALIGNMENT, EXTENT_BYTES
 from wanstream.offload.file_reader import FileReader
 from wanstream.offload.read_pieces import PIECE_BYTES, ReadPiece
 
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.route}, {self.threads} threads, {self.size / 2**20:g} MiB"
+        return f"{self.route}, {self.threads} threads, {self.size // 2**20} MiB"
 
 
 def cases() -> Iterator[Case]:
@@ -56,9 +56,9 @@ def cases() -> Iterator[Case]:
         yield Case(route="cold cache", threads=threads, size=PIECE_BYTES)
         yield Case(route="warm cache", threads=threads, size=PIECE_BYTES)
     for size_mb in SIZES_MB:
-        for route, used in (("direct", EXTENT_BYTES), ("cold cache", PIECE_BYTES)):
-            if size_mb * 2**20 != used:
-                yield Case(route=route, threads=4, size=size_mb * 2**20)
+        for route, used, more in (("direct", EXTENT_BYTES, ALIGNMENT), ("cold cache", PIECE_BYTES, 0)):
+            if size_mb * 2**20 + more != used:
+                yield Case(route=route, threads=4, size=size_mb * 2**20 + more)
 
 
 def write_file(path: Path) -> None:
