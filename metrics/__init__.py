@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .device import Clock, DeviceError, Mark, clock_for, compute_device
+from .device import Clock, DeviceError, Mark, clock_for, compute_device, free_bytes
 from .timeline import Recorder
 
-__all__ = ["Clock", "DeviceError", "Mark", "Recorder", "clock_for", "compute_device"]
+__all__ = ["Clock", "DeviceError", "Mark", "Recorder", "clock_for", "compute_device", "free_bytes"]

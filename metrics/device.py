@@ -97,6 +97,17 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock()
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that torch can still give out on `device`: what is free there, and what it keeps for later; None on a CPU.
+
+    A limit of the process (`set_per_process_memory_fraction`) is not known here.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
 class MemoryMeter:
     """Peak memory between two calls of `restart`."""
 

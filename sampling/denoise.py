@@ -9,20 +9,24 @@ The visits of the whole run are known before the first block computes; the engin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from ..metrics import Recorder, compute_device
+from ..offload.attach import OffloadRun
 from ..plan import OffloadPolicy, StepRecord, Timeline, step_visits
-from ..wan import ExpertPair, forward_lanes
+from ..wan import ExpertEngine, ExpertPair, forward_lanes
 from .errors import NonFiniteLatentError
 from .lanes import LaneInputs, cancellable
 from .mask import KeptPart
 from .request import DenoiseRequest, check_channels
+from .run_policy import Revise, RunPolicy, forget
 from .schedules import PURE_NOISE
-from .solvers import make_solver
+from .solvers import Solver, make_solver
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,56 +66,144 @@ def denoise(
     device: torch.device | str,
     on_step: Callable[[StepProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    revise: Revise | None = None,
 ) -> DenoiseResult:
     """Denoise `request` with both experts, their weights streamed to `device` as `policy` says.
+
+    A step that runs out of device memory is taken again from its latent with the next smaller policy, which stays for
+    the rest of the run; `Timeline.changes` and the log tell it. Not a bit of the result changes.
 
     Args:
         on_step: called after each step, on the calling thread.
         should_stop: asked before every block.
+        revise: told once how the first step went, where it went undisturbed; the policy that it answers with holds for
+            the rest of the run, None changes nothing.
 
     Raises:
         RequestError: the request does not fit the experts.
         ValueError: the policy does not fit the experts, or the device is not there.
+        NoRoomError: the device has too little memory even for the smallest policy.
         Cancelled: `should_stop` returned True. The pair can be used again at once, as after any error.
         NonFiniteLatentError: a step made NaN or infinity.
     """
     check_channels(request, pair.in_channels)
-    course = request.course()
-    experts = [course.experts[step] for step in course.steps]
     place = compute_device(device)
-    recorder = Recorder(place)
-    engine = pair.engine(policy, place)
-    outer_bytes = engine.outer_bytes
-    visits = step_visits(experts, engine.block_counts, first_step=request.start_step)
-    with torch.inference_mode(), engine.run(visits, recorder=recorder) as run:
-        inputs = LaneInputs(request, place)
-        latents, kept = _starting_latents(request, course.start_sigma).to(place), _kept_part(request, place)
-        solver = make_solver(request.solver, course.schedule, request.start_step)
-        for done, (step, expert) in enumerate(zip(course.steps, experts, strict=True), start=1):
-            sigma, guidance = course.schedule.sigmas[step], request.guidance_of(expert)
-            with recorder.step(step, expert, sigma):
-                timestep = torch.tensor([course.schedule.timesteps[step]], device=place)
-                shown = latents if kept is None else kept.shown(latents, sigma)
-                lanes = inputs.lanes(shown, with_negative=guidance != 1)
-                visit = cancellable(partial(run.visit, step, expert), step, should_stop)
-                velocity = _guided(forward_lanes(engine.models[expert], lanes, timestep, visit), guidance)
-                denoised = shown - sigma * velocity
-                if kept is not None:
-                    denoised = kept.ended(denoised)
-                    velocity = (latents - denoised) / sigma
-                latents = solver.step(velocity, latents)
-                finite = latents.isfinite().all()
-            if not finite:
-                raise NonFiniteLatentError(
-                    f"the latent is NaN or infinite after step {step} ({expert}-noise expert, sigma {sigma:.4f}): "
-                    f"an input or a weight is broken, or {pair.compute_dtype} is too narrow for them"
-                )
-            if on_step is not None:
-                on_step(StepProgress(record=recorder.last, done=done, total=len(experts), denoised=denoised))
-    recorder.outer_bytes = engine.outer_bytes - outer_bytes
+    guided = any(scale != 1 for scale in request.guidance)
+    going = RunPolicy(pair, policy, place, shape=request.noise.shape, guided=guided)
+    with torch.inference_mode():
+        denoising = _Denoising(request, going, place, on_step=on_step, should_stop=should_stop, revise=revise)
+        while not denoising.is_done:
+            denoising.take_steps()
     # A copy made outside inference mode is an ordinary tensor again.
-    ended = latents.to(request.noise.device, copy=True)
-    return DenoiseResult(latents=ended, sigma=course.end_sigma, timeline=recorder.timeline())
+    ended = denoising.latents.to(request.noise.device, copy=True)
+    return DenoiseResult(latents=ended, sigma=denoising.course.end_sigma, timeline=denoising.timeline())
+
+
+class _Taken(NamedTuple):
+    """A step that was computed to its end."""
+
+    latents: torch.Tensor
+    solver: Solver
+    denoised: torch.Tensor
+    finite: torch.Tensor
+
+
+class _Denoising:
+    """How far a run is: the latents, and the solver with its history. Both change only when a step is whole."""
+
+    def __init__(
+        self,
+        request: DenoiseRequest,
+        policy: RunPolicy,
+        place: torch.device,
+        *,
+        on_step: Callable[[StepProgress], None] | None,
+        should_stop: Callable[[], bool] | None,
+        revise: Revise | None,
+    ) -> None:
+        self.course = request.course()
+        self._steps = [(step, self.course.experts[step]) for step in self.course.steps]
+        self._request, self._policy, self._place = request, policy, place
+        self._on_step, self._should_stop, self._revise = on_step, should_stop, revise
+        self._recorder = Recorder(place)
+        self._inputs = LaneInputs(request, place)
+        self.latents = _starting_latents(request, self.course.start_sigma).to(place)
+        self._kept = _kept_part(request, place)
+        self._solver = make_solver(request.solver, self.course.schedule, request.start_step)
+        self._done = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._done == len(self._steps)
+
+    def timeline(self) -> Timeline:
+        return replace(self._recorder.timeline(), changes=tuple(self._policy.changes))
+
+    def take_steps(self) -> None:
+        """Take steps in one run of the engine: all that are left, or until the policy has changed."""
+        policy, short = self._policy.policy, None
+        with ExitStack() as ending:
+            try:
+                engine = self._policy.engine()
+                run = ending.enter_context(self._run_of(engine))
+                ending.callback(self._count_outer_bytes, engine, engine.outer_bytes)
+            except torch.OutOfMemoryError as err:
+                short = forget(err)
+            while short is None and not self.is_done and self._policy.policy == policy:
+                try:
+                    taken = self._take(engine, run)
+                except torch.OutOfMemoryError as err:
+                    short = forget(err)
+                else:
+                    self._accept(taken)
+        if short is not None:
+            step, expert = self._steps[self._done]
+            self._policy.make_smaller(f"step {step} ({expert}-noise expert)", short)
+
+    def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
+        """A run of all steps that are left."""
+        experts = [expert for _, expert in self._steps[self._done :]]
+        visits = step_visits(experts, engine.block_counts, first_step=self._steps[self._done][0])
+        return engine.run(visits, recorder=self._recorder)
+
+    def _count_outer_bytes(self, engine: ExpertEngine, before: int) -> None:
+        self._recorder.outer_bytes += engine.outer_bytes - before
+
+    def _take(self, engine: ExpertEngine, run: OffloadRun) -> _Taken:
+        """Compute the next step and leave everything as it is."""
+        step, expert = self._steps[self._done]
+        schedule, guidance = self.course.schedule, self._request.guidance_of(expert)
+        sigma, latents, solver = schedule.sigmas[step], self.latents, self._solver.copy()
+        with self._recorder.step(step, expert, sigma):
+            timestep = torch.tensor([schedule.timesteps[step]], device=self._place)
+            shown = latents if self._kept is None else self._kept.shown(latents, sigma)
+            lanes = self._inputs.lanes(shown, with_negative=guidance != 1)
+            visit = cancellable(partial(run.visit, step, expert), step, self._should_stop)
+            velocity = _guided(forward_lanes(engine.models[expert], lanes, timestep, visit), guidance)
+            denoised = shown - sigma * velocity
+            if self._kept is not None:
+                denoised = self._kept.ended(denoised)
+                velocity = (latents - denoised) / sigma
+            latents = solver.step(velocity, latents)
+            finite = latents.isfinite().all()
+        return _Taken(latents=latents, solver=solver, denoised=denoised, finite=finite)
+
+    def _accept(self, taken: _Taken) -> None:
+        """The next step is whole: tell it, and ask after the first one whether to go on in the same way."""
+        step, expert = self._steps[self._done]
+        if not taken.finite:
+            raise NonFiniteLatentError(
+                f"the latent is NaN or infinite after step {step} ({expert}-noise expert, sigma "
+                f"{self.course.schedule.sigmas[step]:.4f}): an input or a weight is broken, or "
+                f"{self._policy.compute_dtype} is too narrow for them"
+            )
+        self.latents, self._solver = taken.latents, taken.solver
+        self._done += 1
+        record = self._recorder.last
+        if self._on_step is not None:
+            self._on_step(StepProgress(record=record, done=self._done, total=len(self._steps), denoised=taken.denoised))
+        if self._revise is not None and self._done == 1 and not self.is_done:
+            self._policy.revise(self._revise, record)
 
 
 def _starting_latents(request: DenoiseRequest, sigma: float) -> torch.Tensor:

@@ -4,11 +4,14 @@ ValueError
   RequestError            what was asked for cannot be done; raised before any compute
     ConditioningError     a native CONDITIONING or LATENT that Wan2.2 A14B cannot use
   NonFiniteLatentError    a step made NaN or infinity
+  NoRoomError             the device has too little memory for the smallest policy (also torch's OutOfMemoryError)
 Exception
   Cancelled               the caller asked to stop
 """
 
 from __future__ import annotations
+
+import torch
 
 
 class RequestError(ValueError):
@@ -21,6 +24,13 @@ class ConditioningError(RequestError):
 
 class NonFiniteLatentError(ValueError):
     """The latent holds NaN or infinity after a step."""
+
+
+class NoRoomError(ValueError, torch.OutOfMemoryError):
+    """The device has too little memory even for the smallest policy; the message says what was tried.
+
+    Also an error of torch's kind: hosts know by it that other models should go.
+    """
 
 
 class Cancelled(Exception):

@@ -8,6 +8,7 @@ history crosses the expert switch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,9 @@ class Solver(Protocol):
 
     def step(self, velocity: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
         """The latents after the present step; both tensors float32, same shape, left as they are."""
+
+    def copy(self) -> Solver:
+        """Another one with the same history: steps of the one are none of the other."""
 
 
 class DiffusersSolver:
@@ -42,6 +46,14 @@ class DiffusersSolver:
         """See `Solver.step`."""
         after: torch.Tensor = self._scheduler.step(velocity, self._timestep, latents, return_dict=False)[0]
         return after
+
+    def copy(self) -> DiffusersSolver:
+        """See `Solver.copy`. Schedulers replace the tensors of their history and shift the lists that hold them."""
+        other, other._scheduler = copy(self), copy(self._scheduler)
+        for name, value in vars(self._scheduler).items():
+            if isinstance(value, list):
+                setattr(other._scheduler, name, list(value))
+        return other
 
 
 def euler(schedule: Schedule, start_step: int) -> Solver:

@@ -16,6 +16,11 @@ def working_bytes(pair: ExpertPair, shape: Sequence[int], *, guided: bool) -> in
     """
     config = pair.high.config
     expert = ExpertShape(width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim)
-    batch, _, frames, height, width = shape
-    tokens = (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
-    return expert.working_bytes(tokens, lanes=batch * (2 if guided else 1), value_bytes=pair.compute_dtype.itemsize)
+    lanes = shape[0] * (2 if guided else 1)
+    return expert.working_bytes(tokens_of(shape), lanes=lanes, value_bytes=pair.compute_dtype.itemsize)
+
+
+def tokens_of(shape: Sequence[int]) -> int:
+    """Tokens of one lane of latents [B, 16, T, h, w]."""
+    _, _, frames, height, width = shape
+    return (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])

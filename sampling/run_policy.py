@@ -1,0 +1,134 @@
+"""The offload policy of a run, which may change on its way: when memory is short, and when another one is better."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+
+from ..metrics import free_bytes
+from ..plan import OffloadPolicy, StepRecord
+from ..plan.plan_reason import policy_words
+from ..plan.smaller import bytes_to_free, smaller_policy
+from ..wan import ExpertEngine, ExpertPair
+from .errors import NoRoomError
+from .working_bytes import tokens_of, working_bytes
+
+Revise: TypeAlias = "Callable[[StepRecord], OffloadPolicy | None]"
+"""How the first step went -> another policy for the rest of the run, or None."""
+
+log = logging.getLogger("wanstream.sampling")
+
+
+class RunPolicy:
+    """What the experts of one run are streamed under.
+
+    Args:
+        shape: of the latents [B, 16, T, h, w].
+        guided: whether there are negative lanes.
+    """
+
+    def __init__(
+        self,
+        pair: ExpertPair,
+        policy: OffloadPolicy,
+        device: torch.device,
+        *,
+        shape: Sequence[int],
+        guided: bool,
+    ) -> None:
+        self.policy = policy
+        self.changes: list[str] = []
+        """What was changed on the way, in words."""
+        self._pair, self._device = pair, device
+        self._shape, self._guided = shape, guided
+        self._tried = [policy]
+
+    def engine(self) -> ExpertEngine:
+        """The pair's engine, under the policy as it is now. No run may be going on."""
+        return self._pair.engine(self.policy, self._device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self._pair.compute_dtype
+
+    def revise(self, revise: Revise, record: StepRecord) -> None:
+        """Ask `revise` about the first step; not where memory was short in it, which no reckoning foresaw."""
+        if self.changes:
+            return
+        policy = revise(record)
+        if policy is None or policy == self.policy:
+            return
+        text = f"after the first step: {self._words(policy)} instead of {self._words(self.policy)}"
+        log.info("%s", text)
+        self.changes.append(text)
+        self.policy = policy
+        self._tried = [policy]
+
+    def make_smaller(self, where: str, said: str) -> None:
+        """Memory was short in `where`, and what was computed there is free again: go on with a smaller policy.
+
+        Raises NoRoomError where none is smaller.
+        """
+        working, free = working_bytes(self._pair, self._shape, guided=self._guided), free_bytes(self._device)
+        attempt = len(self._tried) - 1
+        smaller = smaller_policy(
+            self.policy,
+            self._block_counts,
+            missing=bytes_to_free(attempt, block=self._block, working_bytes=working, free_bytes=free),
+            tokens=tokens_of(self._shape),
+            device_bytes=self._bytes,
+        )
+        if smaller is None:
+            raise NoRoomError(self._no_room(where, said, working, free))
+        text = f"out of memory in {where}: {self._words(smaller)} instead of {self._words(self.policy)}"
+        log.warning("%s; this part is computed again, and the result is the same (%s)", text, said)
+        self.changes.append(text)
+        self.policy = smaller
+        self._tried.append(smaller)
+
+    def _bytes(self, policy: OffloadPolicy) -> int:
+        return self._pair.device_bytes(policy, device=self._device)
+
+    @property
+    def _block_counts(self) -> dict[str, int]:
+        return {"high": self._pair.high.config.num_layers, "low": self._pair.low.config.num_layers}
+
+    @property
+    def _block(self) -> int:
+        return self._bytes(OffloadPolicy.layerwise(1)) - self._bytes(OffloadPolicy.layerwise(0))
+
+    def _words(self, policy: OffloadPolicy) -> str:
+        chunk = "" if policy.chunk_tokens is None else f", {policy.chunk_tokens} tokens at once"
+        blocks = min(self._block_counts.values())
+        return f"{_size(self._bytes(policy))} of weights ({policy_words(policy, blocks)}{chunk})"
+
+    def _no_room(self, where: str, said: str, working: int, free: int | None) -> str:
+        freed = "" if free is None else f", {_size(free)} are free beside the weights"
+        tried = "; ".join(self._words(policy) for policy in self._tried)
+        return (
+            f"out of memory in {where}, and no smaller policy is left: the step needs about {_size(working)} to "
+            f"compute in{freed}. Tried: {tried}. Make the video smaller or shorter, use fewer lanes (batch size 1, "
+            f"guidance 1), or close what else uses the device ({said})"
+        )
+
+
+def forget(error: BaseException) -> str:
+    """What `error` says. Afterwards nothing that it came through holds a tensor any more.
+
+    A traceback keeps every frame between the failure and its handler alive, with all that was computed there.
+    """
+    said = str(error).split(" Of the allocated memory")[0].strip() or type(error).__name__
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return said
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"
