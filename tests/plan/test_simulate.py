@@ -178,6 +178,36 @@ def test_cost_of_the_switch(residents: int, expected: Mapping[float, float]) -> 
     assert found == pytest.approx(expected, abs=0.05)
 
 
+@pytest.mark.parametrize("residents", range(BLOCKS + 1))
+def test_the_switch_costs_no_more_than_the_bytes_force(residents: int) -> None:
+    """What two steps around it must move, (2N - R) r, beyond what two steps can hide; at once, in the first low step.
+
+    Where every block stays there may be no other buffer: then the hand-over begins a visit later than it could, and
+    ends a visit later.
+    """
+    kept = spread_evenly(residents, BLOCKS)
+    for streaming in (0, 2, 3) if residents == BLOCKS else (2, 3):
+        spare = 1e-9 if streaming else 2.0
+        for r in (0.5, 0.9, 1.0, 1.1, 1.2, 1.33, 1.5, 2.0, 2.5, 4.0):
+            timeline = run(hardware(r), kept, streaming, high=6, low=6)
+            usual = steady_step(run(hardware(r), kept, streaming, high=12))
+            forced = max(0.0, (2 * BLOCKS - residents) * r - 2 * bound(residents, r))
+            assert timeline.steps[5].wall_s <= usual * (1 + 1e-9)
+            assert timeline.steps[6].wall_s - usual <= forced + spare
+
+
+@pytest.mark.parametrize(("residents", "free_up_to"), [(8, 1.12), (20, 1.34), (32, 1.68), (40, 2.06)])
+def test_up_to_where_the_switch_is_free(residents: int, free_up_to: float) -> None:
+    """It costs less than 2 % of a step up to this r, and more soon after."""
+    kept = spread_evenly(residents, BLOCKS)
+    streaming = 3 if residents < 16 else 2
+    costs = []
+    for r in (free_up_to, free_up_to + 0.05):
+        switched = run(hardware(r), kept, streaming, high=6, low=6)
+        costs.append(switched.wall_s - run(hardware(r), kept, streaming, high=12).wall_s)
+    assert costs[0] < 0.02 * BLOCKS < costs[1]
+
+
 @pytest.mark.parametrize(("lanes", "hidden_up_to"), [(1, 1.0), (2, 2.0), (4, 4.0)])
 def test_lanes_share_what_crosses_the_bus(lanes: int, hidden_up_to: float) -> None:
     """r in visits of one lane: it may be as many times larger as there are lanes."""
