@@ -103,7 +103,7 @@ def compile_ram(
     visits += [Visit(next_step, *key) for key in then if staging > 0 or homes.residency.keeps(*key)]
     compiled = (
         _compile_beside_homes(visits, homes, staging, contents or {})
-        if homes.residency.permanent
+        if homes.residency.permanent and homes.slots
         else compile_program(visits, homes.residency, homes.slots + staging, contents=contents)
     )
     return RamProgram(program=compiled, visit_of_fetch=tuple(visit_of_fetch), expected_from=expected_from)
