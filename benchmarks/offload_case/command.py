@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+SHAPE_NAMES = ("cpu", "quick", "tiny")
+
 
 def main(arguments: list[str] | None = None) -> None:
     """See benchmarks/offload.py."""
@@ -12,6 +14,9 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     child = commands.add_parser("run", help="one run in this process (called by the others)")
     child.add_argument("task")
+    ready = commands.add_parser("prepare", help="write all files of the case cpu, 23 GB")
+    ready.add_argument("work", type=Path)
+    ready.add_argument("--shape", choices=SHAPE_NAMES, default="cpu")
     for name, text in (
         ("cpu", "two experts of 2.8 GB"),
         ("cpu3gb", "the same inside a memory limit"),
@@ -20,7 +25,9 @@ def main(arguments: list[str] | None = None) -> None:
         case = commands.add_parser(name, help=text)
         case.add_argument("work", type=Path, help="folder for weights (12 GB of them written once, with the peers' 23)")
         case.add_argument("--only", nargs="*", metavar="VARIANT", help="these variants and no others")
-        case.add_argument("--repetitions", type=int, default=None)
+        case.add_argument("--repetitions", type=int, default=1 if name == "quick" else 3)
+        case.add_argument("--shape", choices=SHAPE_NAMES, default="quick" if name == "quick" else "cpu")
+        case.add_argument("--limit-gib", type=float, default=3.0 if name == "cpu3gb" else None)
         case.add_argument("--retries", type=int, default=2, help="how often a disturbed run is made again")
         case.add_argument("--minutes", type=float, default=None, help="begin nothing after this time")
         case.add_argument("--threads", type=int, default=2)
@@ -39,6 +46,11 @@ def main(arguments: list[str] | None = None) -> None:
         from .task import Task
 
         run(Task.from_json(chosen.task))
+        return
+    if chosen.command == "prepare":
+        from .prepare import prepare
+
+        prepare(chosen.work, chosen.shape)
         return
     if chosen.command == "gpu":
         from .gpu_case import run_part

@@ -12,8 +12,6 @@ from .shapes import SHAPES
 from .summary import summarise
 from .variants import CPU_OFFLOAD, DISK_PEERS, HEAP_PEERS, RESIDENT, SWAP, wanstream_variants
 
-LIMIT_BYTES = 3 * 2**30
-REPETITIONS = {"cpu": 3, "cpu3gb": 3, "quick": 1}
 MAIN = ("resident", "layerwise", "half")
 LIMITED_MAIN = ("layerwise",)
 
@@ -21,9 +19,9 @@ LIMITED_MAIN = ("layerwise",)
 def run_case(chosen: argparse.Namespace) -> None:
     """Make the runs that are missing, then write the result of all of them."""
     case: str = chosen.command
-    shape = "quick" if case == "quick" else "cpu"
-    limited = case == "cpu3gb"
-    if limited and not _limit_is_there():
+    shape: str = chosen.shape
+    limit = None if chosen.limit_gib is None else round(chosen.limit_gib * 2**30)
+    if limit is not None and not _limit_is_there(limit):
         return
     file = chosen.work / "sessions" / f"{case}.jsonl"
     if chosen.fresh:
@@ -32,22 +30,21 @@ def run_case(chosen: argparse.Namespace) -> None:
         shape=shape,
         work=chosen.work.resolve(),
         threads=chosen.threads,
-        limit_bytes=LIMIT_BYTES if limited else None,
-        machine=None,
+        limit_bytes=limit,
     )
     session = Session(file.resolve(), settings)
     session.write_experts()
     rounds = planned_rounds(
         blocks=SHAPES[shape].expert.layers,
-        repetitions=chosen.repetitions or REPETITIONS[case],
-        limited=limited,
+        repetitions=chosen.repetitions,
+        limited=limit is not None,
         only=chosen.only,
     )
     session.make(rounds, retries=chosen.retries, minutes=chosen.minutes)
     figures = result_figures(session, settings)
     for name, row in figures["variants"].items():
         print(name, row)
-    if not chosen.no_result and case != "quick":
+    if not chosen.no_result and shape == "cpu":
         print(record(f"offload-{case}", method=method(settings), figures=figures))
 
 
@@ -112,9 +109,9 @@ def method(settings: Settings) -> str:
     )
 
 
-def _limit_is_there() -> bool:
+def _limit_is_there(limit_bytes: int) -> bool:
     try:
-        with limited_group(LIMIT_BYTES):
+        with limited_group(limit_bytes):
             return True
     except NoMemoryLimitError as err:
         line = "*" * 100

@@ -80,13 +80,13 @@ class Session:
         until = None if minutes is None else time.monotonic() + 60 * minutes
         for planned in rounds:
             for attempt in range(retries + 1):
-                for run in self._missing(planned, attempt):
+                for run in self.missing(planned, attempt):
                     if until is not None and time.monotonic() > until:
                         print(f"out of time before {run.label}; call again to go on", flush=True)
                         return
                     self._make_one(run, attempt)
 
-    def _missing(self, planned: Iterable[Planned], attempt: int) -> list[Planned]:
+    def missing(self, planned: Iterable[Planned], attempt: int) -> list[Planned]:
         """Runs that have no result yet, or only disturbed ones of fewer attempts than this."""
         runs = [run for run in self.runs() if run["report"] is not None or run_out_of_memory(run)]
         return [
@@ -97,7 +97,7 @@ class Session:
 
     def _make_one(self, planned: Planned, attempt: int) -> None:
         task = self._task(planned, attempt)
-        self._prepare(task)
+        self.prepare(planned.variant)
         files = [*weight_files(task.experts_folder), *weight_files(task.own_folder)]
         if self._settings.cold:
             drop(files)
@@ -153,8 +153,9 @@ class Session:
             vram_gb=settings.vram_gb,
         )
 
-    def _prepare(self, task: Task) -> None:
-        """Let the variant write the files that it makes before its first run, once."""
+    def prepare(self, variant: str) -> None:
+        """Let a variant write the files that it makes before its first run, once."""
+        task = self._task(Planned(variant=variant), 0)
         done = task.own_folder / COMPLETE
         if not task.way.prepares or done.exists():
             return

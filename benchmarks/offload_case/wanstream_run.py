@@ -42,7 +42,7 @@ def run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) ->
         engine = pair.engine(way.policy, device)
         _ = engine.models["high"]  # everything of the first expert that does not stream is there now
         loaded_s = time.perf_counter() - began
-        predicted = None if task.machine is None else predicted_timeline(Path(task.machine), engine, way, task.case)
+        predicted = None if task.machine is None else predicted_timeline(Path(task.machine), engine, task.case)
         result = denoise(pair, request, policy=way.policy, device=device)
         return StreamedResult(
             latents=result.latents,
