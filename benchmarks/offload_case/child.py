@@ -44,8 +44,9 @@ def _ready_device(task: Task) -> torch.device:
 
 
 def _streamed(task: Task, folders: dict[str, Path], device: torch.device) -> Report:
+    request = task.case.request()
     import_rss, before, began = memory_bytes("VmRSS"), spent(), time.perf_counter()
-    run = run_wanstream(task, folders, device)
+    run = run_wanstream(task, request, folders, device)
     total_s, used = time.perf_counter() - began, spent().since(before)
     steps = run.timeline.steps
     peaks = [step.device_bytes for step in steps if step.device_bytes is not None]

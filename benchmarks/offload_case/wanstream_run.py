@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wanstream.plan import Timeline
-from wanstream.sampling import denoise
+from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.wan import open_experts
 
 from .predict import predicted_timeline
@@ -30,9 +30,11 @@ class StreamedResult:
     predicted: Timeline | None
 
 
-def run_wanstream(task: Task, folders: dict[str, Path], device: torch.device) -> StreamedResult:
+def run_wanstream(
+    task: Task, request: DenoiseRequest, folders: dict[str, Path], device: torch.device
+) -> StreamedResult:
     """One run under the variant's policy."""
-    way, request = task.way, task.case.request()
+    way = task.way
     assert way.policy is not None
     options: dict[str, Any] = {} if way.direct is None else {"direct": way.direct}
     if way.storage != "as stored":
