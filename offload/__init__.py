@@ -7,7 +7,7 @@ from .file_source import FileSource, read_tensors
 from .layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, flat_layout, streamed_names, tensor_views
 from .module_source import ModuleSource
 from .patches import BlockPatch, WeightPatch
-from .pinned_source import PinnedSource
+from .programs import RunPrograms
 from .safetensors_header import CheckpointFileError, FileHeader, FileTensor, read_header
 from .source import BlockSource, SourceError
 
@@ -24,7 +24,7 @@ __all__ = [
     "ModuleSource",
     "OffloadHandle",
     "OffloadRun",
-    "PinnedSource",
+    "RunPrograms",
     "SourceError",
     "WeightPatch",
     "allocate_flat",

@@ -24,18 +24,30 @@ import torch
 from torch import nn
 
 from ..metrics import Recorder, compute_device
-from ..plan import BlockKey, Fetch, OffloadPolicy, TransferProgram, Visit, compile_program, plan_residency, step_visits
+from ..plan import (
+    BlockKey,
+    OffloadPolicy,
+    RamHomes,
+    Residency,
+    TransferProgram,
+    Visit,
+    plan_ram,
+    plan_residency,
+    step_visits,
+)
+from .attached_run import OffloadRun
 from .binding import BlockBinding
 from .buffers import BlockBuffer
 from .engine import StreamEngine
-from .engine_run import EngineRun, VisitContext
 from .follow import ForwardFollower
 from .module_source import ModuleSource
-from .page_lock import CudaPageLock
 from .patches import BlockPatch
-from .pinned_source import PinnedSource
+from .programs import Places, RunPrograms, compile_run
+from .shared_segment import SharedSegment
 from .source import BlockSource
 from .staying import StayingTensors
+
+__all__ = ["OffloadHandle", "OffloadRun", "attach_offload"]
 
 Stacks = Mapping[str, Sequence[nn.Module]]
 
@@ -49,15 +61,17 @@ def attach_offload(
     device: torch.device | str,
     source: BlockSource | None = None,
     follow_forward: bool = True,
+    shared: SharedSegment | None = None,
 ) -> OffloadHandle:
     """Let the Linear weights of `blocks` be streamed to `device`; everything else of the blocks moves there and stays.
 
     Args:
         blocks: one stack of like blocks, or several by name. Weights may be on `meta` if `source` is given.
-        policy: which blocks stay resident, and how many buffers lie ahead.
+        policy: which blocks stay resident, how many buffers lie ahead, and which blocks have a home in RAM.
         device: where the blocks compute.
         source: where the stored bytes come from; by default the blocks' own weights, which are kept in RAM.
         follow_forward: run the blocks' own forwards through the engine; off for callers that name the visits.
+        shared: RAM that the ranks of one machine hold together; blocks that keep their home for later runs lie there.
 
     Returns:
         A handle; `detach()` or `with` leaves every block exactly as it was.
@@ -65,27 +79,33 @@ def attach_offload(
     Raises:
         ValueError: the device is not there, the policy does not fit the number of blocks, the source does not fit a
             block, or a block's weights have no data and no source. The blocks are then as they were.
+        SourceError: there is not enough RAM for the blocks that have a home there. Likewise.
     """
     stacks = _named(blocks)
     counts = {name: len(stack) for name, stack in stacks.items()}
     plan_residency(policy, counts)  # refuse a policy that does not fit before anything is touched
     place = compute_device(device)
     own = source or ModuleSource(stacks)
-    if policy.source == "pinned":
-        own = PinnedSource(own, register=place.type == "cuda", driver=CudaPageLock(place))
-    return OffloadHandle(stacks, policy=policy, device=place, source=own, follow_forward=follow_forward)
+    return OffloadHandle(stacks, policy=policy, device=place, source=own, follow_forward=follow_forward, shared=shared)
 
 
 class OffloadHandle:
     """Blocks attached to an engine. See `attach_offload`."""
 
     def __init__(
-        self, stacks: Stacks, *, policy: OffloadPolicy, device: torch.device, source: BlockSource, follow_forward: bool
+        self,
+        stacks: Stacks,
+        *,
+        policy: OffloadPolicy,
+        device: torch.device,
+        source: BlockSource,
+        follow_forward: bool,
+        shared: SharedSegment | None = None,
     ) -> None:
         self.counts = {name: len(stack) for name, stack in stacks.items()}
-        self._residency, buffers = plan_residency(policy, self.counts)
+        self._residency, self._homes, buffers = self._places(policy)
         self._source = source
-        self.engine = StreamEngine(source, buffers=buffers, device=device)
+        self.engine = StreamEngine(source, buffers=buffers, homes=self._homes, device=device, shared=shared)
         self._bindings = {
             key: BlockBinding(key, block, self.engine.formats[key].computed)
             for name, stack in stacks.items()
@@ -99,13 +119,46 @@ class OffloadHandle:
         self._follower = ForwardFollower(self, stacks) if follow_forward else None
         self._attached = True
 
-    def compile(self, visits: Sequence[Visit]) -> TransferProgram:
-        """The program for `visits`, starting from what the buffers hold now."""
-        return compile_program(visits, self._residency, len(self.engine.buffers), contents=self.engine.contents())
+    def programs(self, visits: Sequence[Visit], then: Sequence[Visit] = ()) -> RunPrograms:
+        """The programs for `visits`, starting from what buffers and slots hold now; `then` as for `run`."""
+        places = Places(
+            residency=self._residency,
+            buffers=len(self.engine.buffers),
+            homes=self._homes,
+            staging=self.engine.staging,
+            in_buffers=self.engine.contents(),
+            in_slots=self.engine.ram.contents(),
+        )
+        return compile_run(visits, places, then=then)
 
-    def run(self, visits: Sequence[Visit], *, recorder: Recorder | None = None) -> OffloadRun:
-        """Compile `visits` and start them; use with `with`."""
-        return OffloadRun(self, self.engine.run(self.compile(visits), recorder=recorder))
+    def compile(self, visits: Sequence[Visit]) -> TransferProgram:
+        """The device program for `visits`, starting from what the buffers hold now."""
+        return self.programs(visits).device
+
+    def run(
+        self, visits: Sequence[Visit], *, recorder: Recorder | None = None, then: Sequence[Visit] = ()
+    ) -> OffloadRun:
+        """Compile `visits` and start them; use with `with`.
+
+        `then` are visits that are expected of the next run. Their blocks are read into slots of RAM that become free
+        before this run ends; it does not wait for them, the device does nothing for them, and any other run is right
+        as well.
+        """
+        return OffloadRun(self, self.engine.run(self.programs(visits, then), recorder=recorder))
+
+    def set_policy(self, policy: OffloadPolicy) -> None:
+        """Change between runs what stays on the device and in RAM; blocks that both policies keep are not read again.
+
+        Raises:
+            RuntimeError: a run is going on, or the blocks were detached.
+            ValueError: the policy does not fit the number of blocks; the former one stays.
+            SourceError: there is not enough RAM for the blocks that would have a home there; the former one stays.
+        """
+        if not self._attached:
+            raise RuntimeError("the blocks were detached: attach them again under another policy")
+        residency, homes, buffers = self._places(policy)
+        self.engine.resize(buffers, residency=residency, homes=homes)
+        self._residency, self._homes = residency, homes
 
     @contextmanager
     def passes(self, count: int, *, stack: str | None = None) -> Iterator[None]:
@@ -158,8 +211,12 @@ class OffloadHandle:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are page-locked now: blocks in RAM, staging, factors of patches."""
-        source = self._source.locked_bytes if isinstance(self._source, PinnedSource) else 0
-        return source + self.engine.pinned_bytes
+        return self.engine.pinned_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that blocks in RAM, staging and factors of patches take now, locked or not."""
+        return self.engine.host_bytes
 
     def detach(self) -> None:
         """Leave every block as it was and free the buffers. Detaching twice is allowed.
@@ -192,6 +249,10 @@ class OffloadHandle:
         for binding in self._bindings.values():
             binding.unbind()
 
+    def _places(self, policy: OffloadPolicy) -> tuple[Residency, RamHomes, int]:
+        residency, buffers = plan_residency(policy, self.counts)
+        return residency, plan_ram(policy, residency, self.counts), buffers
+
     def _only(self, stack: str | None) -> str:
         if stack is not None:
             return stack
@@ -206,42 +267,6 @@ class OffloadHandle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.detach()
-
-
-class OffloadRun:
-    """A run over attached blocks."""
-
-    def __init__(self, handle: OffloadHandle, run: EngineRun) -> None:
-        self._handle, self._run = handle, run
-
-    @property
-    def program(self) -> TransferProgram:
-        return self._run.program
-
-    @property
-    def fetched(self) -> list[Fetch]:
-        """What was really fetched so far, in the order in which it was issued."""
-        return self._run.fetched
-
-    def visit(self, step: int, expert: str, block: int) -> VisitContext:
-        """The next visit of the program; inside this context the block's weights are on the device.
-
-        Raises:
-            VisitOrderError: on entering, if another visit is due.
-        """
-        return VisitContext(self._run, Visit(step, expert, block), self._handle.bind, self._handle.unbind)
-
-    def __enter__(self) -> OffloadRun:
-        self._run.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._run.__exit__(kind, error, trace)
-        finally:
-            self._handle.unbind_all()
 
 
 def _named(blocks: Stacks | Sequence[nn.Module]) -> Stacks:

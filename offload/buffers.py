@@ -1,4 +1,4 @@
-"""A buffer: one fixed device allocation that holds exactly one block, and the states it goes through.
+"""A buffer: one fixed device allocation that holds exactly one block, and the states that a place for one goes through.
 
     EMPTY --begin_fill--> FILLING --issued--> ISSUED --acquire--> IN_USE --release(last=False)--> HELD --acquire--> ...
                              ^                                      |                               ^
@@ -8,7 +8,7 @@
     Between runs:  DONE --forget--> EMPTY --give_back--> ABSENT --restore--> EMPTY
 
 A tenancy lasts from `begin_fill` (or `keep`) to `release(last=True)`. `end_run` closes whatever a cut-short run left
-open. Every other order is a bug of ours and raises.
+open. Every other order is a bug of ours and raises. A slot of RAM (`ram_slots.py`) goes through the same states.
 """
 
 from __future__ import annotations
@@ -35,29 +35,15 @@ class BufferOrderError(RuntimeError):
     """A buffer was used out of order; names the buffer, its state and the call that was made."""
 
 
-class BlockBuffer:
-    """One buffer of the pool.
+class BlockPlace:
+    """A place for one block: what lies in it, and how far it is. `index` is its number in programs."""
 
-    Its memory is 1-D uint8 whose address is a multiple of 256. It never moves until it is given back, and `views` go
-    with it: what was made of the memory for each block, which nobody else keeps.
-    """
+    word = "place"
 
-    def __init__(self, index: int, memory: torch.Tensor) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
         self.state = BufferState.EMPTY
         self.key: BlockKey | None = None
-        self.views: dict[BlockKey, dict[str, nn.Parameter]] = {}
-        self._memory: torch.Tensor | None = memory
-
-    @property
-    def memory(self) -> torch.Tensor:
-        assert self._memory is not None, f"buffer {self.index} has no memory"
-        return self._memory
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory it takes now."""
-        return 0 if self._memory is None else self._memory.numel()
 
     def begin_fill(self, key: BlockKey) -> None:
         """A new tenancy begins: the bytes of `key` are on their way."""
@@ -98,6 +84,44 @@ class BlockBuffer:
         self._expect("forget", BufferState.DONE)
         self.state, self.key = BufferState.EMPTY, None
 
+    def _expect(self, call: str, *states: BufferState) -> None:
+        if self.state not in states:
+            wanted = " or ".join(state.value for state in states)
+            raise BufferOrderError(
+                f"{self.word} {self.index} is {self.state.value} with {self.key}: {call} needs it to be {wanted}"
+            )
+
+    def _expect_key(self, call: str, key: BlockKey) -> None:
+        if self.key != key:
+            raise BufferOrderError(f"{self.word} {self.index} holds {self.key}: {call} asked for {key}")
+
+
+class BlockBuffer(BlockPlace):
+    """One buffer of the pool; without `memory` it is absent until `restore`.
+
+    Its memory is 1-D uint8 whose address is a multiple of 256. It never moves until it is given back, and `views` go
+    with it: what was made of the memory for each block, which nobody else keeps.
+    """
+
+    word = "buffer"
+
+    def __init__(self, index: int, memory: torch.Tensor | None = None) -> None:
+        super().__init__(index)
+        self.views: dict[BlockKey, dict[str, nn.Parameter]] = {}
+        self._memory = memory
+        if memory is None:
+            self.state = BufferState.ABSENT
+
+    @property
+    def memory(self) -> torch.Tensor:
+        assert self._memory is not None, f"buffer {self.index} has no memory"
+        return self._memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory it takes now."""
+        return 0 if self._memory is None else self._memory.numel()
+
     def give_back(self) -> int:
         """Let go of the memory, which the device has no more use for; returns its bytes."""
         self._expect("give_back", BufferState.EMPTY)
@@ -110,14 +134,3 @@ class BlockBuffer:
         """It has memory again, which holds nothing yet."""
         self._expect("restore", BufferState.ABSENT)
         self.state, self._memory = BufferState.EMPTY, memory
-
-    def _expect(self, call: str, *states: BufferState) -> None:
-        if self.state not in states:
-            wanted = " or ".join(state.value for state in states)
-            raise BufferOrderError(
-                f"buffer {self.index} is {self.state.value} with {self.key}: {call} needs it to be {wanted}"
-            )
-
-    def _expect_key(self, call: str, key: BlockKey) -> None:
-        if self.key != key:
-            raise BufferOrderError(f"buffer {self.index} holds {self.key}: {call} asked for {key}")

@@ -1,4 +1,4 @@
-"""Copying beside computing on CUDA: a stream of its own, and events between it and the stream that computes."""
+"""Copying beside computing on CUDA: streams of their own, and events between them and the stream that computes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,47 @@ from ..metrics import Mark
 from ..plan import BlockKey
 from .decode import decode_block
 from .layout import BlockFormat, allocate_flat
-from .page_lock import CudaPageLock
-from .patches import HeldPatches
+from .patches import HeldPatch, HeldPatches
 from .source import BlockSource
-from .staging import Staging
-from .streams import Arrival, Staged
+from .streams import Arrival, Leave
+
+RAW_SLOTS = 2  # while one is decoded, the next block is copied into the other
+
+
+class RawSlot:
+    """Device memory for the bytes of one block that has to be decoded or patched, and for the factors of its patch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.raw = allocate_flat(0, device)
+        self.factors = allocate_flat(0, device)
+        self.used: torch.cuda.Event | None = None  # the decoding that read it last
+
+    @property
+    def nbytes(self) -> int:
+        return self.raw.numel() + self.factors.numel()
+
+    def fit(self, raw: int, factors: int) -> None:
+        """Have exactly this much memory; what it held is lost."""
+        if self.raw.numel() != raw:
+            self.raw = allocate_flat(0, self._device)  # the old memory goes before the new one comes
+            self.raw = allocate_flat(raw, self._device)
+        if self.factors.numel() != factors:
+            self.factors = allocate_flat(0, self._device)
+            self.factors = allocate_flat(factors, self._device)
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        self.raw.record_stream(stream)
+        self.factors.record_stream(stream)
 
 
 class CudaStreams:
-    """One copy stream beside the computing stream; the order between them is by events only.
+    """A stream that copies and one that decodes and patches, beside the computing one; their order is by events only.
 
-    File bytes pass through pinned staging slots. A slot is waited for on the host until its own copy has left it.
-    Undecoded bytes and the factors of patches each have one slot on the device, whose uses the copy stream keeps apart.
-    A run may compute on another stream than the run before it, and than the one that the buffers were allocated on.
+    Bytes that are not to be changed are copied straight into their buffer. Others are copied into one of two raw slots,
+    which waits for the decoding of two fetches before, and never for the buffer: so the bus goes on while blocks are
+    decoded. A run may compute on another stream than the run before it, and than the one that the buffers were
+    allocated on.
     """
 
     def __init__(
@@ -32,7 +60,6 @@ class CudaStreams:
         formats: Mapping[BlockKey, BlockFormat],
         patches: HeldPatches,
         *,
-        slots: int,
         device: torch.device,
     ) -> None:
         self._source = source
@@ -40,85 +67,103 @@ class CudaStreams:
         self._patches = patches
         self._device = device
         self._copies = torch.cuda.Stream(device)
-        self._slots = slots
-        self._staging: Staging | None = None
+        self._decodings = torch.cuda.Stream(device)
         self._largest_raw = max((fmt.stored.nbytes for fmt in formats.values() if not fmt.is_raw), default=0)
-        self._raw = allocate_flat(self._largest_raw, device)
-        self._factors = allocate_flat(0, device)
+        self._raw_slots = [RawSlot(device) for _ in range(RAW_SLOTS)]
+        self._turn = 0
         self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
+        self._fit_slots()
         # Fresh memory may still be used by earlier work of the stream that it was allocated on.
         self._copies.wait_stream(torch.cuda.current_stream(device))
 
     def begin_run(self) -> None:
-        # What a buffer kept was waited for by the stream that computed then.
-        torch.cuda.current_stream(self._device).wait_stream(self._copies)
+        current = torch.cuda.current_stream(self._device)
+        # What a buffer kept was waited for by the stream that computed then. And the first copy into a buffer waits for
+        # this stream, behind what a run that was cut short left under way there.
+        current.wait_stream(self._copies)
+        current.wait_stream(self._decodings)
         self._fit_slots()
-        if self._staging is not None:
-            self._staging.begin_run()
+        self._copies.wait_stream(current)  # also the copies into raw slots, which wait for no visit
 
-    def stage(self, key: BlockKey) -> Staged:
-        held = self._source.host_block(key)
-        if held is not None:
-            return Staged(key=key, memory=held)
-        slot = self._file_staging().take()
-        memory = slot.memory[: self._formats[key].stored.nbytes]
-        self._source.read_block(key, memory)
-        return Staged(key=key, memory=memory, slot=slot)
+    def land(
+        self, key: BlockKey, stored: torch.Tensor | None, into: torch.Tensor, after: Mark, leave: Leave
+    ) -> Arrival:
+        assert stored is not None, f"{key} cannot be read straight into device memory"
+        patch = self._patches.get(key)
+        free = cast(torch.cuda.Event, after)
+        if patch is None and self._formats[key].is_raw:
+            return self._copied(stored, into, free, leave)
+        return self._decoded(key, stored, into, free, leave, patch)
 
-    def land(self, staged: Staged, into: torch.Tensor, after: Mark) -> Arrival:
-        assert staged.memory is not None
-        fmt = self._formats[staged.key]
-        scales = self._device_scales(staged.key)
-        patch = self._patches.get(staged.key)
-        copied, ready = torch.cuda.Event(blocking=True), torch.cuda.Event()
+    def _copied(self, stored: torch.Tensor, into: torch.Tensor, free: torch.cuda.Event, leave: Leave) -> Arrival:
+        copied = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._copies):
-            self._copies.wait_event(cast(torch.cuda.Event, after))
-            raw = into if fmt.is_raw else self._raw
-            raw[: fmt.stored.nbytes].copy_(staged.memory, non_blocking=True)
+            self._copies.wait_event(free)
+            into[: stored.numel()].copy_(stored, non_blocking=True)
             copied.record(self._copies)
-            if not fmt.is_raw:
-                decode_block(raw[: fmt.stored.nbytes], into, fmt, scales)
-            if patch is not None:
-                self._factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
-                self._factors.record_stream(self._copies)
-                patch.add_to(into, fmt.computed, self._factors)
-            ready.record(self._copies)
         # Should the engine be dropped unclosed, this memory is not given to anybody else before the copies have ended.
         into.record_stream(self._copies)
-        raw.record_stream(self._copies)
-        if staged.slot is not None and self._staging is not None:
-            staged.slot.drained = copied.synchronize
-            self._staging.give_back(staged.slot)
-        return Arrival(wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready))
+        leave(copied.synchronize)
+        return Arrival(wait=lambda: torch.cuda.current_stream(self._device).wait_event(copied))
+
+    def _decoded(
+        self,
+        key: BlockKey,
+        stored: torch.Tensor,
+        into: torch.Tensor,
+        free: torch.cuda.Event,
+        leave: Leave,
+        patch: HeldPatch | None,
+    ) -> Arrival:
+        fmt = self._formats[key]
+        slot = self._raw_slots[self._turn % RAW_SLOTS]
+        self._turn += 1
+        scales = self._device_scales(key)
+        raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
+        copied, complete = torch.cuda.Event(blocking=True), torch.cuda.Event()
+        began, ready = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._copies):
+            if slot.used is not None:
+                self._copies.wait_event(slot.used)
+            if fmt.is_raw:
+                self._copies.wait_event(free)
+            raw.copy_(stored, non_blocking=True)
+            copied.record(self._copies)
+            leave(copied.synchronize)
+            if patch is not None:
+                slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
+            complete.record(self._copies)
+        with torch.cuda.stream(self._decodings):
+            self._decodings.wait_event(complete)
+            self._decodings.wait_event(free)
+            began.record(self._decodings)
+            if not fmt.is_raw:
+                decode_block(raw, into, fmt, scales)
+            if patch is not None:
+                patch.add_to(into, fmt.computed, slot.factors)
+            ready.record(self._decodings)
+        slot.used = ready
+        for stream in (self._copies, self._decodings):
+            into.record_stream(stream)
+            slot.record_stream(stream)
+        return Arrival(wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready), decoded=(began, ready))
 
     def _fit_slots(self) -> None:
-        # By the computing thread, before the mark that the first copies of a run wait for: fresh memory may still be
-        # used by earlier work of that thread's stream.
-        if self._raw.numel() != self._largest_raw:
-            self._raw = allocate_flat(self._largest_raw, self._device)
-        if self._factors.numel() != self._patches.largest:
-            self._factors = allocate_flat(0, self._device)  # the old slot goes before the new one comes
-            self._factors = allocate_flat(self._patches.largest, self._device)
-
-    def _file_staging(self) -> Staging:
-        # Only a block that comes from a file needs pinned slots, and only then are they paid for.
-        if self._staging is None:
-            largest = max(fmt.stored.nbytes for fmt in self._formats.values())
-            self._staging = Staging(self._slots, largest, lock=CudaPageLock(self._device))
-            self._staging.begin_run()
-        return self._staging
+        # By the computing thread, before the copy stream waits for that thread's stream: fresh memory may still be used
+        # by earlier work there.
+        for slot in self._raw_slots:
+            slot.fit(self._largest_raw, self._patches.largest)
 
     def _device_scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         if key not in self._scales:
             scales = self._source.scales(key)
             with torch.cuda.stream(self._copies):
                 # A blocking copy would wait for the copy stream, and with it for the visits that stream waits for.
-                self._scales[key] = {n: scale.to(self._device, non_blocking=True) for n, scale in scales.items()}
+                there = {n: scale.to(self._device, non_blocking=True) for n, scale in scales.items()}
+            for scale in there.values():
+                scale.record_stream(self._decodings)
+            self._scales[key] = there
         return self._scales[key]
-
-    def stop(self) -> None:
-        if self._staging is not None:
-            self._staging.stop()
 
     def end_run(self) -> None:
         # Whatever comes next, `close` too, comes after the last visits.
@@ -127,24 +172,19 @@ class CudaStreams:
     @property
     def device_bytes(self) -> int:
         scales = sum(scale.nbytes for block in list(self._scales.values()) for scale in block.values())
-        return self._raw.numel() + self._factors.numel() + scales
-
-    @property
-    def pinned_bytes(self) -> int:
-        return 0 if self._staging is None else self._staging.locked_bytes
+        return sum(slot.nbytes for slot in self._raw_slots) + scales
 
     def settle(self) -> None:
         self._copies.synchronize()
+        self._decodings.synchronize()
 
     def give_back(self) -> int:
         nbytes = self.device_bytes
-        self._raw = self._factors = allocate_flat(0, self._device)
+        for slot in self._raw_slots:
+            slot.fit(0, 0)
         self._scales.clear()
         return nbytes
 
     def close(self) -> None:
         self.settle()
-        if self._staging is not None:
-            self._staging.close()
-        self._staging = None
         self.give_back()

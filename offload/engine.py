@@ -1,8 +1,9 @@
-"""The engine: executes a `TransferProgram` with one pool of buffers and one fetch thread per run.
+"""The engine: executes the two programs of a run with one pool of buffers, slots of RAM, and two threads per run.
 
-A run (`engine_run.py`) goes through the program's visits and fetches. The engine decides nothing: it accepts only a
-checked program, and the run records what it really fetched, so that a test can hold the two against each other. Between
-runs it changes what is added to blocks when they arrive, and gives device memory back.
+A run (`engine_run.py`) goes through the visits and fetches of the device program and the reads of the RAM program. The
+engine decides nothing: it accepts only checked programs, and the run records what it really fetched and read, so that a
+test can hold them against each other. Between runs it changes what is added to blocks when they arrive, takes another
+size, and gives device memory back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from ..metrics import Recorder
-from ..plan import BlockKey, Residency, TransferProgram, check_program, eviction_order
+from ..plan import BlockKey, RamHomes, Residency, TransferProgram, check_program, check_ram, eviction_order
 from .buffers import BlockBuffer, BufferState
 from .cpu_streams import CpuStreams
 from .cuda_streams import CudaStreams
@@ -21,6 +22,9 @@ from .engine_run import EngineRun
 from .layout import allocate_flat
 from .page_lock import CudaPageLock
 from .patches import BlockPatch, HeldPatches
+from .programs import RunPrograms
+from .ram_slots import RamSlots
+from .shared_segment import SharedSegment
 from .source import BlockSource
 from .streams import Streams
 
@@ -28,27 +32,50 @@ STAGING_SLOTS = 2  # facts of the simulator: two whole-block slots keep a disk b
 
 
 class StreamEngine:
-    """Buffers and streams for the blocks of one source on one device; serves one run at a time.
+    """Buffers, slots and streams for the blocks of one source on one device; serves one run at a time.
 
     Args:
         source: where the stored bytes of every block come from.
         buffers: size of the pool; each buffer holds the largest block of the source in its computed form.
+        homes: the blocks that stay in RAM.
         device: `cpu` or `cuda`.
+        shared: RAM that the ranks of one machine hold together.
+
+    Raises:
+        SourceError: there is not enough RAM for the homes.
     """
 
-    def __init__(self, source: BlockSource, *, buffers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: BlockSource,
+        *,
+        buffers: int,
+        homes: RamHomes,
+        device: torch.device,
+        shared: SharedSegment | None = None,
+    ) -> None:
         self.device = device
         self.formats = {key: source.block_format(key) for key in source.keys()}
+        self._source = source
         self._largest = max(fmt.computed.nbytes for fmt in self.formats.values())
+        lock = CudaPageLock(device) if device.type == "cuda" else None
+        self._patches = HeldPatches(self.formats, lock=lock)
+        self.ram = RamSlots(source, self.formats, lock=lock, shared=shared)
+        self.ram.check_room(homes, self.staging)
+        self.ram.resize(homes, self.staging)
         self.buffers = tuple(BlockBuffer(index, allocate_flat(self._largest, device)) for index in range(buffers))
-        on_cuda = device.type == "cuda"
-        self._patches = HeldPatches(self.formats, lock=CudaPageLock(device) if on_cuda else None)
         self.streams: Streams
-        if on_cuda:
-            self.streams = CudaStreams(source, self.formats, self._patches, slots=STAGING_SLOTS, device=device)
+        if device.type == "cuda":
+            self.streams = CudaStreams(source, self.formats, self._patches, device=device)
         else:
-            self.streams = CpuStreams(source, self.formats, self._patches, slots=STAGING_SLOTS)
+            self.streams = CpuStreams(source, self.formats, self._patches)
         self._running = threading.Lock()
+
+    @property
+    def staging(self) -> int:
+        """Slots of RAM beside those of homes; none where bytes can be read straight into a buffer."""
+        straight = self.device.type == "cpu" and all(fmt.is_raw for fmt in self.formats.values())
+        return 0 if straight else STAGING_SLOTS
 
     @property
     def loaded_bytes(self) -> int:
@@ -57,8 +84,13 @@ class StreamEngine:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that the engine keeps page-locked now, beside those of its source."""
-        return self.streams.pinned_bytes + self._patches.locked_bytes
+        """Bytes of host memory that the engine keeps page-locked now."""
+        return self.ram.locked_bytes + self._patches.locked_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that slots and patches take now, locked or not."""
+        return self.ram.nbytes + self._patches.host_bytes
 
     @property
     def running(self) -> bool:
@@ -69,23 +101,36 @@ class StreamEngine:
         """What the buffers still hold from the run before; a new program may keep it."""
         return {b.index: b.key for b in self.buffers if b.state is BufferState.DONE and b.key is not None}
 
-    def run(self, program: TransferProgram, *, recorder: Recorder | None = None) -> EngineRun:
-        """A run of `program`; `with` starts it, and leaving it joins the fetch thread, whatever happened.
+    def run(self, programs: RunPrograms, *, recorder: Recorder | None = None) -> EngineRun:
+        """A run of `programs`; `with` starts it, and leaving it joins its threads, whatever happened.
 
         Raises:
             RuntimeError: another run is going on; said here, and again on entering.
-            ValueError: the program is wrong, or made for more buffers.
+            ValueError: a program is wrong, or made for more buffers or slots; the latter is said again on entering.
         """
         if self.running:
             raise RuntimeError(_BUSY)
-        if program.buffers > len(self.buffers):
-            raise ValueError(f"the program needs {program.buffers} buffers, the engine has {len(self.buffers)}")
-        check_program(program)
-        return EngineRun(self, program, recorder)
+        self.check_size(programs)
+        check_program(programs.device)
+        check_ram(programs.device, programs.ram)
+        return EngineRun(self, programs, recorder)
+
+    def check_size(self, programs: RunPrograms) -> None:
+        """Raise ValueError for programs that need more buffers or slots than there are now."""
+        for needed, there, word in (
+            (programs.device.buffers, len(self.buffers), "buffers"),
+            (programs.ram.program.buffers, len(self.ram), "slots of RAM"),
+        ):
+            if needed > there:
+                raise ValueError(f"the program needs {needed} {word}, the engine has {there}: compile it again")
 
     def fetch_bytes(self, key: BlockKey) -> int:
         """Bytes of one fetch of a block: as it is stored, and the factors of its patch."""
         return self.formats[key].stored.nbytes + self._patches.nbytes(key)
+
+    def file_bytes(self, key: BlockKey) -> int:
+        """Bytes of one reading of a block, as its file has it."""
+        return self._source.file_bytes(key)
 
     def set_patches(self, patches: Mapping[BlockKey, BlockPatch]) -> None:
         """Replace all patches. Blocks that arrived with another patch, or without theirs, are fetched again.
@@ -128,6 +173,31 @@ class StreamEngine:
         finally:
             self.release()
 
+    def resize(self, buffers: int, *, residency: Residency, homes: RamHomes) -> None:
+        """Have that many buffers and those homes in RAM; of what lies there, the most useful is kept.
+
+        New buffers take memory when a run first fetches into them.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched.
+            SourceError: there is not enough RAM for the homes; nothing was touched.
+        """
+        self.claim()
+        try:
+            self.ram.check_room(homes, self.staging)
+            self.streams.settle()
+            order = eviction_order(range(len(self.buffers)), self.contents(), residency)
+            out = order[: max(0, len(order) - buffers)]
+            for index in out:
+                _let_go(self.buffers[index])
+            stay = [buffer for buffer in self.buffers if buffer.index not in out]
+            self.buffers = (*stay, *(BlockBuffer(index) for index in range(len(stay), buffers)))
+            for index, buffer in enumerate(self.buffers):
+                buffer.index = index
+            self.ram.resize(homes, self.staging)
+        finally:
+            self.release()
+
     def restore_buffers(self, program: TransferProgram) -> None:
         """Allocate the buffers that `program` fetches into and that were given back (computing thread, in a run)."""
         for index in sorted({fetch.buffer for fetch in program.fetches}):
@@ -135,7 +205,7 @@ class StreamEngine:
                 self.buffers[index].restore(allocate_flat(self._largest, self.device))
 
     def close(self) -> None:
-        """Give the device memory back, once the device has passed everything that uses it.
+        """Give device memory and RAM back, once the device has passed everything that uses them.
 
         Raises:
             RuntimeError: a run is going on; nothing was touched.
@@ -143,6 +213,7 @@ class StreamEngine:
         self.claim()
         try:
             self.streams.close()
+            self.ram.close()
             self._patches.replace({})
             for buffer in self.buffers:
                 _let_go(buffer)

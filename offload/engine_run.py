@@ -1,22 +1,24 @@
-"""One execution of one program.
+"""One execution of the two programs of a run.
 
 The computing thread calls `begin` and `end` for the visits in the program's order; the fetch thread goes through the
-program's fetches in bus order.
+program's fetches in bus order; the read thread (`ram_run.py`) brings their blocks into RAM before.
 """
 
 from __future__ import annotations
 
 import atexit
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..metrics import Clock, Mark, Recorder, clock_for
-from ..plan import AT_ONCE, KEPT, BlockKey, Fetch, TransferProgram, Visit
+from ..plan import AT_ONCE, KEPT, BlockKey, Fetch, Visit
 from .buffers import BlockBuffer
+from .programs import RunPrograms
 from .progress import RunProgress, RunStopped
+from .ram_run import RamRun
+from .run_thread import RunThread
 from .streams import Arrival
 
 if TYPE_CHECKING:
@@ -30,22 +32,27 @@ class VisitOrderError(RuntimeError):
 
 
 class EngineRun:
-    """One execution of one program."""
+    """One execution of a device program and the RAM program below it."""
 
-    def __init__(self, engine: StreamEngine, program: TransferProgram, recorder: Recorder | None) -> None:
-        self.program = program
+    def __init__(self, engine: StreamEngine, programs: RunPrograms, recorder: Recorder | None) -> None:
+        self.programs = programs
+        self.program = programs.device
         self.fetched: list[Fetch] = []
         self._engine = engine
+        self._ram = RamRun(engine.ram, programs.ram)
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
         self._progress = RunProgress()
-        self._arrivals: list[Arrival | None] = [None] * len(program.fetches)
+        self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._progress.no_more)
+        self._arrivals: list[Arrival | None] = [None] * len(self.program.fetches)
         self._done: list[Mark] = []
         self._next = 0
         self._going_on = False
-        # A daemon that is stopped `atexit`: a run that nobody ended (a forward raised) must not keep the process alive.
-        self._thread = threading.Thread(target=self._fetch_all, name="wanstream-fetch", daemon=True)
-        self._fetching: Future[None] = Future()
+
+    @property
+    def reads(self) -> list[Fetch]:
+        """What was really read into slots so far: fetches of the RAM program."""
+        return self._ram.reads
 
     def __enter__(self) -> EngineRun:
         self._engine.claim()
@@ -62,9 +69,11 @@ class EngineRun:
         self._finish()
         whole = error is None and self._next == len(self.program.visits)
         assert not whole or tuple(self.fetched) == self.program.fetches, "what was fetched is not what was planned"
+        assert not whole or self._ram.is_whole, "what was read is not what was planned"
 
     def _start(self) -> None:
         engine = self._engine
+        engine.check_size(self.programs)
         engine.restore_buffers(self.program)
         for buffer in engine.buffers:
             key = self.program.initial.get(buffer.index)
@@ -74,37 +83,37 @@ class EngineRun:
         # A buffer may still be read by work given to the device before this run.
         self._origin = self._clock.mark()
         self._going_on = True
+        atexit.register(self._end_threads)
+        self._ram.start()
         if self.program.fetches:
-            atexit.register(self._stop_fetching)
             self._thread.start()
 
     def _finish(self) -> None:
         self._going_on = False
         try:
-            self._stop_fetching()
+            self._end_threads()
             self._engine.streams.end_run()
         finally:
             for buffer in self._engine.buffers:
                 buffer.end_run()
+            self._ram.end()
             self._arrivals.clear()
             self._engine.release()
 
-    def _stop_fetching(self) -> None:
-        """End the fetch thread. Until it has left it may write into a buffer: a second interrupt waits for it too."""
+    def _end_threads(self) -> None:
+        """End both threads. Until they have left they may write into a place: a second interrupt waits for them too."""
         try:
             self._progress.stop()
-            self._engine.streams.stop()
-            if self._thread.ident is not None:
-                # Not `join`: interrupted once, it takes the thread for ended (Python before 3.13).
-                wait([self._fetching])
-                self._thread.join()
-            atexit.unregister(self._stop_fetching)
+            self._ram.stop()
+            self._thread.join()
+            self._ram.join()
+            atexit.unregister(self._end_threads)
         except KeyboardInterrupt:
-            self._stop_fetching()
+            self._end_threads()
             raise
 
-    def begin(self, visit: Visit) -> tuple[BlockBuffer, Mark, Mark]:
-        """Wait for the block of `visit`; returns its buffer and the marks 'asked' and 'ready'."""
+    def begin(self, visit: Visit) -> tuple[BlockBuffer, Mark, Mark, Mark]:
+        """Wait for the block of `visit`; returns its buffer and the marks 'asked', 'arrived' and 'ready'."""
         number, program = self._next, self.program
         if not self._going_on:
             raise VisitOrderError(f"{visit} is outside its run, which is not going on: enter the run with `with` first")
@@ -114,28 +123,35 @@ class EngineRun:
         if number >= PACE:
             self._clock.keep_pace(self._done[number - PACE])
         asked = self._clock.mark()
-        arrival = self._await_issued(program.visit_fetch[number])
+        fetch = program.visit_fetch[number]
+        arrival = self._await_issued(fetch)
         if arrival is not None:
             arrival.wait()
-        ready = self._clock.mark()
-        if self._recorder is not None:
-            self._recorder.block_ready(0 if arrival is None else self._engine.fetch_bytes(visit.key))
-        if arrival is not None:
+        arrived = ready = self._clock.mark()
+        if arrival is not None and arrival.unpack is not None:
             arrival.unpack()
+            ready = self._clock.mark()
+        if arrival is not None and self._recorder is not None:
+            self._recorder.block_arrived(
+                self._engine.fetch_bytes(visit.key),
+                read_bytes=self._engine.file_bytes(visit.key) if self._ram.reads_for(fetch) else 0,
+                decoded=(arrived, ready) if arrival.unpack is not None else arrival.decoded,
+            )
         buffer = self._engine.buffers[program.visit_buffer[number]]
         buffer.acquire(visit.key)
-        return buffer, asked, ready
+        return buffer, asked, arrived, ready
 
-    def end(self, buffer: BlockBuffer, asked: Mark, ready: Mark) -> bool:
+    def end(self, buffer: BlockBuffer, asked: Mark, arrived: Mark, ready: Mark) -> bool:
         """The visit was given to the device; returns whether the block's tenancy is over."""
         done = self._clock.mark()
         self._done.append(done)
-        last = self._next in self.program.last_use
+        number = self._next
+        last = number in self.program.last_use
         buffer.release(last=last)
         self._next += 1
-        self._progress.note_released()
+        self._progress.note_released(number)
         if self._recorder is not None:
-            self._recorder.visit(asked, ready, done)
+            self._recorder.visit(asked, arrived, ready, done)
         return last
 
     def _await_issued(self, fetch: int) -> Arrival | None:
@@ -145,34 +161,32 @@ class EngineRun:
         try:
             self._progress.await_issued(fetch)
         except RunStopped:
-            self._fetching.result()  # raises what ended the fetch thread
+            self._thread.result()  # raises what ended the fetch thread
             raise
         arrival, self._arrivals[fetch] = self._arrivals[fetch], None
         return arrival
 
     def _fetch_all(self) -> None:
-        try:
-            for number, fetch in enumerate(self.program.fetches):
-                self._fetch(number, fetch)
-        except RunStopped:
-            self._fetching.set_result(None)
-        except BaseException as err:  # noqa: BLE001 - it is raised again on the computing thread
-            self._fetching.set_exception(err)
-            self._progress.stop()
-        else:
-            self._fetching.set_result(None)
+        for number, fetch in enumerate(self.program.fetches):
+            self._fetch(number, fetch)
 
     def _fetch(self, number: int, fetch: Fetch) -> None:
-        streams = self._engine.streams
-        staged = streams.stage(fetch.block)
+        slot = self._ram.take(number)
         self._progress.await_released(fetch.start_after)
         after = self._origin if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
         buffer = self._engine.buffers[fetch.buffer]
-        buffer.begin_fill(staged.key)
-        self._arrivals[number] = streams.land(staged, buffer.memory, after)
+        buffer.begin_fill(fetch.block)
+        if slot is None:
+            key, stored = fetch.block, None
+            self._engine.ram.read(key, buffer.memory[: self._engine.formats[key].stored.nbytes])
+        else:
+            assert slot.key is not None, f"slot {slot.index} was taken and holds nothing"
+            key, stored = slot.key, slot.memory
+        leave = partial(self._ram.leave, number)
+        self._arrivals[number] = self._engine.streams.land(key, stored, buffer.memory, after, leave)
         buffer.issued()
-        self.fetched.append(fetch._replace(block=staged.key, buffer=buffer.index))
-        self._progress.note_issued()
+        self.fetched.append(fetch._replace(block=key, buffer=buffer.index))
+        self._progress.note_issued(number)
 
 
 BindBlock = Callable[[BlockKey, BlockBuffer], None]

@@ -92,8 +92,8 @@ class FileSource:
             self._scales[key] = {name: _as_factor(scale) for name, scale in stored.items()}
         return self._scales[key]
 
-    def host_block(self, key: BlockKey) -> torch.Tensor | None:
-        return None
+    def file_bytes(self, key: BlockKey) -> int:
+        return sum(tensor.nbytes for tensor in self._blocks[key].values())
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         memory = host_bytes(into).data

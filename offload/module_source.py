@@ -42,8 +42,8 @@ class ModuleSource:
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         return {}
 
-    def host_block(self, key: BlockKey) -> torch.Tensor | None:
-        return None
+    def file_bytes(self, key: BlockKey) -> int:
+        return self._formats[key].stored.nbytes
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         views = tensor_views(into, self._formats[key].stored)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..plan import BlockKey
-from .host_memory import map_memory
+from .host_memory import in_pages, map_memory
 from .layout import BlockFormat, FlatLayout, FlatTensor, flat_layout, tensor_views
 from .page_lock import LockedBlocks, PageLock
 
@@ -89,6 +89,11 @@ class HeldPatches:
     def locked_bytes(self) -> int:
         """Bytes of page-locked host memory."""
         return 0 if self._locked is None else self._locked.nbytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the factors take, locked or not."""
+        return sum(in_pages(held.layout.nbytes) for held in self._held.values())
 
     @property
     def largest(self) -> int:

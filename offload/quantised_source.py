@@ -81,8 +81,8 @@ class QuantisedSource:
             self._read(key, None)
         return self._scales[key]
 
-    def host_block(self, key: BlockKey) -> torch.Tensor | None:
-        return None
+    def file_bytes(self, key: BlockKey) -> int:
+        return self._inner.file_bytes(key)
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         self._read(key, tensor_views(into, self._formats[key].stored))

@@ -18,8 +18,8 @@ class SourceError(OSError):
 class BlockSource(Protocol):
     """Gives blocks as flat bytes in their stored dtype.
 
-    Methods may be called from any thread, but blocks are read by one fetch thread. An error leaves the source usable:
-    the next call tries again.
+    Methods may be called from any thread; blocks are read by at most two threads at once. An error leaves the source
+    usable: the next call tries again.
     """
 
     def keys(self) -> Iterable[BlockKey]:
@@ -37,14 +37,8 @@ class BlockSource(Protocol):
         """
         ...
 
-    def host_block(self, key: BlockKey) -> torch.Tensor | None:
-        """Return the stored bytes, 1-D uint8, where the source keeps them in RAM; None where it does not.
-
-        The tensor belongs to the source and is valid until `close`. The first call for a block may have to read it.
-
-        Raises:
-            SourceError: the bytes could not be read.
-        """
+    def file_bytes(self, key: BlockKey) -> int:
+        """Return the bytes that one `read_block` takes from where the block is kept."""
         ...
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:

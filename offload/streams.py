@@ -1,10 +1,7 @@
 """What the engine asks of a device: copying beside computing (`cpu_streams.py`, `cuda_streams.py`).
 
-Both devices answer the same two calls, made by the fetch thread for one fetch after the other:
-
-* `stage(key)`: bring the stored bytes to where the copy can start from. May run while the buffer is still in use.
-* `land(staged, buffer, after)`: the buffer is free once the device has passed `after`; issue the copy into it. Returns
-  what the computing thread does once, before its first use of the block.
+Both devices answer one call, made by the fetch thread for one fetch after the other: `land` brings the stored bytes of
+a block out of a slot of RAM into its buffer, and returns what the computing thread does before its first use of it.
 """
 
 from __future__ import annotations
@@ -17,28 +14,29 @@ import torch
 
 from ..metrics import Mark
 from ..plan import BlockKey
-from .staging import StagingSlot
 
 
 def nothing_left() -> None:
     """Nothing is left to do."""
 
 
+class Leave(Protocol):
+    """Called once, when the bytes were taken out of their slot."""
+
+    def __call__(self, drained: Callable[[], object] | None = None) -> None:
+        """`drained` waits on the host until the copy out of the slot has ended; None: it has ended."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """What is left to do when a block was issued: `wait` for its bytes, then `unpack` them where that is computing."""
+    """What is left to do when a block was issued: `wait` for its bytes, then `unpack` them where that is computing.
+
+    `decoded` is when the device began and ended to decode and patch; None where it does not, or `unpack` does it.
+    """
 
     wait: Callable[[], object] = nothing_left
-    unpack: Callable[[], None] = nothing_left
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staged:
-    """Stored bytes of one block, ready to be copied; `memory` is None where they are read straight into the buffer."""
-
-    key: BlockKey
-    memory: torch.Tensor | None
-    slot: StagingSlot | None = None
+    unpack: Callable[[], None] | None = None
+    decoded: tuple[Mark, Mark] | None = None
 
 
 class Streams(Protocol):
@@ -47,12 +45,13 @@ class Streams(Protocol):
     def begin_run(self) -> None:
         """A run begins (computing thread)."""
 
-    def stage(self, key: BlockKey) -> Staged: ...
+    def land(
+        self, key: BlockKey, stored: torch.Tensor | None, into: torch.Tensor, after: Mark, leave: Leave
+    ) -> Arrival:
+        """The buffer `into` is free once the device has passed `after`; issue the copy into it (fetch thread).
 
-    def land(self, staged: Staged, into: torch.Tensor, after: Mark) -> Arrival: ...
-
-    def stop(self) -> None:
-        """Wake the fetch thread out of any wait."""
+        `stored` are the bytes in RAM; None: they were read straight into the buffer.
+        """
 
     def end_run(self) -> None:
         """The fetch thread has left, and every visit was given to the device (computing thread)."""
@@ -61,12 +60,8 @@ class Streams(Protocol):
     def device_bytes(self) -> int:
         """Bytes of device memory beside the buffers."""
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of page-locked host memory through which blocks pass."""
-
     def settle(self) -> None:
-        """Between runs: wait until the device has passed everything that uses a buffer or a host block."""
+        """Between runs: wait until the device has passed everything that uses a buffer or a slot of RAM."""
 
     def give_back(self) -> int:
         """Let go of all device memory after `settle`; the next run makes it anew. Returns its bytes."""

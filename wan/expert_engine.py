@@ -8,8 +8,10 @@ from contextlib import AbstractContextManager
 import torch
 
 from ..metrics import Recorder
-from ..offload.attach import OffloadRun, attach_offload
+from ..offload.attach import attach_offload
+from ..offload.attached_run import OffloadRun
 from ..offload.patches import BlockPatch, WeightPatch
+from ..offload.programs import RunPrograms
 from ..plan import BlockKey, OffloadPolicy, Visit
 from .block_storage import Storage, block_source
 from .checkpoint import Expert
@@ -72,6 +74,11 @@ class ExpertEngine:
         """Bytes of host memory that are page-locked now."""
         return self._handle.pinned_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that blocks in RAM, staging and LoRA factors of blocks take now, locked or not."""
+        return self._handle.host_bytes
+
     def set_loras(self, stacks: Mapping[str, LoraStack], factors: LoraFactors) -> None:
         """Add these LoRAs, by expert, and no others to the weights; those that are set already cost nothing.
 
@@ -109,14 +116,31 @@ class ExpertEngine:
         """
         return self._handle.give_back(nbytes)
 
-    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> AbstractContextManager[OffloadRun]:
-        """Compile `visits` into a transfer program and start it.
+    def run(
+        self, visits: Sequence[Visit], recorder: Recorder | None = None, then: Sequence[Visit] = ()
+    ) -> AbstractContextManager[OffloadRun]:
+        """Compile `visits` into transfer programs and start them; RAM is made ready for `then`, the expected next run.
 
         Inside the context, `run.visit(step, expert, block)` gives the visits in their order.
         """
-        if self._closed:
-            raise RuntimeError("this engine was closed; ask its pair for another one")
-        return self._handle.run(visits, recorder=recorder)
+        self._check_open()
+        return self._handle.run(visits, recorder=recorder, then=then)
+
+    def programs(self, visits: Sequence[Visit], then: Sequence[Visit] = ()) -> RunPrograms:
+        """What `run` would execute now; `simulate` predicts it."""
+        self._check_open()
+        return self._handle.programs(visits, then)
+
+    def set_policy(self, policy: OffloadPolicy) -> None:
+        """Change between runs what stays on the device and in RAM; blocks that both policies keep are not read again.
+
+        Raises:
+            RuntimeError: a run is going on.
+            ValueError: the policy does not fit the number of blocks; the former one stays.
+            OSError: there is not enough RAM for the blocks that would have a home there; the former one stays.
+        """
+        self._check_open()
+        self._handle.set_policy(policy)
 
     def close(self) -> None:
         """Free the buffers, threads and files. Closing twice is allowed.
@@ -127,3 +151,7 @@ class ExpertEngine:
         self._handle.detach()
         self._closed = True
         self.models.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine was closed; ask its pair for another one")

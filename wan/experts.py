@@ -124,15 +124,17 @@ class ExpertPair:
         self._loras = {"high": _fitted(high, self.high), "low": _fitted(low, self.low)}
 
     def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
-        """Return the engine for `policy` on `device`, with the LoRAs set; another one is freed first.
+        """Return the engine for `policy` on `device`, with the LoRAs set.
+
+        One for another policy takes on this one, and keeps every block that both keep; one on another device is freed.
 
         Raises:
             ValueError: the policy does not fit the number of blocks, or a factor of a LoRA is not finite.
-            OSError: a LoRA cannot be read, or its factors do not fit into RAM.
+            OSError: a LoRA cannot be read, or its factors or the blocks to be kept in RAM do not fit there.
             RuntimeError: the engine runs, and another one or other LoRAs are asked for.
         """
         place = torch.device(device)
-        if not self._is_there(policy, place):
+        if self._engine is None or self._engine_for is None or self._engine_for[1] != place:
             self._close_engine()
             experts = {"high": self.high, "low": self.low}
             # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
@@ -145,6 +147,9 @@ class ExpertPair:
                     storage=self.storage,
                     direct=self._direct,
                 )
+            self._engine_for = (policy, place)
+        elif self._engine_for[0] != policy:
+            self._engine.set_policy(policy)
             self._engine_for = (policy, place)
         assert self._engine is not None
         self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
@@ -199,6 +204,11 @@ class ExpertPair:
         """Bytes of host memory that are page-locked for this pair now."""
         return 0 if self._engine is None else self._engine.pinned_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that blocks in RAM, staging and LoRA factors of blocks take for this pair now."""
+        return 0 if self._engine is None else self._engine.host_bytes
+
     def give_back(self, nbytes: int) -> int:
         """Free buffers until `nbytes` of device memory are free or none is left; returns the bytes freed.
 
@@ -224,9 +234,6 @@ class ExpertPair:
 
     def _active_loras(self) -> dict[str, LoraStack]:
         return {name: [(lora, by) for lora, by in stack if by != 0] for name, stack in self._loras.items()}
-
-    def _is_there(self, policy: OffloadPolicy, device: torch.device) -> bool:
-        return self._engine is not None and self._engine_for == (policy, device)
 
     def __enter__(self) -> ExpertPair:
         return self

@@ -51,8 +51,8 @@ class SlowSource:
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
         return self.inner.scales(key)
 
-    def host_block(self, key: BlockKey) -> torch.Tensor | None:
-        return self.inner.host_block(key)
+    def file_bytes(self, key: BlockKey) -> int:
+        return self.inner.file_bytes(key)
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         time.sleep(self._random.random() * self._longest_s)

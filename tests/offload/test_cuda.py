@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.metrics import Recorder
-from wanstream.offload import BlockPatch, OffloadHandle, PinnedSource, WeightPatch, attach_offload
+from wanstream.offload import BlockPatch, OffloadHandle, WeightPatch, attach_offload
 from wanstream.offload.engine_run import PACE
 from wanstream.offload.file_source import FileSource
 from wanstream.offload.module_source import ModuleSource
+from wanstream.offload.page_lock import CudaPageLock, PageLockError
 from wanstream.offload.safetensors_header import read_header
 from wanstream.plan import BlockKey, OffloadPolicy, step_visits
 from wanstream.wan import Lane, forward_lanes, open_experts
@@ -271,18 +272,26 @@ def test_memory_follows_the_policy_and_is_given_back(stacks, hidden, plain):
 
 
 def test_pinned_blocks_are_locked_where_they_lie_and_each_is_read_once(stacks, hidden, plain, slow_source):
-    inner = slow_source(ModuleSource(stacks), seed=0)
-    source = PinnedSource(inner, register=True)
-    with attach(stacks, OffloadPolicy.layerwise(1), source=source) as handle:
-        assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
-        assert all(source.host_block(key).is_pinned() for key in source.keys())
-        assert sorted(inner.reads) == sorted(source.keys())
+    source = slow_source(ModuleSource(stacks), seed=0)
+    with attach(stacks, OffloadPolicy.layerwise(1, source="pinned"), source=source) as handle:
+        for _ in range(2):
+            assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
+        slots = handle.engine.ram
+        assert all(slots[index].memory.is_pinned() for index in slots.contents())
+        assert sorted(source.reads) == sorted(source.keys())
+        assert handle.pinned_bytes == 2 * BLOCKS * BLOCK_BYTES
 
 
-def test_memory_that_could_not_be_locked_only_costs_time(stacks, hidden, plain, limited_page_lock):
-    source = PinnedSource(ModuleSource(stacks), register=True, driver=limited_page_lock(limit=0))
-    with attach(stacks, OffloadPolicy.layerwise(2), source=source) as handle:
-        assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
+def test_memory_that_could_not_be_locked_only_costs_time(stacks, hidden, plain, monkeypatch):
+    def refuse(self: CudaPageLock, memory: torch.Tensor) -> None:
+        raise PageLockError("no more pages")
+
+    monkeypatch.setattr(CudaPageLock, "lock", refuse)
+    with attach(stacks, OffloadPolicy.layerwise(2, source="pinned")) as handle:
+        for _ in range(2):
+            assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
+        assert handle.pinned_bytes == 0
+        assert handle.host_bytes == 2 * BLOCKS * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("pinned", ["file", "pinned"])

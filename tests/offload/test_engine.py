@@ -117,11 +117,11 @@ def test_a_visit_out_of_order_raises(make_stack: Callable[..., nn.ModuleList]) -
 def test_a_program_with_two_fetches_exchanged_is_refused(make_stack: Callable[..., nn.ModuleList]) -> None:
     stacks = {"high": make_stack(4)}
     with attach_offload(stacks, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False) as handle:
-        program = handle.compile(step_visits(["high", "high"], handle.counts))
-        first, second, *rest = program.fetches
-        broken = replace(program, fetches=(first._replace(buffer=second.buffer), second, *rest))
+        programs = handle.programs(step_visits(["high", "high"], handle.counts))
+        first, second, *rest = programs.device.fetches
+        broken = replace(programs.device, fetches=(first._replace(buffer=second.buffer), second, *rest))
         with pytest.raises(ProgramError):
-            handle.engine.run(broken)
+            handle.engine.run(replace(programs, device=broken))
 
 
 def test_a_failing_read_reaches_the_visit_and_the_engine_stays_usable(

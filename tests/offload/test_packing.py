@@ -17,7 +17,6 @@ from wanstream.offload.file_source import FileSource, read_tensors
 from wanstream.offload.gguf_header import read_gguf_header
 from wanstream.offload.layout import allocate_flat, block_format, tensor_views
 from wanstream.offload.packing import PACKINGS
-from wanstream.offload.pinned_source import PinnedSource
 from wanstream.offload.source import SourceError
 from wanstream.plan import BlockKey
 
@@ -161,11 +160,9 @@ def blocks_of(path: Path):
 
 
 class TestSources:
-    @pytest.mark.parametrize("pinned", [False, True])
     @pytest.mark.parametrize("portable", [False, True])
-    def test_blocks_arrive_packed_and_are_decoded(self, path, pinned, portable):
+    def test_blocks_arrive_packed_and_are_decoded(self, path, portable):
         source = FileSource(blocks_of(path), computed_dtypes=torch.bfloat16, portable=portable)
-        source = PinnedSource(source, register=False) if pinned else source
         for seed, key in enumerate(KEYS):
             both = source.block_format(key)
             flat, into = allocate_flat(both.stored.nbytes, "cpu"), allocate_flat(both.computed.nbytes, "cpu")

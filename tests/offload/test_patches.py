@@ -20,7 +20,6 @@ from wanstream.offload.layout import allocate_flat, block_format
 from wanstream.offload.module_source import ModuleSource
 from wanstream.offload.packing import PACKINGS
 from wanstream.offload.patches import HeldPatches
-from wanstream.offload.pinned_source import PinnedSource
 from wanstream.offload.safetensors_header import FileTensor, read_header
 from wanstream.offload.source import BlockSource
 from wanstream.offload.streams import Arrival
@@ -335,12 +334,11 @@ def test_a_block_without_a_patch_leaves_nothing_to_do(stacks):
     source = ModuleSource(stacks)
     formats = {key: source.block_format(key) for key in source.keys()}
     patches = HeldPatches(formats)
-    streams = CpuStreams(source, formats, patches, slots=1)
+    streams = CpuStreams(source, formats, patches)
     into = allocate_flat(formats[BlockKey("high", 0)].computed.nbytes, CPU)
     patches.replace(patches.prepare(some_patches(1.0)))
-    streams.begin_run()
-    assert streams.land(streams.stage(BlockKey("high", 2)), into, 0.0) == Arrival()
-    assert streams.land(streams.stage(BlockKey("high", 1)), into, 0.0) != Arrival()
+    assert streams.land(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == Arrival()
+    assert streams.land(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != Arrival()
 
 
 def pair(rows: int, up_rank: int, down_rank: int, columns: int) -> WeightPatch:
@@ -488,14 +486,3 @@ def test_factors_are_kept_in_the_dtype_that_is_computed_with():
     assert {tensor.dtype for tensor in held.layout.tensors} == {torch.bfloat16}
     assert patches.nbytes(BlockKey("high", 0)) == 2 * (96 * 4 + 4 * 32)
     assert patches.locked_bytes == 0
-
-
-def test_pinned_bytes_count_everything_that_is_locked(stacks, limited_page_lock):
-    source = PinnedSource(ModuleSource(stacks), register=True, driver=limited_page_lock())
-    block_bytes = 2 * 3 * WIDTH * WIDTH * 4
-    policy = OffloadPolicy.layerwise(1)
-    with attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
-        assert handle.pinned_bytes == 0
-        fetched_by_a_run(handle)
-        assert handle.pinned_bytes == 2 * BLOCKS * block_bytes
-    assert handle.pinned_bytes == 0

@@ -130,12 +130,23 @@ class TestEngine:
         engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
         assert pair.engine(OffloadPolicy.layerwise(1), torch.device("cpu")) is engine
 
-    def test_is_replaced_and_freed_for_another_policy(self, pair):
+    def test_takes_on_another_policy(self, pair, lane):
         engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
-        other = pair.engine(OffloadPolicy.layerwise(2), "cpu")
-        assert other is not engine
-        with pytest.raises(RuntimeError, match="closed"):
-            engine.run(step_visits(["high"], engine.block_counts))
+        expected = streamed(pair, OffloadPolicy.layerwise(1), lane)
+        assert pair.engine(OffloadPolicy.block_swap(2, 1), "cpu") is engine
+        again = streamed(pair, OffloadPolicy.block_swap(2, 1), lane)
+        assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+        with pytest.raises(ValueError, match="blocks"):
+            pair.engine(OffloadPolicy.block_swap(5, 1), "cpu")
+        assert pair.engine(OffloadPolicy.block_swap(2, 1), "cpu") is engine
+
+    def test_closed_it_runs_and_takes_on_nothing(self, pair):
+        engine = pair.engine(OffloadPolicy.layerwise(1), "cpu")
+        pair.close()
+        visits = step_visits(["high"], engine.block_counts)
+        for ask in (lambda: engine.run(visits), lambda: engine.programs(visits), lambda: engine.set_policy(None)):
+            with pytest.raises(RuntimeError, match="closed"):
+                ask()
 
     def test_a_policy_that_does_not_fit_is_refused_and_leaves_the_pair_usable(self, pair):
         with pytest.raises(ValueError, match="blocks"):

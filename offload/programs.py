@@ -1,0 +1,43 @@
+"""The two programs of one run: how blocks come over the bus, and how they come into RAM before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..plan import BlockKey, RamHomes, RamProgram, Residency, TransferProgram, Visit, compile_program, compile_ram
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPrograms:
+    """What a run executes, and what `simulate` predicts."""
+
+    device: TransferProgram
+    ram: RamProgram
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where blocks may lie under one policy, and what lies there: buffers and slots, each by number."""
+
+    residency: Residency
+    buffers: int
+    homes: RamHomes
+    staging: int
+    in_buffers: Mapping[int, BlockKey]
+    in_slots: Mapping[int, BlockKey]
+
+
+def compile_run(visits: Sequence[Visit], places: Places, *, then: Sequence[Visit] = ()) -> RunPrograms:
+    """The programs for `visits`; RAM is made ready for the visits `then`, which are expected of the run behind it.
+
+    Raises ProgramError when there are too few buffers.
+    """
+    device = compile_program(visits, places.residency, places.buffers, contents=places.in_buffers)
+    expected: list[BlockKey] = []
+    if then:
+        left = device.final_contents()
+        next_run = compile_program(then, places.residency, places.buffers, contents=left)
+        expected = [fetch.block for fetch in next_run.fetches]
+    ram = compile_ram(device, places.homes, staging=places.staging, contents=places.in_slots, then=expected)
+    return RunPrograms(device=device, ram=ram)

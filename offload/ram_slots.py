@@ -1,0 +1,184 @@
+"""Slots of RAM: homes of blocks, and places through which blocks pass on their way from a file to a buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import count
+
+import torch
+
+from ..plan import BlockKey, RamHomes, Residency, eviction_order
+from .buffers import BlockPlace, BufferState
+from .host_memory import in_pages
+from .host_slots import HostSlots
+from .layout import BlockFormat
+from .page_lock import PageLock
+from .shared_segment import SharedSegment
+from .source import BlockSource
+
+
+class RamSlot(BlockPlace):
+    """One slot. `begin_fill`: a read begins; `issued`: its bytes are there; `acquire`: a fetch takes them.
+
+    `number` is that of its memory, and stays when slots are numbered anew. `drained` waits for the last copy out of it.
+    """
+
+    word = "slot"
+
+    def __init__(self, index: int, number: int) -> None:
+        super().__init__(index)
+        self.number = number
+        self.memory: torch.Tensor | None = None
+        self.room = 0
+        self.drained: Callable[[], object] | None = None
+
+    def end_run(self) -> None:
+        """The run is over. A read that has ended left the block whole, whether anybody asked for it or not."""
+        if self.state is BufferState.ISSUED:
+            self.state = BufferState.DONE
+        super().end_run()
+
+
+class RamSlots:
+    """The slots of one engine. Memory is taken when a slot is first read into.
+
+    Args:
+        source: where blocks are read from.
+        formats: of every block there is.
+        lock: locks the pages of slots, so that a device copies out of them by itself; None for a CPU.
+        shared: memory that the ranks of one machine hold together; it takes the homes that are kept for later runs.
+    """
+
+    def __init__(
+        self,
+        source: BlockSource,
+        formats: Mapping[BlockKey, BlockFormat],
+        *,
+        lock: PageLock | None,
+        shared: SharedSegment | None = None,
+    ) -> None:
+        self._source = source
+        self._formats = formats
+        self._largest = max(fmt.stored.nbytes for fmt in formats.values())
+        self._passing = HostSlots(lock=lock)
+        self._homes_memory = self._passing if shared is None else HostSlots(lock=lock, shared=shared)
+        self._numbers = count()
+        self._homes = RamHomes(residency=Residency(residents={}, permanent=True), slots=0)
+        self._slots: tuple[RamSlot, ...] = ()
+
+    def __getitem__(self, index: int) -> RamSlot:
+        return self._slots[index]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that the slots take now, blocks that ranks share included."""
+        return sum(memory.nbytes for memory in self._memories())
+
+    @property
+    def locked_bytes(self) -> int:
+        """Those of them that are page-locked."""
+        return sum(memory.locked_bytes for memory in self._memories())
+
+    def contents(self) -> dict[int, BlockKey]:
+        """What the slots still hold from the run before; a new program may keep it."""
+        return {s.index: s.key for s in self._slots if s.state is BufferState.DONE and s.key is not None}
+
+    def check_room(self, homes: RamHomes, staging: int) -> None:
+        """Raise SourceError, with numbers, unless there is RAM for these slots."""
+        page_bytes = {key: in_pages(fmt.stored.nbytes) for key, fmt in self._formats.items()}
+        at_home = [nbytes for key, nbytes in page_bytes.items() if homes.residency.keeps(*key)]
+        passing = staging * in_pages(self._largest) if len(at_home) < len(page_bytes) else 0
+        home_bytes = sum(at_home) if homes.residency.permanent else homes.slots * in_pages(self._largest)
+        if home_bytes + passing:
+            self._homes_memory.check_room(homes.slots, home_bytes + passing)
+
+    def resize(self, homes: RamHomes, staging: int) -> None:
+        """Have `homes.slots + staging` slots, of which homes that were there before keep theirs.
+
+        No run may go on, and no copy out of a slot may be under way.
+        """
+        kept = self._kept_permanent(homes, staging) if homes.residency.permanent else self._kept_rolling(homes, staging)
+        slots = [slot or RamSlot(0, next(self._numbers)) for slot in kept]
+        stay = {slot.number for slot in slots}
+        for slot in self._slots:
+            if slot.number not in stay:
+                self._drop(slot)
+        for index, slot in enumerate(slots):
+            slot.index = index
+        self._slots, self._homes = tuple(slots), homes
+
+    def fill(self, slot: RamSlot, key: BlockKey) -> None:
+        """Read a block into a slot that nobody uses (read thread); waits for the copy that is still to leave it.
+
+        Raises:
+            SourceError: the bytes could not be read, or there is no memory for them.
+        """
+        if slot.drained is not None:
+            slot.drained()
+            slot.drained = None
+        slot.begin_fill(key)
+        at_home = self._homes.residency.permanent and slot.index < self._homes.slots
+        nbytes = self._formats[key].stored.nbytes
+        slot.room = nbytes if at_home else self._largest
+        if self._homes_memory is not self._passing:
+            (self._passing if at_home else self._homes_memory).drop(slot.number)
+        memory = self._homes_memory if at_home else self._passing
+        slot.memory = memory.fill(slot.number, key, nbytes, lambda into: self.read(key, into), room=slot.room)
+        self._source.scales(key)  # here, so that the fetch thread finds them
+        slot.issued()
+
+    def read(self, key: BlockKey, into: torch.Tensor) -> None:
+        """Read a block into `into`, 1-D uint8 CPU memory of its stored bytes.
+
+        Raises:
+            SourceError: the bytes could not be read.
+        """
+        self._source.read_block(key, into)
+
+    def end_run(self) -> None:
+        """No thread of a run uses a slot any more."""
+        for slot in self._slots:
+            slot.end_run()
+
+    def close(self) -> None:
+        """Give all memory back. No copy out of a slot may be under way."""
+        for slot in self._slots:
+            self._drop(slot)
+        self._slots = ()
+        for memory in self._memories():
+            memory.close()
+
+    def _kept_permanent(self, homes: RamHomes, staging: int) -> list[RamSlot | None]:
+        """Per slot to be: the one that takes its place, or None. Homes come first, each with a slot of its own."""
+        at_home: dict[BlockKey, RamSlot] = {}
+        for index, key in self.contents().items():
+            if homes.residency.keeps(*key):
+                at_home.setdefault(key, self._slots[index])
+        theirs: list[RamSlot | None] = list(at_home.values())
+        taken = {slot.number for slot in at_home.values()}
+        passing: list[RamSlot | None] = [s for s in self._slots if s.number not in taken and s.room == self._largest]
+        return _padded(theirs, homes.slots) + _padded(passing, staging)
+
+    def _kept_rolling(self, homes: RamHomes, staging: int) -> list[RamSlot | None]:
+        """Per slot to be: the one that takes its place, or None. The most useful ones stay."""
+        order = eviction_order(range(len(self._slots)), self.contents(), homes.residency)
+        total = homes.slots + staging
+        stay: list[RamSlot | None] = [self._slots[index] for index in sorted(order[max(0, len(order) - total) :])]
+        return _padded(stay, total)
+
+    def _drop(self, slot: RamSlot) -> None:
+        slot.memory = slot.drained = None
+        for memory in self._memories():
+            memory.drop(slot.number)
+
+    def _memories(self) -> tuple[HostSlots, ...]:
+        if self._homes_memory is self._passing:
+            return (self._passing,)
+        return (self._passing, self._homes_memory)
+
+
+def _padded(slots: list[RamSlot | None], length: int) -> list[RamSlot | None]:
+    return slots[:length] + [None] * (length - len(slots))
