@@ -27,7 +27,7 @@ from .read_pieces import ReadPiece
 
 PIECE_BYTES = 128 * 1024**2
 """Read, copied or locked at once; a probe takes two of them at most."""
-SIDE = 4096
+SIDE = 2048
 """Of the square matrices that are decoded and quantised."""
 
 
@@ -168,7 +168,7 @@ class _Copies:
         return source.numel() / median(times[1:])
 
 
-def _typical_s(work: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
+def _typical_s(work: Callable[[], object], device: torch.device, *, repeats: int = 3) -> float:
     """Seconds that `work` takes on `device`, the median of a few; the first is left out."""
     clock = clock_for(device)
     times = []

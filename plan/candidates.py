@@ -16,8 +16,6 @@ from .residency import OffloadPolicy, Residency, plan_residency
 DEPTHS = (1, 2, 3)
 CHUNKS = (None, 32768, 16384, 8192, 4096, 2048)
 """Tokens at once, from many to few: each costs more time than the one before and less memory."""
-RAM_GRID = 8
-"""Numbers of homes in RAM that are tried: multiples of an eighth of an expert's blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +25,14 @@ class Misfit:
     policy: OffloadPolicy
     needs: MemoryNeeds
     why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A policy that there is memory for."""
+
+    policy: OffloadPolicy
+    needs: MemoryNeeds
 
 
 def device_choices(blocks: int) -> Iterator[OffloadPolicy]:
@@ -40,33 +46,65 @@ def device_choices(blocks: int) -> Iterator[OffloadPolicy]:
     yield OffloadPolicy.resident()
 
 
-def ram_choices(policy: OffloadPolicy, job: OffloadJob) -> Iterator[OffloadPolicy]:
-    """`policy` with no block at home in RAM, some of both experts, some of the expert that runs, and all."""
-    blocks, experts = job.expert.blocks, len(job.lanes)
-    yield policy
-    pinned = replace(policy, source="pinned")
-    grid = max(1, blocks // RAM_GRID)
-    for homes in range(grid, blocks * experts, grid):
-        yield replace(pinned, ram_blocks=homes)
-    if experts > 1:
-        for homes in range(grid, blocks + 1, grid):
-            yield replace(pinned, ram_blocks=homes, ram_rolls=True)
-    yield pinned
+def fitting_policies(job: OffloadJob, machine: Machine, room: Room) -> tuple[list[Fit], list[Misfit]]:
+    """Every choice on the device with no home in RAM, as many as fit (kept or rolling), and all; and what others lack.
 
-
-def largest_chunk(
-    job: OffloadJob, machine: Machine, policy: OffloadPolicy, room: Room
-) -> tuple[OffloadPolicy, MemoryNeeds] | Misfit:
-    """`policy` with as many tokens at once as fit, which is the fastest it can be; or what lacks for the fewest."""
-    for chunk in CHUNKS:
-        if chunk is not None and chunk >= job.tokens:
+    Only usual policies are told of that do not fit.
+    """
+    fits: list[Fit] = []
+    misfits: list[Misfit] = []
+    for on_device in device_choices(job.expert.blocks):
+        for chunk in CHUNKS:
+            if chunk is not None and chunk >= job.tokens:
+                continue
+            without = _fit(job, machine, replace(on_device, chunk_tokens=chunk), room)
+            if isinstance(without, Misfit):
+                misfit = without
+                continue
+            fits.append(without)
+            fits += _some_at_home(job, machine, without, room)
+            misfit_at_home = _fit(job, machine, replace(without.policy, source="pinned"), room)
+            if isinstance(misfit_at_home, Fit):
+                fits.append(misfit_at_home)
+            # Fewer tokens at once are slower, and pay only where they leave RAM to more homes.
+            if isinstance(misfit_at_home, Fit) or not room.shared:
+                break
+        else:
+            misfits.append(misfit)
             continue
-        chunked = replace(policy, chunk_tokens=chunk)
-        needs = memory_needs(job, machine, chunked)
-        if (why := room.lacks(needs)) is None:
-            return chunked, needs
-        misfit = Misfit(policy=chunked, needs=needs, why=why)
-    return misfit
+        if isinstance(misfit_at_home, Misfit):
+            misfits.append(misfit_at_home)
+    return fits, [misfit for misfit in misfits if is_usual(misfit.policy, job)]
+
+
+def is_usual(policy: OffloadPolicy, job: OffloadJob) -> bool:
+    """Whether people would ask after this policy: a quarter, half, or all of the blocks resident, one ahead."""
+    quarter = max(1, job.expert.blocks // 4)
+    return policy.prefetch_blocks <= 1 and (policy.kind != "block_swap" or policy.blocks_to_swap % quarter == 0)
+
+
+def with_homes(policy: OffloadPolicy, homes: int) -> OffloadPolicy:
+    """`policy` with that many homes in RAM, rolling or kept as before."""
+    return replace(policy, source="pinned", ram_blocks=homes)
+
+
+def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, room: Room) -> Fit | Misfit:
+    needs = memory_needs(job, machine, policy)
+    why = room.lacks(needs)
+    return Fit(policy=policy, needs=needs) if why is None else Misfit(policy=policy, needs=needs, why=why)
+
+
+def _some_at_home(job: OffloadJob, machine: Machine, without: Fit, room: Room) -> Iterator[Fit]:
+    """`without` with as many homes in RAM as there is room for but not all, kept for later runs or rolling."""
+    blocks, slots = job.expert.blocks, room.slots(without.needs)
+    beside_staging = slots - without.needs.ram_slots
+    kept = min(beside_staging, sum(job.block_counts.values()) - 1)
+    # When a whole expert is at home nothing passes through staging slots.
+    rolling = 0 if len(job.lanes) == 1 else blocks if slots >= blocks else min(beside_staging, blocks - 1)
+    for homes, rolls in ((kept, False), (rolling, True)):
+        if homes > 0:
+            policy = replace(with_homes(without.policy, homes), ram_rolls=rolls)
+            yield Fit(policy=policy, needs=memory_needs(job, machine, policy))
 
 
 def least_seconds(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> float:
@@ -118,9 +156,13 @@ class _Traffic:
         hardware, expert = self._hardware, job.experts_of_steps[0]
         self._read_s = hardware.read_bytes(expert) / (hardware.disk_bytes_per_s or 1.0)
         self._copy_s = 0.0 if hardware.decode_computes else hardware.block_bytes[expert] / hardware.bus_bytes_per_s
+        if self._straight_in:
+            # Then more homes are never slower by this bound, however slow RAM is.
+            self._copy_s = min(self._copy_s, self._read_s)
         self._decode_s = hardware.decode_s.get(expert, 0.0)
-        at_home = homes.residency.keeps(expert, 0) or not self._straight_in
-        self.first_arrival_s = self._read_s + (self._copy_s if at_home else 0.0) + self._late_decode_s
+        self.first_arrival_s = self._first_hop_s + self._last_hop_s + self._late_decode_s
+        if self._straight_in:
+            self.first_arrival_s += self._read_s
 
     @property
     def _late_decode_s(self) -> float:

@@ -88,6 +88,11 @@ class Room:
             return f"needs {needs.host_words()} = {_gb(needs.host_bytes)} of RAM; {_gb(self.host)} given"
         return None
 
+    def slots(self, needs: MemoryNeeds) -> int:
+        """Slots of RAM for which there is room beside everything else of `needs`."""
+        taken = needs.host_staying_bytes + (needs.device_bytes if self.shared else 0)
+        return max(0, int((self.host - taken) // needs.slot_bytes))
+
 
 def room_for(machine: Machine, budgets: Budgets) -> Room:
     """The budgets on `machine`; what they leave open is what the machine can spare."""
@@ -123,7 +128,7 @@ def memory_needs(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> Me
 def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
     """What a step of the expert with the most lanes computes in, beside the weights."""
     lanes = max(job.lanes.values())
-    return job.expert.working_bytes(job.tokens, lanes=lanes, value_bytes=job.value_bytes)
+    return job.expert.working_bytes(job.tokens, lanes=lanes, value_bytes=job.value_bytes, chunk_tokens=chunk_tokens)
 
 
 def staging_slots(job: OffloadJob, machine: Machine, homes: RamHomes) -> int:

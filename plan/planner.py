@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .candidates import Misfit, device_choices, largest_chunk, least_seconds, ram_choices
+from .candidates import Fit, Misfit, fitting_policies, is_usual, least_seconds, with_homes
 from .machine import Machine
-from .memory_needs import DoesNotFitError, MemoryNeeds, Room, room_for
+from .memory_needs import DoesNotFitError, memory_needs, room_for
 from .offload_job import Budgets, OffloadJob
 from .plan_reason import plan_reason
-from .predict import Prediction, predict
+from .predict import Prediction, compile_programs, predict
+from .program import TransferProgram
 from .residency import OffloadPolicy
 from .timeline import Timeline
 
@@ -60,17 +60,18 @@ def plan_offload(job: OffloadJob, machine: Machine, budgets: Budgets) -> Offload
     Of equal ones (to the millisecond) the one with the smallest device memory is chosen, then with the least RAM.
     Raises DoesNotFitError when there is too little memory for any.
     """
-    room = room_for(machine, budgets)
-    fitting, misfits = _fitting(job, machine, room)
+    fitting, misfits = fitting_policies(job, machine, room_for(machine, budgets))
     if not fitting:
         raise DoesNotFitError(_nothing_fits(misfits, machine, budgets))
     search = _Search(job, machine)
-    for place in _landmarks(fitting, job):
-        search.simulate(place)
-    for place in sorted(fitting, key=search.hope):
-        if search.best is not None and search.hope(place) >= search.best.rank:
+    for fit in fitting:
+        if is_usual(fit.policy, job):
+            search.simulate(fit.policy)
+    for hope, fit in sorted(((search.hope(fit), fit) for fit in fitting), key=lambda pair: pair[0]):
+        if hope >= search.best.rank:
             break
-        search.simulate(place)
+        search.simulate(fit.policy)
+    search.spare_homes()
     candidates = tuple(sorted(search.candidates.values(), key=lambda candidate: candidate.rank))
     chosen = search.predictions[candidates[0].policy]
     return OffloadPlan(
@@ -84,86 +85,60 @@ def plan_offload(job: OffloadJob, machine: Machine, budgets: Budgets) -> Offload
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """A policy that fits, with its memory."""
-
-    policy: OffloadPolicy
-    needs: MemoryNeeds
-
-
 class _Search:
     """The candidates that were simulated so far, and the best of them."""
 
     def __init__(self, job: OffloadJob, machine: Machine) -> None:
         self._job = job
         self._machine = machine
-        self._hopes: dict[OffloadPolicy, float] = {}
         self.candidates: dict[OffloadPolicy, Candidate] = {}
         self.predictions: dict[OffloadPolicy, Prediction] = {}
-        self.best: Candidate | None = None
+        self._programs: dict[OffloadPolicy, TransferProgram] = {}
 
-    def hope(self, place: _Place) -> tuple[float, int, int]:
+    @property
+    def best(self) -> Candidate:
+        """The best of them; there must be one."""
+        return min(self.candidates.values(), key=lambda candidate: candidate.rank)
+
+    def hope(self, fit: Fit) -> tuple[float, int, int]:
         """The rank that this policy could have at best."""
-        if place.policy not in self._hopes:
-            self._hopes[place.policy] = least_seconds(self._job, self._machine, place.policy)
-        # Rounded as totals are, a hair below: a sum in another order must not hide a policy.
-        least_s = round(self._hopes[place.policy] - 1e-6, 3)
-        return (least_s, place.needs.device_bytes, place.needs.host_bytes)
+        # Rounded as totals are, from a hair below: a sum in another order must not hide a policy.
+        least_s = round(least_seconds(self._job, self._machine, fit.policy) - 1e-6, 3)
+        return (least_s, fit.needs.device_bytes, fit.needs.host_bytes)
 
-    def simulate(self, place: _Place) -> None:
-        """Add this policy to the candidates, if it is not there yet."""
-        if place.policy in self.candidates:
+    def spare_homes(self) -> None:
+        """Look for fewer homes in RAM with which the best policy is as fast."""
+        best = self.best
+        if best.policy.source == "file":
             return
-        prediction = predict(self._job, self._machine, place.policy)
-        candidate = Candidate(
-            policy=place.policy,
-            total_s=prediction.total_s,
-            stall_s=prediction.timeline.stall_s,
-            switch_s=prediction.switch_s,
-            device_bytes=place.needs.device_bytes,
-            host_bytes=place.needs.host_bytes,
-        )
-        self.candidates[place.policy] = candidate
-        self.predictions[place.policy] = prediction
-        if self.best is None or candidate.rank < self.best.rank:
-            self.best = candidate
-
-
-def _fitting(job: OffloadJob, machine: Machine, room: Room) -> tuple[list[_Place], list[Misfit]]:
-    """Every policy that there is memory for, and of the usual ones those for which there is too little."""
-    fitting: list[_Place] = []
-    misfits: list[Misfit] = []
-    for on_device in device_choices(job.expert.blocks):
-        found = largest_chunk(job, machine, on_device, room)
-        if isinstance(found, Misfit) and not room.shared:
-            # Homes in RAM change nothing on the device.
-            misfits.append(found)
-            continue
-        for policy in ram_choices(on_device, job):
-            found = largest_chunk(job, machine, policy, room)
-            if isinstance(found, Misfit):
-                misfits.append(found)
+        distinct = sum(self._job.block_counts.values())
+        enough = distinct if best.policy.ram_blocks is None else best.policy.ram_blocks
+        too_few = 0
+        while enough - too_few > 1:
+            homes = (enough + too_few) // 2
+            if self.simulate(with_homes(best.policy, homes)).total_s <= best.total_s:
+                enough = homes
             else:
-                fitting.append(_Place(policy=found[0], needs=found[1]))
-    return fitting, [misfit for misfit in misfits if _is_usual(misfit.policy, job)]
+                too_few = homes
 
-
-def _is_usual(policy: OffloadPolicy, job: OffloadJob) -> bool:
-    """Whether people would ask after this policy: a quarter, half, or all of the blocks resident, one ahead."""
-    quarter = max(1, job.expert.blocks // 4)
-    return policy.prefetch_blocks <= 1 and (policy.kind != "block_swap" or policy.blocks_to_swap % quarter == 0)
-
-
-def _landmarks(fitting: list[_Place], job: OffloadJob) -> Iterator[_Place]:
-    """Usual policies: without RAM, with all of it, and with as many homes as fit, kept or rolling."""
-    most: dict[tuple[object, ...], _Place] = {}
-    for place in fitting:
-        policy = place.policy
-        if _is_usual(policy, job):
-            partly = policy.ram_blocks is not None
-            most[policy.kind, policy.blocks_to_swap, policy.source, partly, policy.ram_rolls] = place
-    return iter(most.values())
+    def simulate(self, policy: OffloadPolicy) -> Candidate:
+        """The candidate of this policy, added if it is not there yet."""
+        if policy not in self.candidates:
+            on_device = replace(policy, source="file", ram_blocks=None, ram_rolls=False, chunk_tokens=None)
+            programs = compile_programs(self._job, self._machine, policy, device=self._programs.get(on_device))
+            self._programs[on_device] = programs.device
+            prediction = predict(self._job, self._machine, policy, programs=programs)
+            needs = memory_needs(self._job, self._machine, policy)
+            self.predictions[policy] = prediction
+            self.candidates[policy] = Candidate(
+                policy=policy,
+                total_s=prediction.total_s,
+                stall_s=prediction.timeline.stall_s,
+                switch_s=prediction.switch_s,
+                device_bytes=needs.device_bytes,
+                host_bytes=needs.host_bytes,
+            )
+        return self.candidates[policy]
 
 
 def _nothing_fits(misfits: list[Misfit], machine: Machine, budgets: Budgets) -> str:

@@ -26,7 +26,8 @@ POLL_SECONDS = 0.1
 # What of this pack's requirements.txt a Python lacks.
 MISSING = """
 from importlib.util import find_spec
-needed = ("torch", "diffusers", "transformers", "sentencepiece", "safetensors", "psutil", "av", "numpy", "PIL", "ftfy")
+needed = ("torch", "diffusers", "transformers", "sentencepiece", "safetensors", "psutil", "av", "numpy", "PIL", "ftfy",
+          "platformdirs")
 print(*(name for name in needed if find_spec(name) is None))
 """
 
