@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .conditioning import NativeInputs, native_inputs, native_latent
 from .denoise import DenoiseResult, StepProgress, denoise
-from .errors import Cancelled, ConditioningError, NonFiniteLatentError, RequestError
+from .errors import Cancelled, ConditioningError, NonFiniteLatentError, NoRoomError, RequestError
 from .noise import seeded_noise
 from .passes import Passes
 from .request import Course, DenoiseRequest
@@ -21,6 +21,7 @@ __all__ = [
     "DenoiseRequest",
     "DenoiseResult",
     "NativeInputs",
+    "NoRoomError",
     "NonFiniteLatentError",
     "Passes",
     "RequestError",

@@ -25,6 +25,7 @@ from ..plan import step_visits
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..wan import ExpertEngine, Lane, forward_lanes
 from .lanes import cancellable
+from .run_policy import Revise, RunPolicy, forget
 
 AHEAD = 8
 """Calls of one expert that are expected where nothing is predicted; what they fetch in vain is the prefetch depth."""
@@ -60,10 +61,16 @@ def expect_again(rest: Sequence[str], expert: str) -> tuple[str, ...]:
 class Passes:
     """Passes through the experts of one engine; use with `with`, which ends what is being fetched.
 
+    A call that runs out of device memory is computed again with the next smaller policy, if there is a `policy` to
+    make smaller; the caller sees nothing of it.
+
     Args:
+        engine: under that policy.
         predicted: the expert of each call to come, in order.
         recorder: gets one step per call, numbered from 0.
         should_stop: asked before every block.
+        policy: gives the engine anew after a change; None: nothing is changed on the way.
+        revise: told once how the first call went, where it went undisturbed (see `denoise`).
     """
 
     def __init__(
@@ -73,8 +80,11 @@ class Passes:
         *,
         recorder: Recorder,
         should_stop: Callable[[], bool] | None = None,
+        policy: RunPolicy | None = None,
+        revise: Revise | None = None,
     ) -> None:
         self._engine, self._recorder, self._should_stop = engine, recorder, should_stop
+        self._policy, self._revise = policy, revise
         self._expected = tuple(predicted)
         self._state = PassState.NEW
         self._run: AbstractContextManager[OffloadRun] | None = None
@@ -103,20 +113,43 @@ class Passes:
             raise PassOrderError(f"these passes {self._state.value}")
         if self._state is PassState.IDLE or self._expected[0] != expert:
             self._expect(expert)
+        call, self.calls = self.calls, self.calls + 1
+        while isinstance(velocities := self._try(call, lanes, sigma), str):
+            self._make_smaller(call, velocities)
+            self._begin_run(call)
+        self._expected = self._expected[1:]
+        self._go_on()
+        return velocities
+
+    def _try(self, call: int, lanes: Sequence[Lane], sigma: float) -> list[torch.Tensor] | str:
+        """What `call` gives; or what was said where memory was short. Then, as after any error, the run is over."""
         assert self._enter_visit is not None
-        call, self._state = self.calls, PassState.COMPUTING
-        self.calls += 1
+        expert, self._state = self._expected[0], PassState.COMPUTING
         visit = cancellable(partial(self._enter_visit, call, expert), call, self._should_stop)
         with ExitStack() as ending:
             ending.push(self._end_run)
-            with self._recorder.step(call, expert, sigma), torch.inference_mode():
-                timestep = torch.tensor([sigma * TRAIN_TIMESTEPS], device=self._engine.device)
-                velocities = forward_lanes(self._engine.models[expert], lanes, timestep, visit)
-            self._expected = self._expected[1:]
-            if self._expected:
-                ending.pop_all()
-                self._state = PassState.STREAMING
+            try:
+                with self._recorder.step(call, expert, sigma), torch.inference_mode():
+                    timestep = torch.tensor([sigma * TRAIN_TIMESTEPS], device=self._engine.device)
+                    velocities = forward_lanes(self._engine.models[expert], lanes, timestep, visit)
+            except torch.OutOfMemoryError as err:
+                if self._policy is None:
+                    raise
+                return forget(err)
+            ending.pop_all()
         return velocities
+
+    def _go_on(self) -> None:
+        """A call is over: fetch for the next, under a policy that the first call may have revised."""
+        self._state = PassState.STREAMING
+        if not self._expected:
+            self._end_run(None, None, None)
+        elif self._revise is not None and self._policy is not None and self.calls == 1:
+            before = self._policy.policy
+            self._policy.revise(self._revise, self._recorder.last)
+            if self._policy.policy != before:
+                self._end_run(None, None, None)
+                self._begin_run(self.calls)
 
     def _expect(self, expert: str) -> None:
         """A call of `expert` that is not the predicted one: predict anew, and fetch for that."""
@@ -124,14 +157,33 @@ class Passes:
         self.recompiled += 1
         log.debug("call %d is of the %s-noise expert, which was not predicted: a new program", self.calls, expert)
         self._expected = expect_again(self._expected, expert)
-        self._begin_run()
+        self._begin_run(self.calls)
 
-    def _begin_run(self) -> None:
+    def _begin_run(self, call: int) -> None:
+        """Fetch for what is expected from `call` on; where there is no room for the buffers, into fewer of them."""
         assert self._run is None
-        visits = step_visits(self._expected, self._engine.block_counts, first_step=self.calls)
-        run = self._engine.run(visits, recorder=self._recorder)
-        self._enter_visit = run.__enter__().visit
+        while (short := self._try_to_begin(call)) is not None:
+            self._make_smaller(call, short)
+
+    def _try_to_begin(self, call: int) -> str | None:
+        """None, or what was said where memory was short."""
+        try:
+            if self._policy is not None:
+                self._engine = self._policy.engine()
+            visits = step_visits(self._expected, self._engine.block_counts, first_step=call)
+            run = self._engine.run(visits, recorder=self._recorder)
+            self._enter_visit = run.__enter__().visit
+        except torch.OutOfMemoryError as err:
+            if self._policy is None:
+                raise
+            return forget(err)
         self._run, self._state = run, PassState.STREAMING
+        return None
+
+    def _make_smaller(self, call: int, said: str) -> None:
+        """Memory was short in `call`, or for its buffers: the next run has a smaller policy."""
+        assert self._policy is not None
+        self._policy.make_smaller(f"call {call} ({self._expected[0]}-noise expert)", said)
 
     def _end_run(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -146,7 +198,7 @@ class Passes:
             raise PassOrderError(f"cannot be entered: these passes {self._state.value}")
         self._state = PassState.IDLE
         if self._expected:
-            self._begin_run()
+            self._begin_run(0)
         return self
 
     def __exit__(

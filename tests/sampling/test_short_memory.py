@@ -1,0 +1,227 @@
+"""Runs in which device memory is short at chosen visits: real hooks of real modules raise what torch raises there."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.plan import OffloadPolicy
+from wanstream.sampling import Cancelled, DenoiseRequest, NoRoomError, denoise
+from wanstream.wan import ExpertPair
+from wanstream.wan.expert_engine import ExpertEngine
+
+LAYERS = 4
+LAYERWISE, BLOCK_SWAP, RESIDENT = OffloadPolicy.layerwise, OffloadPolicy.block_swap, OffloadPolicy.resident
+
+Request = Callable[..., DenoiseRequest]
+OpenPair = Callable[..., ExpertPair]
+
+
+class ShortPair:
+    """Passes on to a pair; at chosen uses of a block, counted over the run, memory is short."""
+
+    def __init__(self, pair: ExpertPair, short: Callable[[int, OffloadPolicy], bool]) -> None:
+        self._pair, self._short = pair, short
+        self.policies = list[OffloadPolicy]()
+        self.uses = 0
+        self.left = list[Any]()
+        self._hooked = set[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pair, name)
+
+    def engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine:
+        engine = self._pair.engine(policy, device)
+        self.policies.append(policy)
+        for blocks in engine.models.blocks.values():
+            for block in blocks:
+                if id(block) not in self._hooked:
+                    self._hooked.add(id(block))
+                    block.register_forward_pre_hook(self._use)
+        return engine
+
+    def _use(self, block: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        use, self.uses = self.uses, self.uses + 1
+        assert all(left() is None for left in self.left), "what the failed step computed is still there"
+        if self._short(use, self.policies[-1]):
+            computed = given[0].clone()  # its own: the lanes' first tensors are views of the inputs
+            self.left += [weakref.ref(given[0]), weakref.ref(computed)]
+            raise torch.OutOfMemoryError(f"out of memory at use {use}: {list(computed.shape)}")
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Memory that only the garbage collector would find is not free when the next step needs it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _run(pair: Any, request: DenoiseRequest, policy: OffloadPolicy, **settings: Any) -> Any:
+    return denoise(pair, request, policy=policy, device="cpu", **settings)
+
+
+def _once(*uses: int) -> Callable[[int, OffloadPolicy], bool]:
+    return lambda use, _: use in uses
+
+
+@pytest.mark.parametrize("solver", ["unipc", "euler"])
+@pytest.mark.parametrize(
+    ("policy", "uses"),
+    [
+        (RESIDENT(), [0]),  # the first use of all
+        (RESIDENT(), [2 * LAYERS - 1]),  # the last of a step
+        (RESIDENT(), [21, 22]),  # twice in one step
+        (BLOCK_SWAP(1, 2), [5, 18]),  # before and after the switch
+        (LAYERWISE(3), [30]),
+        (RESIDENT(source="pinned"), [9, 20]),
+    ],
+    ids=str,
+)
+def test_no_bit_changes_wherever_memory_was_short(
+    solver: str, policy: OffloadPolicy, uses: Sequence[int], open_pair: OpenPair, make_request: Request
+) -> None:
+    request = make_request(solver=solver, guidance=(4.0, 3.0))
+    whole = _run(open_pair(), request, policy)
+    pair = ShortPair(open_pair(), _once(*uses))
+    with _no_collector():
+        disturbed = _run(pair, request, policy)
+    assert torch.equal(disturbed.latents, whole.latents)
+    assert len(disturbed.timeline.changes) == len(uses)
+    assert len(pair.policies) == len(uses) + 1
+    assert [step.index for step in disturbed.timeline.steps] == list(range(5))
+    assert whole.timeline.changes == ()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wanstream-fetch")]
+
+
+def test_the_smaller_policy_stays_and_is_told(
+    open_pair: OpenPair, make_request: Request, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = ShortPair(open_pair(), _once(2 * 2 * LAYERS))
+    with caplog.at_level(logging.WARNING, "wanstream.sampling"):
+        result = _run(pair, make_request(), BLOCK_SWAP(2, 1))
+    assert pair.policies == [BLOCK_SWAP(2, 1), BLOCK_SWAP(3, 1)]
+    (change,) = result.timeline.changes
+    assert change.startswith("out of memory in step 2 (low-noise expert): ")
+    assert "3 of 4 stream, 1 ahead" in change
+    assert "instead of" in change
+    (warning,) = caplog.messages
+    assert warning.startswith(change)
+    assert "out of memory at use 16" in warning
+    streamed = [step.bytes_moved for step in result.timeline.steps]
+    assert streamed[1] < streamed[3] == streamed[4], "three blocks stream instead of two from step 2 on"
+
+
+def test_a_step_is_tried_again_with_less_and_less_and_no_more_often_than_needed(
+    open_pair: OpenPair, make_request: Request
+) -> None:
+    """Only two buffers are few enough: at least one less than eight, then at least two less than four."""
+    pair = ShortPair(open_pair(), lambda _, policy: policy != LAYERWISE(1))
+    _run(pair, make_request(), RESIDENT())
+    assert pair.policies == [RESIDENT(), BLOCK_SWAP(0, 1), LAYERWISE(1)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "smallest"), [(RESIDENT(), LAYERWISE(1)), (LAYERWISE(3), LAYERWISE(1)), (LAYERWISE(0), LAYERWISE(0))]
+)
+def test_where_nothing_smaller_is_left_the_error_says_what_was_tried(
+    policy: OffloadPolicy, smallest: OffloadPolicy, open_pair: OpenPair, make_request: Request
+) -> None:
+    inner = open_pair()
+    still = [True]
+    pair = ShortPair(inner, lambda use, _: still[0] and use >= 3)
+    with _no_collector(), pytest.raises(NoRoomError) as refused:
+        _run(pair, make_request(), policy)
+    assert all(left() is None for left in pair.left)
+    assert pair.policies[-1] == smallest
+    assert isinstance(refused.value, ValueError)
+    assert isinstance(refused.value, torch.OutOfMemoryError), "a host unloads other models for it"
+    told = str(refused.value)
+    assert told.startswith("out of memory in step 0 (high-noise expert), and no smaller policy is left")
+    assert told.count(" of weights (") == len(pair.policies)
+    assert "Make the video smaller or shorter" in told
+    assert "out of memory at use" in told
+    still[0], request = False, make_request()
+    assert torch.equal(_run(inner, request, policy).latents, _run(open_pair(), request, policy).latents)
+
+
+def test_an_interrupt_ends_a_step_that_is_taken_again(open_pair: OpenPair, make_request: Request) -> None:
+    inner, asked = open_pair(), list[int]()
+    pair = ShortPair(inner, _once(2 * LAYERS + 2))
+
+    def should_stop() -> bool:
+        asked.append(len(pair.policies))
+        return asked.count(2) == 3
+
+    with pytest.raises(Cancelled) as stopped:
+        _run(pair, make_request(), RESIDENT(), should_stop=should_stop)
+    assert (stopped.value.step, stopped.value.block) == (1, 2)
+    assert not inner.running
+
+
+def test_what_a_callback_raises_is_no_shortage_of_the_step(open_pair: OpenPair, make_request: Request) -> None:
+    def preview(_: Any) -> None:
+        raise torch.OutOfMemoryError("the preview has no room")
+
+    pair = ShortPair(open_pair(), _once())
+    with pytest.raises(torch.OutOfMemoryError, match="the preview has no room"):
+        _run(pair, make_request(), RESIDENT(), on_step=preview)
+    assert pair.policies == [RESIDENT()]
+
+
+def test_a_pool_that_finds_no_room_is_made_smaller_too(open_pair: OpenPair, make_request: Request) -> None:
+    request = make_request()
+
+    class NoRoomForThePool(ShortPair):
+        def engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine:
+            if policy.kind == "resident":
+                self.policies.append(policy)
+                raise torch.OutOfMemoryError("no room for the pool")
+            return super().engine(policy, device)
+
+    result = _run(NoRoomForThePool(open_pair(), _once()), request, RESIDENT())
+    assert len(result.timeline.changes) == 1
+    assert torch.equal(result.latents, _run(open_pair(), request, LAYERWISE(1)).latents)
+
+
+@pytest.mark.parametrize("after", [LAYERWISE(2), BLOCK_SWAP(1), RESIDENT(), LAYERWISE(1, source="pinned")], ids=str)
+@pytest.mark.parametrize("before", [LAYERWISE(1), RESIDENT()], ids=str)
+def test_a_revised_policy_holds_from_the_second_step_on_and_changes_no_bit(
+    before: OffloadPolicy, after: OffloadPolicy, open_pair: OpenPair, make_request: Request
+) -> None:
+    told, pair, request = list[Any](), ShortPair(open_pair(), _once()), make_request()
+
+    def revise(record: Any) -> OffloadPolicy:
+        told.append(record)
+        return after
+
+    result = _run(pair, request, before, revise=revise)
+    assert torch.equal(result.latents, _run(open_pair(), request, before).latents)
+    assert told == [result.timeline.steps[0]]
+    assert pair.policies == ([before] if before == after else [before, after])
+    assert len(result.timeline.changes) == (before != after)
+    if before != after:
+        assert result.timeline.changes[0].startswith("after the first step: ")
+
+
+@pytest.mark.parametrize(
+    ("steps", "uses", "asked"), [(5, [], 1), (5, [3], 0), (5, [40], 1), (1, [], 0)], ids=["5", "short", "later", "1"]
+)
+def test_nobody_is_asked_about_a_disturbed_first_step_or_the_only_one(
+    steps: int, uses: list[int], asked: int, open_pair: OpenPair, make_request: Request
+) -> None:
+    told = list[Any]()
+    pair = ShortPair(open_pair(), _once(*uses))
+    _run(pair, make_request(steps=steps, switch_step=steps), RESIDENT(), revise=told.append)
+    assert len(told) == asked
