@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from ..offload.cuda_streams import RAW_SLOTS
 from ..offload.file_source import FileSource
 from ..offload.layout import BlockFormat, block_format
 from ..offload.quantised_format import quantised_format, scale_bytes
@@ -36,7 +37,7 @@ class BlockBytes:
     computed: int
     """What a buffer takes."""
     decoded: int
-    """What a GPU keeps beside the buffers for the stored form of one block that arrives: 0 where none is decoded."""
+    """What a GPU keeps beside the buffers for the stored form of blocks that arrive: 0 where none is decoded."""
 
 
 def file_format(expert: Expert, index: int, compute_dtype: torch.dtype) -> BlockFormat:
@@ -67,7 +68,7 @@ def block_bytes(experts: Iterable[Expert], compute_dtype: torch.dtype, storage: 
         file=max(before.stored.nbytes for before, _ in kinds),
         stored=max(kept.stored.nbytes for _, kept in kinds),
         computed=max(kept.computed.nbytes for _, kept in kinds),
-        decoded=max((kept.stored.nbytes for _, kept in kinds if not kept.is_raw), default=0),
+        decoded=RAW_SLOTS * max((kept.stored.nbytes for _, kept in kinds if not kept.is_raw), default=0),
     )
 
 

@@ -186,7 +186,7 @@ class ExpertPair:
 
     @cached_property
     def _decoding_bytes(self) -> int:
-        """What a GPU keeps for decoding: the stored form of the block that arrives, and the scales of every row."""
+        """What a GPU keeps for decoding: the stored form of blocks that arrive, and the scales of every row."""
         return self._block_bytes.decoded + row_scale_bytes((self.high, self.low), self.storage)
 
     @property

@@ -71,7 +71,7 @@ def test_an_engine_takes_what_was_told(
         ("scaled_fp8", torch.bfloat16, torch.bfloat16, 1),
     ],
 )
-def test_a_gpu_also_holds_the_block_that_is_decoded(
+def test_a_gpu_also_holds_two_blocks_that_are_decoded(
     tiny_expert_file: Callable[..., Path],
     fp8: str | None,
     stored: torch.dtype,
@@ -83,4 +83,4 @@ def test_a_gpu_also_holds_the_block_that_is_decoded(
     for high, low in ((decoded, plain), (plain, decoded)):
         with open_experts(high, low, compute_dtype=dtype) as pair:
             beside = pair.device_bytes(policy) - pair.device_bytes(policy, device="cpu")
-            assert beside == bytes_per_value * (8 * 256 * 256 + 2 * 256 * 512)
+            assert beside == 2 * bytes_per_value * (8 * 256 * 256 + 2 * 256 * 512)
