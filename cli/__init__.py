@@ -27,6 +27,8 @@ def _parser() -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(subcommands)
     _add_sample_model(subcommands)
+    _add_probe(subcommands)
+    _add_plan(subcommands)
     return parser
 
 
@@ -71,6 +73,59 @@ def _add_sample_model(subcommands: argparse._SubParsersAction[argparse.ArgumentP
     sample.set_defaults(subcommand=_sample_model)
 
 
+def _add_probe(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    probe = subcommands.add_parser(
+        "probe",
+        help="measure this machine for the planner",
+        description="Measures disk, bus, RAM and a Wan block in a few seconds and keeps the figures in the user's "
+        "cache folder, where automatic offloading and `wanstream plan --gpu this` find them.",
+    )
+    probe.add_argument(
+        "--models", type=Path, metavar="DIR", help="a file of weights, or a folder of them, to read from"
+    )
+    probe.add_argument("--device", choices=["cpu", "cuda"], help="what computes (default: a GPU if there is one)")
+    probe.add_argument(
+        "--size",
+        default="832x480x81",
+        metavar="WxHxF",
+        help="video to compute a block of (default: 832x480x81); fewer tokens where that takes too long",
+    )
+    probe.add_argument("--json", action="store_true", help="print JSON")
+    probe.set_defaults(subcommand=_probe)
+
+
+def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = subcommands.add_parser(
+        "plan",
+        help="predict what a run takes on a machine, owned or not",
+        description="Simulates a run of Wan2.2 A14B under every way to offload that fits, and prints the best of them "
+        "with the reason. Nothing is measured or loaded; all figures are simulated.",
+    )
+    plan.add_argument("--gpu", required=True, metavar="NAME", help='for example "RTX 4060 Ti 16GB"; this: as probed')
+    plan.add_argument("--ram", type=float, metavar="GB", help="all RAM of that machine")
+    plan.add_argument("--ssd", type=float, metavar="GB/S", help="what its disk gives when a large file is read")
+    plan.add_argument("--size", required=True, metavar="WxHxF", help="video to make, for example 1280x720x81")
+    plan.add_argument("--steps", type=int, default=20, help="of both experts together (default: 20)")
+    plan.add_argument("--switch", type=int, metavar="STEP", help="first step of the low-noise expert (default: half)")
+    plan.add_argument(
+        "--cfg",
+        choices=["both", "high", "none"],
+        default="both",
+        help="experts with guidance: two lanes (default: both)",
+    )
+    plan.add_argument(
+        "--storage",
+        choices=["bf16", "fp8", "Q8_0", "Q5_K", "Q4_K"],
+        default="bf16",
+        help="how weights lie in RAM: fp8 is made from a bf16 file, Q are GGUF files (default: bf16)",
+    )
+    plan.add_argument("--vram", type=float, metavar="GB", help="take no more device memory than this")
+    plan.add_argument("--models", type=Path, metavar="DIR", help="with --gpu this: where weights are read from")
+    plan.add_argument("--device", choices=["cpu", "cuda"], help="with --gpu this: what computes")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(subcommand=_plan)
+
+
 def _run(parsed: argparse.Namespace) -> int:
     from .run import RunArguments, run
 
@@ -96,3 +151,30 @@ def _sample_model(parsed: argparse.Namespace) -> int:
         return FAILED
     print(sample.summary())
     return DONE
+
+
+def _probe(parsed: argparse.Namespace) -> int:
+    from .probe import ProbeArguments, probe
+
+    return probe(ProbeArguments(models=parsed.models, device=parsed.device, size=parsed.size, json=parsed.json))
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from .plan import PlanArguments, plan
+
+    return plan(
+        PlanArguments(
+            gpu=parsed.gpu,
+            ram_gb=parsed.ram,
+            ssd_gb_s=parsed.ssd,
+            size=parsed.size,
+            steps=parsed.steps,
+            switch=parsed.switch,
+            cfg=parsed.cfg,
+            storage=parsed.storage,
+            vram_gb=parsed.vram,
+            models=parsed.models,
+            device=parsed.device,
+            json=parsed.json,
+        )
+    )

@@ -11,10 +11,9 @@ from .residency import OffloadPolicy, plan_residency
 
 
 def plan_reason(job: OffloadJob, machine: Machine, chosen: Prediction) -> str:
-    """`32 of 40 blocks stream: 13.1 GB/s needed, 24.6 measured; 0.3 % stall predicted; switch +0.0 s`."""
+    """`32 of 40 blocks stream: 13.1 GB/s needed, the bus gives 24.6; ...; 0.3 % stall predicted; switch +0.0 s`."""
     parts = [_streaming(job, machine, chosen.policy)]
-    if reading := _reading(job, machine, chosen):
-        parts.append(reading)
+    parts.append(_reading(machine, chosen))
     if chosen.policy.chunk_tokens is not None:
         parts.append(f"{chosen.policy.chunk_tokens} of {job.tokens} tokens at once, so that it fits")
     wall_s = chosen.timeline.wall_s
@@ -53,16 +52,16 @@ def _streaming(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> str:
     if not needed:
         return f"all {blocks} blocks of the expert that runs stay on the device"
     text = f"{streamed} of {blocks} blocks stream"
-    return text if rate is None else f"{text}: {needed / 1e9:.1f} GB/s needed, {rate / 1e9:.1f} measured"
+    return text if rate is None else f"{text}: {needed / 1e9:.1f} GB/s needed, the bus gives {rate / 1e9:.1f}"
 
 
-def _reading(job: OffloadJob, machine: Machine, chosen: Prediction) -> str:
-    """What the file must give in usual steps; empty where these read nothing."""
+def _reading(machine: Machine, chosen: Prediction) -> str:
+    """What the files must give in usual steps."""
     usual = [step for before, step in pairwise(chosen.timeline.steps) if before.expert == step.expert]
     needed = max((step.read_bytes / (step.compute_s + step.decode_s) for step in usual), default=0.0)
     if not needed:
-        return "files are read once"
-    return f"files give {needed / 1e9:.1f} GB/s of {machine.disk_bytes_per_s / 1e9:.1f}"
+        return "each block is read from its file once"
+    return f"{needed / 1e9:.1f} GB/s needed from files, the disk gives {machine.disk_bytes_per_s / 1e9:.1f}"
 
 
 def _visit_s(job: OffloadJob, machine: Machine, expert: str, policy: OffloadPolicy) -> float:

@@ -1,0 +1,82 @@
+"""`wanstream probe`: measures this machine, prints what was found and keeps it for the planner."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..host.machine_profile import Profile, measure_machine
+from ..metrics.device import DeviceError, compute_device
+from ..plan import Machine, VideoShape
+from .aligned import aligned
+from .exit_codes import DONE, FAILED, INVALID
+from .sizes import SizeError, video_shape
+from .table import size_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeArguments:
+    """What the command line says."""
+
+    models: Path | None
+    device: str | None
+    """None: a GPU if there is one."""
+    size: str
+    json: bool
+
+
+def probe(arguments: ProbeArguments) -> int:
+    """Measure, print a table or JSON, and return the exit code."""
+    try:
+        video = video_shape(arguments.size)
+        device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if arguments.models is not None and not arguments.models.exists():
+            raise SizeError(f"--models {arguments.models}: there is no such file or folder")
+    except (SizeError, DeviceError) as err:
+        print(err, file=sys.stderr)
+        return INVALID
+    print(f"measuring {device}, which takes some seconds", file=sys.stderr)
+    try:
+        profile = measure_machine(device, tokens=video.tokens, models=arguments.models)
+    except (OSError, ValueError) as err:
+        print(f"failed: {err}", file=sys.stderr)
+        return FAILED
+    print(_as_json(profile) if arguments.json else probe_table(profile, video))
+    return DONE
+
+
+def probe_table(profile: Profile, video: VideoShape) -> str:
+    """One line per figure, then how they were measured and where they are kept."""
+    machine = profile.machine
+    rows = [(name, figure) for name, figure in _figures(machine, video) if figure]
+    kept = "not kept: see above" if profile.kept_in is None else f"kept in {profile.kept_in}"
+    return "\n".join([machine.name, aligned(rows), *profile.notes, kept])
+
+
+def _figures(machine: Machine, video: VideoShape) -> list[tuple[str, str]]:
+    shown = f"{video.width}x{video.height}x{video.frames}"
+    return [
+        ("GPU memory", size_text(machine.vram_bytes) if machine.vram_bytes else ""),
+        ("RAM", size_text(machine.ram_bytes)),
+        ("RAM to GPU, locked, while computing", _rate(machine.h2d_bytes_per_s)),
+        ("RAM to GPU, ordinary memory", _rate(machine.h2d_pageable_bytes_per_s)),
+        ("GPU to RAM, locked", _rate(machine.d2h_bytes_per_s)),
+        ("file to RAM", _rate(machine.disk_bytes_per_s)),
+        ("RAM to RAM", _rate(machine.copy_bytes_per_s)),
+        (f"a Wan block at {shown}", f"{machine.flops_per_s / 1e12:.2f} TFLOP/s"),
+        ("decoding fp8 (what comes out)", _rate(machine.decode_bytes_per_s)),
+        ("quantising to fp8 (what goes in)", _rate(machine.quantise_bytes_per_s)),
+    ]
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def _as_json(profile: Profile) -> str:
+    kept = None if profile.kept_in is None else str(profile.kept_in)
+    return json.dumps({"machine": profile.machine.to_dict(), "notes": profile.notes, "kept_in": kept}, indent=2)

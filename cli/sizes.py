@@ -1,0 +1,23 @@
+"""`1280x720x81` on a command line."""
+
+from __future__ import annotations
+
+import re
+
+from ..plan import VideoShape
+
+
+class SizeError(ValueError):
+    """An argument that cannot be understood; nothing was done."""
+
+
+def video_shape(text: str) -> VideoShape:
+    """`WIDTHxHEIGHTxFRAMES`. Raises SizeError for anything else, and for sizes that the models cannot make."""
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text.strip().lower())
+    if found is None:
+        raise SizeError(f"--size {text}: write WIDTHxHEIGHTxFRAMES, for example 1280x720x81")
+    width, height, frames = map(int, found.groups())
+    try:
+        return VideoShape(width=width, height=height, frames=frames)
+    except ValueError as err:
+        raise SizeError(f"--size {text}: {err}") from err
