@@ -90,8 +90,7 @@ def offload_job(arguments: PlanArguments) -> OffloadJob:
         stored_bytes=stored,
         file_bytes=computed if arguments.storage == "fp8" else stored,
         computed_bytes=computed,
-        staying_bytes=2
-        * (expert.blocks * expert.small_parameters * BF16_BYTES + expert.outer_bytes(fp32_islands=True)),
+        staying_bytes=_staying_bytes(expert),
     )
 
 

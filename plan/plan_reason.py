@@ -12,8 +12,7 @@ from .residency import OffloadPolicy, plan_residency
 
 def plan_reason(job: OffloadJob, machine: Machine, chosen: Prediction) -> str:
     """`32 of 40 blocks stream: 13.1 GB/s needed, the bus gives 24.6; ...; 0.3 % stall predicted; switch +0.0 s`."""
-    parts = [_streaming(job, machine, chosen.policy)]
-    parts.append(_reading(machine, chosen))
+    parts = [_streaming(job, machine, chosen.policy), _reading(machine, chosen)]
     if chosen.policy.chunk_tokens is not None:
         parts.append(f"{chosen.policy.chunk_tokens} of {job.tokens} tokens at once, so that it fits")
     wall_s = chosen.timeline.wall_s
