@@ -15,17 +15,21 @@ from wanstream.metrics import compute_device
 from .model_files import expert_folders
 from .peers import PeerSetting, set_up
 from .plain_loop import denoise_plain
+from .predict import measure, predicted_timeline
 from .process_figures import memory_bytes, spent
 from .task import DTYPE, Report, Task
 from .wanstream_run import run_wanstream
 
 
 def run(task: Task) -> None:
-    """Run the task and write its report, or only what its variant prepares."""
+    """Run the task and write its report; or measure the machine, or let the variant prepare its files."""
+    if task.wanted == "machine":
+        measure(task)
+        return
     torch.set_num_threads(task.threads)
     device = _ready_device(task)
     folders = expert_folders(Path(task.work), task.case)
-    if task.prepare:
+    if task.wanted == "files":
         set_up(task.way, _setting(task, folders, device))
         return
     report = _streamed(task, folders, device) if task.way.kind == "wanstream" else _plain(task, folders, device)
@@ -65,7 +69,7 @@ def _streamed(task: Task, folders: dict[str, Path], device: torch.device) -> Rep
         device_weight_bytes=run.device_weight_bytes,
         host_weight_bytes=run.host_weight_bytes,
         timeline=run.timeline.to_dict(),
-        predicted=None if run.predicted is None else run.predicted.to_dict(),
+        predicted=None if task.machine is None else predicted_timeline(task, Path(task.machine)).to_dict(),
     )
 
 

@@ -1,33 +1,55 @@
-"""WanStream's own prediction of a run, from the machine as it was measured before."""
+"""WanStream's own prediction of a run, from this machine as it was measured in the same session."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from wanstream.plan import Machine, OffloadJob, Timeline, simulate, step_visits
-from wanstream.plan.predict import hardware_of
-from wanstream.wan import ExpertEngine
+import torch
 
+from wanstream.host.machine_profile import measure_machine
+from wanstream.metrics import compute_device
+from wanstream.plan import Machine, OffloadJob, Timeline
+from wanstream.plan.predict import predict
+
+from .model_files import EXPERTS
 from .shapes import CaseShape
+from .task import Task
 
 LANES = 2
 
 
-def predicted_timeline(machine: Path, engine: ExpertEngine, case: CaseShape) -> Timeline:
-    """Simulate the programs that `engine` is about to run for the case, on the machine of that file."""
-    experts = case.request().course().experts
-    programs = engine.programs(step_visits(experts, engine.block_counts))
+def measure(task: Task) -> None:
+    """Measure this machine for the blocks and tokens of the task's shape, and write it to `task.report`."""
+    torch.set_num_threads(task.threads)
+    report = Path(task.report)
+    profile = measure_machine(
+        compute_device(task.device),
+        expert=task.case.widths,
+        tokens=task.case.tokens,
+        models=task.experts_folder,
+        folder=report.parent / "profile",
+    )
+    report.write_text(json.dumps(profile.machine.to_dict(), indent=2), encoding="utf-8")
+
+
+def predicted_timeline(task: Task, machine: Path) -> Timeline:
+    """Compile and simulate the run of the task as WanStream's planner does."""
+    way = task.way
+    assert way.policy is not None
+    figures = Machine.from_dict(json.loads(machine.read_text(encoding="utf-8")))
+    return predict(_job(task.case, way.storage), figures, way.policy).timeline
+
+
+def _job(case: CaseShape, storage: str) -> OffloadJob:
     block_bytes = case.widths.streamed_bytes()
-    job = OffloadJob(
+    return OffloadJob(
         expert=case.widths,
         tokens=case.tokens,
-        lanes=dict.fromkeys(engine.block_counts, LANES),
-        experts_of_steps=experts,
-        stored_bytes=block_bytes,
+        lanes=dict.fromkeys(EXPERTS, LANES),
+        experts_of_steps=case.request().course().experts,
+        stored_bytes=case.widths.streamed_bytes(bytes_per_weight=1) if storage == "fp8" else block_bytes,
         file_bytes=block_bytes,
         computed_bytes=block_bytes,
         staying_bytes=0,
     )
-    figures = Machine.from_dict(json.loads(machine.read_text(encoding="utf-8")))
-    return simulate(programs.device, hardware_of(job, figures, None), programs.ram)

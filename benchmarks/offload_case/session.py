@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class Settings:
     threads: int = 2
     limit_bytes: int | None = None
     vram_gb: float | None = None
-    machine: str | None = None
+    measured: bool = True
+    """Whether the machine is measured before each round, so that WanStream's runs can be predicted."""
     cold: bool = True
     """Whether files leave the page cache before each run."""
 
@@ -60,6 +61,7 @@ class Session:
     def __init__(self, file: Path, settings: Settings) -> None:
         self.file = file
         self._settings = settings
+        self._machine: str | None = None
         file.parent.mkdir(parents=True, exist_ok=True)
 
     def write_experts(self) -> None:
@@ -78,7 +80,9 @@ class Session:
         With `minutes`, nothing is begun after that time; a later call goes on from there.
         """
         until = None if minutes is None else time.monotonic() + 60 * minutes
-        for planned in rounds:
+        for number, planned in enumerate(rounds):
+            if self._settings.measured and self.missing(planned, 0):
+                self._measure_machine(number)
             for attempt in range(retries + 1):
                 for run in self.missing(planned, attempt):
                     if until is not None and time.monotonic() > until:
@@ -94,6 +98,23 @@ class Session:
             for plan in planned
             if not any(is_of(run, plan) and (not run["disturbed"] or run["attempt"] >= attempt) for run in runs)
         ]
+
+    def _measure_machine(self, number: int) -> None:
+        """The figures of this machine before a round; a round that goes on keeps those that it began with."""
+        file = self._folder / f"machine-{number}.json"
+        if not file.exists():
+            drop(weight_files(self._settings.work))
+            task = Task(
+                variant="layerwise",
+                shape=self._settings.shape,
+                work=str(self._settings.work),
+                report=str(file),
+                device=self._settings.device,
+                threads=self._settings.threads,
+                wanted="machine",
+            )
+            subprocess.run([sys.executable, str(PROGRAM), "run", task.to_json()], check=True)
+        self._machine = str(file)
 
     def _make_one(self, planned: Planned, attempt: int) -> None:
         task = self._task(planned, attempt)
@@ -139,19 +160,24 @@ class Session:
 
     def _task(self, planned: Planned, attempt: int) -> Task:
         name = f"{planned.variant}{'-limited' if planned.limited else ''}-{planned.repetition}-{attempt}"
-        folder = self.file.with_suffix("")
-        folder.mkdir(exist_ok=True)
         settings = self._settings
         return Task(
             variant=planned.variant,
             shape=settings.shape,
             work=str(settings.work),
-            report=str(folder / f"{name}.json"),
+            report=str(self._folder / f"{name}.json"),
             device=settings.device,
             threads=settings.threads,
-            machine=settings.machine,
+            machine=self._machine,
             vram_gb=settings.vram_gb,
         )
+
+    @property
+    def _folder(self) -> Path:
+        """Where reports, latents and logs of the session lie."""
+        folder = self.file.with_suffix("")
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def prepare(self, variant: str) -> None:
         """Let a variant write the files that it makes before its first run, once."""
@@ -160,7 +186,7 @@ class Session:
         if not task.way.prepares or done.exists():
             return
         print(f"{task.variant}: writes its own files", flush=True)
-        preparation = Task(**{**json.loads(task.to_json()), "prepare": True})
+        preparation = replace(task, wanted="files")
         subprocess.run([sys.executable, str(PROGRAM), "run", preparation.to_json()], check=True)
         done.write_text("{}", encoding="utf-8")
 

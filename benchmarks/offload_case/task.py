@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,8 +30,8 @@ class Task:
     machine: str | None = None
     """File of the measured machine that WanStream's own prediction starts from."""
     vram_gb: float | None = None
-    prepare: bool = False
-    """Whether only the files that a peer writes before its first run are wanted."""
+    wanted: Literal["run", "files", "machine"] = "run"
+    """A run; or only the files that a peer writes before its first run, or the figures of this machine."""
 
     @property
     def case(self) -> CaseShape:

@@ -13,7 +13,6 @@ from wanstream.plan import Timeline
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.wan import open_experts
 
-from .predict import predicted_timeline
 from .task import DTYPE, Task
 
 
@@ -27,7 +26,6 @@ class StreamedResult:
     """Until the first step could begin."""
     device_weight_bytes: int
     host_weight_bytes: int
-    predicted: Timeline | None
 
 
 def run_wanstream(
@@ -44,7 +42,6 @@ def run_wanstream(
         engine = pair.engine(way.policy, device)
         _ = engine.models["high"]  # everything of the first expert that does not stream is there now
         loaded_s = time.perf_counter() - began
-        predicted = None if task.machine is None else predicted_timeline(Path(task.machine), engine, task.case)
         result = denoise(pair, request, policy=way.policy, device=device)
         return StreamedResult(
             latents=result.latents,
@@ -52,5 +49,4 @@ def run_wanstream(
             loaded_s=loaded_s,
             device_weight_bytes=engine.loaded_bytes,
             host_weight_bytes=engine.pinned_bytes,
-            predicted=predicted,
         )
