@@ -161,10 +161,12 @@ class _Denoising:
             self._policy.make_smaller(f"step {step} ({expert}-noise expert)", short)
 
     def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
-        """A run of all steps that are left."""
+        """A run of all steps that are left; behind it RAM is made ready for the same request once more."""
         experts = [expert for _, expert in self._steps[self._done :]]
         visits = step_visits(experts, engine.block_counts, first_step=self._steps[self._done][0])
-        return engine.run(visits, recorder=self._recorder)
+        first_step, first_expert = self._steps[0]
+        then = step_visits([first_expert], engine.block_counts, first_step=first_step)
+        return engine.run(visits, recorder=self._recorder, then=then)
 
     def _count_outer_bytes(self, engine: ExpertEngine, before: int) -> None:
         self._recorder.outer_bytes += engine.outer_bytes - before

@@ -86,6 +86,7 @@ class Passes:
         self._engine, self._recorder, self._should_stop = engine, recorder, should_stop
         self._policy, self._revise = policy, revise
         self._expected = tuple(predicted)
+        self._first = self._expected[:1]
         self._state = PassState.NEW
         self._run: AbstractContextManager[OffloadRun] | None = None
         self._enter_visit: Callable[[int, str, int], AbstractContextManager[object]] | None = None
@@ -171,7 +172,9 @@ class Passes:
             if self._policy is not None:
                 self._engine = self._policy.engine()
             visits = step_visits(self._expected, self._engine.block_counts, first_step=call)
-            run = self._engine.run(visits, recorder=self._recorder)
+            # The next queue item is expected to begin as this one did.
+            then = step_visits(self._first, self._engine.block_counts)
+            run = self._engine.run(visits, recorder=self._recorder, then=then)
             self._enter_visit = run.__enter__().visit
         except torch.OutOfMemoryError as err:
             if self._policy is None:

@@ -49,7 +49,8 @@ class RunPolicy:
 
     def engine(self) -> ExpertEngine:
         """The pair's engine, under the policy as it is now. No run may be going on."""
-        return self._pair.engine(self.policy, self._device)
+        with torch.inference_mode(False):  # it outlives the run
+            return self._pair.engine(self.policy, self._device)
 
     @property
     def compute_dtype(self) -> torch.dtype:

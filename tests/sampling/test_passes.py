@@ -35,8 +35,10 @@ class Watched:
         self.runs: list[OffloadRun] = []
 
     @contextmanager
-    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[OffloadRun]:
-        with self._engine.run(visits, recorder=recorder) as run:
+    def run(
+        self, visits: Sequence[Visit], recorder: Recorder | None = None, then: Sequence[Visit] = ()
+    ) -> Iterator[OffloadRun]:
+        with self._engine.run(visits, recorder=recorder, then=then) as run:
             self.runs.append(run)
             yield run
 
