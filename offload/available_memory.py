@@ -29,17 +29,17 @@ V1 = _Controller(
 ROOT = Path("/")
 
 
-def available_bytes() -> int:
-    """Bytes of RAM that can be taken without swapping or being ended; cached file pages count, they make room."""
-    return min([int(psutil.virtual_memory().available), *cgroup_rooms()])
+def available_bytes(root: Path = ROOT) -> int:
+    """Bytes of RAM that can be taken without swapping or being ended; cached file pages count, they make room.
+
+    Args:
+        root: where the `proc` and `sys` lie that tell about control groups.
+    """
+    return min([int(psutil.virtual_memory().available), *cgroup_rooms(root)])
 
 
 def cgroup_rooms(root: Path = ROOT) -> Iterator[int]:
-    """What every control group above this process leaves it, in bytes; nothing where no group sets a limit.
-
-    Args:
-        root: where `proc` and `sys` lie.
-    """
+    """What every control group above this process leaves it, in bytes; nothing where no group sets a limit."""
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # no Linux

@@ -64,3 +64,8 @@ def test_no_limit_of_version_1_is_more_than_the_system_has(tmp_path):
 
 def test_this_process_can_take_something():
     assert 0 < available_bytes() <= psutil.virtual_memory().total
+
+
+def test_the_smallest_room_counts(tmp_path):
+    write(tmp_path, {"proc/self/cgroup": "0::/a/b\n"} | v2("a/b", "9000", 600) | v2("a", "900", 700))
+    assert available_bytes(tmp_path) == 200

@@ -87,6 +87,12 @@ def test_extents_table(pieces, expected):
     assert sorted(cover(*pieces)) == expected
 
 
+def test_a_gap_is_read_along_where_that_costs_less_than_a_read():
+    near, far = (piece(A, PAGE + gap, 100, 100, "y") for gap in (GAP_BYTES, GAP_BYTES + PAGE))
+    assert len(cover(piece(A, 8, 100), near, extent_bytes=EXTENT_BYTES)) == 1
+    assert len(cover(piece(A, 8, 100), far, extent_bytes=EXTENT_BYTES)) == 2
+
+
 def test_another_version_of_a_file_is_another_file():
     newer = ReadPiece(path=A, offset=10, nbytes=5, target=0, names=("y",), version=FileVersion(nbytes=1, modified_ns=2))
     assert len(cover(piece(A, 0, 10), newer)) == 2

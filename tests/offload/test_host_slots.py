@@ -87,9 +87,9 @@ def test_pages_are_touched_before_they_are_locked():
 
     class Looking:
         def lock(self, memory: torch.Tensor) -> None:
-            seen.append(memory.clone())
             if sys.platform == "linux":
                 resident.append(resident_bytes(memory.data_ptr()))
+            seen.append(memory.clone())
 
         def unlock(self, memory: torch.Tensor) -> None: ...
 

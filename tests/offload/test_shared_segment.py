@@ -361,7 +361,7 @@ def test_slots_hold_shared_blocks_and_their_own_side_by_side(folder, limited_pag
     assert reads == [0, 1, 2, 2], "the third has no place in the segment"
     assert (slots.locked_bytes, slots.nbytes) == (3 * NBYTES, others.nbytes)
     # What is filled already needs no room; a slot that held a shared block is not written into.
-    slots.check_room(2, 2 * NBYTES, available=0)
+    HostSlots(lock=None, shared=other).check_room(2, 2 * NBYTES, available=0)
     assert slots.fill(0, KEYS[3], NBYTES, read_of(3)).equal(content(3))
     assert others.fill(0, KEYS[0], NBYTES, read_of(0)).equal(content(0))
     assert slots.drop(1) == 0, "other ranks have it still"
