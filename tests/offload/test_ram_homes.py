@@ -1,0 +1,297 @@
+"""Blocks with a home in RAM are read as rarely as the policy says, whatever happens between and inside runs."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from wanstream.metrics import Recorder
+from wanstream.offload import BlockPatch, FileSource, OffloadHandle, WeightPatch, attach_offload, read_header
+from wanstream.offload.attached_run import OffloadRun
+from wanstream.offload.host_memory import in_pages
+from wanstream.offload.layout import block_format
+from wanstream.offload.module_source import ModuleSource
+from wanstream.offload.source import SourceError
+from wanstream.plan import BlockKey, OffloadPolicy, Visit, step_visits
+
+CPU = torch.device("cpu")
+BLOCKS, WIDTH = 6, 32
+BLOCK_BYTES = 2 * 3 * WIDTH * WIDTH * 4
+ALL_AT_HOME = OffloadPolicy.layerwise(1, source="pinned")
+
+Stacks = dict[str, nn.ModuleList]
+
+
+@pytest.fixture
+def stacks(make_stack: Callable[..., nn.ModuleList]) -> Stacks:
+    return {"high": make_stack(BLOCKS, seed=1), "low": make_stack(BLOCKS, seed=2)}
+
+
+@pytest.fixture
+def source(stacks: Stacks, slow_source):
+    return slow_source(ModuleSource(stacks), seed=0, longest_s=0.001)
+
+
+def some(blocks: int, *, rolls: bool = False, **settings: int) -> OffloadPolicy:
+    policy = OffloadPolicy.block_swap(**settings) if settings else OffloadPolicy.layerwise(1)
+    return replace(policy, source="pinned", ram_blocks=blocks, ram_rolls=rolls)
+
+
+def attach(stacks: Stacks, policy: OffloadPolicy, source) -> OffloadHandle:
+    return attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False)
+
+
+def run_through(
+    handle: OffloadHandle, stacks: Stacks, steps: Sequence[str], then: Sequence[str] = ()
+) -> tuple[torch.Tensor, OffloadRun]:
+    value = torch.ones(1, WIDTH)
+    with handle.run(step_visits(steps, handle.counts), then=step_visits(then, handle.counts)) as run:
+        for visit in run.program.visits:
+            with run.visit(*visit):
+                value = stacks[visit.expert][visit.block](value)
+    return value, run
+
+
+def plainly(stacks: Stacks, steps: Sequence[str]) -> torch.Tensor:
+    value = torch.ones(1, WIDTH)
+    for name in steps:
+        for block in copy.deepcopy(stacks)[name]:
+            value = block(value)
+    return value
+
+
+def test_a_home_that_is_kept_is_read_once_and_never_again(stacks, source):
+    steps = ["high", "high", "low"]
+    expected = plainly(stacks, steps)
+    other = BlockPatch(identity=1, weights={"up.weight": WeightPatch(full=torch.zeros(3 * WIDTH, WIDTH))})
+    with attach(stacks, ALL_AT_HOME, source) as handle:
+        for change in range(3):
+            assert torch.equal(run_through(handle, stacks, steps)[0], expected)
+            handle.set_patches({BlockKey("high", change): other})
+            handle.give_back(1 << 60)
+            handle.set_policy(replace(ALL_AT_HOME, prefetch_blocks=change))
+        assert sorted(source.reads) == sorted(source.keys())
+        assert handle.host_bytes == 2 * BLOCKS * in_pages(BLOCK_BYTES) + in_pages(3 * WIDTH * WIDTH * 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reads"),
+    [
+        (OffloadPolicy.layerwise(1), [36, 36]),
+        (some(0), [36, 36]),
+        (some(6), [6 + 18, 18]),  # three of each expert; its other three are read in each of its steps
+        (some(12), [12, 0]),
+        (some(6, rolls=True), [12, 12]),  # all of the expert that runs, taken over at the switch
+        (some(3, rolls=True), [2 * (3 + 9), 2 * (3 + 9)]),
+        (some(6, blocks_to_swap=3), [6 + 6, 6]),  # the blocks that stream; residents are read once a stage
+    ],
+    ids=str,
+)
+def test_reads_of_two_runs(stacks, source, policy, reads):
+    steps = ["high"] * 3 + ["low"] * 3
+    expected = plainly(stacks, steps)
+    with attach(stacks, policy, source) as handle:
+        for count in reads:
+            source.reads.clear()
+            assert torch.equal(run_through(handle, stacks, steps)[0], expected)
+            assert len(source.reads) == count
+        homes = policy.ram_blocks or 0
+        assert handle.host_bytes == homes * in_pages(BLOCK_BYTES)
+        assert handle.pinned_bytes == 0
+    assert handle.host_bytes == 0
+
+
+class TestThen:
+    """What is read ahead for the expected next run."""
+
+    @pytest.mark.parametrize("rolls", [False, True])
+    def test_blocks_are_there_before_the_next_run(self, stacks, source, rolls):
+        """The first expert's homes take the slots of the second one's, as these are used for the last time."""
+        expected = plainly(stacks, ["high", "low"])
+        policy = some(6 if rolls else 12, rolls=rolls)
+        with attach(stacks, policy, source) as handle:
+            _, run = run_through(handle, stacks, ["low"], then=["high", "low"])
+            ahead = run.reads[len(needed_reads(run)) :]
+            assert {fetch.block.expert for fetch in ahead} == {"high"}
+            source.reads.clear()
+            assert torch.equal(run_through(handle, stacks, ["high", "low"])[0], expected)
+            again = {fetch.block for fetch in ahead} & set(source.reads)
+            assert again == set()
+
+    def test_all_that_fits_is_read_while_the_run_goes_on(self, stacks, source):
+        with attach(stacks, some(12), source) as handle:
+            visits = step_visits(["low"], handle.counts)
+            with handle.run(visits, then=step_visits(["high"], handle.counts)) as run:
+                for visit in visits:
+                    with run.visit(*visit):
+                        wait_until(lambda: len(source.reads) == 12)
+            source.reads.clear()
+            run_through(handle, stacks, ["high", "low"])
+            assert source.reads == []
+
+    def test_another_run_than_expected_is_right(self, stacks, source):
+        expected = plainly(stacks, ["low", "high", "low"])
+        with attach(stacks, some(4, rolls=True), source) as handle:
+            for _ in range(3):
+                run_through(handle, stacks, ["high", "low"], then=["high"])
+                assert torch.equal(run_through(handle, stacks, ["low", "high", "low"])[0], expected)
+
+    def test_the_device_does_nothing_for_it(self, stacks, source):
+        with attach(stacks, some(12), source) as handle:
+            visits, then = step_visits(["high"], handle.counts), step_visits(["low"], handle.counts)
+            assert handle.programs(visits, then).device == handle.programs(visits).device
+
+    def test_a_read_that_fails_there_does_not_fail_the_run(self, stacks, source, caplog):
+        expected = plainly(stacks, ["high", "low"])
+        with attach(stacks, some(12), source) as handle:
+            source.fail_at = BLOCKS + 2  # high 0 to 5, low 0 and 1, then the disk goes away
+            visits = step_visits(["high"], handle.counts)
+            with handle.run(visits, then=step_visits(["low"], handle.counts)) as run:
+                for visit in visits:
+                    with run.visit(*visit):
+                        wait_until(lambda: len(source.reads) == BLOCKS + 2)
+                wait_until(lambda: run._run._ram._thread.error is not None)
+            assert "the disk went away" in caplog.text
+            with pytest.raises(SourceError, match="the disk went away"):
+                run_through(handle, stacks, ["high", "low"])
+            source.fail_at = None
+            assert torch.equal(run_through(handle, stacks, ["high", "low"])[0], expected)
+            assert sorted(source.reads) == sorted(source.keys())
+
+
+def needed_reads(run: OffloadRun) -> list[BlockKey]:
+    ram = run.programs.ram
+    return [fetch.block for fetch in ram.program.fetches if fetch.needed_by < ram.expected_from]
+
+
+def wait_until(there: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("fail_at", [0, 3, 7])
+@pytest.mark.parametrize("policy", [ALL_AT_HOME, some(3, rolls=True), some(5)], ids=str)
+def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, fail_at):
+    """What was read before it is there: every visit before the one that needs the block is done."""
+    steps = ["high", "low"]
+    expected = plainly(stacks, steps)
+    with attach(stacks, policy, source) as handle:
+        source.fail_at = fail_at
+        reached: list[Visit] = []
+        with pytest.raises(SourceError, match="the disk went away at"):
+            with handle.run(step_visits(steps, handle.counts)) as run:
+                for visit in run.program.visits:
+                    with run.visit(*visit):
+                        reached.append(visit)
+        if policy == ALL_AT_HOME:
+            assert len(reached) == fail_at
+        held = set(handle.engine.ram.contents().values())
+        assert held <= set(source.reads)
+        source.fail_at = None
+        source.reads.clear()
+        assert torch.equal(run_through(handle, stacks, steps)[0], expected)
+        assert not (held if policy == ALL_AT_HOME else set()) & set(source.reads)
+
+
+@pytest.mark.parametrize("policy", [ALL_AT_HOME, some(3, rolls=True), some(5)], ids=str)
+@pytest.mark.parametrize("stop_at", [0, 1, 5, 8])
+def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source, policy, stop_at):
+    steps = ["high", "low"]
+    expected = plainly(stacks, steps)
+    with attach(stacks, policy, source) as handle:
+        with pytest.raises(KeyboardInterrupt), handle.run(step_visits(steps, handle.counts)) as run:
+            for number, visit in enumerate(run.program.visits):
+                with run.visit(*visit):
+                    if number == stop_at:
+                        raise KeyboardInterrupt
+        held = handle.engine.ram.contents()
+        last = {fetch.buffer: fetch.block for fetch in run.reads}
+        assert {index: held.get(index) for index in last} == last, "every read that ended left its block whole"
+        assert torch.equal(run_through(handle, stacks, steps)[0], expected)
+    assert [t.name for t in threading.enumerate() if t.name.startswith(("wanstream-fetch", "wanstream-read"))] == []
+
+
+def test_an_early_end_wakes_every_wait(stacks):
+    """The read thread waits for a slot, the fetch thread for a visit; nobody waits for ever."""
+    gate = threading.Event()
+
+    class Gate(ModuleSource):
+        def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+            gate.wait(60)
+            super().read_block(key, into)
+
+    with attach(stacks, some(2, rolls=True), Gate(stacks)) as handle:
+        with handle.run(step_visits(["high", "low"], handle.counts)):
+            gate.set()
+        with handle.run(step_visits(["high", "low"], handle.counts)) as run:
+            with run.visit(0, "high", 0):
+                pass
+
+
+@pytest.fixture
+def fp16_file(tmp_path: Path) -> Callable[[], FileSource]:
+    """Blocks of one matrix that are decoded to fp32 on arrival."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"{i}": torch.randn(WIDTH, WIDTH, generator=generator).half() for i in range(BLOCKS)}
+    save_file(weights, tmp_path / "blocks.safetensors")
+    places = read_header(tmp_path / "blocks.safetensors").tensors
+    blocks = {BlockKey("high", i): {"weight": places[f"{i}"]} for i in range(BLOCKS)}
+    return lambda: FileSource(blocks, computed_dtypes=torch.float32)
+
+
+def test_the_timeline_counts_reads_and_decoding(fp16_file):
+    blocks = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(BLOCKS)]
+    nbytes = WIDTH * WIDTH * 2
+    for policy, reads in (
+        (OffloadPolicy.layerwise(1), [BLOCKS, BLOCKS]),
+        (replace(OffloadPolicy.layerwise(1), source="pinned"), [BLOCKS, 0]),
+        (some(2), [BLOCKS, BLOCKS - 2]),
+        (OffloadPolicy.resident(), [BLOCKS, 0]),
+    ):
+        recorder = Recorder(CPU)
+        with attach({"high": blocks}, policy, fp16_file()) as handle:
+            with handle.run(step_visits(["high"] * 2, handle.counts), recorder=recorder) as run:
+                for step in range(2):
+                    with recorder.step(step, "high"):
+                        for block in range(BLOCKS):
+                            with run.visit(step, "high", block):
+                                pass
+            steps = recorder.timeline().steps
+            assert [step.read_bytes for step in steps] == [count * nbytes for count in reads]
+            moved = [BLOCKS, 0 if policy.kind == "resident" else BLOCKS]
+            assert [step.bytes_moved for step in steps] == [count * nbytes for count in moved]
+            for step, count in zip(steps, moved, strict=True):
+                assert (step.decode_s > 0) == (count > 0)
+                assert step.wall_s >= step.compute_s + step.stall_s + step.decode_s
+
+
+def test_raw_blocks_without_a_home_are_read_straight_into_their_buffer(stacks, source):
+    with attach(stacks, some(4), source) as handle:
+        run_through(handle, stacks, ["high", "low"])
+        _, run = run_through(handle, stacks, ["high", "low"])
+        assert run.reads == []
+        assert handle.host_bytes == 4 * in_pages(BLOCK_BYTES)
+
+
+def test_more_ram_than_there_is_is_refused_before_anything_changes(stacks):
+    class Huge(ModuleSource):
+        def block_format(self, key: BlockKey):
+            return block_format(
+                {"up.weight": ((1 << 44,), torch.uint8), "down.weight": ((1,), torch.uint8)}, torch.uint8
+            )
+
+    before = stacks["high"][0].up.weight
+    with pytest.raises(SourceError, match=r"GB of RAM for 12 blocks, .* GB are available"):
+        attach(stacks, ALL_AT_HOME, Huge(stacks))
+    assert stacks["high"][0].up.weight is before
