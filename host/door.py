@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ..plan import OffloadPolicy
     from ..wan import ExpertPair
+    from ..wan.block_storage import Storage
 
 
 class NeedsComfyUIError(ValueError):
@@ -61,6 +62,7 @@ class ExpertsRef:
     high_noise: Path
     low_noise: Path | None = None
     compute_dtype: str = "bfloat16"
+    storage: Storage = "as stored"
     loras: tuple[LoraRef, ...] = ()
 
 
@@ -207,7 +209,9 @@ def open_pair(ref: ExpertsRef) -> ExpertPair:
 
     from ..wan import open_experts
 
-    return open_experts(ref.high_noise, ref.low_noise, compute_dtype=getattr(torch, ref.compute_dtype))
+    return open_experts(
+        ref.high_noise, ref.low_noise, compute_dtype=getattr(torch, ref.compute_dtype), storage=ref.storage
+    )
 
 
 def set_loras(pair: ExpertPair, refs: Sequence[LoraRef]) -> None:

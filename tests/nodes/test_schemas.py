@@ -17,7 +17,7 @@ LONGEST_EXECUTE = 15
 
 # Ids, inputs and outputs are what saved workflows refer to: a change here breaks them.
 SNAPSHOT = {
-    "WanStreamExperts": ("high_noise low_noise compute_dtype", "WANSTREAM_EXPERTS"),
+    "WanStreamExperts": ("high_noise low_noise compute_dtype storage", "WANSTREAM_EXPERTS"),
     "WanStreamLora": ("experts high_noise low_noise strength_high strength_low", "WANSTREAM_EXPERTS"),
     "WanStreamLayerwise": ("prefetch_blocks weights_from", "WANSTREAM_POLICY"),
     "WanStreamBlockSwap": ("blocks_to_swap prefetch_blocks weights_from", "WANSTREAM_POLICY"),
