@@ -18,6 +18,11 @@ HEAD_DIM = 128
 BF16_BYTES = 2
 FP32_BYTES = 4
 
+SHORT_CHUNK = 15
+"""Tokens at the end that are not worth a chunk: they join the one before."""
+OUTPUT_TOKENS = 1024
+"""Tokens that the norm behind the last block takes at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class VideoShape:
@@ -124,12 +129,27 @@ class ExpertShape:
         cross_attention = 4 * tokens * TEXT_TOKENS * width
         return linear + self_attention + cross_attention
 
-    def working_bytes(self, tokens: int, *, lanes: int, value_bytes: int = BF16_BYTES) -> int:
+    def working_bytes(
+        self, tokens: int, *, lanes: int, value_bytes: int = BF16_BYTES, chunk_tokens: int | None = None
+    ) -> int:
         """Device memory that a step computes in, beside the weights: what is alive at once when most is.
 
-        Every lane of `tokens` keeps its hidden state and its embedded text (D values of `value_bytes` per token), all
-        share the rotary tables (2 x 128 fp32 values per token), and one lane at a time is in a block. Counted along
-        diffusers' `WanTransformerBlock.forward`, a token in a block then holds the most of
+        Every lane of `tokens` keeps its hidden state (D values of `value_bytes` per token), all share the rotary tables
+        (2 x 128 fp32 values per token), the embedded texts of both experts lie there, and one lane at a time is in a
+        block, which takes `chunk_tokens` at once where tokens do not meet (None: all of them). The latents themselves
+        (a 100th of a hidden state) and the workspace of the attention kernel are not counted.
+        """
+        width, value = self.width, value_bytes
+        if chunk_tokens is None:
+            in_block = tokens * self._block_bytes_per_token(value)
+        else:
+            in_block = self._chunked_block_bytes(tokens, min(tokens, chunk_tokens + SHORT_CHUNK), value)
+        rotary = tokens * 2 * HEAD_DIM * FP32_BYTES
+        waiting = (lanes - 1) * tokens + (2 * lanes + 2) * TEXT_TOKENS
+        return in_block + rotary + waiting * width * value
+
+    def _block_bytes_per_token(self, value: int) -> int:
+        """The most that a token holds along diffusers' `WanTransformerBlock.forward`, of
 
         * rotary embedding: input, its norm, q, k, v and the rotated q, and three fp32 halves of a product: 6 D values
           and 6 D bytes;
@@ -137,14 +157,28 @@ class ExpertShape:
           values and 12 D bytes, beside the k and v of the text;
         * feed-forward: input, state, norm and the output of attention, and its inside before and after the
           activation: 4 D + 2 F values.
-
-        The latents themselves (a 100th of a hidden state) and the workspace of the attention kernel are not counted.
         """
-        width, value = self.width, value_bytes
-        in_block = max((6 * value + 6) * width, (5 * value + 12) * width, (4 * width + 2 * self.ffn_width) * value)
-        rotary = 2 * HEAD_DIM * FP32_BYTES
-        waiting = (lanes - 1) * tokens + (lanes + 2) * TEXT_TOKENS
-        return tokens * (in_block + rotary) + waiting * width * value
+        width = self.width
+        return max((6 * value + 6) * width, (5 * value + 12) * width, (4 * width + 2 * self.ffn_width) * value)
+
+    def _chunked_block_bytes(self, tokens: int, chunk: int, value: int) -> int:
+        """The most that is there at once in a block whose forward is chunked, of
+
+        * attention: input, q, k, v and output, D values for every token each;
+        * norm of q or k: four of these, and for a token of the chunk three tensors in fp32 and the narrower input;
+        * feed-forward: input and state, and for a token of the chunk its norm and the inside before and after the
+          activation, or output, gated output, state and sum;
+        * the norm behind the last block: its input and output, and three tensors in fp32 for some tokens.
+        """
+        width, every = self.width, tokens * self.width * value
+        narrow = value if value < FP32_BYTES else 0
+        inside = max((width + 2 * self.ffn_width) * value, (4 * FP32_BYTES + narrow) * width)
+        return max(
+            5 * every,
+            4 * every + chunk * (3 * FP32_BYTES + narrow) * width,
+            2 * every + chunk * inside,
+            2 * every + min(tokens, OUTPUT_TOKENS) * 3 * FP32_BYTES * width,
+        )
 
     @property
     def _time_embedder(self) -> int:

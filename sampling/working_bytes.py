@@ -9,15 +9,19 @@ from ..plan.shapes import HEAD_DIM, PATCH
 from ..wan import ExpertPair
 
 
-def working_bytes(pair: ExpertPair, shape: Sequence[int], *, guided: bool) -> int:
+def working_bytes(pair: ExpertPair, shape: Sequence[int], *, guided: bool, chunk_tokens: int | None = None) -> int:
     """Memory beside the weights for steps on latents of `shape` [B, 16, T, h, w]; see `ExpertShape.working_bytes`.
 
-    `guided` counts a negative lane beside each positive one.
+    `guided` counts a negative lane beside each positive one; `chunk_tokens` is the policy's.
     """
     config = pair.high.config
     expert = ExpertShape(width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim)
-    lanes = shape[0] * (2 if guided else 1)
-    return expert.working_bytes(tokens_of(shape), lanes=lanes, value_bytes=pair.compute_dtype.itemsize)
+    return expert.working_bytes(
+        tokens_of(shape),
+        lanes=shape[0] * (2 if guided else 1),
+        value_bytes=pair.compute_dtype.itemsize,
+        chunk_tokens=chunk_tokens,
+    )
 
 
 def tokens_of(shape: Sequence[int]) -> int:

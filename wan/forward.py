@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..plan.shapes import OUTPUT_TOKENS
+
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
 
@@ -87,8 +89,13 @@ def _conditions(
 
 
 def _velocity(model: WanTransformer3DModel, lane: _Conditions, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens [1, S, dim] -> velocity: modulated norm, projection, patches put back in place."""
+    """Tokens [1, S, dim] -> velocity: modulated norm, projection, patches put back in place.
+
+    The projection sees all tokens at once: context parallelism gathers those of every rank behind it.
+    """
     shift, scale = (model.scale_shift_table + lane.time.unsqueeze(1)).chunk(2, dim=1)
-    tokens = (model.norm_out(tokens.float()) * (1 + scale) + shift).type_as(tokens)
-    patches: torch.Tensor = model.proj_out(tokens).reshape(1, *lane.grid, *model.config.patch_size, -1)
+    normed = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+    for part, into in zip(tokens.split(OUTPUT_TOKENS, dim=1), normed.split(OUTPUT_TOKENS, dim=1), strict=True):
+        into.copy_(model.norm_out(part.float()) * (1 + scale) + shift)
+    patches: torch.Tensor = model.proj_out(normed).reshape(1, *lane.grid, *model.config.patch_size, -1)
     return patches.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)

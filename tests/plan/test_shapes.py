@@ -105,5 +105,25 @@ def test_working_bytes_are_those_of_the_widest_moment_and_of_the_lanes_that_wait
     value_bytes: int, lanes: int, per_token: int
 ) -> None:
     tokens = VideoShape(width=1280, height=720, frames=81).tokens
-    text = (lanes + 2) * 512 * 5120 * value_bytes
+    text = (2 * lanes + 2) * 512 * 5120 * value_bytes
     assert T2V_A14B.working_bytes(tokens, lanes=lanes, value_bytes=value_bytes) == tokens * per_token + text
+
+
+@pytest.mark.parametrize(
+    ("chunk", "lanes", "gigabytes"),
+    [(4096, 1, 3.97), (4096, 2, 4.76), (8192, 2, 4.76), (65536, 2, 8.69), (10**6, 2, 9.40), (None, 2, 9.40)],
+)
+def test_chunks_bound_what_720p_computes_in(chunk: int | None, lanes: int, gigabytes: float) -> None:
+    tokens = VideoShape(width=1280, height=720, frames=81).tokens
+    needed = T2V_A14B.working_bytes(tokens, lanes=lanes, chunk_tokens=chunk)
+    assert needed == pytest.approx(gigabytes * 1e9, rel=1e-2)
+
+
+def test_with_chunks_the_attention_is_what_takes_most() -> None:
+    """Its input, q, k, v and output: 5 x 774 MB at 1280x720x81, and two blocks and another lane still fit in 8 GB."""
+    tokens = VideoShape(width=1280, height=720, frames=81).tokens
+    attention = 5 * tokens * 5120 * 2
+    beside = tokens * 1024 + tokens * 5120 * 2 + 6 * 512 * 5120 * 2
+    needed = T2V_A14B.working_bytes(tokens, lanes=2, chunk_tokens=4096)
+    assert needed == attention + beside
+    assert needed + 2 * T2V_A14B.streamed_bytes() < 8e9

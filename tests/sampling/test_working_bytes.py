@@ -15,6 +15,7 @@ from wanstream.cli.sample_weights import in_dtype
 from wanstream.plan import ExpertShape
 from wanstream.sampling import working_bytes
 from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.chunked_block import ChunkedBlocks
 
 LATENT = (5, 40, 56)
 TOKENS = 5 * 20 * 28
@@ -59,9 +60,33 @@ def test_the_estimate_is_what_a_forward_pass_holds_at_once(
     assert 0.9 * estimate <= alive.peak <= 1.02 * estimate
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("chunk", [64, 700, 1399, TOKENS, 10**6])
+@pytest.mark.parametrize(("heads", "ffn_dim"), [(1, 345), (4, 1382), (4, 4096)])
+def test_the_estimate_of_chunks_is_what_a_forward_pass_holds_at_once(
+    dtype: torch.dtype, lanes: int, chunk: int, heads: int, ffn_dim: int, make_tiny_expert: Any
+) -> None:
+    model, width = in_dtype(make_tiny_expert(heads=heads, layers=2, ffn_dim=ffn_dim), dtype), 128 * heads
+    inputs = [Lane(latents=torch.zeros(1, 16, *LATENT), text=torch.zeros(1, 16, 4096, dtype=dtype))] * lanes
+    blocks = ChunkedBlocks(model.blocks, chunk)
+    with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), inputs[0].text]) as alive:
+        forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
+    blocks.detach()
+    shape = ExpertShape(width=width, ffn_width=ffn_dim)
+    estimate = shape.working_bytes(TOKENS, lanes=lanes, value_bytes=dtype.itemsize, chunk_tokens=chunk)
+    # The estimate counts texts of 512 tokens, those of the other expert too, and not the patches of the velocity.
+    texts = (2 * lanes + 2) * TEXT * width * dtype.itemsize
+    patches = TOKENS * lanes * 64 * 4
+    assert 0.97 * (estimate - texts) <= alive.peak <= 1.01 * (estimate - texts) + patches
+
+
 def test_a_pair_says_it_for_latents(open_pair: Any) -> None:
     pair, shape = open_pair(), (2, 16, 5, 40, 56)
     tiny = ExpertShape(width=256, ffn_width=512)
     assert working_bytes(pair, shape, guided=False) == tiny.working_bytes(TOKENS, lanes=2, value_bytes=4)
     assert working_bytes(pair, shape, guided=True) == tiny.working_bytes(TOKENS, lanes=4, value_bytes=4)
     assert working_bytes(open_pair(dtype=torch.bfloat16), shape, guided=True) == tiny.working_bytes(TOKENS, lanes=4)
+    chunked = working_bytes(pair, shape, guided=True, chunk_tokens=100)
+    assert chunked == tiny.working_bytes(TOKENS, lanes=4, value_bytes=4, chunk_tokens=100)
+    assert chunked < working_bytes(pair, shape, guided=True)

@@ -1,0 +1,205 @@
+"""A Wan block that takes a few tokens at a time wherever tokens do not meet: everywhere but in the attention itself.
+
+Norms, projections, rotary embedding, feed-forward and residuals of one token do not depend on any other. Beside the
+hidden state of all tokens, what they need is then there for one chunk only, and a value is written over one that nobody
+reads any more. What is left of a block's memory is the attention: its input, q, k, v and its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+from ..plan.shapes import SHORT_CHUNK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+LEAST_TOKENS = SHORT_CHUNK + 1
+"""Fewer rows are another kernel's: MKL multiplies 1, 2 or 3 rows in fp32 with other last bits than many."""
+
+
+class ChunkedBlocks:
+    """Blocks whose forward is chunked, from their making until `detach`; everything else about them stays as it is.
+
+    Submodules are called as modules, the norms and the feed-forward once per chunk. The input of a block is never
+    written to. Attach before hooks are put around the blocks (context parallelism, caches), and take those off before
+    `detach`: both replace `forward`, and the outer one holds the inner one.
+
+    Args:
+        blocks: of diffusers' `WanTransformer3DModel`, with its own attention processors.
+        chunk_tokens: how many tokens are taken at once, 1 or more.
+
+    Raises:
+        RuntimeError: something else has replaced the forward of a block.
+        ValueError: a block has an attention processor of another kind, or attends to images as Wan2.1 does.
+    """
+
+    def __init__(self, blocks: Iterable[WanTransformerBlock], chunk_tokens: int) -> None:
+        assert chunk_tokens >= 1, f"{chunk_tokens} tokens at once"
+        self._blocks = list(blocks)
+        for index, block in enumerate(self._blocks):
+            _check(index, block)
+        self._forwards: list[Callable[..., torch.Tensor]] = []
+        self._processors: list[tuple[WanAttention, WanAttnProcessor, ChunkedAttention]] = []
+        for block in self._blocks:
+            block.forward = partial(_chunked_forward, block, chunk_tokens)
+            self._forwards.append(block.forward)
+            for attention in (block.attn1, block.attn2):
+                own, chunked = attention.processor, ChunkedAttention(chunk_tokens)
+                _hand_over(own, chunked)
+                attention.set_processor(chunked)
+                self._processors.append((attention, own, chunked))
+
+    def detach(self) -> None:
+        """Give the blocks back their own forward and processors. Detaching twice is allowed.
+
+        Raises:
+            RuntimeError: something was put around the forward of a block since; nothing was changed.
+        """
+        for index, (block, ours) in enumerate(zip(self._blocks, self._forwards, strict=True)):
+            if vars(block).get("forward") is not ours:
+                raise RuntimeError(f"a hook lies around block {index}: remove it before the chunks of the block change")
+        for block in self._blocks:
+            del block.forward
+        for attention, own, chunked in self._processors:
+            _hand_over(chunked, own)
+            attention.set_processor(own)
+        self._blocks, self._forwards, self._processors = [], [], []
+
+
+class ChunkedAttention:
+    """diffusers' attention of Wan with the projections of a few tokens at a time, and one call for the attention.
+
+    It writes over the hidden states that it is given: v takes their place in self-attention, q in cross-attention.
+    Both attributes are those that diffusers sets on every processor.
+    """
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._attention_backend: object = None
+        self._parallel_config: object = None
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: Rotary | None = None,
+    ) -> torch.Tensor:
+        if encoder_hidden_states is None:
+            states = self._of_itself(attn, hidden_states, rotary_emb)
+        else:
+            states = self._of_text(attn, hidden_states, encoder_hidden_states)
+        attended: torch.Tensor = dispatch_attention_fn(
+            *(tensor.unflatten(2, (attn.heads, -1)) for tensor in states),
+            attn_mask=attention_mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            # Keys and values of the text are whole on every rank.
+            parallel_config=self._parallel_config if encoder_hidden_states is None else None,
+        )
+        del states
+        attended = attended.flatten(2, 3).type_as(hidden_states)
+        projection, dropout = attn.to_out
+        for part in _parts(attended, self._chunk_tokens):
+            attended[:, part] = dropout(projection(attended[:, part]))
+        return attended
+
+    def _of_itself(
+        self, attn: WanAttention, hidden: torch.Tensor, rotary: Rotary | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        query, key = torch.empty_like(hidden), torch.empty_like(hidden)
+        for part in _parts(hidden, self._chunk_tokens):
+            tokens = hidden[:, part]
+            _put_rotated(attn.norm_q(attn.to_q(tokens)), rotary, part, attn.heads, into=query)
+            _put_rotated(attn.norm_k(attn.to_k(tokens)), rotary, part, attn.heads, into=key)
+            hidden[:, part] = attn.to_v(tokens)
+        return query, key, hidden
+
+    def _of_text(
+        self, attn: WanAttention, hidden: torch.Tensor, text: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        for part in _parts(hidden, self._chunk_tokens):
+            hidden[:, part] = attn.norm_q(attn.to_q(hidden[:, part]))
+        return hidden, attn.norm_k(attn.to_k(text)), attn.to_v(text)
+
+
+def _chunked_forward(
+    block: WanTransformerBlock,
+    chunk_tokens: int,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+) -> torch.Tensor:
+    """What the block's own forward returns for `temb` [B, 6, D], in memory of its own."""
+    parts = list(_parts(hidden_states, chunk_tokens))
+    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (block.scale_shift_table + temb.float()).chunk(6, dim=1)
+
+    normed = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+    for part in parts:
+        normed[:, part] = block.norm1(hidden_states[:, part].float()) * (1 + scale) + shift
+    state: torch.Tensor = block.attn1(normed, None, None, rotary_emb)
+    for part in parts:
+        state[:, part] = hidden_states[:, part].float() + state[:, part] * gate
+
+    for part in parts:
+        normed[:, part] = block.norm2(state[:, part].float())
+    state += block.attn2(normed, encoder_hidden_states, None, None)
+    del normed
+
+    for part in parts:
+        tokens = (block.norm3(state[:, part].float()) * (1 + ffn_scale) + ffn_shift).type_as(state)
+        tokens = block.ffn(tokens)
+        state[:, part] = state[:, part].float() + tokens.float() * ffn_gate
+    return state
+
+
+def _parts(tokens: torch.Tensor, at_once: int) -> Iterator[slice]:
+    """Slices along dim 1, in order, of `at_once` tokens; fewer than `LEAST_TOKENS` at the end join those before."""
+    start, count = 0, tokens.shape[1]
+    while start < count:
+        end = start + at_once if count - start >= at_once + LEAST_TOKENS else count
+        yield slice(start, end)
+        start = end
+
+
+def _put_rotated(tokens: torch.Tensor, rotary: Rotary | None, part: slice, heads: int, *, into: torch.Tensor) -> None:
+    """Write [B, c, D], turned by the angles of its positions, into `part` of [B, S, D]."""
+    if rotary is None:
+        into[:, part] = tokens
+        return
+    cos, sin = rotary[0][:, part, :, 0::2], rotary[1][:, part, :, 1::2]
+    x, y = tokens.unflatten(2, (heads, -1, 2)).unbind(-1)
+    turned = into[:, part].unflatten(2, (heads, -1, 2))
+    turned[..., 0] = x * cos - y * sin
+    turned[..., 1] = x * sin + y * cos
+
+
+def _hand_over(former: WanAttnProcessor | ChunkedAttention, latter: WanAttnProcessor | ChunkedAttention) -> None:
+    """Give `latter` what diffusers set on `former`: the attention backend, and how attention is shared by ranks."""
+    latter._attention_backend = former._attention_backend
+    latter._parallel_config = former._parallel_config
+
+
+def _check(index: int, block: WanTransformerBlock) -> None:
+    if "forward" in vars(block):
+        raise RuntimeError(f"a hook lies around block {index}: attach chunks before any other hook")
+    for attention in (block.attn1, block.attn2):
+        if type(attention.processor) is not WanAttnProcessor:
+            kind = type(attention.processor).__name__
+            raise ValueError(f"block {index} attends with {kind}: chunks need diffusers' own WanAttnProcessor")
+        if attention.add_k_proj is not None:
+            raise ValueError(f"block {index} attends to images, as Wan2.1 does: chunks serve Wan2.2 A14B")
