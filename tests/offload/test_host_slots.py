@@ -11,6 +11,8 @@ import torch
 
 from wanstream.offload.host_memory import in_pages
 from wanstream.offload.host_slots import HostSlots
+from wanstream.offload.page_lock import CudaPageLock
+from wanstream.offload.shared_segment import SharedSegment
 from wanstream.offload.source import SourceError
 from wanstream.plan import BlockKey
 
@@ -184,3 +186,24 @@ def test_what_the_system_has_is_asked_for():
     with pytest.raises(SourceError, match=r"140737\.5 GB of RAM for 40 blocks, \d+\.\d GB are available"):
         HostSlots(lock=None).check_room(40, 1 << 47)
     HostSlots(lock=None).check_room(1, in_pages(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_locks_slots_and_shared_blocks_where_they_lie(tmp_path):
+    torch.ones(1, device="cuda")
+    nbytes = 5 * PAGE + 100
+    segment = SharedSegment(str(tmp_path), {KEY: nbytes})  # in /dev/shm: pages of a disk's file cannot be locked
+    slots = HostSlots(lock=CudaPageLock(), shared=segment)
+    shared = slots.fill(0, KEY, nbytes, filled_with(7))
+    own = slots.fill(1, BlockKey("high", 1), nbytes, filled_with(8), room=9 * PAGE)
+    for memory, value in ((shared, 7), (own, 8)):
+        assert memory.is_pinned()
+        assert memory.to("cuda", non_blocking=True).eq(value).all()
+    assert slots.locked_bytes == nbytes + 9 * PAGE
+    slots.drop(1)
+    assert not own.is_pinned()
+    slots.close()
+    assert not shared.is_pinned()
+    assert slots.locked_bytes == 0
+    segment.close()
