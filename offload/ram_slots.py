@@ -86,14 +86,19 @@ class RamSlots:
         """What the slots still hold from the run before; a new program may keep it."""
         return {s.index: s.key for s in self._slots if s.state is BufferState.DONE and s.key is not None}
 
+    def bytes_for(self, homes: RamHomes, staging: int) -> int:
+        """Bytes of RAM that these slots take when all of them are in use."""
+        if not homes.residency.permanent:
+            return (homes.slots + staging) * in_pages(self._largest)
+        sizes = {key: in_pages(fmt.stored.nbytes) for key, fmt in self._formats.items()}
+        at_home = [nbytes for key, nbytes in sizes.items() if homes.residency.keeps(*key)]
+        nothing_passes = len(at_home) == len(sizes)
+        return sum(at_home) + (0 if nothing_passes else staging * in_pages(self._largest))
+
     def check_room(self, homes: RamHomes, staging: int) -> None:
         """Raise SourceError, with numbers, unless there is RAM for these slots."""
-        page_bytes = {key: in_pages(fmt.stored.nbytes) for key, fmt in self._formats.items()}
-        at_home = [nbytes for key, nbytes in page_bytes.items() if homes.residency.keeps(*key)]
-        passing = staging * in_pages(self._largest) if len(at_home) < len(page_bytes) else 0
-        home_bytes = sum(at_home) if homes.residency.permanent else homes.slots * in_pages(self._largest)
-        if home_bytes + passing:
-            self._homes_memory.check_room(homes.slots, home_bytes + passing)
+        if wanted := self.bytes_for(homes, staging):
+            self._homes_memory.check_room(homes.slots, wanted)
 
     def resize(self, homes: RamHomes, staging: int) -> None:
         """Have `homes.slots + staging` slots, of which homes that were there before keep theirs.

@@ -1,0 +1,250 @@
+"""Slots of RAM: what stays when homes change, how much memory they take, what locks their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from wanstream.offload.buffers import BufferOrderError, BufferState
+from wanstream.offload.host_memory import in_pages
+from wanstream.offload.layout import BlockFormat, block_format, host_bytes
+from wanstream.offload.ram_slots import RamSlot, RamSlots
+from wanstream.offload.source import SourceError
+from wanstream.plan import BlockKey, RamHomes, Residency
+
+PAGE = in_pages(1)
+KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("high", 2), BlockKey("low", 0)]
+SIZES = dict(zip(KEYS, (2 * PAGE, PAGE, 5, 3 * PAGE + 1), strict=True))
+
+
+class Numbers:
+    """Fills every block with its number, and counts."""
+
+    def __init__(self) -> None:
+        self.reads: list[BlockKey] = []
+        self.scaled: list[BlockKey] = []
+        self.broken = False
+
+    def keys(self) -> list[BlockKey]:
+        return KEYS
+
+    def block_format(self, key: BlockKey) -> BlockFormat:
+        return block_format({"weight": ((SIZES[key],), torch.uint8)}, torch.uint8)
+
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        self.scaled.append(key)
+        return {}
+
+    def file_bytes(self, key: BlockKey) -> int:
+        return SIZES[key]
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        host_bytes(into)[:] = KEYS.index(key) + 1
+        if self.broken:
+            raise SourceError("the disk went away")
+        self.reads.append(key)
+
+    def close(self) -> None: ...
+
+
+def stored_bytes(*keys: BlockKey) -> int:
+    return sum(in_pages(Numbers().block_format(key).stored.nbytes) for key in keys)
+
+
+LARGEST = stored_bytes(KEYS[3])
+
+
+def homes(*keys: BlockKey, slots: int | None = None, rolls: bool = False) -> RamHomes:
+    residents = {name: frozenset(key.block for key in keys if key.expert == name) for name in ("high", "low")}
+    return RamHomes(
+        residency=Residency(residents=residents, permanent=not rolls), slots=len(keys) if slots is None else slots
+    )
+
+
+@pytest.fixture
+def source() -> Numbers:
+    return Numbers()
+
+
+@pytest.fixture
+def driver(limited_page_lock):
+    return limited_page_lock()
+
+
+@pytest.fixture
+def slots(source: Numbers, driver) -> RamSlots:
+    return RamSlots(source, {key: source.block_format(key) for key in KEYS}, lock=driver)
+
+
+def read(slots: RamSlots, index: int, key: BlockKey) -> RamSlot:
+    """One whole life of a block in a slot."""
+    slot = slots[index]
+    slots.fill(slot, key)
+    slot.acquire(key)
+    slot.release(last=True)
+    assert slot.memory is not None
+    assert set(host_bytes(slot.memory)) == {KEYS.index(key) + 1}
+    return slot
+
+
+def test_a_home_takes_its_own_size_and_a_place_to_pass_through_the_largest(slots, driver):
+    slots.resize(homes(KEYS[1], KEYS[2]), 2)
+    assert (len(slots), slots.nbytes, driver.locked) == (4, 0, [])
+    read(slots, 0, KEYS[1])
+    read(slots, 1, KEYS[2])
+    assert slots.nbytes == stored_bytes(KEYS[1], KEYS[2])
+    passing = read(slots, 2, KEYS[2])
+    assert slots.nbytes == stored_bytes(KEYS[1], KEYS[2]) + LARGEST
+    address = passing.memory.data_ptr()
+    assert read(slots, 2, KEYS[3]).memory.data_ptr() == address, "memory is taken once"
+    assert slots.locked_bytes == sum(nbytes for _, nbytes in driver.locked)
+    assert len(driver.locked) == 3
+    slots.close()
+    assert (slots.nbytes, slots.locked_bytes, driver.locked, slots.contents()) == (0, 0, [], {})
+
+
+def test_rolling_homes_share_all_slots(slots):
+    slots.resize(homes(*KEYS, slots=2, rolls=True), 1)
+    for index, key in enumerate(KEYS[:3]):
+        read(slots, index, key)
+    assert slots.nbytes == 3 * LARGEST
+    assert slots.contents() == dict(enumerate(KEYS[:3]))
+
+
+def test_homes_that_stay_are_not_read_again(slots, source):
+    slots.resize(homes(KEYS[0], KEYS[1], KEYS[3]), 1)
+    for index, key in enumerate((KEYS[0], KEYS[1], KEYS[3])):
+        read(slots, index, key)
+    read(slots, 3, KEYS[2])
+    kept = slots[2].memory.data_ptr()
+    slots.resize(homes(KEYS[3], KEYS[2]), 1)
+    assert slots.contents() == {0: KEYS[3], 1: KEYS[2]}
+    assert slots[0].memory.data_ptr() == kept
+    assert set(host_bytes(slots[0].memory)) == {4}
+    assert slots.nbytes == 2 * LARGEST
+    slots.resize(homes(), 0)
+    assert (len(slots), slots.nbytes) == (0, 0)
+    assert len(source.reads) == 4
+
+
+def test_what_passes_through_keeps_its_memory_when_homes_change(slots, driver):
+    slots.resize(homes(KEYS[0]), 2)
+    read(slots, 0, KEYS[0])
+    address = read(slots, 1, KEYS[1]).memory.data_ptr()
+    read(slots, 2, KEYS[3])
+    slots.resize(homes(), 2)
+    assert slots.contents() == {0: KEYS[1], 1: KEYS[3]}
+    assert slots[0].memory.data_ptr() == address
+    assert slots.nbytes == 2 * LARGEST
+    assert len(driver.locked) == 2
+
+
+@pytest.mark.parametrize("rolls", [False, True])
+def test_from_rolling_to_kept_and_back(slots, source, rolls):
+    here = homes(KEYS[0], KEYS[1], slots=2, rolls=rolls)
+    there = homes(KEYS[0], KEYS[1], slots=2, rolls=not rolls)
+    slots.resize(here, 1)
+    read(slots, 0, KEYS[0])
+    read(slots, 1, KEYS[1])
+    for wanted in (there, here):
+        slots.resize(wanted, 1)
+        assert set(slots.contents().values()) == {KEYS[0], KEYS[1]}
+        assert {slot.index for slot in slots} == {0, 1, 2}
+    assert source.reads == KEYS[:2]
+
+
+def test_fewer_rolling_slots_keep_the_most_useful_blocks(slots):
+    slots.resize(homes(KEYS[1], KEYS[3], slots=2, rolls=True), 2)
+    for index, key in enumerate(KEYS):
+        read(slots, index, key)
+    slots.resize(homes(KEYS[1], KEYS[3], slots=2, rolls=True), 0)
+    assert set(slots.contents().values()) == {KEYS[1], KEYS[3]}
+
+
+def test_a_slot_is_refilled_when_its_copy_has_drained(slots):
+    slots.resize(homes(), 1)
+    slot, waited = read(slots, 0, KEYS[0]), []
+    slot.drained = lambda: waited.append(bytes(host_bytes(slot.memory)[:1]))
+    read(slots, 0, KEYS[1])
+    assert waited == [b"\x01"], "the copy was waited for once, before its bytes were overwritten"
+    read(slots, 0, KEYS[2])
+    assert len(waited) == 1
+
+
+def test_a_read_that_fails_leaves_an_empty_slot(slots, source):
+    slots.resize(homes(KEYS[0]), 0)
+    source.broken = True
+    with pytest.raises(SourceError, match="went away"):
+        slots.fill(slots[0], KEYS[0])
+    assert slots[0].state is BufferState.FILLING
+    slots.end_run()
+    assert (slots[0].state, slots.contents()) == (BufferState.EMPTY, {})
+    source.broken = False
+    read(slots, 0, KEYS[0])
+    assert slots.contents() == {0: KEYS[0]}
+
+
+def test_what_was_read_and_not_asked_for_is_whole(slots, source):
+    slots.resize(homes(), 2)
+    slots.fill(slots[0], KEYS[1])
+    slots.fill(slots[1], KEYS[2])
+    slots[1].acquire(KEYS[2])
+    slots.end_run()
+    assert slots.contents() == {0: KEYS[1], 1: KEYS[2]}
+    assert source.scaled == KEYS[1:3], "scales come with the block, not when it is fetched"
+
+
+def test_a_slot_says_its_name_when_it_is_used_out_of_order(slots):
+    slots.resize(homes(), 1)
+    with pytest.raises(BufferOrderError, match="slot 0 is empty with None: acquire needs it to be issued or held"):
+        slots[0].acquire(KEYS[0])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "staging", "nbytes"),
+    [
+        (homes(KEYS[0], KEYS[2]), 0, stored_bytes(KEYS[0], KEYS[2])),
+        (homes(KEYS[0], KEYS[2]), 2, stored_bytes(KEYS[0], KEYS[2]) + 2 * LARGEST),
+        (homes(*KEYS), 2, stored_bytes(*KEYS)),
+        (homes(*KEYS, slots=2, rolls=True), 0, 2 * LARGEST),
+        (homes(*KEYS, slots=2, rolls=True), 2, 4 * LARGEST),
+    ],
+    ids=["kept", "kept and passing", "nothing passes", "rolling", "rolling and passing"],
+)
+def test_how_much_room_slots_will_take(slots, wanted, staging, nbytes):
+    assert slots.bytes_for(wanted, staging) == nbytes
+    slots.check_room(wanted, staging)
+
+
+class Segment:
+    """Stands for memory that ranks share: another rank has filled block 0 of the high-noise expert."""
+
+    def __init__(self) -> None:
+        self.blocks = {KEYS[0]: torch.full((SIZES[KEYS[0]],), 1, dtype=torch.uint8)}
+
+    filled_bytes = 0
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in (KEYS[0], KEYS[1])
+
+    def fill(self, key, read):
+        if key not in self.blocks:
+            self.blocks[key] = torch.zeros(Numbers().block_format(key).stored.nbytes, dtype=torch.uint8)
+            read(self.blocks[key])
+        return self.blocks[key]
+
+
+def test_only_homes_that_are_kept_are_shared(source):
+    segment = Segment()
+    slots = RamSlots(source, {key: source.block_format(key) for key in KEYS}, lock=None, shared=segment)
+    slots.resize(homes(KEYS[0]), 1)
+    assert read(slots, 0, KEYS[0]).memory.data_ptr() == segment.blocks[KEYS[0]].data_ptr()
+    assert source.reads == [], "another rank has read it"
+    read(slots, 1, KEYS[1])
+    assert list(segment.blocks) == [KEYS[0]]
+    slots.resize(homes(KEYS[0], KEYS[1]), 0)
+    assert slots.contents() == {0: KEYS[0], 1: KEYS[1]}
+    slots.close()
+    assert slots.nbytes == 0
