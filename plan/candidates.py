@@ -54,27 +54,10 @@ def fitting_policies(job: OffloadJob, machine: Machine, room: Room) -> tuple[lis
     fits: list[Fit] = []
     misfits: list[Misfit] = []
     for on_device in device_choices(job.expert.blocks):
-        for chunk in CHUNKS:
-            if chunk is not None and chunk >= job.tokens:
-                continue
-            without = _fit(job, machine, replace(on_device, chunk_tokens=chunk), room)
-            if isinstance(without, Misfit):
-                misfit = without
-                continue
-            fits.append(without)
-            fits += _some_at_home(job, machine, without, room)
-            misfit_at_home = _fit(job, machine, replace(without.policy, source="pinned"), room)
-            if isinstance(misfit_at_home, Fit):
-                fits.append(misfit_at_home)
-            # Fewer tokens at once are slower, and pay only where they leave RAM to more homes.
-            if isinstance(misfit_at_home, Fit) or not room.shared:
-                break
-        else:
-            misfits.append(misfit)
-            continue
-        if isinstance(misfit_at_home, Misfit):
-            misfits.append(misfit_at_home)
-    return fits, [misfit for misfit in misfits if is_usual(misfit.policy, job)]
+        found, lacking = _with_tokens(job, machine, on_device, room)
+        fits += found
+        misfits += [misfit for misfit in lacking if is_usual(misfit.policy, job)]
+    return fits, misfits
 
 
 def is_usual(policy: OffloadPolicy, job: OffloadJob) -> bool:
@@ -88,6 +71,30 @@ def with_homes(policy: OffloadPolicy, homes: int) -> OffloadPolicy:
     return replace(policy, source="pinned", ram_blocks=homes)
 
 
+def _with_tokens(
+    job: OffloadJob, machine: Machine, on_device: OffloadPolicy, room: Room
+) -> tuple[list[Fit], list[Misfit]]:
+    """`on_device` with as many tokens at once as fit, and every kind of homes; and what lacks for the rest."""
+    found: list[Fit] = []
+    lacking: list[Misfit] = []
+    for chunk in CHUNKS:
+        if chunk is not None and chunk >= job.tokens:
+            continue
+        without = _fit(job, machine, replace(on_device, chunk_tokens=chunk), room)
+        if isinstance(without, Misfit):
+            lacking = [without]
+            continue
+        found += [without, *_some_at_home(job, machine, without, room)]
+        everything = _fit(job, machine, replace(without.policy, source="pinned"), room)
+        if isinstance(everything, Fit):
+            return [*found, everything], []
+        lacking = [everything]
+        # Fewer tokens at once are slower, and pay only where they leave RAM to more homes.
+        if not room.shared:
+            break
+    return found, lacking
+
+
 def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, room: Room) -> Fit | Misfit:
     needs = memory_needs(job, machine, policy)
     why = room.lacks(needs)
@@ -96,11 +103,9 @@ def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, room: Room) -
 
 def _some_at_home(job: OffloadJob, machine: Machine, without: Fit, room: Room) -> Iterator[Fit]:
     """`without` with as many homes in RAM as there is room for but not all, kept for later runs or rolling."""
-    blocks, slots = job.expert.blocks, room.slots(without.needs)
-    beside_staging = slots - without.needs.ram_slots
-    kept = min(beside_staging, sum(job.block_counts.values()) - 1)
-    # When a whole expert is at home nothing passes through staging slots.
-    rolling = 0 if len(job.lanes) == 1 else blocks if slots >= blocks else min(beside_staging, blocks - 1)
+    most = room.slots(without.needs) - without.needs.ram_slots
+    kept = min(most, sum(job.block_counts.values()) - 1)
+    rolling = min(most, job.expert.blocks) if len(job.lanes) > 1 else 0
     for homes, rolls in ((kept, False), (rolling, True)):
         if homes > 0:
             policy = replace(with_homes(without.policy, homes), ram_rolls=rolls)

@@ -132,13 +132,14 @@ def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
 
 
 def staging_slots(job: OffloadJob, machine: Machine, homes: RamHomes) -> int:
-    """Slots for blocks without a home; none where all have one, and where a CPU reads straight into its buffers."""
+    """Slots beside the homes; none where every block keeps one, and where a CPU reads straight into its buffers."""
     straight_in = machine.computes_on == "cpu" and not job.decodes
-    return 0 if straight_in or _all_at_home(homes.residency, job.block_counts) else STAGING_SLOTS
+    return 0 if straight_in or _all_keep_a_home(homes.residency, job.block_counts) else STAGING_SLOTS
 
 
-def _all_at_home(residency: Residency, block_counts: Mapping[str, int]) -> bool:
-    return all(residency.keeps(expert, block) for expert, blocks in block_counts.items() for block in range(blocks))
+def _all_keep_a_home(residency: Residency, block_counts: Mapping[str, int]) -> bool:
+    every = (residency.keeps(expert, block) for expert, blocks in block_counts.items() for block in range(blocks))
+    return residency.permanent and all(every)
 
 
 def _gb(nbytes: float) -> str:

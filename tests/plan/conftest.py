@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from wanstream.plan import AT_ONCE, BlockKey, Residency, TransferProgram, Visit, spread_evenly, step_visits
+from wanstream.plan import (
+    AT_ONCE,
+    BlockKey,
+    ExpertShape,
+    OffloadJob,
+    Residency,
+    TransferProgram,
+    Visit,
+    spread_evenly,
+    step_visits,
+)
+from wanstream.plan import Machine as RatedMachine
 
 EXPERTS = ("high", "low")
 
@@ -104,3 +116,68 @@ def runs_of_whole_steps() -> st.SearchStrategy[Run]:
 def new_machine() -> Callable[[int], Machine]:
     """Makes a machine from a seed."""
     return Machine
+
+
+SMALL = ExpertShape(width=256, ffn_width=512, blocks=8)
+TOKENS = 1000
+
+
+@pytest.fixture(scope="session")
+def make_job() -> Callable[..., OffloadJob]:
+    """`make_job(high=4, low=4, **changes)`: steps of two experts of 8 blocks in bf16, one lane each."""
+
+    def make(high: int = 4, low: int = 4, **changes: Any) -> OffloadJob:
+        block = SMALL.streamed_bytes()
+        values: dict[str, Any] = {
+            "expert": SMALL,
+            "tokens": TOKENS,
+            "lanes": {"high": 1, "low": 1},
+            "experts_of_steps": ("high",) * high + ("low",) * low,
+            "stored_bytes": block,
+            "file_bytes": block,
+            "computed_bytes": block,
+            "staying_bytes": 1000,
+        }
+        return OffloadJob(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rate_machine() -> Callable[..., RatedMachine]:
+    """`rate_machine(read=0.5, copy=0.1, visit=1.0, **changes)`: a GPU with more memory than `make_job()` takes.
+
+    `read`, `copy` and `visit` are the seconds of one block of it on the disk, on the bus, and in one lane.
+    """
+
+    def make(read: float = 0.5, copy: float = 0.1, visit: float = 1.0, **changes: Any) -> RatedMachine:
+        block = SMALL.streamed_bytes()
+        figures: dict[str, Any] = {
+            "name": "test",
+            "origin": "made up",
+            "computes_on": "cuda",
+            "vram_bytes": 100 * block + 2 * 10**9,
+            "ram_bytes": 200 * block,
+            "h2d_bytes_per_s": block / copy,
+            "h2d_pageable_bytes_per_s": block / copy / 4,
+            "d2h_bytes_per_s": block / copy,
+            "disk_bytes_per_s": block / read,
+            "flops_per_s": SMALL.block_flops(TOKENS) / visit,
+            "decode_bytes_per_s": block / 0.01,
+            "copy_bytes_per_s": block / 0.05,
+            "quantise_bytes_per_s": block / 0.2,
+        }
+        return RatedMachine(**{**figures, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rate_cpu(rate_machine: Callable[..., RatedMachine]) -> Callable[..., RatedMachine]:
+    """The same without a GPU and its bus."""
+
+    def make(**changes: Any) -> RatedMachine:
+        bus = dict.fromkeys(("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s"))
+        return rate_machine(**{"computes_on": "cpu", "vram_bytes": 0, **bus, **changes})
+
+    return make
