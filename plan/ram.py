@@ -129,7 +129,7 @@ def _compile_beside_homes(
     """Permanent homes in slots of their own, all other visits through the staging slots behind them."""
     at_home: dict[BlockKey, int] = {}
     for slot, block in sorted(contents.items()):
-        if 0 <= slot < homes.slots and homes.residency.keeps(*block):
+        if slot < homes.slots and homes.residency.keeps(*block):
             at_home.setdefault(block, slot)
     passing = {slot - homes.slots: block for slot, block in contents.items() if slot >= homes.slots}
     numbers: dict[bool, list[int]] = {True: [], False: []}

@@ -341,6 +341,33 @@ def test_a_home_takes_the_slot_of_what_has_none_any_more() -> None:
     assert ram.program.initial == {0: high[1]}
 
 
+def test_a_home_never_takes_the_slot_of_another() -> None:
+    """The slot that holds a block without a home is taken, not that of a home that this run does not ask for."""
+    homes = RamHomes(
+        residency=Residency(residents={"high": frozenset({1}), "low": frozenset({0})}, permanent=True), slots=2
+    )
+    program = layerwise(0, 1, block_counts={"low": 1})
+    ram = compile_ram(program, homes, staging=0, contents={0: BlockKey("high", 1), 1: BlockKey("high", 0)})
+    assert ram.program.final_contents() == {0: BlockKey("high", 1), 1: BlockKey("low", 0)}
+
+
+def test_what_staging_still_holds_serves_the_next_run() -> None:
+    homes = RamHomes(residency=Residency(residents={"high": frozenset({2})}, permanent=True), slots=1)
+    program = layerwise(1, 0, block_counts={"high": 3})
+    contents = {1: BlockKey("high", 1), 2: BlockKey("high", 0)}
+    ram = compile_ram(program, homes, staging=2, contents=contents)
+    assert ram.program.initial == contents
+    assert [read.block for read in ram.program.fetches] == [BlockKey("high", 2)]
+
+
+def test_reads_count_for_the_step_that_asks_first() -> None:
+    """A block that stays on the device is fetched for the first step of its stage and used in all."""
+    visits = step_visits(["high"] * 3, {"high": 2})
+    program = compile_program(visits, Residency(residents={"high": frozenset({0})}), 2)
+    ram = compile_ram(program, homes_of(OffloadPolicy.layerwise(), {"high": 2}), staging=1)
+    assert [(visit.step, visit.block) for visit in ram.program.visits] == [(0, 0), (0, 1), (1, 1), (2, 1)]
+
+
 def test_rolling_homes_are_taken_over_while_the_last_high_step_still_runs() -> None:
     homes = homes_of(policy(ram_blocks=20, ram_rolls=True), WAN)
     program = layerwise(3, 3)

@@ -439,18 +439,30 @@ def test_two_raw_slots_let_the_bus_run_on_while_a_block_is_decoded() -> None:
 
 
 def test_copies_wait_for_a_raw_slot() -> None:
-    """Six buffers are free at once, but only two blocks may wait to be decoded: the third copy waits for the first."""
-    program = one_expert(steps=1, blocks=4, buffers=6)
-    machine = hardware(0.5, 1.0, decode_s={"high": 2.0}, visit_s={"high": 0.0, "low": 0.0})
-    assert simulate(program, machine).wall_s == pytest.approx(0.5 + 4 * 2.0)
-    slow_reads = replace(machine, disk_bytes_per_s=BLOCK_BYTES / 3.0)
-    # Slots of RAM are emptied by the bus: with one of them, read 3 waits for copy 2, which starts when decode 0 ends.
-    assert timeline_of(program, slow_reads, 1).wall_s == pytest.approx(4 * 3.5 + 2.0)
+    """Four high blocks are decoded for 10 s each, then four low ones of 10 s on the bus need no decoding.
+
+    The last high copy starts when the second of them is decoded, after 20.5 s; all low ones lie behind it.
+    """
+    program = compile_program(step_visits(EXPERTS, dict.fromkeys(EXPERTS, 4)), Residency(residents={}), 8)
+    machine = hardware(
+        1.0,
+        1.0,
+        block_bytes={"high": 500, "low": 10_000},
+        visit_s=dict.fromkeys(EXPERTS, 0.0),
+        decode_s={"high": 10.0},
+    )
+    assert simulate(program, machine).wall_s == pytest.approx(20.5 + 0.5 + 4 * 10.0)
 
 
 def test_on_a_cpu_the_computing_thread_decodes_and_there_is_no_bus() -> None:
     machine = hardware(50.0, 0.5, decode_s={"high": 0.25}, decode_computes=True)
     timeline = timeline_of(one_expert(), machine, 2)
+    assert timeline.first_block_s == pytest.approx(0.75)
+    assert [step_times(step) for step in timeline.steps] == [(5.5, 4, 0.5, 1), *[(5, 4, 0, 1)] * 3]
+
+
+def test_on_a_cpu_a_block_that_was_read_straight_is_patched_by_the_computing_thread_too() -> None:
+    timeline = timeline_of(one_expert(), hardware(50.0, 0.5, decode_s={"high": 0.25}, decode_computes=True), 0)
     assert timeline.first_block_s == pytest.approx(0.75)
     assert [step_times(step) for step in timeline.steps] == [(5.5, 4, 0.5, 1), *[(5, 4, 0, 1)] * 3]
 
@@ -489,6 +501,25 @@ def test_beside_reads_into_buffers_homes_are_filled_while_the_disk_has_time() ->
     assert timeline.stall_s == pytest.approx(0.5)
     assert timeline.read_bytes == 7 * BLOCK_BYTES
     assert [step.read_bytes // BLOCK_BYTES for step in timeline.steps] == [4, 3]
+
+
+def test_homes_of_the_next_expert_are_read_in_the_time_that_the_disk_has_left() -> None:
+    """High blocks are read straight and leave half of the disk's time; low ones have homes and no time to hide in."""
+    program = compile_program(
+        step_visits(["high", "high", "low"], dict.fromkeys(EXPERTS, 4)), Residency(residents={}), 2
+    )
+    homes = RamHomes(residency=Residency(residents={"low": frozenset(range(4))}, permanent=True), slots=4)
+    machine = hardware(0.01, 0.5, visit_s={"high": 1.0, "low": 0.01})
+    timeline = simulate(program, machine, compile_ram(program, homes, staging=0))
+    assert timeline.steps[2].stall_s == pytest.approx(0.0)
+
+
+def test_one_disk_serves_reads_into_slots_and_into_buffers() -> None:
+    program = one_expert(steps=1, buffers=4)
+    homes = RamHomes(residency=Residency(residents={"high": frozenset({1, 3})}, permanent=True), slots=2)
+    machine = hardware(0.01, 0.5, visit_s={"high": 0.0, "low": 0.0})
+    wall_s = simulate(program, machine, compile_ram(program, homes, staging=0)).wall_s
+    assert 4 * 0.5 <= wall_s <= 4 * 0.5 + 2 * 0.01
 
 
 def test_the_file_may_be_larger_than_what_crosses_the_bus() -> None:
