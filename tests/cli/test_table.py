@@ -54,6 +54,13 @@ def test_reads_and_decoding_have_a_column_where_there_are_any() -> None:
     ]
 
 
+def test_each_of_the_two_stands_for_itself() -> None:
+    for values, there, missing in (({"read_bytes": 5}, "read", "decode"), ({"decode_s": 0.5}, "decode", "read")):
+        headings = step_table(Timeline(steps=(record(0, "high", **values),), kind="measured")).splitlines()[0].split()
+        assert there in headings
+        assert missing not in headings
+
+
 def test_what_was_changed_on_the_way_stands_below() -> None:
     changes = ("step 2: out of memory, 8 blocks stay instead of 20", "step 3: out of memory, none stay")
     table = step_table(Timeline(steps=(record(0, "high"),), kind="measured", changes=changes))
