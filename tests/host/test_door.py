@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from wanstream.host import ExpertsRef
-from wanstream.host.door import ExpertsRegistry
+from wanstream.host.door import ExpertsRegistry, open_pair
 
 
 class FakePair:
@@ -62,11 +64,21 @@ def test_a_pair_whose_files_were_replaced_is_opened_again(registry: ExpertsRegis
     assert log == ["open changing", "close changing", "open changing"]
 
 
-@pytest.mark.parametrize("other", [_ref("b"), _ref("a", "float32")])
+@pytest.mark.parametrize("other", [_ref("b"), _ref("a", "float32"), replace(_ref("a"), storage="fp8")])
 def test_another_pair_closes_the_former_one_first(registry: ExpertsRegistry, log: list[str], other: ExpertsRef) -> None:
     registry.get(_ref("a"))
     assert registry.get(other).ref == other  # type: ignore[attr-defined]
     assert log == ["open a", "close a", f"open {other.high_noise}"]
+
+
+def test_a_pair_is_opened_with_the_storage_that_its_reference_names(tiny_expert_file: Callable[..., Path]) -> None:
+    ref = ExpertsRef(high_noise=tiny_expert_file(), low_noise=tiny_expert_file())
+    registry = ExpertsRegistry(open_pair)
+    plain, kept = registry.get(ref), registry.get(replace(ref, storage="fp8"))
+    assert kept is not plain
+    assert (plain.storage, kept.storage) == ("as stored", "fp8")
+    assert kept.stored_bytes < plain.stored_bytes
+    registry.free()
 
 
 def test_free_closes_and_the_next_get_opens_again(registry: ExpertsRegistry, log: list[str]) -> None:

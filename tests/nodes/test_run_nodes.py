@@ -95,6 +95,23 @@ def test_the_same_seed_makes_the_same_latent_and_another_seed_another(run: Run) 
     assert not torch.equal(latent(2), first)
 
 
+def test_a_workflow_from_before_there_was_storage_runs_and_fp8_moves_half_the_bytes(run: Run) -> None:
+    def ran(**storage: str) -> History:
+        files = {f"{expert}_noise": f"wan2.2_t2v_{expert}_noise_14B_fp16.safetensors" for expert in ("high", "low")}
+        nodes = workflow("t2v", {"experts": files})
+        del nodes["experts"]["inputs"]["storage"]
+        nodes["experts"]["inputs"].update(storage)
+        return run(nodes, keep=["sampler"])
+
+    old, plain, kept = ran(), ran(storage="as stored"), ran(storage="fp8")
+    samples = [history.results["sampler"][0]["samples"] for history in (old, plain, kept)]
+    assert torch.equal(samples[0], samples[1])
+    assert not torch.equal(samples[1], samples[2])
+    for before, after in zip(timeline(plain).steps, timeline(kept).steps, strict=True):
+        assert after.bytes_moved * 2 == before.bytes_moved
+        assert after.decode_s > 0
+
+
 def test_each_guidance_belongs_to_its_expert(run: Run) -> None:
     def latent(**guidance: float) -> torch.Tensor:
         high_only = workflow("t2v", {"sampler": {"switch_step": 4, **guidance}})

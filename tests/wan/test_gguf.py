@@ -301,3 +301,11 @@ class TestStreamed:
             assert not pair.is_current()
             with pytest.raises(SourceError, match="the file was changed after it was opened"):
                 streamed(pair, OffloadPolicy.layerwise(1), lane)
+
+    @pytest.mark.parametrize(("types", "same"), [("Q4_K_M", True), ("BF16", False)])
+    def test_fp8_storage_changes_only_what_is_not_packed(self, gguf_expert, lane, types, same):
+        path = gguf_expert(types=types)[0]
+        with open_experts(path, path) as plain, open_experts(path, path, storage="fp8") as kept:
+            assert (kept.stored_bytes == plain.stored_bytes) is same
+            both = [streamed(pair, OffloadPolicy.layerwise(1), lane) for pair in (plain, kept)]
+            assert all(map(torch.equal, *both)) is same
