@@ -257,6 +257,28 @@ def test_a_file_system_that_refuses_is_read_through_the_cache_and_told_once(larg
     reader.close()
 
 
+@direct
+def test_many_refusals_are_told_once(large, path, caplog):
+    class Refusing(Layer):
+        def read_at(self, path: Path, position: int, into: memoryview) -> int:
+            raise OSError(errno.EINVAL, "refused")
+
+    reader = FileReader(readers=1, direct=True, direct_files=Refusing(PositionalFiles()))
+    memory, small = memoryview(bytearray(len(LARGE))), memoryview(bytearray(100))
+    with caplog.at_level(logging.INFO):
+        reader.read([*whole_of(large, memory), (piece(path, 7, 100), small)])
+    assert (memory, small) == (LARGE, CONTENT[7:107])
+    assert len(caplog.records) == 1
+    reader.close()
+
+
+def test_the_same_refusal_of_an_ordinary_read_is_an_error_of_the_source(large):
+    reader = FileReader(readers=1, portable=True, files=Layer(SeekingFiles(), at=0, error=errno.EINVAL))
+    with pytest.raises(SourceError, match="Invalid argument"):
+        reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
+    reader.close()
+
+
 def test_the_portable_route_never_reads_directly(large):
     layer = Layer(PositionalFiles())
     reader = FileReader(readers=2, portable=True, direct=True, direct_files=layer)
