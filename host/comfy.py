@@ -18,11 +18,12 @@ import comfy.utils
 import folder_paths
 import torch
 
+from ..plan import AutoOffload, OffloadJob, OffloadPolicy
+from .auto_offload import AutoPlanner, Choice, Room, room_beside
 from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
 from .folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, KeptNames, diffusers_folders, find_model, inside
 
 if TYPE_CHECKING:
-    from ..plan import OffloadPolicy
     from ..wan import ExpertPair
     from .comfy_patcher import ExpertsPatcher
     from .comfy_preview import LatentPreview
@@ -50,8 +51,11 @@ class _Bar:
 class ComfyDoor:
     """Implements `Door` with ComfyUI's folders, devices, memory manager, progress and interrupt."""
 
-    def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair) -> None:
+    def __init__(
+        self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair, planner: AutoPlanner | None = None
+    ) -> None:
         self._experts = ExpertsRegistry(open_pair)
+        self._planner = planner or AutoPlanner()
         self._gguf = KeptNames(GGUF_FILES)
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
@@ -144,6 +148,20 @@ class ComfyDoor:
             patcher.add_object_patch("model_sampling", FlowSampling(flow_shift))
         return patcher
 
+    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
+        if isinstance(policy, OffloadPolicy):
+            return Choice(policy=policy)
+        pair, device = self.experts(ref), self.device()
+
+        def room(evicting: bool) -> Room:
+            # Beside what it reserves (--reserve-vram), ComfyUI keeps some room for what nobody counts.
+            free = comfy.model_management.get_free_memory(device) + (_evictable(device) if evicting else 0)
+            reserved = comfy.model_management.minimum_inference_memory()
+            return room_beside(pair, device, free=int(free), reserved=int(reserved))
+
+        empty = not pair.loaded_bytes
+        return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
+
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         patcher = self.patcher(ref, policy)
         comfy.model_management.load_models_gpu(
@@ -170,3 +188,12 @@ class ComfyDoor:
         """A pair that was closed has given its page-locked memory back."""
         for patcher in list(self._patchers.values()):
             patcher.model.count_pins()
+
+
+def _evictable(device: torch.device) -> int:
+    """Bytes of `device` that ComfyUI takes from other models when it makes room for experts."""
+    from .comfy_patcher import ExpertsPatcher
+
+    loaded = [entry for entry in comfy.model_management.current_loaded_models if entry.device == device]
+    others = [entry for entry in loaded if not isinstance(entry.model, ExpertsPatcher | None)]
+    return sum(int(entry.model_loaded_memory()) for entry in others)

@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import comfy.model_management
 import comfy.samplers
 import torch
 
 from ..metrics import Recorder
-from ..plan import OffloadPolicy, Timeline
+from ..plan import AutoOffload, OffloadPolicy, Timeline
 from ..plan.experts import TRAIN_TIMESTEPS, expert_at
-from ..sampling import Cancelled, DenoiseRequest, NonFiniteLatentError, Passes, RequestError, native_inputs
+from ..sampling import (
+    Cancelled,
+    DenoiseRequest,
+    NonFiniteLatentError,
+    Passes,
+    RequestError,
+    native_inputs,
+    offload_job,
+)
 from ..sampling.conditioning import single_entry
 from ..sampling.lanes import LaneInputs
 from ..sampling.request import check_channels
+from ..sampling.run_policy import RunPolicy
+from .auto_offload import Choice
 from .comfy_trace import predicted_sigmas, sampler_name
 from .door import ExpertsRef
 
@@ -35,6 +45,9 @@ HIGHEST_SIGMA = 1 + 1e-4
 
 CONDITIONS = "sampler_calc_cond_batch_function"
 """The model option through which ComfyUI lets others compute what the conditions of one call give."""
+
+Asked: TypeAlias = "OffloadPolicy | AutoOffload"
+"""What a user connects: a policy, or the wish for the best one."""
 
 log = logging.getLogger("wanstream.host")
 
@@ -74,9 +87,11 @@ class _Run:
 class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     """A CFGGuider whose model is the pair of streamed experts. See `make_guider`."""
 
-    def __init__(self, patcher: ExpertsPatcher, settings: GuiderSettings) -> None:
+    def __init__(self, door: ComfyDoor, patcher: ExpertsPatcher, settings: GuiderSettings, policy: Asked) -> None:
         super().__init__(patcher)
         self.settings = settings
+        self._door, self._asked = door, policy
+        self._choice = Choice(policy=OffloadPolicy.layerwise())  # until one is made
         self.timeline: Timeline | None = None
         """Of the last run: one step per call of the model."""
         self.recompiled = 0
@@ -90,11 +105,26 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             single_entry(side, given)  # what is refused is refused before ComfyUI makes anything of it
         super().set_conds(positive, negative)
 
-    def sample(self, noise: Any, latent_image: Any, *run: Any, **settings: Any) -> torch.Tensor:
+    def sample(
+        self, noise: Any, latent_image: Any, sampler: Any, sigmas: torch.Tensor, *run: Any, **settings: Any
+    ) -> torch.Tensor:
         if latent_image.is_nested:
             raise RequestError("the latent has several parts, Wan2.2 A14B makes video alone: use an empty video latent")
-        samples: torch.Tensor = super().sample(noise, latent_image, *run, **settings)
+        if isinstance(self._asked, AutoOffload):
+            self._choose(self._asked, noise.shape, sigmas)
+        samples: torch.Tensor = super().sample(noise, latent_image, sampler, sigmas, *run, **settings)
         return samples
+
+    def _choose(self, asked: AutoOffload, shape: Sequence[int], sigmas: torch.Tensor) -> None:
+        """Before ComfyUI makes room for the policy: have one chosen, for one call of the model per step."""
+        patcher = self.model_patcher
+        pair, experts = self._door.experts(patcher.ref), [self.settings.expert(sigma) for sigma in sigmas[:-1].tolist()]
+        guided = {expert: self.settings.scale(expert) != 1 for expert in ("high", "low")}
+        if not experts:
+            return  # nothing is denoised
+        job = offload_job(pair, shape, patcher.load_device, experts_of_steps=experts, guided=guided)
+        self._choice = self._door.choose_policy(patcher.ref, asked, job)
+        patcher.policy = self._choice.policy
 
     def inner_sample(  # noqa: PLR0913, PLR0917 (ComfyUI's arguments)
         self,
@@ -116,8 +146,17 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         predicted = self._predicted(sampler, sigmas, seed)
         engine = pair.engine(policy, place)
         recorder, outer_bytes = Recorder(engine.device), engine.outer_bytes
-        stopped = comfy.model_management.processing_interrupted
-        passes = Passes(engine, predicted, recorder=recorder, should_stop=stopped)
+        going = RunPolicy(
+            pair, policy, engine.device, shape=noise.shape, guided=any(s != 1 for s in self.settings.guidance)
+        )
+        passes = Passes(
+            engine,
+            predicted,
+            recorder=recorder,
+            should_stop=comfy.model_management.processing_interrupted,
+            policy=going,
+            revise=self._choice.revise_under(policy),
+        )
         inputs = LaneInputs(request, engine.device)
         self.timeline = None
         self._run = _Run(inputs=inputs, passes=passes, shape=noise.shape, sampler=sampler_name(sampler))
@@ -139,7 +178,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         finally:
             self._run, self.recompiled = None, passes.recompiled
         recorder.outer_bytes = engine.outer_bytes - outer_bytes
-        self.timeline = recorder.timeline()
+        reasons = [self._choice.reason] if self._choice.reason else []
+        self.timeline = replace(recorder.timeline(), changes=(*reasons, *going.changes))
         return samples
 
     def predict_noise(
@@ -225,11 +265,12 @@ def make_guider(
     boundary_ratio: float,
     guidance: tuple[float, float],
     flow_shift: float,
-    policy: OffloadPolicy,
+    policy: Asked,
 ) -> ExpertsGuider:
     """See `Door.guider`."""
     settings = GuiderSettings(boundary_ratio=boundary_ratio, guidance=guidance)
-    guider = ExpertsGuider(door.patcher(ref, policy, flow_shift=flow_shift), settings)
+    known = OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy
+    guider = ExpertsGuider(door, door.patcher(ref, known, flow_shift=flow_shift), settings, policy)
     guider.set_conds(positive, negative)
     return guider
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from ..plan import OffloadPolicy
+    from ..plan import AutoOffload, OffloadJob, OffloadPolicy
     from ..wan import ExpertPair
     from ..wan.block_storage import Storage
+    from .auto_offload import Choice
 
 
 class NeedsComfyUIError(ValueError):
@@ -129,6 +130,13 @@ class Door(Protocol):
     def free_experts(self) -> None:
         """Close the open pair, if any."""
 
+    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
+        """The policy itself; or, for an AutoOffload, the best one for `job` in the memory that is free here.
+
+        The machine is measured where it is not known yet, which takes some seconds. Raises DoesNotFitError where there
+        is too little memory for any policy.
+        """
+
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         """The pair that `ref` names, with room made for its weights and for `working_bytes` to compute in.
 
@@ -144,7 +152,7 @@ class Door(Protocol):
         boundary_ratio: float,
         guidance: tuple[float, float],
         flow_shift: float,
-        policy: OffloadPolicy,
+        policy: OffloadPolicy | AutoOffload,
     ) -> object:
         """A native GUIDER that runs both experts of `ref`, streamed as `policy` says, for the host's own samplers.
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..plan import AutoOffload, OffloadJob, OffloadPolicy
+from ..plan.memory_needs import VRAM_RESERVE
+from .auto_offload import AutoPlanner, Choice, Room, room_beside
 from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, NeedsComfyUIError, OutputFile, Progress, open_pair
 from .folders import (
     GGUF_FILES,
@@ -29,7 +32,6 @@ from .folders import (
 if TYPE_CHECKING:
     import torch
 
-    from ..plan import OffloadPolicy
     from ..wan import ExpertPair
 
 
@@ -74,8 +76,9 @@ class _Bar:
 class EmbeddedDoor:
     """Implements `Door` for one run at a time; the experts stay open between runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, planner: AutoPlanner | None = None) -> None:
         self._experts = ExpertsRegistry(open_pair)
+        self._planner = planner or AutoPlanner()
         self._busy = threading.Lock()
         self._folders: Folders | None = None
         self._running: tuple[str, str] | None = None
@@ -185,6 +188,20 @@ class EmbeddedDoor:
 
     def free_experts(self) -> None:
         self._experts.free()
+
+    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
+        if isinstance(policy, OffloadPolicy):
+            return Choice(policy=policy)
+        from ..metrics import free_bytes
+
+        pair, device = self.experts(ref), self.device()
+
+        def room(evicting: bool) -> Room:
+            # No other models live here.
+            return room_beside(pair, device, free=free_bytes(device) or 0, reserved=VRAM_RESERVE)
+
+        empty = not pair.loaded_bytes
+        return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         # No other models live here, so the room is what it is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..host import ComfyExtension, io
+from .auto_offload import WanStreamAutoOffload
 from .guider import WanStreamGuider, WanStreamSigmas
 from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
 from .load import WanStreamExperts
@@ -22,6 +23,7 @@ class WanStreamExtension(ComfyExtension):
             WanStreamLora,
             WanStreamLayerwise,
             WanStreamBlockSwap,
+            WanStreamAutoOffload,
             WanStreamTextEncode,
             WanStreamEmptyLatent,
             WanStreamImageToVideo,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..host import ExpertsRef, host, io
-from ..plan import OffloadPolicy
+from ..plan import AutoOffload, OffloadPolicy
 from .expert_inputs import boundary_input, experts_input, policy_input
 
 
@@ -36,7 +36,7 @@ class WanStreamGuider(io.ComfyNode):
         guidance_high: float,
         guidance_low: float,
         flow_shift: float,
-        policy: OffloadPolicy | None = None,
+        policy: OffloadPolicy | AutoOffload | None = None,
     ) -> io.NodeOutput:
         guider = host.guider(
             experts,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..host import ExpertsRef, host, io
-from ..plan import OffloadPolicy
+from ..plan import AutoOffload, OffloadPolicy
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..sampling import (
     Cancelled,
@@ -18,6 +18,7 @@ from ..sampling import (
     denoise,
     native_inputs,
     native_latent,
+    request_job,
     working_bytes,
 )
 from ..sampling.checks import check_course
@@ -68,7 +69,7 @@ class WanStreamSampler(io.ComfyNode):
         positive: Sequence[Any],
         negative: Sequence[Any],
         latent: Mapping[str, Any],
-        policy: OffloadPolicy | None = None,
+        policy: OffloadPolicy | AutoOffload | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
         # Without guidance nothing reads the negative, whatever it carries.
@@ -76,7 +77,7 @@ class WanStreamSampler(io.ComfyNode):
         request = _request(native_inputs(positive, used, latent), **settings)
         result = _denoise(experts, request, policy or OffloadPolicy.layerwise(), cls.hidden.unique_id)
         left = native_latent(result.latents, latent, sigma=result.sigma)
-        return io.NodeOutput(left, ui={TIMELINE: [result.timeline.to_dict()]})
+        return io.NodeOutput(left, ui={TIMELINE: [result.timeline.to_dict()], "text": list(result.timeline.changes)})
 
 
 def _course_refusal(steps: object, start_step: object, switch_step: object, end_step: object) -> bool | str:
@@ -127,18 +128,32 @@ def _request(
     )
 
 
-def _denoise(ref: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, node_id: str | None) -> DenoiseResult:
+def _denoise(
+    ref: ExpertsRef, request: DenoiseRequest, asked: OffloadPolicy | AutoOffload, node_id: str | None
+) -> DenoiseResult:
     """Run the request on the host's device; the host's Cancel ends it before the next block."""
     guided = any(scale != 1 for scale in request.guidance)
-    needed = working_bytes(host.experts(ref), request.noise.shape, guided=guided)
-    pair, policy, device = host.load_experts(ref, policy, working_bytes=needed)
+    pair = host.experts(ref)
+    choice = host.choose_policy(ref, asked, request_job(pair, request, host.device()))
+    chunk = choice.policy.chunk_tokens
+    needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=chunk)
+    pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
     progress = host.progress(len(request.course().steps), node_id)
 
     def on_step(step: StepProgress) -> None:
         progress.update(step.done, denoised=step.denoised)
 
     try:
-        return denoise(pair, request, policy=policy, device=device, on_step=on_step, should_stop=host.should_stop)
+        result = denoise(
+            pair,
+            request,
+            policy=policy,
+            device=device,
+            on_step=on_step,
+            should_stop=host.should_stop,
+            revise=choice.revise_under(policy),
+        )
     except Cancelled:
         host.raise_if_stopped()
         raise
+    return result.told_first(choice.reason)

@@ -8,4 +8,4 @@ Experts = io.Custom("WANSTREAM_EXPERTS")
 """An `ExpertsRef`: which two experts, by path and dtype."""
 
 Policy = io.Custom("WANSTREAM_POLICY")
-"""An `OffloadPolicy`: how much device memory the experts may take."""
+"""An `OffloadPolicy`: how much memory the experts may take; or an `AutoOffload`, which leaves that to the planner."""

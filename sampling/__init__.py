@@ -6,6 +6,7 @@ from .conditioning import NativeInputs, native_inputs, native_latent
 from .denoise import DenoiseResult, StepProgress, denoise
 from .errors import Cancelled, ConditioningError, NonFiniteLatentError, NoRoomError, RequestError
 from .noise import seeded_noise
+from .offload_job import offload_job, request_job
 from .passes import Passes
 from .request import Course, DenoiseRequest
 from .schedules import SCHEDULES, Schedule, explicit_schedule, make_schedule, simple_schedule, wan_schedule
@@ -34,6 +35,8 @@ __all__ = [
     "make_solver",
     "native_inputs",
     "native_latent",
+    "offload_job",
+    "request_job",
     "seeded_noise",
     "simple_schedule",
     "wan_schedule",

@@ -57,6 +57,12 @@ class DenoiseResult:
     """The noise level that the latents are at: 0, or that of the end step where noise was left over."""
     timeline: Timeline
 
+    def told_first(self, reason: str) -> DenoiseResult:
+        """The same, with a reason for the policy before the changes on the way; an empty one changes nothing."""
+        if not reason:
+            return self
+        return replace(self, timeline=replace(self.timeline, changes=(reason, *self.timeline.changes)))
+
 
 def denoise(
     pair: ExpertPair,

@@ -74,7 +74,8 @@ class RunPolicy:
 
         Raises NoRoomError where none is smaller.
         """
-        working, free = working_bytes(self._pair, self._shape, guided=self._guided), free_bytes(self._device)
+        chunk, free = self.policy.chunk_tokens, free_bytes(self._device)
+        working = working_bytes(self._pair, self._shape, guided=self._guided, chunk_tokens=chunk)
         attempt = len(self._tried) - 1
         smaller = smaller_policy(
             self.policy,

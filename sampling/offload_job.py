@@ -1,0 +1,60 @@
+"""What a run asks of a machine: the planner's input, from a pair of experts and the steps that they are to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..plan import ExpertShape, OffloadJob, OffloadPolicy
+from ..plan.memory_needs import RAW_SLOTS
+from ..plan.shapes import HEAD_DIM
+from ..wan import ExpertPair
+from .request import DenoiseRequest
+from .working_bytes import tokens_of
+
+
+def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
+    """The job of `request`, computed on `device`."""
+    course = request.course()
+    guided = {expert: request.guidance_of(expert) != 1 for expert in ("high", "low")}
+    experts = [course.experts[step] for step in course.steps]
+    return offload_job(pair, request.noise.shape, device, experts_of_steps=experts, guided=guided)
+
+
+def offload_job(
+    pair: ExpertPair,
+    shape: Sequence[int],
+    device: torch.device,
+    *,
+    experts_of_steps: Sequence[str],
+    guided: Mapping[str, bool],
+) -> OffloadJob:
+    """The job of steps on latents of `shape` [B, 16, T, h, w]; `guided` says which experts have negative lanes.
+
+    Reads nothing. Raises ValueError for a run without steps.
+    """
+    config = pair.high.config
+    return OffloadJob(
+        expert=ExpertShape(
+            width=config.num_attention_heads * HEAD_DIM,
+            ffn_width=config.ffn_dim,
+            blocks=config.num_layers,
+            in_channels=config.in_channels,
+        ),
+        tokens=tokens_of(shape),
+        lanes={expert: shape[0] * (2 if negative else 1) for expert, negative in guided.items()},
+        experts_of_steps=tuple(experts_of_steps),
+        stored_bytes=pair.stored_bytes,
+        file_bytes=pair.file_bytes,
+        computed_bytes=pair.computed_bytes,
+        staying_bytes=_staying_bytes(pair, device),
+        value_bytes=pair.compute_dtype.itemsize,
+    )
+
+
+def _staying_bytes(pair: ExpertPair, device: torch.device) -> int:
+    """Device bytes beside the buffers and beside the stored forms of blocks that are being decoded."""
+    one, two = (pair.device_bytes(OffloadPolicy.layerwise(ahead), device=device) for ahead in (0, 1))
+    decodes = device.type == "cuda" and pair.stored_bytes != pair.computed_bytes
+    return 2 * one - two - (RAW_SLOTS * pair.stored_bytes if decodes else 0)

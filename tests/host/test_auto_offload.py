@@ -1,0 +1,253 @@
+"""Policies that the planner chooses for a run, with the memory that is free and the machine as it is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.host.auto_offload import AutoPlanner, Room, room_beside
+from wanstream.host.door import ExpertsRef
+from wanstream.host.embedded_door import EmbeddedDoor
+from wanstream.plan import (
+    AutoOffload,
+    Budgets,
+    DoesNotFitError,
+    ExpertShape,
+    Machine,
+    OffloadJob,
+    OffloadPolicy,
+    StepRecord,
+    plan_offload,
+)
+from wanstream.plan.predict import predict
+from wanstream.sampling import DenoiseRequest, denoise, request_job
+from wanstream.wan import open_experts
+
+GB = 10**9
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+WEIGHTS = Path("high.safetensors")
+
+GPU = Machine(
+    name="a GPU",
+    origin="made up",
+    computes_on="cuda",
+    vram_bytes=16 * GB,
+    ram_bytes=64 * GB,
+    h2d_bytes_per_s=24e9,
+    h2d_pageable_bytes_per_s=6e9,
+    d2h_bytes_per_s=24e9,
+    disk_bytes_per_s=3e9,
+    flops_per_s=80e12,
+    decode_bytes_per_s=100e9,
+    copy_bytes_per_s=10e9,
+    quantise_bytes_per_s=4e9,
+)
+ONLY_CPU = replace(
+    GPU,
+    name="a CPU",
+    computes_on="cpu",
+    vram_bytes=0,
+    h2d_bytes_per_s=None,
+    h2d_pageable_bytes_per_s=None,
+    d2h_bytes_per_s=None,
+    flops_per_s=1e11,
+)
+BLOCK = 703_000_000
+
+JOB = OffloadJob(
+    expert=ExpertShape(),
+    tokens=32_760,
+    lanes={"high": 2, "low": 2},
+    experts_of_steps=("high",) * 4 + ("low",) * 4,
+    stored_bytes=BLOCK,
+    file_bytes=BLOCK,
+    computed_bytes=BLOCK,
+    staying_bytes=GB,
+)
+
+
+def _room(vram: int | None = 12 * GB, ram: int = 32 * GB) -> Callable[[bool], Room]:
+    return lambda _: Room(vram_bytes=vram, ram_bytes=ram)
+
+
+def _choose(planner: AutoPlanner, room: Callable[[bool], Room], job: OffloadJob = JOB, **budgets: int) -> Any:
+    auto = AutoOffload(budgets=Budgets(**budgets))
+    return planner.choose(auto, job, device=CUDA, weights=WEIGHTS, room=room, starts_empty=True)
+
+
+@pytest.mark.parametrize(
+    ("room", "asked", "given"),
+    [
+        (Room(vram_bytes=10, ram_bytes=100), Budgets(), (10, 50)),
+        (Room(vram_bytes=10, ram_bytes=30), Budgets(), (10, 30)),
+        (Room(vram_bytes=10, ram_bytes=100), Budgets(vram_bytes=4, ram_bytes=80), (4, 80)),
+        (Room(vram_bytes=10, ram_bytes=70), Budgets(vram_bytes=40, ram_bytes=80), (10, 70)),
+        (Room(vram_bytes=None, ram_bytes=100), Budgets(vram_bytes=4), (4, 50)),
+        (Room(vram_bytes=None, ram_bytes=100), Budgets(), (None, 50)),
+    ],
+)
+def test_budgets_are_no_more_than_there_is(room: Room, asked: Budgets, given: tuple[int | None, int]) -> None:
+    found = room.within(asked, replace(GPU, ram_bytes=100))
+    assert (found.vram_bytes, found.ram_bytes) == given
+
+
+def test_the_choice_is_the_planners_within_what_is_free() -> None:
+    choice = _choose(AutoPlanner(lambda *_: GPU), _room())
+    plan = plan_offload(JOB, GPU, Budgets(vram_bytes=12 * GB, ram_bytes=32 * GB))
+    assert choice.policy == plan.policy
+    assert plan.reason in choice.reason
+    assert choice.reason.startswith("chosen: ")
+    little = _choose(AutoPlanner(lambda *_: GPU), _room(vram=6 * GB, ram=2 * GB))
+    assert little.policy != choice.policy
+    assert plan_offload(JOB, GPU, Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB)).policy == little.policy
+
+
+def test_budgets_below_the_minimum_are_refused_with_numbers() -> None:
+    with pytest.raises(DoesNotFitError, match=r"needs 2 buffers of 0\.70 GB \+ 1\.00 GB .*; 1\.50 GB given"):
+        _choose(AutoPlanner(lambda *_: GPU), _room(), vram_bytes=1_500_000_000)
+
+
+def _record(policy: OffloadPolicy, machine: Machine, index: int = 0) -> StepRecord:
+    """What the first step is like on `machine`."""
+    (first, *_) = predict(JOB, machine, policy).timeline.steps
+    return replace(first, index=index)
+
+
+def test_a_first_step_as_foretold_changes_nothing() -> None:
+    choice = _choose(AutoPlanner(lambda *_: GPU), _room())
+    assert choice.revise(_record(choice.policy, GPU)) is None
+
+
+def test_a_slow_bus_is_learned_from_and_the_next_run_knows_it() -> None:
+    asked = list[object]()
+
+    def profile(*key: object) -> Machine:
+        asked.append(key)
+        return replace(GPU, h2d_bytes_per_s=50e9)
+
+    slow = replace(GPU, h2d_bytes_per_s=0.4e9)
+    planner, room = AutoPlanner(profile), _room(vram=None, ram=40 * GB)
+    few = replace(JOB, tokens=4_000)
+    small = planner.choose(
+        AutoOffload(), few, device=CUDA, weights=WEIGHTS, room=_room(vram=14 * GB), starts_empty=True
+    )
+    first = predict(few, slow, small.policy).timeline.steps[0]
+    better = small.revise(replace(first, index=3))  # a run that started late
+    again = planner.choose(
+        AutoOffload(), few, device=CUDA, weights=WEIGHTS, room=_room(vram=14 * GB), starts_empty=True
+    )
+    assert len(asked) == 1
+    assert room(True).vram_bytes is None
+    assert better is None or better != small.policy
+    assert again.reason != small.reason
+
+
+def test_another_policy_must_save_enough() -> None:
+    """Revised is what saves more than a twentieth of the rest by prediction, and nothing else."""
+    from wanstream.host.auto_offload import WORTH, _better
+
+    few = replace(JOB, tokens=4_000)
+    start = plan_offload(few, replace(GPU, h2d_bytes_per_s=1e12), Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB))
+    found = dict[float, bool]()
+    for rate in (0.3e9, 1e9, 3e9, 24e9):
+        machine, budgets = replace(GPU, h2d_bytes_per_s=rate), Budgets(vram_bytes=14 * GB, ram_bytes=40 * GB)
+        better, rest = _better(start, few, machine, budgets), replace(few, experts_of_steps=few.experts_of_steps[1:])
+        best, present = plan_offload(rest, machine, budgets), predict(rest, machine, start.policy)
+        found[rate] = best.total_s < (1 - WORTH) * present.total_s
+        assert better == (best.policy if found[rate] else None)
+    assert True in found.values()
+
+
+def test_what_is_not_empty_at_first_teaches_nothing() -> None:
+    choice = AutoPlanner(lambda *_: GPU).choose(
+        AutoOffload(), JOB, device=CUDA, weights=WEIGHTS, room=_room(), starts_empty=False
+    )
+    assert choice.revise is None
+
+
+def test_nothing_is_revised_where_the_host_had_room_for_another_policy_only() -> None:
+    choice = _choose(AutoPlanner(lambda *_: GPU), _room())
+    assert choice.revise_under(choice.policy) is choice.revise
+    assert choice.revise_under(replace(choice.policy, prefetch_blocks=7)) is None
+
+
+def test_a_revised_policy_counts_on_nothing_that_others_still_hold() -> None:
+    evicting = list[bool]()
+
+    def room(evict: bool) -> Room:
+        evicting.append(evict)
+        return Room(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
+
+    choice = _choose(AutoPlanner(lambda *_: GPU), room)
+    choice.revise(_record(choice.policy, GPU))  # does not raise: what the plan takes is there
+    assert evicting == [True, False]
+
+
+class _Pair:
+    loaded_bytes, host_bytes = 5 * GB, 3 * GB
+
+
+def test_what_the_experts_hold_already_is_theirs() -> None:
+    on_gpu = room_beside(_Pair(), CUDA, free=2 * GB, reserved=GB)  # type: ignore[arg-type]
+    assert on_gpu.vram_bytes == 6 * GB
+    assert room_beside(_Pair(), CUDA, free=0, reserved=9 * GB).vram_bytes == 0  # type: ignore[arg-type]
+    assert room_beside(_Pair(), CPU, free=0, reserved=GB).vram_bytes is None  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def request_of() -> Callable[..., DenoiseRequest]:
+    def make(**changes: Any) -> DenoiseRequest:
+        draw = torch.Generator().manual_seed(3)
+        noise = torch.randn(2, 16, 2, 4, 6, generator=draw)
+        text = torch.randn(1, 5, 4096, generator=draw)
+        given: dict[str, Any] = {"negative": text, "guidance": (4.0, 1.0), "steps": 5, "switch_step": 2}
+        return DenoiseRequest(noise, text, **{**given, **changes})
+
+    return make
+
+
+def test_the_job_of_a_request(tiny_expert_file: Callable[..., Path], request_of: Callable[..., DenoiseRequest]) -> None:
+    files = [tiny_expert_file(seed=seed) for seed in (1, 2)]
+    with open_experts(*files, compute_dtype=torch.float32) as pair:
+        job = request_job(pair, request_of(start_step=1), CPU)
+        assert (job.tokens, job.lanes) == (12, {"high": 4, "low": 2})
+        assert job.experts_of_steps == ("high", "low", "low", "low")
+        assert (job.expert.width, job.expert.ffn_width, job.expert.blocks) == (256, 512, 4)
+        assert (job.stored_bytes, job.computed_bytes, job.value_bytes) == (pair.stored_bytes, pair.computed_bytes, 4)
+        for ahead in (0, 1, 3):
+            on_device = pair.device_bytes(OffloadPolicy.layerwise(ahead), device="cpu")
+            assert job.staying_bytes + (ahead + 1) * job.computed_bytes == on_device
+
+
+def _door(machine: Machine) -> EmbeddedDoor:
+    return EmbeddedDoor(AutoPlanner(lambda *_: machine))
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e12])
+def test_the_embedded_host_chooses_and_the_run_is_the_same(
+    rate: float, tiny_expert_file: Callable[..., Path], request_of: Callable[..., DenoiseRequest]
+) -> None:
+    files: Sequence[Path] = [tiny_expert_file(seed=seed) for seed in (1, 2)]
+    door, request = _door(replace(ONLY_CPU, disk_bytes_per_s=rate)), request_of()
+    ref = ExpertsRef(high_noise=files[0], low_noise=files[1], compute_dtype="float32")
+    pair = door.experts(ref)
+    job = request_job(pair, request, CPU)
+    own = OffloadPolicy.layerwise(3)
+    assert door.choose_policy(ref, own, job).policy is own
+    plain = denoise(pair, request, policy=own, device="cpu").latents
+    pair.close()
+    choice = door.choose_policy(ref, AutoOffload(), job)
+    result = denoise(pair, request, policy=choice.policy, device="cpu", revise=choice.revise_under(choice.policy))
+    assert torch.equal(result.latents, plain)
+    told = result.told_first(choice.reason).timeline.changes
+    assert told[0] == choice.reason
+    assert result.told_first("") is result
+    with pytest.raises(DoesNotFitError, match=r"0\.00 GB given"):
+        door.choose_policy(ref, AutoOffload(budgets=Budgets(ram_bytes=1000)), job)
+    assert door.choose_policy(ref, AutoOffload(), job).revise is None, "blocks lie there already"
+    door.free_experts()
