@@ -42,6 +42,9 @@ POLICIES = {
     "block swap deep": OffloadPolicy.block_swap(4, 2),
     "layerwise pinned": OffloadPolicy.layerwise(1, source="pinned"),
     "block swap pinned": OffloadPolicy.block_swap(3, 2, source="pinned"),
+    "some at home": replace(OffloadPolicy.layerwise(1, source="pinned"), ram_blocks=5),
+    "some rolling": replace(OffloadPolicy.block_swap(4, 2, source="pinned"), ram_blocks=3, ram_rolls=True),
+    "all rolling": replace(OffloadPolicy.layerwise(2, source="pinned"), ram_blocks=BLOCKS, ram_rolls=True),
 }
 
 Stacks = dict[str, nn.ModuleList]
