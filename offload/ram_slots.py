@@ -91,9 +91,8 @@ class RamSlots:
         if not homes.residency.permanent:
             return (homes.slots + staging) * in_pages(self._largest)
         sizes = {key: in_pages(fmt.stored.nbytes) for key, fmt in self._formats.items()}
-        at_home = [nbytes for key, nbytes in sizes.items() if homes.residency.keeps(*key)]
-        nothing_passes = len(at_home) == len(sizes)
-        return sum(at_home) + (0 if nothing_passes else staging * in_pages(self._largest))
+        at_home = sum(nbytes for key, nbytes in sizes.items() if homes.residency.keeps(*key))
+        return at_home + self._passing_slots(homes, staging) * in_pages(self._largest)
 
     def check_room(self, homes: RamHomes, staging: int) -> None:
         """Raise SourceError, with numbers, unless there is RAM for these slots."""
@@ -165,6 +164,7 @@ class RamSlots:
         theirs: list[RamSlot | None] = list(at_home.values())
         taken = {slot.number for slot in at_home.values()}
         passing: list[RamSlot | None] = [s for s in self._slots if s.number not in taken and s.room == self._largest]
+        passing = passing[: self._passing_slots(homes, staging)]
         return _padded(theirs, homes.slots) + _padded(passing, staging)
 
     def _kept_rolling(self, homes: RamHomes, staging: int) -> list[RamSlot | None]:
@@ -173,6 +173,10 @@ class RamSlots:
         total = homes.slots + staging
         stay: list[RamSlot | None] = [self._slots[index] for index in sorted(order[max(0, len(order) - total) :])]
         return _padded(stay, total)
+
+    def _passing_slots(self, homes: RamHomes, staging: int) -> int:
+        """How many of the staging slots are ever used."""
+        return 0 if all(homes.residency.keeps(*key) for key in self._formats) else staging
 
     def _drop(self, slot: RamSlot) -> None:
         slot.memory = slot.drained = None

@@ -141,6 +141,15 @@ def test_what_passes_through_keeps_its_memory_when_homes_change(slots, driver):
     assert len(driver.locked) == 2
 
 
+def test_where_nothing_passes_through_no_slot_keeps_memory_for_it(slots):
+    slots.resize(homes(KEYS[0]), 2)
+    for index in range(3):
+        read(slots, index, KEYS[0])
+    slots.resize(homes(*KEYS), 2)
+    assert slots.contents() == {0: KEYS[0]}
+    assert slots.nbytes == stored_bytes(KEYS[0])
+
+
 @pytest.mark.parametrize("rolls", [False, True])
 def test_from_rolling_to_kept_and_back(slots, source, rolls):
     here = homes(KEYS[0], KEYS[1], slots=2, rolls=rolls)
