@@ -28,7 +28,7 @@ class Hardware:
     """Seconds of decoding and patching one block of this expert on arrival; 0 for experts that are not named."""
     decode_computes: bool = False
     """The computing thread decodes, between stall and compute, and reads the RAM slot itself, without a bus: a CPU.
-    Otherwise decoding is a queue of its own behind the bus: a GPU."""
+    Otherwise decoding is a queue of its own between the bus and the buffers: a GPU."""
 
     def __post_init__(self) -> None:
         for name, rate in (("bus_bytes_per_s", self.bus_bytes_per_s), ("disk_bytes_per_s", self.disk_bytes_per_s)):

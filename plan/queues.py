@@ -91,10 +91,10 @@ class Queues:
         ready = 0.0 if visit is None or visit == DIRECT else self._ready_in_ram(visit)
         if self._hardware.decode_computes and visit is not None and visit != DIRECT:
             return ready
-        start = max(self._bus_free, ready, 0.0 if fetch.start_after == AT_ONCE else self._done[fetch.start_after])
-        on_the_way = self._decode_s[expert] > 0 and not self._hardware.decode_computes
-        if on_the_way:
-            start = max(start, self._decoded[-RAW_SLOTS])
+        buffer_free = 0.0 if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
+        decodes = self._decode_s[expert] > 0 and not self._hardware.decode_computes
+        # What is decoded on the way waits for its buffer behind the bus, in a raw slot.
+        start = max(self._bus_free, ready, self._decoded[-RAW_SLOTS] if decodes else buffer_free)
         if visit == DIRECT:
             self._read_until(start)
             start = max(start, self._disk_free)
@@ -102,9 +102,9 @@ class Queues:
         else:
             self._bus_free = start + self._copy_s[expert]
         self._free_slot(number, self._bus_free)
-        if not on_the_way:
+        if not decodes:
             return self._bus_free
-        self._decoded.append(max(self._bus_free, self._decoded[-1]) + self._decode_s[expert])
+        self._decoded.append(max(self._bus_free, buffer_free, self._decoded[-1]) + self._decode_s[expert])
         return self._decoded[-1]
 
     def _free_slot(self, fetch: int, at: float) -> None:

@@ -438,6 +438,12 @@ def test_two_raw_slots_let_the_bus_run_on_while_a_block_is_decoded() -> None:
     assert [step_times(step) for step in timeline.steps] == [(6, 4, 2, 4), *[(4, 4, 0, 4)] * 3]
 
 
+def test_copies_do_not_wait_for_the_buffer_that_their_block_is_decoded_into() -> None:
+    """Two buffers: a copy of 0.9 and decoding of 0.5 fit into a visit because the copy is there before it is free."""
+    timeline = simulate(one_expert(buffers=2), hardware(0.9, 1.0, decode_s={"high": 0.5}))
+    assert [step_times(step) for step in timeline.steps] == [(5.4, 4, 1.4, 2), *[(4, 4, 0, 2)] * 3]
+
+
 def test_copies_wait_for_a_raw_slot() -> None:
     """Four high blocks are decoded for 10 s each, then four low ones of 10 s on the bus need no decoding.
 
