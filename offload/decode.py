@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from .fp8_values import FP8_DTYPES, widen
 from .layout import BlockFormat, tensor_views
 from .packing import Packing
 from .unpack import unpack
@@ -54,10 +55,14 @@ def decode_tensor(
     """
     if packing is not None:
         _unpack(stored, packing, into)
-    elif scale is not None:
-        _multiply(stored, scale.to(stored.device), into)
+    elif scale is not None or _is_slow_to_convert(stored):
+        _multiply(stored, None if scale is None else scale.to(stored.device), into)
     else:
         into.copy_(stored, non_blocking=True)
+
+
+def _is_slow_to_convert(stored: torch.Tensor) -> bool:
+    return stored.dtype in FP8_DTYPES and stored.device.type == "cpu"
 
 
 def _unpack(packs: torch.Tensor, packing: Packing, computed: torch.Tensor) -> None:
@@ -72,14 +77,21 @@ def _unpack(packs: torch.Tensor, packing: Packing, computed: torch.Tensor) -> No
             values.copy_(unpacked, non_blocking=True)
 
 
-def _multiply(stored: torch.Tensor, scale: torch.Tensor, computed: torch.Tensor) -> None:
+def _multiply(stored: torch.Tensor, scale: torch.Tensor | None, computed: torch.Tensor) -> None:
     """Write `stored * scale` row by row, through one piece of fp32 memory that is used again and again."""
     rows = stored.shape[0]
     rows_at_once = min(rows, max(1, CHUNK_VALUES * rows // stored.numel()))
-    work = torch.empty(rows_at_once, *stored.shape[1:], dtype=torch.float32, device=stored.device)
+    shape, widens = (rows_at_once, *stored.shape[1:]), _is_slow_to_convert(stored)
+    work = torch.empty(shape, dtype=torch.float32, device=stored.device)
+    bits = torch.empty(shape if widens else 0, dtype=torch.int16, device=stored.device)
     for start in range(0, rows, rows_at_once):
         part = slice(start, start + rows_at_once)
-        product = work[: min(rows_at_once, rows - start)]
-        product.copy_(stored[part])
-        product.mul_(scale if scale.dim() == 0 else scale[part])
+        count = min(rows_at_once, rows - start)
+        product = work[:count]
+        if widens:
+            widen(stored[part], product, bits[:count])
+        else:
+            product.copy_(stored[part])
+        if scale is not None:
+            product.mul_(scale if scale.dim() == 0 else scale[part])
         computed[part].copy_(product, non_blocking=True)
