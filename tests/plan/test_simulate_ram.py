@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,8 @@ from wanstream.plan import (
     Timeline,
     TransferProgram,
     buffers_needed,
+    check_program,
+    check_ram,
     compile_program,
     compile_ram,
     plan_ram,
@@ -145,6 +148,27 @@ def test_no_prefix_beats_compute_bus_disk_or_decoding(runs: Any, data: Any, mach
         assert min(step.stall_s, step.decode_s, step.read_bytes) >= 0
         inside = step.compute_s + step.stall_s + (step.decode_s if machine.decode_computes else 0.0)
         assert step.wall_s == pytest.approx(inside)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_no_prefix_of_a_whole_run_beats_compute_bus_or_disk(seed: int) -> None:
+    """Runs of real size, as policies ask for them: both experts, any residents, homes and rates."""
+    pick = Random(seed)
+    residents, high, low = pick.randint(0, BLOCKS), pick.randint(0, 6), pick.randint(1, 6)
+    rolls = pick.random() < 0.5
+    machine = hardware(pick.choice((0.1, 0.9, 1.1, 3.0)), pick.choice((0.1, 0.9, 1.1, 3.0)))
+    homes = pinned(pick.randint(0, BLOCKS if rolls else 2 * BLOCKS), rolls=rolls)
+    program, device = device_program(residents, pick.randint(1, 3), high, low)
+    ram = compile_ram(program, homes(device), staging=pick.randint(1, 3), then=[BlockKey("high", 0)])
+    check_program(program)
+    check_ram(program, ram)
+    assert machine.disk_bytes_per_s is not None
+    elapsed = computed = moved = read = 0.0
+    for step in simulate(program, machine, ram).steps:
+        elapsed, computed = elapsed + step.wall_s, computed + step.compute_s
+        moved, read = moved + step.bytes_moved, read + step.read_bytes
+        bound = max(computed, moved / machine.bus_bytes_per_s, read / machine.disk_bytes_per_s)
+        assert elapsed >= bound * (1 - 1e-9)
 
 
 def _bytes_over_the_bus(
