@@ -73,12 +73,12 @@ class Layer:
         self.inner.close()
 
 
-def layered(route: str, **how) -> tuple[FileReader, Layer]:
-    """A reader of two threads that reads through a layer."""
+def layered(route: str, *, readers: int = 2, **how) -> tuple[FileReader, Layer]:
+    """A reader that reads through a layer."""
     inner = SeekingFiles() if route == "seek" else PositionalFiles(O_DIRECT if route == "direct" else 0)
     layer = Layer(inner, **how)
     place = {"direct_files": layer} if route == "direct" else {"files": layer}
-    return FileReader(readers=2, **ROUTES[route], **place), layer
+    return FileReader(readers=readers, **ROUTES[route], **place), layer
 
 
 def test_many_pieces_arrive_in_their_places(reader, path):
@@ -191,6 +191,14 @@ def test_a_disk_that_fails_in_the_middle_is_an_error_and_noise_is_never_kept(rou
     memory[:] = bytes(len(LARGE))
     reader.read(whole_of(large, memory))
     assert memory == LARGE
+    reader.close()
+
+
+def test_after_an_error_the_rest_is_not_read(route, large):
+    reader, layer = layered(route, readers=1, at=1, error=errno.EIO)
+    with pytest.raises(SourceError):
+        reader.read(whole_of(large, memoryview(bytearray(len(LARGE)))))
+    assert len(layer.asked) == 2
     reader.close()
 
 

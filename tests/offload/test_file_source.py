@@ -265,6 +265,7 @@ def test_the_route_is_chosen_by_what_is_free_unless_it_is_asked_for(path):
     assert not FileSource(blocks, computed_dtypes=torch.float32, direct=True, portable=True).direct
     huge = FileTensor(path=path, offset=0, nbytes=1 << 44, dtype=torch.uint8, shape=(1 << 44,))
     assert FileSource({KEYS[0]: {"w": huge}}, computed_dtypes=torch.float32).direct == HAS_DIRECT
+    assert not FileSource({KEYS[0]: {"w": huge}}, computed_dtypes=torch.float32, direct=False).direct
 
 
 @pytest.mark.parametrize("first", ROUTES)
@@ -340,3 +341,14 @@ def test_the_identity_is_that_of_the_tensors_and_of_the_version_of_their_files(p
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, path)
     os.utime(path, ns=(1, 1))
     assert identity(blocks_of(path)) != identity(blocks)
+
+
+def test_files_of_the_same_name_in_other_folders_are_others(tmp_path, monkeypatch, tensors):
+    identities = set()
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        save_file(tensors, "model.safetensors")
+        os.utime("model.safetensors", ns=(1, 1))
+        identities.add(FileSource(blocks_of(Path("model.safetensors")), computed_dtypes=torch.float32).identity)
+    assert len(identities) == 2
