@@ -29,7 +29,7 @@ FORMAT = 1
 USUAL_TOKENS = VideoShape(width=832, height=480, frames=81).tokens
 BUSY_TOKENS = 4096
 """Of the block that computes beside copies: some tens of milliseconds each, whatever the GPU."""
-OWN_FILE_BYTES = 512_000_000
+OWN_FILE_BYTES = 256_000_000
 """Written, read and removed where there is no file of weights to read."""
 
 

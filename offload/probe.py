@@ -36,6 +36,7 @@ class DiskRate:
     """Bytes per second of reading one file, and in words whether that was cold."""
 
     bytes_per_s: float
+    bytes_read: int
     how: str
 
 
@@ -53,27 +54,30 @@ class BusRates:
     """False: the system refuses to lock pages, so all figures are of ordinary memory."""
 
 
-def probe_disk(path: Path, *, most_bytes: int = 2_000_000_000, most_s: float = 1.5) -> DiskRate:
+def probe_disk(
+    path: Path, *, most_bytes: int = 2_000_000_000, most_s: float = 1.5, directly: bool | None = None
+) -> DiskRate:
     """Read `path` as blocks are read from it, from its start, until `most_bytes` or `most_s` are reached.
 
-    Past the page cache where the file system lets us. Else the pages of this file are dropped first, which any reader
-    may ask for; what could not be dropped makes the rate that of a warm file, and `how` says so.
-    Raises OSError when the file cannot be read, and ValueError when it is empty.
+    Past the page cache where the file system lets us (`directly` None), or not at all. Else the pages of this file are
+    dropped first, for which no permission is needed; where the system drops none the rate may be that of a warm file,
+    and `how` says so. Raises OSError when the file cannot be read, and ValueError when it is empty.
     """
     size = min(path.stat().st_size, most_bytes)
     if not size:
         raise ValueError(f"{path} is empty: give a file of weights to read")
-    directly = _reads_directly(path)
+    if directly is None:
+        directly = _reads_directly(path)
     how = "past the page cache" if directly else _drop_cached(path)
     memory = map_memory(min(size, PIECE_BYTES))
     reader = FileReader(direct=directly)
     try:
         begun, done = time.perf_counter(), 0
-        while done < size and time.perf_counter() - begun < most_s:
+        while done == 0 or (done < size and time.perf_counter() - begun < most_s):
             count = min(memory.numel(), size - done)
             reader.read(_pieces(path, done, count, host_bytes(memory).data))
             done += count
-        return DiskRate(bytes_per_s=done / (time.perf_counter() - begun), how=how)
+        return DiskRate(bytes_per_s=done / (time.perf_counter() - begun), bytes_read=done, how=how)
     finally:
         reader.close()
 

@@ -48,7 +48,7 @@ def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBloc
     """A block in bf16 with small random weights, its norms in fp32 as diffusers keeps them."""
     with torch.device("meta"):
         block = WanTransformerBlock(shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True)
-    block = block.to(torch.bfloat16).to_empty(device=device)
+    block = block.to(torch.bfloat16).to_empty(device=device).eval().requires_grad_(False)
     tile = torch.randn(2**16, device=device).mul_(0.02)
     for parameter in block.parameters():
         flat = parameter.view(-1)
@@ -57,7 +57,7 @@ def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBloc
         flat[whole:].copy_(tile[: flat.numel() - whole])
     block.scale_shift_table.data = block.scale_shift_table.data.float()
     block.norm2.float()
-    return block.eval().requires_grad_(False)
+    return block
 
 
 def block_pass(block: WanTransformerBlock, shape: ExpertShape, tokens: int, device: torch.device) -> Callable[[], None]:

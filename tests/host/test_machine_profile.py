@@ -1,0 +1,163 @@
+"""The profile of a machine is kept, and is used only where it holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.host.machine_profile import Profile, machine_profile, measure_machine, profile_path
+from wanstream.plan import ExpertShape, Machine
+
+CPU = torch.device("cpu")
+TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "small.safetensors").write_bytes(os.urandom(1000))
+    (folder / "diffusion_models").mkdir()
+    (folder / "diffusion_models" / "large.safetensors").write_bytes(os.urandom(3_000_000))
+    (folder / "larger.bin").write_bytes(os.urandom(4_000_000))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return measure_machine(CPU, expert=TINY, tokens=300, models=models, folder=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def kept(measured: Profile, tmp_path: Path) -> Path:
+    """A cache folder with a copy of the profile in it, marked so that it is known again."""
+    assert measured.kept_in is not None
+    data = json.loads(measured.kept_in.read_text(encoding="utf-8"))
+    data["machine"]["copy_bytes_per_s"] = 12345.0
+    profile_path(CPU, tmp_path).write_text(json.dumps(data), encoding="utf-8")
+    return tmp_path
+
+
+def _change(folder: Path, **changes: Any) -> None:
+    path = profile_path(CPU, folder)
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    identity: dict[str, Any] = json.loads(profile_path(CPU, folder).read_text(encoding="utf-8"))["identity"]
+    return identity
+
+
+def test_what_is_measured(measured: Profile, models: Path) -> None:
+    machine = measured.machine
+    assert (machine.computes_on, machine.vram_bytes, machine.h2d_bytes_per_s) == ("cpu", 0, None)
+    assert machine.origin == "measured here"
+    assert machine.name
+    assert measured.notes[0] == f"read: {models / 'diffusion_models' / 'large.safetensors'}"
+    assert measured.notes[1].startswith("disk: ")
+    assert len(measured.notes) == 2  # all 300 tokens were computed
+
+
+def test_fewer_tokens_than_wanted_are_told(models: Path, tmp_path: Path) -> None:
+    profile = measure_machine(CPU, expert=TINY, tokens=10_000_000, models=models, folder=tmp_path)
+    assert profile.notes[-1].startswith("compute: measured with ")
+    assert profile.notes[-1].endswith(" tokens, extrapolated to 10000000 by its operations")
+
+
+def test_what_was_measured_is_kept_whole(measured: Profile) -> None:
+    assert measured.kept_in is not None
+    data = json.loads(measured.kept_in.read_text(encoding="utf-8"))
+    assert Machine.from_dict(data["machine"]) == measured.machine
+    assert list(measured.kept_in.parent.iterdir()) == [measured.kept_in]
+
+
+def test_a_kept_profile_is_used(kept: Path, models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert machine_profile(CPU, expert=TINY, models=models, folder=kept).copy_bytes_per_s == 12345.0
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"device": "RTX 9090"}, {"ram_bytes": 1}, {"disk": -1}, {"block": [1, 2]}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_profile_of_another_machine_is_told_and_measured_again(
+    kept: Path, models: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
+) -> None:
+    _change(kept, identity={**_identity(kept), **changed})
+    with caplog.at_level(logging.WARNING):
+        machine = machine_profile(CPU, expert=TINY, models=models, folder=kept)
+    assert machine.copy_bytes_per_s != 12345.0
+    (record,) = caplog.records
+    assert "is of another machine" in record.getMessage()
+    assert repr(changed[next(iter(changed))]) in record.getMessage()
+    assert machine_profile(CPU, expert=TINY, models=models, folder=kept) == machine
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"format": 0}', '{"format": 1}', '{"format": 1, "machine": {}, "identity": {}}', "\0"],
+)
+def test_what_is_no_profile_is_told_and_measured_again(
+    kept: Path, models: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    path = profile_path(CPU, kept)
+    path.write_text(text, encoding="utf-8")
+    with caplog.at_level(logging.WARNING):
+        machine = machine_profile(CPU, expert=TINY, models=models, folder=kept)
+    assert "is no profile" in caplog.records[0].getMessage()
+    assert Machine.from_dict(json.loads(path.read_text(encoding="utf-8"))["machine"]) == machine
+
+
+def test_bytes_that_are_no_text_are_measured_again(kept: Path, models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    profile_path(CPU, kept).write_bytes(b"\xff\xfe\x00")
+    machine_profile(CPU, expert=TINY, models=models, folder=kept)
+    assert "cannot be read" in caplog.records[0].getMessage()
+
+
+def test_a_folder_that_takes_nothing_does_not_stop_a_run(
+    models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    profile = measure_machine(CPU, expert=TINY, tokens=300, models=models, folder=tmp_path / "file" / "cache")
+    assert profile.kept_in is None
+    assert profile.machine.flops_per_s > 0
+    assert "cannot be kept" in caplog.records[0].getMessage()
+
+
+def test_no_space_for_the_profile_leaves_the_old_one(
+    kept: Path, models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resource = pytest.importorskip("resource")
+    path = profile_path(CPU, kept)
+    before = path.read_text(encoding="utf-8")
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, usual[1]))  # no file of ours may get longer than 10 bytes
+    try:
+        profile = measure_machine(CPU, expert=TINY, tokens=300, models=models, folder=kept)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert profile.kept_in is None
+    assert "cannot be kept" in caplog.records[0].getMessage()
+    assert path.read_text(encoding="utf-8") == before
+    assert list(kept.iterdir()) == [path]
+
+
+def test_a_file_of_weights_may_be_named_itself(models: Path, tmp_path: Path) -> None:
+    file = models / "small.safetensors"
+    profile = measure_machine(CPU, expert=TINY, tokens=300, models=file, folder=tmp_path)
+    assert profile.notes[0] == f"read: {file}"
+
+
+@pytest.mark.slow
+def test_without_weights_a_file_is_written_read_and_removed(tmp_path: Path) -> None:
+    empty, cache = tmp_path / "models", tmp_path / "cache"
+    empty.mkdir()
+    profile = measure_machine(CPU, expert=TINY, tokens=300, models=empty, folder=cache)
+    assert profile.notes[0] == f"read: a file of its own in {empty}, there is no file of weights to read"
+    assert list(empty.iterdir()) == []

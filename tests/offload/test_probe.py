@@ -1,0 +1,74 @@
+"""Probes: they read what they say, leave nothing behind, and give figures that can be."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.offload.probe import probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(os.urandom(20_000_001))
+    return path
+
+
+def test_a_file_is_read_and_the_way_is_told(weights: Path) -> None:
+    before = threading.active_count()
+    rate = probe_disk(weights)
+    assert 1e6 < rate.bytes_per_s < 1e12
+    assert "page cache" in rate.how
+    assert threading.active_count() == before
+    assert weights.stat().st_size == 20_000_001
+
+
+def test_where_direct_reads_are_not_to_be_had_pages_are_dropped_first(weights: Path) -> None:
+    rate = probe_disk(weights, directly=False)
+    assert rate.bytes_per_s > 1e6
+    assert rate.how == "through the page cache, its pages dropped before"
+
+
+def test_reading_ends_at_the_byte_or_the_second_that_was_given(weights: Path) -> None:
+    few = probe_disk(weights, most_bytes=4096)
+    assert few.bytes_read == 4096
+    assert probe_disk(weights).bytes_read == 20_000_001
+    large = weights.with_name("large")
+    with large.open("wb") as file:
+        file.truncate(600_000_000)  # a hole: no space is taken
+    assert 0 < probe_disk(large, most_s=0.0).bytes_read < 600_000_000
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        probe_disk(tmp_path / "absent")
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match="is empty"):
+        probe_disk(tmp_path / "empty")
+
+
+def test_rates_of_ram_and_of_arithmetic() -> None:
+    threads = torch.get_num_threads()
+    for rate in (probe_copy(), probe_decode(CPU), probe_quantise()):
+        assert 1e6 < rate < 1e13
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_bus_alone_and_while_computing() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
+    held = torch.cuda.memory_allocated(device)
+    rates = probe_bus(device, compute=lambda: torch.mm(matrix, matrix))
+    for rate in (rates.h2d, rates.h2d_busy, rates.h2d_pageable, rates.d2h, rates.d2h_busy, rates.d2h_pageable):
+        assert 1e8 < rate < 1e12
+    assert torch.cuda.memory_allocated(device) == held
+    assert 1e8 < probe_decode(device) < 1e14

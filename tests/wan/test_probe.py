@@ -1,0 +1,49 @@
+"""The block probe computes a real block, as many tokens of it as there is time for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wanstream.plan import ExpertShape
+from wanstream.wan.probe import block_pass, probe_block, sample_block
+
+CPU = torch.device("cpu")
+TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
+
+
+def test_a_sample_block_is_one_of_the_shape_with_finite_results() -> None:
+    block = sample_block(TINY, CPU)
+    matrices = [p for p in block.parameters() if p.ndim == 2]
+    assert sum(p.numel() for p in matrices) == TINY.streamed_parameters
+    assert sum(p.numel() for p in block.parameters()) == TINY.streamed_parameters + TINY.small_parameters
+    assert {p.dtype for p in matrices} == {torch.bfloat16}
+    assert block.scale_shift_table.dtype == torch.float32
+    seen: list[torch.Tensor] = []
+    block.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    block_pass(block, TINY, 100, CPU)()
+    assert seen[0].shape == (1, 100, 256)
+    assert torch.isfinite(seen[0]).all()
+    assert seen[0].float().std() > 0.1
+
+
+def test_all_tokens_are_computed_where_there_is_time() -> None:
+    rate = probe_block(TINY, 700, CPU, most_s=60)
+    assert rate.tokens == 700
+    assert 1e6 < rate.flops_per_s < 1e16
+    assert probe_block(TINY, 10, CPU).tokens == 10
+
+
+def test_without_time_a_few_tokens_are_the_answer() -> None:
+    rate = probe_block(TINY, 100_000, CPU, most_s=0.0)
+    assert rate.tokens == 256
+    assert rate.flops_per_s > 1e6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rate = probe_block(ExpertShape(), 8192, device)
+    assert rate.tokens == 8192
+    assert 1e12 < rate.flops_per_s < 1e16
