@@ -24,7 +24,7 @@ class RamRun:
         self._slots = slots
         self._ram = ram
         self._progress = RunProgress()
-        self._thread = RunThread("wanstream-read", self._read_all, failed=self._progress.no_more)
+        self._thread = RunThread("wanstream-ram", self._read_all, failed=self._progress.no_more)
         self._last_taken: dict[int, int] = {}  # slot -> visit
         self._told = False
 

@@ -219,7 +219,7 @@ def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source,
         last = {fetch.buffer: fetch.block for fetch in run.reads}
         assert {index: held.get(index) for index in last} == last, "every read that ended left its block whole"
         assert torch.equal(run_through(handle, stacks, steps)[0], expected)
-    assert [t.name for t in threading.enumerate() if t.name.startswith(("wanstream-fetch", "wanstream-read"))] == []
+    assert [t.name for t in threading.enumerate() if t.name.startswith(("wanstream-fetch", "wanstream-ram", "wanstream-read"))] == []
 
 
 def test_an_early_end_wakes_every_wait(stacks):
