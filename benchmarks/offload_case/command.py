@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+RESULTS = Path(__file__).parent.parent / "results"
 SHAPE_NAMES = ("cpu", "quick", "tiny")
 
 
@@ -23,7 +24,7 @@ def main(arguments: list[str] | None = None) -> None:
         ("quick", "a small pair, to check the programs"),
     ):
         case = commands.add_parser(name, help=text)
-        case.add_argument("work", type=Path, help="folder for weights (12 GB of them written once, with the peers' 23)")
+        case.add_argument("work", type=Path, help="folder for weights, 23 GB that are written once")
         case.add_argument("--only", nargs="*", metavar="VARIANT", help="these variants and no others")
         case.add_argument("--repetitions", type=int, default=1 if name == "quick" else 3)
         case.add_argument("--shape", choices=SHAPE_NAMES, default="quick" if name == "quick" else "cpu")
@@ -32,12 +33,14 @@ def main(arguments: list[str] | None = None) -> None:
         case.add_argument("--minutes", type=float, default=None, help="begin nothing after this time")
         case.add_argument("--threads", type=int, default=2)
         case.add_argument("--fresh", action="store_true", help="a new session; otherwise an unfinished one goes on")
+        case.add_argument("--results", type=Path, default=RESULTS)
         case.add_argument("--no-result", action="store_true", help="write nothing into benchmarks/results")
     gpu = commands.add_parser("gpu", help="true A14B block shapes on a GPU, part by part")
     gpu.add_argument("work", type=Path)
     gpu.add_argument("part", help="one of the parts that offload_case/gpu_case.py lists, or merge")
     gpu.add_argument("--device", default="cuda", help="cpu: a tiny pair, to check the programs")
     gpu.add_argument("--threads", type=int, default=8)
+    gpu.add_argument("--results", type=Path, default=RESULTS)
     gpu.add_argument("--only", nargs="*", metavar="VARIANT")
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":

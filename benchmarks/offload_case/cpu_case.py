@@ -45,7 +45,7 @@ def run_case(chosen: argparse.Namespace) -> None:
     for name, row in figures["variants"].items():
         print(name, row)
     if not chosen.no_result and shape == "cpu":
-        print(record(f"offload-{case}", method=method(settings), figures=figures))
+        print(record(f"offload-{case}", method=method(settings), figures=figures, folder=chosen.results))
 
 
 def planned_rounds(

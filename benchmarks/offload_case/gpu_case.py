@@ -10,9 +10,10 @@
     python benchmarks/offload.py gpu WORK 720p-full
     python benchmarks/offload.py gpu WORK merge       the result of all parts that are there
 
-WORK needs 13 GB of disk, and 58 GB for the parts with 40 blocks. Lines of results go to WORK/sessions/gpu-<part>.jsonl;
-they may be made on one machine and merged on another. Needed there beside torch with CUDA: diffusers, accelerate,
-safetensors, psutil, transformers and this checkout importable as `wanstream` (a link of that name on PYTHONPATH).
+WORK needs 13 GB of disk, and 29 GB for the parts with 40 blocks, where both experts are the same files. Lines of
+results go to WORK/sessions/gpu-<part>.jsonl; they may be made on one machine and merged on another. Needed there beside
+torch with CUDA: diffusers, accelerate, safetensors, transformers, sentencepiece, psutil, platformdirs, ftfy, tqdm, and
+this checkout importable as `wanstream` (a link of that name in a folder on PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -68,7 +69,19 @@ def run_part(chosen: argparse.Namespace) -> None:
     """Make the runs of one part, or merge the parts that are there into one result."""
     sessions = chosen.work.resolve() / "sessions"
     if chosen.part == "merge":
-        print(record("offload-gpu", method=METHOD, figures=merged(sessions, chosen.device)))
+        lines = [run for name in PARTS for run in runs_of(sessions, name)]
+        if not lines:
+            raise ValueError(f"{sessions} holds no runs of a part: make some first")
+        print(
+            record(
+                "offload-gpu",
+                method=METHOD,
+                figures=merged(sessions, chosen.device),
+                folder=chosen.results,
+                measured_on=lines[-1]["hardware"],
+                measured_with=lines[-1]["versions"],
+            )
+        )
         return
     part = PARTS[chosen.part]
     shape = "tiny" if chosen.device == "cpu" else part.shape
@@ -91,11 +104,10 @@ def merged(sessions: Path, device: str) -> dict[str, Any]:
     """The rows of every part, and what 40 blocks would take by simulation where 8 were measured."""
     parts: dict[str, Any] = {}
     for name, part in PARTS.items():
-        file = sessions / f"gpu-{name}.jsonl"
-        if not file.exists():
+        runs = runs_of(sessions, name)
+        if not runs:
             continue
         shape = SHAPES["tiny" if device == "cpu" else part.shape]
-        runs = Session(file, Settings(shape=shape.name, work=sessions.parent)).runs()
         rows = summarise(runs, switch_step=shape.switch_step)
         streamed = {run["variant"]: run["report"] for run in runs if run["report"] and run["report"]["timeline"]}
         parts[name] = {
@@ -110,6 +122,12 @@ def merged(sessions: Path, device: str) -> dict[str, Any]:
             },
         }
     return {"parts": parts}
+
+
+def runs_of(sessions: Path, part: str) -> list[dict[str, Any]]:
+    """The runs of a part that are there."""
+    shape = PARTS[part].shape
+    return Session(sessions / f"gpu-{part}.jsonl", Settings(shape=shape, work=sessions.parent)).runs()
 
 
 FULLY_STREAMED = ("layerwise", "pinned", "layerwise-fp8")

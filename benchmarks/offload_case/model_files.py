@@ -21,8 +21,9 @@ NAME = "diffusion_pytorch_model"
 
 def expert_folders(work: Path, shape: CaseShape, *, device: str = "cpu") -> dict[str, Path]:
     """The folder of each expert, written now unless it is there: bf16, `shape.shards` files, about one shard of RAM."""
-    folders = {expert: work / "experts" / shape.key / expert for expert in EXPERTS}
-    for seed, folder in enumerate(folders.values()):
+    names = dict.fromkeys(EXPERTS, EXPERTS[0]) if shape.one_set else dict(zip(EXPERTS, EXPERTS, strict=True))
+    folders = {expert: work / "experts" / shape.key / name for expert, name in names.items()}
+    for seed, folder in enumerate(dict.fromkeys(folders.values())):
         if not (folder / COMPLETE).exists():
             folder.mkdir(parents=True, exist_ok=True)
             _write(shape.expert, folder, shards=shape.shards, generator=torch.Generator(device).manual_seed(seed))

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..record import hardware, versions
 from .memory_limit import LimitedGroup, limited_group
 from .model_files import COMPLETE, expert_folders, weight_files
 from .page_cache import cached_bytes, drop
@@ -131,6 +132,8 @@ class Session:
         disturbed = watched.disturbance > DISTURBED
         line = {
             **asdict(planned),
+            "hardware": hardware(),
+            "versions": versions(),
             "attempt": attempt,
             "began": time.strftime("%Y-%m-%dT%H:%M:%S"),
             "shape": task.shape,

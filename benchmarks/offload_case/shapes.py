@@ -33,6 +33,8 @@ class CaseShape:
     text_tokens: int = 512
     shards: int = 3
     """Files that each expert is stored in."""
+    one_set: bool = False
+    """Whether both experts are the same files, so that they fit on a small disk."""
 
     @property
     def tokens(self) -> int:
@@ -92,7 +94,7 @@ SHAPES: Mapping[str, CaseShape] = {
         CaseShape(name="smoke", expert=SHORT_A14B, frames=5, height=60, width=104, shards=4),
         CaseShape(name="480p", expert=SHORT_A14B, frames=21, height=60, width=104, shards=4),
         CaseShape(name="720p", expert=SHORT_A14B, frames=21, height=90, width=160, shards=4),
-        CaseShape(name="480p-40", expert=A14B, frames=21, height=60, width=104, shards=20),
-        CaseShape(name="720p-40", expert=A14B, frames=21, height=90, width=160, shards=20),
+        CaseShape(name="480p-40", expert=A14B, frames=21, height=60, width=104, shards=20, one_set=True),
+        CaseShape(name="720p-40", expert=A14B, frames=21, height=90, width=160, shards=20, one_set=True),
     )
 }

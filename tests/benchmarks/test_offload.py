@@ -189,3 +189,20 @@ def test_one_tiny_run_of_each_kind(tmp_path: Path) -> None:
     assert reports["half"].step_bytes == [streamed, streamed // 2] * 2
     assert reports["wanstream-resident"].step_bytes == [streamed, 0] * 2
     assert reports["layerwise"].read_bytes > reports["layerwise-buffered"].read_bytes, "each step reads the disk again"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_gpu_part_on_the_cpu(tmp_path: Path) -> None:
+    """The programs of the GPU case, on a tiny pair: capped and free runs, and what is merged from them."""
+    gpu = [sys.executable, str(PROGRAM), "gpu", str(tmp_path)]
+    tiny = ["--device", "cpu", "--threads", "1", "--results", str(tmp_path)]
+    subprocess.run([*gpu, "smoke", *tiny], check=True, timeout=390)
+    subprocess.run([*gpu, "merge", *tiny], check=True, timeout=60)
+    (file,) = tmp_path.glob("offload-gpu_*.json")
+    part = json.loads(file.read_text(encoding="utf-8"))["figures"]["parts"]["smoke"]
+    assert part["variants"].keys() == {"resident", "pinned", "group-block-record", "cpu-offload"}
+    assert all(row["equal_to_resident"] for row in part["variants"].values())
+    assert len(part["simulated_40_blocks"]["pinned"]["step_s"]) == 4
+    longer = sum(part["simulated_40_blocks"]["pinned"]["step_s"])
+    assert longer > sum(part["variants"]["pinned"]["step_s"])

@@ -1,0 +1,41 @@
+"""A run of more blocks is simulated from the rates of a shorter one."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanstream.benchmarks.offload_case.extrapolate import longer_run
+from wanstream.plan import StepRecord, Timeline
+
+BLOCKS, VISIT_S, OUTSIDE_S = 8, 0.25, 0.5
+
+
+def measured(stall_s: float, *, moved: int = 8_000) -> Timeline:
+    """Four steps of two experts that compute 8 blocks each."""
+    compute_s = BLOCKS * VISIT_S
+    steps = [
+        StepRecord(
+            index=index,
+            expert="high" if index < 2 else "low",
+            sigma=None,
+            wall_s=compute_s + stall_s + OUTSIDE_S,
+            compute_s=compute_s,
+            stall_s=stall_s,
+            bytes_moved=moved,
+        )
+        for index in range(4)
+    ]
+    return Timeline(steps=tuple(steps), kind="measured")
+
+
+def test_blocks_scale_and_what_is_outside_them_does_not() -> None:
+    longer = longer_run(measured(0.0).to_dict(), blocks=BLOCKS, longer=40)
+    assert longer["step_s"][1:] == [pytest.approx(40 * VISIT_S + OUTSIDE_S, abs=1e-3)] * 3
+    assert not longer["bus_was_the_limit"]
+
+
+def test_a_bus_that_was_the_limit_stays_the_limit() -> None:
+    longer = longer_run(measured(2.0).to_dict(), blocks=BLOCKS, longer=40)
+    assert longer["bus_was_the_limit"]
+    rate = 8_000 / (BLOCKS * VISIT_S + 2.0 + OUTSIDE_S)
+    assert longer["step_s"][1] == pytest.approx(40 * 1_000 / rate, rel=0.02)
