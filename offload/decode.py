@@ -55,14 +55,17 @@ def decode_tensor(
     """
     if packing is not None:
         _unpack(stored, packing, into)
-    elif scale is not None or _is_slow_to_convert(stored):
+    elif scale is not None or _is_slow_to_convert(stored, into.dtype):
         _multiply(stored, None if scale is None else scale.to(stored.device), into)
     else:
         into.copy_(stored, non_blocking=True)
 
 
-def _is_slow_to_convert(stored: torch.Tensor) -> bool:
-    return stored.dtype in FP8_DTYPES and stored.device.type == "cpu"
+def _is_slow_to_convert(stored: torch.Tensor, computed: torch.dtype) -> bool:
+    """Whether a CPU is faster through fp32: torch converts these one value after the other."""
+    if stored.device.type != "cpu":
+        return False
+    return stored.dtype in FP8_DTYPES or (stored.dtype, computed) == (torch.float16, torch.bfloat16)
 
 
 def _unpack(packs: torch.Tensor, packing: Packing, computed: torch.Tensor) -> None:
@@ -81,7 +84,8 @@ def _multiply(stored: torch.Tensor, scale: torch.Tensor | None, computed: torch.
     """Write `stored * scale` row by row, through one piece of fp32 memory that is used again and again."""
     rows = stored.shape[0]
     rows_at_once = min(rows, max(1, CHUNK_VALUES * rows // stored.numel()))
-    shape, widens = (rows_at_once, *stored.shape[1:]), _is_slow_to_convert(stored)
+    shape = (rows_at_once, *stored.shape[1:])
+    widens = stored.device.type == "cpu" and stored.dtype in FP8_DTYPES
     work = torch.empty(shape, dtype=torch.float32, device=stored.device)
     bits = torch.empty(shape if widens else 0, dtype=torch.int16, device=stored.device)
     for start in range(0, rows, rows_at_once):
