@@ -468,6 +468,12 @@ def test_copies_do_not_wait_for_the_buffer_that_their_block_is_decoded_into() ->
     assert [step_times(step) for step in timeline.steps] == [(5.4, 4, 1.4, 2), *[(4, 4, 0, 2)] * 3]
 
 
+def test_decoding_waits_for_its_buffer() -> None:
+    """One buffer: the copy hides behind the visit before, decoding cannot."""
+    timeline = simulate(one_expert(buffers=1), hardware(0.5, 1.0, decode_s={"high": 0.25}))
+    assert [step_times(step) for step in timeline.steps] == [(5.5, 4, 1.5, 1), *[(5, 4, 1, 1)] * 3]
+
+
 def test_copies_wait_for_a_raw_slot() -> None:
     """Four high blocks are decoded for 10 s each, then four low ones of 10 s on the bus need no decoding.
 
