@@ -82,9 +82,13 @@ ProfileOf = Callable[["torch.device", ExpertShape, Path], Machine]
 
 def measured_machine(device: torch.device, expert: ExpertShape, weights: Path) -> Machine:
     """The kept profile of this machine; measured now where there is none."""
+    import torch
+
     from .machine_profile import machine_profile
 
-    return machine_profile(device, expert=expert, models=weights)
+    # Hosts run nodes in inference mode, and what probes measure with is changed in other threads.
+    with torch.inference_mode(False):
+        return machine_profile(device, expert=expert, models=weights)
 
 
 class AutoPlanner:

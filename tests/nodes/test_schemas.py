@@ -19,9 +19,12 @@ LONGEST_EXECUTE = 15
 SNAPSHOT = {
     "WanStreamExperts": ("high_noise low_noise compute_dtype storage", "WANSTREAM_EXPERTS"),
     "WanStreamLora": ("experts high_noise low_noise strength_high strength_low", "WANSTREAM_EXPERTS"),
-    "WanStreamLayerwise": ("prefetch_blocks weights_from", "WANSTREAM_POLICY"),
+    "WanStreamLayerwise": ("prefetch_blocks weights_from ram_blocks chunk_tokens", "WANSTREAM_POLICY"),
     "WanStreamAutoOffload": ("vram_budget_gb ram_budget_gb", "WANSTREAM_POLICY"),
-    "WanStreamBlockSwap": ("blocks_to_swap prefetch_blocks weights_from", "WANSTREAM_POLICY"),
+    "WanStreamBlockSwap": (
+        "blocks_to_swap prefetch_blocks weights_from ram_blocks chunk_tokens",
+        "WANSTREAM_POLICY",
+    ),
     "WanStreamTextEncode": ("text_encoder positive negative", "CONDITIONING CONDITIONING"),
     "WanStreamEmptyLatent": ("width height frames batch_size", "LATENT"),
     "WanStreamImageToVideo": (

@@ -1,0 +1,63 @@
+"""What the policy nodes put on their socket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from wanstream.nodes.auto_offload import WanStreamAutoOffload
+from wanstream.nodes.offload import WanStreamBlockSwap, WanStreamLayerwise
+from wanstream.plan import AutoOffload, Budgets, OffloadPolicy
+
+FILE, RAM = {"weights_from": "file"}, {"weights_from": "pinned RAM"}
+
+
+def _policy(node: Any, **inputs: Any) -> Any:
+    (policy,) = node.execute(**inputs).args
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("given", "source", "ram_blocks", "chunk_tokens"),
+    [
+        (FILE, "file", None, None),  # as in workflows that were saved before there were more inputs
+        (RAM, "pinned", None, None),
+        ({**RAM, "ram_blocks": 80, "chunk_tokens": 0}, "pinned", None, None),
+        ({**RAM, "ram_blocks": 79}, "pinned", 79, None),
+        ({**RAM, "ram_blocks": 0}, "pinned", 0, None),
+        ({**FILE, "ram_blocks": 12}, "file", None, None),
+        ({**FILE, "chunk_tokens": 8192}, "file", None, 8192),
+        ({**RAM, "ram_blocks": 12, "chunk_tokens": 1024}, "pinned", 12, 1024),
+    ],
+)
+def test_what_is_said_about_ram_and_tokens(
+    given: dict[str, Any], source: str, ram_blocks: int | None, chunk_tokens: int | None
+) -> None:
+    for policy, kind in (
+        (_policy(WanStreamLayerwise, prefetch_blocks=2, **given), "layerwise"),
+        (_policy(WanStreamBlockSwap, blocks_to_swap=3, prefetch_blocks=2, **given), "block_swap"),
+    ):
+        assert (policy.kind, policy.prefetch_blocks, policy.blocks_to_swap) == (kind, 2, 3 * (kind == "block_swap"))
+        assert (policy.source, policy.ram_blocks, policy.ram_rolls) == (source, ram_blocks, False)
+        assert policy.chunk_tokens == chunk_tokens
+
+
+def test_old_workflows_mean_what_they_meant() -> None:
+    assert _policy(WanStreamLayerwise, prefetch_blocks=1, **FILE) == OffloadPolicy.layerwise(1)
+    swap = _policy(WanStreamBlockSwap, blocks_to_swap=20, prefetch_blocks=1, **RAM)
+    assert swap == OffloadPolicy.block_swap(20, 1, source="pinned")
+
+
+@pytest.mark.parametrize(
+    ("vram", "ram", "budgets"),
+    [
+        (0.0, 0.0, Budgets()),
+        (8.0, 0.0, Budgets(vram_bytes=8 * 10**9)),
+        (0.0, 24.5, Budgets(ram_bytes=24_500_000_000)),
+        (1.5, 16.0, Budgets(vram_bytes=1_500_000_000, ram_bytes=16 * 10**9)),
+    ],
+)
+def test_a_budget_of_0_leaves_it_to_the_planner(vram: float, ram: float, budgets: Budgets) -> None:
+    found = _policy(WanStreamAutoOffload, vram_budget_gb=vram, ram_budget_gb=ram)
+    assert found == AutoOffload(budgets=budgets)
