@@ -120,16 +120,18 @@ def main() -> None:
         write_file(path)
         target = np.frombuffer(mmap.mmap(-1, FILE_BYTES), np.uint8)
         target[:: mmap.PAGESIZE] = 1
+        load_before = psutil.getloadavg()[0]
         runs: dict[str, list[dict[str, float]]] = {case.name: [] for case in cases()}
         for number in range(ROUNDS):
             # In another order each time: what ran before decides how much memory and cache the machine has at hand.
             for case in random.Random(number).sample(list(cases()), len(runs)):
                 runs[case.name].append(measure(case, path, target.data))
-    figures = {
+    figures: dict[str, object] = {
         name: {key: round(statistics.median(run[key] for run in of_case), 3) for key in of_case[0]}
         | {"gb_per_s_range": [round(pick(run["gb_per_s"] for run in of_case), 2) for pick in (min, max)]}
         for name, of_case in runs.items()
     }
+    figures["load average before and after"] = [round(load, 1) for load in (load_before, psutil.getloadavg()[0])]
     for name, of_case in figures.items():
         print(name, of_case)
     method = (
