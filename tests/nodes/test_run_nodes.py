@@ -193,6 +193,28 @@ def test_the_policy_changes_nothing_but_the_transfers(run: Run, policy: dict[str
     assert torch.equal(latent({**workflow("t2v"), "policy": policy}), latent(without))
 
 
+def test_the_planner_chooses_for_the_machine_that_it_has_measured(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run measures this very machine; its profile goes into a cache folder that is this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    auto = {"class_type": "WanStreamAutoOffload", "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.0}}
+    history = run({**workflow("t2v"), "policy": auto}, keep=["sampler"])
+    told, *_ = timeline(history).changes
+    assert told.startswith("chosen: ")
+    assert "stall predicted" in told
+    assert history.outputs["sampler"]["text"] == list(timeline(history).changes)
+    embedded_door.free_experts()
+    plain = run(workflow("t2v"), keep=["sampler"])
+    assert timeline(plain).changes == ()
+    one, other = (found.results["sampler"][0]["samples"] for found in (history, plain))
+    assert torch.equal(one, other)
+
+    too_little = {**auto, "inputs": {"vram_budget_gb": 0.0, "ram_budget_gb": 0.001}}
+    with pytest.raises(NodeFailedError, match=r"needs 2 buffers of .* to compute in .*; 0\.00 GB given"):
+        run({**workflow("t2v"), "policy": too_little})
+
+
 def test_the_start_image_reaches_the_sampler_in_native_form(run: Run, sample_models: Path) -> None:
     positive, negative, latent = run(workflow("i2v"), keep=["start"]).results["start"]
 
