@@ -95,9 +95,8 @@ def offload_job(arguments: PlanArguments) -> OffloadJob:
 
 
 def _staying_bytes(expert: ExpertShape) -> int:
-    """Of both experts on the device: the small tensors of their blocks, and what is outside the blocks."""
-    small = expert.block_bytes(fp32_islands=True) - expert.streamed_bytes()
-    return len(GUIDED["both"]) * (expert.blocks * small + expert.outer_bytes(fp32_islands=True))
+    """Of both experts on the device, beside the buffers."""
+    return len(GUIDED["both"]) * expert.staying_bytes()
 
 
 def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:

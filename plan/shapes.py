@@ -95,10 +95,9 @@ class ExpertShape:
     def outer_parameters(self) -> int:
         """Everything outside the blocks."""
         patch = self.width * (self.in_channels * _volume(PATCH) + 1)
-        time_projection = 6 * self.width * (self.width + 1)
-        text = self.width * (self.text_width + 1) + self.width * (self.width + 1)
         output = self.out_channels * _volume(PATCH) * (self.width + 1)
-        return patch + self._time_embedder + time_projection + text + self._output_modulation + output
+        embedders = self._time_embedder + self._time_projection + self._text_embedder
+        return patch + embedders + self._output_modulation + output
 
     @property
     def parameters(self) -> int:
@@ -113,6 +112,15 @@ class ExpertShape:
         """Bytes outside the blocks; `fp32_islands` counts the time embedder and the output modulation as fp32."""
         islands = self._time_embedder + self._output_modulation
         return _bytes(self.outer_parameters, islands if fp32_islands else 0)
+
+    def staying_bytes(self) -> int:
+        """Bytes that stay beside the buffers, fp32 islands counted as fp32, without the tables of positions.
+
+        That is everything that does not stream but the embedders of time and text, which are there for a moment only.
+        """
+        outer = self.outer_parameters - self._time_embedder - self._time_projection - self._text_embedder
+        small = self.block_bytes(fp32_islands=True) - self.streamed_bytes()
+        return _bytes(outer, self._output_modulation) + self.blocks * small
 
     def streamed_bytes(self, *, bytes_per_weight: int = BF16_BYTES) -> int:
         """Bytes that one fetch of a block moves (1 byte per weight: fp8)."""
@@ -137,7 +145,8 @@ class ExpertShape:
         Every lane of `tokens` keeps its hidden state (D values of `value_bytes` per token), all share the rotary tables
         (2 x 128 fp32 values per token), the embedded texts of both experts lie there, and one lane at a time is in a
         block, which takes `chunk_tokens` at once where tokens do not meet (None: all of them). The latents themselves
-        (a 100th of a hidden state) and the workspace of the attention kernel are not counted.
+        (a 100th of a hidden state) and the workspace of the attention kernel are not counted. It is at least what
+        embeds the time, which is there before the blocks begin.
         """
         width, value = self.width, value_bytes
         if chunk_tokens is None:
@@ -146,7 +155,8 @@ class ExpertShape:
             in_block = self._chunked_block_bytes(tokens, min(tokens, chunk_tokens + SHORT_CHUNK), value)
         rotary = tokens * 2 * HEAD_DIM * FP32_BYTES
         waiting = (lanes - 1) * tokens + (2 * lanes + 2) * TEXT_TOKENS
-        return in_block + rotary + waiting * width * value
+        embedding = self._time_embedder * FP32_BYTES + self._time_projection * value
+        return max(in_block + rotary + waiting * width * value, embedding)
 
     def _block_bytes_per_token(self, value: int) -> int:
         """The most that a token holds along diffusers' `WanTransformerBlock.forward`, of
@@ -183,6 +193,14 @@ class ExpertShape:
     @property
     def _time_embedder(self) -> int:
         return self.width * (self.time_frequencies + 1) + self.width * (self.width + 1)
+
+    @property
+    def _time_projection(self) -> int:
+        return 6 * self.width * (self.width + 1)
+
+    @property
+    def _text_embedder(self) -> int:
+        return self.width * (self.text_width + 1) + self.width * (self.width + 1)
 
     @property
     def _output_modulation(self) -> int:

@@ -166,11 +166,20 @@ class _Denoising:
             step, expert = self._steps[self._done]
             self._policy.make_smaller(f"step {step} ({expert}-noise expert)", short)
 
+    def _foretell(self, engine: ExpertEngine) -> None:
+        """Tell the engine all timesteps and texts of this request, those of steps taken too: the next may be equal."""
+        timesteps: dict[str, list[float]] = {}
+        for step, expert in self._steps:
+            timesteps.setdefault(expert, []).append(self.course.schedule.timesteps[step])
+        guided = {expert: self._request.guidance_of(expert) != 1 for expert in timesteps}
+        engine.expect(timesteps, {expert: self._inputs.texts(with_negative=guided[expert]) for expert in timesteps})
+
     def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
         """A run of all steps that are left; behind it RAM is made ready for the same request once more."""
         experts = [expert for _, expert in self._steps[self._done :]]
         visits = step_visits(experts, engine.block_counts, first_step=self._steps[self._done][0])
         first_step, first_expert = self._steps[0]
+        self._foretell(engine)
         then = step_visits([first_expert], engine.block_counts, first_step=first_step)
         return engine.run(visits, recorder=self._recorder, then=then)
 
@@ -183,7 +192,7 @@ class _Denoising:
         schedule, guidance = self.course.schedule, self._request.guidance_of(expert)
         sigma, latents, solver = schedule.sigmas[step], self.latents, self._solver.copy()
         with self._recorder.step(step, expert, sigma):
-            timestep = torch.tensor([schedule.timesteps[step]], device=self._place)
+            timestep = torch.tensor([schedule.timesteps[step]])
             shown = latents if self._kept is None else self._kept.shown(latents, sigma)
             lanes = self._inputs.lanes(shown, with_negative=guidance != 1)
             visit = cancellable(partial(run.visit, step, expert), step, self._should_stop)

@@ -28,6 +28,10 @@ class LaneInputs:
         self._positive, self._negative = samples(request.positive), samples(request.negative)
         self._image = samples(request.image_condition)
 
+    def texts(self, *, with_negative: bool) -> list[torch.Tensor]:
+        """The texts of the lanes that `lanes` gives."""
+        return [*self._positive, *(self._negative if with_negative else ())]
+
     def lanes(self, latents: torch.Tensor, *, with_negative: bool) -> list[Lane]:
         """One lane per sample under its positive text, then one per sample under its negative text."""
         states = list(latents.split(1))

@@ -131,7 +131,7 @@ class Passes:
             ending.push(self._end_run)
             try:
                 with self._recorder.step(call, expert, sigma), torch.inference_mode():
-                    timestep = torch.tensor([sigma * TRAIN_TIMESTEPS], device=self._engine.device)
+                    timestep = torch.tensor([sigma * TRAIN_TIMESTEPS])
                     velocities = forward_lanes(self._engine.models[expert], lanes, timestep, visit)
             except torch.OutOfMemoryError as err:
                 if self._policy is None:

@@ -10,12 +10,15 @@ from ..offload.layout import flat_layout
 from ..plan import OffloadPolicy, plan_residency
 from .detect import WanConfig
 from .meta_model import FIRST_BLOCK, block_streams, parameter_dtype, parameter_shapes, table_bytes
+from .projections import part_of
 
 EXPERTS = ("high", "low")
 
 
 def device_bytes(config: WanConfig, *, compute_dtype: torch.dtype, policy: OffloadPolicy) -> int:
-    """Bytes of two experts of that shape: the pool of buffers, and everything that does not stream.
+    """Bytes of two experts of that shape: the pool of buffers, and everything that stays.
+
+    What embeds time and text is there for a moment only, when a step's working memory is free: see `projections.py`.
 
     Raises ValueError when the policy does not fit the number of blocks.
     """
@@ -26,6 +29,6 @@ def device_bytes(config: WanConfig, *, compute_dtype: torch.dtype, policy: Offlo
     staying = sum(
         math.prod(shape) * parameter_dtype(name, compute_dtype).itemsize
         for name, shape in shapes.items()
-        if name not in streamed
+        if name not in streamed and part_of(name) is None
     )
     return buffers * buffer.nbytes + len(EXPERTS) * (staying + table_bytes(config))

@@ -41,6 +41,7 @@ class ExpertEngine:
     ) -> None:
         self.device = device
         self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
+        self.models.set_chunk(policy.chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
         self.block_counts = {name: config.num_layers for name, config in self._configs.items()}
         self._handle = attach_offload(
@@ -78,6 +79,14 @@ class ExpertEngine:
     def host_bytes(self) -> int:
         """Bytes of host memory that blocks in RAM, staging and LoRA factors of blocks take now, locked or not."""
         return self._handle.host_bytes
+
+    def expect(self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Say which timesteps and texts the coming run will bring to each of its experts, which it names in order.
+
+        They are then embedded together, and the weights for it, 0.5 GB per expert, are there for that moment only. A
+        run that brings others is served too, and reads these weights again.
+        """
+        self.models.expect(timesteps, texts)
 
     def set_loras(self, stacks: Mapping[str, LoraStack], factors: LoraFactors) -> None:
         """Add these LoRAs, by expert, and no others to the weights; those that are set already cost nothing.
@@ -141,6 +150,7 @@ class ExpertEngine:
         """
         self._check_open()
         self._handle.set_policy(policy)
+        self.models.set_chunk(policy.chunk_tokens)
 
     def close(self) -> None:
         """Free the buffers, threads and files. Closing twice is allowed.

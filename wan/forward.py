@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..plan.shapes import OUTPUT_TOKENS
+from .projections import ProjectedEmbedder, Rows
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -51,12 +52,15 @@ def forward_lanes(
 ) -> list[torch.Tensor]:
     """Return each lane's velocity [1, 16, T, h, w], in the model's compute dtype.
 
-    `timestep` is [1], shared by the lanes, on the model's device. Inside `visit(i)` block i must be ready to compute;
-    the context is entered once per block, whatever the number of lanes.
+    `timestep` is [1], shared by the lanes; an engine's model takes it from the CPU best, as it reads the value. Inside
+    `visit(i)` block i must be ready to compute; the context is entered once per block, whatever the number of lanes.
     """
     # Lanes of one shape share their positions: 77 MB at 1280x720x81.
     rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}
-    conditions = [_conditions(model, lane, timestep, rotary[lane.latents.shape[2:]]) for lane in lanes]
+    rows = _embedded(model, lanes, timestep)
+    conditions = [
+        _conditions(model, lane, row, rotary[lane.latents.shape[2:]]) for lane, row in zip(lanes, rows, strict=True)
+    ]
     hidden = [_tokens(model, lane) for lane in lanes]
     for index, block in enumerate(model.blocks):
         with visit(index):
@@ -72,13 +76,21 @@ def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
     return patches.flatten(2).transpose(1, 2)
 
 
+def _embedded(model: WanTransformer3DModel, lanes: Sequence[Lane], timestep: torch.Tensor) -> list[Rows]:
+    """The embedded timestep and text of each lane."""
+    embedder = model.condition_embedder
+    if isinstance(embedder, ProjectedEmbedder):
+        return embedder.rows(timestep, [lane.text for lane in lanes])
+    texts = (lane.text.to(model.patch_embedding.weight.dtype) for lane in lanes)
+    return [embedder(timestep, text, None)[:3] for text in texts]
+
+
 def _conditions(
-    model: WanTransformer3DModel, lane: Lane, timestep: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    model: WanTransformer3DModel, lane: Lane, rows: Rows, rotary: tuple[torch.Tensor, torch.Tensor]
 ) -> _Conditions:
     frames, height, width = lane.latents.shape[2:]
     patch_frames, patch_height, patch_width = model.config.patch_size
-    text = lane.text.to(model.patch_embedding.weight.dtype)
-    time, modulation, text, _ = model.condition_embedder(timestep, text, None)
+    time, modulation, text = rows
     return _Conditions(
         text=text,
         time=time,

@@ -13,15 +13,28 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
+from ..offload.decode import decode_tensor
 from ..offload.layout import streamed_names
+from ..offload.packing import Packing
 from .detect import HEAD_DIM, Shape, WanConfig
+from .projections import ProjectedEmbedder
 
 FIRST_BLOCK = "blocks.0."
 
 
-def build_model(config: WanConfig) -> WanTransformer3DModel:
-    """Return the model in eval mode: every parameter on meta, the position tables, which no file holds, real."""
+def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer3DModel:
+    """Return the model in eval mode: every parameter on meta, the position tables, which no file holds, real.
+
+    Its embedder is a `ProjectedEmbedder`.
+    """
     model = _on_meta(config)
+    with torch.device("meta"):
+        model.condition_embedder = ProjectedEmbedder(
+            width=config.num_attention_heads * HEAD_DIM,
+            text_width=config.text_dim,
+            frequencies=config.freq_dim,
+            compute_dtype=compute_dtype,
+        )
     model.rope = copy.deepcopy(_position_tables(config.patch_size, model.config.rope_max_seq_len))
     return model.eval().requires_grad_(False)
 
@@ -54,6 +67,24 @@ def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype a parameter computes in: `compute_dtype`, or fp32 for what diffusers always keeps in fp32."""
     in_fp32 = set(name.split(".")) & set(WanTransformer3DModel._keep_in_fp32_modules)
     return torch.float32 if in_fp32 else compute_dtype
+
+
+def placed(
+    stored: torch.Tensor,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    packing: Packing | None,
+    scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return a parameter as it computes, from its stored values on the CPU: those themselves where nothing changes."""
+    there = stored.to(device)
+    if packing is None and scale is None:
+        return there.to(dtype)
+    decoded = torch.empty(shape, dtype=dtype, device=device)
+    decode_tensor(there, decoded, packing=packing, scale=scale)
+    return decoded
 
 
 def set_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -134,6 +134,7 @@ class WatchedEngine:
     def __init__(self, engine: ExpertEngine, runs: list[OffloadRun]) -> None:
         self._engine, self._runs = engine, runs
         self.models, self.block_counts = engine.models, engine.block_counts
+        self.expect = engine.expect
 
     @property
     def outer_bytes(self) -> int:

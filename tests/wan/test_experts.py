@@ -96,8 +96,11 @@ class TestStreamed:
         file = tiny_expert_file(dtype=stored)
         with open_experts(file, file, compute_dtype=compute) as pair:
             ours = pair.engine(OffloadPolicy.layerwise(), "cpu").models["high"]
-            resident = {name: tensor for name, tensor in ours.named_parameters() if tensor.numel()}
-            assert len(resident) == len(list(model.parameters())) - 4 * 10
+            resident = {
+                name: tensor for name, tensor in ours.named_parameters() if tensor.numel() and not tensor.is_meta
+            }
+            embedders = 2 * 5  # weight and bias of two of time, of two of text, and of the projection
+            assert len(resident) == len(list(model.parameters())) - 4 * 10 - embedders
             for name, tensor in resident.items():
                 expected = model.get_parameter(name)
                 assert tensor.dtype == expected.dtype, name
@@ -106,7 +109,22 @@ class TestStreamed:
                 assert torch.equal(ours.get_buffer(name), buffer)
                 assert ours.get_buffer(name).dtype == buffer.dtype
 
-    def test_outer_fp8_weights_are_decoded(self, tiny_expert_file, tmp_path, make_tiny_expert):
+    @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("compute", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+    def test_what_embedders_give_is_that_of_from_pretrained(
+        self, tiny_expert_folder, tiny_expert_file, reference, stored, compute, lane
+    ):
+        model, time = reference(tiny_expert_folder(dtype=stored), compute), torch.tensor([875.25])
+        file = tiny_expert_file(dtype=stored)
+        with open_experts(file, file, compute_dtype=compute) as pair:
+            embedder = pair.engine(OffloadPolicy.layerwise(), "cpu").models["high"].condition_embedder
+            found = embedder(time, lane.text, None)
+            assert all(parameter.is_meta for parameter in embedder.parameters())
+        expected = model.condition_embedder(time, lane.text.to(compute), None)
+        assert [tensor.dtype for tensor in found[:3]] == [compute] * 3
+        assert all(map(torch.equal, found[:3], expected[:3]))
+
+    def test_outer_fp8_weights_are_decoded(self, tiny_expert_file, tmp_path, make_tiny_expert, lane):
         from safetensors.torch import load_file, save_file
 
         tensors = load_file(tiny_expert_file(fp8="scaled_fp8"))
@@ -114,10 +132,13 @@ class TestStreamed:
         tensors["time_projection.1.scale_weight"] = torch.tensor([0.5])
         save_file(tensors, tmp_path / "expert.safetensors")
         with open_experts(tmp_path / "expert.safetensors", tmp_path / "expert.safetensors") as pair:
-            model = pair.engine(OffloadPolicy.layerwise(), "cpu").models["high"]
+            model, seen = pair.engine(OffloadPolicy.layerwise(), "cpu").models["high"], []
+            model.condition_embedder.time_proj.register_forward_hook(lambda proj, *_: seen.append(proj.weight.clone()))
+            model.condition_embedder.rows(torch.tensor([500.0]), [lane.text])
         original = make_tiny_expert().condition_embedder.time_proj.weight
         expected = ((original * 2).to(torch.float8_e4m3fn).float() * 0.5).to(torch.bfloat16)
-        assert torch.equal(model.condition_embedder.time_proj.weight, expected)
+        assert len(seen) == 1
+        assert torch.equal(seen[0], expected)
 
 
 class TestEngine:
@@ -175,16 +196,20 @@ class TestEngine:
         tensors = [*model.named_parameters(), *model.named_buffers()]
         assert [name for name, tensor in tensors if tensor.is_inference()] == []
 
-    def test_outer_bytes_are_those_of_the_models_looked_up(self, pair):
+    def test_outer_bytes_are_those_of_the_models_looked_up(self, pair, lane):
         engine = pair.engine(OffloadPolicy.layerwise(), "cpu")
-        total = sum(tensor.nbytes for tensor in pair.high.weights.values())
-        streamed_bytes = 4 * (8 * 256 * 256 + 2 * 256 * 512) * 4
+        weights = pair.high.weights
+        embedders = sum(tensor.nbytes for name, tensor in weights.items() if name.startswith("condition_embedder"))
+        total = sum(tensor.nbytes for tensor in weights.values())
+        staying = total - embedders - 4 * (8 * 256 * 256 + 2 * 256 * 512) * 4
         assert engine.outer_bytes == 0
         engine.models["high"]
-        assert engine.outer_bytes == total - streamed_bytes
+        assert engine.outer_bytes == staying
         engine.models["high"]
         engine.models["low"]
-        assert engine.outer_bytes == 2 * (total - streamed_bytes)
+        assert engine.outer_bytes == 2 * staying
+        engine.models["low"].condition_embedder.rows(torch.tensor([500.0]), [lane.text])
+        assert engine.outer_bytes == 2 * staying + embedders
 
     def test_a_file_that_vanished_is_an_error_of_the_look_up(self, tiny_expert_folder, tmp_path):
         folder = shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "expert")

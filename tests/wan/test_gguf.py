@@ -241,11 +241,11 @@ def in_compute_dtype(model, dtype):
     return model
 
 
-def streamed(pair, policy, lane):
+def streamed(pair, policy, lane, steps=STEPS):
     engine = pair.engine(policy, "cpu")
     velocities = []
-    with torch.inference_mode(), engine.run(step_visits(STEPS, engine.block_counts)) as run:
-        for step, expert in enumerate(STEPS):
+    with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as run:
+        for step, expert in enumerate(steps):
             visit = lambda block, at=(step, expert): run.visit(*at, block)  # noqa: E731
             velocities += forward_lanes(engine.models[expert], [lane], torch.tensor([990.0 - step]), visit)
     return velocities
@@ -286,7 +286,7 @@ class TestStreamed:
             weights = pair.high.weights.values()
             matrix = next(tensor for tensor in weights if tensor.shape == (512, 256))
             assert matrix.nbytes == 512 * 144
-            streamed(pair, OffloadPolicy.layerwise(1), lane)
+            streamed(pair, OffloadPolicy.layerwise(1), lane, ["high", "low"])
             in_blocks = 4 * (8 * 256 * 256 + 2 * 256 * 512) // 256 * 144
             assert engine.outer_bytes == 2 * (sum(tensor.nbytes for tensor in weights) - in_blocks)
 

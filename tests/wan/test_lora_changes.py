@@ -92,7 +92,7 @@ class TestChanges:
         self, tiny_expert_folder, tmp_path, lora_file, lane, policy
     ):
         folder = shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "expert")
-        one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(time_lora()))
+        one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
         with open_experts(folder, folder, **FP32) as pair:
             run(pair, lane, policy)
             for file in folder.glob("*.safetensors"):
@@ -106,6 +106,33 @@ class TestChanges:
             pair.close()
             with pytest.raises(OSError, match="was changed after it was opened"):
                 run(pair, lane, policy)
+
+    def test_what_embeds_the_time_is_read_again_where_a_lora_changes_it_and_nothing_else(self, pair, lora_file, lane):
+        """Its weights do not stay; what they gave is computed anew. The other expert keeps what it has."""
+        block, time = open_lora(lora_file(seed=3)), open_lora(lora_file(time_lora()))
+        embeds_time = sum(
+            tensor.nbytes for name, tensor in pair.high.weights.items() if name.startswith("condition_embedder.time_")
+        )
+        before = run(pair, lane)
+        engine = pair.engine(POLICIES["layerwise"], "cpu")
+        calls = STEPS.count("high")
+        for high, reads in (
+            ([(block, 1.0)], 0),
+            ([(time, 1.0)], 1),
+            ([(time, 0.5), (block, 1.0)], 1),
+            ([], 1),
+            ([], 0),
+        ):
+            pair.set_loras(high, [])
+            read = engine.outer_bytes
+            found = run(pair, lane)
+            assert engine.outer_bytes - read == reads * calls * embeds_time, (
+                "nobody foretold the timesteps: one read each"
+            )
+            with open_experts(pair.high.path, pair.low.path, **FP32) as fresh:
+                fresh.set_loras(high, [])
+                assert torch.equal(found, run(fresh, lane))
+        assert torch.equal(found, before)
 
     def test_another_strength_reads_no_lora_again(self, pair, lora_file, lane):
         path = lora_file(seed=3)

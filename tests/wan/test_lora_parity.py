@@ -263,7 +263,10 @@ class TestBf16:
         with open_experts(path, path) as pair:
             pair.set_loras([(lora, 1.0)], [])
             model = pair.engine(POLICIES["layerwise"], "cpu").models["high"]
-            found = model.condition_embedder.time_proj.weight
+            seen = []
+            model.condition_embedder.time_proj.register_forward_hook(lambda proj, *_: seen.append(proj.weight.clone()))
+            model.condition_embedder.rows(torch.tensor([500.0]), [lane.text])
+            (found,) = seen
             exact = make_tiny_expert(**HIGH).condition_embedder.time_proj.weight.bfloat16().float()
             tensors = time_lora()
             exact += tensors[f"{TIME}.lora_up.weight"].bfloat16().float() @ (
