@@ -36,12 +36,12 @@ CACHED_SHARE = 1 / 8
 def reads_directly(file_bytes: int, available_bytes: int) -> bool:
     """Whether to read past the page cache what streams from files, pass after pass.
 
-    A direct read with its copy out of the bounce buffer costs as much CPU time as a read from a warm cache, 0.11 to 0.17
-    s per GB (2 cores, benchmarks/file_reading.py). A cold read through the cache gives about the same GB/s, but costs 2
-    to 6 times that on the cores that compute: pages are taken, and given up again. So the cache pays with what it still
-    holds in the next pass, and of a pass that does not fit it holds nothing. RAM that could hold one is better given to
-    blocks as homes: those are chosen, page-locked and not pushed out by other files. What is left for the cache is
-    whatever is small beside the RAM that is free.
+    A direct read with its copy out of the bounce buffer costs as much CPU time as a read from a warm cache, 0.11 to
+    0.17 s per GB (2 cores, benchmarks/file_reading.py). A cold read through the cache gives about the same GB/s, but
+    costs 2 to 6 times that on the cores that compute: pages are taken, and given up again. So the cache pays with what
+    it still holds in the next pass, and of a pass that does not fit it holds nothing. RAM that could hold one is better
+    given to blocks as homes: those are chosen, page-locked and not pushed out by other files. What is left for the
+    cache is whatever is small beside the RAM that is free.
 
     Args:
         file_bytes: bytes of all blocks that are streamed, of both experts.
