@@ -37,6 +37,7 @@ from .comfy_trace import predicted_sigmas, sampler_name
 from .door import ExpertsRef
 
 if TYPE_CHECKING:
+    from ..wan import ExpertEngine
     from .comfy import ComfyDoor
     from .comfy_patcher import ExpertsPatcher
 
@@ -143,7 +144,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         pair, policy, place = self.model_patcher.loaded_experts()
         request = self._request(noise, denoise_mask)
         check_channels(request, pair.in_channels)
-        predicted = self._predicted(sampler, sigmas, seed)
+        asked = self._predicted(sampler, sigmas, seed)
         engine = pair.engine(policy, place)
         recorder, outer_bytes = Recorder(engine.device), engine.outer_bytes
         going = RunPolicy(
@@ -151,13 +152,14 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         )
         passes = Passes(
             engine,
-            predicted,
+            [self.settings.expert(sigma) for sigma in asked],
             recorder=recorder,
             should_stop=comfy.model_management.processing_interrupted,
             policy=going,
             revise=self._choice.revise_under(policy),
         )
         inputs = LaneInputs(request, engine.device)
+        self._foretell(engine, inputs, asked)
         self.timeline = None
         self._run = _Run(inputs=inputs, passes=passes, shape=noise.shape, sampler=sampler_name(sampler))
         try:
@@ -241,8 +243,16 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             guidance=self.settings.guidance,
         )
 
-    def _predicted(self, sampler: Any, sigmas: torch.Tensor, seed: int | None) -> list[str]:
-        """The expert of each call that the sampler is going to make."""
+    def _foretell(self, engine: ExpertEngine, inputs: LaneInputs, sigmas: Sequence[float]) -> None:
+        """Tell the engine what is to be embedded for calls at these noise levels."""
+        timesteps: dict[str, list[float]] = {}
+        for sigma in sigmas:
+            timesteps.setdefault(self.settings.expert(sigma), []).append(sigma * TRAIN_TIMESTEPS)
+        texts = {expert: inputs.texts(with_negative=self.settings.scale(expert) != 1) for expert in timesteps}
+        engine.expect(timesteps, texts)
+
+    def _predicted(self, sampler: Any, sigmas: torch.Tensor, seed: int | None) -> list[float]:
+        """The noise level of each call that the sampler is going to make."""
         highest = float(sigmas.max())
         if highest > HIGHEST_SIGMA:
             raise RequestError(
@@ -253,7 +263,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             name = sampler_name(sampler)
             log.info("the sampler %s was not tried beforehand: expecting one model call per step", name)
             asked = sigmas[:-1].tolist()
-        return [self.settings.expert(sigma) for sigma in asked]
+        return asked
 
 
 def make_guider(
