@@ -21,7 +21,7 @@ from wanstream.offload.host_memory import in_pages
 from wanstream.offload.layout import block_format
 from wanstream.offload.module_source import ModuleSource
 from wanstream.offload.source import SourceError
-from wanstream.plan import BlockKey, OffloadPolicy, Visit, step_visits
+from wanstream.plan import BlockKey, OffloadPolicy, Visit, plan_ram, plan_residency, step_visits
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32
@@ -219,7 +219,11 @@ def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source,
         last = {fetch.buffer: fetch.block for fetch in run.reads}
         assert {index: held.get(index) for index in last} == last, "every read that ended left its block whole"
         assert torch.equal(run_through(handle, stacks, steps)[0], expected)
-    assert [t.name for t in threading.enumerate() if t.name.startswith(("wanstream-fetch", "wanstream-ram", "wanstream-read"))] == []
+    assert [
+        t.name
+        for t in threading.enumerate()
+        if t.name.startswith(("wanstream-fetch", "wanstream-ram", "wanstream-read"))
+    ] == []
 
 
 def test_an_early_end_wakes_every_wait(stacks):
@@ -274,6 +278,21 @@ def test_the_timeline_counts_reads_and_decoding(fp16_file):
             for step, count in zip(steps, moved, strict=True):
                 assert (step.decode_s > 0) == (count > 0)
                 assert step.wall_s >= step.compute_s + step.stall_s + step.decode_s
+
+
+def test_a_read_ahead_that_has_no_slot_keeps_none_back_that_has(fp16_file):
+    """Two blocks have a home; of the others, three find a staging slot in this run, and one would have to wait."""
+    blocks = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(BLOCKS)]
+    policy = some(2)
+    residency, _ = plan_residency(policy, {"high": BLOCKS})
+    homes = plan_ram(policy, residency, {"high": BLOCKS}).residency.residents["high"]
+    first, *passing = sorted(set(range(BLOCKS)) - homes)
+    then = [Visit(0, "high", block) for block in (*passing, *homes)]
+    with attach({"high": blocks}, policy, fp16_file()) as handle:
+        with handle.run([Visit(0, "high", first)], then=then) as run, run.visit(0, "high", first):
+            wait_until(lambda: len(run.reads) == 5)
+        assert [fetch.block.block for fetch in run.reads] == [first, *passing[:2], *homes]
+        assert {key.block for key in handle.engine.ram.contents().values()} == {*passing[:2], *homes}
 
 
 def test_raw_blocks_without_a_home_are_read_straight_into_their_buffer(stacks, source):
