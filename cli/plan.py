@@ -13,7 +13,6 @@ from ..plan import (
     Budgets,
     Candidate,
     DoesNotFitError,
-    ExpertShape,
     Machine,
     OffloadJob,
     OffloadPlan,
@@ -90,13 +89,8 @@ def offload_job(arguments: PlanArguments) -> OffloadJob:
         stored_bytes=stored,
         file_bytes=computed if arguments.storage == "fp8" else stored,
         computed_bytes=computed,
-        staying_bytes=_staying_bytes(expert),
+        staying_bytes=len(GUIDED[arguments.cfg]) * expert.staying_bytes(),
     )
-
-
-def _staying_bytes(expert: ExpertShape) -> int:
-    """Of both experts on the device, beside the buffers."""
-    return len(GUIDED["both"]) * expert.staying_bytes()
 
 
 def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:
