@@ -22,8 +22,8 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 # The page size, a multiple of every sector size that disks have.
 ALIGNMENT = 4096
 
-# The bounce buffer of one thread: 2 MB that start anywhere are one read. From 16 MB on the bytes have left the core's
-# caches when they are copied out (half as much CPU time again at 32 MB); with 1 MB the calls begin to count.
+# The bounce buffer of one thread: 2 MB that start anywhere are one read. Reads of 1 to 32 MB differ by less than their
+# noise (benchmarks/file_reading.py), so it is small.
 EXTENT_BYTES = 2 * 1024**2 + ALIGNMENT
 
 # Bytes that nobody wants are read along where that saves a read: biases between the matrices of a block.
@@ -37,7 +37,7 @@ def reads_directly(file_bytes: int, available_bytes: int) -> bool:
     """Whether to read past the page cache what streams from files, pass after pass.
 
     A direct read with its copy out of the bounce buffer costs as much CPU time as a read from a warm cache, 0.11 to
-    0.17 s per GB (2 cores, benchmarks/file_reading.py). A cold read through the cache gives about the same GB/s, but
+    0.19 s per GB (2 cores, benchmarks/file_reading.py). A cold read through the cache gives no more GB/s, but
     costs 2 to 6 times that on the cores that compute: pages are taken, and given up again. So the cache pays with what
     it still holds in the next pass, and of a pass that does not fit it holds nothing. RAM that could hold one is better
     given to blocks as homes: those are chosen, page-locked and not pushed out by other files. What is left for the
