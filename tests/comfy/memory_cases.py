@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
@@ -32,16 +33,18 @@ def _pack() -> None:
 
 _pack()
 from wanstream.host import ExpertsRef  # noqa: E402
+from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
 from wanstream.host.comfy import ComfyDoor  # noqa: E402
 from wanstream.host.door import open_pair  # noqa: E402
-from wanstream.plan import OffloadPolicy  # noqa: E402
-from wanstream.sampling import DenoiseRequest, denoise, working_bytes  # noqa: E402
+from wanstream.plan import AutoOffload, Machine, OffloadJob, OffloadPolicy  # noqa: E402
+from wanstream.sampling import DenoiseRequest, denoise, offload_job, working_bytes  # noqa: E402
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PLENTY = 100 * 2**30
 WORKING = 3 * 2**30
 SCALE = 1000
 """A tiny block counts as 0.8 GB: ComfyUI's own margins are of that size."""
+NO_LANES = {"high": False, "low": False}
 BLOCK_SWAP, LAYERWISE, RESIDENT = OffloadPolicy.block_swap(6), OffloadPolicy.layerwise(1), OffloadPolicy.resident()
 
 
@@ -62,7 +65,7 @@ class OnCpu:
             raise self.fails
         return engine
 
-    def device_bytes(self, policy: OffloadPolicy) -> int:
+    def device_bytes(self, policy: OffloadPolicy, *, device: object = None) -> int:
         return SCALE * int(self._pair.device_bytes(policy))
 
     @property
@@ -497,6 +500,76 @@ def out_of_memory(files: Files) -> Any:
         found["running"] = [here.pair.loaded_bytes, len(mm.current_loaded_models)]
         found["equal"] = torch.equal(here.run(BLOCK_SWAP).latents, whole.latents)
     return found
+
+
+@case
+def short_of_memory_in_a_step(files: Files) -> Any:
+    """Twice in one run; who is on the list after it, how much is left, and what the next load runs with."""
+    with world(files) as (here, _):
+        whole = here.run(BLOCK_SWAP)
+        uses = iter(range(10**6))
+
+        def fail(*_: object) -> None:
+            if next(uses) in {14, 20}:
+                raise mm.OOM_EXCEPTION("made up")
+
+        blocks = here.pair.engine(BLOCK_SWAP, CPU).models.blocks.values()
+        hooks = [block.register_forward_pre_hook(fail) for stack in blocks for block in stack]
+        disturbed = here.run(BLOCK_SWAP)
+        for hook in hooks:
+            hook.remove()
+        return {
+            "equal": torch.equal(whole.latents, disturbed.latents),
+            "changes": len(disturbed.timeline.changes),
+            "smaller": here.pair.loaded_bytes < here.planned(BLOCK_SWAP) - here.block,
+            "listed": len(mm.current_loaded_models),
+            "back": [
+                here.load(BLOCK_SWAP).policy == BLOCK_SWAP,
+                torch.equal(here.run(BLOCK_SWAP).latents, whole.latents),
+            ],
+        }
+
+
+@case
+def chosen_by_the_planner(files: Files) -> Any:
+    """Residents of the chosen policy beside a neighbour that can go, without a reserve and with one of four blocks."""
+    found = []
+    machine = Machine(
+        name="made up",
+        origin="made up",
+        computes_on="cuda",
+        vram_bytes=PLENTY,
+        ram_bytes=10**12,
+        h2d_bytes_per_s=1e6,  # so slow that what can stay does
+        h2d_pageable_bytes_per_s=1e6,
+        d2h_bytes_per_s=1e6,
+        disk_bytes_per_s=1e6,
+        flops_per_s=1e12,
+        decode_bytes_per_s=1e12,
+        copy_bytes_per_s=1e12,
+        quantise_bytes_per_s=1e12,
+    )
+    for reserve in (0, 4):
+        with world(files) as (here, _):
+            here.door = ComfyDoor(here._open, AutoPlanner(lambda *_: machine))
+            here.neighbour(2**30)
+            pair = here.door.experts(here.ref)
+            here.capacity = int(here.planned(BLOCK_SWAP) + mm.minimum_inference_memory() + 2**29)
+            mm.EXTRA_RESERVED_VRAM += reserve * here.block
+            experts = ["high"] * 4 + ["low"] * 4
+            job = _scaled(offload_job(pair, (1, 16, 1, 4, 4), GPU, experts_of_steps=experts, guided=NO_LANES))
+            choice = here.door.choose_policy(here.ref, AutoOffload(), job)
+            loaded = here.door.load_experts(here.ref, choice.policy, working_bytes=0)
+            mm.EXTRA_RESERVED_VRAM -= reserve * here.block
+            residents = 12 - choice.policy.blocks_to_swap if choice.policy.kind == "block_swap" else 0
+            found.append([residents, loaded.policy == choice.policy, choice.revise is not None])
+    return found
+
+
+def _scaled(job: OffloadJob) -> OffloadJob:
+    """The job of a pair whose bytes on the device count a thousandfold."""
+    sizes = {name: SCALE * getattr(job, name) for name in ("stored_bytes", "file_bytes", "computed_bytes")}
+    return replace(job, **sizes, staying_bytes=job.staying_bytes)
 
 
 @case

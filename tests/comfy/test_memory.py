@@ -152,3 +152,21 @@ def test_comfyui_finds_a_model(found: dict[str, Any]) -> None:
     assert model["latent"]
     assert (model["dtype"], model["memory grows"], model["parameters"]) == ("torch.float32", True, 0)
     assert model["both lanes"], "ComfyUI keeps room for the least, and the negative is computed in the same pass"
+
+
+def test_a_step_that_is_short_of_memory_is_taken_again_under_comfyuis_eyes(found: dict[str, Any]) -> None:
+    assert found["short_of_memory_in_a_step"] == {
+        "equal": True,
+        "changes": 2,
+        "smaller": True,
+        "listed": 1,
+        "back": [True, True],
+    }
+
+
+def test_what_the_planner_chooses_is_what_comfyui_has_room_for(found: dict[str, Any]) -> None:
+    """Room that a neighbour gives up counts, what is reserved does not, and nothing is cut when it is loaded."""
+    plenty, reserved = found["chosen_by_the_planner"]
+    assert plenty[1:] == reserved[1:] == [True, True]
+    assert plenty[0] - reserved[0] == 4
+    assert plenty[0] >= 5
