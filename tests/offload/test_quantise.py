@@ -45,6 +45,15 @@ def test_values_and_scales_are_those_of_the_formula(dtype, work):
     assert_same(values, *quantised(values, work=work))
 
 
+def test_values_are_divided_by_the_scale_and_not_multiplied_with_its_reciprocal():
+    torch.manual_seed(0)
+    values = torch.randn(128, 2048).bfloat16()
+    into, scales = quantised(values)
+    assert_same(values, into, scales)
+    by_reciprocal = (values * scales.reciprocal()).to(torch.float8_e4m3fn)
+    assert not torch.equal(into.view(torch.uint8), by_reciprocal.view(torch.uint8))
+
+
 def test_every_bf16_number_is_quantised_as_the_formula_says():
     """Each beside a large one, so that every place of the scale's range is met, subnormal results and ties included."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
