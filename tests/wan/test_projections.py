@@ -203,3 +203,31 @@ def test_chunks_are_set_for_the_blocks_of_both_experts_and_taken_away(engine: Ex
         assert all(("forward" in vars(block)) == chunked for block in blocks)
         if chunk is not None:
             assert {block.forward.args[1] for block in blocks} == {chunk}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnCuda:
+    def test_weights_come_by_page_locked_memory_and_leave_nothing(self, pair: ExpertPair) -> None:
+        engine = pair.engine(OffloadPolicy.layerwise(), "cuda")
+        for name in (H, L):
+            engine.models[name]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        slots = engine.models._embedder_weights._slots
+        _wait_for_reads(engine)
+        assert slots.locked_bytes == engine.models.host_bytes > 0
+        engine.expect(TIMES, {H: [_text(1)], L: [_text(1)]})
+        for expert, loaded in ((H, pair.high), (L, pair.low)):
+            whole = WanTransformer3DModel.from_pretrained(loaded.path, torch_dtype=torch.bfloat16).condition_embedder
+            whole.to("cuda")
+            for time in TIMES[expert]:
+                [rows] = _rows(engine, expert, time, _text(1))
+                with torch.no_grad():
+                    expected = whole(torch.tensor([time], device="cuda"), _text(1).cuda().bfloat16(), None)
+                assert all(map(torch.equal, rows, expected))
+            del whole, expected
+        torch.cuda.synchronize()
+        kept = sum(engine.models[name].condition_embedder.row_bytes for name in (H, L))
+        assert torch.cuda.memory_allocated() - before <= kept + 512 * 20
+        assert slots.locked_bytes == 0

@@ -1,0 +1,100 @@
+"""One Wan block with and without chunks: its time, and what is alive at once beside its weights, on the CPU.
+
+python benchmarks/chunked_forward.py
+
+The two take turns within one process, so that their ratio holds where the machine is shared.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from record import record
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from wanstream.wan.chunked_block import ChunkedBlocks
+
+WIDTH, FFN, HEADS = 1024, 2816, 8
+"""A fifth of A14B's width, in its proportions."""
+TOKENS = (1000, 4000)
+CHUNKS = (256, 1024)
+REPEATS = 5
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes of tensors that operations made and that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._sizes:
+                storage = tensor.untyped_storage()
+                self._sizes[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._sizes.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return made
+
+
+def inputs_of(tokens: int) -> tuple[Any, ...]:
+    draw = torch.Generator().manual_seed(tokens)
+    angles = torch.rand(1, tokens, 1, 128, generator=draw)
+    hidden, text, modulation = (torch.randn(1, count, WIDTH, generator=draw).bfloat16() for count in (tokens, 512, 6))
+    return hidden, text, modulation, (angles.cos(), angles.sin())
+
+
+def measure(block: WanTransformerBlock, tokens: int) -> dict[str, float]:
+    """Times in turn, medians, and the ratios of every chunked call to the plain one before it."""
+    inputs = inputs_of(tokens)
+    sizes: tuple[int | None, ...] = (None, *CHUNKS)
+    seconds: dict[int | None, list[float]] = {size: [] for size in sizes}
+    peaks: dict[int | None, int] = {}
+    for _ in range(REPEATS):
+        for size in sizes:
+            blocks = ChunkedBlocks([block], size) if size is not None else None
+            began = time.perf_counter()
+            block(*inputs)
+            seconds[size].append(time.perf_counter() - began)
+            if size not in peaks:
+                with Alive() as alive:
+                    block(*inputs)
+                peaks[size] = alive.peak
+            if blocks is not None:
+                blocks.detach()
+    figures = {"plain_s": statistics.median(seconds[None]), "plain_peak_mb": peaks[None] / 1e6}
+    for size in CHUNKS:
+        ratios = [chunked / plain for chunked, plain in zip(seconds[size], seconds[None], strict=True)]
+        figures[f"chunks_of_{size}_time_ratio"] = statistics.median(ratios)
+        figures[f"chunks_of_{size}_peak_ratio"] = peaks[size] / peaks[None]
+    return {name: round(figure, 3) for name, figure in figures.items()}
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    block = WanTransformerBlock(WIDTH, FFN, HEADS, cross_attn_norm=True).eval().requires_grad_(False).bfloat16()
+    for name in ("norm2", "scale_shift_table"):
+        part = getattr(block, name)
+        part.data = part.data.float() if isinstance(part, torch.nn.Parameter) else part.float()
+    with torch.inference_mode():
+        block(*inputs_of(256))
+        figures = {f"{tokens}_tokens": measure(block, tokens) for tokens in TOKENS}
+    method = (
+        f"one block of width {WIDTH}, {HEADS} heads, feed-forward {FFN}, bf16, text of 512 tokens; plain and chunked "
+        f"in turns, {REPEATS} rounds; medians of times and of ratios within a round; peak: bytes of tensors made "
+        "by operations that are alive at once"
+    )
+    print(record("chunked-forward", method=method, figures=figures).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
