@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 
 from wanstream.plan import OffloadPolicy
-from wanstream.sampling import Cancelled, DenoiseRequest, NoRoomError, denoise
+from wanstream.sampling import Cancelled, DenoiseRequest, NoRoomError, denoise, make_solver, wan_schedule
+from wanstream.sampling.run_policy import forget
 from wanstream.wan import ExpertPair
 from wanstream.wan.expert_engine import ExpertEngine
 
@@ -225,3 +227,62 @@ def test_nobody_is_asked_about_a_disturbed_first_step_or_the_only_one(
     pair = ShortPair(open_pair(), _once(*uses))
     _run(pair, make_request(steps=steps, switch_step=steps), RESIDENT(), revise=told.append)
     assert len(told) == asked
+
+
+def test_an_error_that_somebody_keeps_holds_no_tensor() -> None:
+    left = list[Any]()
+
+    def compute() -> None:
+        hidden = torch.zeros(4)
+        left.append(weakref.ref(hidden))
+        raise torch.OutOfMemoryError("no room for 4 values. Of the allocated memory 1 GiB is ours")
+
+    def compute_more() -> None:
+        other = torch.zeros(5)
+        left.append(weakref.ref(other))
+        try:
+            compute()
+        except torch.OutOfMemoryError as err:
+            raise torch.OutOfMemoryError("no room after that either") from err
+
+    with _no_collector():
+        try:
+            compute_more()
+        except torch.OutOfMemoryError as err:
+            kept = err
+        assert any(ref() is not None for ref in left)
+        assert forget(kept) == "no room after that either"
+        assert all(ref() is None for ref in left)
+
+
+@pytest.mark.parametrize("name", ["unipc", "euler"])
+def test_steps_of_a_copied_solver_are_none_of_the_solvers(name: str) -> None:
+    schedule = wan_schedule(6, 5.0)
+    draw = torch.Generator().manual_seed(1)
+    given = [torch.randn(1, 16, 1, 2, 2, generator=draw) for _ in range(7)]
+    plain, careful = make_solver(name, schedule), make_solver(name, schedule)
+    latents = [given[0], given[0]]
+    for velocity in given[1:]:
+        tried = careful.copy()
+        tried.step(velocity * 2, latents[1])  # a step that was in vain
+        latents = [plain.step(velocity, latents[0]), careful.step(velocity, latents[1])]
+        assert torch.equal(*latents)
+
+
+def test_a_shortage_in_the_solver_leaves_its_history_as_it_was(
+    open_pair: OpenPair, make_request: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, pair, steps = make_request(), open_pair(), iter(range(100))
+    whole = _run(pair, request, RESIDENT()).latents
+    real = UniPCMultistepScheduler.multistep_uni_p_bh_update
+
+    def short(self: Any, *args: Any, **settings: Any) -> torch.Tensor:
+        """Called last in a step, when the history has been shifted already."""
+        if next(steps) == 2:
+            raise torch.OutOfMemoryError("no room in the solver")
+        return real(self, *args, **settings)
+
+    monkeypatch.setattr(UniPCMultistepScheduler, "multistep_uni_p_bh_update", short)
+    disturbed = _run(pair, request, RESIDENT())
+    assert torch.equal(disturbed.latents, whole)
+    assert len(disturbed.timeline.changes) == 1
