@@ -26,7 +26,6 @@ class RamRun:
         self._progress = RunProgress()
         self._thread = RunThread("wanstream-ram", self._read_all, failed=self._progress.no_more)
         self._last_taken: dict[int, int] = {}  # slot -> visit
-        self._told = False
 
     @property
     def is_whole(self) -> bool:
@@ -55,7 +54,7 @@ class RamRun:
         """Nobody uses a slot any more. Reads that failed for the next run only are told in the log."""
         self._slots.end_run()
         error = self._thread.error
-        if error is not None and not self._told:
+        if error is not None and self.is_whole:
             logger.warning("nothing more was read ahead for the next run, which will try again: %s", error)
 
     def reads_for(self, fetch: int) -> bool:
@@ -103,7 +102,6 @@ class RamRun:
             self._progress.await_issued(read)
         except RunStopped:
             if self._thread.error is not None:
-                self._told = True
                 self._thread.result()
             raise
 

@@ -182,7 +182,7 @@ def wait_until(there: Callable[[], bool], seconds: float = 60) -> None:
 
 @pytest.mark.parametrize("fail_at", [0, 3, 7])
 @pytest.mark.parametrize("policy", [ALL_AT_HOME, some(3, rolls=True), some(5)], ids=str)
-def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, fail_at):
+def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, caplog, policy, fail_at):
     """What was read before it is there: every visit before the one that needs the block is done."""
     steps = ["high", "low"]
     expected = plainly(stacks, steps)
@@ -194,6 +194,7 @@ def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, 
                 for visit in run.program.visits:
                     with run.visit(*visit):
                         reached.append(visit)
+        assert "read ahead" not in caplog.text, "this run needed it"
         if policy == ALL_AT_HOME:
             assert len(reached) == fail_at
         held = set(handle.engine.ram.contents().values())
