@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -43,6 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     gpu.add_argument("--results", type=Path, default=RESULTS)
     gpu.add_argument("--only", nargs="*", metavar="VARIANT")
     chosen = parser.parse_args(arguments)
+    # A session that is told to end takes its run, and the group of a limited run, with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if chosen.command == "run":
         # Imported here, so that no run has the imports of the session in its memory.
         from .child import run
