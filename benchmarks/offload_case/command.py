@@ -11,8 +11,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 SHAPE_NAMES = ("cpu", "quick", "tiny")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """See benchmarks/offload.py."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="offload.py")
     commands = parser.add_subparsers(dest="command", required=True)
     child = commands.add_parser("run", help="one run in this process (called by the others)")
@@ -44,7 +43,12 @@ def main(arguments: list[str] | None = None) -> None:
     gpu.add_argument("--threads", type=int, default=8)
     gpu.add_argument("--results", type=Path, default=RESULTS)
     gpu.add_argument("--only", nargs="*", metavar="VARIANT")
-    chosen = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See benchmarks/offload.py."""
+    chosen = _parser().parse_args(arguments)
     # A session that is told to end takes its run, and the group of a limited run, with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if chosen.command == "run":
