@@ -99,7 +99,7 @@ class NativePair(comfy.samplers.CFGGuider):
 class Unpredicted(ExpertsGuider):
     """Our guider, which tries no sampler beforehand."""
 
-    def _predicted(self, *_: Any) -> list[str]:
+    def _predicted(self, *_: Any) -> list[float]:
         return []
 
 
@@ -174,7 +174,7 @@ def sampler_case(side: Side, name: str) -> dict[str, object]:
     after = _state()
     native = sampled(theirs, sampler, sigmas)
     steps = ours.timeline.steps
-    plain = Unpredicted(ours.model_patcher, ours.settings)
+    plain = Unpredicted(ours._door, ours.model_patcher, ours.settings, ours._asked)
     plain.set_conds(side.positive, side.negative)
     unpredicted = sampled(plain, sampler, sigmas)
     found = {
