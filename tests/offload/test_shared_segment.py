@@ -385,7 +385,8 @@ def test_a_forked_child_does_not_take_the_segment_away(folder):
         "segment = SharedSegment('fork', {BlockKey('high', 0): 1000}, folder=Path(sys.argv[1]))\n"
         "child = os.fork()\n"
         "if not child:\n"
-        "    sys.exit(0)\n"
+        "    segment.close()\n"
+        "    os._exit(0)\n"
         "os.waitpid(child, 0)\n"
         "print(segment.path.exists(), flush=True)\n"
     )
