@@ -34,7 +34,7 @@ def quantised_names(stored: BlockFormat) -> frozenset[str]:
     return frozenset(
         tensor.name
         for tensor in stored.stored.tensors
-        if tensor.packing is None and tensor.name not in stored.scaled and tensor.dtype in QUANTISABLE_DTYPES
+        if tensor.dtype in QUANTISABLE_DTYPES and tensor.name not in stored.scaled
     )
 
 

@@ -52,13 +52,15 @@ class QuantisedSource:
     Args:
         inner: where the blocks are read from; closed together with this source.
         threads: how many threads read and quantise: one for each core but at most 4, unless told otherwise.
+        piece_bytes: stored bytes that a thread reads at once.
     """
 
-    def __init__(self, inner: RowSource, *, threads: int | None = None) -> None:
+    def __init__(self, inner: RowSource, *, threads: int | None = None, piece_bytes: int = PIECE_BYTES) -> None:
         self._threads = min(MOST_THREADS, os.cpu_count() or 1) if threads is None else threads
         if self._threads < 1:
             raise ValueError(f"{threads} threads cannot quantise: use 1 or more")
         self._inner = inner
+        self._piece_bytes = piece_bytes
         self._formats = {key: quantised_format(inner.block_format(key)) for key in inner.keys()}
         self._scales: dict[BlockKey, Tensors] = {}
         self._memory = threading.local()
@@ -100,7 +102,9 @@ class QuantisedSource:
         """Read a block, its scales alone if `into` is None."""
         stored = self._inner.block_format(key)
         fresh = _room_for_scales(stored)
-        pieces = deque(piece for piece in row_pieces(stored) if into is not None or piece.quantised)
+        pieces = deque(
+            piece for piece in row_pieces(stored, piece_bytes=self._piece_bytes) if into is not None or piece.quantised
+        )
         pool = self._started_pool()
         jobs = [pool.submit(self._drain, key, pieces, into, fresh) for _ in range(min(self._threads, len(pieces)))]
         wait(jobs)
@@ -160,7 +164,7 @@ class QuantisedSource:
         nbytes, columns = part.stop - part.start, piece.tensor.shape[1]
         held: tuple[torch.Tensor, torch.Tensor] | None = getattr(self._memory, "held", None)
         if held is None or held[0].numel() < nbytes or held[1].numel() < columns:
-            held = self._memory.held = (allocate_flat(max(nbytes, PIECE_BYTES), "cpu"), work_memory(columns))
+            held = self._memory.held = (allocate_flat(max(nbytes, self._piece_bytes), "cpu"), work_memory(columns))
         return held[0][:nbytes], held[1]
 
     def _started_pool(self) -> ThreadPoolExecutor:

@@ -59,9 +59,10 @@ def file_source(path: Path) -> FileSource:
     )
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture(params=[(1, PIECE_BYTES), (3, PIECE_BYTES), (1, 500), (3, 10)], ids=str)
 def source(request: pytest.FixtureRequest, path: Path) -> Iterator[QuantisedSource]:
-    source = QuantisedSource(file_source(path), threads=request.param)
+    threads, piece_bytes = request.param
+    source = QuantisedSource(file_source(path), threads=threads, piece_bytes=piece_bytes)
     yield source
     source.close()
 
@@ -119,6 +120,8 @@ def test_packed_and_fp8_tensors_leave_the_format_as_it_is():
         torch.bfloat16,
         packings={"a": PACKINGS["Q4_K"]},
     )
+    scaled = block_format({"c": ((4, 4), torch.bfloat16)}, torch.bfloat16, scaled=["c"])
+    assert quantised_format(scaled) is scaled
     assert quantised_format(packed) is packed
     assert scale_bytes(packed) == 0
     assert not any(piece.quantised for piece in row_pieces(packed))
@@ -172,12 +175,14 @@ def test_only_the_tensors_of_the_block_are_written(source):
     assert (flat[~owned] == 0x55).all()
 
 
+@pytest.mark.parametrize("piece_bytes", [PIECE_BYTES, 1000])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_is_refused_by_file_tensor_and_row(tmp_path, path, tensors, bad):
+def test_a_value_that_is_not_finite_is_refused_by_file_tensor_and_row(path, tensors, bad, piece_bytes):
     spoilt = tensors["high.1.up.weight"].clone()
     spoilt[217, 3] = bad
     save_file({**tensors, "high.1.up.weight": spoilt}, path)
-    source = QuantisedSource(file_source(path))
+    files = file_source(path)
+    source = QuantisedSource(files, threads=1, piece_bytes=piece_bytes)
     words = r"model\.safetensors: up\.weight of block 1 holds NaN or an infinity in row 217.*as stored"
     with pytest.raises(SourceError, match=words):
         read(source, KEYS[1])
