@@ -8,8 +8,9 @@ conditions of one call, here all lanes in one pass of the weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import comfy.model_management
@@ -17,7 +18,7 @@ import comfy.samplers
 import torch
 
 from ..metrics import Recorder
-from ..plan import AutoOffload, OffloadPolicy, Timeline
+from ..plan import AutoOffload, OffloadJob, OffloadPolicy, Timeline
 from ..plan.experts import TRAIN_TIMESTEPS, expert_at
 from ..sampling import (
     Cancelled,
@@ -49,6 +50,9 @@ CONDITIONS = "sampler_calc_cond_batch_function"
 
 Asked: TypeAlias = "OffloadPolicy | AutoOffload"
 """What a user connects: a policy, or the wish for the best one."""
+
+Choose: TypeAlias = "Callable[[OffloadJob], Choice]"
+"""Asked before each run, for the policy of that run."""
 
 log = logging.getLogger("wanstream.host")
 
@@ -88,10 +92,10 @@ class _Run:
 class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     """A CFGGuider whose model is the pair of streamed experts. See `make_guider`."""
 
-    def __init__(self, door: ComfyDoor, patcher: ExpertsPatcher, settings: GuiderSettings, policy: Asked) -> None:
+    def __init__(self, patcher: ExpertsPatcher, settings: GuiderSettings, choose: Choose | None = None) -> None:
         super().__init__(patcher)
         self.settings = settings
-        self._door, self._asked = door, policy
+        self._choose = choose
         self._choice = Choice(policy=OffloadPolicy.layerwise())  # until one is made
         self.timeline: Timeline | None = None
         """Of the last run: one step per call of the model."""
@@ -111,20 +115,21 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     ) -> torch.Tensor:
         if latent_image.is_nested:
             raise RequestError("the latent has several parts, Wan2.2 A14B makes video alone: use an empty video latent")
-        if isinstance(self._asked, AutoOffload):
-            self._choose(self._asked, noise.shape, sigmas)
+        if self._choose is not None:
+            self._choose_policy(self._choose, noise.shape, sigmas)
         samples: torch.Tensor = super().sample(noise, latent_image, sampler, sigmas, *run, **settings)
         return samples
 
-    def _choose(self, asked: AutoOffload, shape: Sequence[int], sigmas: torch.Tensor) -> None:
+    def _choose_policy(self, choose: Choose, shape: Sequence[int], sigmas: torch.Tensor) -> None:
         """Before ComfyUI makes room for the policy: have one chosen, for one call of the model per step."""
         patcher = self.model_patcher
-        pair, experts = self._door.experts(patcher.ref), [self.settings.expert(sigma) for sigma in sigmas[:-1].tolist()]
+        experts = [self.settings.expert(sigma) for sigma in sigmas[:-1].tolist()]
         guided = {expert: self.settings.scale(expert) != 1 for expert in ("high", "low")}
         if not experts:
             return  # nothing is denoised
-        job = offload_job(pair, shape, patcher.load_device, experts_of_steps=experts, guided=guided)
-        self._choice = self._door.choose_policy(patcher.ref, asked, job)
+        patcher.model.open(patcher.ref)
+        job = offload_job(patcher.model.pair, shape, patcher.load_device, experts_of_steps=experts, guided=guided)
+        self._choice = choose(job)
         patcher.policy = self._choice.policy
 
     def inner_sample(  # noqa: PLR0913, PLR0917 (ComfyUI's arguments)
@@ -279,8 +284,11 @@ def make_guider(
 ) -> ExpertsGuider:
     """See `Door.guider`."""
     settings = GuiderSettings(boundary_ratio=boundary_ratio, guidance=guidance)
-    known = OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy
-    guider = ExpertsGuider(door, door.patcher(ref, known, flow_shift=flow_shift), settings, policy)
+    if isinstance(policy, AutoOffload):
+        known, choose = OffloadPolicy.layerwise(), partial(door.choose_policy, ref, policy)
+    else:
+        known, choose = policy, None
+    guider = ExpertsGuider(door.patcher(ref, known, flow_shift=flow_shift), settings, choose)
     guider.set_conds(positive, negative)
     return guider
 
