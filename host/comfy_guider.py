@@ -30,7 +30,7 @@ from ..sampling import (
     offload_job,
 )
 from ..sampling.conditioning import single_entry
-from ..sampling.lanes import LaneInputs
+from ..sampling.lanes import LaneInputs, foretell
 from ..sampling.request import check_channels
 from ..sampling.run_policy import RunPolicy
 from .auto_offload import Choice
@@ -38,7 +38,6 @@ from .comfy_trace import predicted_sigmas, sampler_name
 from .door import ExpertsRef
 
 if TYPE_CHECKING:
-    from ..wan import ExpertEngine
     from .comfy import ComfyDoor
     from .comfy_patcher import ExpertsPatcher
 
@@ -164,7 +163,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             revise=self._choice.revise_under(policy),
         )
         inputs = LaneInputs(request, engine.device)
-        self._foretell(engine, inputs, asked)
+        calls = [(self.settings.expert(sigma), sigma * TRAIN_TIMESTEPS) for sigma in asked]
+        foretell(engine, inputs, calls, guided={expert: self.settings.scale(expert) != 1 for expert, _ in calls})
         self.timeline = None
         self._run = _Run(inputs=inputs, passes=passes, shape=noise.shape, sampler=sampler_name(sampler))
         try:
@@ -247,14 +247,6 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             boundary_ratio=self.settings.boundary_ratio,
             guidance=self.settings.guidance,
         )
-
-    def _foretell(self, engine: ExpertEngine, inputs: LaneInputs, sigmas: Sequence[float]) -> None:
-        """Tell the engine what is to be embedded for calls at these noise levels."""
-        timesteps: dict[str, list[float]] = {}
-        for sigma in sigmas:
-            timesteps.setdefault(self.settings.expert(sigma), []).append(sigma * TRAIN_TIMESTEPS)
-        texts = {expert: inputs.texts(with_negative=self.settings.scale(expert) != 1) for expert in timesteps}
-        engine.expect(timesteps, texts)
 
     def _predicted(self, sampler: Any, sigmas: torch.Tensor, seed: int | None) -> list[float]:
         """The noise level of each call that the sampler is going to make."""

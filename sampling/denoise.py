@@ -21,7 +21,7 @@ from ..offload.attach import OffloadRun
 from ..plan import OffloadPolicy, StepRecord, Timeline, step_visits
 from ..wan import ExpertEngine, ExpertPair, forward_lanes
 from .errors import NonFiniteLatentError
-from .lanes import LaneInputs, cancellable
+from .lanes import LaneInputs, cancellable, foretell
 from .mask import KeptPart
 from .request import DenoiseRequest, check_channels
 from .run_policy import Revise, RunPolicy, forget
@@ -168,11 +168,9 @@ class _Denoising:
 
     def _foretell(self, engine: ExpertEngine) -> None:
         """Tell the engine all timesteps and texts of this request, those of steps taken too: the next may be equal."""
-        timesteps: dict[str, list[float]] = {}
-        for step, expert in self._steps:
-            timesteps.setdefault(expert, []).append(self.course.schedule.timesteps[step])
-        guided = {expert: self._request.guidance_of(expert) != 1 for expert in timesteps}
-        engine.expect(timesteps, {expert: self._inputs.texts(with_negative=guided[expert]) for expert in timesteps})
+        timesteps = self.course.schedule.timesteps
+        guided = {expert: self._request.guidance_of(expert) != 1 for _, expert in self._steps}
+        foretell(engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided)
 
     def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
         """A run of all steps that are left; behind it RAM is made ready for the same request once more."""

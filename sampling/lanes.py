@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import torch
 
-from ..wan import Lane
+from ..wan import ExpertEngine, Lane
 from .errors import Cancelled
 from .request import DenoiseRequest
 
@@ -39,6 +39,16 @@ class LaneInputs:
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
         sides = (self._positive, self._negative) if with_negative else (self._positive,)
         return [Lane(latents=state, text=text) for texts in sides for state, text in zip(states, texts, strict=True)]
+
+
+def foretell(
+    engine: ExpertEngine, inputs: LaneInputs, calls: Iterable[tuple[str, float]], *, guided: Mapping[str, bool]
+) -> None:
+    """Tell the engine what it will embed for calls of an expert at a timestep; a guided expert gets the negatives."""
+    timesteps: dict[str, list[float]] = {}
+    for expert, timestep in calls:
+        timesteps.setdefault(expert, []).append(timestep)
+    engine.expect(timesteps, {expert: inputs.texts(with_negative=guided[expert]) for expert in timesteps})
 
 
 def cancellable(enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None) -> EnterBlock:
