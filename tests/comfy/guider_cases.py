@@ -174,7 +174,7 @@ def sampler_case(side: Side, name: str) -> dict[str, object]:
     after = _state()
     native = sampled(theirs, sampler, sigmas)
     steps = ours.timeline.steps
-    plain = Unpredicted(ours._door, ours.model_patcher, ours.settings, ours._asked)
+    plain = Unpredicted(ours.model_patcher, ours.settings)
     plain.set_conds(side.positive, side.negative)
     unpredicted = sampled(plain, sampler, sigmas)
     found = {
