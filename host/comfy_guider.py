@@ -47,9 +47,6 @@ HIGHEST_SIGMA = 1 + 1e-4
 CONDITIONS = "sampler_calc_cond_batch_function"
 """The model option through which ComfyUI lets others compute what the conditions of one call give."""
 
-Asked: TypeAlias = "OffloadPolicy | AutoOffload"
-"""What a user connects: a policy, or the wish for the best one."""
-
 Choose: TypeAlias = "Callable[[OffloadJob], Choice]"
 """Asked before each run, for the policy of that run."""
 
@@ -185,8 +182,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         finally:
             self._run, self.recompiled = None, passes.recompiled
         recorder.outer_bytes = engine.outer_bytes - outer_bytes
-        reasons = [self._choice.reason] if self._choice.reason else []
-        self.timeline = replace(recorder.timeline(), changes=(*reasons, *going.changes))
+        told = tuple(filter(None, (self._choice.reason, *going.changes)))
+        self.timeline = replace(recorder.timeline(), changes=told)
         return samples
 
     def predict_noise(
@@ -272,7 +269,7 @@ def make_guider(
     boundary_ratio: float,
     guidance: tuple[float, float],
     flow_shift: float,
-    policy: Asked,
+    policy: OffloadPolicy | AutoOffload,
 ) -> ExpertsGuider:
     """See `Door.guider`."""
     settings = GuiderSettings(boundary_ratio=boundary_ratio, guidance=guidance)
