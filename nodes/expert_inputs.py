@@ -26,5 +26,5 @@ def policy_input() -> io.Input:
     return sockets.Policy.Input(
         "policy",
         optional=True,
-        tooltip="How much device memory the experts may take. Without it: layerwise, the smallest (2 GB in bf16).",
+        tooltip="How much device memory the experts may take. Without it: layerwise, the smallest (1.4 GB in bf16).",
     )
