@@ -1,7 +1,11 @@
 """GPUs that one does not own: their makers' figures, and the machine that is expected of them.
 
-`tflops` is dense bf16 with fp32 accumulation, memory and lanes as the maker states them. What a Wan block reaches of it
-is derived from published times of Wan2.2 A14B at 1280x720x81, 40 steps with CFG, 522 PFLOP by `block_flops`:
+`tflops` is dense bf16 with fp32 accumulation, memory and lanes as the maker states them. Where no whitepaper is named,
+`tflops` is derived: cores x boost clock x 4, twice the fp32 rate, as of the GeForces whose whitepaper is named: 3584 x
+1.777 GHz (RTX 3060), 4352 x 2.535 (4060 Ti), 5888 x 2.475 (4070), 4608 x 2.572 (5060 Ti).
+
+What a Wan block reaches of it is derived from published times of Wan2.2 A14B. Where these do not say what was made,
+they are taken for the defaults of its program, 1280x720x81 and 40 steps with CFG, 522 PFLOP by `block_flops`:
 
 * A100 80 GB, 2735.7 s (the efficiency table of Wan-Video/Wan2.2; its issue 284): 191 TFLOP/s, 0.61 of 312;
 * RTX 5090, 4549 s (evaluation of thu-ml/TurboDiffusion, its "original"): 115 TFLOP/s, 0.55 of 209.5;
@@ -48,7 +52,7 @@ class Gpu:
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU Architecture whitepaper"
-_BY_CORES = "NVIDIA product page (cores x boost clock x 4)"
+_BY_CORES = "NVIDIA product page, TFLOP/s derived: cores x boost clock x 4"
 
 GPUS = {
     "RTX 3060 12GB": Gpu(vram_gib=12, pcie=4, lanes=16, tflops=25.5, memory_gb_s=360, source=_BY_CORES),
@@ -62,7 +66,7 @@ GPUS = {
     "RTX 5080": Gpu(vram_gib=16, pcie=5, lanes=16, tflops=112.6, memory_gb_s=960, source=_BLACKWELL),
     "RTX 5090": Gpu(vram_gib=32, pcie=5, lanes=16, tflops=209.5, memory_gb_s=1792, source=_BLACKWELL),
     "A100 40GB": Gpu(vram_gib=40, pcie=4, lanes=16, tflops=312, memory_gb_s=1555, source="NVIDIA A100 datasheet"),
-    "A100 80GB": Gpu(vram_gib=80, pcie=4, lanes=16, tflops=312, memory_gb_s=2039, source="NVIDIA A100 datasheet"),
+    "A100 80GB": Gpu(vram_gib=80, pcie=4, lanes=16, tflops=312, memory_gb_s=2039, source="NVIDIA A100 datasheet (SXM)"),
     "L40S": Gpu(vram_gib=48, pcie=4, lanes=16, tflops=362, memory_gb_s=864, source="NVIDIA L40S datasheet"),
     "H100": Gpu(
         vram_gib=80,
