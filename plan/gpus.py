@@ -1,7 +1,7 @@
 """GPUs that one does not own: their makers' figures, and the machine that is expected of them.
 
-`tflops` is dense bf16 with fp32 accumulation, memory and lanes as the maker states them. Where no whitepaper is named,
-`tflops` is derived: cores x boost clock x 4, twice the fp32 rate, as of the GeForces whose whitepaper is named: 3584 x
+`tflops` is dense bf16 with fp32 accumulation, memory and lanes as the maker states them. From a product page it is
+derived: cores x boost clock x 4, twice the fp32 rate, as of the GeForces whose whitepaper is named: 3584 x
 1.777 GHz (RTX 3060), 4352 x 2.535 (4060 Ti), 5888 x 2.475 (4070), 4608 x 2.572 (5060 Ti).
 
 What a Wan block reaches of it is derived from published times of Wan2.2 A14B. Where these do not say what was made,
