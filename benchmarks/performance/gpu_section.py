@@ -12,8 +12,9 @@ from .results import Result
 NO_GPU = """## On a GPU
 
 **Nothing on this page was measured on a GPU yet.** What WanStream says about GPUs elsewhere (`wanstream plan`, its
-planner) is simulated. The logic of the GPU code runs in the tests on streams of the CPU; the tests marked `gpu` and
-`python benchmarks/offload.py gpu` wait for a card.
+planner) is simulated. The programs, slots, threads and buffers that a GPU runs with are the same on a CPU, and tested
+there; what only CUDA has, its streams, events and page locking, is tested by the tests marked `gpu`. These, and
+`python benchmarks/offload.py gpu`, wait for a card.
 """
 
 

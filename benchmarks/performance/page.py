@@ -39,7 +39,10 @@ TRAPS = """## What to watch for when comparing
 SMALL = {
     "open-to-first-block": "from opening two 1 GB experts to the first block",
     "engine-overhead-cpu": "what the engine costs per visit",
+    "file-reading": "reading blocks past the page cache and through it",
     "decode-on-arrival": "decoding fp8 and GGUF weights on arrival",
+    "quantise-while-filling": "quantising to fp8 while RAM is filled",
+    "chunked-forward": "a block with some tokens at a time",
     "lora-on-arrival-cpu": "adding a LoRA on arrival",
 }
 
