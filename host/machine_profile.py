@@ -55,7 +55,7 @@ def machine_profile(
     Args:
         device: what computes, `cpu` or `cuda`.
         expert: whose blocks are computed.
-        models: a file of weights, or a folder of them, on the disk that weights are read from.
+        models: a file of weights, or a folder of them, on the disk that weights are read from; None: any disk.
         folder: where profiles are kept; None: the user's cache folder.
 
     A kept profile of another machine, of another disk or of other blocks is told in the log and not used; nor is one
@@ -63,6 +63,8 @@ def machine_profile(
     """
     path = profile_path(device, folder)
     wanted = _identity(device, expert, models)
+    if models is None:
+        del wanted["disk"]  # the one that was measured is as good as any
     kept = _kept(path, wanted)
     return kept if kept is not None else measure_machine(device, expert=expert, models=models, folder=folder).machine
 
@@ -161,6 +163,8 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
     if compute.tokens < tokens:
         notes.append(f"compute: measured with {compute.tokens} tokens, extrapolated to {tokens} by its operations")
     bus = _bus(device, expert) if on_gpu else None
+    if bus is not None:
+        notes.append(f"bus: {bus.words()}")
     if bus is not None and not bus.locked:
         notes.append("bus: the system refuses to lock pages; all copies are from ordinary memory")
     ram = min([int(psutil.virtual_memory().total), *cgroup_rooms()])

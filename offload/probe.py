@@ -47,11 +47,23 @@ class BusRates:
     h2d: float
     h2d_busy: float
     h2d_pageable: float
+    h2d_pageable_busy: float
     d2h: float
     d2h_busy: float
     d2h_pageable: float
+    d2h_pageable_busy: float
     locked: bool
     """False: the system refuses to lock pages, so all figures are of ordinary memory."""
+
+    def words(self) -> str:
+        """All eight, way by way, for people."""
+        ways = (
+            ("to the GPU, locked", self.h2d, self.h2d_busy),
+            ("to the GPU, ordinary", self.h2d_pageable, self.h2d_pageable_busy),
+            ("from the GPU, locked", self.d2h, self.d2h_busy),
+            ("from the GPU, ordinary", self.d2h_pageable, self.d2h_pageable_busy),
+        )
+        return "; ".join(f"{way} {free / 1e9:.1f} GB/s, {busy / 1e9:.1f} while it computes" for way, free, busy in ways)
 
 
 def probe_disk(
@@ -100,9 +112,11 @@ def probe_bus(device: torch.device, *, compute: Callable[[], None]) -> BusRates:
             h2d=alone.rate(there, host),
             h2d_busy=busy.rate(there, host),
             h2d_pageable=alone.rate(there, ordinary),
+            h2d_pageable_busy=busy.rate(there, ordinary),
             d2h=alone.rate(host, there),
             d2h_busy=busy.rate(host, there),
             d2h_pageable=alone.rate(ordinary, there),
+            d2h_pageable_busy=busy.rate(ordinary, there),
             locked=locked,
         )
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.probe import probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
+from wanstream.offload.probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
 
 CPU = torch.device("cpu")
 
@@ -34,6 +34,31 @@ def test_where_direct_reads_are_not_to_be_had_pages_are_dropped_first(weights: P
     rate = probe_disk(weights, directly=False)
     assert rate.bytes_per_s > 1e6
     assert rate.how == "through the page cache, its pages dropped before"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "why"),
+    [
+        (None, "this system drops no pages"),
+        (PermissionError(1, "Operation not permitted"), "its pages are not dropped (Operation not permitted)"),
+    ],
+    ids=["unknown", "refused"],
+)
+def test_where_no_pages_are_dropped_the_file_may_be_warm_and_that_is_said(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, refusal: OSError | None, why: str
+) -> None:
+    def refuse(*_: object) -> None:
+        assert refusal is not None
+        raise refusal
+
+    if refusal is None:
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    else:
+        monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+        monkeypatch.setattr(os, "POSIX_FADV_DONTNEED", 4, raising=False)
+    rate = probe_disk(weights, directly=False)
+    assert rate.how == f"through the page cache, maybe warm: {why}"
+    assert rate.bytes_read == 20_000_001
 
 
 def test_reading_ends_at_the_byte_or_the_second_that_was_given(weights: Path) -> None:
@@ -61,6 +86,15 @@ def test_rates_of_ram_and_of_arithmetic() -> None:
     assert torch.get_num_threads() == threads
 
 
+def test_all_rates_of_the_bus_are_told() -> None:
+    names = [f"{way}{memory}{when}" for way in ("h2d", "d2h") for memory in ("", "_pageable") for when in ("", "_busy")]
+    rates = BusRates(**{name: number * 1e9 for number, name in enumerate(names, 1)}, locked=True)
+    assert rates.words() == (
+        "to the GPU, locked 1.0 GB/s, 2.0 while it computes; to the GPU, ordinary 3.0 GB/s, 4.0 while it computes; "
+        "from the GPU, locked 5.0 GB/s, 6.0 while it computes; from the GPU, ordinary 7.0 GB/s, 8.0 while it computes"
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_bus_alone_and_while_computing() -> None:
@@ -68,7 +102,7 @@ def test_the_bus_alone_and_while_computing() -> None:
     matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
     held = torch.cuda.memory_allocated(device)
     rates = probe_bus(device, compute=lambda: torch.mm(matrix, matrix))
-    for rate in (rates.h2d, rates.h2d_busy, rates.h2d_pageable, rates.d2h, rates.d2h_busy, rates.d2h_pageable):
+    for rate in list(vars(rates).values())[:-1]:
         assert 1e8 < rate < 1e12
     assert torch.cuda.memory_allocated(device) == held
     assert 1e8 < probe_decode(device) < 1e14
