@@ -5,6 +5,7 @@
     python benchmarks/offload.py gpu WORK 480p-24     the same with 24 GB
     python benchmarks/offload.py gpu WORK 720p-12     2 x 8 blocks, 1280x720x81
     python benchmarks/offload.py gpu WORK 720p-24
+    python benchmarks/offload.py gpu WORK 480p-8      8 GB: WanStream with 8192 tokens at once; 720p-8 likewise
     python benchmarks/offload.py gpu WORK 480p-fp8    weights in fp8
     python benchmarks/offload.py gpu WORK 480p-full   2 x 40 blocks, WanStream in 12 GB and the resident model
     python benchmarks/offload.py gpu WORK 720p-full
@@ -29,7 +30,7 @@ from .extrapolate import longer_run
 from .session import Planned, Session, Settings
 from .shapes import SHAPES
 from .summary import summarise
-from .variants import DEVICE_PEERS, SWAP, fp8_variants
+from .variants import DEVICE_PEERS, SWAP, chunked_variant, fp8_variants
 
 OURS = ("layerwise", "half", "pinned", "rolling")
 PEERS = tuple(variant.name for variant in (*DEVICE_PEERS, SWAP))
@@ -56,6 +57,7 @@ def _parts() -> dict[str, Part]:
         "480p-fp8": Part(shape="480p", capped=fp8_names, free=("resident", "resident-fp8"), vram_gb=12),
     }
     for size in ("480p", "720p"):
+        parts[f"{size}-8"] = Part(shape=size, capped=(chunked_variant().name,), vram_gb=8)
         for gigabytes in (12, 24):
             parts[f"{size}-{gigabytes}"] = Part(shape=size, capped=(*OURS, *PEERS), vram_gb=gigabytes)
         parts[f"{size}-full"] = Part(shape=f"{size}-40", capped=("layerwise", "pinned"), vram_gb=12)
@@ -130,7 +132,7 @@ def runs_of(sessions: Path, part: str) -> list[dict[str, Any]]:
     return Session(sessions / f"gpu-{part}.jsonl", Settings(shape=shape, work=sessions.parent)).runs()
 
 
-FULLY_STREAMED = ("layerwise", "pinned", "layerwise-fp8")
+FULLY_STREAMED = ("layerwise", "pinned", "chunked", "layerwise-fp8")
 
 METHOD = (
     "two experts with A14B's block shapes (40 heads x 128, feed-forward 13824), random weights, 8 blocks each, or 40 "

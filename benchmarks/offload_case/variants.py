@@ -10,6 +10,8 @@ from wanstream.plan import OffloadPolicy
 
 Kind = Literal["wanstream", "resident", "mmap", "swap", "group", "accelerate"]
 
+CHUNK_TOKENS = 8192
+
 HEAP_ON_DEMAND = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """Without it glibc keeps diffusers' placeholders on the heap, where activations touch all of their pages."""
 
@@ -35,8 +37,6 @@ class Variant:
     layerwise_fp8: bool = False
     """Whether diffusers' layerwise casting stores the weights in fp8, without scales."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    exact: bool = True
-    """Whether its latents must be those of the resident model, bit for bit."""
 
     @property
     def prepares(self) -> bool:
@@ -70,6 +70,17 @@ def wanstream_variants(blocks: int) -> list[Variant]:
     ]
 
 
+def chunked_variant() -> Variant:
+    """The least memory that a large video can be computed in."""
+    policy = replace(OffloadPolicy.layerwise(source="pinned"), chunk_tokens=CHUNK_TOKENS)
+    return Variant(
+        name="chunked",
+        title=f"WanStream, layerwise from RAM, {CHUNK_TOKENS} tokens at once",
+        kind="wanstream",
+        policy=policy,
+    )
+
+
 def fp8_variants() -> list[Variant]:
     """Weights in fp8, where latents differ from those in bf16."""
     ours = Variant(
@@ -78,7 +89,6 @@ def fp8_variants() -> list[Variant]:
         kind="wanstream",
         policy=OffloadPolicy.layerwise(source="pinned"),
         storage="fp8",
-        exact=False,
     )
     block = Variant(
         name="group-block-fp8",
@@ -87,14 +97,12 @@ def fp8_variants() -> list[Variant]:
         stream=True,
         record_stream=True,
         layerwise_fp8=True,
-        exact=False,
     )
     resident = Variant(
         name="resident-fp8",
         title="resident, layerwise casting to fp8",
         kind="resident",
         layerwise_fp8=True,
-        exact=False,
     )
     return [ours, block, resident]
 
@@ -144,6 +152,7 @@ def all_variants(blocks: int) -> dict[str, Variant]:
     variants = [
         RESIDENT,
         *wanstream_variants(blocks),
+        chunked_variant(),
         *fp8_variants(),
         SWAP,
         CPU_OFFLOAD,

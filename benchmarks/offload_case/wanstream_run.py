@@ -48,5 +48,5 @@ def run_wanstream(
             timeline=result.timeline,
             loaded_s=loaded_s,
             device_weight_bytes=engine.loaded_bytes,
-            host_weight_bytes=engine.pinned_bytes,
+            host_weight_bytes=engine.host_bytes,
         )

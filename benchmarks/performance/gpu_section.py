@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,18 +35,20 @@ def gpu_section(results: Mapping[str, Result]) -> str:
 
 
 def _measured(part: Mapping[str, Any]) -> str:
-    head = ["", "steps s", "steps / resident", "switch / median", "device peak GB", "device weights GB", "host peak GB"]
+    head = ["", "steps s", "steps / resident", "first / median", "switch / median"]
+    head += ["device peak GB", "device weights GB", "host peak GB"]
     variants, lines = all_variants(part["blocks"]), []
     for name, row in part["variants"].items():
         title = variants[name].title
         if "step_s" not in row:
-            lines.append([title, f"{row['why']} after {row['ended_after_s']:.0f} s", *[NOTHING] * 5])
+            lines.append([title, f"{row['why']} after {row['ended_after_s']:.0f} s", *[NOTHING] * (len(head) - 2)])
             continue
         lines.append(
             [
                 title,
                 numbers(row["step_s"], 2),
                 ratio(row.get("steps_to_resident")),
+                number(row["step_s"][0] / statistics.median(row["step_s"]), 2),
                 number(row["switch_to_median"], 2),
                 number(row.get("device_peak_gb"), 2),
                 number(row.get("device_weights_gb"), 2),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from wanstream.benchmarks.offload_case.cpu_case import planned_rounds
+from wanstream.benchmarks.offload_case.gpu_case import PARTS
 from wanstream.benchmarks.offload_case.model_files import expert_folders, weight_files
 from wanstream.benchmarks.offload_case.session import Planned, Session, Settings
 from wanstream.benchmarks.offload_case.shapes import SHAPES
@@ -139,6 +140,12 @@ def test_weights_are_written_once_and_are_those_of_the_shape(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["cpu", "480p", "720p"])
 def test_token_counts(name: str) -> None:
     assert SHAPES[name].tokens == {"cpu": 980, "480p": 32760, "720p": 75600}[name]
+
+
+def test_every_part_of_the_gpu_case_runs_ways_and_shapes_that_there_are() -> None:
+    for part in PARTS.values():
+        assert {*part.capped, *part.free} <= all_variants(SHAPES[part.shape].expert.layers).keys()
+    assert {part.vram_gb for part in PARTS.values()} == {8, 12, 24}
 
 
 def test_every_variant_has_a_name_and_a_title_of_its_own() -> None:

@@ -100,6 +100,7 @@ def test_gpu_figures_for_forty_blocks_are_called_simulated() -> None:
     text = page({"offload-gpu": gpu})
     assert "**simulated**" in text
     assert "at least 50" in text
+    assert "| 1.04 | 1.00 | 9.50 | 1.60 |" in text
     assert "Nothing on this page was measured on a GPU" not in text
 
 
