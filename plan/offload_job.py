@@ -34,6 +34,8 @@ class OffloadJob:
     """Of one value of the activations."""
     host_staying_bytes: int = 0
     """RAM beside the slots for as long as the run goes: factors of LoRAs, what waits for the next expert."""
+    converts: bool = False
+    """Whether blocks arrive in another form of the same size: fp16 where bf16 is computed with."""
 
     def __post_init__(self) -> None:
         if not self.experts_of_steps:
@@ -57,7 +59,7 @@ class OffloadJob:
     @property
     def decodes(self) -> bool:
         """Whether blocks arrive in another form than they compute in."""
-        return self.stored_bytes != self.computed_bytes
+        return self.converts or self.stored_bytes != self.computed_bytes
 
     @property
     def quantises(self) -> bool:

@@ -50,11 +50,13 @@ def offload_job(
         computed_bytes=pair.computed_bytes,
         staying_bytes=_staying_bytes(pair, device),
         value_bytes=pair.compute_dtype.itemsize,
+        host_staying_bytes=pair.host_staying_bytes,
+        converts=pair.decodes,
     )
 
 
 def _staying_bytes(pair: ExpertPair, device: torch.device) -> int:
     """Device bytes beside the buffers and beside the stored forms of blocks that are being decoded."""
     one, two = (pair.device_bytes(OffloadPolicy.layerwise(ahead), device=device) for ahead in (0, 1))
-    decodes = device.type == "cuda" and pair.stored_bytes != pair.computed_bytes
-    return 2 * one - two - (RAW_SLOTS * pair.stored_bytes if decodes else 0)
+    decoding = RAW_SLOTS * pair.stored_bytes if device.type == "cuda" and pair.decodes else 0
+    return 2 * one - two - decoding

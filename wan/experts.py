@@ -21,6 +21,7 @@ from .lora import LoraFile
 from .lora_factors import LoraFactors, LoraStack
 from .lora_fit import fitted
 from .lora_patches import stack_identity
+from .projections import part_of
 from .stored import CheckpointError
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -157,7 +158,7 @@ class ExpertPair:
         return self._engine
 
     def device_bytes(self, policy: OffloadPolicy, *, device: torch.device | str = "cuda") -> int:
-        """Device memory that the weights take under `policy`; LoRAs come on top (15 MB for rank 64 in bf16).
+        """Device memory that the weights take under `policy`; LoRAs come on top (30 MB for rank 64 in bf16).
 
         Raises:
             ValueError: the policy does not fit the number of blocks.
@@ -179,6 +180,11 @@ class ExpertPair:
     def computed_bytes(self) -> int:
         """Bytes of one block in its buffer."""
         return self._block_bytes.computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a block of the pair arrives in another form than it is computed with."""
+        return self._block_bytes.decoded > 0
 
     @cached_property
     def _block_bytes(self) -> BlockBytes:
@@ -208,6 +214,18 @@ class ExpertPair:
     def host_bytes(self) -> int:
         """Bytes of host memory that blocks in RAM, staging and LoRA factors of blocks take for this pair now."""
         return 0 if self._engine is None else self._engine.host_bytes
+
+    @property
+    def host_staying_bytes(self) -> int:
+        """Host memory of a run beside its slots, at most: LoRAs in their two forms, and an embedder that waits."""
+        embedders = [
+            sum(tensor.nbytes for name, tensor in expert.weights.items() if part_of(name) is not None)
+            for expert in (self.high, self.low)
+        ]
+        loras = [lora for stack in self._active_loras().values() for lora, _ in stack]
+        factors = [tensor for lora in loras for tensor in lora.tensors.values()]
+        added = sum(math.prod(tensor.shape) for tensor in factors) * self.compute_dtype.itemsize
+        return max(embedders) + sum(tensor.nbytes for tensor in factors) + added
 
     def give_back(self, nbytes: int) -> int:
         """Free buffers until `nbytes` of device memory are free or none is left; returns the bytes freed.

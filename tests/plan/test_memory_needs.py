@@ -9,6 +9,7 @@ import pytest
 
 from wanstream.plan import Budgets, Machine, OffloadJob, OffloadPolicy
 from wanstream.plan.memory_needs import memory_needs, room_for
+from wanstream.plan.predict import predict
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
 
@@ -51,6 +52,17 @@ def test_what_is_decoded_takes_two_more_places_on_a_gpu(rate_machine: Rated, rat
     assert memory_needs(fp8, rate_cpu(), LAYERWISE(1)).ram_slots == 2
     assert memory_needs(job, rate_cpu(), LAYERWISE(1)).ram_slots == 0
     assert memory_needs(job, rate_cpu(), ROLLING).ram_slots == 8
+
+
+def test_another_form_of_the_same_size_is_decoded_too(rate_machine: Rated, rate_cpu: Rated, make_job: Job) -> None:
+    job, fp16 = make_job(), make_job(converts=True)
+    plain, decoded = (memory_needs(work, rate_machine(), LAYERWISE(1)) for work in (job, fp16))
+    assert decoded.device_bytes - plain.device_bytes == 2 * job.stored_bytes
+    plain, decoded = (memory_needs(work, rate_cpu(), LAYERWISE(1)) for work in (job, fp16))
+    assert decoded.host_bytes - plain.host_bytes == 2 * job.stored_bytes
+    for machine in (rate_machine(), rate_cpu()):
+        assert predict(job, machine, LAYERWISE(1)).timeline.decode_s == 0
+        assert predict(fp16, machine, LAYERWISE(1)).timeline.decode_s > 0
 
 
 def test_fewer_tokens_at_once_take_less(rate_machine: Rated, make_job: Job) -> None:

@@ -1,0 +1,45 @@
+"""The planner's input from a pair of experts: what it foretells is what the engine does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wanstream.offload.host_memory import in_pages
+from wanstream.plan import OffloadPolicy, step_visits
+from wanstream.sampling import offload_job
+from wanstream.wan import open_experts
+
+UNGUIDED = {"high": False, "low": False}
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "storage", "decodes"),
+    [
+        (torch.bfloat16, "as stored", False),
+        (torch.float16, "as stored", True),
+        (torch.float32, "as stored", True),
+        (torch.bfloat16, "fp8", True),
+    ],
+)
+def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, stored, storage, decodes):
+    path = tiny_expert_file(dtype=stored)
+    with open_experts(path, path, storage=storage) as pair:
+        on_cpu, on_gpu = (
+            offload_job(pair, (1, 16, 1, 4, 4), device, experts_of_steps=["high"], guided=UNGUIDED)
+            for device in (CPU, GPU)
+        )
+        assert on_cpu.decodes == on_gpu.decodes == decodes
+        # A CPU decodes out of slots of RAM, and reads straight into its buffers where there is nothing to decode.
+        engine = pair.engine(OffloadPolicy.layerwise(1), CPU)
+        visits = step_visits(["high"], engine.block_counts)
+        with engine.run(visits) as run:
+            for visit in visits:
+                with run.visit(*visit):
+                    pass
+        assert pair.host_bytes == (2 * in_pages(on_cpu.stored_bytes) if decodes else 0)
+        # All of a GPU's memory is told once: what stays there, beside two buffers and two blocks that are decoded.
+        told = pair.device_bytes(OffloadPolicy.layerwise(1), device=GPU)
+        raw = 2 * on_gpu.stored_bytes if decodes else 0
+        assert 2 * on_gpu.computed_bytes + raw + on_gpu.staying_bytes == told
