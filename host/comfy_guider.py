@@ -113,6 +113,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             raise RequestError("the latent has several parts, Wan2.2 A14B makes video alone: use an empty video latent")
         if self._choose is not None:
             self._choose_policy(self._choose, noise.shape, sigmas)
+        self.model_patcher.model.chunk_tokens = self.model_patcher.policy.chunk_tokens
         samples: torch.Tensor = super().sample(noise, latent_image, sampler, sigmas, *run, **settings)
         return samples
 

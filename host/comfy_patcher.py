@@ -44,6 +44,8 @@ class ExpertsModel(torch.nn.Module):
         """The policy that was asked for last."""
         self.policy: OffloadPolicy | None = None
         """What was loaded for it: the same, or one that takes less."""
+        self.chunk_tokens: int | None = None
+        """Tokens at once in the run to come: ComfyUI asks how much that computes in before it loads the policy."""
         self.model_config = comfy.supported_models.WAN21_T2V({"image_model": "wan2.1", "model_type": "t2v"})
         self.model_type = comfy.model_base.ModelType.FLOW
         self.latent_format = self.model_config.latent_format
@@ -116,7 +118,7 @@ class ExpertsModel(torch.nn.Module):
         ComfyUI reckons the least that a model needs without negatives, which it can compute in a pass of their own.
         Ours never are, and what is not in that least goes to blocks.
         """
-        return working_bytes(self.pair, input_shape, guided=True)
+        return working_bytes(self.pair, input_shape, guided=True, chunk_tokens=self.chunk_tokens)
 
     def process_latent_in(self, latent: torch.Tensor) -> torch.Tensor:
         normalised: torch.Tensor = self.latent_format.process_in(latent)

@@ -11,6 +11,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
@@ -270,6 +271,17 @@ def batch_case(side: Side) -> dict[str, object]:
         "as alone": torch.equal(both[1:], single),
         "bytes": sorted(moved),
     }
+
+
+def chunk_case(side: Side) -> dict[str, object]:
+    """What ComfyUI is told that runs compute in: with all tokens at once, with few, and with all again."""
+    whole = OffloadPolicy.layerwise()
+    sampler, results, needed = comfy.samplers.sampler_object("euler"), [], []
+    for policy in (whole, replace(whole, chunk_tokens=16), whole):
+        guider = side.ours(policy=policy)
+        results.append(sampled(guider, sampler, _simple()))
+        needed.append(guider.model_patcher.model.memory_required([1, 16, 21, 90, 160]))
+    return {"equal": all(torch.equal(each, results[0]) for each in results), "needed": needed}
 
 
 def split_case(side: Side) -> dict[str, object]:

@@ -140,6 +140,13 @@ def test_a_batch_is_its_samples_and_moves_the_bytes_of_one(case: Case) -> None:
     assert found["bytes"] == alone["bytes"]
 
 
+def test_room_is_made_for_the_tokens_that_are_computed_at_once(case: Case) -> None:
+    found = case("chunk")
+    assert found["equal"]
+    whole, few, again = found["needed"]
+    assert few < 0.8 * whole == 0.8 * again
+
+
 def test_split_sigmas_go_on_where_they_were_cut(case: Case) -> None:
     found = case("split")
     assert max(found["differences"]) <= CLOSE
