@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from ..plan import (
     OffloadPolicy,
     plan_offload,
 )
-from ..plan.gpus import UnknownGpuError, expected_machine
+from ..plan.gpus import expected_machine
 from ..plan.plan_reason import policy_words, ram_words
 from .aligned import aligned
 from .exit_codes import DONE, FAILED, INVALID
@@ -59,9 +60,12 @@ def plan(arguments: PlanArguments) -> int:
     """Print the predicted table, or JSON, and return the exit code."""
     try:
         job, machine, budgets = offload_job(arguments), _machine(arguments), _budgets(arguments)
-    except (SizeError, UnknownGpuError) as err:
+    except ValueError as err:
         print(err, file=sys.stderr)
         return INVALID
+    except OSError as err:
+        print(f"failed: {err}", file=sys.stderr)
+        return FAILED
     try:
         chosen = plan_offload(job, machine, budgets)
     except DoesNotFitError as err:
@@ -161,8 +165,8 @@ def _machine(arguments: PlanArguments) -> Machine:
         return _this_machine(arguments)
     if arguments.ram_gb is None or arguments.ssd_gb_s is None:
         raise SizeError("give --ram GB and --ssd GB/s of that machine, or --gpu this")
-    if not (arguments.ram_gb > 0 and arguments.ssd_gb_s > 0):
-        raise SizeError(f"--ram {arguments.ram_gb} --ssd {arguments.ssd_gb_s}: both must be above 0")
+    if not (0 < arguments.ram_gb < math.inf and 0 < arguments.ssd_gb_s < math.inf):
+        raise SizeError(f"--ram {arguments.ram_gb} --ssd {arguments.ssd_gb_s}: both must be numbers above 0")
     return expected_machine(
         arguments.gpu, ram_bytes=int(arguments.ram_gb * GIB), disk_bytes_per_s=arguments.ssd_gb_s * GB
     )
@@ -178,6 +182,11 @@ def _this_machine(arguments: PlanArguments) -> Machine:
         device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except DeviceError as err:
         raise SizeError(str(err)) from err
+    if arguments.models is not None and not arguments.models.exists():
+        raise SizeError(f"--models {arguments.models}: there is no such file or folder")
+    for option, value in (("--ram", arguments.ram_gb), ("--ssd", arguments.ssd_gb_s)):
+        if value is not None and not 0 < value < math.inf:
+            raise SizeError(f"{option} {value}: it must be a number above 0")
     machine = machine_profile(device, models=arguments.models)
     if arguments.ram_gb is not None:
         machine = replace(machine, ram_bytes=int(arguments.ram_gb * GIB))
@@ -187,6 +196,6 @@ def _this_machine(arguments: PlanArguments) -> Machine:
 
 
 def _budgets(arguments: PlanArguments) -> Budgets:
-    if arguments.vram_gb is not None and not arguments.vram_gb > 0:
-        raise SizeError(f"--vram {arguments.vram_gb}: it must be above 0")
+    if arguments.vram_gb is not None and not 0 < arguments.vram_gb < math.inf:
+        raise SizeError(f"--vram {arguments.vram_gb}: it must be a number above 0")
     return Budgets(vram_bytes=None if arguments.vram_gb is None else int(arguments.vram_gb * GB))
