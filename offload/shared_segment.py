@@ -59,7 +59,7 @@ class SharedSegment:
         try:
             _sweep(folder, but=self.path)
             lock = _opened(self.path, end)
-            mapping = mmap.mmap(lock.descriptor, end)
+            mapping = _mapped(self.path, lock, end)
         except OSError as err:
             raise SourceError(f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {ALONE}") from err
         with torch.inference_mode(False):
@@ -95,7 +95,7 @@ class SharedSegment:
         if key not in self._filled_here:
             mark = host_bytes(self._memory)[self._indexes[key] : self._indexes[key] + 1]
             # The lock is taken also where the mark is set: only then it is sure that its bytes were written before.
-            with FileLock(self.path / f"{self._indexes[key]}.lock") as lock:
+            with self._lock_of(key) as lock:
                 lock.exclude()
                 if not mark[0]:
                     self._reserve(key)
@@ -108,6 +108,15 @@ class SharedSegment:
         """Let go; the last one to do so removes the segment. Blocks stay readable for who still holds one."""
         self._leave()
         self._memory = self._memory[:0].clone()
+
+    def _lock_of(self, key: BlockKey) -> FileLock:
+        try:
+            return FileLock(self.path / f"{self._indexes[key]}.lock")
+        except OSError as err:
+            raise SourceError(
+                f"{self.path}: block {key.block} of {key.expert!r} cannot be shared by the ranks: "
+                f"{err.strerror or err}; {ALONE}"
+            ) from err
 
     def _reserve(self, key: BlockKey) -> None:
         # A write to a page that the file system has no room for would end the process.
@@ -135,13 +144,25 @@ def _opened(place: Path, nbytes: int) -> FileLock:
             lock = FileLock(place / MEMORY)
         except FileNotFoundError:  # its last user has removed the folder just now
             continue
-        if lock.try_exclude():
-            os.ftruncate(lock.descriptor, 0)
-            os.ftruncate(lock.descriptor, nbytes)
-        lock.share()
-        if lock.is_at_its_path() and os.fstat(lock.descriptor).st_size == nbytes:
-            return lock
+        try:
+            if lock.try_exclude():
+                os.ftruncate(lock.descriptor, 0)
+                os.ftruncate(lock.descriptor, nbytes)
+            lock.share()
+            if lock.is_at_its_path() and os.fstat(lock.descriptor).st_size == nbytes:
+                return lock
+        except OSError:
+            _leave(place, lock, os.getpid())
+            raise
         lock.close()
+
+
+def _mapped(place: Path, lock: FileLock, nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(lock.descriptor, nbytes)
+    except OSError:
+        _leave(place, lock, os.getpid())
+        raise
 
 
 def _leave(place: Path, lock: FileLock, user: int) -> None:

@@ -323,6 +323,23 @@ def test_more_than_there_is_room_for_is_refused_and_not_a_crash(folder):
     segment.close()
 
 
+def test_more_than_can_be_mapped_is_refused_and_nothing_stays_behind(folder):
+    with pytest.raises(SourceError, match="cannot be shared by the ranks"):
+        SharedSegment("model", {KEYS[0]: 1 << 47}, folder=folder)
+    assert list(folder.iterdir()) == []
+    if Path("/proc/self/fd").is_dir():
+        opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        assert not [path for path in opened if path.startswith(str(folder))]
+
+
+def test_a_segment_that_was_taken_away_is_an_error_with_a_remedy(folder):
+    segment = SharedSegment("model", SIZES, folder=folder)
+    shutil.rmtree(segment.path)
+    with pytest.raises(SourceError, match=r"block 1 of 'high' cannot be shared .*No such file.*; without a"):
+        segment.fill(KEYS[1], fail)
+    segment.close()
+
+
 def test_a_folder_that_cannot_be_used_is_an_error_with_a_remedy(tmp_path):
     with pytest.raises(
         SourceError, match=r"cannot be shared by the ranks: .*; without a shared segment every rank keeps"
