@@ -17,7 +17,7 @@ import platformdirs
 import psutil
 import torch
 
-from ..offload.available_memory import cgroup_rooms
+from ..offload.available_memory import cgroup_limits
 from ..offload.probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
 from ..plan import T2V_A14B, ExpertShape, Machine, VideoShape
 from ..wan.probe import block_pass, probe_block, sample_block
@@ -131,7 +131,7 @@ def _identity(device: torch.device, expert: ExpertShape, models: Path | None) ->
         "torch": torch.__version__,
         "cpu": f"{platform.machine()} {platform.processor()} x {os.cpu_count()}",
         "system": platform.platform(),
-        "ram_bytes": int(psutil.virtual_memory().total),
+        "ram_bytes": _ram_bytes(),
         "disk": None if models is None else _disk(models),
         "block": [expert.width, expert.ffn_width],
     }
@@ -146,6 +146,11 @@ def device_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _ram_bytes() -> int:
+    """All RAM that there is for this process, taken or not: what is free changes, and the profile is kept."""
+    return min([int(psutil.virtual_memory().total), *cgroup_limits()])
 
 
 def _disk(models: Path) -> int | None:
@@ -167,13 +172,12 @@ def _measured(device: torch.device, expert: ExpertShape, tokens: int, models: Pa
         notes.append(f"bus: {bus.words()}")
     if bus is not None and not bus.locked:
         notes.append("bus: the system refuses to lock pages; all copies are from ordinary memory")
-    ram = min([int(psutil.virtual_memory().total), *cgroup_rooms()])
     return Machine(
         name=device_name(device),
         origin="measured here",
         computes_on="cuda" if on_gpu else "cpu",
         vram_bytes=int(torch.cuda.get_device_properties(device).total_memory) if on_gpu else 0,
-        ram_bytes=ram,
+        ram_bytes=_ram_bytes(),
         h2d_bytes_per_s=bus.h2d_busy if bus else None,
         h2d_pageable_bytes_per_s=bus.h2d_pageable if bus else None,
         d2h_bytes_per_s=bus.d2h if bus else None,

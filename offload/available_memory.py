@@ -40,6 +40,16 @@ def available_bytes(root: Path = ROOT) -> int:
 
 def cgroup_rooms(root: Path = ROOT) -> Iterator[int]:
     """What every control group above this process leaves it, in bytes; nothing where no group sets a limit."""
+    return (max(limit - taken, 0) for limit, taken in _limits(root))
+
+
+def cgroup_limits(root: Path = ROOT) -> Iterator[int]:
+    """What every control group above this process may have in all, in bytes; nothing where no group sets a limit."""
+    return (limit for limit, _ in _limits(root))
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit of each control group, and what of it is taken."""
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # no Linux
@@ -47,10 +57,10 @@ def cgroup_rooms(root: Path = ROOT) -> Iterator[int]:
     for line in groups:
         _, controllers, group = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
-            yield from _rooms(root, Path(group.lstrip("/")), V1 if controllers else V2)
+            yield from _limits_above(root, Path(group.lstrip("/")), V1 if controllers else V2)
 
 
-def _rooms(root: Path, group: Path, names: _Controller) -> Iterator[int]:
+def _limits_above(root: Path, group: Path, names: _Controller) -> Iterator[tuple[int, int]]:
     mount = root / names.mount
     # A container often sees its own group as the root of the mount, and the path of another one in `proc`.
     for folder in (mount / group, *(mount / parent for parent in group.parents)):
@@ -62,4 +72,4 @@ def _rooms(root: Path, group: Path, names: _Controller) -> Iterator[int]:
             continue
         if limit != "max":
             cached = sum(int(count) for name, count in map(str.split, counters) if name in names.cached)
-            yield max(int(limit) - (used - cached), 0)
+            yield int(limit), used - cached

@@ -8,10 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from wanstream.host.machine_profile import Profile, machine_profile, measure_machine, profile_path
+from wanstream.offload.available_memory import cgroup_limits
 from wanstream.plan import ExpertShape, Machine
 
 CPU = torch.device("cpu")
@@ -57,6 +59,7 @@ def test_what_is_measured(measured: Profile, models: Path) -> None:
     machine = measured.machine
     assert (machine.computes_on, machine.vram_bytes, machine.h2d_bytes_per_s) == ("cpu", 0, None)
     assert machine.origin == "measured here"
+    assert machine.ram_bytes == min([psutil.virtual_memory().total, *cgroup_limits()]), "whatever of it is free"
     assert machine.name
     assert measured.notes[0] == f"read: {models / 'diffusion_models' / 'large.safetensors'}"
     assert measured.notes[1].startswith("disk: ")

@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wanstream.offload.available_memory import available_bytes, cgroup_rooms
+from wanstream.offload.available_memory import available_bytes, cgroup_limits, cgroup_rooms
 
 HUGE = "9223372036854771712"  # how version 1 writes that there is no limit
 
@@ -55,6 +55,12 @@ CACHED_V1 = "cache 900\ninactive_file 1\ntotal_inactive_file 100\ntotal_active_f
 )
 def test_what_control_groups_leave(tmp_path, files, expected):
     assert list(cgroup_rooms(write(tmp_path, files))) == expected
+
+
+def test_limits_are_told_whatever_of_them_is_taken(tmp_path):
+    write(tmp_path, {"proc/self/cgroup": "0::/a/b\n"} | v2("a/b", "1000", 1600) | v2("a", "900", 700))
+    assert list(cgroup_limits(tmp_path)) == [1000, 900]
+    assert list(cgroup_limits(tmp_path / "a")) == []
 
 
 def test_no_limit_of_version_1_is_more_than_the_system_has(tmp_path):
