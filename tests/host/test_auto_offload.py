@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.auto_offload import AutoPlanner, Room, room_beside
+from wanstream.host.auto_offload import AutoPlanner, Room, _better, room_beside
 from wanstream.host.door import ExpertsRef
 from wanstream.host.embedded_door import EmbeddedDoor
 from wanstream.plan import (
@@ -125,42 +125,35 @@ def test_a_first_step_as_foretold_changes_nothing() -> None:
 
 def test_a_slow_bus_is_learned_from_and_the_next_run_knows_it() -> None:
     asked = list[object]()
+    believed = replace(GPU, h2d_bytes_per_s=50e9, disk_bytes_per_s=100e9)
 
     def profile(*key: object) -> Machine:
         asked.append(key)
-        return replace(GPU, h2d_bytes_per_s=50e9)
+        return believed
 
-    slow = replace(GPU, h2d_bytes_per_s=0.4e9)
-    planner, room = AutoPlanner(profile), _room(vram=None, ram=40 * GB)
-    few = replace(JOB, tokens=4_000)
-    small = planner.choose(
-        AutoOffload(), few, device=CUDA, weights=WEIGHTS, room=_room(vram=14 * GB), starts_empty=True
-    )
-    first = predict(few, slow, small.policy).timeline.steps[0]
-    better = small.revise(replace(first, index=3))  # a run that started late
-    again = planner.choose(
-        AutoOffload(), few, device=CUDA, weights=WEIGHTS, room=_room(vram=14 * GB), starts_empty=True
-    )
+    planner, room, few = AutoPlanner(profile), _room(vram=14 * GB), replace(JOB, tokens=4_000)
+    first = _choose(planner, room, few)
+    assert first.policy == OffloadPolicy.layerwise(1)
+    step, *_ = predict(few, replace(believed, h2d_bytes_per_s=0.4e9), first.policy).timeline.steps
+    better = first.revise(replace(step, index=3))  # a run that started late
+    assert better is not None
+    assert better.kind == "block_swap"
+    assert _choose(planner, room, few).policy.kind == "block_swap"
     assert len(asked) == 1
-    assert room(True).vram_bytes is None
-    assert better is None or better != small.policy
-    assert again.reason != small.reason
 
 
-def test_another_policy_must_save_enough() -> None:
-    """Revised is what saves more than a twentieth of the rest by prediction, and nothing else."""
-    from wanstream.host.auto_offload import WORTH, _better
-
-    few = replace(JOB, tokens=4_000)
+@pytest.mark.parametrize(
+    ("vram", "ram", "swapped"),
+    [(14, 40, 25), (8, 2, 33), (7, 2, None), (6, 2, None), (2, 2, None)],
+    ids=["much more", "three blocks more", "one block more", "the same", "too little for any"],
+)
+def test_another_policy_must_save_a_twentieth_of_the_rest(vram: int, ram: int, swapped: int | None) -> None:
+    """One block more saves 1.9 %, three save 5.8 %. Where others have taken the memory, what runs goes on."""
+    few, slow = replace(JOB, tokens=4_000), replace(GPU, h2d_bytes_per_s=1e9)
     start = plan_offload(few, replace(GPU, h2d_bytes_per_s=1e12), Budgets(vram_bytes=6 * GB, ram_bytes=2 * GB))
-    found = dict[float, bool]()
-    for rate in (0.3e9, 1e9, 3e9, 24e9):
-        machine, budgets = replace(GPU, h2d_bytes_per_s=rate), Budgets(vram_bytes=14 * GB, ram_bytes=40 * GB)
-        better, rest = _better(start, few, machine, budgets), replace(few, experts_of_steps=few.experts_of_steps[1:])
-        best, present = plan_offload(rest, machine, budgets), predict(rest, machine, start.policy)
-        found[rate] = best.total_s < (1 - WORTH) * present.total_s
-        assert better == (best.policy if found[rate] else None)
-    assert True in found.values()
+    assert start.policy.blocks_to_swap == 36
+    better = _better(start, few, slow, Budgets(vram_bytes=vram * GB, ram_bytes=ram * GB))
+    assert (better and better.blocks_to_swap) == swapped
 
 
 def test_what_is_not_empty_at_first_teaches_nothing() -> None:
