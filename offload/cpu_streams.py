@@ -10,6 +10,7 @@ import torch
 from ..metrics import Mark
 from ..plan import BlockKey
 from .decode import decode_block
+from .host_memory import keep_freed_memory
 from .layout import BlockFormat, host_bytes
 from .patches import HeldPatches
 from .source import BlockSource
@@ -28,6 +29,7 @@ class CpuStreams:
         self._source = source
         self._formats = formats
         self._patches = patches
+        keep_freed_memory()
 
     def begin_run(self) -> None:
         return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .direct_read import ALIGNMENT, EXTENT_BYTES, O_DIRECT, DirectExtent, Read, direct_extents
+from .host_memory import map_huge
 from .read_files import HAS_PREADV, Files, PositionalFiles, SeekingFiles
 from .read_pieces import ReadPiece
 from .source import SourceError
@@ -74,6 +74,11 @@ class FileReader:
     def bytes_read(self) -> int:
         """Bytes that files have given so far, those that were only read along included."""
         return self._bytes_read
+
+    @property
+    def bounce_bytes(self) -> int:
+        """Bytes of RAM that bounce buffers take now."""
+        return sum(bounce.nbytes for bounce in list(self._bounces.values()))
 
     def read(self, reads: Iterable[Read]) -> None:
         """Fill every piece's part of its memory, and return when no thread touches that memory any more.
@@ -169,7 +174,7 @@ class FileReader:
     def _bounce(self) -> npt.NDArray[np.uint8]:
         thread = threading.get_ident()
         if thread not in self._bounces:
-            self._bounces[thread] = np.frombuffer(mmap.mmap(-1, self._extent_bytes), np.uint8)
+            self._bounces[thread] = map_huge(self._extent_bytes)
         return self._bounces[thread]
 
     def _give_up(self, path: Path, err: OSError) -> None:

@@ -11,7 +11,7 @@ from .quantise import QUANTISABLE_DTYPES, QUANTISED_DTYPE
 
 # Stored bytes that a thread reads and quantises at once: enough for a disk to be fast, and still in the cache when they
 # are quantised. Two extents of a direct read hold them, whatever byte they begin at.
-PIECE_BYTES = 2 * (EXTENT_BYTES - ALIGNMENT)
+PIECE_BYTES = 2 * EXTENT_BYTES - ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
