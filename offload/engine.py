@@ -184,10 +184,11 @@ class StreamEngine:
         """
         self.claim()
         try:
-            self.ram.check_room(homes, self.staging)
-            self.streams.settle()
             order = eviction_order(range(len(self.buffers)), self.contents(), residency)
             out = order[: max(0, len(order) - buffers)]
+            freed = sum(self.buffers[index].nbytes for index in out) if self.device.type == "cpu" else 0
+            self.ram.check_room(homes, self.staging, freed=freed)
+            self.streams.settle()
             for index in out:
                 _let_go(self.buffers[index])
             stay = [buffer for buffer in self.buffers if buffer.index not in out]

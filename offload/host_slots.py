@@ -16,7 +16,7 @@ from .page_lock import LockedBlocks, PageLock
 from .shared_segment import SharedSegment
 from .source import SourceError
 
-FEWER = "keep fewer blocks in RAM, or stream from the file instead"
+FEWER = "keep fewer blocks in RAM, stream from the file instead, or close what else takes RAM"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from itertools import count
 import torch
 
 from ..plan import BlockKey, RamHomes, Residency, eviction_order
+from .available_memory import available_bytes
 from .buffers import BlockPlace, BufferState
 from .host_memory import in_pages
 from .host_slots import HostSlots
@@ -94,10 +95,13 @@ class RamSlots:
         at_home = sum(nbytes for key, nbytes in sizes.items() if homes.residency.keeps(*key))
         return at_home + self._passing_slots(homes, staging) * in_pages(self._largest)
 
-    def check_room(self, homes: RamHomes, staging: int) -> None:
-        """Raise SourceError, with numbers, unless there is RAM for these slots."""
+    def check_room(self, homes: RamHomes, staging: int, *, freed: int = 0) -> None:
+        """Raise SourceError, with numbers, unless there is RAM for these slots; `freed` bytes come on top."""
         if wanted := self.bytes_for(homes, staging):
-            self._homes_memory.check_room(homes.slots, wanted)
+            if self._homes_memory is not self._passing:
+                freed += self._passing.nbytes
+            slots = homes.slots + (self._passing_slots(homes, staging) if homes.residency.permanent else staging)
+            self._homes_memory.check_room(slots, wanted, available=available_bytes() + freed)
 
     def resize(self, homes: RamHomes, staging: int) -> None:
         """Have `homes.slots + staging` slots, of which homes that were there before keep theirs.

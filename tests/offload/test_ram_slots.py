@@ -105,6 +105,20 @@ def test_a_home_takes_its_own_size_and_a_place_to_pass_through_the_largest(slots
     assert (slots.nbytes, slots.locked_bytes, driver.locked, slots.contents()) == (0, 0, [], {})
 
 
+@pytest.mark.parametrize(
+    ("wanted", "staging", "blocks"), [(homes(), 2, 2), (homes(KEYS[0]), 2, 3), (homes(slots=3, rolls=True), 1, 4)]
+)
+def test_room_is_asked_for_every_slot_that_is_used(driver, wanted, staging, blocks):
+    huge = block_format({"weight": ((1 << 47,), torch.uint8)}, torch.uint8)
+    slots = RamSlots(Numbers(), dict.fromkeys(KEYS, huge), lock=driver)
+    told = rf"{blocks * (1 << 47) / 1e9:.1f} GB of RAM for {blocks} blocks, .* are available: keep fewer blocks in RAM,"
+    with pytest.raises(SourceError, match=told):
+        slots.check_room(wanted, staging)
+    with pytest.raises(SourceError, match=told):
+        slots.check_room(wanted, staging, freed=1 << 47)
+    slots.check_room(wanted, staging, freed=blocks * (1 << 47))
+
+
 def test_rolling_homes_share_all_slots(slots):
     slots.resize(homes(*KEYS, slots=2, rolls=True), 1)
     for index, key in enumerate(KEYS[:3]):

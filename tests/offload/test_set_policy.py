@@ -17,7 +17,8 @@ from torch import nn
 from wanstream.offload import FileSource, OffloadHandle, attach_offload, read_header
 from wanstream.offload.host_memory import in_pages
 from wanstream.offload.module_source import ModuleSource
-from wanstream.plan import BlockKey, OffloadPolicy, plan_residency, step_visits
+from wanstream.offload.ram_slots import RamSlots
+from wanstream.plan import BlockKey, OffloadPolicy, RamHomes, plan_residency, step_visits
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32
@@ -218,3 +219,20 @@ def test_memory_stays_flat_over_many_runs_and_policies(tmp_path: Path) -> None:
                 figures,
                 first,
             )
+
+
+def test_buffers_that_go_on_a_cpu_make_room_for_homes(stacks, source):
+    class Told(RamSlots):
+        freed = -1
+
+        def check_room(self, homes: RamHomes, staging: int, *, freed: int = 0) -> None:
+            self.freed = freed
+            super().check_room(homes, staging, freed=freed)
+
+    expected = plainly(stacks)
+    with attach(stacks, OffloadPolicy.resident(), source) as handle:
+        handle.engine.ram = Told(source, handle.engine.formats, lock=None)
+        handle.set_policy(OffloadPolicy.layerwise(1, source="pinned"))
+        assert handle.engine.ram.freed == (2 * BLOCKS - 2) * BLOCK_BYTES
+        value, _ = run(handle, stacks)
+        assert torch.equal(value, expected)
