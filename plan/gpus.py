@@ -99,8 +99,8 @@ def expected_machine(name: str, *, ram_bytes: int, disk_bytes_per_s: float) -> M
     lanes = gpu.lanes * LANE_BYTES_PER_S[gpu.pcie]
     return Machine(
         name=preset,
-        origin=f"{gpu.source}; {gpu.reached:.0%} of {gpu.tflops:g} TFLOP/s, {BUS_SHARE:.0%} of PCIe {gpu.pcie}.0 "
-        f"x{gpu.lanes} are derived from published times",
+        origin=f"{gpu.source}; {gpu.reached:.0%} of {gpu.tflops:g} TFLOP/s is derived from published times of Wan2.2, "
+        f"{BUS_SHARE:.0%} of PCIe {gpu.pcie}.0 x{gpu.lanes} from what engines see of it",
         computes_on="cuda",
         vram_bytes=gpu.vram_gib * GIB,
         ram_bytes=ram_bytes,
