@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 from typing import Any
 
 from ..record import record
@@ -26,6 +27,8 @@ def run_case(chosen: argparse.Namespace) -> None:
     file = chosen.work / "sessions" / f"{case}.jsonl"
     if chosen.fresh:
         file.unlink(missing_ok=True)
+        # With the figures of the machine, which may have been busy then.
+        shutil.rmtree(file.with_suffix(""), ignore_errors=True)
     settings = Settings(
         shape=shape,
         work=chosen.work.resolve(),
