@@ -72,14 +72,21 @@ def _streamed(runs: list[Run]) -> Row:
             for steps in zip(*([step["stall_s"] for step in line["steps"]] for line in timelines), strict=True)
         ],
     }
-    predicted = [report["predicted"] for report in reports if report["predicted"] is not None]
+    predicted = [report for report in reports if report["predicted"] is not None]
     if predicted:
-        simulated = [step["wall_s"] for step in predicted[0]["steps"]]
-        row["predicted_step_s"] = [round(value, 3) for value in simulated]
-        row["predicted_to_executed"] = [
-            round(told / done, 3) for told, done in zip(simulated, _median_steps(runs), strict=True)
+        simulated = [[step["wall_s"] for step in report["predicted"]["steps"]] for report in predicted]
+        ratios = [
+            [told / done for told, done in zip(steps, report["step_s"], strict=True)]
+            for steps, report in zip(simulated, predicted, strict=True)
         ]
+        row["predicted_step_s"] = _medians(simulated)
+        row["predicted_to_executed"] = _medians(ratios)
     return row
+
+
+def _medians(runs: Sequence[Sequence[float]]) -> list[float]:
+    """Step by step."""
+    return [round(statistics.median(steps), 3) for steps in zip(*runs, strict=True)]
 
 
 def _on_device(runs: list[Run]) -> Row:

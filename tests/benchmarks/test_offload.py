@@ -116,6 +116,19 @@ def test_only_disturbed_runs_count_but_are_marked() -> None:
     assert row["step_s"] == [2.0, 1.0, 3.0, 1.0]
 
 
+def test_a_prediction_is_held_against_the_run_that_it_was_made_for() -> None:
+    """Machines are measured before each round: a busy one is wrong for its own round only."""
+    lines = []
+    for repetition, (speed, told) in enumerate([(1.0, 0.9), (2.0, 2.0), (1.0, 7.0)]):
+        line = run(steps=(speed,) * 4, repetition=repetition)
+        step = {"stall_s": 0.0, "wall_s": told}
+        line["report"] |= {"timeline": {"steps": [step] * 4, "outer_bytes": 0}, "predicted": {"steps": [step] * 4}}
+        lines.append({**line, "report": {**line["report"], "step_bytes": [1] * 4}})
+    row = summarise(lines)["layerwise"]
+    assert row["predicted_to_executed"] == [1.0] * 4
+    assert row["predicted_step_s"] == [2.0] * 4
+
+
 def test_a_run_without_a_report_is_a_row_with_its_reason() -> None:
     killed = run("swap", report=None, limited=True, reason="killed: out of memory")
     assert summarise([run("resident"), killed])["swap (limited)"] == {
