@@ -16,6 +16,7 @@ AGREES = 0.02
 NEAR = 0.001
 """Share of a step by which they may still differ when a rate was found."""
 LARGEST_CHANGE = 64.0
+CORRECTED = ", corrected by a first step"
 HALVINGS = 24
 
 
@@ -38,7 +39,7 @@ def corrected(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: St
     found = replace(machine, flops_per_s=_flops_per_s(machine, job, plan, measured))
     for field in _ways(found, job, measured):
         found = _with_rate(found, field, _rate(found, field, job, plan, measured))
-    return replace(found, origin=f"{machine.origin}, corrected by a first step")
+    return replace(found, origin=machine.origin.removesuffix(CORRECTED) + CORRECTED)
 
 
 def _flops_per_s(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> float:

@@ -57,7 +57,9 @@ def _streaming(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> str:
 def _reading(machine: Machine, chosen: Prediction) -> str:
     """What the files must give in usual steps."""
     usual = [step for before, step in pairwise(chosen.timeline.steps) if before.expert == step.expert]
-    needed = max((step.read_bytes / (step.compute_s + step.decode_s) for step in usual), default=0.0)
+    # A GPU decodes beside its computing, a CPU between.
+    decodes_between = machine.computes_on == "cpu"
+    needed = max((s.read_bytes / (s.compute_s + (s.decode_s if decodes_between else 0)) for s in usual), default=0.0)
     if not needed:
         return "each block is read from its file once"
     return f"{needed / 1e9:.1f} GB/s needed from files, the disk gives {machine.disk_bytes_per_s / 1e9:.1f}"

@@ -27,6 +27,14 @@ def test_the_time_of_computing_gives_its_rate(rate_machine: Rated, make_job: Job
     assert found == replace(real, origin="made up, corrected by a first step")
 
 
+def test_a_machine_that_is_corrected_again_says_so_once(rate_machine: Rated, make_job: Job) -> None:
+    job, machine = make_job(), rate_machine()
+    chosen = plan_offload(job, machine, Budgets())
+    first = chosen.timeline.steps[0]
+    again = corrected(corrected(machine, job, chosen, first), job, chosen, first)
+    assert again.origin == "made up, corrected by a first step"
+
+
 @pytest.mark.parametrize("tokens", [1000, 100_000])
 def test_what_chunks_cost_is_not_taken_for_slow_computing(rate_machine: Rated, make_job: Job, tokens: int) -> None:
     job, believed = make_job(tokens=tokens), rate_machine(read=0.01, copy=0.01)

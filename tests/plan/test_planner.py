@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, OffloadPlan, OffloadPolicy, plan_offload
 from wanstream.plan.candidates import device_choices, least_seconds
 from wanstream.plan.memory_needs import memory_needs, room_for
+from wanstream.plan.plan_reason import plan_reason
 from wanstream.plan.predict import predict
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
@@ -208,6 +209,14 @@ def test_the_reason_says_what_streams_what_waits_and_what_the_switch_costs(rate_
     assert chosen.candidates[0].switch_s == pytest.approx(switch_s)
     assert switch_s > 1
     assert chosen.reason.endswith(f"switch +{switch_s:.1f} s")
+
+
+def test_a_gpu_decodes_while_it_computes_and_a_cpu_between(rate_machine: Rated, rate_cpu: Rated, make_job: Job) -> None:
+    job = make_job(stored_bytes=10**9, file_bytes=10**9)
+    for machine, per_block_s in ((rate_machine(), 1.0), (rate_cpu(), 2.0)):
+        slow = replace(machine, decode_bytes_per_s=float(job.computed_bytes))  # 1 s per block, as long as its computing
+        reason = plan_reason(job, slow, predict(job, slow, OffloadPolicy.layerwise(1)))
+        assert f"; {1 / per_block_s:.1f} GB/s needed from files" in reason
 
 
 def test_one_expert_has_no_switch_and_nothing_rolls(rate_machine: Rated, make_job: Job) -> None:
