@@ -34,6 +34,9 @@ WORTH = 0.05
 """Share of the rest of a run that another policy must save: a prediction is not better than that, and blocks that have
 to be fetched anew cost time too."""
 
+AVAILABLE_SHARE = 0.9
+"""What a run may take of the RAM that is free when it is planned: the rest is for what others take while it goes on."""
+
 LOG = logging.getLogger("wanstream.planner")
 
 
@@ -70,7 +73,7 @@ def room_beside(pair: ExpertPair, device: torch.device, *, free: int, reserved: 
     """The room for `pair` where a GPU has `free` bytes beside it, and `reserved` of these are for others."""
     from ..offload.available_memory import available_bytes
 
-    ram = available_bytes() + pair.host_bytes
+    ram = int(AVAILABLE_SHARE * available_bytes()) + pair.host_bytes
     if device.type != "cuda":
         return Room(vram_bytes=None, ram_bytes=ram + pair.loaded_bytes)
     return Room(vram_bytes=max(0, free + pair.loaded_bytes - reserved), ram_bytes=ram)
@@ -80,15 +83,17 @@ ProfileOf = Callable[["torch.device", ExpertShape, Path], Machine]
 """Device, experts and a file of weights -> the machine, measured or kept."""
 
 
-def measured_machine(device: torch.device, expert: ExpertShape, weights: Path) -> Machine:
-    """The kept profile of this machine; measured now where there is none."""
+def measured_machine(
+    device: torch.device, expert: ExpertShape, weights: Path, *, make_room: Callable[[], object] = lambda: None
+) -> Machine:
+    """The kept profile of this machine; where there is none, `make_room` is called and the machine measured now."""
     import torch
 
     from .machine_profile import machine_profile
 
     # Hosts run nodes in inference mode, and what probes measure with is changed in other threads.
     with torch.inference_mode(False):
-        return machine_profile(device, expert=expert, models=weights)
+        return machine_profile(device, expert=expert, models=weights, make_room=make_room)
 
 
 class AutoPlanner:
@@ -122,6 +127,8 @@ class AutoPlanner:
         LOG.info("%s", reason)
 
         def revise(record: StepRecord) -> OffloadPolicy | None:
+            if record.expert != job.experts_of_steps[0] or len(job.experts_of_steps) == 1:
+                return None  # a sampler that is not ours calls the model in another way than its sigmas say
             first = replace(record, index=0)  # a run may start late
             self._learned[key] = learned = corrected(machine, job, plan, first)
             now = room(False).within(auto.budgets, learned)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -19,7 +20,7 @@ import folder_paths
 import torch
 
 from ..plan import AutoOffload, OffloadJob, OffloadPolicy
-from .auto_offload import AutoPlanner, Choice, Room, room_beside
+from .auto_offload import AutoPlanner, Choice, Room, measured_machine, room_beside
 from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
 from .folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, KeptNames, diffusers_folders, find_model, inside
 
@@ -55,7 +56,7 @@ class ComfyDoor:
         self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair, planner: AutoPlanner | None = None
     ) -> None:
         self._experts = ExpertsRegistry(open_pair)
-        self._planner = planner or AutoPlanner()
+        self._planner = planner or AutoPlanner(partial(measured_machine, make_room=self._room_to_measure))
         self._gguf = KeptNames(GGUF_FILES)
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
@@ -183,6 +184,13 @@ class ComfyDoor:
         from .comfy_sigmas import schedule_sigmas
 
         return schedule_sigmas(name, steps, denoise, flow_shift)
+
+    def _room_to_measure(self) -> None:
+        """A GPU that is full of other models, say a text encoder, cannot be measured, and nobody else evicts them."""
+        from .machine_profile import PROBE_BYTES
+
+        if self.device().type == "cuda":
+            comfy.model_management.free_memory(PROBE_BYTES, self.device())
 
     def _count_pins(self) -> None:
         """A pair that was closed has given its page-locked memory back."""

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ FORMAT = 1
 USUAL_TOKENS = VideoShape(width=832, height=480, frames=81).tokens
 BUSY_TOKENS = 4096
 """Of the block that computes beside copies: some tens of milliseconds each, whatever the GPU."""
+PROBE_BYTES = 6_000_000_000
+"""Of a GPU: a block of A14B, and 4.7 GB of which a pass of `USUAL_TOKENS` takes 3.7. With less, fewer are computed."""
 OWN_FILE_BYTES = 256_000_000
 """Written, read and removed where there is no file of weights to read."""
 
@@ -49,6 +51,7 @@ def machine_profile(
     expert: ExpertShape = T2V_A14B,
     models: Path | None = None,
     folder: Path | None = None,
+    make_room: Callable[[], object] = lambda: None,
 ) -> Machine:
     """The kept profile of this machine, or one that is measured now, which takes some seconds.
 
@@ -57,6 +60,7 @@ def machine_profile(
         expert: whose blocks are computed.
         models: a file of weights, or a folder of them, on the disk that weights are read from; None: any disk.
         folder: where profiles are kept; None: the user's cache folder.
+        make_room: called before anything is measured, to free `PROBE_BYTES` of the device.
 
     A kept profile of another machine, of another disk or of other blocks is told in the log and not used; nor is one
     that cannot be read. A folder that cannot be written to is told too, and the figures hold for this call alone.
@@ -66,7 +70,10 @@ def machine_profile(
     if models is None:
         del wanted["disk"]  # the one that was measured is as good as any
     kept = _kept(path, wanted)
-    return kept if kept is not None else measure_machine(device, expert=expert, models=models, folder=folder).machine
+    if kept is not None:
+        return kept
+    make_room()
+    return measure_machine(device, expert=expert, models=models, folder=folder).machine
 
 
 def measure_machine(

@@ -36,6 +36,7 @@ from wanstream.host import ExpertsRef  # noqa: E402
 from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
 from wanstream.host.comfy import ComfyDoor  # noqa: E402
 from wanstream.host.door import open_pair  # noqa: E402
+from wanstream.host.machine_profile import PROBE_BYTES  # noqa: E402
 from wanstream.plan import AutoOffload, Machine, OffloadJob, OffloadPolicy  # noqa: E402
 from wanstream.sampling import DenoiseRequest, denoise, offload_job, working_bytes  # noqa: E402
 
@@ -564,6 +565,16 @@ def chosen_by_the_planner(files: Files) -> Any:
             residents = 12 - choice.policy.blocks_to_swap if choice.policy.kind == "block_swap" else 0
             found.append([residents, loaded.policy == choice.policy, choice.revise is not None])
     return found
+
+
+@case
+def room_to_measure(files: Files) -> Any:
+    """What a neighbour that fills the device keeps when the machine is measured: bytes over those that are needed."""
+    with world(files) as (here, _):
+        neighbour = here.neighbour(10 * 2**30)
+        here.capacity = here.taken + 2**30
+        here.door._room_to_measure()
+        return here.free() - PROBE_BYTES, neighbour.loaded_size() > 0
 
 
 def _scaled(job: OffloadJob) -> OffloadJob:

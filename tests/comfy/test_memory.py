@@ -170,3 +170,9 @@ def test_what_the_planner_chooses_is_what_comfyui_has_room_for(found: dict[str, 
     assert plenty[1:] == reserved[1:] == [True, True]
     assert plenty[0] - reserved[0] == 4
     assert plenty[0] >= 5
+
+
+def test_other_models_make_room_for_measuring_and_no_more(found: dict[str, Any]) -> None:
+    over, stays = found["room_to_measure"]
+    assert 0 <= over < 2**20
+    assert stays

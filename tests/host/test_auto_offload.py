@@ -13,6 +13,7 @@ import torch
 from wanstream.host.auto_offload import AutoPlanner, Room, _better, room_beside
 from wanstream.host.door import ExpertsRef
 from wanstream.host.embedded_door import EmbeddedDoor
+from wanstream.offload.available_memory import available_bytes
 from wanstream.plan import (
     AutoOffload,
     Budgets,
@@ -181,6 +182,14 @@ def test_a_revised_policy_counts_on_nothing_that_others_still_hold() -> None:
     assert evicting == [True, False]
 
 
+def test_a_first_call_that_no_step_foretold_teaches_nothing() -> None:
+    """A sampler of ComfyUI may begin with another expert than its sigmas, or call the model twice in its only step."""
+    choice = _choose(AutoPlanner(lambda *_: GPU), _room())
+    assert choice.revise(replace(_record(choice.policy, GPU), expert="low")) is None
+    single = _choose(AutoPlanner(lambda *_: GPU), _room(), replace(JOB, experts_of_steps=("high",)))
+    assert single.revise(replace(_record(choice.policy, GPU), stall_s=99.0, wall_s=200.0)) is None
+
+
 class _Pair:
     loaded_bytes, host_bytes = 5 * GB, 3 * GB
 
@@ -190,6 +199,11 @@ def test_what_the_experts_hold_already_is_theirs() -> None:
     assert on_gpu.vram_bytes == 6 * GB
     assert room_beside(_Pair(), CUDA, free=0, reserved=9 * GB).vram_bytes == 0  # type: ignore[arg-type]
     assert room_beside(_Pair(), CPU, free=0, reserved=GB).vram_bytes is None  # type: ignore[arg-type]
+
+
+def test_some_of_the_free_ram_is_left_to_others() -> None:
+    found = room_beside(_Pair(), CUDA, free=GB, reserved=0).ram_bytes - _Pair.host_bytes  # type: ignore[arg-type]
+    assert 0.8 * available_bytes() < found < 0.95 * available_bytes()
 
 
 @pytest.fixture

@@ -85,6 +85,19 @@ def test_a_kept_profile_is_used(kept: Path, models: Path, caplog: pytest.LogCapt
     assert not caplog.records
 
 
+def test_room_is_made_only_where_something_is_measured(kept: Path, models: Path) -> None:
+    asked = list[bool]()
+
+    def make_room() -> None:
+        asked.append(profile_path(CPU, kept).is_file())
+
+    machine_profile(CPU, expert=TINY, models=models, folder=kept, make_room=make_room)
+    assert asked == []
+    profile_path(CPU, kept).unlink()
+    machine_profile(CPU, expert=TINY, models=models, folder=kept, make_room=make_room)
+    assert asked == [False], "before anything is measured and kept"
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"device": "RTX 9090"}, {"ram_bytes": 1}, {"disk": -1}, {"block": [1, 2]}],
