@@ -77,7 +77,8 @@ def denoise(
     """Denoise `request` with both experts, their weights streamed to `device` as `policy` says.
 
     A step that runs out of device memory is taken again from its latent with the next smaller policy, which stays for
-    the rest of the run; `Timeline.changes` and the log tell it. Not a bit of the result changes.
+    the rest of the run; `Timeline.changes` and the log tell it. Not a bit of the result changes, but where only fewer
+    tokens at once were left to try, which may round last bits differently.
 
     Args:
         on_step: called after each step, on the calling thread.

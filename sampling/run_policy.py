@@ -87,7 +87,8 @@ class RunPolicy:
         if smaller is None:
             raise NoRoomError(self._no_room(where, said, working, free))
         text = f"out of memory in {where}: {self._words(smaller)} instead of {self._words(self.policy)}"
-        log.warning("%s; this part is computed again, and the result is the same (%s)", text, said)
+        same = "" if smaller.chunk_tokens != chunk else ", and the result is the same"
+        log.warning("%s; this part is computed again%s (%s)", text, same, said)
         self.changes.append(text)
         self.policy = smaller
         self._tried.append(smaller)

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,9 +121,24 @@ def test_the_smaller_policy_stays_and_is_told(
     assert "instead of" in change
     (warning,) = caplog.messages
     assert warning.startswith(change)
-    assert "out of memory at use 16" in warning
+    assert "computed again, and the result is the same (out of memory at use 16" in warning
     streamed = [step.bytes_moved for step in result.timeline.steps]
     assert streamed[1] < streamed[3] == streamed[4], "three blocks stream instead of two from step 2 on"
+
+
+def test_where_two_buffers_are_all_there_is_fewer_tokens_are_computed_at_once(
+    open_pair: OpenPair, make_request: Request, caplog: pytest.LogCaptureFixture
+) -> None:
+    noise = torch.randn(1, 16, 5, 42, 40, generator=torch.Generator().manual_seed(1))  # 2100 tokens
+    request = make_request(noise=noise, steps=2, switch_step=1)
+    pair = ShortPair(open_pair(), _once(2 * LAYERS - 1))
+    with caplog.at_level(logging.WARNING, "wanstream.sampling"):
+        result = _run(pair, request, LAYERWISE(1))
+    assert pair.policies == [LAYERWISE(1), replace(LAYERWISE(1), chunk_tokens=2048)]
+    assert "2048 tokens at once" in result.timeline.changes[0]
+    assert "the result is the same" not in caplog.text, "last bits may differ"
+    whole = _run(open_pair(), request, LAYERWISE(1)).latents
+    assert torch.allclose(result.latents, whole, rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_is_tried_again_with_less_and_less_and_no_more_often_than_needed(
