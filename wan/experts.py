@@ -217,7 +217,7 @@ class ExpertPair:
 
     @property
     def host_staying_bytes(self) -> int:
-        """Host memory of a run beside its slots, at most: LoRAs in their two forms, and an embedder that waits."""
+        """Host memory of a run beside its slots, about: LoRAs in their two forms, and an embedder that waits."""
         embedders = [
             sum(tensor.nbytes for name, tensor in expert.weights.items() if part_of(name) is not None)
             for expert in (self.high, self.low)

@@ -54,6 +54,19 @@ def plain(pair, lane):
         return run(plain, lane)
 
 
+def test_the_ram_beside_slots_is_told_before_the_run(pair, lora_file, lane):
+    engine, without = pair.engine(POLICIES["layerwise"], "cpu"), pair.host_staying_bytes
+    engine.models._reader.submit(int).result()
+    assert 0 <= engine.models.host_bytes - without < 2 * 4096, "what embeds time and text, of one expert, in pages"
+    one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
+    pair.set_loras([(one, 1.0)], [(two, 0.5), (one, 0.0)])
+    told = pair.host_staying_bytes - without
+    run(pair, lane)
+    taken = pair._factors.nbytes + pair.host_bytes
+    # Factors of a block end at a page, and biases are not kept with it.
+    assert abs(taken - told) < 8 * 4096
+
+
 class TestChanges:
     """Between runs of one engine."""
 
