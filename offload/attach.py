@@ -141,8 +141,8 @@ class OffloadHandle:
         """Compile `visits` and start them; use with `with`.
 
         `then` are visits that are expected of the next run. Their blocks are read into slots of RAM that become free
-        before this run ends; it does not wait for them, the device does nothing for them, and any other run is right
-        as well.
+        before this run ends. It waits at its end for the one that is just being read, and for no other; the device does
+        nothing for them, and any other run is right as well.
         """
         return OffloadRun(self, self.engine.run(self.programs(visits, then), recorder=recorder))
 

@@ -91,8 +91,10 @@ class EngineRun:
     def _finish(self) -> None:
         self._going_on = False
         try:
-            self._end_threads()
-            self._engine.streams.end_run()
+            try:
+                self._end_threads()
+            finally:  # also when interrupted again: nothing may be overwritten under visits that are under way
+                self._engine.streams.end_run()
         finally:
             for buffer in self._engine.buffers:
                 buffer.end_run()

@@ -33,14 +33,12 @@ class RamRun:
         done = set(self.reads)
         return all(fetch in done for fetch in self._ram.program.fetches if fetch.needed_by < self._ram.expected_from)
 
-    def start(self) -> bool:
-        """Take over what the slots hold, and begin to read; returns whether there is anything to read."""
+    def start(self) -> None:
+        """Take over what the slots hold, and begin to read."""
         for index, key in self._ram.program.initial.items():
             self._slots[index].keep(key)
         if self._to_read():
             self._thread.start()
-            return True
-        return False
 
     def stop(self) -> None:
         """Wake every thread that waits here."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from wanstream.offload import OffloadHandle, attach_offload
 from wanstream.offload.buffers import BufferOrderError
+from wanstream.offload.cpu_streams import CpuStreams
 from wanstream.offload.engine_run import VisitOrderError
 from wanstream.offload.module_source import ModuleSource
 from wanstream.plan import BlockKey, OffloadPolicy, Visit, step_visits
@@ -123,7 +124,21 @@ def test_a_second_interrupt_does_not_leave_the_fetch_thread_behind(stack):
         time.sleep(0.2)
         gate.open.set()
 
+    class Told:
+        """Streams that count how often a run ended."""
+
+        def __init__(self, inner: CpuStreams) -> None:
+            self.inner, self.ended = inner, 0
+
+        def end_run(self) -> None:
+            self.ended += 1
+            self.inner.end_run()
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.inner, name)
+
     with attach(stack, source=gate) as handle:
+        handle.engine.streams = told = Told(handle.engine.streams)
         again = threading.Thread(target=interrupt_again)
         try:
             with pytest.raises(KeyboardInterrupt), handle.run(visits_of(handle)):
@@ -131,6 +146,7 @@ def test_a_second_interrupt_does_not_leave_the_fetch_thread_behind(stack):
                 again.start()
                 raise KeyboardInterrupt
             assert fetch_threads() == []
+            assert told.ended == 1, "what comes next waits for the visits of this run all the same"
         finally:
             gate.open.set()
             again.join()
