@@ -9,13 +9,12 @@ import torch
 
 from ..metrics import Mark
 from ..plan import BlockKey
+from ..plan.memory_needs import RAW_SLOTS
 from .decode import decode_block
 from .layout import BlockFormat, allocate_flat
 from .patches import HeldPatch, HeldPatches
 from .source import BlockSource
 from .streams import Arrival, Leave
-
-RAW_SLOTS = 2  # while one is decoded, the next block is copied into the other
 
 
 class RawSlot:

@@ -15,6 +15,7 @@ import torch
 
 from ..metrics import Recorder
 from ..plan import BlockKey, RamHomes, Residency, TransferProgram, check_program, check_ram, eviction_order
+from ..plan.memory_needs import STAGING_SLOTS
 from .buffers import BlockBuffer, BufferState
 from .cpu_streams import CpuStreams
 from .cuda_streams import CudaStreams
@@ -27,8 +28,6 @@ from .ram_slots import RamSlots
 from .shared_segment import SharedSegment
 from .source import BlockSource
 from .streams import Streams
-
-STAGING_SLOTS = 2  # facts of the simulator: two whole-block slots keep a disk busy, a third gains nothing
 
 
 class StreamEngine:

@@ -12,7 +12,7 @@ from .ram import RamHomes, plan_ram
 from .residency import OffloadPolicy, Residency, plan_residency
 
 STAGING_SLOTS = 2
-"""Of whole blocks; a third gains nothing."""
+"""Of whole blocks: two keep a disk busy, a third gains nothing."""
 RAW_SLOTS = 2
 """On a GPU, for blocks that are decoded there: one is copied into while the other is decoded."""
 

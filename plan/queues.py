@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .hardware import Hardware
+from .memory_needs import RAW_SLOTS
 from .program import AT_ONCE, KEPT, TransferProgram
 from .ram import DIRECT, RamProgram
-
-RAW_SLOTS = 2
-"""Places on a GPU in which copied blocks wait for being decoded."""
 
 
 class StepTimes(NamedTuple):

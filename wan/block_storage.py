@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 
-from ..offload.cuda_streams import RAW_SLOTS
 from ..offload.file_source import FileSource
 from ..offload.layout import BlockFormat, block_format
 from ..offload.quantised_format import quantised_format, scale_bytes
@@ -17,6 +16,7 @@ from ..offload.quantised_source import QuantisedSource
 from ..offload.safetensors_header import FileTensor
 from ..offload.source import BlockSource
 from ..plan import BlockKey
+from ..plan.memory_needs import RAW_SLOTS
 from .checkpoint import Expert
 from .meta_model import block_streams
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.offload.cuda_streams import RAW_SLOTS
 from wanstream.offload.source import SourceError
 from wanstream.plan import OffloadPolicy, step_visits
+from wanstream.plan.memory_needs import RAW_SLOTS
 from wanstream.wan import ExpertPair, Lane, forward_lanes, open_experts
 from wanstream.wan.block_storage import block_source
 
