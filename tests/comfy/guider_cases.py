@@ -46,10 +46,11 @@ def _pack() -> None:
 
 _pack()
 from wanstream.host import ExpertsRef, host  # noqa: E402
+from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
 from wanstream.host.comfy_guider import ExpertsGuider  # noqa: E402
 from wanstream.host.comfy_trace import predicted_sigmas, random_state_kept  # noqa: E402
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas  # noqa: E402
-from wanstream.plan import OffloadPolicy  # noqa: E402
+from wanstream.plan import AutoOffload, Machine, OffloadPolicy  # noqa: E402
 from wanstream.sampling import DenoiseRequest, denoise  # noqa: E402
 
 SHIFT, BOUNDARY, STEPS, SEED = 5.0, 0.875, 6, 7
@@ -282,6 +283,37 @@ def chunk_case(side: Side) -> dict[str, object]:
         results.append(sampled(guider, sampler, _simple()))
         needed.append(guider.model_patcher.model.memory_required([1, 16, 21, 90, 160]))
     return {"equal": all(torch.equal(each, results[0]) for each in results), "needed": needed}
+
+
+def chosen_case(side: Side) -> dict[str, object]:
+    """Policies left to the planner, twice, on a machine whose disk is slow; and its first step says it is not."""
+    machine = Machine(
+        name="made up",
+        origin="made up",
+        computes_on="cpu",
+        vram_bytes=0,
+        ram_bytes=10**12,
+        h2d_bytes_per_s=None,
+        h2d_pageable_bytes_per_s=None,
+        d2h_bytes_per_s=None,
+        disk_bytes_per_s=1e3,
+        flops_per_s=1e9,
+        decode_bytes_per_s=1e9,
+        copy_bytes_per_s=1e9,
+        quantise_bytes_per_s=1e9,
+    )
+    sampler = comfy.samplers.sampler_object("heun")
+    whole = sampled(side.ours(), sampler, _simple())
+    host.free_experts()
+    host._planner, before = AutoPlanner(lambda *_: machine), host._planner
+    try:
+        guider = side.ours(policy=AutoOffload())
+        results = [sampled(guider, sampler, _simple()) for _ in range(2)]
+    finally:
+        host._planner = before
+    told, moved = guider.timeline.changes, sum(step.bytes_moved for step in guider.timeline.steps)
+    host.free_experts()
+    return {"equal": [torch.equal(each, whole) for each in results], "told": told, "moved": moved}
 
 
 def split_case(side: Side) -> dict[str, object]:

@@ -147,6 +147,13 @@ def test_room_is_made_for_the_tokens_that_are_computed_at_once(case: Case) -> No
     assert few < 0.8 * whole == 0.8 * again
 
 
+def test_a_policy_that_is_left_to_the_planner_changes_no_bit(case: Case) -> None:
+    found = case("chosen")
+    assert found["equal"] == [True, True]
+    assert found["told"][0].startswith("chosen: "), "of the second run"
+    assert found["moved"] == 0, "with so slow a disk both experts stay"
+
+
 def test_split_sigmas_go_on_where_they_were_cut(case: Case) -> None:
     found = case("split")
     assert max(found["differences"]) <= CLOSE
