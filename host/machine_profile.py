@@ -211,7 +211,7 @@ def _file_to_read(models: Path | None, notes: list[str]) -> Iterator[Path]:
         yield found
         return
     # Beside the models, because that is the disk in question.
-    place = models if models is not None and models.is_dir() else None
+    place = models if models is not None and models.is_dir() else _place_on_disk()
     with tempfile.NamedTemporaryFile(prefix="wanstream-probe-", dir=place, delete=False) as file:
         own = Path(file.name)
         try:
@@ -228,6 +228,12 @@ def _file_to_read(models: Path | None, notes: list[str]) -> Iterator[Path]:
         yield own
     finally:
         own.unlink()
+
+
+def _place_on_disk() -> Path:
+    """Rather the user's cache folder than that of temporary files, which is RAM on many systems."""
+    cache = Path(platformdirs.user_cache_dir())
+    return cache if os.access(cache, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _largest_weights(models: Path) -> Path | None:

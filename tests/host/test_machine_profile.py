@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,15 @@ def test_without_weights_a_file_is_written_read_and_removed(tmp_path: Path) -> N
     profile = measure_machine(CPU, expert=TINY, tokens=300, models=empty, folder=cache)
     assert profile.notes[0] == f"read: a file of its own in {empty}, there is no file of weights to read"
     assert list(empty.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="there the environment does not name the cache folder")
+def test_without_a_folder_of_models_the_disk_of_the_cache_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder for temporary files lies in RAM on many systems, and would look like the fastest disk there is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    profile = measure_machine(CPU, expert=TINY, tokens=300)
+    assert profile.notes[0] == f"read: a file of its own in {tmp_path}, there is no file of weights to read"
+    assert [path.name for path in tmp_path.iterdir()] == ["wanstream"]
