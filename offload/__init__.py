@@ -7,7 +7,6 @@ from .file_source import FileSource, read_tensors
 from .layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, flat_layout, streamed_names, tensor_views
 from .module_source import ModuleSource
 from .patches import BlockPatch, WeightPatch
-from .programs import RunPrograms
 from .safetensors_header import CheckpointFileError, FileHeader, FileTensor, read_header
 from .source import BlockSource, SourceError
 
@@ -24,7 +23,6 @@ __all__ = [
     "ModuleSource",
     "OffloadHandle",
     "OffloadRun",
-    "RunPrograms",
     "SourceError",
     "WeightPatch",
     "allocate_flat",

@@ -29,6 +29,7 @@ from ..plan import (
     OffloadPolicy,
     RamHomes,
     Residency,
+    RunPrograms,
     TransferProgram,
     Visit,
     plan_ram,
@@ -42,7 +43,7 @@ from .engine import StreamEngine
 from .follow import ForwardFollower
 from .module_source import ModuleSource
 from .patches import BlockPatch
-from .programs import Places, RunPrograms, compile_run
+from .programs import Places, compile_run
 from .shared_segment import SharedSegment
 from .source import BlockSource
 from .staying import StayingTensors

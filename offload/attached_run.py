@@ -5,9 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..plan import Fetch, TransferProgram, Visit
+from ..plan import Fetch, RunPrograms, TransferProgram, Visit
 from .engine_run import EngineRun, VisitContext
-from .programs import RunPrograms
 
 if TYPE_CHECKING:
     from .attach import OffloadHandle

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from ..metrics import Recorder
-from ..plan import BlockKey, RamHomes, Residency, TransferProgram, check_program, check_ram, eviction_order
+from ..plan import BlockKey, RamHomes, Residency, RunPrograms, TransferProgram, check_program, check_ram, eviction_order
 from ..plan.memory_needs import STAGING_SLOTS
 from .buffers import BlockBuffer, BufferState
 from .cpu_streams import CpuStreams
@@ -23,7 +23,6 @@ from .engine_run import EngineRun
 from .layout import allocate_flat
 from .page_lock import CudaPageLock
 from .patches import BlockPatch, HeldPatches
-from .programs import RunPrograms
 from .ram_slots import RamSlots
 from .shared_segment import SharedSegment
 from .source import BlockSource

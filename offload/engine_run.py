@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..metrics import Clock, Mark, Recorder, clock_for
-from ..plan import AT_ONCE, KEPT, BlockKey, Fetch, Visit
+from ..plan import AT_ONCE, KEPT, BlockKey, Fetch, RunPrograms, Visit
 from .buffers import BlockBuffer
-from .programs import RunPrograms
 from .progress import RunProgress, RunStopped
 from .ram_run import RamRun
 from .run_thread import RunThread

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..plan import BlockKey, RamHomes, RamProgram, Residency, TransferProgram, Visit, compile_program, compile_ram
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPrograms:
-    """What a run executes, and what `simulate` predicts."""
-
-    device: TransferProgram
-    ram: RamProgram
+from ..plan import BlockKey, RamHomes, Residency, RunPrograms, Visit, compile_program, compile_ram
 
 
 @dataclass(frozen=True, kw_only=True)

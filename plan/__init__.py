@@ -13,7 +13,7 @@ from .memory_needs import DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
 from .planner import Candidate, OffloadPlan, plan_offload
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
-from .ram import DIRECT, RamHomes, RamProgram, compile_ram, plan_ram
+from .ram import DIRECT, RamHomes, RamProgram, RunPrograms, compile_ram, plan_ram
 from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
 from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
 from .simulate import simulate
@@ -43,6 +43,7 @@ __all__ = [
     "RamHomes",
     "RamProgram",
     "Residency",
+    "RunPrograms",
     "SourceKind",
     "StepRecord",
     "Timeline",

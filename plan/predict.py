@@ -13,21 +13,13 @@ from .machine import Machine
 from .memory_needs import staging_slots
 from .offload_job import OffloadJob
 from .program import TransferProgram, compile_program
-from .ram import RamProgram, compile_ram, plan_ram
+from .ram import RunPrograms, compile_ram, plan_ram
 from .residency import OffloadPolicy, plan_residency
 from .simulate import simulate
 from .timeline import Timeline
 
 CHUNK_S = 500e-6
 """What one more chunk adds to a block: its launches, and 0.28 GB of feed-forward weights read at some 1 TB/s."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Programs:
-    """The two programs of a run: over the bus, and from the file into RAM."""
-
-    device: TransferProgram
-    ram: RamProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +53,7 @@ class Prediction:
 
 def compile_programs(
     job: OffloadJob, machine: Machine, policy: OffloadPolicy, *, device: TransferProgram | None = None
-) -> Programs:
+) -> RunPrograms:
     """The programs of a first run, from empty buffers and empty RAM, as the engine makes them.
 
     `device` is the device program where it is there already: it does not depend on homes in RAM.
@@ -69,7 +61,7 @@ def compile_programs(
     residency, buffers = plan_residency(policy, job.block_counts)
     homes = plan_ram(policy, residency, job.block_counts)
     program = device or compile_program(job.visits, residency, buffers)
-    return Programs(device=program, ram=compile_ram(program, homes, staging=staging_slots(job, machine, homes)))
+    return RunPrograms(device=program, ram=compile_ram(program, homes, staging=staging_slots(job, machine, homes)))
 
 
 def hardware_of(job: OffloadJob, machine: Machine, chunk_tokens: int | None) -> Hardware:
@@ -104,7 +96,7 @@ def read_seconds(job: OffloadJob, machine: Machine) -> float:
 
 
 def predict(
-    job: OffloadJob, machine: Machine, policy: OffloadPolicy, *, programs: Programs | None = None
+    job: OffloadJob, machine: Machine, policy: OffloadPolicy, *, programs: RunPrograms | None = None
 ) -> Prediction:
     """Simulate the run of `job` on `machine` under `policy`, whether it fits or not, from the `programs` of it.
 

@@ -45,6 +45,14 @@ class RamProgram:
     """Visits from this index on belong to the expected next run: they are read for, but not visited."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunPrograms:
+    """The two programs of a run, over the bus and into RAM: what a run executes, and what `simulate` predicts."""
+
+    device: TransferProgram
+    ram: RamProgram
+
+
 def plan_ram(policy: OffloadPolicy, residency: Residency, block_counts: Mapping[str, int]) -> RamHomes:
     """Homes in RAM for stacks of `block_counts[expert]` blocks whose residents on the device are `residency`.
 

@@ -11,8 +11,7 @@ from ..metrics import Recorder
 from ..offload.attach import attach_offload
 from ..offload.attached_run import OffloadRun
 from ..offload.patches import BlockPatch, WeightPatch
-from ..offload.programs import RunPrograms
-from ..plan import BlockKey, OffloadPolicy, Visit
+from ..plan import BlockKey, OffloadPolicy, RunPrograms, Visit
 from .block_storage import Storage, block_source
 from .checkpoint import Expert
 from .expert_models import ExpertModels
