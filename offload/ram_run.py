@@ -53,7 +53,10 @@ class RamRun:
         self._slots.end_run()
         error = self._thread.error
         if error is not None and self.is_whole:
-            logger.warning("nothing more was read ahead for the next run, which will try again: %s", error)
+            ours = None if isinstance(error, OSError) else error  # no fault of a disk: our own, with where it is
+            logger.warning(
+                "nothing more was read ahead for the next run, which will try again: %s", error, exc_info=ours
+            )
 
     def reads_for(self, fetch: int) -> bool:
         """Whether the file is read for this fetch of the device program, and not for one before it."""

@@ -167,6 +167,25 @@ class TestThen:
             assert torch.equal(run_through(handle, stacks, ["high", "low"])[0], expected)
             assert sorted(source.reads) == sorted(source.keys())
 
+    @pytest.mark.parametrize(("error", "traced"), [(SourceError("no disk"), False), (AssertionError("no sense"), True)])
+    def test_a_fault_of_our_own_is_told_with_where_it_is(self, stacks, caplog, error, traced):
+        class Faulty(ModuleSource):
+            def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+                if key.expert == "low":
+                    raise error
+                super().read_block(key, into)
+
+        with attach(stacks, ALL_AT_HOME, Faulty(stacks)) as handle:
+            visits = step_visits(["high"], handle.counts)
+            with handle.run(visits, then=step_visits(["low"], handle.counts)) as run:
+                for visit in visits:
+                    with run.visit(*visit):
+                        pass
+                wait_until(lambda: run._run._ram._thread.error is not None)
+        (record,) = caplog.records
+        assert f"will try again: {error}" in record.getMessage()
+        assert (record.exc_info is not None) == traced
+
 
 def needed_reads(run: OffloadRun) -> list[BlockKey]:
     ram = run.programs.ram
