@@ -23,8 +23,9 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
 # The page size, a multiple of every sector size that disks have.
 ALIGNMENT = 4096
 
-# The bounce buffer of one thread: one huge page, which a disk fills in few pieces. Four threads read a cold file of
-# 0.95 GB at 2.5 to 2.9 GB/s into such pages and at 1.0 to 1.1 GB/s into ordinary ones; 1, 4 and 8 MB are slower.
+# The bounce buffer of one thread: one huge page, which a disk fills in few pieces. Four threads read a file of 0.95 GB
+# past the page cache at 2.5 to 2.9 GB/s into such pages and at 1.0 to 1.1 GB/s into ordinary ones (a few runs in turns
+# on a virtual disk, whose host may have held the file); with 1 and 4 MB they were slower.
 EXTENT_BYTES = HUGE_PAGE
 
 # Bytes that nobody wants are read along where that saves a read: biases between the matrices of a block.
