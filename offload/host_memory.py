@@ -53,8 +53,8 @@ def keep_freed_memory() -> None:
 
     By itself it gives the memory of one block's activations back to the system and takes it again page by page for the
     next block, unless it has seen large blocks freed before. A process that has loaded a model has, and ours loads
-    nothing: with two 1.4 B experts, 980 tokens and two cores that was up to 70 MB for each block, and some 5 % of a step
-    (one run of each). Other C libraries are left as they are.
+    nothing: with two 1.4 B experts, 980 tokens and two cores that was up to 70 MB for each block, and some 5 % of a
+    step (one run of each). Other C libraries are left as they are.
     """
     if platform.libc_ver()[0] != "glibc":
         return
