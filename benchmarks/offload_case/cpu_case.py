@@ -11,9 +11,9 @@ from .memory_limit import NoMemoryLimitError, limited_group
 from .session import DISTURBED, Planned, Session, Settings
 from .shapes import SHAPES
 from .summary import summarise
-from .variants import CPU_OFFLOAD, DISK_PEERS, HEAP_PEERS, RESIDENT, SWAP, wanstream_variants
+from .variants import CPU_OFFLOAD, DISK_PEERS, HEAP_PEERS, KEPT_RESIDENT, RESIDENT, SWAP, wanstream_variants
 
-MAIN = ("resident", "layerwise", "half")
+MAIN = ("resident", "resident-kept", "layerwise", "half")
 LIMITED_MAIN = ("layerwise",)
 
 
@@ -58,7 +58,9 @@ def planned_rounds(
 
     Inside a limit the resident model still runs without it, in each round, as what the others are measured against.
     """
-    every = [RESIDENT, *wanstream_variants(blocks), *DISK_PEERS, *(HEAP_PEERS if limited else []), CPU_OFFLOAD, SWAP]
+    ours = wanstream_variants(blocks)
+    peers = [*DISK_PEERS, *(HEAP_PEERS if limited else []), CPU_OFFLOAD, SWAP]
+    every = [RESIDENT, KEPT_RESIDENT, *ours, *peers]
     main = LIMITED_MAIN if limited else MAIN
     names = [variant.name for variant in every if only is None or variant.name in only]
     others = [name for name in names if name not in main and not (limited and name in UNLIMITED_ONLY)]
@@ -71,7 +73,7 @@ def planned_rounds(
     return rounds
 
 
-UNLIMITED_ONLY = ("pinned", "wanstream-resident")
+UNLIMITED_ONLY = ("resident-kept", "pinned", "wanstream-resident")
 """They hold all weights in RAM by their own account; whether they survive in less is no question."""
 
 

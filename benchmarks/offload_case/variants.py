@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from wanstream.offload.host_memory import KEPT_BYTES, LARGEST_KEPT
 from wanstream.plan import OffloadPolicy
 
 Kind = Literal["wanstream", "resident", "mmap", "swap", "group", "accelerate"]
@@ -14,6 +15,9 @@ CHUNK_TOKENS = 8192
 
 HEAP_ON_DEMAND = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """Without it glibc keeps diffusers' placeholders on the heap, where activations touch all of their pages."""
+
+KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES), "MALLOC_MMAP_THRESHOLD_": str(LARGEST_KEPT)}
+"""What WanStream asks of glibc in its own process, so that nothing it gains by that counts as streaming."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,9 @@ def fp8_variants() -> list[Variant]:
 
 
 RESIDENT = Variant(name="resident", title="resident (disable_mmap=True)", kind="resident")
+KEPT_RESIDENT = replace(
+    RESIDENT, name="resident-kept", title="resident, glibc keeps what WanStream lets it keep", environment=KEPT_MEMORY
+)
 SWAP = Variant(name="swap", title="whole experts, one at a time", kind="swap")
 CPU_OFFLOAD = Variant(name="cpu-offload", title="accelerate cpu_offload", kind="accelerate")
 
@@ -151,6 +158,7 @@ def all_variants(blocks: int) -> dict[str, Variant]:
     """Every variant by name, for experts of that many blocks."""
     variants = [
         RESIDENT,
+        KEPT_RESIDENT,
         *wanstream_variants(blocks),
         chunked_variant(),
         *fp8_variants(),

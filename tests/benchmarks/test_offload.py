@@ -59,7 +59,7 @@ def run(
 def test_every_round_holds_the_main_variants_and_a_share_of_the_others() -> None:
     rounds = planned_rounds(blocks=30, repetitions=3, limited=False)
     names = [[plan.variant for plan in planned] for planned in rounds]
-    assert [planned[:3] for planned in names] == [["resident", "layerwise", "half"]] * 3
+    assert [planned[:3] for planned in names] == [["resident", "resident-kept", "layerwise", "half"]] * 3
     others = [name for planned in names for name in planned[3:]]
     assert len(others) == len(set(others))
     assert {*OURS, *PEERS} <= {*others, *names[0]}
