@@ -59,11 +59,11 @@ def run(
 def test_every_round_holds_the_main_variants_and_a_share_of_the_others() -> None:
     rounds = planned_rounds(blocks=30, repetitions=3, limited=False)
     names = [[plan.variant for plan in planned] for planned in rounds]
-    assert [planned[:3] for planned in names] == [["resident", "resident-kept", "layerwise", "half"]] * 3
-    others = [name for planned in names for name in planned[3:]]
+    assert [planned[:4] for planned in names] == [["resident", "resident-kept", "layerwise", "half"]] * 3
+    others = [name for planned in names for name in planned[4:]]
     assert len(others) == len(set(others))
     assert {*OURS, *PEERS} <= {*others, *names[0]}
-    assert {plan.repetition for plan in rounds[2][:3]} == {2}
+    assert {plan.repetition for plan in rounds[2][:4]} == {2}
 
 
 def test_inside_a_limit_the_resident_model_also_runs_free() -> None:
