@@ -18,7 +18,7 @@ from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spr
 from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
 from .simulate import simulate
 from .tenancies import buffers_needed
-from .timeline import StepRecord, Timeline
+from .timeline import PHASES, MemorySample, PhaseRecord, StepRecord, Timeline
 from .visits import BlockKey, Visit, step_visits
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "DIRECT",
     "I2V_A14B",
     "KEPT",
+    "PHASES",
     "T2V_A14B",
     "AutoOffload",
     "BlockKey",
@@ -36,9 +37,11 @@ __all__ = [
     "Fetch",
     "Hardware",
     "Machine",
+    "MemorySample",
     "OffloadJob",
     "OffloadPlan",
     "OffloadPolicy",
+    "PhaseRecord",
     "ProgramError",
     "RamHomes",
     "RamProgram",

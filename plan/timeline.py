@@ -8,6 +8,9 @@ from typing import Any, Literal, get_args
 
 TimelineKind = Literal["measured", "simulated"]
 
+PHASES = ("open", "text", "first block", "high", "switch", "low", "decode", "save")
+"""What the parts of a queue item are called."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -36,6 +39,73 @@ class StepRecord:
     """Time of decoding and patching blocks: on a GPU beside the computing, on a CPU between stall and compute."""
     read_bytes: int = 0
     """Bytes read from files for the visits of this step, whenever they were read."""
+    began_s: float | None = None
+    """Seconds from the start of the run to the start of the step; None in timelines that were written without."""
+    stall_file_s: float = 0.0
+    """That part of `stall_s` in which the block's bytes had not left their file yet."""
+    copy_s: float = 0.0
+    """Time in which the way from RAM to the buffers was busy with fetches of this step, whenever they ran."""
+    read_s: float = 0.0
+    """Time in which the way from files to RAM, or straight to the buffers, was busy for this step. Likewise."""
+    cached_bytes: int | None = None
+    """That part of `read_bytes` that the page cache gave; None where it is not known."""
+    reserved_bytes: int | None = None
+    """Peak bytes that torch held on the device, in use or kept for later; None as `device_bytes`."""
+    device_used_bytes: int | None = None
+    """Bytes that all processes together held on the device at the end of the step."""
+    dynamic_bytes: int | None = None
+    """Bytes of the device that ComfyUI's dynamic VRAM held for other models at the end of the step."""
+    pinned_bytes: int | None = None
+    """Bytes of RAM that were page-locked for streaming at the end of the step; None where no engine told."""
+
+    @property
+    def overlap(self) -> float | None:
+        """Share of the transfer time that computing hid: 0 to 1; None where nothing was transferred.
+
+        Both routes work side by side, so that the transfer time is that of the busier one.
+        """
+        return _overlap(self)
+
+    @property
+    def copy_bytes_per_s(self) -> float | None:
+        """Rate of the way from RAM to the buffers while it was busy; None where nothing was copied."""
+        return self.bytes_moved / self.copy_s if self.copy_s > 0 else None
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        """Rate of the way from files while it was busy; None where nothing was read."""
+        return self.read_bytes / self.read_s if self.read_s > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRecord:
+    """One part of a queue item, steps together or work beside them. Times in seconds."""
+
+    name: str
+    """One of `PHASES`."""
+    began_s: float
+    """Since the run began; negative for what was done before it."""
+    wall_s: float
+    device_bytes: int | None = None
+    """Peak bytes that torch allocated on the device during the phase; None when there is no such counter."""
+    device_used_bytes: int | None = None
+    """Most bytes that all processes together held on the device, as far as it was sampled."""
+    rss_bytes: int | None = None
+    """RAM of the process at the end of the phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySample:
+    """Memory at one moment between events."""
+
+    at_s: float
+    """Seconds since the run began."""
+    device_bytes: int | None
+    """Bytes that torch has allocated on the device; None when there is no such counter."""
+    device_used_bytes: int | None
+    """Bytes that all processes together hold on the device. Likewise."""
+    rss_bytes: int
+    """RAM of the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +120,17 @@ class Timeline:
     """Seconds from the start of the run to the first block's compute; None when no block was visited."""
     changes: tuple[str, ...] = ()
     """What was changed on the way, in words: fewer buffers after running out of memory, another plan."""
+    phases: tuple[PhaseRecord, ...] = ()
+    """In the order in which they began."""
+    memory: tuple[MemorySample, ...] = ()
+    measuring_s: float = 0.0
+    """Seconds spent inside the calls that measure, on every thread of the run; waiting for the device is not in it."""
+
+    @property
+    def switch_step(self) -> int | None:
+        """Index of the first step whose expert is not that of the step before; None when there is none."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return next((step.index for before, step in pairs if step.expert != before.expert), None)
 
     @property
     def wall_s(self) -> float:
@@ -77,9 +158,36 @@ class Timeline:
         """Bytes read from files for the blocks of this run."""
         return sum(step.read_bytes for step in self.steps)
 
+    @property
+    def stall_file_s(self) -> float:
+        """That part of `stall_s` in which a block's bytes had not left their file yet."""
+        return sum(step.stall_file_s for step in self.steps)
+
+    @property
+    def copy_s(self) -> float:
+        """Time in which the way from RAM to the buffers was busy."""
+        return sum(step.copy_s for step in self.steps)
+
+    @property
+    def read_s(self) -> float:
+        """Time in which the way from files was busy."""
+        return sum(step.read_s for step in self.steps)
+
+    @property
+    def overlap(self) -> float | None:
+        """As that of a step, for the run."""
+        return _overlap(self)
+
+    @property
+    def cached_bytes(self) -> int | None:
+        """That part of `read_bytes` that the page cache gave; None where it is not known of every step."""
+        known = [step.cached_bytes for step in self.steps if step.cached_bytes is not None]
+        return sum(known) if known and len(known) == len(self.steps) else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, ready for JSON."""
-        return {**asdict(self), "steps": [asdict(step) for step in self.steps], "changes": list(self.changes)}
+        data = asdict(self)
+        return {**data, **{name: list(data[name]) for name in ("steps", "changes", "phases", "memory")}}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
@@ -92,10 +200,17 @@ class Timeline:
             raise ValueError(f"not a timeline: kind is {fields.get('kind')!r}, not one of {get_args(TimelineKind)}")
         try:
             fields["steps"] = tuple(StepRecord(**step) for step in fields.get("steps", ()))
+            fields["phases"] = tuple(PhaseRecord(**phase) for phase in fields.get("phases", ()))
+            fields["memory"] = tuple(MemorySample(**sample) for sample in fields.get("memory", ()))
             fields["changes"] = _lines(fields.get("changes", ()))
             return cls(**fields)
         except TypeError as err:
             raise ValueError(f"not a timeline: {err}") from err
+
+
+def _overlap(spent: StepRecord | Timeline) -> float | None:
+    transfer_s = max(spent.copy_s, spent.read_s)
+    return 1 - min(1.0, spent.stall_s / transfer_s) if transfer_s > 0 else None
 
 
 def _lines(changes: Any) -> tuple[str, ...]:
