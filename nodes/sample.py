@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..host import ExpertsRef, host, io
+from ..host import ExpertsRef, io
 from ..plan import AutoOffload, OffloadPolicy
 from ..plan.experts import TRAIN_TIMESTEPS
-from ..sampling import (
-    Cancelled,
-    DenoiseRequest,
-    DenoiseResult,
-    NativeInputs,
-    RequestError,
-    StepProgress,
-    denoise,
-    native_inputs,
-    native_latent,
-    request_job,
-    working_bytes,
-)
+from ..sampling import DenoiseRequest, NativeInputs, RequestError, native_inputs, native_latent
 from ..sampling.checks import check_course
 from ..sampling.schedules import check_steps
+from . import sockets
 from .sample_inputs import FROM_BOUNDARY, TO_THE_END, sampler_inputs
+from .sampler_run import run_experts
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +37,7 @@ class WanStreamSampler(io.ComfyNode):
             description="Denoises with both experts in one run. The defaults are those of Wan2.2 text-to-video; for "
             "image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
             inputs=sampler_inputs(),
-            outputs=[io.Latent.Output(display_name="latent")],
+            outputs=[io.Latent.Output(display_name="latent"), sockets.Run.Output(display_name="run")],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -75,9 +65,9 @@ class WanStreamSampler(io.ComfyNode):
         # Without guidance nothing reads the negative, whatever it carries.
         used = negative if any(settings[f"guidance_{expert}"] != 1 for expert in ("high", "low")) else None
         request = _request(native_inputs(positive, used, latent), **settings)
-        result = _denoise(experts, request, policy or OffloadPolicy.layerwise(), cls.hidden.unique_id)
-        left = native_latent(result.latents, latent, sigma=result.sigma)
-        return io.NodeOutput(left, ui={TIMELINE: [result.timeline.to_dict()], "text": list(result.timeline.changes)})
+        run = run_experts(experts, request, policy or OffloadPolicy.layerwise(), node_id=cls.hidden.unique_id)
+        timeline, left = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)
+        return io.NodeOutput(left, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
 
 
 def _course_refusal(steps: object, start_step: object, switch_step: object, end_step: object) -> bool | str:
@@ -126,34 +116,3 @@ def _request(
         guidance=(guidance_high, guidance_low),
         **settings,
     )
-
-
-def _denoise(
-    ref: ExpertsRef, request: DenoiseRequest, asked: OffloadPolicy | AutoOffload, node_id: str | None
-) -> DenoiseResult:
-    """Run the request on the host's device; the host's Cancel ends it before the next block."""
-    guided = any(scale != 1 for scale in request.guidance)
-    pair = host.experts(ref)
-    choice = host.choose_policy(ref, asked, request_job(pair, request, host.device()))
-    chunk = choice.policy.chunk_tokens
-    needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=chunk)
-    pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
-    progress = host.progress(len(request.course().steps), node_id)
-
-    def on_step(step: StepProgress) -> None:
-        progress.update(step.done, denoised=step.denoised)
-
-    try:
-        result = denoise(
-            pair,
-            request,
-            policy=policy,
-            device=device,
-            on_step=on_step,
-            should_stop=host.should_stop,
-            revise=choice.revise_under(policy),
-        )
-    except Cancelled:
-        host.raise_if_stopped()
-        raise
-    return result.told_first(choice.reason)

@@ -9,3 +9,6 @@ Experts = io.Custom("WANSTREAM_EXPERTS")
 
 Policy = io.Custom("WANSTREAM_POLICY")
 """An `OffloadPolicy`: how much memory the experts may take; or an `AutoOffload`, which leaves that to the planner."""
+
+Run = io.Custom("WANSTREAM_RUN")
+"""A `SamplerRun`: what a sampler ran and how long it took, enough to run it again."""

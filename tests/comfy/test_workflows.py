@@ -53,7 +53,7 @@ nodes = asyncio.run(WanStreamExtension().get_node_list())
 places = {"models": base / "models", "output": base / "embedded", "input_dir": base / "input"}
 latents = {}
 for name, prompt in prompts.items():
-    (latent,) = run_workflow(prompt, nodes=nodes, keep=["sampler"], **places).results["sampler"]
+    latent, _ = run_workflow(prompt, nodes=nodes, keep=["sampler"], **places).results["sampler"]
     latents[name] = latent["samples"].contiguous()
 save_file(latents, results)
 """

@@ -260,7 +260,7 @@ def test_what_does_not_fit_together_is_refused_by_the_node_that_says_it(
 def test_guidance_1_does_not_look_at_the_negative(run: Run) -> None:
     plain = {"guidance_high": 1.0, "guidance_low": 1.0}
     same, other = ({"text": {"negative": text}, "sampler": plain} for text in ("rain", "sun"))
-    (one,), (two,) = (run(workflow("t2v", change), keep=["sampler"]).results["sampler"] for change in (same, other))
+    (one, _), (two, _) = (run(workflow("t2v", change), keep=["sampler"]).results["sampler"] for change in (same, other))
     assert torch.equal(one["samples"], two["samples"])
 
 

@@ -34,7 +34,7 @@ SNAPSHOT = {
     "WanStreamSampler": (
         "experts positive negative latent seed steps solver schedule flow_shift boundary_ratio switch_step "
         "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas",
-        "LATENT",
+        "LATENT WANSTREAM_RUN",
     ),
     "WanStreamSigmas": ("schedule steps flow_shift denoise", "SIGMAS"),
     "WanStreamGuider": (

@@ -1,0 +1,80 @@
+"""A run of both experts under this host, and the value that stands for it on an edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..host import ExpertsRef, host
+from ..plan import AutoOffload, OffloadPolicy, Timeline
+from ..sampling import Cancelled, DenoiseRequest, DenoiseResult, StepProgress, denoise, request_job, working_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplerRun:
+    """What a sampler ran: everything that is needed to run it again, and what came of it."""
+
+    experts: ExpertsRef
+    request: DenoiseRequest
+    asked: OffloadPolicy | AutoOffload
+    """The policy that was connected."""
+    policy: OffloadPolicy
+    """The one that the run began with."""
+    device: torch.device
+    result: DenoiseResult
+    node_id: str | None
+    """Of the node that ran it."""
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.result.timeline
+
+
+def run_experts(
+    ref: ExpertsRef,
+    request: DenoiseRequest,
+    asked: OffloadPolicy | AutoOffload,
+    *,
+    node_id: str | None,
+    on_step: Callable[[StepProgress], None] | None = None,
+) -> SamplerRun:
+    """Run the request on the host's device; the host's Cancel ends it before the next block.
+
+    `on_step` is told every step; None: a progress bar of the node's own is.
+    """
+    guided = any(scale != 1 for scale in request.guidance)
+    pair = host.experts(ref)
+    choice = host.choose_policy(ref, asked, request_job(pair, request, host.device()))
+    chunk = choice.policy.chunk_tokens
+    needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=chunk)
+    pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
+    try:
+        result = denoise(
+            pair,
+            request,
+            policy=policy,
+            device=device,
+            on_step=on_step or _own_bar(request, node_id),
+            should_stop=host.should_stop,
+            revise=choice.revise_under(policy),
+        )
+    except Cancelled:
+        host.raise_if_stopped()
+        raise
+    told = result.told_first(choice.reason)
+    return SamplerRun(
+        experts=ref, request=request, asked=asked, policy=policy, device=device, result=told, node_id=node_id
+    )
+
+
+def _own_bar(request: DenoiseRequest, node_id: str | None) -> Callable[[StepProgress], None]:
+    progress = host.progress(len(request.course().steps), node_id)
+
+    def on_step(step: StepProgress) -> None:
+        progress.update(step.done, denoised=step.denoised)
+
+    return on_step
