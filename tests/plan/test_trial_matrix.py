@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from wanstream.plan import AutoOffload, Budgets, OffloadPolicy
+from wanstream.plan.trial_matrix import MatrixError, Setting, TrialMatrix
+
+LAYERWISE, PINNED = OffloadPolicy.layerwise(), OffloadPolicy.block_swap(20, 2, source="pinned")
+
+
+def names(policies: str = "", prefetch: str = "", steps: str = "", asked: OffloadPolicy = LAYERWISE) -> list[str]:
+    return [setting.name for setting in TrialMatrix.parse(policies, prefetch, steps).settings(asked)]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("", "", ""), ["layerwise, 1 ahead"]),
+        (("resident", "", ""), ["resident"]),
+        (
+            ("layerwise, block_swap 20, resident, auto", "", ""),
+            ["layerwise, 1 ahead", "block_swap 20, 1 ahead", "resident", "auto"],
+        ),
+        (("", "0, 2", ""), ["layerwise, 0 ahead", "layerwise, 2 ahead"]),
+        (("", "", "4, 8"), ["layerwise, 1 ahead, 4 steps", "layerwise, 1 ahead, 8 steps"]),
+        (
+            ("layerwise, resident", "1, 2", "4"),
+            ["layerwise, 1 ahead, 4 steps", "layerwise, 2 ahead, 4 steps", "resident, 4 steps"],
+        ),
+        (("  layerwise ,,\n block_swap   3,", " 1 ,", ""), ["layerwise, 1 ahead", "block_swap 3, 1 ahead"]),
+        (("resident, resident", "", "4, 4"), ["resident, 4 steps"]),
+    ],
+)
+def test_every_setting_comes_once_and_in_order(words: tuple[str, str, str], expected: list[str]) -> None:
+    assert names(*words) == expected
+
+
+def test_what_the_run_says_about_ram_and_tokens_holds_for_every_policy() -> None:
+    settings = TrialMatrix.parse("layerwise, resident, block_swap 3", "", "").settings(PINNED)
+    assert [setting.policy for setting in settings] == [
+        OffloadPolicy.layerwise(2, source="pinned"),
+        OffloadPolicy.resident(source="pinned"),
+        OffloadPolicy.block_swap(3, 2, source="pinned"),
+    ]
+
+
+def test_auto_keeps_the_budgets_of_the_run() -> None:
+    budgets = AutoOffload(budgets=Budgets(vram_bytes=8 * 10**9))
+    settings = TrialMatrix.parse("auto, layerwise", "2", "").settings(budgets)
+    assert settings == (Setting(policy=budgets), Setting(policy=OffloadPolicy.layerwise(2)))
+    assert TrialMatrix.parse("auto", "", "").settings(PINNED) == (Setting(policy=AutoOffload()),)
+
+
+def test_an_empty_matrix_is_the_run_itself() -> None:
+    matrix = TrialMatrix.parse("", " , ", "\n")
+    assert matrix.is_empty
+    assert matrix.settings(PINNED) == (Setting(policy=PINNED),)
+    assert not TrialMatrix.parse("", "1", "").is_empty
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("fsdp", "", ""), "'fsdp' names no policy: write layerwise, block_swap N, resident or auto"),
+        (("layerwise resident", "", ""), "layerwise takes no 'resident' here"),
+        (("layerwise 2", "", ""), "said in prefetch"),
+        (("auto 8", "", ""), "auto takes no '8'"),
+        (("block_swap", "", ""), "does not say how many blocks are streamed: write block_swap 20"),
+        (("block_swap twenty", "", ""), "does not say how many"),
+        (("block_swap -1", "", ""), "does not say how many"),
+        (("block_swap \u0663", "", ""), "does not say how many"),
+        (("", "9", ""), "prefetch: '9' is no number from 0 to 8"),
+        (("", "1; 2", ""), "prefetch: '1; 2' is no number"),
+        (("", "-1", ""), "prefetch: '-1' is no number"),
+        (("", "", "0"), "steps: '0' is no number from 1 to 1000"),
+        (("", "", "many"), "steps: 'many' is no number"),
+    ],
+)
+def test_other_words_are_refused(words: tuple[str, str, str], message: str) -> None:
+    with pytest.raises(MatrixError, match=message):
+        TrialMatrix.parse(*words)
+
+
+def test_a_depth_that_no_policy_has_is_refused() -> None:
+    with pytest.raises(MatrixError, match="prefetch is 1, 2, but resident and auto fetch nothing ahead"):
+        names("resident, auto", "1, 2")
+    with pytest.raises(MatrixError, match="leave prefetch empty"):
+        names("", "1", asked=OffloadPolicy.resident())
