@@ -20,12 +20,12 @@ from ..plan import (
     OffloadPolicy,
     plan_offload,
 )
+from ..plan.figure_words import size_text
 from ..plan.gpus import expected_machine
 from ..plan.plan_reason import policy_words, ram_words
 from .aligned import aligned
 from .exit_codes import DONE, FAILED, INVALID
 from .sizes import SizeError, video_shape
-from .table import size_text
 
 GB = 1e9
 GIB = 2**30

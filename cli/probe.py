@@ -12,10 +12,10 @@ import torch
 from ..host.machine_profile import Profile, measure_machine
 from ..metrics.device import DeviceError, compute_device
 from ..plan import Machine, VideoShape
+from ..plan.figure_words import size_text
 from .aligned import aligned
 from .exit_codes import DONE, FAILED, INVALID
 from .sizes import SizeError, video_shape
-from .table import size_text
 
 
 @dataclass(frozen=True, kw_only=True)

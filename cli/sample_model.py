@@ -17,6 +17,7 @@ import torch
 from diffusers import UniPCMultistepScheduler, __version__
 from safetensors import SafetensorError
 
+from ..plan.figure_words import size_text
 from .sample_components import save_text_encoder_file, save_text_encoder_folders, save_vae_file, save_vae_folder
 from .sample_experts import save_expert_file, save_expert_folder
 from .sample_folder import SampleFolder, SampleModelError
@@ -24,7 +25,6 @@ from .sample_fp8 import Fp8Layout
 from .sample_loras import make_lora, save_lora
 from .sample_tokenizer import VOCABULARY
 from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae
-from .table import size_text
 
 __all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
 

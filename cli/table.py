@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..plan import StepRecord, Timeline
-
-_UNITS = ("B", "KB", "MB", "GB", "TB")
+from ..plan.figure_words import size_text
 
 
 def step_table(timeline: Timeline) -> str:
@@ -41,15 +40,6 @@ def _columns(timeline: Timeline) -> list[tuple[str, ...]]:
         columns.append(("read", *_sizes(*(step.read_bytes for step in steps), timeline.read_bytes)))
     columns.append(("memory", *_sizes(*memory, peak)))
     return columns
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes in decimal units with three digits: 702800000 -> "703 MB"."""
-    size, unit = float(nbytes), 0
-    while size >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    digits = 0 if unit == 0 or size >= 99.95 else 1 if size >= 9.995 else 2
-    return f"{size:.{digits}f} {_UNITS[unit]}"
 
 
 def _seconds(*values: float) -> list[str]:

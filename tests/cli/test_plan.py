@@ -9,8 +9,8 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.plan import PlanArguments, offload_job, shown
-from wanstream.cli.table import size_text
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
+from wanstream.plan.figure_words import size_text
 from wanstream.plan.gpus import GPUS, expected_machine
 
 ASKED = PlanArguments(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5, size="1280x720x81")

@@ -1,29 +1,7 @@
 from __future__ import annotations
 
-import pytest
-
-from wanstream.cli.table import size_text, step_table
+from wanstream.cli.table import step_table
 from wanstream.plan import StepRecord, Timeline
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1_000, "1.00 KB"),
-        (9_994, "9.99 KB"),
-        (9_996, "10.0 KB"),
-        (99_960, "100 KB"),
-        (999_499, "999 KB"),
-        (999_500, "1.00 MB"),
-        (702_800_000, "703 MB"),
-        (28_600_000_000, "28.6 GB"),
-        (5 * 10**15, "5000 TB"),
-    ],
-)
-def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
-    assert size_text(nbytes) == text
 
 
 def record(index: int, expert: str, **values: float) -> StepRecord:

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from wanstream.plan.figure_words import rate_text, second_digits, seconds_text, share_text, size_text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1_000, "1.00 KB"),
+        (9_994, "9.99 KB"),
+        (9_996, "10.0 KB"),
+        (99_960, "100 KB"),
+        (999_499, "999 KB"),
+        (999_500, "1.00 MB"),
+        (702_800_000, "703 MB"),
+        (28_600_000_000, "28.6 GB"),
+        (5 * 10**15, "5000 TB"),
+    ],
+)
+def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text
+    assert rate_text(nbytes) == f"{text}/s"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(662.21, "662.2"), (100, "100.0"), (23, "23.00"), (1.0, "1.00"), (0.5, "0.500"), (0.0123, "0.0123"), (0, "0.0000")],
+)
+def test_short_times_have_more_digits(value: float, text: str) -> None:
+    assert seconds_text(value) == text
+
+
+def test_a_column_has_the_digits_of_its_longest_time() -> None:
+    assert second_digits([0.01, -662.2, 3]) == 1
+    assert second_digits([0.01, 0.02]) == 4
+    assert second_digits([]) == 4
+    assert seconds_text(0.0123, 1) == "0.0"
+
+
+def test_shares_are_in_percent() -> None:
+    assert [share_text(share) for share in (0, 0.1254, 1)] == ["0.0 %", "12.5 %", "100.0 %"]
