@@ -82,6 +82,9 @@ def room_beside(pair: ExpertPair, device: torch.device, *, free: int, reserved: 
 ProfileOf = Callable[["torch.device", ExpertShape, Path], Machine]
 """Device, experts and a file of weights -> the machine, measured or kept."""
 
+KnownProfileOf = Callable[["torch.device", ExpertShape, Path], Machine | None]
+"""The same, None where it would have to be measured."""
+
 
 def measured_machine(
     device: torch.device, expert: ExpertShape, weights: Path, *, make_room: Callable[[], object] = lambda: None
@@ -96,12 +99,30 @@ def measured_machine(
         return machine_profile(device, expert=expert, models=weights, make_room=make_room)
 
 
+def known_machine(device: torch.device, expert: ExpertShape, weights: Path) -> Machine | None:
+    """The kept profile of this machine, None where there is none; nothing is measured."""
+    from .machine_profile import kept_machine
+
+    return kept_machine(device, expert=expert, models=weights)
+
+
 class AutoPlanner:
     """Chooses policies, and keeps for later runs what a first step has taught about the machine."""
 
-    def __init__(self, profile_of: ProfileOf = measured_machine) -> None:
-        self._profile_of = profile_of
+    def __init__(self, profile_of: ProfileOf = measured_machine, known: KnownProfileOf = known_machine) -> None:
+        self._profile_of, self._known = profile_of, known
         self._learned: dict[tuple[torch.device, ExpertShape, Path], Machine] = {}
+
+    def known(self, expert: ExpertShape, *, device: torch.device, weights: Path) -> Machine | None:
+        """The machine as a run has taught it, or as it was measured before; None where neither was. Measures nothing.
+
+        Args:
+            expert: whose blocks are computed.
+            device: what computes them.
+            weights: a file on the disk that they are read from.
+        """
+        key = (device, expert, weights)
+        return self._learned.get(key) or self._known(*key)
 
     def choose(
         self,

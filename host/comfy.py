@@ -18,8 +18,10 @@ import comfy.model_management
 import comfy.utils
 import folder_paths
 import torch
+from comfy_execution.utils import get_executing_context
 
-from ..plan import AutoOffload, OffloadJob, OffloadPolicy
+from ..metrics.ledger import Ledger, Ledgers
+from ..plan import AutoOffload, ExpertShape, Machine, OffloadJob, OffloadPolicy
 from .auto_offload import AutoPlanner, Choice, Room, measured_machine, room_beside
 from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
 from .folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, KeptNames, diffusers_folders, find_model, inside
@@ -58,6 +60,7 @@ class ComfyDoor:
         self._experts = ExpertsRegistry(open_pair)
         self._planner = planner or AutoPlanner(partial(measured_machine, make_room=self._room_to_measure))
         self._gguf = KeptNames(GGUF_FILES)
+        self._ledgers = Ledgers()
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
 
@@ -162,6 +165,22 @@ class ComfyDoor:
 
         empty = not pair.loaded_bytes
         return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
+
+    def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
+        return self._planner.known(expert, device=self.device(), weights=ref.high_noise)
+
+    def run_id(self) -> str | None:
+        context = get_executing_context()
+        return None if context is None else context.prompt_id
+
+    def ledger(self) -> Ledger:
+        run_id = self.run_id()
+        return Ledger() if run_id is None else self._ledgers.of(run_id)
+
+    def dynamic_bytes(self) -> int | None:
+        from .comfy_dynamic import dynamic_bytes
+
+        return dynamic_bytes()
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         patcher = self.patcher(ref, policy)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from ..plan import AutoOffload, OffloadJob, OffloadPolicy
+    from ..metrics.ledger import Ledger
+    from ..plan import AutoOffload, ExpertShape, Machine, OffloadJob, OffloadPolicy
     from ..wan import ExpertPair
     from ..wan.block_storage import Storage
     from .auto_offload import Choice
@@ -136,6 +137,18 @@ class Door(Protocol):
         The machine is measured where it is not known yet, which takes some seconds. Raises DoesNotFitError where there
         is too little memory for any policy.
         """
+
+    def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
+        """What is known of the speed of this machine with the files of `ref`, None if nothing is. Measures nothing."""
+
+    def run_id(self) -> str | None:
+        """The id of the queue item that is executed (ComfyUI's prompt id); None outside one."""
+
+    def ledger(self) -> Ledger:
+        """Where the phases of the queue item that is executed are noted; one that nobody reads outside one."""
+
+    def dynamic_bytes(self) -> int | None:
+        """Bytes of the device that the host's own dynamic VRAM holds for other models; None where there is none."""
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         """The pair that `ref` names, with room made for its weights and for `working_bytes` to compute in.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from .folders import (
 if TYPE_CHECKING:
     import torch
 
+    from ..metrics.ledger import Ledger
+    from ..plan import ExpertShape, Machine
     from ..wan import ExpertPair
 
 
@@ -86,6 +89,8 @@ class EmbeddedDoor:
         self._device: torch.device | None = None
         self._stop = threading.Event()
         self._temp: Path | None = None
+        self._run_id: str | None = None
+        self._ledger: Ledger | None = None
 
     @contextmanager
     def opened(
@@ -102,10 +107,11 @@ class EmbeddedDoor:
             raise HostStateError("a workflow is being run already: the embedded host runs one at a time")
         self._stop.clear()
         self._folders, self._on_progress, self._device = folders, on_progress, device
+        self._run_id = uuid.uuid4().hex
         try:
             yield
         finally:
-            self._folders = self._on_progress = self._device = None
+            self._folders = self._on_progress = self._device = self._run_id = self._ledger = None
             self._busy.release()
 
     @contextmanager
@@ -202,6 +208,23 @@ class EmbeddedDoor:
 
         empty = not pair.loaded_bytes
         return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
+
+    def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
+        return self._planner.known(expert, device=self.device(), weights=ref.high_noise)
+
+    def run_id(self) -> str | None:
+        return self._run_id
+
+    def ledger(self) -> Ledger:
+        from ..metrics.ledger import Ledger
+
+        if self._run_id is None:
+            return Ledger()
+        self._ledger = self._ledger or Ledger()
+        return self._ledger
+
+    def dynamic_bytes(self) -> int | None:
+        return None
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         # No other models live here, so the room is what it is.

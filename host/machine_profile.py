@@ -65,15 +65,21 @@ def machine_profile(
     A kept profile of another machine, of another disk or of other blocks is told in the log and not used; nor is one
     that cannot be read. A folder that cannot be written to is told too, and the figures hold for this call alone.
     """
-    path = profile_path(device, folder)
-    wanted = _identity(device, expert, models)
-    if models is None:
-        del wanted["disk"]  # the one that was measured is as good as any
-    kept = _kept(path, wanted)
-    if kept is not None:
+    kept = _kept(profile_path(device, folder), _wanted(device, expert, models))
+    if isinstance(kept, Machine):
         return kept
+    if kept:
+        logger.warning("%s: this machine is measured again", kept)
     make_room()
     return measure_machine(device, expert=expert, models=models, folder=folder).machine
+
+
+def kept_machine(
+    device: torch.device, *, expert: ExpertShape = T2V_A14B, models: Path | None = None, folder: Path | None = None
+) -> Machine | None:
+    """The kept profile of this machine, if there is one that holds for these arguments; see `machine_profile`."""
+    kept = _kept(profile_path(device, folder), _wanted(device, expert, models))
+    return kept if isinstance(kept, Machine) else None
 
 
 def measure_machine(
@@ -105,29 +111,33 @@ def profile_path(device: torch.device, folder: Path | None = None) -> Path:
     return (folder or Path(platformdirs.user_cache_dir("wanstream", appauthor=False))) / f"machine-{device.type}.json"
 
 
-def _kept(path: Path, wanted: Mapping[str, Any]) -> Machine | None:
-    """The machine that `path` tells of, if it is the wanted one; None, and a line in the log, otherwise."""
+def _wanted(device: torch.device, expert: ExpertShape, models: Path | None) -> dict[str, Any]:
+    wanted = _identity(device, expert, models)
+    if models is None:
+        del wanted["disk"]  # the one that was measured is as good as any
+    return wanted
+
+
+def _kept(path: Path, wanted: Mapping[str, Any]) -> Machine | str:
+    """The machine that `path` tells of, if it is the wanted one; otherwise why not, in words, empty without a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return None
+        return ""
     except (OSError, UnicodeDecodeError) as err:
-        logger.warning("the machine profile %s cannot be read (%s): this machine is measured again", path, err)
-        return None
+        return f"the machine profile {path} cannot be read ({err})"
     try:
         data = json.loads(text)
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"it is not of format {FORMAT}")
         kept, identity = Machine.from_dict(data["machine"]), data["identity"]
     except (ValueError, KeyError, TypeError) as err:
-        logger.warning("the machine profile %s is no profile (%s): this machine is measured again", path, err)
-        return None
+        return f"the machine profile {path} is no profile ({err})"
     changed = [name for name in wanted if not isinstance(identity, dict) or identity.get(name) != wanted[name]]
     if changed:
         was = {name: identity.get(name) for name in changed} if isinstance(identity, dict) else identity
         now = {name: wanted[name] for name in changed}
-        logger.warning("the machine profile %s is of another machine (%s, here %s): measured again", path, was, now)
-        return None
+        return f"the machine profile {path} is of another machine ({was}, here {now})"
     return kept
 
 

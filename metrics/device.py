@@ -109,7 +109,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class MemoryMeter:
-    """Peak memory between two calls of `restart`."""
+    """Memory of the process and of one device; peaks are those since the last `restart`. Never waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -124,6 +124,25 @@ class MemoryMeter:
         if self._device.type != "cuda":
             return None
         return int(torch.cuda.max_memory_allocated(self._device))
+
+    def reserved_bytes(self) -> int | None:
+        """Peak bytes that torch held on the device since `restart`, in use or kept for later; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        return int(torch.cuda.max_memory_reserved(self._device))
+
+    def allocated_bytes(self) -> int | None:
+        """Bytes that torch has allocated on the device now; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        return int(torch.cuda.memory_allocated(self._device))
+
+    def used_bytes(self) -> int | None:
+        """Bytes that all processes together hold on the device now; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(total - free)
 
     def rss_bytes(self) -> int:
         """Bytes of RAM this process holds now, mapped files included."""
