@@ -1,0 +1,46 @@
+"""Many videos: queue them all, then fetch each as it ends. One that fails does not stop the others.
+
+python many_jobs.py workflows/api/t2v.json videos "a red fox in snow" "a kite over dunes"
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+from comfy_http import FailedError, RefusedError, download, queue, read_workflow, wait
+
+
+def main(workflow: str, folder: str, *texts: str) -> int:
+    """Make a video of each text; returns how many are missing."""
+    base, jobs, missing = read_workflow(workflow), {}, 0
+    for number, text in enumerate(texts):
+        prompt = copy.deepcopy(base)
+        prompt["text"]["inputs"]["positive"] = text
+        prompt["sampler"]["inputs"]["seed"] = number
+        prompt["save"]["inputs"]["filename_prefix"] = f"video/job_{number:04}"
+        try:
+            jobs[queue(prompt)] = text
+        except RefusedError as err:
+            print(f"{text}: {err}", file=sys.stderr)
+            missing += 1
+
+    # They run one after the other in the order in which they were queued; the experts stay open in between.
+    for prompt_id, text in jobs.items():
+        try:
+            for file in download(wait(prompt_id), Path(folder)):
+                print(f"{text}: {file}")
+        except FailedError as err:
+            print(f"{text}: {err}", file=sys.stderr)
+            missing += 1
+    return missing
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
+    try:
+        sys.exit(main(*sys.argv[1:]) > 0)
+    except (OSError, ValueError) as err:
+        sys.exit(f"many_jobs: {err}")

@@ -1,0 +1,34 @@
+"""One video: queue a workflow, wait for it, fetch its file, and say what each step took.
+
+python one_job.py workflows/api/t2v.json videos
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from comfy_http import download, queue, read_workflow, wait
+
+
+def main(workflow: str, folder: str) -> None:
+    prompt = read_workflow(workflow)
+    prompt["sampler"]["inputs"]["seed"] = 7
+    prompt["text"]["inputs"]["positive"] = "A lighthouse in a storm, waves break against the rocks"
+
+    entry = wait(queue(prompt))
+    for file in download(entry, Path(folder)):
+        print(file)
+
+    (timeline,) = entry["outputs"]["sampler"]["wanstream_timeline"]
+    for step in timeline["steps"]:
+        print(f"step {step['index']} ({step['expert']}): {step['wall_s']:.2f} s, {step['stall_s']:.2f} s of it stall")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    try:
+        main(*sys.argv[1:])
+    except (OSError, ValueError) as err:
+        sys.exit(f"one_job: {err}")
