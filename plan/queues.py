@@ -17,6 +17,12 @@ class StepTimes(NamedTuple):
     compute_s: float
     stall_s: float
     decode_s: float
+    began_s: float
+    """Since the run began, as `computed_from_s`."""
+    computed_from_s: float
+    """When the first block began to compute."""
+    stall_file_s: float
+    """The part of the stall in which a block had not left its file."""
 
 
 class Queues:
@@ -27,7 +33,6 @@ class Queues:
     """
 
     def __init__(self, program: TransferProgram, hardware: Hardware, ram: RamProgram | None) -> None:
-        self.first_block_s: float | None = None
         self._program = program
         self._ram = ram
         self._hardware = hardware
@@ -39,6 +44,8 @@ class Queues:
         self._now = 0.0
         self._done: list[float] = []
         self._arrived: list[float] = []
+        self._left_file: list[float] = []
+        """Per fetch: when its bytes had left their file; 0 if RAM held them before."""
         self._bus_free = 0.0
         self._disk_free = 0.0
         self._decoded = [0.0] * RAW_SLOTS
@@ -51,8 +58,9 @@ class Queues:
         """Go through the visits of one step."""
         program, hardware = self._program, self._hardware
         compute_s = hardware.step_overhead_s
-        stall_s = decode_s = 0.0
+        stall_s = stall_file_s = decode_s = 0.0
         began = self._now
+        computed_from: float | None = None
         for number in visits:
             fetch = program.visit_fetch[number]
             expert = program.visits[number].expert
@@ -60,20 +68,22 @@ class Queues:
                 wait_s = self._arrival(fetch) - self._now
                 if wait_s > 0:
                     stall_s += wait_s
+                    stall_file_s += min(max(self._left_file[fetch] - self._now, 0.0), wait_s)
                     self._now += wait_s
                 if program.fetches[fetch].needed_by == number:
                     decode_s += self._decode_s[expert]
                     if hardware.decode_computes:
                         self._now += self._decode_s[expert]
                         self._free_slot(fetch, self._now)
-            if self.first_block_s is None:
-                self.first_block_s = self._now
+            if computed_from is None:
+                computed_from = self._now
             visit_s = hardware.visit_s[expert]
             self._now += visit_s
             compute_s += visit_s
             self._done.append(self._now)
         self._now += hardware.step_overhead_s
-        return StepTimes(self._now - began, compute_s, stall_s, decode_s)
+        assert computed_from is not None, "a step has visits"
+        return StepTimes(self._now - began, compute_s, stall_s, decode_s, began, computed_from, stall_file_s)
 
     def _arrival(self, number: int) -> float:
         """When the block of fetch `number` is in its buffer, after all fetches before it."""
@@ -87,6 +97,7 @@ class Queues:
         expert = fetch.block.expert
         visit = None if self._ram is None else self._ram.visit_of_fetch[number]
         ready = 0.0 if visit is None or visit == DIRECT else self._ready_in_ram(visit)
+        self._left_file.append(ready)
         if self._hardware.decode_computes and visit is not None and visit != DIRECT:
             return ready
         buffer_free = 0.0 if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
@@ -96,7 +107,7 @@ class Queues:
         if visit == DIRECT:
             self._read_until(start)
             start = max(start, self._disk_free)
-            self._disk_free = self._bus_free = start + self._read_s[expert]
+            self._left_file[number] = self._disk_free = self._bus_free = start + self._read_s[expert]
         else:
             self._bus_free = start + self._copy_s[expert]
         self._free_slot(number, self._bus_free)

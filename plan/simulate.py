@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from .hardware import Hardware
+from .phases import run_phases
 from .program import TransferProgram
 from .queues import Queues
 from .ram import DIRECT, RamProgram
@@ -27,11 +28,15 @@ def simulate(program: TransferProgram, hardware: Hardware, ram: RamProgram | Non
 
     queues = Queues(program, hardware, ram)
     needed_by = {fetch.needed_by for fetch in program.fetches}
-    steps = []
+    copied_for = _visits_copied_for(program, hardware, ram)
+    steps: list[StepRecord] = []
+    computed_from: list[float] = []
     for (index, expert), visits in _steps(program):
         times = queues.run_step(visits)
+        computed_from.append(times.computed_from_s)
         moved = len(needed_by.intersection(visits))
-        read = len(read_for.intersection(visits))
+        copied = len(copied_for.intersection(visits)) * hardware.block_bytes[expert]
+        read = len(read_for.intersection(visits)) * hardware.read_bytes(expert)
         steps.append(
             StepRecord(
                 index=index,
@@ -42,10 +47,30 @@ def simulate(program: TransferProgram, hardware: Hardware, ram: RamProgram | Non
                 stall_s=times.stall_s,
                 bytes_moved=moved * hardware.block_bytes[expert],
                 decode_s=times.decode_s,
-                read_bytes=read * hardware.read_bytes(expert),
+                read_bytes=read,
+                began_s=times.began_s,
+                stall_file_s=times.stall_file_s,
+                copy_s=copied / hardware.bus_bytes_per_s,
+                copied_bytes=copied,
+                read_s=read / (hardware.disk_bytes_per_s or 1.0),
             )
         )
-    return Timeline(steps=tuple(steps), kind="simulated", first_block_s=queues.first_block_s)
+    return Timeline(
+        steps=tuple(steps),
+        kind="simulated",
+        first_block_s=computed_from[0] if computed_from else None,
+        phases=run_phases(steps, computed_from),
+    )
+
+
+def _visits_copied_for(program: TransferProgram, hardware: Hardware, ram: RamProgram | None) -> frozenset[int]:
+    """Visits of the device program whose fetch was copied out of RAM."""
+    if ram is None:
+        return frozenset(fetch.needed_by for fetch in program.fetches)
+    if hardware.decode_computes:
+        return frozenset()
+    routes = zip(program.fetches, ram.visit_of_fetch, strict=True)
+    return frozenset(fetch.needed_by for fetch, visit in routes if visit != DIRECT)
 
 
 def _visits_read_for(program: TransferProgram, ram: RamProgram) -> frozenset[int]:

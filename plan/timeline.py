@@ -47,6 +47,8 @@ class StepRecord:
     """Time in which the way from RAM to the buffers was busy with fetches of this step, whenever they ran."""
     read_s: float = 0.0
     """Time in which the way from files to RAM, or straight to the buffers, was busy for this step. Likewise."""
+    copied_bytes: int = 0
+    """That part of `bytes_moved` that was copied in `copy_s`. A CPU reads or decodes the rest straight into buffers."""
     cached_bytes: int | None = None
     """That part of `read_bytes` that the page cache gave; None where it is not known."""
     reserved_bytes: int | None = None
@@ -69,7 +71,7 @@ class StepRecord:
     @property
     def copy_bytes_per_s(self) -> float | None:
         """Rate of the way from RAM to the buffers while it was busy; None where nothing was copied."""
-        return self.bytes_moved / self.copy_s if self.copy_s > 0 else None
+        return self.copied_bytes / self.copy_s if self.copy_s > 0 else None
 
     @property
     def read_bytes_per_s(self) -> float | None:
@@ -116,6 +118,8 @@ class Timeline:
     kind: TimelineKind
     outer_bytes: int = 0
     """Bytes moved for weights outside the blocks."""
+    ahead_bytes: int = 0
+    """Bytes that were read from files for the expected next run."""
     first_block_s: float | None = None
     """Seconds from the start of the run to the first block's compute; None when no block was visited."""
     changes: tuple[str, ...] = ()
@@ -172,6 +176,21 @@ class Timeline:
     def read_s(self) -> float:
         """Time in which the way from files was busy."""
         return sum(step.read_s for step in self.steps)
+
+    @property
+    def copied_bytes(self) -> int:
+        """That part of `bytes_moved` that was copied in `copy_s`."""
+        return sum(step.copied_bytes for step in self.steps)
+
+    @property
+    def copy_bytes_per_s(self) -> float | None:
+        """As that of a step, for the run."""
+        return self.copied_bytes / self.copy_s if self.copy_s > 0 else None
+
+    @property
+    def read_bytes_per_s(self) -> float | None:
+        """As that of a step, for the run."""
+        return self.read_bytes / self.read_s if self.read_s > 0 else None
 
     @property
     def overlap(self) -> float | None:
