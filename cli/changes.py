@@ -16,7 +16,7 @@ _TYPED_AS_TEXT = ("STRING", "COMBO")
 
 
 class ChangeError(ValueError):
-    """A `--set` that names nothing in the workflow, or whose value cannot be read."""
+    """A change that names nothing in the workflow, or whose value cannot be read."""
 
 
 def with_changes(prompt: Prompt, changes: Iterable[str], nodes: Mapping[str, type[ComfyNode]]) -> Prompt:
@@ -30,21 +30,24 @@ def with_changes(prompt: Prompt, changes: Iterable[str], nodes: Mapping[str, typ
         name, dot, socket = target.rpartition(".")
         if not (equals and dot and name and socket):
             raise ChangeError(f"--set {change}: write node.input=value")
-        node_id = _node_id(name, changed)
+        try:
+            node_id = node_named(name, changed)
+        except ChangeError as err:
+            raise ChangeError(f"--set {name}: {err}") from err
         changed[node_id].setdefault("inputs", {})[socket] = _value(change, changed[node_id], socket, text, nodes)
     return changed
 
 
-def _node_id(name: str, prompt: Prompt) -> str:
-    """The node whose id is `name`, or the only one whose class it is."""
+def node_named(name: str, prompt: Prompt) -> str:
+    """The id of the node whose id is `name`, or of the only one whose class it is. Raises ChangeError."""
     if name in prompt:
         return name
     of_class = [node_id for node_id, node in prompt.items() if node.get("class_type") == name]
     if len(of_class) == 1:
         return of_class[0]
     if of_class:
-        raise ChangeError(f"--set {name}: several nodes are a {name}: use an id, {_listed(of_class)}")
-    raise ChangeError(f"--set {name}: no such node; the workflow has {_listed(prompt)}")
+        raise ChangeError(f"several nodes are a {name}: use an id, {_listed(of_class)}")
+    raise ChangeError(f"no such node; the workflow has {_listed(prompt)}")
 
 
 def _value(

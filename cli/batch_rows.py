@@ -1,0 +1,185 @@
+"""The rows of a batch: a file of CSV or JSON lines, one video per row. Nothing in here knows a workflow or a server.
+
+A row says which inputs of the workflow it changes, as `node.input`, and may give its files a `name`. What cannot be
+read costs that row alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+NAME = "name"
+"""The column that no input is called by: what the files of the row are called."""
+
+_CSV, _JSON_LINES = (".csv",), (".jsonl", ".ndjson")
+_FILE_NAME = re.compile(r"\w(?:[\w .,+()-]{0,98}[\w)])?")
+
+
+class JobsError(ValueError):
+    """The file of rows cannot be used at all; the message names it."""
+
+
+class RowError(ValueError):
+    """One row cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the file.
+
+    `values` are as they were written: text in a CSV file (`as_text`), JSON values otherwise. A row with a `fault` has
+    none.
+    """
+
+    line: int
+    """Where the row begins in its file, from 1."""
+    position: int
+    """Which row of the file it is, from 1."""
+    hash: str
+    """Tells the row from all others, wherever it stands: SHA-256 of what it says and of how often that came before."""
+    name: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    as_text: bool = False
+    fault: str | None = None
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a .csv, .jsonl or .ndjson file, those that cannot be read with their fault. Raises JobsError."""
+    suffix = path.suffix.lower()
+    if suffix not in (*_CSV, *_JSON_LINES):
+        raise JobsError(f"{path}: rows are read from a .csv file or from JSON lines in a .jsonl file")
+    try:
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as err:
+        raise JobsError(f"{path} cannot be read: {err.strerror}") from err
+    try:
+        found = list(_csv_rows(content) if suffix in _CSV else _json_rows(content))
+    except JobsError as err:
+        raise JobsError(f"{path}: {err}") from err
+    if not found:
+        raise JobsError(f"{path} has no rows")
+    return _distinct([replace(row, position=position) for position, row in enumerate(found, 1)])
+
+
+def _csv_rows(content: bytes) -> Iterator[Row]:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as err:
+        line = content[: err.start].count(b"\n") + 1
+        raise JobsError(f"line {line} is not UTF-8: save the file as CSV in UTF-8") from err
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] | None = None
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as err:
+            if header is None:
+                raise JobsError(f"line {line} is no CSV: {err}") from err
+            yield _row(line, str(err), {}, fault=f"this is no CSV: {err}")
+            continue
+        if header is None:
+            header = _header(cells)
+        elif any(cells):
+            yield _csv_row(line, header, cells)
+
+
+def _header(cells: list[str]) -> list[str]:
+    header = [cell.strip() for cell in cells]
+    wrong = [cell for cell in header if cell != NAME and not _names_an_input(cell)]
+    if wrong:
+        raise JobsError(f"column '{wrong[0]}': a column is called node.input, or {NAME}; columns are parted by commas")
+    twice = [cell for cell, count in Counter(header).items() if count > 1]
+    if twice:
+        raise JobsError(f"there are two columns '{twice[0]}'")
+    return header
+
+
+def _csv_row(line: int, header: list[str], cells: list[str]) -> Row:
+    """An empty cell leaves the input as the workflow has it; empty cells may be missing at the end of a row."""
+    if len(cells) > len(header) and any(cells[len(header) :]):
+        return _row(line, cells, {}, fault=f"{len(cells)} cells, but {len(header)} columns")
+    values = {column: cell for column, cell in zip(header, cells, strict=False) if cell}
+    return _row(line, values, values, as_text=True)
+
+
+def _json_rows(content: bytes) -> Iterator[Row]:
+    for line, raw in enumerate(content.splitlines(), 1):
+        if not raw.strip():
+            continue
+        try:
+            values = _json_object(raw)
+        except ValueError as err:
+            yield _row(line, raw.hex(), {}, fault=str(err))
+        else:
+            yield _row(line, values, values)
+
+
+def _json_object(raw: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(raw.decode(), parse_constant=_refuse_constant, object_pairs_hook=_once)
+    except RowError:
+        raise
+    except (ValueError, RecursionError) as err:  # of a decoder: UnicodeDecodeError, JSONDecodeError
+        raise RowError(f"this is no JSON: {err}") from err
+    if not isinstance(values, dict):
+        raise RowError('a row is an object: {"node.input": value, ...}')
+    wrong = [key for key in values if key != NAME and not _names_an_input(key)]
+    if wrong:
+        raise RowError(f"'{wrong[0]}': write node.input, or {NAME}")
+    if not isinstance(values.get(NAME, ""), str):
+        raise RowError(f"{NAME} is a text, not {json.dumps(values[NAME])}")
+    return values
+
+
+def _refuse_constant(constant: str) -> object:
+    raise RowError(f"{constant} is no value that JSON knows")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if twice:
+        raise RowError(f"'{twice[0]}' is given twice")
+    return dict(pairs)
+
+
+def _names_an_input(key: str) -> bool:
+    node, dot, socket = key.partition(".")
+    return bool(node and dot and socket)
+
+
+def _row(line: int, said: object, given: Mapping[str, Any], *, as_text: bool = False, fault: str | None = None) -> Row:
+    """`said` is all that tells this row from another one."""
+    values = {key: value for key, value in given.items() if key != NAME}
+    name = given.get(NAME)
+    if name is not None and fault is None and not _FILE_NAME.fullmatch(name):
+        fault = f"{NAME} '{name}' is no name for a file: up to 100 letters, digits, spaces and any of . , + ( ) - _"
+    content = json.dumps(said, sort_keys=True)
+    return Row(line=line, position=0, hash=content, name=name, values=values, as_text=as_text, fault=fault)
+
+
+def _distinct(rows: list[Row]) -> list[Row]:
+    """The rows with their hashes; a name that an earlier row has is a fault."""
+    seen: Counter[str] = Counter()
+    owners: dict[str, int] = {}
+    distinct = []
+    for row in rows:
+        digest = hashlib.sha256(json.dumps([row.hash, seen[row.hash]]).encode()).hexdigest()
+        seen[row.hash] += 1
+        fault = row.fault
+        if row.name is not None and fault is None:
+            owner = owners.setdefault(row.name.casefold(), row.line)
+            fault = None if owner == row.line else f"{NAME} '{row.name}' is that of line {owner} already"
+        distinct.append(replace(row, hash=digest, fault=fault))
+    return distinct
