@@ -1,0 +1,203 @@
+"""Rows that run as lanes of one pass: which of them fit together, and the one workflow that runs them. Pure functions.
+
+The same rows in the same order always make the same pass, so whoever remembers which rows were posted together can
+make their pass again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..host.embedded_graph import Link, Prompt, as_link
+from .lane_traits import OWN_INPUTS, difference, lane_refusal, lane_traits, node_traits, sampler_ids, upstream
+
+LANE, LANE_SAMPLER, LANE_LATENT = "WanStreamLane", "WanStreamLaneSampler", "WanStreamLaneLatent"
+LATENT_OUTPUT = 0
+"""Of the sampler; its other outputs are the lane sampler's own."""
+
+Shown = TypeVar("Shown")
+
+
+class LanesError(ValueError):
+    """A number of lanes that cannot be, or rows that cannot share a pass; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanePass:
+    """One workflow that runs one row, or several as lanes of one pass over the weights."""
+
+    rows: tuple[Hashable, ...]
+    """The names of the rows, in the order of their lanes."""
+    prompt: Prompt
+    node_ids: tuple[Mapping[str, str], ...]
+    """For each row: what stands for each node of its own workflow, own id -> id in `prompt`."""
+    reason: str = ""
+    """Why a row runs alone where lanes were asked for."""
+
+    def shown_by(self, row: Hashable, shown: Mapping[str, Shown]) -> dict[str, Shown]:
+        """Of what nodes of the pass have shown, what belongs to `row`, under the node ids of its own workflow."""
+        own_ids = self.node_ids[self.rows.index(row)]
+        return {own: shown[node_id] for own, node_id in own_ids.items() if node_id in shown}
+
+
+def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ...]:
+    """Passes of at most `lanes` rows that run every row of `prompts` (row name -> its workflow) once.
+
+    Rows share a pass where only what belongs to one video differs: texts, images, seeds, files to save. Whoever finds
+    no such row runs alone, with the reason. Passes come in the order of their first rows.
+
+    Raises LanesError for less than one lane.
+    """
+    if lanes < 1:
+        raise LanesError(f"{lanes} lanes: give 1 or more")
+    groups: dict[str, list[Hashable]] = {}
+    reasons: dict[Hashable, str] = {}
+    for row, prompt in prompts.items():
+        refusal = lane_refusal(prompt)
+        if lanes == 1 or refusal:
+            reasons[row] = refusal if lanes > 1 else ""
+        else:
+            groups.setdefault(json.dumps(lane_traits(prompt), sort_keys=True), []).append(row)
+    shares = [rows[at : at + lanes] for rows in groups.values() for at in range(0, len(rows), lanes)]
+    for (row,) in (share for share in shares if len(share) == 1):
+        reasons[row] = _lonely(row, prompts, groups.values())
+    alone = [lane_pass({row: prompts[row]}, reason=reason) for row, reason in reasons.items()]
+    shared = [lane_pass({row: prompts[row] for row in share}) for share in shares if len(share) > 1]
+    order = {row: at for at, row in enumerate(prompts)}
+    return tuple(sorted([*alone, *shared], key=lambda made: order[made.rows[0]]))
+
+
+def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
+    """The pass of these rows (row name -> its workflow); one row runs by its own workflow, as it is.
+
+    Raises LanesError for rows that do not fit together.
+    """
+    rows = tuple(prompts)
+    if len(rows) == 1:
+        (prompt,) = prompts.values()
+        return LanePass(rows=rows, prompt=prompt, node_ids=({own: own for own in prompt},), reason=reason)
+    traits = {row: lane_traits(prompt) for row, prompt in prompts.items()}
+    for row in rows:
+        unlike = lane_refusal(prompts[row]) or difference(traits[row], traits[rows[0]], rows[0])
+        if unlike:
+            raise LanesError(f"row {row} cannot share a pass: {unlike}")
+    composer = _Composer([*prompts.values()])
+    return LanePass(rows=rows, prompt=composer.prompt(), node_ids=composer.node_ids())
+
+
+def _lonely(row: Hashable, prompts: Mapping[Any, Prompt], groups: Collection[Sequence[Hashable]]) -> str:
+    """Why `row`, which could share a pass, found no other row; `groups` are the rows that fit together."""
+    others = [rows[0] for rows in groups if row not in rows]
+    if [row] in groups and others:
+        return difference(lane_traits(prompts[row]), lane_traits(prompts[others[0]]), others[0])
+    return "no other row is left to share a pass with"
+
+
+class _Composer:
+    """Several workflows that are alike, as one: what rows have in common is there once."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+        self._samplers = sampler_ids(prompts[0])
+        self._owners = _owners(prompts, self._samplers)
+        self._shared = {own for own in prompts[0] if all(owners.get(own) == 0 for owners in self._owners)}
+        self._stem = "lane"
+        while any(node_id.startswith(self._stem) for prompt in prompts for node_id in prompt):
+            self._stem += "_"
+
+    def prompt(self) -> Prompt:
+        composed: dict[str, Mapping[str, Any]] = {}
+        for own in self._prompts[0]:
+            if own in self._samplers:
+                composed[own] = self._lane_sampler(own)
+            elif own in self._shared:
+                composed[own] = self._prompts[0][own]
+        for row, prompt in enumerate(self._prompts):
+            for own, node in prompt.items():
+                if own in self._samplers:
+                    composed[self._lane(row, own)] = self._lane_node(row, own)
+                    composed[self._place(row, own)] = self._lane_latent(row, own)
+                elif own not in self._shared and self._owners[row][own] == row:
+                    composed[self._place(row, own)] = _as(node, self._titled(row, node), self._linked(row, node))
+        return composed
+
+    def node_ids(self) -> tuple[Mapping[str, str], ...]:
+        return tuple(
+            {own: own if own in self._samplers else self._place(row, own) for own in prompt}
+            for row, prompt in enumerate(self._prompts)
+        )
+
+    def _lane_sampler(self, sampler: str) -> dict[str, Any]:
+        node = self._prompts[0][sampler]
+        settings = {name: value for name, value in node["inputs"].items() if name not in OWN_INPUTS}
+        last = self._lane(len(self._prompts) - 1, sampler)
+        return _as({**node, "class_type": LANE_SAMPLER}, _title(node), {**settings, "lanes": [last, 0]})
+
+    def _lane_node(self, row: int, sampler: str) -> dict[str, Any]:
+        node = self._prompts[row][sampler]
+        inputs = {name: value for name, value in self._linked(row, node).items() if name in OWN_INPUTS}
+        if row > 0:
+            inputs["lanes"] = [self._lane(row - 1, sampler), 0]
+        return _as({"class_type": LANE}, self._titled(row, node), inputs)
+
+    def _lane_latent(self, row: int, sampler: str) -> dict[str, Any]:
+        inputs = {"latents": [sampler, 0], "index": row}
+        return _as({"class_type": LANE_LATENT}, self._titled(row, self._prompts[row][sampler]), inputs)
+
+    def _linked(self, row: int, node: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of a row's own node, with links to what stands for the nodes that it reads."""
+        inputs = dict(node.get("inputs", {}))
+        for name, value in inputs.items():
+            link = as_link(value)
+            if link is None or link.node_id not in self._prompts[row]:
+                continue
+            if link.node_id in self._samplers and link.output != LATENT_OUTPUT:
+                continue
+            inputs[name] = [self._place(row, link.node_id), link.output]
+        return inputs
+
+    def _place(self, row: int, own: str) -> str:
+        """The id of what gives a row the results of its node `own`."""
+        return own if own in self._shared else f"{self._stem}{self._owners[row][own] + 1}_{own}"
+
+    def _lane(self, row: int, sampler: str) -> str:
+        return f"{self._stem}{row + 1}_{sampler}_inputs"
+
+    def _titled(self, row: int, node: Mapping[str, Any]) -> str:
+        return f"{_title(node)} (lane {row + 1})"
+
+
+def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[str, int]]:
+    """For each row and node: the first row that has the same node with the same sources, so that it need not run twice.
+
+    What comes from a sampler is every row's own, and so is what nobody reads: it is there for its effect.
+    """
+    first: dict[str, int] = {}
+    owners: list[dict[str, int]] = []
+    for row, prompt in enumerate(prompts):
+        read = {link.node_id for node in prompt.values() for link in _links(node)}
+        owners.append({})
+        for own in prompt:
+            behind = sorted(upstream(prompt, [own]))
+            if own not in read or not {*behind}.isdisjoint(samplers):
+                owners[row][own] = row
+                continue
+            work = {each: node_traits(prompt, each) for each in behind}
+            owners[row][own] = first.setdefault(json.dumps([own, work], sort_keys=True), row)
+    return owners
+
+
+def _links(node: Mapping[str, Any]) -> Iterator[Link]:
+    return (link for value in node.get("inputs", {}).values() if (link := as_link(value)))
+
+
+def _title(node: Mapping[str, Any]) -> str:
+    title: str = node.get("_meta", {}).get("title") or node.get("class_type", "")
+    return title
+
+
+def _as(node: Mapping[str, Any], title: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**node, "_meta": {"title": title}, "inputs": dict(inputs)}
