@@ -19,7 +19,10 @@ async def comfy_entrypoint() -> "WanStreamExtension":
     import logging
 
     try:
+        from .host import host
         from .nodes import WanStreamExtension
+
+        host.open_to_browsers()
     except Exception:
         # ComfyUI prints one line without a traceback for an error in here.
         logging.getLogger("wanstream").exception("WanStream could not be loaded")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from .announced_run import AnnouncedRun
 from .door import (
     Door,
     ExpertsRef,
@@ -36,6 +37,7 @@ else:
     host = ComfyDoor()
 
 __all__ = [
+    "AnnouncedRun",
     "ComfyExtension",
     "Door",
     "ExpertsRef",

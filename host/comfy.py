@@ -6,7 +6,7 @@ Imported only there: `comfy` and `folder_paths` are ComfyUI's modules, which lie
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..wan import ExpertPair
     from .comfy_patcher import ExpertsPatcher
     from .comfy_preview import LatentPreview
+    from .comfy_watch import ComfyWatch
 
 
 class _Bar:
@@ -61,6 +62,7 @@ class ComfyDoor:
         self._planner = planner or AutoPlanner(partial(measured_machine, make_room=self._room_to_measure))
         self._gguf = KeptNames(GGUF_FILES)
         self._ledgers = Ledgers()
+        self._watch: ComfyWatch | None = None
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
 
@@ -172,6 +174,20 @@ class ComfyDoor:
     def run_id(self) -> str | None:
         context = get_executing_context()
         return None if context is None else context.prompt_id
+
+    def executing_node(self) -> str | None:
+        context = get_executing_context()
+        return None if context is None else context.node_id
+
+    def open_to_browsers(self) -> None:
+        from .comfy_watch import ComfyWatch
+
+        self._watch = ComfyWatch()
+        self._watch.open()
+
+    def announce(self, event: str, payload: Mapping[str, Any]) -> None:
+        if self._watch is not None:
+            self._watch.announce(event, payload)
 
     def ledger(self) -> Ledger:
         run_id = self.run_id()

@@ -7,7 +7,7 @@ are untrusted: a door hands out paths inside the model and output folders, or ra
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -146,6 +146,15 @@ class Door(Protocol):
 
     def ledger(self) -> Ledger:
         """Where the phases of the queue item that is executed are noted; one that nobody reads outside one."""
+
+    def executing_node(self) -> str | None:
+        """The id of the node that executes on this thread, as the graph knows it; None outside one."""
+
+    def open_to_browsers(self) -> None:
+        """Let pages follow what is announced; called once, before the host's server begins to listen."""
+
+    def announce(self, event: str, payload: Mapping[str, Any]) -> None:
+        """Tell whoever watches that something has happened; `payload` is plain JSON. Waits for nobody."""
 
     def dynamic_bytes(self) -> int | None:
         """Bytes of the device that the host's own dynamic VRAM holds for other models; None where there is none."""

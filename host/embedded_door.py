@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +86,7 @@ class EmbeddedDoor:
         self._folders: Folders | None = None
         self._running: tuple[str, str] | None = None
         self._on_progress: Callable[[NodeProgress], None] | None = None
+        self._on_event: Callable[[str, Mapping[str, Any]], None] | None = None
         self._device: torch.device | None = None
         self._stop = threading.Event()
         self._temp: Path | None = None
@@ -98,8 +99,11 @@ class EmbeddedDoor:
         folders: Folders,
         on_progress: Callable[[NodeProgress], None] | None = None,
         device: torch.device | None = None,
+        on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> Iterator[None]:
         """Serve these folders and compute on `device` (None: a GPU if there is one) inside the `with`.
+
+        `on_event` is given what nodes announce.
 
         Raises HostStateError while another one is open.
         """
@@ -107,11 +111,12 @@ class EmbeddedDoor:
             raise HostStateError("a workflow is being run already: the embedded host runs one at a time")
         self._stop.clear()
         self._folders, self._on_progress, self._device = folders, on_progress, device
+        self._on_event = on_event
         self._run_id = uuid.uuid4().hex
         try:
             yield
         finally:
-            self._folders = self._on_progress = self._device = self._run_id = self._ledger = None
+            self._folders = self._on_progress = self._device = self._run_id = self._ledger = self._on_event = None
             self._busy.release()
 
     @contextmanager
@@ -214,6 +219,16 @@ class EmbeddedDoor:
 
     def run_id(self) -> str | None:
         return self._run_id
+
+    def executing_node(self) -> str | None:
+        return None if self._running is None else self._running[0]
+
+    def open_to_browsers(self) -> None:
+        return
+
+    def announce(self, event: str, payload: Mapping[str, Any]) -> None:
+        if self._on_event is not None:
+            self._on_event(event, payload)
 
     def ledger(self) -> Ledger:
         from ..metrics.ledger import Ledger

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..host import ExpertsRef, host
+from ..host import AnnouncedRun, ExpertsRef, host
 from ..plan import AutoOffload, OffloadPolicy, Timeline
 from ..sampling import Cancelled, DenoiseRequest, DenoiseResult, StepProgress, denoise, request_job, working_bytes
 
@@ -52,20 +52,30 @@ def run_experts(
     chunk = choice.policy.chunk_tokens
     needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=chunk)
     pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
+    course, report = request.course(), on_step or _own_bar(request, node_id)
+    experts = [course.experts[step] for step in course.steps]
+    watched = AnnouncedRun(host.announce, prompt_id=host.run_id(), node_id=node_id, experts=experts)
+
+    def each_step(step: StepProgress) -> None:
+        watched.step(step.record)
+        report(step)
+
     try:
-        result = denoise(
-            pair,
-            request,
-            policy=policy,
-            device=device,
-            on_step=on_step or _own_bar(request, node_id),
-            should_stop=host.should_stop,
-            revise=choice.revise_under(policy),
-        )
+        with watched:
+            result = denoise(
+                pair,
+                request,
+                policy=policy,
+                device=device,
+                on_step=each_step,
+                should_stop=host.should_stop,
+                revise=choice.revise_under(policy),
+            )
+            told = result.told_first(choice.reason)
+            watched.ended(told.timeline)
     except Cancelled:
         host.raise_if_stopped()
         raise
-    told = result.told_first(choice.reason)
     return SamplerRun(
         experts=ref, request=request, asked=asked, policy=policy, device=device, result=told, node_id=node_id
     )
