@@ -1,0 +1,163 @@
+"""The figures of a variant: for each the median of its runs, the least and the most."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from ..plan import StepRecord, Timeline
+from ..plan.figure_words import rate_text, second_digits, seconds_text, share_text, size_text
+from .report import Variant
+
+Unit = Literal["s", "bytes", "bytes/s", "share"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """What several runs gave for one figure."""
+
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """None where there is no run, or one that does not know the figure."""
+        known = []
+        for value in values:
+            if value is None:
+                return None
+            known.append(value)
+        return cls(median=statistics.median(known), low=min(known), high=max(known), runs=len(known)) if known else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One line of a comparison."""
+
+    name: str
+    unit: Unit
+    of: Callable[[Timeline], float | None]
+
+    def spread(self, variant: Variant) -> Spread | None:
+        """Over the measured runs of `variant`."""
+        return Spread.of(self.of(timeline) for timeline in variant.measured)
+
+    def text(self, spread: Spread) -> str:
+        """`23.0 s (22.6 to 23.4)`; of one run it is said that it was one."""
+        median, low, high = (self._words(value, spread) for value in (spread.median, spread.low, spread.high))
+        unit = " s" if self.unit == "s" else ""
+        return f"{median}{unit} (1 run)" if spread.runs == 1 else f"{median}{unit} ({low} to {high})"
+
+    def _words(self, value: float, spread: Spread) -> str:
+        if self.unit == "s":
+            return seconds_text(value, second_digits([spread.median]))
+        return {"bytes": size_text, "bytes/s": rate_text, "share": share_text}[self.unit](value)
+
+
+def steady_s(timeline: Timeline, expert: str) -> float | None:
+    """Median seconds of the steps of `expert` that do not begin a stage; None where every one does."""
+    steady = [step.wall_s for before, step in pairwise(timeline.steps) if before.expert == step.expert == expert]
+    return statistics.median(steady) if steady else None
+
+
+def over_steady_s(timeline: Timeline, step: StepRecord) -> float | None:
+    """How much longer `step` took than a steady step of its expert; None where there is none."""
+    steady = steady_s(timeline, step.expert)
+    return None if steady is None else step.wall_s - steady
+
+
+def switch_record(timeline: Timeline) -> StepRecord | None:
+    """The first step of the second expert."""
+    return next((step for step in timeline.steps if step.index == timeline.switch_step), None)
+
+
+def _switch_s(timeline: Timeline) -> float | None:
+    step = switch_record(timeline)
+    return None if step is None else step.wall_s
+
+
+def _switch_over_steady_s(timeline: Timeline) -> float | None:
+    step = switch_record(timeline)
+    return None if step is None else over_steady_s(timeline, step)
+
+
+def _first_s(timeline: Timeline) -> float | None:
+    return timeline.steps[0].wall_s if timeline.steps else None
+
+
+def _mean_s(timeline: Timeline) -> float | None:
+    return timeline.wall_s / len(timeline.steps) if timeline.steps else None
+
+
+def _rate(nbytes: float, seconds: float) -> float | None:
+    return nbytes / seconds if seconds > 0 else None
+
+
+def _most(name: str) -> Callable[[Timeline], float | None]:
+    """The largest value of a field of bytes, over all steps and all samples between them."""
+
+    def most(timeline: Timeline) -> float | None:
+        values = [getattr(record, name, None) for record in (*timeline.steps, *timeline.memory)]
+        return max((value for value in values if value is not None), default=None)
+
+    return most
+
+
+FIGURES = (
+    Figure(name="Total denoising", unit="s", of=lambda timeline: timeline.wall_s),
+    Figure(name="Average per step", unit="s", of=_mean_s),
+    Figure(name="Steady step, high-noise expert", unit="s", of=lambda timeline: steady_s(timeline, "high")),
+    Figure(name="Steady step, low-noise expert", unit="s", of=lambda timeline: steady_s(timeline, "low")),
+    Figure(name="First step", unit="s", of=_first_s),
+    Figure(name="Switch step", unit="s", of=_switch_s),
+    Figure(name="Switch step over a steady one", unit="s", of=_switch_over_steady_s),
+    Figure(name="First block after", unit="s", of=lambda timeline: timeline.first_block_s),
+    Figure(name="Compute", unit="s", of=lambda timeline: timeline.compute_s),
+    Figure(name="Stall", unit="s", of=lambda timeline: timeline.stall_s),
+    Figure(name="Stall for files", unit="s", of=lambda timeline: timeline.stall_file_s),
+    Figure(name="Transfers hidden", unit="share", of=lambda timeline: timeline.overlap),
+    Figure(name="Moved to buffers", unit="bytes", of=lambda timeline: timeline.bytes_moved),
+    Figure(name="Read from files", unit="bytes", of=lambda timeline: timeline.read_bytes),
+    Figure(name="Read from the page cache", unit="bytes", of=lambda timeline: timeline.cached_bytes),
+    Figure(name="Rate to buffers", unit="bytes/s", of=lambda timeline: _rate(timeline.bytes_moved, timeline.copy_s)),
+    Figure(name="Rate from files", unit="bytes/s", of=lambda timeline: _rate(timeline.read_bytes, timeline.read_s)),
+    Figure(name="Peak VRAM, allocated", unit="bytes", of=_most("device_bytes")),
+    Figure(name="Peak VRAM, held by torch", unit="bytes", of=_most("reserved_bytes")),
+    Figure(name="Most VRAM used by all", unit="bytes", of=_most("device_used_bytes")),
+    Figure(name="Most VRAM of ComfyUI's other models", unit="bytes", of=_most("dynamic_bytes")),
+    Figure(name="Most RAM of the process", unit="bytes", of=_most("rss_bytes")),
+    Figure(name="Most page-locked RAM", unit="bytes", of=_most("pinned_bytes")),
+    Figure(
+        name="Time spent measuring",
+        unit="share",
+        of=lambda timeline: _rate(timeline.measuring_s, timeline.wall_s) or None,
+    ),
+)
+TOTAL = FIGURES[0]
+
+
+def known_figures(variants: Iterable[Variant]) -> tuple[Figure, ...]:
+    """The figures that at least one run of `variants` knows."""
+    given = tuple(variants)
+    return tuple(figure for figure in FIGURES if any(figure.spread(variant) for variant in given))
+
+
+def figures_dict(variant: Variant) -> dict[str, Any]:
+    """Every figure that the runs of `variant` know, ready for JSON: median, least, most, runs and unit."""
+    found = ((figure, figure.spread(variant)) for figure in FIGURES)
+    return {
+        figure.name: {
+            "median": spread.median,
+            "low": spread.low,
+            "high": spread.high,
+            "runs": spread.runs,
+            "unit": figure.unit,
+        }
+        for figure, spread in found
+        if spread is not None
+    }

@@ -1,0 +1,108 @@
+"""A report as documents: JSON, CSV, and one HTML page that needs no other file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from html import escape
+
+from ..plan import StepRecord
+from .report import Report
+from .report_comparison import every_table
+from .report_figures import figures_dict
+from .report_table import Table
+
+CSV_HEAD = ("variant", "run", "warm_up", *(field.name for field in fields(StepRecord)), "cumulative_s")
+
+# A page that may load nothing: what is in it came from a workflow, which others may have written.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #222; --faint: #d8d8d8; --paper: #fff; --row: #f3f6fa; --mark: #fdf0dc; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --faint: #444; --paper: #1b1d20; --row: #23272c; --mark: #4a3a1c; }
+}
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2em auto;
+       max-width: 1180px; padding: 0 1em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.1em; margin: 2em 0 .5em; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25em .6em; border-bottom: 1px solid var(--faint); text-align: right; white-space: nowrap; }
+th:first-child, td:first-child, td:last-child, th:last-child { text-align: left; }
+td:last-child { white-space: normal; min-width: 12em; }
+tr:nth-child(even) { background: var(--row); }
+tr.marked { background: var(--mark); font-weight: 600; }
+dl { display: grid; grid-template-columns: max-content auto; gap: .15em 1em; margin: 0; }
+dt { opacity: .7; } dd { margin: 0; }
+svg { max-width: 100%; height: auto; }
+"""
+
+
+def summary(report: Report) -> str:
+    """All tables as Markdown, with how and on what they were measured in front."""
+    said = [f"## {report.title}", *_unfinished(report)]
+    said += [f"{name}: {words}" for name, words in {**report.method, **report.machine}.items()]
+    return "\n\n".join(["  \n".join(said), *(table.markdown() for table in every_table(report))]) + "\n"
+
+
+def json_document(report: Report) -> str:
+    """Everything that is known: settings, every timeline, and the figures of each variant."""
+    figures = {variant.name: figures_dict(variant) for variant in report.variants}
+    return json.dumps({**report.to_dict(), "figures": figures}, indent=1) + "\n"
+
+
+def csv_document(report: Report) -> str:
+    """One line for each step of each run; times in seconds, sizes in bytes, what is not known empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_HEAD)
+    for variant in report.variants:
+        for number, trial in enumerate(variant.trials, start=1):
+            ended = 0.0
+            for step in trial.timeline.steps:
+                ended += step.wall_s
+                writer.writerow([variant.name, number, int(trial.warm_up), *asdict(step).values(), ended])
+    return text.getvalue()
+
+
+def html_document(report: Report, charts: str) -> str:
+    """One page with the same tables; `charts` is SVG that is put in as it is."""
+    about = {**report.method, **report.machine}
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        '<meta name="viewport" content="width=device-width">',
+        f"<title>{escape(report.title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{escape(report.title)}</h1>",
+        *(f"<p><strong>{escape(line)}</strong></p>" for line in _unfinished(report)),
+        _definitions(about),
+        charts,
+        *(_html_table(table) for table in every_table(report)),
+        "</body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _unfinished(report: Report) -> Iterator[str]:
+    if not report.finished:
+        yield f"Unfinished: {report.done} of {report.planned} runs were made."
+
+
+def _definitions(words: Mapping[str, str]) -> str:
+    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>" for name, said in words.items()) + "</dl>"
+
+
+def _html_table(table: Table) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
+    rows = [
+        f"<tr{' class=' + chr(34) + 'marked' + chr(34) if place == table.marked else ''}>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for place, row in enumerate(table.rows)
+    ]
+    body = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<h2>{escape(table.title)}</h2><div class="wide">{body}</div>'
