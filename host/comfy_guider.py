@@ -19,7 +19,7 @@ import torch
 
 from ..metrics import Recorder
 from ..plan import AutoOffload, OffloadJob, OffloadPolicy, Timeline
-from ..plan.experts import TRAIN_TIMESTEPS, expert_at
+from ..plan.experts import TRAIN_TIMESTEPS
 from ..sampling import (
     Cancelled,
     DenoiseRequest,
@@ -33,9 +33,11 @@ from ..sampling.conditioning import single_entry
 from ..sampling.lanes import LaneInputs, foretell
 from ..sampling.request import check_channels
 from ..sampling.run_policy import RunPolicy
+from .announced_run import AnnouncedRun
 from .auto_offload import Choice
 from .comfy_trace import predicted_sigmas, sampler_name
 from .door import ExpertsRef
+from .guider_settings import GuiderSettings
 
 if TYPE_CHECKING:
     from .comfy import ComfyDoor
@@ -50,29 +52,10 @@ CONDITIONS = "sampler_calc_cond_batch_function"
 Choose: TypeAlias = "Callable[[OffloadJob], Choice]"
 """Asked before each run, for the policy of that run."""
 
+Watch: TypeAlias = "Callable[[Sequence[str]], AnnouncedRun]"
+"""Gives what tells of a run whose calls are of these experts."""
+
 log = logging.getLogger("wanstream.host")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuiderSettings:
-    """When each expert runs, and how strongly it follows the prompt. Raises `RequestError` for another ratio."""
-
-    boundary_ratio: float
-    guidance: tuple[float, float]
-    """CFG scale of the (high, low) expert; 1 computes no negative lane."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.boundary_ratio <= 1:
-            raise RequestError(
-                f"boundary ratio {self.boundary_ratio:g}: give 0 to 1 (Wan2.2: 0.875 for text, 0.9 for images)"
-            )
-
-    def expert(self, sigma: float) -> str:
-        """The expert of a call at noise level `sigma`."""
-        return expert_at(sigma * TRAIN_TIMESTEPS, self.boundary_ratio)
-
-    def scale(self, expert: str) -> float:
-        return self.guidance[0 if expert == "high" else 1]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +64,8 @@ class _Run:
 
     inputs: LaneInputs
     passes: Passes
+    recorder: Recorder
+    watched: AnnouncedRun
     shape: torch.Size
     sampler: str
 
@@ -88,9 +73,11 @@ class _Run:
 class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     """A CFGGuider whose model is the pair of streamed experts. See `make_guider`."""
 
-    def __init__(self, patcher: ExpertsPatcher, settings: GuiderSettings, choose: Choose | None = None) -> None:
+    def __init__(
+        self, patcher: ExpertsPatcher, settings: GuiderSettings, watch: Watch, choose: Choose | None = None
+    ) -> None:
         super().__init__(patcher)
-        self.settings = settings
+        self.settings, self._watch = settings, watch
         self._choose = choose
         self._choice = Choice(policy=OffloadPolicy.layerwise())  # until one is made
         self.timeline: Timeline | None = None
@@ -164,12 +151,26 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         calls = [(self.settings.expert(sigma), sigma * TRAIN_TIMESTEPS) for sigma in asked]
         foretell(engine, inputs, calls, guided={expert: self.settings.scale(expert) != 1 for expert, _ in calls})
         self.timeline = None
-        self._run = _Run(inputs=inputs, passes=passes, shape=noise.shape, sampler=sampler_name(sampler))
+        watched = self._watch([expert for expert, _ in calls])
+        self._run = _Run(
+            inputs=inputs,
+            passes=passes,
+            recorder=recorder,
+            watched=watched,
+            shape=noise.shape,
+            sampler=sampler_name(sampler),
+        )
         try:
-            with passes:
-                samples: torch.Tensor = super().inner_sample(
-                    *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed), **more
-                )
+            with watched:
+                with passes:
+                    samples: torch.Tensor = super().inner_sample(
+                        *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed),
+                        **more,
+                    )
+                recorder.outer_bytes = engine.outer_bytes - outer_bytes
+                told = tuple(filter(None, (self._choice.reason, *going.changes)))
+                self.timeline = replace(recorder.timeline(), changes=told)
+                watched.ended(self.timeline)
         except Cancelled:
             comfy.model_management.throw_exception_if_processing_interrupted()
             raise
@@ -182,9 +183,6 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             ) from err
         finally:
             self._run, self.recompiled = None, passes.recompiled
-        recorder.outer_bytes = engine.outer_bytes - outer_bytes
-        told = tuple(filter(None, (self._choice.reason, *going.changes)))
-        self.timeline = replace(recorder.timeline(), changes=told)
         return samples
 
     def predict_noise(
@@ -222,6 +220,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
                 "and the streamed experts were given their image and memory for the first: choose another sampler"
             )
         velocities = run.passes.forward(expert, run.inputs.lanes(x, with_negative=with_negative), sigma)
+        run.watched.step(run.recorder.last)
         every = torch.cat(velocities).float()
         if not every.isfinite().all():
             source = "their answer" if x.isfinite().all() else f"what the sampler {run.sampler} gave them"
@@ -278,7 +277,15 @@ def make_guider(
         known, choose = OffloadPolicy.layerwise(), partial(door.choose_policy, ref, policy)
     else:
         known, choose = policy, None
-    guider = ExpertsGuider(door.patcher(ref, known, flow_shift=flow_shift), settings, choose)
+
+    made_by = door.executing_node()
+
+    def watch(experts: Sequence[str]) -> AnnouncedRun:
+        # By now a sampler executes; its run is shown at the guider.
+        ids = {"prompt_id": door.run_id(), "node_id": door.executing_node(), "shown_at": made_by}
+        return AnnouncedRun(door.announce, experts=experts, **ids)
+
+    guider = ExpertsGuider(door.patcher(ref, known, flow_shift=flow_shift), settings, watch, choose)
     guider.set_conds(positive, negative)
     return guider
 

@@ -178,6 +178,8 @@ class Door(Protocol):
     ) -> object:
         """A native GUIDER that runs both experts of `ref`, streamed as `policy` says, for the host's own samplers.
 
+        What it runs is announced as shown at the node that executes now.
+
         Raises NeedsComfyUIError where there are no such samplers, and `RequestError` for what the experts cannot use.
         """
 
