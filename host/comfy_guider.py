@@ -35,7 +35,7 @@ from ..sampling.request import check_channels
 from ..sampling.run_policy import RunPolicy
 from .announced_run import AnnouncedRun
 from .auto_offload import Choice
-from .comfy_trace import predicted_sigmas, sampler_name
+from .comfy_trace import one_level, predicted_sigmas, sampler_name
 from .door import ExpertsRef
 from .guider_settings import GuiderSettings
 
@@ -189,7 +189,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         self, x: torch.Tensor, timestep: torch.Tensor, model_options: Mapping[str, Any] = {}, seed: int | None = None
     ) -> torch.Tensor:
         """One call: the estimate of x0 [B, 16, T, h, w] for `x` at the sigma that `timestep` [B] really is."""
-        sigma = _one_level(timestep)
+        sigma = one_level(timestep)
         expert = self.settings.expert(sigma)
         if CONDITIONS in model_options:
             raise RequestError(f"another node computes the conditions itself ({CONDITIONS}): remove it")
@@ -288,14 +288,3 @@ def make_guider(
     guider = ExpertsGuider(door.patcher(ref, known, flow_shift=flow_shift), settings, watch, choose)
     guider.set_conds(positive, negative)
     return guider
-
-
-def _one_level(timestep: torch.Tensor) -> float:
-    """The noise level of a call, the same for all samples of the batch."""
-    levels: list[float] = timestep.flatten().tolist()
-    if len(set(levels)) != 1:
-        raise RequestError(
-            f"the sampler asks for {len(set(levels))} noise levels in one call, and one expert serves one: "
-            "choose another sampler"
-        )
-    return levels[0]

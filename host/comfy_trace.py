@@ -16,6 +16,8 @@ import comfy.samplers
 import numpy
 import torch
 
+from ..sampling import RequestError
+
 TINY = (1, 16, 1, 2, 2)
 """Shape of the latents that a sampler is traced on: five dimensions, because some samplers look at them."""
 
@@ -95,3 +97,14 @@ def _is_comfys(sampler: Any) -> bool:
 
 def _module(function: Callable[..., object]) -> str:
     return str(getattr(function, "__module__", ""))
+
+
+def one_level(timestep: torch.Tensor) -> float:
+    """The noise level of a call, the same for all samples of the batch."""
+    levels: list[float] = timestep.flatten().tolist()
+    if len(set(levels)) != 1:
+        raise RequestError(
+            f"the sampler asks for {len(set(levels))} noise levels in one call, and one expert serves one: "
+            "choose another sampler"
+        )
+    return levels[0]
