@@ -5,6 +5,8 @@ from __future__ import annotations
 from .conditioning import NativeInputs, native_inputs, native_latent
 from .denoise import DenoiseResult, StepProgress, denoise
 from .errors import Cancelled, ConditioningError, NonFiniteLatentError, NoRoomError, RequestError
+from .joined import joined
+from .lane_room import check_room
 from .noise import seeded_noise
 from .offload_job import offload_job, request_job
 from .passes import Passes
@@ -29,8 +31,10 @@ __all__ = [
     "Schedule",
     "Solver",
     "StepProgress",
+    "check_room",
     "denoise",
     "explicit_schedule",
+    "joined",
     "make_schedule",
     "make_solver",
     "native_inputs",

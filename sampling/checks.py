@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 
 from ..wan.vae import LATENT_CHANNELS
@@ -12,6 +15,9 @@ IMAGE_CONDITION_CHANNELS = 20
 TEXT_WIDTH = 4096
 PATCH = 2
 """Latent pixels per token, in height and in width."""
+Texts: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
+"""[1 or B, L, 4096] for B samples; or one [1, L, 4096] for each of them, whose lengths may differ."""
+
 SAME_SIGMA = 1e-5
 """Sigmas nearer than this are the same step of the same schedule, computed by two programs."""
 
@@ -68,7 +74,17 @@ def check_noise(noise: torch.Tensor) -> None:
         )
 
 
-def check_text(name: str, text: torch.Tensor, batch: int) -> None:
+def check_texts(name: str, texts: Texts, batch: int) -> None:
+    if isinstance(texts, torch.Tensor):
+        _check_text(name, texts, batch)
+        return
+    if len(texts) != batch:
+        raise RequestError(f"{name} has {len(texts)} texts for {batch} samples: give one for each")
+    for number, text in enumerate(texts, 1):
+        _check_text(f"{name} {number} of {batch}", text, 1)
+
+
+def _check_text(name: str, text: torch.Tensor, batch: int) -> None:
     shape = list(text.shape)
     if text.ndim != 3 or shape[2] != TEXT_WIDTH:
         raise RequestError(f"{name} is {shape}: give a UMT5 embedding [1 or {batch}, tokens, {TEXT_WIDTH}]")

@@ -209,12 +209,13 @@ def _check_image_size(name: str, image: torch.Tensor, shape: torch.Size) -> None
     """Refuse an image of another size than the latent; ComfyUI would stretch it, and its mask, to fit."""
     if image.ndim == 5 and image.shape[2:] != shape[2:]:
         raise ConditioningError(
-            f"{name} carries a start image for {_video_text(image.shape)}, the latent is {_video_text(shape)}: connect "
+            f"{name} carries a start image for {video_text(image.shape)}, the latent is {video_text(shape)}: connect "
             "the latent of the image-to-video node, or give both nodes the same width, height and frames"
         )
 
 
-def _video_text(shape: torch.Size) -> str:
+def video_text(shape: torch.Size) -> str:
+    """The size of the video that a latent of `shape` [B, 16, T, h, w] stands for, in words."""
     frames, height, width = shape[2:]
     return (
         f"{width * PIXELS_PER_LATENT} x {height * PIXELS_PER_LATENT} pixels and "

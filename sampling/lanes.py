@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 
 from ..wan import ExpertEngine, Lane
+from .checks import Texts
 from .errors import Cancelled
 from .request import DenoiseRequest
 
@@ -20,10 +21,12 @@ class LaneInputs:
     """What stays the same over all steps: texts and image, on the device, cut into samples."""
 
     def __init__(self, request: DenoiseRequest, device: torch.device) -> None:
-        def samples(tensor: torch.Tensor | None) -> Sequence[torch.Tensor]:
-            if tensor is None:
+        def samples(given: Texts | None) -> Sequence[torch.Tensor]:
+            if given is None:
                 return ()
-            return list(tensor.to(device).expand(request.batch, *tensor.shape[1:]).split(1))
+            if isinstance(given, torch.Tensor):
+                return list(given.to(device).expand(request.batch, *given.shape[1:]).split(1))
+            return [text.to(device) for text in given]
 
         self._positive, self._negative = samples(request.positive), samples(request.negative)
         self._image = samples(request.image_condition)

@@ -15,11 +15,12 @@ from ..plan import split_at_boundary
 from ..wan.vae import LATENT_CHANNELS
 from .checks import (
     IMAGE_CONDITION_CHANNELS,
+    Texts,
     check_course,
     check_latent,
     check_noise,
     check_start,
-    check_text,
+    check_texts,
 )
 from .errors import RequestError
 from .schedules import Schedule, explicit_schedule, make_schedule
@@ -61,10 +62,10 @@ class DenoiseRequest:
 
     noise: torch.Tensor
     """[B, 16, T, h, w] float32, standard normal; h and w even."""
-    positive: torch.Tensor
-    """[1 or B, L, 4096] UMT5 embedding, any L >= 1."""
-    negative: torch.Tensor | None = None
-    """As `positive`, of any length of its own. Needed where a guidance is not 1."""
+    positive: Texts
+    """[1 or B, L, 4096] UMT5 embedding, any L >= 1; or one [1, L, 4096] for each sample, of any lengths."""
+    negative: Texts | None = None
+    """As `positive`, of other lengths or the same. Needed where a guidance is not 1."""
     image_condition: torch.Tensor | None = None
     """[1 or B, 20, T, h, w] for I2V experts: 4 mask channels (1 = known), then 16 channels of image latent."""
     latent: torch.Tensor | None = None
@@ -100,9 +101,9 @@ class DenoiseRequest:
 
     def __post_init__(self) -> None:
         check_noise(self.noise)
-        check_text("positive", self.positive, self.batch)
+        check_texts("positive", self.positive, self.batch)
         if self.negative is not None:
-            check_text("negative", self.negative, self.batch)
+            check_texts("negative", self.negative, self.batch)
         if self.image_condition is not None:
             check_latent(
                 "image_condition", self.image_condition, self.noise, (IMAGE_CONDITION_CHANNELS,), (1, self.batch)

@@ -1,0 +1,82 @@
+"""Whether several videos fit into device memory at once: asked before the first of them is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..metrics import free_bytes
+from ..offload.available_memory import available_bytes
+from ..plan import OffloadPolicy, fit_policy
+from ..plan.candidates import CHUNKS
+from ..wan import ExpertPair
+from .errors import NoRoomError
+from .request import DenoiseRequest
+from .working_bytes import tokens_of, working_bytes
+
+
+def check_room(
+    pair: ExpertPair,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    device: torch.device,
+    *,
+    free: int | None = None,
+) -> None:
+    """Refuse a request of several samples that finds too little memory even under the smallest policy.
+
+    A single sample is let through: its run tries smaller policies as long as there are any.
+
+    Args:
+        free: bytes that weights and what is computed in may take together; None: what is free on `device` now, with
+            what the pair holds there already.
+
+    Raises NoRoomError, with the number of samples that fit.
+    """
+    if request.batch == 1:
+        return
+    smallest, chunk = _smallest(pair, policy, tokens_of(request.noise.shape), device)
+    weights = pair.device_bytes(smallest, device=device)
+    guided = any(scale != 1 for scale in request.guidance)
+
+    def needed(samples: int) -> int:
+        shape = (samples, *request.noise.shape[1:])
+        return working_bytes(pair, shape, guided=guided, chunk_tokens=chunk)
+
+    room = (_free(pair, device) if free is None else free) - weights
+    fitting = next(count for count in range(request.batch, -1, -1) if count == 0 or needed(count) <= room)
+    if fitting == request.batch:
+        return
+    remedy = (
+        f"{fitting} of them would fit: use {fitting} lanes (or a batch of {fitting})"
+        if fitting
+        else "Not even one of them would fit: make the video smaller or shorter"
+    )
+    raise NoRoomError(
+        f"{request.batch} videos at once need {_gb(needed(request.batch))} to compute in, beside {_gb(weights)} of "
+        f"weights in the fewest buffers; {_gb(room + weights)} are free for both. {remedy}, or close what else uses the "
+        "device"
+    )
+
+
+def _smallest(
+    pair: ExpertPair, policy: OffloadPolicy, tokens: int, device: torch.device
+) -> tuple[OffloadPolicy, int | None]:
+    """The smallest policy that a run would try in place of `policy`, and how many tokens it takes at once."""
+    blocks = {"high": pair.high.config.num_layers, "low": pair.low.config.num_layers}
+    smallest = fit_policy(policy, blocks, budget=0, device_bytes=lambda each: pair.device_bytes(each, device=device))
+    fewest = min(chunk for chunk in CHUNKS if chunk is not None)
+    at_once = tokens if policy.chunk_tokens is None else policy.chunk_tokens
+    chunk = fewest if fewest < at_once else policy.chunk_tokens
+    return replace(smallest, chunk_tokens=chunk), chunk
+
+
+def _free(pair: ExpertPair, device: torch.device) -> int:
+    """Bytes of `device` that this pair may take in all; on a CPU they are RAM."""
+    free = free_bytes(device)
+    return (available_bytes() if free is None else free) + pair.loaded_bytes
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

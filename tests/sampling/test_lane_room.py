@@ -1,0 +1,95 @@
+"""Whether lanes fit: by the same sums as a run's own memory, and with the number that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.plan import OffloadPolicy
+from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, working_bytes
+from wanstream.wan import ExpertPair
+
+CPU = torch.device("cpu")
+LAYERWISE = OffloadPolicy.layerwise(1)
+LARGE = (16, 5, 128, 160)
+"""25600 tokens: there is something left to do in chunks."""
+
+Request = Callable[..., DenoiseRequest]
+OpenPair = Callable[..., ExpertPair]
+
+
+def needed(pair: ExpertPair, samples: int, *, guided: bool = True, chunk: int | None = None) -> int:
+    """Bytes under two buffers."""
+    working = working_bytes(pair, (samples, *LARGE), guided=guided, chunk_tokens=chunk)
+    return working + pair.device_bytes(LAYERWISE, device=CPU)
+
+
+@pytest.fixture
+def lanes(make_request: Request) -> Callable[..., DenoiseRequest]:
+    def lanes(batch: int, **changes: Any) -> DenoiseRequest:
+        text = torch.zeros(1, 4, 4096)
+        noise = torch.zeros(1, *LARGE).expand(batch, *LARGE)
+        return make_request(noise=noise, positive=text, negative=text, **changes)
+
+    return lanes
+
+
+@pytest.mark.parametrize("policy", [LAYERWISE, OffloadPolicy.resident(), OffloadPolicy.block_swap(1, 3)], ids=str)
+def test_what_fits_under_the_smallest_policy_is_let_through(
+    policy: OffloadPolicy, open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]
+) -> None:
+    pair = open_pair()
+    enough = needed(pair, 4, chunk=2048)
+    assert enough < needed(pair, 4)
+    check_room(pair, lanes(4), policy, CPU, free=enough)
+    with pytest.raises(NoRoomError, match="4 videos at once need .* 3 of them would fit: use 3 lanes"):
+        check_room(pair, lanes(4), policy, CPU, free=enough - 1)
+
+
+@pytest.mark.parametrize("fitting", [1, 2, 3])
+def test_the_number_that_fits_is_told(fitting: int, open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]) -> None:
+    pair = open_pair()
+    free = needed(pair, fitting, chunk=2048)
+    check_room(pair, lanes(fitting), LAYERWISE, CPU, free=free)
+    with pytest.raises(NoRoomError, match=f"{fitting} of them would fit: use {fitting} lanes"):
+        check_room(pair, lanes(5), LAYERWISE, CPU, free=free)
+
+
+def test_the_numbers_are_those_of_a_run(open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]) -> None:
+    pair = open_pair()
+    working = working_bytes(pair, (8, *LARGE), guided=True, chunk_tokens=2048)
+    weights = pair.device_bytes(LAYERWISE, device=CPU)
+    with pytest.raises(NoRoomError) as refused:
+        check_room(pair, lanes(8), LAYERWISE, CPU, free=20_000_000)
+    said = str(refused.value)
+    assert f"8 videos at once need {working / 1e9:.2f} GB to compute in" in said
+    assert f"beside {weights / 1e6:.2f} MB of weights" in said or f"beside {weights / 1e9:.2f} GB of weights" in said
+    assert "0.02 GB are free for both. Not even one of them would fit: make the video smaller or shorter" in said
+    assert isinstance(refused.value, torch.OutOfMemoryError), "hosts free other models for it"
+
+
+def test_lanes_without_guidance_take_half(open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]) -> None:
+    pair = open_pair()
+    free = needed(pair, 4, guided=False, chunk=2048)
+    check_room(pair, lanes(4, guidance=(1.0, 1.0)), LAYERWISE, CPU, free=free)
+    with pytest.raises(NoRoomError):
+        check_room(pair, lanes(4, guidance=(1.0, 3.0)), LAYERWISE, CPU, free=free)
+
+
+def test_one_video_is_always_tried(open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]) -> None:
+    check_room(open_pair(), lanes(1), LAYERWISE, CPU, free=0)
+
+
+def test_no_prefetch_asks_for_one_buffer(open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]) -> None:
+    pair, none_ahead = open_pair(), OffloadPolicy.layerwise(0)
+    free = needed(pair, 2, chunk=2048) - 1
+    check_room(pair, lanes(2), none_ahead, CPU, free=free)
+    with pytest.raises(NoRoomError):
+        check_room(pair, lanes(2), LAYERWISE, CPU, free=free)
+
+
+def test_this_machine_has_room_for_tiny_lanes(open_pair: OpenPair, make_request: Request) -> None:
+    check_room(open_pair(), make_request(batch=4), LAYERWISE, CPU)
