@@ -55,8 +55,8 @@ def check_room(
     )
     raise NoRoomError(
         f"{request.batch} videos at once need {_gb(needed(request.batch))} to compute in, beside {_gb(weights)} of "
-        f"weights in the fewest buffers; {_gb(room + weights)} are free for both. {remedy}, or close what else uses the "
-        "device"
+        f"weights in the fewest buffers; {_gb(room + weights)} are free for both. {remedy}, or close what else uses "
+        "the device"
     )
 
 

@@ -45,7 +45,7 @@ def test_what_fits_under_the_smallest_policy_is_let_through(
     enough = needed(pair, 4, chunk=2048)
     assert enough < needed(pair, 4)
     check_room(pair, lanes(4), policy, CPU, free=enough)
-    with pytest.raises(NoRoomError, match="4 videos at once need .* 3 of them would fit: use 3 lanes"):
+    with pytest.raises(NoRoomError, match=r"4 videos at once need .* 3 of them would fit: use 3 lanes"):
         check_room(pair, lanes(4), policy, CPU, free=enough - 1)
 
 
