@@ -2,85 +2,156 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
-from ..plan import StepRecord, Timeline
+from ..plan import MemorySample, PhaseRecord, StepRecord, Timeline
+from ..plan.phases import run_phases
 from .device import Mark, MemoryMeter, clock_for
+from .memory import MemorySampler
+from .nvtx import NvtxRanges, Ranges, ranged
+from .observe import Observe
+from .step_marks import BlockArrival, StepMarks, VisitMarks
+from .trace import TraceSpan, chrome_trace, write_trace
+
+BEFORE = ("open", "text")
+"""Phases of a queue item that a run shows as its own."""
+
+_TRIED_MARKS = 20
+
+log = logging.getLogger("wanstream.metrics")
 
 
 class Recorder:
     """Collects what one run did, step by step.
 
-    The engine reports visits and arrived bytes, the sampler opens and closes steps. Everything is read when a step
+    The engine reports visits and arrived blocks, the sampler opens and closes steps. Everything is read when a step
     closes, with one synchronisation, so that measuring does not disturb what it measures.
+
+    Args:
+        device: what computes.
+        observe: what is told beside the timeline.
+        ranges: named stretches of time for a profiler; None: as `observe` says.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, observe: Observe | None = None, ranges: Ranges | None = None) -> None:
         self.clock = clock_for(device)
-        self._memory = MemoryMeter(device)
-        self._began = time.perf_counter()
-        self._first_block_s: float | None = None
-        self._steps: list[StepRecord] = []
-        self._visits: list[tuple[Mark, Mark, Mark, Mark]] = []
-        self._decoded: list[tuple[Mark, Mark]] = []
-        self._moved = self._read = 0
         self.outer_bytes = 0
+        self._observe = observe or Observe()
+        self.ranges = NvtxRanges() if ranges is None and self._observe.nvtx else ranges
+        self._device, self._memory = device, MemoryMeter(device)
+        self._began = time.perf_counter()
+        self._steps: list[StepRecord] = []
+        self._computed_from: list[float | None] = []
+        self._marks = StepMarks(self.clock)
+        self._spans: list[TraceSpan] = []
+        self._sampler: MemorySampler | None = None
+        self._before: tuple[PhaseRecord, ...] = ()
+        self._pinned_bytes: Callable[[], int] | None = None
+        self._ahead_bytes = 0
+        self._spent_s = 0.0
+        self._mark_count = 0
+        self._mark_s: float | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The run is inside: memory is sampled; at the end, however it ends, its phases and its trace are noted.
+
+        Raises OSError where the folder of the trace cannot be made.
+        """
+        ledger, folder = self._observe.ledger, self._observe.trace
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        if ledger is not None:
+            self._before = tuple(phase for phase in ledger.phases(since=self._began) if phase.name in BEFORE)
+        self._sampler = MemorySampler(self._device, began=self._began)
+        try:
+            with self._sampler:
+                yield
+        finally:
+            if ledger is not None:
+                ledger.add(self._run_phases(), began=self._began)
+            if folder is not None:
+                try:
+                    log.info("trace: %s", write_trace(folder, chrome_trace(self.timeline(), self._spans)))
+                except OSError as err:  # the run itself is whole
+                    log.warning("the trace of this run cannot be written to %s: %s", folder, err)
 
     @contextmanager
     def step(self, index: int, expert: str, sigma: float | None = None) -> Iterator[None]:
         """Everything inside belongs to step `index`; nothing is recorded when it raises."""
-        self._visits.clear()
-        self._decoded.clear()
-        self._moved = self._read = 0
+        self._marks = StepMarks(self.clock)
         self._memory.restart()
         began = time.perf_counter()
-        yield
-        end = self.clock.mark()
-        self.clock.settle()
+        with ranged(self.ranges, f"step {index} ({expert})"):
+            yield
+            end = self.clock.mark()
+            self.clock.settle()
         now = time.perf_counter()
-        seconds = self.clock.seconds
-        if self._first_block_s is None and self._visits:
-            _, _, first_ready, _ = self._visits[0]
-            self._first_block_s = now - self._began - seconds(first_ready, end)
+        marks = self._marks
+        computed_from = marks.computed_from(end, now)
+        self._computed_from.append(None if computed_from is None else computed_from - self._began)
         self._steps.append(
             StepRecord(
                 index=index,
                 expert=expert,
                 sigma=sigma,
                 wall_s=now - began,
-                compute_s=sum(seconds(ready, done) for _, _, ready, done in self._visits),
-                stall_s=sum(seconds(asked, arrived) for asked, arrived, _, _ in self._visits),
-                bytes_moved=self._moved,
+                compute_s=marks.compute_s(),
+                stall_s=marks.stall_s(),
+                bytes_moved=marks.bytes_moved(),
                 device_bytes=self._memory.device_bytes(),
                 rss_bytes=self._memory.rss_bytes(),
-                decode_s=sum(seconds(began, ended) for began, ended in self._decoded),
-                read_bytes=self._read,
+                decode_s=marks.decode_s(),
+                read_bytes=sum(read.nbytes for read in marks.reads()),
+                began_s=began - self._began,
+                stall_file_s=marks.stall_file_s(end, now),
+                copy_s=marks.copy_s(),
+                copied_bytes=marks.copied_bytes(),
+                read_s=marks.read_s(),
+                cached_bytes=marks.cached_bytes(),
+                reserved_bytes=self._memory.reserved_bytes(),
+                device_used_bytes=self._memory.used_bytes(),
+                dynamic_bytes=self._observe.dynamic_bytes(),
+                pinned_bytes=None if self._pinned_bytes is None else self._pinned_bytes(),
             )
         )
+        if self._observe.trace is not None:
+            self._spans += marks.spans(expert, end, now, self._began)
+        self._mark_count += marks.count
+        self._spent_s += time.perf_counter() - now
 
-    def visit(self, asked: Mark, arrived: Mark, ready: Mark, done: Mark) -> None:
-        """One visit: when its block was asked for, there, and decoded, and when the last lane had passed.
+    def run_began(self, pinned_bytes: Callable[[], int]) -> None:
+        """A run of the engine begins; it is asked for its page-locked bytes when a step closes."""
+        self._pinned_bytes = pinned_bytes
 
-        `arrived` and `ready` are the same where the computing thread does not decode.
-        """
-        self._visits.append((asked, arrived, ready, done))
-
-    def block_arrived(self, nbytes: int, *, read_bytes: int = 0, decoded: tuple[Mark, Mark] | None = None) -> None:
-        """A visit may start for which a block was fetched.
+    def run_ended(self, *, ahead_bytes: int, spent_s: float) -> None:
+        """A run of the engine is over.
 
         Args:
-            nbytes: bytes of the fetch.
-            read_bytes: bytes that a file was read for it; 0 if RAM held the block from before.
-            decoded: when decoding and patching it began and ended, on whichever stream.
+            ahead_bytes: bytes that were read from files for the run after it.
+            spent_s: seconds that measuring its reads has taken.
         """
-        self._moved += nbytes
-        self._read += read_bytes
-        if decoded is not None:
-            self._decoded.append(decoded)
+        self._pinned_bytes = None
+        self._ahead_bytes += ahead_bytes
+        self._spent_s += spent_s
+
+    def block_arrived(self, arrival: BlockArrival) -> None:
+        """A visit may start for which a block was fetched."""
+        entered = time.perf_counter()
+        self._marks.arrivals.append(arrival)
+        self._spent_s += time.perf_counter() - entered
+
+    def visit(self, block: int, asked: Mark, arrived: Mark, ready: Mark, done: Mark) -> None:
+        """One visit of `block`; see `VisitMarks`."""
+        entered = time.perf_counter()
+        self._marks.visits.append(VisitMarks(block, asked, arrived, ready, done))
+        self._spent_s += time.perf_counter() - entered
 
     @property
     def last(self) -> StepRecord:
@@ -89,9 +160,36 @@ class Recorder:
 
     def timeline(self) -> Timeline:
         """What was recorded so far."""
+        first_blocks = [computed_from for computed_from in self._computed_from if computed_from is not None]
         return Timeline(
             steps=tuple(self._steps),
             kind="measured",
             outer_bytes=self.outer_bytes,
-            first_block_s=self._first_block_s,
+            ahead_bytes=self._ahead_bytes,
+            first_block_s=first_blocks[0] if first_blocks else None,
+            phases=(*self._before, *self._run_phases()),
+            memory=() if self._sampler is None else self._sampler.samples(),
+            measuring_s=self._measuring_s(),
         )
+
+    def _run_phases(self) -> tuple[PhaseRecord, ...]:
+        samples = () if self._sampler is None else self._sampler.samples()
+        return tuple(_sampled(phase, samples) for phase in run_phases(self._steps, self._computed_from))
+
+    def _measuring_s(self) -> float:
+        """What was counted, and the time of the marks, which would take longer if each one was timed."""
+        if self._mark_s is None:
+            entered = time.perf_counter()
+            for _ in range(_TRIED_MARKS):
+                self.clock.mark()
+            self._mark_s = (time.perf_counter() - entered) / _TRIED_MARKS
+        sampling_s = 0.0 if self._sampler is None else self._sampler.spent_s
+        return self._spent_s + sampling_s + self._mark_count * self._mark_s
+
+
+def _sampled(phase: PhaseRecord, samples: tuple[MemorySample, ...]) -> PhaseRecord:
+    """The phase with the most that was sampled on the device in it."""
+    ended_s = phase.began_s + phase.wall_s
+    used = [sample.device_used_bytes for sample in samples if phase.began_s <= sample.at_s <= ended_s]
+    known = [value for value in (phase.device_used_bytes, *used) if value is not None]
+    return replace(phase, device_used_bytes=max(known, default=None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -40,22 +41,25 @@ class CpuStreams:
         fmt = self._formats[key]
         patch = self._patches.get(key)
         decode: Callable[[], None] | None = None
+        copied: tuple[Mark, Mark] | None = None
         if not fmt.is_raw:
             assert stored is not None, f"{key} has to be decoded, and lies in no slot"
             decode = self._decoding(key, stored, into, leave)
         elif stored is not None:
+            began = time.perf_counter()
             # numpy copies on this thread alone; torch would call its thread pool for it.
             np.copyto(host_bytes(into[: fmt.stored.nbytes]), host_bytes(stored))
+            copied = (began, time.perf_counter())
             leave()
         if patch is None:
-            return Arrival(unpack=decode)
+            return Arrival(unpack=decode, copied=copied)
 
         def decode_and_patch() -> None:
             if decode is not None:
                 decode()
             patch.add_to(into, fmt.computed)
 
-        return Arrival(unpack=decode_and_patch)
+        return Arrival(unpack=decode_and_patch, copied=copied)
 
     def _decoding(self, key: BlockKey, stored: torch.Tensor, into: torch.Tensor, leave: Leave) -> Callable[[], None]:
         fmt, scales = self._formats[key], self._source.scales(key)

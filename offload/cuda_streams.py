@@ -95,15 +95,17 @@ class CudaStreams:
         return self._decoded(key, stored, into, free, leave, patch)
 
     def _copied(self, stored: torch.Tensor, into: torch.Tensor, free: torch.cuda.Event, leave: Leave) -> Arrival:
-        copied = torch.cuda.Event(blocking=True)
+        began = torch.cuda.Event(enable_timing=True)
+        copied = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(free)
+            began.record(self._copies)
             into[: stored.numel()].copy_(stored, non_blocking=True)
             copied.record(self._copies)
         # Should the engine be dropped unclosed, this memory is not given to anybody else before the copies have ended.
         into.record_stream(self._copies)
         leave(copied.synchronize)
-        return Arrival(wait=lambda: torch.cuda.current_stream(self._device).wait_event(copied))
+        return Arrival(wait=lambda: torch.cuda.current_stream(self._device).wait_event(copied), copied=(began, copied))
 
     def _decoded(
         self,
@@ -119,13 +121,14 @@ class CudaStreams:
         self._turn += 1
         scales = self._device_scales(key)
         raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
-        copied, complete = torch.cuda.Event(blocking=True), torch.cuda.Event()
-        began, ready = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        copied = torch.cuda.Event(blocking=True)
+        starts, complete, began, ready = (torch.cuda.Event(enable_timing=True) for _ in range(4))
         with torch.cuda.stream(self._copies):
             if slot.used is not None:
                 self._copies.wait_event(slot.used)
             if fmt.is_raw:
                 self._copies.wait_event(free)
+            starts.record(self._copies)
             raw.copy_(stored, non_blocking=True)
             copied.record(self._copies)
             leave(copied.synchronize)
@@ -145,7 +148,11 @@ class CudaStreams:
         for stream in (self._copies, self._decodings):
             into.record_stream(stream)
             slot.record_stream(stream)
-        return Arrival(wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready), decoded=(began, ready))
+        return Arrival(
+            wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready),
+            copied=(starts, complete),
+            decoded=(began, ready),
+        )
 
     def _fit_slots(self) -> None:
         # By the computing thread, before the copy stream waits for that thread's stream: fresh memory may still be used

@@ -126,10 +126,6 @@ class StreamEngine:
         """Bytes of one fetch of a block: as it is stored, and the factors of its patch."""
         return self.formats[key].stored.nbytes + self._patches.nbytes(key)
 
-    def file_bytes(self, key: BlockKey) -> int:
-        """Bytes of one reading of a block, as its file has it."""
-        return self._source.file_bytes(key)
-
     def set_patches(self, patches: Mapping[BlockKey, BlockPatch]) -> None:
         """Replace all patches. Blocks that arrived with another patch, or without theirs, are fetched again.
 

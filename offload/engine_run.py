@@ -13,6 +13,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..metrics import Clock, Mark, Recorder, clock_for
+from ..metrics.nvtx import Ranges, ranged
+from ..metrics.reading import ReadMeter
+from ..metrics.step_marks import BlockArrival
 from ..plan import AT_ONCE, KEPT, BlockKey, Fetch, RunPrograms, Visit
 from .buffers import BlockBuffer
 from .progress import RunProgress, RunStopped
@@ -38,7 +41,10 @@ class EngineRun:
         self.program = programs.device
         self.fetched: list[Fetch] = []
         self._engine = engine
-        self._ram = RamRun(engine.ram, programs.ram)
+        self._ranges: Ranges | None = None if recorder is None else recorder.ranges
+        self._range: int | None = None  # of the visit that goes on
+        self._meter = None if recorder is None else ReadMeter(self._ranges)
+        self._ram = RamRun(engine.ram, programs.ram, self._meter)
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
         self._progress = RunProgress()
@@ -79,6 +85,8 @@ class EngineRun:
             if key is not None:
                 buffer.keep(key)
         engine.streams.begin_run()
+        if self._recorder is not None:
+            self._recorder.run_began(lambda: engine.pinned_bytes)
         # A buffer may still be read by work given to the device before this run.
         self._origin = self._clock.mark()
         self._going_on = True
@@ -98,6 +106,9 @@ class EngineRun:
             for buffer in self._engine.buffers:
                 buffer.end_run()
             self._ram.end()
+            if self._recorder is not None and self._meter is not None:
+                self._recorder.run_ended(ahead_bytes=self._ram.ahead_bytes, spent_s=self._meter.spent_s)
+            self._close_range()
             self._arrivals.clear()
             self._engine.release()
 
@@ -123,6 +134,8 @@ class EngineRun:
             raise VisitOrderError(f"visit {number} of the program is {due}, not {visit}")
         if number >= PACE:
             self._clock.keep_pace(self._done[number - PACE])
+        if self._ranges is not None:
+            self._range = self._ranges.start(f"{visit.expert} {visit.block}")
         asked = self._clock.mark()
         fetch = program.visit_fetch[number]
         arrival = self._await_issued(fetch)
@@ -133,10 +146,10 @@ class EngineRun:
             arrival.unpack()
             ready = self._clock.mark()
         if arrival is not None and self._recorder is not None:
+            decoded = (arrived, ready) if arrival.unpack is not None else arrival.decoded
+            nbytes, read = self._engine.fetch_bytes(visit.key), self._ram.read_for(fetch)
             self._recorder.block_arrived(
-                self._engine.fetch_bytes(visit.key),
-                read_bytes=self._engine.file_bytes(visit.key) if self._ram.reads_for(fetch) else 0,
-                decoded=(arrived, ready) if arrival.unpack is not None else arrival.decoded,
+                BlockArrival(visit.block, nbytes, asked, arrived, read, arrival.copied, decoded)
             )
         buffer = self._engine.buffers[program.visit_buffer[number]]
         buffer.acquire(visit.key)
@@ -152,8 +165,16 @@ class EngineRun:
         self._next += 1
         self._progress.note_released(number)
         if self._recorder is not None:
-            self._recorder.visit(asked, arrived, ready, done)
+            self._recorder.visit(self.program.visits[number].block, asked, arrived, ready, done)
+        if self._range is not None:
+            self._close_range()
         return last
+
+    def _close_range(self) -> None:
+        if self._range is not None:
+            assert self._ranges is not None
+            self._ranges.end(self._range)
+            self._range = None
 
     def _await_issued(self, fetch: int) -> Arrival | None:
         """What is left to do for a fetch that serves this visit; None when an earlier visit has done it."""
@@ -169,7 +190,8 @@ class EngineRun:
 
     def _fetch_all(self) -> None:
         for number, fetch in enumerate(self.program.fetches):
-            self._fetch(number, fetch)
+            with ranged(self._ranges, f"fetch {fetch.block.expert} {fetch.block.block}"):
+                self._fetch(number, fetch)
 
     def _fetch(self, number: int, fetch: Fetch) -> None:
         slot = self._ram.take(number)
@@ -179,7 +201,7 @@ class EngineRun:
         buffer.begin_fill(fetch.block)
         if slot is None:
             key, stored = fetch.block, None
-            self._engine.ram.read(key, buffer.memory[: self._engine.formats[key].stored.nbytes])
+            self._ram.read_straight(number, key, buffer.memory[: self._engine.formats[key].stored.nbytes])
         else:
             assert slot.key is not None, f"slot {slot.index} was taken and holds nothing"
             key, stored = slot.key, slot.memory

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from ..plan import AT_ONCE, DIRECT, KEPT, Fetch, RamProgram
+import torch
+
+from ..metrics.reading import ReadMeter, ReadSpan
+from ..plan import AT_ONCE, DIRECT, KEPT, BlockKey, Fetch, RamProgram
 from .progress import RunProgress, RunStopped
 from .ram_slots import RamSlot, RamSlots
 from .run_thread import RunThread
@@ -16,13 +19,17 @@ logger = logging.getLogger(__name__)
 class RamRun:
     """The read thread goes through the program's reads in their order; the fetch thread takes and leaves.
 
-    What only the expected next run needs is read while this one goes on, and dropped where it comes too late.
+    What only the expected next run needs is read while this one goes on, and dropped where it comes too late. `meter`
+    measures all reads, and is closed at the end.
     """
 
-    def __init__(self, slots: RamSlots, ram: RamProgram) -> None:
+    def __init__(self, slots: RamSlots, ram: RamProgram, meter: ReadMeter | None = None) -> None:
         self.reads: list[Fetch] = []
         self._slots = slots
         self._ram = ram
+        self._meter = meter
+        self._spans: dict[int, ReadSpan] = {}  # by number of the read
+        self._straight: dict[int, ReadSpan] = {}  # by number of the fetch
         self._progress = RunProgress()
         self._thread = RunThread("wanstream-ram", self._read_all, failed=self._progress.no_more)
         self._last_taken: dict[int, int] = {}  # slot -> visit
@@ -50,6 +57,8 @@ class RamRun:
 
     def end(self) -> None:
         """Nobody uses a slot any more. Reads that failed for the next run only are told in the log."""
+        if self._meter is not None:
+            self._meter.close()
         self._slots.end_run()
         error = self._thread.error
         if error is not None and self.is_whole:
@@ -58,13 +67,34 @@ class RamRun:
                 "nothing more was read ahead for the next run, which will try again: %s", error, exc_info=ours
             )
 
-    def reads_for(self, fetch: int) -> bool:
-        """Whether the file is read for this fetch of the device program, and not for one before it."""
+    def read_for(self, fetch: int) -> ReadSpan | None:
+        """How a file was read for this fetch of the device program; None if it was read for one before, or by others.
+
+        The fetch must have been issued, by a run that has a meter.
+        """
         visit = self._ram.visit_of_fetch[fetch]
         if visit == DIRECT:
-            return True
+            return self._straight.get(fetch)
         read = self._ram.program.visit_fetch[visit]
-        return read != KEPT and self._ram.program.fetches[read].needed_by == visit
+        if read == KEPT or self._ram.program.fetches[read].needed_by != visit:
+            return None
+        return self._spans.get(read)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes that were read for the expected next run, as far as they were measured."""
+        reads, expected = self._ram.program.fetches, self._ram.expected_from
+        return sum(span.nbytes for number, span in self._spans.items() if reads[number].needed_by >= expected)
+
+    def read_straight(self, fetch: int, key: BlockKey, into: torch.Tensor) -> None:
+        """Read the block of a fetch that has no slot into its buffer (fetch thread).
+
+        Raises:
+            SourceError: the bytes could not be read.
+        """
+        span = self._slots.read(key, into, self._meter, straight=True)
+        if span is not None:
+            self._straight[fetch] = span
 
     def take(self, fetch: int) -> RamSlot | None:
         """The slot that holds the block of a fetch, once it was read; None where it is to be read straight.
@@ -115,6 +145,8 @@ class RamRun:
         for number, fetch in self._to_read():
             self._progress.await_released(fetch.start_after)
             slot = self._slots[fetch.buffer]
-            self._slots.fill(slot, fetch.block)
+            span = self._slots.fill(slot, fetch.block, self._meter)
+            if span is not None:
+                self._spans[number] = span
             self.reads.append(fetch)
             self._progress.note_issued(number)

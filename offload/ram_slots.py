@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import count
 
 import torch
 
+from ..metrics.reading import ReadMeter, ReadSpan
 from ..plan import BlockKey, RamHomes, Residency, eviction_order
 from .available_memory import available_bytes
 from .buffers import BlockPlace, BufferState
@@ -118,8 +120,10 @@ class RamSlots:
             slot.index = index
         self._slots, self._homes = tuple(slots), homes
 
-    def fill(self, slot: RamSlot, key: BlockKey) -> None:
+    def fill(self, slot: RamSlot, key: BlockKey, meter: ReadMeter | None = None) -> ReadSpan | None:
         """Read a block into a slot that nobody uses (read thread); waits for the copy that is still to leave it.
+
+        Returns what `meter` measured; None without one, and where another rank has read the block.
 
         Raises:
             SourceError: the bytes could not be read, or there is no memory for them.
@@ -134,17 +138,30 @@ class RamSlots:
         if self._homes_memory is not self._passing:
             (self._passing if at_home else self._homes_memory).drop(slot.number)
         memory = self._homes_memory if at_home else self._passing
-        slot.memory = memory.fill(slot.number, key, nbytes, lambda into: self.read(key, into), room=slot.room)
+        measured: list[ReadSpan | None] = []
+
+        def read(into: torch.Tensor) -> None:
+            measured.append(self.read(key, into, meter))
+
+        slot.memory = memory.fill(slot.number, key, nbytes, read, room=slot.room)
         self._source.scales(key)  # here, so that the fetch thread finds them
         slot.issued()
+        return measured[0] if measured else None
 
-    def read(self, key: BlockKey, into: torch.Tensor) -> None:
-        """Read a block into `into`, 1-D uint8 CPU memory of its stored bytes.
+    def read(
+        self, key: BlockKey, into: torch.Tensor, meter: ReadMeter | None = None, *, straight: bool = False
+    ) -> ReadSpan | None:
+        """Read a block into `into`, 1-D uint8 CPU memory of its stored bytes; returns what `meter` measured.
 
         Raises:
             SourceError: the bytes could not be read.
         """
-        self._source.read_block(key, into)
+        read = partial(self._source.read_block, key, into)
+        if meter is not None:
+            name = f"read {key.expert} {key.block}"
+            return meter.measure(read, self._source.file_bytes(key), name=name, straight=straight)
+        read()
+        return None
 
     def end_run(self) -> None:
         """No thread of a run uses a slot any more."""

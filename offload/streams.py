@@ -31,11 +31,13 @@ class Leave(Protocol):
 class Arrival:
     """What is left to do when a block was issued: `wait` for its bytes, then `unpack` them where that is computing.
 
-    `decoded` is when the device began and ended to decode and patch; None where it does not, or `unpack` does it.
+    `copied` is when its copy out of RAM began and ended, None where there was none; `decoded` when the device began and
+    ended to decode and patch, None where it does not, or `unpack` does it.
     """
 
     wait: Callable[[], object] = nothing_left
     unpack: Callable[[], None] | None = None
+    copied: tuple[Mark, Mark] | None = None
     decoded: tuple[Mark, Mark] | None = None
 
 

@@ -8,6 +8,7 @@ The visits of the whole run are known before the first block computes; the engin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..metrics import Recorder, compute_device
+from ..metrics import Observe, Recorder, compute_device
 from ..offload.attach import OffloadRun
 from ..plan import OffloadPolicy, StepRecord, Timeline, step_visits
 from ..wan import ExpertEngine, ExpertPair, forward_lanes
@@ -56,6 +57,8 @@ class DenoiseResult:
     sigma: float
     """The noise level that the latents are at: 0, or that of the end step where noise was left over."""
     timeline: Timeline
+    predicted: Timeline | None = None
+    """What was foretold of this run; None where nothing was."""
 
     def told_first(self, reason: str) -> DenoiseResult:
         """The same, with a reason for the policy before the changes on the way; an empty one changes nothing."""
@@ -73,6 +76,7 @@ def denoise(
     on_step: Callable[[StepProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     revise: Revise | None = None,
+    observe: Observe | None = None,
 ) -> DenoiseResult:
     """Denoise `request` with both experts, their weights streamed to `device` as `policy` says.
 
@@ -85,6 +89,7 @@ def denoise(
         should_stop: asked before every block.
         revise: told once how the first step went, where it went undisturbed; the policy that it answers with holds for
             the rest of the run, None changes nothing.
+        observe: what is told beside the timeline; by default what the environment asks for (see `Observe.asked`).
 
     Raises:
         RequestError: the request does not fit the experts.
@@ -98,9 +103,11 @@ def denoise(
     guided = any(scale != 1 for scale in request.guidance)
     going = RunPolicy(pair, policy, place, shape=request.noise.shape, guided=guided)
     with torch.inference_mode():
-        denoising = _Denoising(request, going, place, on_step=on_step, should_stop=should_stop, revise=revise)
-        while not denoising.is_done:
-            denoising.take_steps()
+        recorder = Recorder(place, observe=observe or Observe.asked(os.environ))
+        denoising = _Denoising(request, going, recorder, place, on_step=on_step, should_stop=should_stop, revise=revise)
+        with recorder.watching():
+            while not denoising.is_done:
+                denoising.take_steps()
     # A copy made outside inference mode is an ordinary tensor again.
     ended = denoising.latents.to(request.noise.device, copy=True)
     return DenoiseResult(latents=ended, sigma=denoising.course.end_sigma, timeline=denoising.timeline())
@@ -122,6 +129,7 @@ class _Denoising:
         self,
         request: DenoiseRequest,
         policy: RunPolicy,
+        recorder: Recorder,
         place: torch.device,
         *,
         on_step: Callable[[StepProgress], None] | None,
@@ -132,7 +140,7 @@ class _Denoising:
         self._steps = [(step, self.course.experts[step]) for step in self.course.steps]
         self._request, self._policy, self._place = request, policy, place
         self._on_step, self._should_stop, self._revise = on_step, should_stop, revise
-        self._recorder = Recorder(place)
+        self._recorder = recorder
         self._inputs = LaneInputs(request, place)
         self.latents = _starting_latents(request, self.course.start_sigma).to(place)
         self._kept = _kept_part(request, place)

@@ -67,7 +67,7 @@ class Passes:
     Args:
         engine: under that policy.
         predicted: the expert of each call to come, in order.
-        recorder: gets one step per call, numbered from 0.
+        recorder: gets one step per call, numbered from 0, and watches from entering to leaving.
         should_stop: asked before every block.
         policy: gives the engine anew after a change; None: nothing is changed on the way.
         revise: told once how the first call went, where it went undisturbed (see `denoise`).
@@ -90,6 +90,7 @@ class Passes:
         self._state = PassState.NEW
         self._run: AbstractContextManager[OffloadRun] | None = None
         self._enter_visit: Callable[[int, str, int], AbstractContextManager[object]] | None = None
+        self._watching = ExitStack()
         self.calls = 0
         """Passes that were asked for so far."""
         self.recompiled = 0
@@ -200,14 +201,18 @@ class Passes:
         if self._state is not PassState.NEW:
             raise PassOrderError(f"cannot be entered: these passes {self._state.value}")
         self._state = PassState.IDLE
-        if self._expected:
-            self._begin_run(0)
+        with ExitStack() as entering:
+            entering.enter_context(self._recorder.watching())
+            if self._expected:
+                self._begin_run(0)
+            self._watching = entering.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._end_run(kind, error, trace)
-        finally:
-            self._state = PassState.CLOSED
+        with self._watching:
+            try:
+                self._end_run(kind, error, trace)
+            finally:
+                self._state = PassState.CLOSED

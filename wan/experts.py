@@ -8,7 +8,6 @@ from dataclasses import asdict
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -157,6 +156,10 @@ class ExpertPair:
         self._engine.set_loras(self._active_loras(), self._factors)
         return self._engine
 
+    def present_engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine | None:
+        """The engine as it is, if it is there for that policy on that device; makes none and changes none."""
+        return self._engine if self._engine_for == (policy, device) else None
+
     def device_bytes(self, policy: OffloadPolicy, *, device: torch.device | str = "cuda") -> int:
         """Device memory that the weights take under `policy`; LoRAs come on top (30 MB for rank 64 in bf16).
 
@@ -256,9 +259,7 @@ class ExpertPair:
     def __enter__(self) -> ExpertPair:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
