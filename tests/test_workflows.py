@@ -62,6 +62,12 @@ def test_every_workflow_comes_in_three_files() -> None:
     assert sorted(path.stem for path in WORKFLOWS.glob("*.jpg")) == NAMES
 
 
+def test_comfyui_takes_templates_from_this_folder_alone() -> None:
+    """It knows five names of such folders, and serves the files of the first one that it finds in a pack."""
+    known = ("example_workflows", "example", "examples", "workflow", "workflows")
+    assert [name for name in known if (WORKFLOWS.parent / name).exists()] == ["workflows"]
+
+
 @EACH
 def test_the_thumbnail_is_small_and_wide(name: str) -> None:
     path = WORKFLOWS / f"{name}.jpg"

@@ -1,0 +1,141 @@
+"""What ComfyUI's menus say is what the schemas say, and the Chinese is a translation of just that."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.nodes import WanStreamExtension
+from wanstream.workbench.locales import LOCALES, english_locale, fingerprints, read, refresh, texts, untranslated
+
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+ENGLISH, CHINESE = english_locale(NODES), read(LOCALES / "zh" / "nodeDefs.json")
+MADE_FROM = read(LOCALES / "zh" / "made_from.json")
+
+# What is called the same in Chinese, or only by letters.
+SAME = {"VAE", "Latent", "Sigmas"}
+IDEOGRAPH = re.compile(r"[\u4e00-\u9fff]")
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+PAIRS = [
+    pytest.param(english, texts(CHINESE)[key], id=key)
+    for key, english in texts(ENGLISH).items()
+    if key in texts(CHINESE) and not key.endswith(".name")
+]
+
+
+def glossary() -> list[tuple[str, str]]:
+    """English and Chinese terms, the longest first: `noise level` is found before `noise`."""
+    page = (LOCALES / "zh" / "glossary.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    pairs = [(term, chinese) for terms, chinese in rows[2:] for term in terms.split(", ")]
+    return sorted(pairs, key=lambda pair: -len(pair[0]))
+
+
+def names(kind: str) -> dict[str, str]:
+    """English and Chinese names of all nodes, or of all inputs, as they stand in prose."""
+    if kind == "nodes":
+        return {node["display_name"]: CHINESE[node_id]["display_name"] for node_id, node in ENGLISH.items()}
+    return {
+        name: CHINESE[node_id]["inputs"][name]["name"]
+        for node_id, node in ENGLISH.items()
+        for name in node["inputs"]
+        if "_" in name
+    }
+
+
+def test_the_english_locale_is_what_the_schemas_say() -> None:
+    assert read(LOCALES / "en" / "nodeDefs.json") == ENGLISH, "run scripts/locales"
+
+
+def test_the_english_locale_has_all_that_a_schema_says() -> None:
+    assert [*ENGLISH] == [node.define_schema().node_id for node in NODES]
+    for node in NODES:
+        schema, said = node.define_schema(), ENGLISH[node.define_schema().node_id]
+        assert (said["display_name"], said["description"]) == (schema.display_name, schema.description)
+        assert {name: each.get("tooltip") for name, each in said["inputs"].items()} == {
+            socket.id: socket.tooltip for socket in schema.inputs
+        }
+        assert [each["name"] for each in said["outputs"].values()] == [
+            socket.display_name or socket.io_type for socket in schema.outputs
+        ]
+
+
+def test_every_chinese_text_was_made_from_what_is_said_now() -> None:
+    assert untranslated(texts(ENGLISH), texts(CHINESE), MADE_FROM) == [], "translate, then scripts/locales --translated"
+
+
+def test_everything_is_chinese() -> None:
+    for key, text in texts(CHINESE).items():
+        assert IDEOGRAPH.search(text) or text in SAME or text == f"Wan {texts(ENGLISH)[key].split()[-1]}", key
+
+
+def test_one_thing_has_one_name() -> None:
+    """An input of one name and type is called the same in every node, and so is an output."""
+    called: dict[tuple[str, str], set[str]] = {}
+    for node in NODES:
+        schema = node.define_schema()
+        said = CHINESE[schema.node_id]
+        for socket in schema.inputs:
+            called.setdefault((socket.id, socket.io_type), set()).add(said["inputs"][socket.id]["name"])
+        for index, socket in enumerate(schema.outputs):
+            name = socket.display_name or socket.io_type
+            called.setdefault((name, socket.io_type), set()).add(said["outputs"][str(index)]["name"])
+    assert {thing: found for thing, found in called.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS)
+def test_a_translation_has_the_same_figures(english: str, chinese: str) -> None:
+    assert Counter(NUMBER.findall(chinese)) == Counter(NUMBER.findall(english))
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS)
+def test_a_translation_names_the_same_nodes_and_settings(english: str, chinese: str) -> None:
+    for name, translated in names("nodes").items():
+        for form in (name, name.partition(" (")[0]):
+            if form in english:
+                assert translated.partition("（")[0] in chinese, form
+    for name, translated in names("inputs").items():
+        if re.search(rf"\b{name}\b", english):
+            assert translated in chinese, name
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAIRS)
+def test_a_translation_keeps_to_the_glossary(english: str, chinese: str) -> None:
+    for name in names("nodes"):
+        english = english.replace(name, "").replace(name.partition(" (")[0], "")
+    for term, translated in glossary():
+        # Before a colon stands a choice of the list, which stays as it is.
+        english, found = re.subn(rf"\b{term}\b(?!:)", "", english)
+        assert not found or translated in chinese, term
+
+
+@pytest.mark.parametrize("locale", [ENGLISH, CHINESE], ids=["en", "zh"])
+def test_no_text_holds_what_the_frontend_takes_for_a_command(locale: dict[str, Any]) -> None:
+    """Its texts are patterns, in which these signs stand for values, links and plurals."""
+    for key, text in texts(locale).items():
+        assert not {*text} & {*"{}@|"}, key
+        assert "." not in key.split(".")[-2], key
+
+
+def test_a_new_a_dropped_and_a_changed_text_are_noticed(tmp_path: Path) -> None:
+    english = {"Node": {"display_name": "A node", "description": "It is.", "inputs": {"a": {"name": "a"}}}}
+    (tmp_path / "zh").mkdir()
+    chinese = {"Node": {"display_name": "节点", "inputs": {"a": {"name": "甲"}, "b": {"name": "乙"}}}}
+    (tmp_path / "zh" / "nodeDefs.json").write_text(json.dumps(chinese), encoding="utf-8")
+    left = ["lacks Node.description: It is.", "nobody needs Node.inputs.b.name"]
+    assert refresh(tmp_path, english, translated=True) == left
+    assert read(tmp_path / "en" / "nodeDefs.json") == english
+    changed = {"Node": english["Node"] | {"display_name": "Another node"}}
+    assert refresh(tmp_path, changed, translated=False) == [*left, "changed Node.display_name: Another node"]
+    assert refresh(tmp_path, changed, translated=True) == left
+
+
+def test_a_fingerprint_is_that_of_the_text() -> None:
+    assert fingerprints({"a": "one"}) == fingerprints({"a": "one"}) != fingerprints({"a": "One"})
