@@ -86,7 +86,8 @@ class CudaClock:
         return float(cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end))) / 1000.0
 
     def settle(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
+        if torch.cuda.is_initialized():  # otherwise nothing was given to the device, and it is not started for that
+            torch.cuda.current_stream(self._device).synchronize()
 
     def keep_pace(self, mark: Mark) -> None:
         cast(torch.cuda.Event, mark).synchronize()
@@ -109,37 +110,40 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 class MemoryMeter:
-    """Memory of the process and of one device; peaks are those since the last `restart`. Never waits for the device."""
+    """Memory of the process and of one device; peaks are those since the last `restart`. Never waits for the device.
+
+    What is told of a device is None on a CPU, whose memory is `rss_bytes`, and before its process has used CUDA.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._process = psutil.Process()
 
     def restart(self) -> None:
-        if self._device.type == "cuda":
+        if self._is_used():
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def device_bytes(self) -> int | None:
-        """Peak bytes that torch allocated on the device since `restart`; None on a CPU, whose memory is `rss_bytes`."""
-        if self._device.type != "cuda":
+        """Peak bytes that torch allocated on the device since `restart`."""
+        if not self._is_used():
             return None
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def reserved_bytes(self) -> int | None:
-        """Peak bytes that torch held on the device since `restart`, in use or kept for later; None on a CPU."""
-        if self._device.type != "cuda":
+        """Peak bytes that torch held on the device since `restart`, in use or kept for later."""
+        if not self._is_used():
             return None
         return int(torch.cuda.max_memory_reserved(self._device))
 
     def allocated_bytes(self) -> int | None:
-        """Bytes that torch has allocated on the device now; None on a CPU."""
-        if self._device.type != "cuda":
+        """Bytes that torch has allocated on the device now."""
+        if not self._is_used():
             return None
         return int(torch.cuda.memory_allocated(self._device))
 
     def used_bytes(self) -> int | None:
-        """Bytes that all processes together hold on the device now; None on a CPU."""
-        if self._device.type != "cuda":
+        """Bytes that all processes together hold on the device now."""
+        if not self._is_used():
             return None
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
@@ -147,3 +151,6 @@ class MemoryMeter:
     def rss_bytes(self) -> int:
         """Bytes of RAM this process holds now, mapped files included."""
         return int(self._process.memory_info().rss)
+
+    def _is_used(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_initialized()

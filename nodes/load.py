@@ -71,5 +71,6 @@ class WanStreamExperts(io.ComfyNode):
             storage=storage,
         )
         # Opened here so that a bad file is reported on the node that names it. The sampler finds the pair open.
-        host.experts(ref)
+        with host.ledger().phase("open", host.device()):
+            host.experts(ref)
         return io.NodeOutput(ref)

@@ -46,6 +46,7 @@ class WanStreamTextEncode(io.ComfyNode):
 
     @classmethod
     def execute(cls, text_encoder: str, positive: str, negative: str) -> io.NodeOutput:
-        with open_text_encoder(host.model_path(text_encoder, "diffusers", "text_encoders")) as encoder:
-            embeddings = encoder.encode([positive, negative], device=host.device())
+        path, device = host.model_path(text_encoder, "diffusers", "text_encoders"), host.device()
+        with host.ledger().phase("text", device), open_text_encoder(path) as encoder:
+            embeddings = encoder.encode([positive, negative], device=device)
         return io.NodeOutput(*([[embedding, {"pooled_output": None}]] for embedding in embeddings))

@@ -34,8 +34,9 @@ class WanStreamVAEDecode(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae: str, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
-        with open_vae(host.model_path(vae, "diffusers", "vae")) as opened:
-            videos = opened.decode(latent["samples"], device=host.device())
+        path, device = host.model_path(vae, "diffusers", "vae"), host.device()
+        with host.ledger().phase("decode", device), open_vae(path) as opened:
+            videos = opened.decode(latent["samples"], device=device)
         return io.NodeOutput(videos.flatten(0, 1))
 
 
@@ -109,7 +110,8 @@ class WanStreamSaveVideo(io.ComfyNode):
         file = host.output_file(filename_prefix, "mp4", width=width, height=height)
         graph = _graph(cls.hidden) if host.graph_in_files() else {}
         samples = latent["samples"] if latent else None
-        with keep_latent_on_failure(samples, file.path.with_suffix(".latent"), spare_folder=host.temp_folder):
+        keep = keep_latent_on_failure(samples, file.path.with_suffix(".latent"), spare_folder=host.temp_folder)
+        with host.ledger().phase("save", host.device()), keep:
             write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph)
         saved = ui.SavedResult(file.filename, file.subfolder, io.FolderType.output)
         return io.NodeOutput(ui=ui.PreviewVideo([saved]))
