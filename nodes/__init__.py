@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..host import ComfyExtension, io
 from .auto_offload import WanStreamAutoOffload
 from .guider import WanStreamGuider, WanStreamSigmas
+from .lanes import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
 from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
 from .load import WanStreamExperts
 from .lora import WanStreamLora
@@ -28,6 +29,9 @@ class WanStreamExtension(ComfyExtension):
             WanStreamEmptyLatent,
             WanStreamImageToVideo,
             WanStreamSampler,
+            WanStreamLane,
+            WanStreamLaneSampler,
+            WanStreamLaneLatent,
             WanStreamSigmas,
             WanStreamGuider,
             WanStreamVAEDecode,

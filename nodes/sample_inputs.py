@@ -15,14 +15,23 @@ TO_THE_END = 10000
 
 def sampler_inputs() -> list[io.Input]:
     """All inputs in the order of the node; saved workflows depend on it."""
-    return [
-        *_socket_inputs(),
-        *_step_inputs(),
-        *_switch_inputs(),
-        *_guidance_inputs(),
-        *_part_inputs(),
-        *_optional_inputs(),
-    ]
+    return [*_socket_inputs(), seed_input(), *setting_inputs()]
+
+
+def setting_inputs() -> list[io.Input]:
+    """What a run is told beside its experts and what each video brings: texts, latent and seed."""
+    return [*_step_inputs(), *_switch_inputs(), *_guidance_inputs(), *_part_inputs(), *_optional_inputs()]
+
+
+def seed_input() -> io.Input:
+    return io.Int.Input(
+        "seed",
+        default=0,
+        min=0,
+        max=2**64 - 1,
+        control_after_generate=True,
+        tooltip="Draws the same noise as ComfyUI's own samplers. A new seed reloads nothing.",
+    )
 
 
 def _socket_inputs() -> list[io.Input]:
@@ -42,14 +51,6 @@ def _socket_inputs() -> list[io.Input]:
 
 def _step_inputs() -> list[io.Input]:
     return [
-        io.Int.Input(
-            "seed",
-            default=0,
-            min=0,
-            max=2**64 - 1,
-            control_after_generate=True,
-            tooltip="Draws the same noise as ComfyUI's own samplers. A new seed reloads nothing.",
-        ),
         io.Int.Input(
             "steps",
             default=40,

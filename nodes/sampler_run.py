@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 
 from ..host import AnnouncedRun, ExpertsRef, host
 from ..plan import AutoOffload, OffloadPolicy, Timeline
-from ..sampling import Cancelled, DenoiseRequest, DenoiseResult, StepProgress, denoise, request_job, working_bytes
+from ..sampling import (
+    Cancelled,
+    DenoiseRequest,
+    DenoiseResult,
+    StepProgress,
+    check_room,
+    denoise,
+    request_job,
+    working_bytes,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +61,7 @@ def run_experts(
     chunk = choice.policy.chunk_tokens
     needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=chunk)
     pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
+    check_room(pair, request, policy, device)
     course, report = request.course(), on_step or _own_bar(request, node_id)
     experts = [course.experts[step] for step in course.steps]
     watched = AnnouncedRun(host.announce, prompt_id=host.run_id(), node_id=node_id, experts=experts)

@@ -12,3 +12,9 @@ Policy = io.Custom("WANSTREAM_POLICY")
 
 Run = io.Custom("WANSTREAM_RUN")
 """A `SamplerRun`: what a sampler ran and how long it took, enough to run it again."""
+
+Lanes = io.Custom("WANSTREAM_LANES")
+"""A tuple of `VideoLane`: videos that share a run, in their order."""
+
+LaneLatents = io.Custom("WANSTREAM_LANE_LATENTS")
+"""A tuple of LATENTs, one for each lane of a run."""

@@ -36,6 +36,13 @@ SNAPSHOT = {
         "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas",
         "LATENT WANSTREAM_RUN",
     ),
+    "WanStreamLane": ("positive negative latent seed lanes", "WANSTREAM_LANES"),
+    "WanStreamLaneSampler": (
+        "experts lanes steps solver schedule flow_shift boundary_ratio switch_step guidance_high guidance_low "
+        "start_step end_step add_noise leftover_noise policy sigmas",
+        "WANSTREAM_LANE_LATENTS WANSTREAM_RUN",
+    ),
+    "WanStreamLaneLatent": ("latents index", "LATENT"),
     "WanStreamSigmas": ("schedule steps flow_shift denoise", "SIGMAS"),
     "WanStreamGuider": (
         "experts positive negative boundary_ratio guidance_high guidance_low flow_shift policy",
