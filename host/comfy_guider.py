@@ -17,7 +17,7 @@ import comfy.model_management
 import comfy.samplers
 import torch
 
-from ..metrics import Recorder
+from ..metrics import Observe, Recorder
 from ..plan import AutoOffload, OffloadJob, OffloadPolicy, Timeline
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..sampling import (
@@ -37,6 +37,7 @@ from .announced_run import AnnouncedRun
 from .auto_offload import Choice
 from .comfy_trace import one_level, predicted_sigmas, sampler_name
 from .door import ExpertsRef
+from .observed import observed
 from .guider_settings import GuiderSettings
 
 if TYPE_CHECKING:
@@ -74,10 +75,15 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     """A CFGGuider whose model is the pair of streamed experts. See `make_guider`."""
 
     def __init__(
-        self, patcher: ExpertsPatcher, settings: GuiderSettings, watch: Watch, choose: Choose | None = None
+        self,
+        patcher: ExpertsPatcher,
+        settings: GuiderSettings,
+        watch: Watch,
+        observe: Callable[[], Observe],
+        choose: Choose | None = None,
     ) -> None:
         super().__init__(patcher)
-        self.settings, self._watch = settings, watch
+        self.settings, self._watch, self._observe = settings, watch, observe
         self._choose = choose
         self._choice = Choice(policy=OffloadPolicy.layerwise())  # until one is made
         self.timeline: Timeline | None = None
@@ -135,7 +141,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         check_channels(request, pair.in_channels)
         asked = self._predicted(sampler, sigmas, seed)
         engine = pair.engine(policy, place)
-        recorder, outer_bytes = Recorder(engine.device), engine.outer_bytes
+        recorder, outer_bytes = Recorder(engine.device, observe=self._observe()), engine.outer_bytes
         going = RunPolicy(
             pair, policy, engine.device, shape=noise.shape, guided=any(s != 1 for s in self.settings.guidance)
         )
@@ -285,6 +291,7 @@ def make_guider(
         ids = {"prompt_id": door.run_id(), "node_id": door.executing_node(), "shown_at": made_by}
         return AnnouncedRun(door.announce, experts=experts, **ids)
 
-    guider = ExpertsGuider(door.patcher(ref, known, flow_shift=flow_shift), settings, watch, choose)
+    patcher = door.patcher(ref, known, flow_shift=flow_shift)
+    guider = ExpertsGuider(patcher, settings, watch, partial(observed, door), choose)
     guider.set_conds(positive, negative)
     return guider

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..host import AnnouncedRun, ExpertsRef, host
+from ..host.observed import observed
 from ..plan import AutoOffload, OffloadPolicy, Timeline
 from ..sampling import (
     Cancelled,
@@ -18,6 +19,7 @@ from ..sampling import (
     request_job,
     working_bytes,
 )
+from ..sampling.predicted import predicted_timeline
 
 if TYPE_CHECKING:
     import torch
@@ -57,14 +59,18 @@ def run_experts(
     """
     guided = any(scale != 1 for scale in request.guidance)
     pair = host.experts(ref)
-    choice = host.choose_policy(ref, asked, request_job(pair, request, host.device()))
+    job = request_job(pair, request, host.device())
+    choice = host.choose_policy(ref, asked, job)
     chunk = choice.policy.chunk_tokens
     needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=chunk)
     pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
     check_room(pair, request, policy, device)
+    machine = host.known_machine(ref, job.expert)
+    predicted = machine and predicted_timeline(pair, request, policy, machine=machine, device=device)
     course, report = request.course(), on_step or _own_bar(request, node_id)
     experts = [course.experts[step] for step in course.steps]
-    watched = AnnouncedRun(host.announce, prompt_id=host.run_id(), node_id=node_id, experts=experts)
+    ids = {"prompt_id": host.run_id(), "node_id": node_id}
+    watched = AnnouncedRun(host.announce, experts=experts, predicted=predicted, **ids)
 
     def each_step(step: StepProgress) -> None:
         watched.step(step.record)
@@ -80,8 +86,9 @@ def run_experts(
                 on_step=each_step,
                 should_stop=host.should_stop,
                 revise=choice.revise_under(policy),
+                observe=observed(host),
             )
-            told = result.told_first(choice.reason)
+            told = replace(result.told_first(choice.reason), predicted=predicted)
             watched.ended(told.timeline)
     except Cancelled:
         host.raise_if_stopped()
