@@ -34,7 +34,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     english = english_locale(asyncio.run(WanStreamExtension().get_node_list()))
     left = refresh(LOCALES, english, translated=bool(arguments))
-    print(*left, sep="\n")
+    for text in left:
+        print(text)
     return 1 if left else 0
 
 
