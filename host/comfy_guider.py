@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,8 +37,9 @@ from .announced_run import AnnouncedRun
 from .auto_offload import Choice
 from .comfy_trace import one_level, predicted_sigmas, sampler_name
 from .door import ExpertsRef
-from .observed import observed
+from .guider_run import GuiderRun
 from .guider_settings import GuiderSettings
+from .observed import observed
 
 if TYPE_CHECKING:
     from .comfy import ComfyDoor
@@ -57,18 +58,6 @@ Watch: TypeAlias = "Callable[[Sequence[str]], AnnouncedRun]"
 """Gives what tells of a run whose calls are of these experts."""
 
 log = logging.getLogger("wanstream.host")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Run:
-    """What one run of a sampler needs in each of its calls."""
-
-    inputs: LaneInputs
-    passes: Passes
-    recorder: Recorder
-    watched: AnnouncedRun
-    shape: torch.Size
-    sampler: str
 
 
 class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
@@ -91,7 +80,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         self.recompiled = 0
         """Calls of the last run that were not the predicted ones."""
         self._given: dict[str, Sequence[Any]] = {}
-        self._run: _Run | None = None
+        self._run: GuiderRun | None = None
 
     def set_conds(self, positive: Sequence[Any], negative: Sequence[Any]) -> None:
         self._given = {"positive": positive, "negative": negative}
@@ -136,47 +125,21 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         **more: Any,
     ) -> torch.Tensor:
         """Where ComfyUI has made room for the model and prepared all tensors, and the sampler has not begun."""
-        pair, policy, place = self.model_patcher.loaded_experts()
-        request = self._request(noise, denoise_mask)
-        check_channels(request, pair.in_channels)
-        asked = self._predicted(sampler, sigmas, seed)
-        engine = pair.engine(policy, place)
-        recorder, outer_bytes = Recorder(engine.device, observe=self._observe()), engine.outer_bytes
-        going = RunPolicy(
-            pair, policy, engine.device, shape=noise.shape, guided=any(s != 1 for s in self.settings.guidance)
-        )
-        passes = Passes(
-            engine,
-            [self.settings.expert(sigma) for sigma in asked],
-            recorder=recorder,
-            should_stop=comfy.model_management.processing_interrupted,
-            policy=going,
-            revise=self._choice.revise_under(policy),
-        )
-        inputs = LaneInputs(request, engine.device)
-        calls = [(self.settings.expert(sigma), sigma * TRAIN_TIMESTEPS) for sigma in asked]
-        foretell(engine, inputs, calls, guided={expert: self.settings.scale(expert) != 1 for expert, _ in calls})
         self.timeline = None
-        watched = self._watch([expert for expert, _ in calls])
-        self._run = _Run(
-            inputs=inputs,
-            passes=passes,
-            recorder=recorder,
-            watched=watched,
-            shape=noise.shape,
-            sampler=sampler_name(sampler),
+        run = self._run = self._begun(
+            noise, denoise_mask, self._predicted(sampler, sigmas, seed), sampler_name(sampler)
         )
         try:
-            with watched:
-                with passes:
+            with run.watched:
+                with run.passes:
                     samples: torch.Tensor = super().inner_sample(
                         *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed),
                         **more,
                     )
-                recorder.outer_bytes = engine.outer_bytes - outer_bytes
-                told = tuple(filter(None, (self._choice.reason, *going.changes)))
-                self.timeline = replace(recorder.timeline(), changes=told)
-                watched.ended(self.timeline)
+                run.recorder.outer_bytes = run.engine.outer_bytes - run.outer_bytes
+                told = tuple(filter(None, (self._choice.reason, *run.policy.changes)))
+                self.timeline = replace(run.recorder.timeline(), changes=told)
+                run.watched.ended(self.timeline)
         except Cancelled:
             comfy.model_management.throw_exception_if_processing_interrupted()
             raise
@@ -188,8 +151,42 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
                 "have: choose one of ComfyUI's samplers (KSamplerSelect)"
             ) from err
         finally:
-            self._run, self.recompiled = None, passes.recompiled
+            self._run, self.recompiled = None, run.passes.recompiled
         return samples
+
+    def _begun(
+        self, noise: torch.Tensor, denoise_mask: torch.Tensor | None, asked: Sequence[float], sampler: str
+    ) -> GuiderRun:
+        """A run that is asked for the noise levels `asked`, in that order; nothing is fetched yet."""
+        pair, policy, place = self.model_patcher.loaded_experts()
+        request = self._request(noise, denoise_mask)
+        check_channels(request, pair.in_channels)
+        engine, experts = pair.engine(policy, place), [self.settings.expert(sigma) for sigma in asked]
+        guided = {expert: self.settings.scale(expert) != 1 for expert in ("high", "low")}
+        going = RunPolicy(pair, policy, engine.device, shape=noise.shape, guided=any(guided.values()))
+        recorder, outer_bytes = Recorder(engine.device, observe=self._observe()), engine.outer_bytes
+        passes = Passes(
+            engine,
+            experts,
+            recorder=recorder,
+            should_stop=comfy.model_management.processing_interrupted,
+            policy=going,
+            revise=self._choice.revise_under(policy),
+        )
+        inputs = LaneInputs(request, engine.device)
+        timesteps = [sigma * TRAIN_TIMESTEPS for sigma in asked]
+        foretell(engine, inputs, zip(experts, timesteps, strict=True), guided=guided)
+        return GuiderRun(
+            inputs=inputs,
+            passes=passes,
+            engine=engine,
+            outer_bytes=outer_bytes,
+            policy=going,
+            recorder=recorder,
+            watched=self._watch(experts),
+            shape=noise.shape,
+            sampler=sampler,
+        )
 
     def predict_noise(
         self, x: torch.Tensor, timestep: torch.Tensor, model_options: Mapping[str, Any] = {}, seed: int | None = None
