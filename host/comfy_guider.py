@@ -126,9 +126,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Where ComfyUI has made room for the model and prepared all tensors, and the sampler has not begun."""
         self.timeline = None
-        run = self._run = self._begun(
-            noise, denoise_mask, self._predicted(sampler, sigmas, seed), sampler_name(sampler)
-        )
+        asked = self._predicted(sampler, sigmas, seed)
+        run = self._run = self._begun(noise, denoise_mask, asked, sampler_name(sampler))
         try:
             with run.watched:
                 with run.passes:
