@@ -1,4 +1,4 @@
-"""One video, watched through the websocket: which node runs, and each step as it ends.
+"""One video, watched through the websocket: which node runs, how far it is, and what each step took.
 
 python progress.py workflows/api/t2v.json
 
@@ -48,6 +48,9 @@ def told(prompt: Prompt, kind: str, data: dict[str, Any]) -> str | None:
         return f"as before: {', '.join(data['nodes'])}"
     if kind == "executing" and data["node"] in prompt:
         return f"{data['node']} ({prompt[data['node']]['class_type']})"
+    if kind == "wanstream.step":
+        step = data["record"]
+        return f"step {data['done']} of {data['total']} ({step['expert']}): {step['wall_s']:.2f} s"
     if kind == "progress":
         return f"{data['node']}: {data['value']} of {data['max']}"
     return None

@@ -215,6 +215,8 @@ def test_progress_tells_every_node_and_step(example: Example, desk: Path) -> Non
     lines = done.stdout.splitlines()
     assert lines[-1] == "execution_success"
     assert [line for line in lines if line.startswith("sampler: ")][-4:] == [f"sampler: {n} of 4" for n in (1, 2, 3, 4)]
+    steps = [line.split(":")[0] for line in lines if line.startswith("step ")]
+    assert steps == [f"step {n} of 4 ({expert})" for n, expert in enumerate(["high"] * 3 + ["low"], 1)]
     assert lines.index("sampler (WanStreamSampler)") < lines.index("frames (WanStreamVAEDecode)")
 
 
@@ -269,6 +271,14 @@ def test_the_commands_of_the_page_run_in_their_order(comfyui: ComfyUI, api: Serv
     assert [line.split()[0] for line in steps] == ["high"] * 3 + ["low"]
     assert errors == "{}"
     assert (desk / "video.mp4").read_bytes() in saved(api)
+
+
+def test_the_last_runs_are_listed_for_who_comes_later(api: Server, desk: Path) -> None:
+    prompt_id = _queued(api, desk, seed=4, steps=2)
+    api.wait(prompt_id)
+    (run,) = (run for run in api.get("/wanstream/runs")["runs"] if run["prompt_id"] == prompt_id)
+    assert (run["steps"], len(run["experts"]), run["error"]) == (2, 2, None)
+    assert len(run["timeline"]["steps"]) == 2
 
 
 def test_every_shipped_workflow_is_served_as_a_template(api: Server) -> None:
