@@ -26,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(subcommands)
+    _add_batch(subcommands)
     _add_sample_model(subcommands)
     _add_probe(subcommands)
     _add_plan(subcommands)
@@ -60,6 +61,51 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     run.add_argument("--device", choices=["cpu", "cuda"], help="where to compute (default: a GPU if there is one)")
     run.set_defaults(subcommand=_run)
+
+
+def _add_batch(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    batch = subcommands.add_parser(
+        "batch",
+        help="make many videos of one workflow, and go on after any interruption",
+        description="Runs a workflow once for every row of a CSV or JSONL file, here or on a ComfyUI server. A journal "
+        "beside the files remembers what is done: run the same command again after whatever has happened. Exit code 0: "
+        "all rows are done; 1: some failed; 2: nothing ran; 130: stopped by Ctrl-C.",
+    )
+    batch.add_argument(
+        "jobs",
+        type=Path,
+        metavar="JOBS",
+        help='a .csv file whose columns are called node.input, or JSON lines {"node.input": value}; a column `name` '
+        "names the files",
+    )
+    batch.add_argument("--workflow", type=Path, required=True, metavar="FILE", help="in API format")
+    batch.add_argument("--out", type=Path, required=True, metavar="DIR", help="the batch's own folder")
+    batch.add_argument("--server", metavar="URL", help="of a ComfyUI, like http://127.0.0.1:8188 (default: run here)")
+    batch.add_argument(
+        "--models", type=Path, default=Path("models"), metavar="DIR", help="without --server: as for `wanstream run`"
+    )
+    batch.add_argument(
+        "--input", type=Path, default=Path("input"), metavar="DIR", help="without --server: where LoadImage looks"
+    )
+    batch.add_argument("--device", choices=["cpu", "cuda"], help="without --server: where to compute")
+    batch.add_argument("--journal", type=Path, metavar="FILE", help="default: journal.sqlite in the folder of --out")
+    batch.add_argument("--max-failures", type=_count, metavar="N", help="begin no more rows when N have failed")
+    batch.add_argument(
+        "--patience",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="give up when a server has not answered for so long (default: 600)",
+    )
+    batch.add_argument("--dry-run", action="store_true", help="judge every row, queue nothing, write nothing")
+    batch.set_defaults(subcommand=_batch)
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count}: give 1 or more")
+    return count
 
 
 def _add_sample_model(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -138,6 +184,26 @@ def _run(parsed: argparse.Namespace) -> int:
             input=parsed.input,
             changes=tuple(parsed.set),
             device=parsed.device,
+        )
+    )
+
+
+def _batch(parsed: argparse.Namespace) -> int:
+    from .batch import BatchArguments, batch
+
+    return batch(
+        BatchArguments(
+            jobs=parsed.jobs,
+            workflow=parsed.workflow,
+            output=parsed.out,
+            server=parsed.server,
+            models=parsed.models,
+            input=parsed.input,
+            device=parsed.device,
+            journal=parsed.journal,
+            max_failures=parsed.max_failures,
+            patience_s=parsed.patience,
+            dry_run=parsed.dry_run,
         )
     )
 

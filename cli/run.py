@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 import traceback
@@ -24,14 +23,11 @@ from ..host.embedded_validate import Verdict
 from ..nodes import WanStreamExtension
 from ..nodes.sample import TIMELINE
 from ..plan import Timeline
+from .arguments import ArgumentError, check_models, made_folder, read_json
 from .changes import with_changes
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from .progress import ProgressBars
 from .table import step_table
-
-
-class ArgumentError(ValueError):
-    """What the command line asks for cannot be run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +69,10 @@ def run(arguments: RunArguments) -> int:
 
 def _checked_prompt(arguments: RunArguments, nodes: Sequence[type[ComfyNode]]) -> Prompt:
     """The workflow as the command line changes it; raises ValueError if it cannot run, before anything does."""
-    if not arguments.models.is_dir():
-        raise ArgumentError(
-            f"no folder {arguments.models}: give --models DIR, or make small models with `wanstream sample-model DIR`"
-        )
+    check_models(arguments.models)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("--device cuda: this torch finds no CUDA device")
-    workflow = api_prompt(_read_json(arguments.workflow))
+    workflow = api_prompt(read_json(arguments.workflow))
     prompt = with_changes(workflow, arguments.changes, nodes_by_id([*nodes, LoadImage]))
     verdict = validate_workflow(
         prompt, nodes, models=arguments.models, input_dir=arguments.input, output=arguments.output
@@ -87,20 +80,8 @@ def _checked_prompt(arguments: RunArguments, nodes: Sequence[type[ComfyNode]]) -
     # ComfyUI would run the outputs that are valid; whoever asked for a file wants to know at once that there is none.
     if verdict.error or verdict.node_errors:
         raise ArgumentError(_faults(verdict))
-    try:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise ArgumentError(f"--out {arguments.output}: {err.strerror}") from err
+    made_folder(arguments.output)
     return prompt
-
-
-def _read_json(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as err:
-        raise ArgumentError(f"{path} cannot be read: {err.strerror}") from err
-    except ValueError as err:
-        raise ArgumentError(f"{path} is not JSON: {err}") from err
 
 
 def _execute(arguments: RunArguments, prompt: Prompt, nodes: Sequence[type[ComfyNode]], bars: ProgressBars) -> History:

@@ -1,0 +1,199 @@
+"""`wanstream batch`: many videos of one workflow, in this process or on a ComfyUI server, from where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..host.embedded_graph import Prompt, api_prompt
+from .arguments import made_folder, read_json
+from .batch_bar import BatchBar
+from .batch_ground import Ground, embedded_ground, server_ground
+from .batch_host import Host
+from .batch_jobs import Planner, single_jobs, with_values
+from .batch_resume import Start, take_up
+from .batch_rows import Row, RowError, read_rows
+from .batch_runner import Limits, Runner
+from .batch_shelf import Shelf
+from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
+from .journal import Journal, State
+from .journal_lock import Lock
+from .stop_request import StopRequest
+
+JOURNAL = "journal.sqlite"
+_TICK_SECONDS = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchArguments:
+    """What the command line says."""
+
+    jobs: Path
+    workflow: Path
+    output: Path
+    server: str | None = None
+    """The address of a ComfyUI server; None: this process."""
+    models: Path = Path("models")
+    input: Path = Path("input")
+    device: str | None = None
+    """None: a GPU if there is one."""
+    journal: Path | None = None
+    """None: in the output folder."""
+    max_failures: int | None = None
+    patience_s: float = 600.0
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """What is to be done, and where. Rows that do not fit the workflow have their fault."""
+
+    rows: tuple[Row, ...]
+    workflow: Prompt
+    ground: Ground
+
+    def planner(self) -> Planner:
+        """How rows become jobs."""
+        return lambda rows: single_jobs(self.workflow, rows, self.ground.sockets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Desk:
+    """What is locked while a batch runs, and where it goes on."""
+
+    shelf: Shelf
+    journal: Journal
+    start: Start
+
+
+def batch(arguments: BatchArguments) -> int:
+    """Run what is not done yet, print what has failed and how many rows are done, and return the exit code."""
+    with ExitStack() as opened:
+        try:
+            todo = _read(arguments)
+            if arguments.dry_run:
+                return _dry_run(todo)
+            desk = _desk(arguments, todo, opened)
+        except (ValueError, OSError) as err:
+            print(err, file=sys.stderr)
+            return INVALID
+        try:
+            stop = _run(arguments, todo, desk)
+        except (ValueError, OSError) as err:
+            print(f"failed: {err}", file=sys.stderr)
+            return FAILED
+        return _summary(arguments, todo, desk.journal, stop)
+
+
+def _read(arguments: BatchArguments) -> _Batch:
+    """Rows, workflow and where it runs. Raises ValueError, before anything runs."""
+    rows = read_rows(arguments.jobs)
+    workflow = api_prompt(read_json(arguments.workflow))
+    if arguments.server is not None:
+        ground = server_ground(arguments.server, workflow)
+    else:
+        ground = embedded_ground(workflow, models=arguments.models, input_dir=arguments.input, device=arguments.device)
+    return _Batch(rows=tuple(_fitted(row, workflow, ground) for row in rows), workflow=workflow, ground=ground)
+
+
+def _fitted(row: Row, workflow: Prompt, ground: Ground) -> Row:
+    """The row, with its fault if the workflow has no place for a value of it."""
+    try:
+        with_values(workflow, row, ground.sockets)
+    except RowError as err:
+        return replace(row, fault=str(err))
+    return row
+
+
+def _dry_run(todo: _Batch) -> int:
+    """Judge every row and queue nothing."""
+    wrong = 0
+    for row in todo.rows:
+        faults = [row.fault] if row.fault else todo.ground.faults(with_values(todo.workflow, row, todo.ground.sockets))
+        wrong += bool(faults)
+        for fault in faults:
+            print(f"line {row.line}: {fault}", file=sys.stderr)
+    print(f"{len(todo.rows) - wrong} of {len(todo.rows)} rows are valid; nothing was queued")
+    return INVALID if wrong else DONE
+
+
+def _desk(arguments: BatchArguments, todo: _Batch, opened: ExitStack) -> _Desk:
+    """Everything that this process alone may write now. Raises ValueError or OSError."""
+    shelf = Shelf(made_folder(arguments.output))
+    path = arguments.journal or arguments.output / JOURNAL
+    opened.enter_context(Lock(shelf.workshop / "lock", of=arguments.output))
+    opened.enter_context(Lock(path.with_name(f"{path.name}.lock"), of=path))
+    journal = opened.enter_context(Journal(path, workflow=_digest(todo.workflow)))
+    return _Desk(shelf=shelf, journal=journal, start=take_up(journal, shelf, todo.rows))
+
+
+def _run(arguments: BatchArguments, todo: _Batch, desk: _Desk) -> StopRequest:
+    """Run the rows to their end, or to where the user wants it. Raises ValueError or OSError."""
+    start, stop = desk.start, StopRequest()
+    with ExitStack() as opened:
+        bar = opened.enter_context(BatchBar(rows=len(todo.rows), ended=start.done + len(start.faults)))
+        for note in (*(f"line {row.line}: {fault}" for row, fault in start.faults), *start.notes):
+            bar.note(note)
+        host = opened.enter_context(todo.ground.opened(desk.shelf.workshop, bar.show))
+        runner = Runner(
+            host=host,
+            journal=desk.journal,
+            shelf=desk.shelf,
+            planner=todo.planner(),
+            teller=bar,
+            stop=stop,
+            limits=Limits(failures=arguments.max_failures, patience_s=arguments.patience_s),
+            sleep=lambda seconds: _sleep(seconds, stop, bar),
+            failures=len(start.faults),
+        )
+        with stop.listening(lambda: _on_stop(stop, host)):
+            runner.run(start.waiting, start.flights)
+    return stop
+
+
+def _sleep(seconds: float, stop: StopRequest, bar: BatchBar) -> None:
+    """Shorter when the user asks for the end meanwhile."""
+    end = time.monotonic() + seconds
+    asked = stop.soon
+    while (left := end - time.monotonic()) > 0 and stop.soon == asked and not stop.at_once:
+        time.sleep(min(left, _TICK_SECONDS))
+    bar.tick()
+
+
+def _on_stop(stop: StopRequest, host: Host) -> None:
+    if stop.at_once:
+        host.halt()
+    else:
+        os.write(2, b"\nstopping after what runs now; Ctrl-C again stops that too\n")
+
+
+def _summary(arguments: BatchArguments, todo: _Batch, journal: Journal, stop: StopRequest) -> int:
+    """The rows that failed with their reasons, and how many are done."""
+    known = journal.entries()
+    entries = [known[row.hash] for row in todo.rows]
+    failed = [entry for entry in entries if entry.state is State.failed]
+    done = sum(entry.state is State.done for entry in entries)
+    for entry in failed:
+        print(f"line {entry.line} failed: {entry.error}", file=sys.stderr)
+    left = len(entries) - done - len(failed)
+    parts = [f"{done} of {len(entries)} rows are done in {arguments.output}"]
+    parts += [f"{len(failed)} failed"] if failed else []
+    parts += [f"{left} are left: the same command goes on with them"] if left else []
+    print("; ".join(parts))
+    if stop.soon and left:
+        return INTERRUPTED
+    return FAILED if left or failed else DONE
+
+
+def _digest(workflow: Prompt) -> str:
+    """The same for workflows that differ in titles alone."""
+    plain = {
+        node_id: {key: value for key, value in node.items() if key != "_meta"} for node_id, node in workflow.items()
+    }
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()

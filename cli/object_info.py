@@ -1,0 +1,100 @@
+"""What a ComfyUI server says of its nodes (`/object_info`), and what is wrong with a workflow by that. Pure functions.
+
+A node's own checks run on the server alone. So a value that only they could allow is not called wrong here: what this
+file finds, the server finds too, and more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from ..host.embedded_checks import (
+    Fault,
+    Socket,
+    converted,
+    fault,
+    link_shape_fault,
+    link_type_fault,
+    missing_fault,
+    value_fault,
+)
+from ..host.embedded_graph import Prompt
+from .batch_jobs import Sockets
+
+ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+_KINDS = ("required", "optional")
+# Lists that grow while the server runs: a node with such an input looks for the file itself.
+_GROWING = ("image_upload", "video_upload", "audio_upload", "file_upload", "remote")
+_NESTED = "COMFY_"
+
+
+def sockets_of_server(info: ObjectInfo) -> Sockets:
+    """The inputs of every class of nodes."""
+    return {class_type: {socket.name: socket for socket in _sockets(node)} for class_type, node in info.items()}
+
+
+def unknown_classes(prompt: Prompt, known: Container[str]) -> list[str]:
+    """A line for each node whose class is not known."""
+    return [
+        f"node {node_id}: there is no class {node.get('class_type')} here"
+        for node_id, node in prompt.items()
+        if node.get("class_type") not in known
+    ]
+
+
+def server_faults(prompt: Prompt, info: ObjectInfo, sockets: Sockets) -> list[str]:
+    """What is wrong with a workflow of classes that the server has, a line each."""
+    lines = []
+    for node_id, node in prompt.items():
+        for found in _node_faults(prompt, node, info, sockets[node["class_type"]]):
+            lines.append(f"node {node_id} ({node['class_type']}): {found['message']}: {found['details']}")
+    if not any(info[node["class_type"]].get("output_node") for node in prompt.values()):
+        lines.append("the workflow has no node that saves or shows anything")
+    return lines
+
+
+def _sockets(node: Mapping[str, Any]) -> Iterator[Socket]:
+    for kind in _KINDS:
+        for name, (io_type, *rest) in node.get("input", {}).get(kind, {}).items():
+            options = dict(rest[0]) if rest and isinstance(rest[0], Mapping) else {}
+            if isinstance(io_type, list):  # the older way to describe a choice
+                io_type, options = "COMBO", {**options, "options": io_type}
+            yield Socket(name=name, io_type=str(io_type), options=options, required=kind == "required")
+
+
+def _node_faults(
+    prompt: Prompt, node: Mapping[str, Any], info: ObjectInfo, sockets: Mapping[str, Socket]
+) -> Iterator[Fault]:
+    inputs = node.get("inputs", {})
+    for socket in sockets.values():
+        if socket.io_type.startswith(_NESTED):
+            continue
+        if socket.name not in inputs:
+            found = missing_fault(socket)
+        elif isinstance(inputs[socket.name], list):
+            found = _link_fault(prompt, socket, inputs[socket.name], info)
+        else:
+            found = _constant_fault(socket, inputs[socket.name])
+        if found is not None:
+            yield found
+
+
+def _constant_fault(socket: Socket, constant: object) -> Fault | None:
+    value, found = converted(socket, constant)
+    if found is not None or any(socket.options.get(key) for key in _GROWING):
+        return found
+    return value_fault(socket, value)
+
+
+def _link_fault(prompt: Prompt, socket: Socket, link: list[Any], info: ObjectInfo) -> Fault | None:
+    found = link_shape_fault(socket, link)
+    if found is not None:
+        return found
+    source, index = link
+    offered = info[prompt[source]["class_type"]].get("output", ()) if source in prompt else ()
+    if not isinstance(index, int) or not -len(offered) <= index < len(offered):
+        return fault("dangling_link", "Linked to an output that is not there", f"{socket.name}: {link}")
+    received = offered[index]
+    return link_type_fault(socket, link, "COMBO" if isinstance(received, list) else str(received))
