@@ -73,7 +73,7 @@ def difference(traits: Mapping[str, object], others: Mapping[str, object], other
     for name in {**others, **traits}:
         mine, theirs = traits.get(name, "missing"), others.get(name, "missing")
         if mine != theirs:
-            return f"its {name} is {mine}, that of row {other_row} is {theirs}"
+            return f"its {name} is {mine}, that of {other_row} is {theirs}"
     return ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ..host.embedded_graph import Link, Prompt, as_link
 from .lane_traits import OWN_INPUTS, difference, lane_refusal, lane_traits, node_traits, sampler_ids, upstream
@@ -17,8 +17,6 @@ from .lane_traits import OWN_INPUTS, difference, lane_refusal, lane_traits, node
 LANE, LANE_SAMPLER, LANE_LATENT = "WanStreamLane", "WanStreamLaneSampler", "WanStreamLaneLatent"
 LATENT_OUTPUT = 0
 """Of the sampler; its other outputs are the lane sampler's own."""
-
-Shown = TypeVar("Shown")
 
 
 class LanesError(ValueError):
@@ -30,17 +28,22 @@ class LanePass:
     """One workflow that runs one row, or several as lanes of one pass over the weights."""
 
     rows: tuple[Hashable, ...]
-    """The names of the rows, in the order of their lanes."""
+    """The names of the rows, in the order of their lanes. Words call a row by its name."""
     prompt: Prompt
     node_ids: tuple[Mapping[str, str], ...]
     """For each row: what stands for each node of its own workflow, own id -> id in `prompt`."""
     reason: str = ""
     """Why a row runs alone where lanes were asked for."""
 
-    def shown_by(self, row: Hashable, shown: Mapping[str, Shown]) -> dict[str, Shown]:
-        """Of what nodes of the pass have shown, what belongs to `row`, under the node ids of its own workflow."""
-        own_ids = self.node_ids[self.rows.index(row)]
-        return {own: shown[node_id] for own, node_id in own_ids.items() if node_id in shown}
+    @property
+    def own_ids(self) -> tuple[frozenset[str], ...]:
+        """For each row: the nodes of `prompt` that are there for it, none of them twice."""
+        seen: set[str] = set()
+        own = []
+        for ids in self.node_ids:
+            own.append(frozenset(ids.values()) - seen)
+            seen |= own[-1]
+        return tuple(own)
 
 
 def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ...]:
@@ -51,8 +54,7 @@ def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ..
 
     Raises LanesError for less than one lane.
     """
-    if lanes < 1:
-        raise LanesError(f"{lanes} lanes: give 1 or more")
+    check_lanes(lanes)
     groups: dict[str, list[Hashable]] = {}
     reasons: dict[Hashable, str] = {}
     for row, prompt in prompts.items():
@@ -70,6 +72,12 @@ def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ..
     return tuple(sorted([*alone, *shared], key=lambda made: order[made.rows[0]]))
 
 
+def check_lanes(lanes: int) -> None:
+    """Raise LanesError for less than one lane."""
+    if lanes < 1:
+        raise LanesError(f"--lanes {lanes}: give 1 or more, how many rows share one stream of weights")
+
+
 def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
     """The pass of these rows (row name -> its workflow); one row runs by its own workflow, as it is.
 
@@ -83,7 +91,7 @@ def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
     for row in rows:
         unlike = lane_refusal(prompts[row]) or difference(traits[row], traits[rows[0]], rows[0])
         if unlike:
-            raise LanesError(f"row {row} cannot share a pass: {unlike}")
+            raise LanesError(f"{row} cannot share a pass: {unlike}")
     composer = _Composer([*prompts.values()])
     return LanePass(rows=rows, prompt=composer.prompt(), node_ids=composer.node_ids())
 

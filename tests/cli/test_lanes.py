@@ -173,13 +173,13 @@ def test_ids_of_a_workflow_are_never_taken_twice() -> None:
     assert len({node_id for ids in made.node_ids for node_id in (ids["save"], ids["lane1_save"])}) == 4
 
 
-def test_what_a_pass_has_shown_goes_back_to_its_rows() -> None:
+def test_every_node_of_a_pass_is_there_for_one_row() -> None:
     made = only(seeds(5, 6))
-    shown = {"sampler": "steps", made.node_ids[0]["save"]: "5.mp4", made.node_ids[1]["save"]: "6.mp4"}
-    assert made.shown_by(5, shown) == {"sampler": "steps", "save": "5.mp4"}
-    assert made.shown_by(6, shown) == {"sampler": "steps", "save": "6.mp4"}
-    alone = only({9: row()})
-    assert alone.shown_by(9, {"save": "9.mp4"}) == {"save": "9.mp4"}
+    first, second = made.own_ids
+    assert {"experts", "text", "sampler", "lane1_save"} <= first
+    assert second == {"lane2_frames", "lane2_save"}
+    (alone,) = only({9: row()}).own_ids
+    assert alone == row().keys()
 
 
 def test_rows_are_shared_out_in_their_order() -> None:
@@ -207,26 +207,26 @@ def test_one_lane_leaves_every_row_as_it_is() -> None:
 
 @pytest.mark.parametrize("lanes", [0, -1])
 def test_no_lanes_are_refused(lanes: int) -> None:
-    with pytest.raises(LanesError, match=f"{lanes} lanes: give 1 or more"):
+    with pytest.raises(LanesError, match=f"--lanes {lanes}: give 1 or more"):
         lane_passes(seeds(1), lanes)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"latent__width": 640}, "its latent.width is 640, that of row 1 is 832"),
-        ({"latent__frames": 5}, "its latent.frames is 5, that of row 1 is 81"),
-        ({"sampler__steps": 4}, "its sampler.steps is 4, that of row 1 is 20"),
-        ({"sampler__guidance_high": 1.0}, "its sampler.guidance_high is 1, that of row 1 is 4"),
-        ({"experts__high_noise": "other.gguf"}, f"its experts.high_noise is other.gguf, that of row 1 is {HIGH}"),
-        ({"policy__prefetch_blocks": 2}, "its policy.prefetch_blocks is 2, that of row 1 is 1"),
+        ({"latent__width": 640}, "its latent.width is 640, that of 1 is 832"),
+        ({"latent__frames": 5}, "its latent.frames is 5, that of 1 is 81"),
+        ({"sampler__steps": 4}, "its sampler.steps is 4, that of 1 is 20"),
+        ({"sampler__guidance_high": 1.0}, "its sampler.guidance_high is 1, that of 1 is 4"),
+        ({"experts__high_noise": "other.gguf"}, f"its experts.high_noise is other.gguf, that of 1 is {HIGH}"),
+        ({"policy__prefetch_blocks": 2}, "its policy.prefetch_blocks is 2, that of 1 is 1"),
     ],
 )
 def test_a_row_that_fits_no_other_runs_alone_and_says_why(change: dict[str, Any], reason: str) -> None:
     passes = lane_passes({**seeds(1, 2), 3: row(**change)}, 4)
     assert [(made.rows, made.reason) for made in passes] == [((1, 2), ""), ((3,), reason)]
     assert passes[1].prompt == row(**change)
-    with pytest.raises(LanesError, match="row 3 cannot share a pass: its"):
+    with pytest.raises(LanesError, match="3 cannot share a pass: its"):
         lane_pass({1: row(), 3: row(**change)})
 
 
@@ -245,7 +245,7 @@ def test_a_sampler_without_a_policy_fits_none_with_one() -> None:
     bare = row()
     del bare["sampler"]["inputs"]["policy"]
     _, alone = lane_passes({1: row(), 2: bare}, 2)
-    assert alone.reason == "its policy is missing, that of row 1 is WanStreamLayerwise"
+    assert alone.reason == "its policy is missing, that of 1 is WanStreamLayerwise"
 
 
 def test_workflows_without_our_sampler_run_as_they_are() -> None:
