@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import comfy.cli_args
 import comfy.model_management
 import comfy.utils
+import comfyui_version
 import folder_paths
 import torch
 from comfy_execution.utils import get_executing_context
@@ -65,6 +66,9 @@ class ComfyDoor:
         self._watch: ComfyWatch | None = None
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
+
+    def name(self) -> str:
+        return f"ComfyUI {comfyui_version.__version__}"
 
     def device(self) -> torch.device:
         device: torch.device = comfy.model_management.get_torch_device()

@@ -92,6 +92,9 @@ class Progress(Protocol):
 class Door(Protocol):
     """The services of a host. All of them are called on the thread that executes the node, except `should_stop`."""
 
+    def name(self) -> str:
+        """What this host is and its version, for a reader."""
+
     def device(self) -> torch.device:
         """The device that computes."""
 

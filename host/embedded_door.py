@@ -141,6 +141,9 @@ class EmbeddedDoor:
             raise HostStateError("no workflow is being run: the embedded host has folders only inside a run")
         return self._folders
 
+    def name(self) -> str:
+        return "without ComfyUI"
+
     def device(self) -> torch.device:
         import torch
 

@@ -94,8 +94,8 @@ def _mean_s(timeline: Timeline) -> float | None:
     return timeline.wall_s / len(timeline.steps) if timeline.steps else None
 
 
-def _rate(nbytes: float, seconds: float) -> float | None:
-    return nbytes / seconds if seconds > 0 else None
+def _measuring_share(timeline: Timeline) -> float | None:
+    return timeline.measuring_s / timeline.wall_s if timeline.measuring_s > 0 else None
 
 
 def _most(name: str) -> Callable[[Timeline], float | None]:
@@ -124,8 +124,8 @@ FIGURES = (
     Figure(name="Moved to buffers", unit="bytes", of=lambda timeline: timeline.bytes_moved),
     Figure(name="Read from files", unit="bytes", of=lambda timeline: timeline.read_bytes),
     Figure(name="Read from the page cache", unit="bytes", of=lambda timeline: timeline.cached_bytes),
-    Figure(name="Rate to buffers", unit="bytes/s", of=lambda timeline: _rate(timeline.bytes_moved, timeline.copy_s)),
-    Figure(name="Rate from files", unit="bytes/s", of=lambda timeline: _rate(timeline.read_bytes, timeline.read_s)),
+    Figure(name="Rate to buffers", unit="bytes/s", of=lambda timeline: timeline.copy_bytes_per_s),
+    Figure(name="Rate from files", unit="bytes/s", of=lambda timeline: timeline.read_bytes_per_s),
     Figure(name="Peak VRAM, allocated", unit="bytes", of=_most("device_bytes")),
     Figure(name="Peak VRAM, held by torch", unit="bytes", of=_most("reserved_bytes")),
     Figure(name="Most VRAM used by all", unit="bytes", of=_most("device_used_bytes")),
@@ -135,7 +135,7 @@ FIGURES = (
     Figure(
         name="Time spent measuring",
         unit="share",
-        of=lambda timeline: _rate(timeline.measuring_s, timeline.wall_s) or None,
+        of=_measuring_share,
     ),
 )
 TOTAL = FIGURES[0]

@@ -21,7 +21,7 @@ HEAD = (
 RANGES_GB_PER_S = (0, 1, 5, 20, 50, 80, inf)
 """Borders of the ranges of the bandwidth histogram."""
 
-ROUTES = (("RAM to buffers", "bytes_moved", "copy_s"), ("files", "read_bytes", "read_s"))
+ROUTES = (("RAM to buffers", "copied_bytes", "copy_s"), ("files", "read_bytes", "read_s"))
 """Each route, and the fields of a step with its bytes and its busy seconds."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..host import ComfyExtension, io
 from .auto_offload import WanStreamAutoOffload
+from .benchmark import WanStreamBenchmark
 from .guider import WanStreamGuider, WanStreamSigmas
 from .lanes import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
 from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
@@ -36,4 +37,5 @@ class WanStreamExtension(ComfyExtension):
             WanStreamGuider,
             WanStreamVAEDecode,
             WanStreamSaveVideo,
+            WanStreamBenchmark,
         ]

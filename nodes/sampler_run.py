@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..host import AnnouncedRun, ExpertsRef, host
@@ -39,6 +40,8 @@ class SamplerRun:
     result: DenoiseResult
     node_id: str | None
     """Of the node that ran it."""
+    block_counts: Mapping[str, int]
+    """How many blocks each expert has."""
 
     @property
     def timeline(self) -> Timeline:
@@ -52,10 +55,12 @@ def run_experts(
     *,
     node_id: str | None,
     on_step: Callable[[StepProgress], None] | None = None,
+    traces: Path | None = None,
 ) -> SamplerRun:
     """Run the request on the host's device; the host's Cancel ends it before the next block.
 
-    `on_step` is told every step; None: a progress bar of the node's own is.
+    `on_step` is told every step; None: a progress bar of the node's own is. `traces` is a folder for a trace of the
+    run; None: one is written where the environment asks for it.
     """
     guided = any(scale != 1 for scale in request.guidance)
     pair = host.experts(ref)
@@ -86,7 +91,7 @@ def run_experts(
                 on_step=each_step,
                 should_stop=host.should_stop,
                 revise=choice.revise_under(policy),
-                observe=observed(host),
+                observe=observed(host) if traces is None else replace(observed(host), trace=traces),
             )
             told = replace(result.told_first(choice.reason), predicted=predicted)
             watched.ended(told.timeline)
@@ -94,7 +99,14 @@ def run_experts(
         host.raise_if_stopped()
         raise
     return SamplerRun(
-        experts=ref, request=request, asked=asked, policy=policy, device=device, result=told, node_id=node_id
+        experts=ref,
+        request=request,
+        asked=asked,
+        policy=policy,
+        device=device,
+        result=told,
+        node_id=node_id,
+        block_counts={"high": pair.high.config.num_layers, "low": pair.low.config.num_layers},
     )
 
 

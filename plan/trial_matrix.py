@@ -52,11 +52,14 @@ class TrialMatrix:
         names = tuple(" ".join(word.split()) for word in _words(policies))
         for name in names:
             _check_policy(name)
-        return cls(
+        matrix = cls(
             policies=names,
             prefetch=_numbers("prefetch", prefetch, least=0, most=MOST_AHEAD),
             steps=_numbers("steps", steps, least=1, most=MOST_STEPS),
         )
+        if matrix.policies:
+            matrix.settings(OffloadPolicy.layerwise())  # which run it is for makes no difference now
+        return matrix
 
     @property
     def is_empty(self) -> bool:

@@ -11,7 +11,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = ("plan", "metrics", "offload", "wan", "sampling", "distributed", "host", "nodes", "cli", "workbench")
 LEVEL = {room: level for level, room in enumerate(ROOMS)}
-COMFY = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "latent_preview", "nodes"}
+COMFY = {
+    "comfy",
+    "comfy_api",
+    "comfyui_version",
+    "comfy_execution",
+    "comfy_extras",
+    "folder_paths",
+    "server",
+    "latent_preview",
+    "nodes",
+}
 STDLIB_ONLY = {"plan"}
 NO_WAN = {"plan", "metrics", "offload"}
 MAX_FILE_LINES = 300

@@ -50,6 +50,10 @@ SNAPSHOT = {
     ),
     "WanStreamVAEDecode": ("vae latent", "IMAGE"),
     "WanStreamSaveVideo": ("images fps filename_prefix crf latent", ""),
+    "WanStreamBenchmark": (
+        "run warm_up repeats cool_down_s policies prefetch steps filename_prefix trace run_b run_c run_d",
+        "IMAGE STRING",
+    ),
 }
 
 

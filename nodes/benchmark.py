@@ -1,0 +1,189 @@
+"""Measuring: what a sampler's run took, or a matrix of runs like it, as tables, a chart and files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ..host import OutsideFolderError, host, io
+from ..metrics.report import Report
+from ..metrics.report_files import summary
+from ..plan.trial_matrix import MOST_AHEAD, MOST_STEPS, MatrixError, TrialMatrix
+from ..sampling import RequestError
+from ..sampling.trials import LONGEST_PAUSE_S, MOST_RUNS, TrialTimes
+from . import sockets
+from .benchmark_runs import Benchmark, measure, named_runs
+from .report_files import ReportFiles
+from .sample import TIMELINE
+from .sampler_run import SamplerRun
+
+TITLE = "WanStream benchmark"
+
+
+class WanStreamBenchmark(io.ComfyNode):
+    """Reports what a sampler's run took, and runs it again under other settings if it is asked to."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamBenchmark",
+            display_name="Wan Benchmark",
+            category="WanStream",
+            description="Seconds, bytes and memory of every step of a sampler's run, head to head with other runs, as "
+            "JSON, CSV, an HTML page and a chart in the output folder. Runs it again, as often as you say and under "
+            "every setting that you name; as it is, it only reports what ran already.",
+            inputs=[_run_input(), *_time_inputs(), *_matrix_inputs(), *_file_inputs(), *_other_runs()],
+            outputs=[io.Image.Output(display_name="chart"), io.String.Output(display_name="summary")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        repeats: int | None = None,
+        warm_up: int | None = None,
+        cool_down_s: float | None = None,
+        policies: str | None = None,
+        prefetch: str | None = None,
+        steps: str | None = None,
+        filename_prefix: str | None = None,
+    ) -> bool | str:
+        """Refuse before anything runs what is known by then; a link is None here, and judged when it is known."""
+        times = {"repeats": repeats, "warm_up": warm_up, "cool_down_s": cool_down_s}
+        try:
+            TrialTimes(**{name: value for name, value in times.items() if isinstance(value, int | float)})
+            TrialMatrix.parse(policies or "", prefetch or "", steps or "")
+            if filename_prefix is not None:
+                host.check_output(filename_prefix)
+        except (MatrixError, RequestError, OutsideFolderError) as err:
+            return str(err)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        run: SamplerRun,
+        filename_prefix: str,
+        trace: bool = False,
+        run_b: SamplerRun | None = None,
+        run_c: SamplerRun | None = None,
+        run_d: SamplerRun | None = None,
+        **settings: Any,
+    ) -> io.NodeOutput:
+        matrix = TrialMatrix.parse(*(settings.pop(name) for name in ("policies", "prefetch", "steps")))
+        given = {"run": run, "run_b": run_b, "run_c": run_c, "run_d": run_d}
+        runs = named_runs(given, _titles(cls.hidden.prompt))
+        files = ReportFiles(host.output_file(filename_prefix, "json"))
+        traces = files.traces() if trace else None
+        benchmark = Benchmark(title=TITLE, runs=runs, matrix=matrix, times=TrialTimes(**settings), traces=traces)
+        report = measure(benchmark, node_id=cls.hidden.unique_id, keep=files.keep)
+        chart, said = files.finish(report), summary(report)
+        shown = {TIMELINE: _usual_runs(report), "text": [said], "images": [files.picture()]}
+        return io.NodeOutput(_image(chart), said, ui=shown)
+
+
+def _titles(prompt: Any) -> dict[str, str]:
+    """The titles of the nodes of a workflow, as far as it carries them, by id."""
+    nodes = prompt or {}
+    found = {node_id: node.get("_meta", {}).get("title", "") for node_id, node in nodes.items()}
+    return {node_id: title for node_id, title in found.items() if title}
+
+
+def _usual_runs(report: Report) -> list[dict[str, Any]]:
+    """The usual run of each variant, without the samples of its memory: every page gets it, and hours have many."""
+    usual = [variant.usual for variant in report.variants if variant.usual is not None]
+    return [replace(timeline, memory=()).to_dict() for timeline in usual]
+
+
+def _image(chart: Image.Image) -> torch.Tensor:
+    """IMAGE [1, H, W, 3], 0 to 1."""
+    return torch.from_numpy(np.asarray(chart)).float().div(255).unsqueeze(0)
+
+
+def _run_input() -> io.Input:
+    return sockets.Run.Input("run", tooltip="From Wan Sampler: what is measured, and what other runs are held against.")
+
+
+def _time_inputs() -> list[io.Input]:
+    return [
+        io.Int.Input(
+            "warm_up",
+            default=0,
+            min=0,
+            max=MOST_RUNS,
+            tooltip="Runs of each variant that are made first and not counted. Each costs a whole run; the first one "
+            "of a variant fetches what stays and fills the page cache.",
+        ),
+        io.Int.Input(
+            "repeats",
+            default=1,
+            min=1,
+            max=MOST_RUNS,
+            tooltip="Runs of each variant that count, each a whole run. 1, with no warm-up and nothing varied: the run "
+            "that was made already is reported, and nothing is run again. From 3 on the spread says something.",
+        ),
+        io.Float.Input(
+            "cool_down_s",
+            default=0.0,
+            min=0.0,
+            max=LONGEST_PAUSE_S,
+            step=1.0,
+            tooltip="Seconds of rest before each run, so that a hot GPU does not slow the next one down.",
+        ),
+    ]
+
+
+def _matrix_inputs() -> list[io.Input]:
+    return [
+        io.String.Input(
+            "policies",
+            tooltip="What to run it under, as words with commas between: layerwise, block_swap 20, resident, auto. "
+            "Empty: the policy of the run. Each word costs warm_up + repeats runs; resident takes the memory of both "
+            "experts.",
+        ),
+        io.String.Input(
+            "prefetch",
+            tooltip=f"Prefetch depths (0 to {MOST_AHEAD}) to try with layerwise and block_swap: 1, 2. Empty: that of "
+            "the run. Each multiplies the runs, and one block more ahead costs 0.70 GB in bf16.",
+        ),
+        io.String.Input(
+            "steps",
+            tooltip=f"Numbers of steps (1 to {MOST_STEPS}) to try: 4, 8. Empty: that of the run. Each multiplies the "
+            "runs. Short runs tell as much about a step as long ones.",
+        ),
+    ]
+
+
+def _file_inputs() -> list[io.Input]:
+    return [
+        io.String.Input(
+            "filename_prefix",
+            default="benchmark/WanStream",
+            tooltip="Name below the output folder; a counter is appended. Four small files: .json, .csv, .html and "
+            "the chart as .png.",
+        ),
+        io.Boolean.Input(
+            "trace",
+            default=False,
+            optional=True,
+            tooltip="On: every run that the benchmark makes leaves a trace of its visits and fetches for "
+            "ui.perfetto.dev, some MB each, beside the report.",
+        ),
+    ]
+
+
+def _other_runs() -> list[io.Input]:
+    return [
+        sockets.Run.Input(
+            f"run_{letter}",
+            optional=True,
+            tooltip="From another Wan Sampler, to compare. Whatever is repeated and varied is for this run too.",
+        )
+        for letter in "bcd"
+    ]

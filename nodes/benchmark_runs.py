@@ -1,0 +1,192 @@
+"""What a benchmark runs under this host: the runs that it was given, or every setting of a matrix for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from ..host import ExpertsRef, host
+from ..metrics.report import Report, Trial, Variant
+from ..metrics.surroundings import surroundings
+from ..plan import DoesNotFitError, OffloadPolicy, plan_residency
+from ..plan.plan_reason import ram_words
+from ..plan.trial_matrix import Policy, TrialMatrix, policy_name
+from ..plan.version import VERSION
+from ..sampling import DenoiseRequest, DenoiseResult, NoRoomError, StepProgress
+from ..sampling.trials import TrialTimes, as_trial, job_digest, request_words, trials, with_steps
+from .sampler_run import SamplerRun, run_experts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A variant before its first run."""
+
+    name: str
+    experts: ExpertsRef
+    request: DenoiseRequest
+    asked: Policy
+
+    def variant(self) -> Variant:
+        """The variant, without a run."""
+        settings = {**_expert_words(self.experts), **request_words(self.request), **_policy_words(self.asked)}
+        return Variant(name=self.name, settings=settings, job=job_digest(self.request, self.experts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """What is to be measured, and how."""
+
+    title: str
+    runs: Mapping[str, SamplerRun]
+    """By name."""
+    matrix: TrialMatrix
+    times: TrialTimes
+    traces: Path | None
+    """A folder for a trace of each run; None: none is made."""
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether more is wanted than what ran already."""
+        return not (self.matrix.is_empty and self.times == TrialTimes() and self.traces is None)
+
+    def candidates(self) -> list[Candidate]:
+        """Every setting of the matrix for every run. Raises ValueError for one that cannot be run, before any is."""
+        found = []
+        for title, run in self.runs.items():
+            for setting in self.matrix.settings(run.asked):
+                if isinstance(setting.policy, OffloadPolicy):
+                    plan_residency(setting.policy, run.block_counts)
+                request = with_steps(run.request, setting.steps)
+                name = setting.name if len(self.runs) == 1 else f"{title}: {setting.name}"
+                if self.matrix.is_empty:
+                    name = title
+                found.append(Candidate(name=name, experts=run.experts, request=request, asked=setting.policy))
+        return found
+
+
+def named_runs(runs: Mapping[str, SamplerRun | None], titles: Mapping[str, str]) -> dict[str, SamplerRun]:
+    """The runs that are connected, by the titles of their nodes; two of one title are told apart by their input."""
+    connected = {socket: run for socket, run in runs.items() if run is not None}
+    names = {socket: titles.get(run.node_id or "", socket) for socket, run in connected.items()}
+    shared = [*names.values()]
+    return {
+        name if shared.count(name) == 1 else f"{name} ({socket})": connected[socket] for socket, name in names.items()
+    }
+
+
+def measure(benchmark: Benchmark, *, node_id: str | None, keep: Callable[[Report], None]) -> Report:
+    """Make all runs of `benchmark`, one after the other; `keep` is given the report before the first and after each.
+
+    A variant that finds no room in memory is noted as failed, and the others go on. Raises what a run raises, and the
+    host's interrupt when the user stops it.
+    """
+    report = _empty(benchmark)
+    if not benchmark.runs_again:
+        return replace(report, variants=tuple(_as_ran(benchmark)), planned=len(benchmark.runs), finished=True)
+    candidates = benchmark.candidates()
+    report = replace(
+        report,
+        variants=tuple(candidate.variant() for candidate in candidates),
+        planned=len(candidates) * benchmark.times.runs,
+    )
+    keep(report)
+    steps = sum(len(candidate.request.course().steps) for candidate in candidates) * benchmark.times.runs
+    bar = _Bar(steps, node_id)
+    for place, candidate in enumerate(candidates):
+        for variant in _measured(candidate, benchmark, bar):
+            variants = [*report.variants]
+            variants[place] = variant
+            report = replace(report, variants=tuple(variants))
+            keep(report)
+    return replace(report, finished=True)
+
+
+def _empty(benchmark: Benchmark) -> Report:
+    times, now = benchmark.times, datetime.now().astimezone()
+    again = f"{times.repeats} measured after {times.warm_up} not counted, {times.cool_down_s:g} s of rest before each"
+    device = next(iter(benchmark.runs.values())).device
+    return Report(
+        title=benchmark.title,
+        variants=(),
+        method={
+            "Runs of each variant": again if benchmark.runs_again else "the one that the graph made",
+            "Figures": "median (least to most)",
+            "Made": now.isoformat(sep=" ", timespec="seconds"),
+            "With": f"WanStream {VERSION}, {host.name()}",
+        },
+        machine=surroundings(device),
+        phases=host.ledger().phases(),
+        planned=0,
+        finished=False,
+    )
+
+
+def _as_ran(benchmark: Benchmark) -> Iterator[Variant]:
+    for candidate, run in zip(benchmark.candidates(), benchmark.runs.values(), strict=True):
+        yield _with_trial(candidate.variant(), run, as_trial(run.result))
+
+
+def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar) -> Iterator[Variant]:
+    """The variant after each of its runs."""
+    variant, last = candidate.variant(), list[SamplerRun]()
+
+    def once() -> DenoiseResult:
+        run = run_experts(
+            candidate.experts,
+            candidate.request,
+            candidate.asked,
+            node_id=bar.node_id,
+            on_step=bar.step,
+            traces=benchmark.traces,
+        )
+        last[:] = [run]
+        return run.result
+
+    try:
+        for trial in trials(benchmark.times, once, check=host.raise_if_stopped):
+            variant = _with_trial(variant, last[0], trial)
+            yield variant
+    except (NoRoomError, DoesNotFitError) as err:
+        yield replace(variant, failed=str(err))
+
+
+def _with_trial(variant: Variant, run: SamplerRun, trial: Trial) -> Variant:
+    """`variant` with one more run; where it ran under another policy than was asked for, the settings say so."""
+    settings = dict(variant.settings)
+    if run.policy != run.asked:
+        settings["Ran under"] = f"{policy_name(run.policy)}, weights from {ram_words(run.policy)}"
+    return replace(variant, settings=settings, trials=(*variant.trials, trial), predicted=run.result.predicted)
+
+
+class _Bar:
+    """One progress bar over the steps of all runs."""
+
+    def __init__(self, total: int, node_id: str | None) -> None:
+        self.node_id = node_id
+        self._progress = host.progress(total, node_id)
+        self._done = 0
+
+    def step(self, step: StepProgress) -> None:
+        self._done += 1
+        self._progress.update(self._done)
+
+
+def _expert_words(ref: ExpertsRef) -> dict[str, str]:
+    files = [path.name for path in (ref.high_noise, ref.low_noise) if path is not None]
+    loras = [
+        f"{path.name} x {strength:g}"
+        for lora in ref.loras
+        for path, strength in ((lora.high_noise, lora.strength_high), (lora.low_noise, lora.strength_low))
+        if path is not None
+    ]
+    words = {"Experts": " and ".join(files), "Computed in": ref.compute_dtype, "Kept in RAM": ref.storage}
+    return {**words, "LoRAs": ", ".join(loras)} if loras else words
+
+
+def _policy_words(asked: Policy) -> dict[str, str]:
+    if not isinstance(asked, OffloadPolicy):
+        return {"Policy": policy_name(asked)}
+    words = {"Policy": policy_name(asked), "Weights from": ram_words(asked)}
+    return words if asked.chunk_tokens is None else {**words, "Tokens at once": str(asked.chunk_tokens)}

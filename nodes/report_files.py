@@ -1,0 +1,72 @@
+"""Owns the files of a benchmark's report on disk: each appears whole under its name or not at all."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from ..host import OutputFile, ui
+from ..host import io as host_io
+from ..metrics.charts import report_chart
+from ..metrics.report import Report
+from ..metrics.report_files import csv_document, html_document, json_document
+
+
+class ReportFileError(OSError):
+    """A file of the report could not be written; `errno` is that of the failed call."""
+
+
+class ReportFiles:
+    """JSON, CSV, HTML and PNG of one report, beside each other in the output folder.
+
+    The JSON is written after every run, so that a full disk is noticed early and a benchmark that was stopped leaves
+    what it had measured. All methods raise ReportFileError.
+    """
+
+    def __init__(self, place: OutputFile) -> None:
+        self._place = place
+
+    def keep(self, report: Report) -> None:
+        """Write what is known so far, in place of what was known before."""
+        self._write(".json", json_document(report).encode())
+
+    def finish(self, report: Report) -> Image.Image:
+        """Write all four and return the chart."""
+        drawing = report_chart(report)
+        chart = drawing.image()
+        pixels = io.BytesIO()
+        chart.save(pixels, "PNG")
+        self.keep(report)
+        self._write(".csv", csv_document(report).encode())
+        self._write(".html", html_document(report, drawing.svg()).encode())
+        self._write(".png", pixels.getvalue())
+        return chart
+
+    def traces(self) -> Path:
+        """The folder for traces of these runs; not made here."""
+        return self._place.path.with_name(f"{self._place.path.stem}traces")
+
+    def picture(self) -> ui.SavedResult:
+        """Where the host's page finds the chart."""
+        name = Path(self._place.filename).with_suffix(".png").name
+        return ui.SavedResult(name, self._place.subfolder, host_io.FolderType.output)
+
+    def _write(self, suffix: str, content: bytes) -> None:
+        path = self._place.path.with_suffix(suffix)
+        unfinished = path.with_name(path.name + ".part")
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(path)
+        except OSError as err:
+            raise ReportFileError(err.errno, f"{path} could not be written: {err.strerror}. {self._left()}") from err
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _left(self) -> str:
+        """What a user still has, and what to do."""
+        written = self._place.path.with_suffix(".json")
+        if written.exists():
+            return f"All runs before are in {written}: make room on the disk and queue again for the rest"
+        return "Nothing was written: make room on the disk and queue again"

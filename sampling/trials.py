@@ -1,0 +1,130 @@
+"""The runs of a benchmark, one after the other, with warm-ups and pauses; and what tells two of them apart."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from ..metrics.report import Trial
+from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from .denoise import DenoiseResult
+from .errors import RequestError
+from .request import DenoiseRequest
+
+MOST_RUNS = 100
+LONGEST_PAUSE_S = 3600.0
+LOOK_S = 0.1
+"""How often a pause looks whether it is still wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialTimes:
+    """How often each variant is run, and how long the machine rests before a run.
+
+    Raises RequestError for a number that measures nothing, or out of range.
+    """
+
+    repeats: int = 1
+    """Runs that count."""
+    warm_up: int = 0
+    """Runs before them that do not."""
+    cool_down_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise RequestError(f"{self.repeats} repeats measure nothing: give 1 to {MOST_RUNS}")
+        for name in ("repeats", "warm_up"):
+            if not 0 <= getattr(self, name) <= MOST_RUNS:
+                raise RequestError(f"{name} is {getattr(self, name)}: give at most {MOST_RUNS}, and not less than 0")
+        if not (math.isfinite(self.cool_down_s) and 0 <= self.cool_down_s <= LONGEST_PAUSE_S):
+            raise RequestError(f"cool_down_s is {self.cool_down_s:g}: give 0 to {LONGEST_PAUSE_S:g} seconds")
+
+    @property
+    def runs(self) -> int:
+        """Of each variant, warm-ups too."""
+        return self.warm_up + self.repeats
+
+
+def trials(times: TrialTimes, run: Callable[[], DenoiseResult], *, check: Callable[[], None]) -> Iterator[Trial]:
+    """Run one variant as often as `times` says, each run after a pause; warm-ups come first.
+
+    `check` is asked during the pauses and ends them by raising. What `run` raises ends the trials.
+    """
+    for number in range(times.runs):
+        pause(times.cool_down_s, check)
+        yield as_trial(run(), warm_up=number < times.warm_up)
+
+
+def pause(seconds: float, check: Callable[[], None]) -> None:
+    """Wait; `check` is asked at once, several times a second, and at the end."""
+    until = time.monotonic() + seconds
+    check()
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(left, LOOK_S))
+        check()
+
+
+def as_trial(result: DenoiseResult, *, warm_up: bool = False) -> Trial:
+    """What a report keeps of a run."""
+    return Trial(timeline=result.timeline, latents=tensor_digest(result.latents), warm_up=warm_up)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of shape, dtype and values, in hex."""
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    digest.update(values.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def job_digest(request: DenoiseRequest, experts: object) -> str:
+    """Equal for equal requests to equal experts; `experts` is a value that names them."""
+    digest = hashlib.sha256(repr(experts).encode())
+    for field in fields(request):
+        digest.update(f"{field.name}={_value_digest(getattr(request, field.name))};".encode())
+    return digest.hexdigest()
+
+
+def _value_digest(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return tensor_digest(value)
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(_value_digest, value))}]"
+    return repr(value)
+
+
+def with_steps(request: DenoiseRequest, steps: int | None) -> DenoiseRequest:
+    """The request with another number of steps; None leaves it as it is. Raises RequestError where that cannot be."""
+    if steps is None:
+        return request
+    if request.sigmas is not None:
+        raise RequestError(
+            f"{steps} steps were asked for, but the run has its sigmas from another node: leave steps empty"
+        )
+    return replace(request, steps=steps)
+
+
+def request_words(request: DenoiseRequest) -> dict[str, str]:
+    """What a request asks for, by setting, for a reader."""
+    _, _, frames, height, width = request.noise.shape
+    course = request.course()
+    taken = [course.experts[step] for step in course.steps]
+    high, low = (request.guidance_of(expert) for expert in ("high", "low"))
+    levels = f"{request.schedule}, flow shift {request.flow_shift:g}" if request.sigmas is None else "from another node"
+    return {
+        "Size": f"{width * PIXELS_PER_LATENT}x{height * PIXELS_PER_LATENT}, {_frames(frames)} frames",
+        "Videos": str(request.batch),
+        "Steps": f"{len(taken)}: {taken.count('high')} high-noise, {taken.count('low')} low-noise",
+        "Solver": request.solver,
+        "Sigmas": levels,
+        "Guidance": f"{high:g} high-noise, {low:g} low-noise",
+    }
+
+
+def _frames(latent_frames: int) -> int:
+    return (latent_frames - 1) * FRAMES_PER_LATENT + 1
