@@ -97,6 +97,13 @@ def _add_batch(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         metavar="SECONDS",
         help="give up when a server has not answered for so long (default: 600)",
     )
+    batch.add_argument(
+        "--lanes",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="let up to N rows share one stream of weights: every video stays the same, device memory grows",
+    )
     batch.add_argument("--dry-run", action="store_true", help="judge every row, queue nothing, write nothing")
     batch.set_defaults(subcommand=_batch)
 
@@ -203,6 +210,7 @@ def _batch(parsed: argparse.Namespace) -> int:
             journal=parsed.journal,
             max_failures=parsed.max_failures,
             patience_s=parsed.patience,
+            lanes=parsed.lanes,
             dry_run=parsed.dry_run,
         )
     )

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from .batch_shelf import Shelf
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from .journal import Journal, State
 from .journal_lock import Lock
+from .lane_jobs import lane_planner
+from .lanes import check_lanes
 from .stop_request import StopRequest
 
 JOURNAL = "journal.sqlite"
@@ -47,6 +50,8 @@ class BatchArguments:
     """None: in the output folder."""
     max_failures: int | None = None
     patience_s: float = 600.0
+    lanes: int = 1
+    """How many rows may share one stream of weights."""
     dry_run: bool = False
 
 
@@ -57,9 +62,12 @@ class _Batch:
     rows: tuple[Row, ...]
     workflow: Prompt
     ground: Ground
+    lanes: int
 
-    def planner(self) -> Planner:
-        """How rows become jobs."""
+    def planner(self, tell: Callable[[str], None]) -> Planner:
+        """How rows become jobs; `tell` hears which of them could not share one."""
+        if self.lanes > 1:
+            return lane_planner(self.workflow, self.ground.sockets, self.lanes, tell)
         return lambda rows: single_jobs(self.workflow, rows, self.ground.sockets)
 
 
@@ -93,13 +101,15 @@ def batch(arguments: BatchArguments) -> int:
 
 def _read(arguments: BatchArguments) -> _Batch:
     """Rows, workflow and where it runs. Raises ValueError, before anything runs."""
+    check_lanes(arguments.lanes)
     rows = read_rows(arguments.jobs)
     workflow = api_prompt(read_json(arguments.workflow))
     if arguments.server is not None:
         ground = server_ground(arguments.server, workflow)
     else:
         ground = embedded_ground(workflow, models=arguments.models, input_dir=arguments.input, device=arguments.device)
-    return _Batch(rows=tuple(_fitted(row, workflow, ground) for row in rows), workflow=workflow, ground=ground)
+    fitted = tuple(_fitted(row, workflow, ground) for row in rows)
+    return _Batch(rows=fitted, workflow=workflow, ground=ground, lanes=arguments.lanes)
 
 
 def _fitted(row: Row, workflow: Prompt, ground: Ground) -> Row:
@@ -113,14 +123,16 @@ def _fitted(row: Row, workflow: Prompt, ground: Ground) -> Row:
 
 def _dry_run(todo: _Batch) -> int:
     """Judge every row and queue nothing."""
-    wrong = 0
+    valid = []
     for row in todo.rows:
         faults = [row.fault] if row.fault else todo.ground.faults(with_values(todo.workflow, row, todo.ground.sockets))
-        wrong += bool(faults)
         for fault in faults:
             print(f"line {row.line}: {fault}", file=sys.stderr)
-    print(f"{len(todo.rows) - wrong} of {len(todo.rows)} rows are valid; nothing was queued")
-    return INVALID if wrong else DONE
+        valid += [] if faults else [row]
+    jobs = todo.planner(lambda text: print(text, file=sys.stderr))(valid)
+    streams = f", in {len(jobs)} streams of weights" if todo.lanes > 1 else ""
+    print(f"{len(valid)} of {len(todo.rows)} rows are valid{streams}; nothing was queued")
+    return DONE if len(valid) == len(todo.rows) else INVALID
 
 
 def _desk(arguments: BatchArguments, todo: _Batch, opened: ExitStack) -> _Desk:
@@ -145,7 +157,7 @@ def _run(arguments: BatchArguments, todo: _Batch, desk: _Desk) -> StopRequest:
             host=host,
             journal=desk.journal,
             shelf=desk.shelf,
-            planner=todo.planner(),
+            planner=todo.planner(bar.note),
             teller=bar,
             stop=stop,
             limits=Limits(failures=arguments.max_failures, patience_s=arguments.patience_s),
