@@ -49,9 +49,12 @@ def test_there_is_a_page_for_every_node_and_no_other() -> None:
     assert sorted(file.name for file in DOCS.iterdir()) == sorted(f"{node.__name__}.md" for node in NODES)
 
 
-def test_web_holds_no_script() -> None:
-    """ComfyUI imports every .js below the folder into its page."""
-    assert [file.name for file in WEB.rglob("*") if file.suffix in {".js", ".mjs"}] == []
+def test_web_holds_one_script_that_comfyui_loads_and_it_names_every_module() -> None:
+    """ComfyUI imports every .js below the folder into its page, and keeps no browser from keeping an old .mjs."""
+    (script,) = WEB.rglob("*.js")
+    assert script == WEB / "wanstream.js"
+    modules = sorted(file.relative_to(WEB / "overlay").as_posix() for file in WEB.rglob("*.mjs"))
+    assert re.findall(r'^  "(.+\.mjs)"', script.read_text(encoding="utf-8"), re.MULTILINE) == modules
 
 
 @EACH_NODE

@@ -1,0 +1,113 @@
+/**
+ * A badge above every node with its seconds and its peak of memory in the last queue item.
+ *
+ * One layer of elements over the canvas serves both renderers: it follows the canvas wherever that is drawn. While badges
+ * are off there is no layer, and nothing is done when the canvas is drawn.
+ */
+
+import { element } from "./dom.mjs"
+import { shortSeconds, sizeText } from "./figures.mjs"
+
+const TITLE_HEIGHT = 30
+const LEAST_ZOOM = 0.25
+const NEAR_FONT = 12
+const LEAST_SCREEN_FONT = 10
+
+/** The words of a badge; `figures` as `figuresAt` gives them. */
+export function badgeText(figures) {
+  const seconds = shortSeconds(figures.seconds)
+  if (figures.device_used_peak) return `${seconds} · ${sizeText(figures.device_used_peak)} VRAM`
+  if (figures.rss_peak) return `${seconds} · ${sizeText(figures.rss_peak)} RAM`
+  return seconds
+}
+
+/** What a badge says to whoever points at it. */
+export function badgeTitle(figures) {
+  const parts = [`${figures.running ? "running for" : "took"} ${shortSeconds(figures.seconds)} in the last run`]
+  if (figures.device_used_peak) parts.push(`most in use on the device, by all processes: ${sizeText(figures.device_used_peak)}`)
+  if (figures.torch_allocated_peak) parts.push(`of it by torch: ${sizeText(figures.torch_allocated_peak)}`)
+  if (figures.rss_peak) parts.push(`RAM of the process: ${sizeText(figures.rss_peak)}`)
+  return parts.join("; ")
+}
+
+/** Letters in pixels of the graph that can be read at this zoom. */
+export const badgeFont = (zoom) => Math.max(NEAR_FONT, LEAST_SCREEN_FONT / zoom)
+
+export class Badges {
+  /** `page` gives `figuresOf(node)` (null: no badge) and the `canvas` of litegraph. */
+  constructor(page) {
+    this.page = page
+    this.layer = null
+    this.chips = new Map()
+  }
+
+  get shown() {
+    return this.layer !== null
+  }
+
+  /** Put the layer over the canvas, or take it away. */
+  show(on) {
+    if (on === this.shown) return
+    if (on) {
+      this.inner = element(["div", { class: "wanstream-badges-inner" }])
+      this.layer = element(["div", { class: "wanstream-badges" }])
+      this.layer.append(this.inner)
+      this.page.canvas.canvas.parentElement.append(this.layer)
+      this.refresh()
+    } else {
+      this.layer.remove()
+      this.layer = null
+      this.chips.clear()
+    }
+  }
+
+  /** Say anew what each node of the open graph took. */
+  refresh() {
+    if (!this.layer) return
+    const graph = this.page.canvas.graph
+    const told = new Map()
+    for (const node of graph?.nodes ?? graph?._nodes ?? []) {
+      const figures = this.page.figuresOf(node)
+      if (figures) told.set(node, figures)
+    }
+    for (const [node, chip] of this.chips) {
+      if (told.has(node)) continue
+      chip.remove()
+      this.chips.delete(node)
+    }
+    for (const [node, figures] of told) this.tell(node, figures)
+    this.graph = graph
+    this.follow()
+  }
+
+  tell(node, figures) {
+    let chip = this.chips.get(node)
+    if (!chip) {
+      chip = element(["div", { class: "wanstream-badge", "data-node": node.id }])
+      this.chips.set(node, chip)
+      this.inner.append(chip)
+    }
+    chip.textContent = badgeText(figures)
+    chip.title = badgeTitle(figures)
+    chip.dataset.running = figures.running
+    chip.dataset.seconds = figures.seconds
+  }
+
+  /** Lie where the canvas lies now; called whenever it is drawn. */
+  follow() {
+    if (!this.layer) return
+    const { canvas } = this.page
+    if (canvas.graph !== this.graph) {
+      this.refresh()
+      return
+    }
+    const { scale, offset } = canvas.ds
+    this.layer.hidden = scale < LEAST_ZOOM
+    this.inner.style.transform = `scale(${scale}) translate(${offset[0]}px, ${offset[1]}px)`
+    this.inner.style.fontSize = `${badgeFont(scale)}px`
+    for (const [node, chip] of this.chips) {
+      chip.style.left = `${node.pos[0]}px`
+      chip.style.top = `${node.pos[1] - TITLE_HEIGHT}px`
+    }
+  }
+}

@@ -1,0 +1,184 @@
+/**
+ * The chart of one run as a description of an SVG. Pure: values in, description out (see `dom.mjs`).
+ *
+ * A bar per step, from below: compute in the colour of its expert, the rest of the step, stall. The outline is what was
+ * predicted, the line is memory with its peak, the dashed upright is the switch. Where steps are too many for the
+ * width, a bar is the mean of some.
+ */
+
+import { memoryOf, outsideSeconds, peakText, recordsOf, runText, secondsText } from "./figures.mjs"
+
+const LEAST_BAR = 3
+const LINE_HEIGHT = 1.35
+const MEMORY_HEADROOM = 1.15
+
+const mean = (values) => values.reduce((total, value) => total + value, 0) / values.length
+
+/** The bars of a run: which steps each stands for, what was measured (null: not yet) and what was predicted of them. */
+export function columnsOf(run, width) {
+  const records = recordsOf(run)
+  const count = Math.max(run.steps, records.length)
+  const each = Math.max(1, Math.ceil(count / Math.max(1, Math.floor(width / LEAST_BAR))))
+  const columns = []
+  for (let first = 0; first < count; first += each) {
+    const measured = records.slice(first, first + each)
+    const predicted = (run.predicted?.steps ?? []).slice(first, first + each)
+    columns.push({
+      first,
+      last: Math.min(count, first + each) - 1,
+      expert: measured[0]?.expert ?? run.experts[first] ?? "low",
+      measured: measured.length ? meanOf(measured) : null,
+      predicted: predicted.length ? mean(predicted.map((record) => record.wall_s)) : null
+    })
+  }
+  return columns
+}
+
+function meanOf(records) {
+  const memories = records.map(memoryOf).filter(Boolean)
+  return {
+    compute: mean(records.map((record) => record.compute_s)),
+    rest: mean(records.map(outsideSeconds)),
+    stall: mean(records.map((record) => record.stall_s)),
+    wall: mean(records.map((record) => record.wall_s)),
+    memory: memories.length ? Math.max(...memories.map((memory) => memory.bytes)) : null
+  }
+}
+
+/** Where things lie, in pixels: the plot between its text lines, and the width of one column. */
+export function frameOf(width, height, font, count) {
+  const line = font * LINE_HEIGHT
+  return { left: 2, right: width - 2, top: line, bottom: Math.max(line + 1, height - line), step: (width - 4) / Math.max(1, count) }
+}
+
+/** Which column lies at this x. */
+export const columnAt = (x, frame, count) => Math.min(count - 1, Math.max(0, Math.floor((x - frame.left) / frame.step)))
+
+/** The column in which this step lies. */
+export const columnOf = (columns, step) => columns.findIndex((column) => column.first <= step && step <= column.last)
+
+/**
+ * The whole chart.
+ *
+ * `chosen` is the step whose numbers are shown, or null; `font` the size of letters in pixels; `id` one that no other
+ * element of the page has.
+ */
+export function chart({ run, width, height, font, chosen, id }) {
+  const columns = columnsOf(run, width)
+  const frame = frameOf(width, height, font, columns.length)
+  const longest = Math.max(...columns.flatMap((column) => [column.measured?.wall ?? 0, column.predicted ?? 0]))
+  const scale = longest > 0 ? (frame.bottom - frame.top) / longest : 0
+  return [
+    "svg",
+    { class: "wanstream-svg", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": runText(run) },
+    hatch(id),
+    highlight(columns, frame, chosen),
+    ...columns.map((column, index) => bar(column, index, frame, scale, id)),
+    ...columns.map((column, index) => outline(column, index, frame, scale)),
+    memoryLine(run, columns, frame, font),
+    switchLine(run, columns, frame, font),
+    ...expertNames(columns, frame, font),
+    longest > 0 ? text(frame.left, frame.top - font * 0.35, font, "start", secondsText(longest)) : ["g", {}]
+  ]
+}
+
+const hatch = (id) => [
+  "defs",
+  {},
+  [
+    "pattern",
+    { id: `${id}-stall`, width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    ["rect", { class: "wanstream-stall", width: 4, height: 4 }],
+    ["line", { class: "wanstream-hatch", x1: 0, y1: 0, x2: 0, y2: 4 }]
+  ]
+]
+
+const text = (x, y, font, anchor, words, kind = "wanstream-text") => [
+  "text",
+  { class: kind, x, y, "font-size": font, "text-anchor": anchor },
+  words
+]
+
+function highlight(columns, frame, chosen) {
+  const index = chosen === null ? -1 : columnOf(columns, chosen)
+  if (index < 0) return ["g", {}]
+  const place = { x: frame.left + index * frame.step, y: frame.top, width: frame.step, height: frame.bottom - frame.top }
+  return ["rect", { class: "wanstream-chosen", ...place }]
+}
+
+/** The stacked parts of one bar; its numbers are in `data-` attributes as they were measured. */
+function bar(column, index, frame, scale, id) {
+  const attributes = { class: `wanstream-bar wanstream-${column.expert}`, "data-step": column.first }
+  if (!column.measured) return ["g", attributes]
+  const gap = frame.step > 6 ? 1 : 0
+  const { compute, rest, stall } = column.measured
+  let top = frame.bottom
+  const part = (kind, seconds, fill = null) => {
+    const height = seconds * scale
+    top -= height
+    return ["rect", { class: kind, x: frame.left + index * frame.step + gap, y: top, width: frame.step - 2 * gap, height, fill }]
+  }
+  return [
+    "g",
+    { ...attributes, "data-compute": compute, "data-rest": rest, "data-stall": stall, "data-wall": column.measured.wall },
+    part("wanstream-compute", compute),
+    part("wanstream-rest", rest),
+    part("wanstream-stalled", stall, `url(#${id}-stall)`)
+  ]
+}
+
+function outline(column, index, frame, scale) {
+  if (column.predicted === null) return ["g", {}]
+  const height = column.predicted * scale
+  const place = { x: frame.left + index * frame.step + 0.5, y: frame.bottom - height, width: Math.max(1, frame.step - 1), height }
+  return ["rect", { class: "wanstream-predicted", "data-predicted": column.predicted, ...place }]
+}
+
+function memoryLine(run, columns, frame, font) {
+  const known = columns.flatMap((column, index) =>
+    column.measured && column.measured.memory !== null ? [[index, column.measured.memory]] : []
+  )
+  if (!known.length) return ["g", {}]
+  const peak = Math.max(...known.map(([, bytes]) => bytes))
+  const at = ([index, bytes]) => [
+    frame.left + (index + 0.5) * frame.step,
+    frame.bottom - (bytes / (peak * MEMORY_HEADROOM || 1)) * (frame.bottom - frame.top)
+  ]
+  const [x, y] = at(known.find(([, bytes]) => bytes === peak))
+  const points = known.map((point) => at(point).map((value) => value.toFixed(1)).join(",")).join(" ")
+  return [
+    "g",
+    { class: "wanstream-memory", "data-peak": peak },
+    ["polyline", { class: "wanstream-memory-line", points }],
+    ["circle", { class: "wanstream-memory-peak", cx: x, cy: y, r: font / 4 }],
+    text(frame.right, frame.top - font * 0.35, font, "end", peakText(recordsOf(run)), "wanstream-text wanstream-memory-text")
+  ]
+}
+
+function switchLine(run, columns, frame, font) {
+  const index = run.switch_step === null || run.switch_step === undefined ? -1 : columnOf(columns, run.switch_step)
+  if (index < 0) return ["g", {}]
+  const x = frame.left + index * frame.step
+  return [
+    "g",
+    { class: "wanstream-switch", "data-switch": run.switch_step },
+    ["line", { x1: x, x2: x, y1: frame.top, y2: frame.bottom + font }]
+  ]
+}
+
+/** Under the bars, each expert once for each stretch of its steps that is wide enough for its name. */
+function expertNames(columns, frame, font) {
+  const stretches = []
+  for (const [index, column] of columns.entries()) {
+    const last = stretches.at(-1)
+    if (last?.expert === column.expert) last.count += 1
+    else stretches.push({ expert: column.expert, from: index, count: 1 })
+  }
+  return stretches
+    .filter((stretch) => stretch.count * frame.step >= font * 2)
+    .map(({ expert, from, count }) => {
+      const x = frame.left + (from + count / 2) * frame.step
+      return text(x, frame.bottom + font, font, "middle", expert, `wanstream-text wanstream-name-${expert}`)
+    })
+}
+

@@ -1,0 +1,151 @@
+/**
+ * Numbers of steps and runs, and the words for them. Pure; the words round as `plan/figure_words.py` does.
+ *
+ * A record is what `StepRecord` is in JSON, a run what `store.mjs` keeps.
+ */
+
+const UNITS = ["B", "KB", "MB", "GB", "TB"]
+
+/** 702800000 -> "703 MB". */
+export function sizeText(bytes) {
+  let size = bytes
+  let unit = 0
+  while (size >= 999.5 && unit < UNITS.length - 1) {
+    size /= 1000
+    unit += 1
+  }
+  const digits = unit === 0 || size >= 99.95 ? 0 : size >= 9.995 ? 1 : 2
+  return `${size.toFixed(digits)} ${UNITS[unit]}`
+}
+
+export const rateText = (bytesPerSecond) => `${sizeText(bytesPerSecond)}/s`
+
+/** 0.125 -> "12.5 %". */
+export const shareText = (share) => `${(100 * share).toFixed(1)} %`
+
+/** Seconds with as many digits as suit the value. */
+export function secondsText(value) {
+  const size = Math.abs(value)
+  const digits = size >= 100 ? 1 : size >= 1 ? 2 : size >= 0.1 ? 3 : 4
+  return `${value.toFixed(digits)} s`
+}
+
+/** Seconds for a badge: one digit is enough there. */
+export const shortSeconds = (value) => (value >= 99.95 ? `${value.toFixed(0)} s` : `${value.toFixed(1)} s`)
+
+const orDash = (value, text) => (value === null || value === undefined ? "-" : text(value))
+
+/** Time of a step outside its blocks: embedders, solver, and what a CPU decodes. */
+export const outsideSeconds = (record) => Math.max(0, record.wall_s - record.compute_s - record.stall_s)
+
+/** The steps of a run as far as they are known. */
+export const recordsOf = (run) => (run.timeline ? run.timeline.steps : run.records)
+
+/** What is shown as memory: the device's, or on a CPU the RAM of the process. */
+export function memoryOf(record) {
+  if (record.device_bytes !== null && record.device_bytes !== undefined) return { kind: "VRAM", bytes: record.device_bytes }
+  if (record.rss_bytes !== null && record.rss_bytes !== undefined) return { kind: "RAM", bytes: record.rss_bytes }
+  return null
+}
+
+const sum = (records, field) => records.reduce((total, record) => total + (record[field] ?? 0), 0)
+const rate = (bytes, seconds) => (seconds > 0 ? bytes / seconds : null)
+
+function most(records, field) {
+  const known = records.map((record) => record[field]).filter((value) => value !== null && value !== undefined)
+  return known.length ? Math.max(...known) : null
+}
+
+/** The share of the transfer time that computing hid; null where nothing was transferred. */
+function overlap(spent) {
+  const transfer = Math.max(spent.copy_s ?? 0, spent.read_s ?? 0)
+  return transfer > 0 ? 1 - Math.min(1, spent.stall_s / transfer) : null
+}
+
+/** Sums, peaks and rates of some steps, by the names of `Timeline`. */
+export function totals(records) {
+  const fields = ["wall_s", "compute_s", "stall_s", "stall_file_s", "decode_s", "bytes_moved", "read_bytes", "copy_s", "read_s"]
+  const all = Object.fromEntries(fields.map((field) => [field, sum(records, field)]))
+  return {
+    ...all,
+    steps: records.length,
+    copy_bytes_per_s: rate(all.bytes_moved, all.copy_s),
+    read_bytes_per_s: rate(all.read_bytes, all.read_s),
+    overlap: overlap(all),
+    device_bytes: most(records, "device_bytes"),
+    device_used_bytes: most(records, "device_used_bytes"),
+    rss_bytes: most(records, "rss_bytes")
+  }
+}
+
+/** The most memory of some steps, in words: "VRAM peak 6.93 GB"; empty where nothing is known. */
+export function peakText(records) {
+  const known = records.map(memoryOf).filter(Boolean)
+  if (!known.length) return ""
+  return `${known[0].kind} peak ${sizeText(Math.max(...known.map((memory) => memory.bytes)))}`
+}
+
+/** Everything that is known of one step, in one line. */
+export function stepText(record, predicted) {
+  const parts = [
+    `step ${record.index} (${record.expert})`,
+    `${secondsText(record.wall_s)} = compute ${secondsText(record.compute_s)} + stall ${secondsText(record.stall_s)}` +
+      ` + rest ${secondsText(outsideSeconds(record))}`,
+    `${sizeText(record.bytes_moved)} moved` + rateWords(record.bytes_moved, record.copy_s),
+    `${sizeText(record.read_bytes)} read` + rateWords(record.read_bytes, record.read_s)
+  ]
+  const memory = memoryOf(record)
+  if (memory) parts.push(`${memory.kind} ${sizeText(memory.bytes)}`)
+  if (record.device_used_bytes) parts.push(`device ${sizeText(record.device_used_bytes)}`)
+  if (predicted) parts.push(`predicted ${secondsText(predicted.wall_s)}`)
+  return parts.join(" · ")
+}
+
+function rateWords(bytes, seconds) {
+  const achieved = rate(bytes, seconds)
+  return achieved === null ? "" : ` at ${rateText(achieved)}`
+}
+
+/** How far a run is, or how it ended, in a few words. */
+export function stateText(run) {
+  const records = recordsOf(run)
+  if (run.error) return `ended after ${records.length} of ${run.steps} steps: ${run.error}`
+  if (!run.ended) return `step ${records.length} of ${run.steps}`
+  return `${records.length} steps`
+}
+
+/** The run in one line, as the closed overlay shows it. */
+export function runText(run) {
+  const records = recordsOf(run)
+  if (!records.length) return stateText(run)
+  const all = totals(records)
+  const parts = [stateText(run), secondsText(all.wall_s), `stall ${secondsText(all.stall_s)}`]
+  const achieved = all.copy_bytes_per_s ?? all.read_bytes_per_s
+  if (achieved !== null) parts.push(rateText(achieved))
+  const peak = peakText(records)
+  if (peak) parts.push(peak)
+  return parts.join(" · ")
+}
+
+/** One row of the table of runs: names, words and the plain value, for display, comparison and CSV. */
+export function figuresOf(run) {
+  const all = totals(recordsOf(run))
+  const predicted = run.predicted ? totals(run.predicted.steps) : null
+  const figure = (name, value, text) => ({ name, value: value ?? null, text: orDash(value, text) })
+  return [
+    figure("steps", all.steps, String),
+    figure("wall", all.wall_s, secondsText),
+    figure("per step", all.steps ? all.wall_s / all.steps : null, secondsText),
+    figure("predicted", predicted?.wall_s, secondsText),
+    figure("compute", all.compute_s, secondsText),
+    figure("stall", all.stall_s, secondsText),
+    figure("overlap", all.overlap, shareText),
+    figure("moved", all.bytes_moved, sizeText),
+    figure("moved at", all.copy_bytes_per_s, rateText),
+    figure("read", all.read_bytes, sizeText),
+    figure("read at", all.read_bytes_per_s, rateText),
+    figure("VRAM peak", all.device_bytes, sizeText),
+    figure("device peak", all.device_used_bytes, sizeText),
+    figure("RAM", all.rss_bytes, sizeText)
+  ]
+}

@@ -1,0 +1,198 @@
+/**
+ * The overlay on sampler nodes, badges on all nodes, and a table of the last runs, in ComfyUI's page.
+ *
+ * The only module that knows ComfyUI's `app` and `api`; it hands the others what they need of them.
+ */
+
+import { Badges } from "./badges.mjs"
+import { executionIds, figuresAt, walk } from "./graph_ids.mjs"
+import { RunWidget, isFar } from "./run_widget.mjs"
+import { RunsTable } from "./runs_table.mjs"
+import { EVENTS, Store, lastItem, lastRun, leavesGap } from "./store.mjs"
+
+const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", "WanStreamBenchmark", "WanStreamLaneSampler"]
+const BADGES_SETTING = "WanStream.Badges"
+const LEASE_SECONDS = 90
+const RENEW_MS = 30_000
+
+/** Register everything with the page. */
+export function start(app, api) {
+  const store = new Store((draw) => requestAnimationFrame(draw))
+  const widgets = new Map()
+  const page = pageOf(app, store)
+  const badges = new Badges(page)
+  const table = new RunsTable(page)
+  const refresh = () => {
+    for (const widget of widgets.values()) widget.refresh()
+    badges.refresh()
+    table.refresh(store.state)
+  }
+  const renew = () => badges.shown && interest(api)
+  const showBadges = (on) => {
+    if (!app.canvas) return // asked again in `setup`
+    badges.show(on)
+    renew()
+  }
+
+  app.registerExtension({
+    name: "WanStream.Overlay",
+    settings: [badgesSetting(showBadges)],
+    bottomPanelTabs: [tableTab(table, store)],
+    async setup() {
+      addStyle()
+      listen(api, store, renew)
+      followCanvas(app, () => badges.follow(), refresh)
+      store.subscribe(refresh)
+      showBadges(app.extensionManager?.setting?.get(BADGES_SETTING) ?? true)
+      setInterval(renew, RENEW_MS)
+      await catchUp(api, store)
+    },
+    nodeCreated(node) {
+      if (SHOWN_ON.includes(node.comfyClass)) attach(new RunWidget(node, page), widgets)
+    },
+    loadedGraphNode: (node) => widgets.get(node)?.refresh(),
+    afterConfigureGraph: refresh
+  })
+}
+
+/** What the widget, the badges and the table ask of the page. */
+function pageOf(app, store) {
+  const root = () => app.rootGraph ?? app.graph
+  return {
+    get canvas() {
+      return app.canvas
+    },
+    zoom: () => app.canvas?.ds.scale ?? 1,
+    memory: () => store.state.memory,
+    runOf: (node) => lastRun(store.state, root().id, executionIds(root(), node)),
+    figuresOf(node) {
+      const item = lastItem(store.state, root().id)
+      return item ? figuresAt(item.nodes, executionIds(root(), node), node.type) : null
+    },
+    name(run) {
+      const there = [...walk(root(), "")].find(([, id]) => id === run.shown_at)
+      return there && SHOWN_ON.includes(there[0].comfyClass) ? there[0].title : `node ${run.shown_at}`
+    },
+    resized: (node, shrink) => resize(node, shrink),
+    forward: (element) => forward(app, element),
+    save
+  }
+}
+
+/** Give a node the height that its widgets need, and no more of it where one has become smaller. */
+function resize(node, shrink) {
+  const least = node.computeSize()[1]
+  if (shrink || node.size[1] < least) node.setSize([node.size[0], least])
+  node.graph?.setDirtyCanvas(true, true)
+}
+
+/** On the classic canvas an element swallows what is meant for the canvas: turning the wheel, moving the view. */
+function forward(app, element) {
+  const pass = (name, handler, wanted) =>
+    element.addEventListener(name, (event) => {
+      if (!window.LiteGraph?.vueNodesMode && wanted(event)) app.canvas[handler](event)
+    })
+  pass("wheel", "processMouseWheel", () => true)
+  pass("pointerdown", "processMouseDown", (event) => event.button === 1)
+  pass("pointermove", "processMouseMove", (event) => (event.buttons & 4) === 4)
+  pass("pointerup", "processMouseUp", (event) => event.button === 1)
+}
+
+function save(name, type, text) {
+  const link = document.createElement("a")
+  link.href = URL.createObjectURL(new Blob([text], { type }))
+  link.download = name
+  link.click()
+  setTimeout(() => URL.revokeObjectURL(link.href))
+}
+
+const badgesSetting = (onChange) => ({
+  id: BADGES_SETTING,
+  category: ["WanStream", "Overlay", "Badges"],
+  name: "Badges with seconds and memory above all nodes",
+  tooltip: "While they are on, the server looks 20 times a second which node runs.",
+  type: "boolean",
+  defaultValue: true,
+  onChange
+})
+
+const tableTab = (table, store) => ({
+  id: "wanstream-runs",
+  title: "WanStream runs",
+  type: "custom",
+  render(container) {
+    // Called again whenever the panel is drawn.
+    if (container.firstChild !== table.root) container.replaceChildren(table.root)
+    table.refresh(store.state)
+  }
+})
+
+function addStyle() {
+  const link = document.createElement("link")
+  link.rel = "stylesheet"
+  link.href = new URL("./overlay.css", import.meta.url)
+  document.head.append(link)
+}
+
+/** Hang a widget on its node for as long as the node is there. */
+function attach(widget, widgets) {
+  const { node } = widget
+  widget.attach()
+  widgets.set(node, widget)
+  const removed = node.onRemoved
+  node.onRemoved = function (...given) {
+    widgets.delete(node)
+    widget.detach()
+    return removed?.apply(this, given)
+  }
+  requestAnimationFrame(() => widget.refresh()) // by then the node has its id and its place
+}
+
+let asking = false
+
+/** Ask the server for what this page has not seen. */
+async function catchUp(api, store) {
+  if (asking) return
+  asking = true
+  try {
+    const answer = await api.fetchApi("/wanstream/runs")
+    if (answer.ok) store.take("snapshot", await answer.json())
+  } finally {
+    asking = false
+  }
+}
+
+/** Let the server look at nodes for a while longer. */
+const interest = (api) =>
+  api.fetchApi("/wanstream/watch", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ seconds: LEASE_SECONDS })
+  })
+
+function listen(api, store, renew) {
+  for (const event of EVENTS) {
+    api.addEventListener(event, ({ detail }) => {
+      const gap = event === "wanstream.step" && leavesGap(store.state, detail)
+      store.take(event, detail)
+      if (gap) catchUp(api, store)
+    })
+  }
+  api.addEventListener("reconnected", () => {
+    catchUp(api, store)
+    renew()
+  })
+}
+
+/** The canvas moves badges, and its zoom changes the size of letters. */
+function followCanvas(app, moved, zoomed) {
+  const before = app.canvas.onDrawForeground
+  let far = null
+  app.canvas.onDrawForeground = function (...drawn) {
+    before?.apply(this, drawn)
+    moved()
+    const now = isFar(app.canvas.ds.scale)
+    if (now !== far) zoomed()
+    far = now
+  }
+}

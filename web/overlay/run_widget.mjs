@@ -1,0 +1,179 @@
+/**
+ * The overlay on one node: a line that opens and closes, the chart of the node's last run, and the numbers of one step.
+ *
+ * A DOM widget, so it is the same on the classic canvas and in Nodes 2.0. It keeps nothing of the run: it is drawn from the
+ * store whenever that or its own size changes, and not at all while it is closed or out of sight.
+ */
+
+import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
+import { element } from "./dom.mjs"
+import { recordsOf, runText, sizeText, stepText } from "./figures.mjs"
+
+const CLOSED_HEIGHT = 26
+const OPEN_HEIGHT = 190
+const MARGIN = 6
+const NEAR_FONT = 11
+const FAR_FONT = 19
+const PROPERTY = "wanstream_overlay"
+
+/** Whether the canvas is zoomed out so far that letters must grow to be read. */
+export const isFar = (zoom) => zoom < 0.75
+
+const fontAt = (zoom) => (isFar(zoom) ? FAR_FONT : NEAR_FONT)
+
+let made = 0
+
+export class RunWidget {
+  /**
+   * `page` gives what the page knows: `runOf(node)`, `zoom()`, `memory()`; and does `resized(node, shrink)` and
+   * `forward(element)`.
+   */
+  constructor(node, page) {
+    this.node = node
+    this.page = page
+    this.id = `wanstream-${(made += 1)}`
+    this.run = null
+    this.zoom = 1
+    this.chosen = null
+    this.build()
+    this.watch = new ResizeObserver(() => this.draw())
+    this.watch.observe(this.plot)
+    page.forward(this.root)
+  }
+
+  get open() {
+    return this.node.properties?.[PROPERTY] !== "closed"
+  }
+
+  /** Pixels of the canvas that the widget takes at least. */
+  height() {
+    return (this.open && this.run ? OPEN_HEIGHT : CLOSED_HEIGHT) + 2 * MARGIN
+  }
+
+  /** Hang the widget on its node, behind all others: what a workflow keeps of widgets goes by their order. */
+  attach() {
+    const widget = this.node.addDOMWidget("wanstream_run", "wanstream_run", this.root, {
+      serialize: false,
+      hideOnZoom: false,
+      margin: MARGIN,
+      getMinHeight: () => this.height(),
+      getMaxHeight: () => (this.open && this.run ? undefined : this.height()),
+      getValue: () => "",
+      setValue: () => {}
+    })
+    widget.serialize = false
+    return widget
+  }
+
+  detach() {
+    this.watch.disconnect()
+  }
+
+  build() {
+    const toggle = () => this.toggle()
+    const keep = (event) => event.stopPropagation()
+    this.line = element(["span", { class: "wanstream-line-text" }])
+    this.button = element(["button", { type: "button", class: "wanstream-line", click: toggle, keydown: keep }])
+    this.button.append(element(["span", { class: "wanstream-arrow", "aria-hidden": "true" }]), this.line)
+    const listeners = {
+      keydown: (event) => this.onKey(event),
+      pointermove: (event) => this.onPointer(event),
+      pointerleave: () => this.choose(null),
+      blur: () => this.choose(null)
+    }
+    this.plot = element(["div", { class: "wanstream-plot", tabindex: 0, role: "group", ...listeners }])
+    this.plot.setAttribute("aria-label", "Steps of the last run: left and right arrow keys choose one")
+    this.numbers = element(["div", { class: "wanstream-numbers", role: "status", "aria-live": "polite" }])
+    this.root = element(["div", { class: "wanstream-run" }])
+    this.root.append(this.button, this.plot, this.numbers)
+  }
+
+  toggle() {
+    this.node.properties[PROPERTY] = this.open ? "closed" : "open"
+    this.show(this.run)
+    this.page.resized(this.node, true)
+  }
+
+  /** Look up the run of this node anew, and draw what has changed. */
+  refresh() {
+    const run = this.page.runOf(this.node)
+    const zoom = this.page.zoom()
+    const drawn = run === this.run && isFar(zoom) === isFar(this.zoom) && this.root.dataset.open !== undefined
+    this.zoom = zoom
+    if (!drawn) this.show(run)
+    else if (run && !run.ended) this.tell()
+  }
+
+  show(run) {
+    const appears = Boolean(run) !== Boolean(this.run)
+    if (run?.run !== this.run?.run) this.chosen = null
+    this.run = run
+    const open = this.open && Boolean(run)
+    this.root.dataset.open = open
+    this.root.dataset.far = isFar(this.zoom)
+    this.root.dataset.run = run?.run ?? ""
+    this.root.dataset.ended = run?.ended ?? ""
+    this.root.style.minHeight = `${this.height() - 2 * MARGIN}px`
+    this.button.setAttribute("aria-expanded", open)
+    this.button.disabled = !run
+    this.line.textContent = run ? runText(run) : "WanStream: no run yet"
+    this.button.title = this.line.textContent
+    this.draw()
+    if (appears) this.page.resized(this.node, false)
+  }
+
+  draw() {
+    const { clientWidth: width, clientHeight: height } = this.plot
+    if (!this.run || !this.open || width < 20 || height < 20) return
+    const font = fontAt(this.zoom)
+    this.plot.replaceChildren(element(chart({ run: this.run, width, height, font, chosen: this.chosen, id: this.id })))
+    this.tell()
+  }
+
+  tell() {
+    if (!this.open) return
+    const record = this.chosen === null ? null : recordsOf(this.run)[this.chosen]
+    const words = record ? stepText(record, this.run.predicted?.steps[this.chosen]) : this.summary()
+    if (this.numbers.textContent !== words) this.numbers.textContent = words
+  }
+
+  summary() {
+    const { timeline, predicted, ended } = this.run
+    const memory = this.page.memory()
+    if (!ended && memory?.device_used) {
+      return `On the device: ${sizeText(memory.device_used)} of ${sizeText(memory.device_total)} in use now`
+    }
+    if (timeline?.changes?.length) return timeline.changes.join("; ")
+    return predicted ? "Outline: predicted. Point at a bar for its numbers." : "Point at a bar for its numbers."
+  }
+
+  choose(step) {
+    if (step === this.chosen || !this.run) return
+    this.chosen = step
+    this.draw()
+  }
+
+  onPointer(event) {
+    const records = this.run ? recordsOf(this.run) : []
+    if (!records.length) return
+    const columns = columnsOf(this.run, this.plot.clientWidth)
+    const frame = frameOf(this.plot.clientWidth, this.plot.clientHeight, fontAt(this.zoom), columns.length)
+    const box = this.plot.getBoundingClientRect()
+    // The canvas scales the element; its own pixels are those of the chart.
+    const x = ((event.clientX - box.left) * this.plot.clientWidth) / box.width
+    const column = columns[columnAt(x, frame, columns.length)]
+    this.choose(column.measured ? column.first : null)
+  }
+
+  onKey(event) {
+    const count = this.run ? recordsOf(this.run).length : 0
+    const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }
+    if (event.key === "Escape") this.choose(null)
+    else if (event.key in steps && count) {
+      const from = this.chosen ?? (steps[event.key] > 0 ? -1 : count)
+      this.choose(Math.min(count - 1, Math.max(0, from + steps[event.key])))
+    } else return
+    event.preventDefault()
+    event.stopPropagation() // else the canvas moves its nodes
+  }
+}

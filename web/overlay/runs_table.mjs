@@ -1,0 +1,113 @@
+/**
+ * The table of the last runs, for the bottom panel: one row per run, those that are ticked compared below, and export.
+ *
+ * The layout is pure (`tableOf`, `comparisonOf`, `csvOf`, `jsonOf`); the class puts it on the page while it can be seen.
+ */
+
+import { element } from "./dom.mjs"
+import { figuresOf, stateText } from "./figures.mjs"
+
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
+
+const ratioText = (value, first) => (value === null || !first ? "-" : `${(value / first).toFixed(2)} x`)
+
+/** All runs, the last one first. `name(run)` is what its node is called, `ticked` holds the ids of chosen runs. */
+export function tableOf(runs, { name, ticked, onTick }) {
+  const heads = runs.length ? figuresOf(runs[0]).map((figure) => figure.name) : []
+  const row = (run) => {
+    const label = `${clock(run.at)} ${name(run)}`
+    const box = ["input", { type: "checkbox", checked: ticked.has(run.run), "aria-label": `compare ${label}`, change: () => onTick(run.run) }]
+    const cells = figuresOf(run).map((figure) => ["td", { "data-figure": figure.name }, figure.text])
+    return ["tr", { "data-run": run.run }, ["td", {}, box], ["td", {}, clock(run.at)], ["td", {}, name(run)], ...cells, ["td", {}, stateText(run)]]
+  }
+  return [
+    "table",
+    { class: "wanstream-table" },
+    ["thead", {}, ["tr", {}, ...["", "time", "node", ...heads, "state"].map((head) => ["th", { scope: "col" }, head])]],
+    ["tbody", {}, ...[...runs].reverse().map(row)]
+  ]
+}
+
+/** The chosen runs beside each other, each figure with its ratio to the first run. */
+export function comparisonOf(runs, name) {
+  const columns = runs.map(figuresOf)
+  const head = runs.map((run, index) => ["th", { scope: "col" }, `${index === 0 ? "1 x: " : ""}${clock(run.at)} ${name(run)}`])
+  const row = (figure, index) => {
+    const cells = columns.map((figures, run) => {
+      const { value, text } = figures[index]
+      return ["td", {}, run === 0 ? text : `${text} (${ratioText(value, figure.value)})`]
+    })
+    return ["tr", { "data-figure": figure.name }, ["th", { scope: "row" }, figure.name], ...cells]
+  }
+  return [
+    "table",
+    { class: "wanstream-table wanstream-comparison" },
+    ["thead", {}, ["tr", {}, ["th", {}], ...head]],
+    ["tbody", {}, ...columns[0].map(row)]
+  ]
+}
+
+const quoted = (value) => `"${String(value).replaceAll('"', '""')}"`
+
+/** One line per run, figures as plain numbers in seconds and bytes. */
+export function csvOf(runs, name) {
+  if (!runs.length) return ""
+  const heads = ["run", "prompt_id", "at", "node", ...figuresOf(runs[0]).map((figure) => figure.name), "state"]
+  const line = (run) => {
+    const figures = figuresOf(run).map((figure) => figure.value ?? "")
+    return [run.run, run.prompt_id ?? "", run.at, quoted(name(run)), ...figures, quoted(stateText(run))].join(",")
+  }
+  return [heads.join(","), ...runs.map(line), ""].join("\n")
+}
+
+/** Everything that is known of the runs, timelines as the server wrote them. */
+export const jsonOf = (runs) => JSON.stringify({ wanstream_runs: 1, runs }, null, 1)
+
+export class RunsTable {
+  /** `page` gives `name(run)` and `save(fileName, type, text)`. */
+  constructor(page) {
+    this.page = page
+    this.ticked = new Set()
+    this.runs = []
+    const button = (words, click) => ["button", { type: "button", class: "wanstream-button", click }, words]
+    this.body = element(["div", { class: "wanstream-tables" }])
+    this.root = element([
+      "div",
+      { class: "wanstream-panel" },
+      [
+        "div",
+        { class: "wanstream-tools" },
+        button("Export JSON", () => this.export("json", "application/json", jsonOf)),
+        button("Export CSV", () => this.export("csv", "text/csv", (runs) => csvOf(runs, this.page.name))),
+        ["span", { class: "wanstream-hint" }, "Tick runs to compare them; what is ticked is exported, or else all."]
+      ]
+    ])
+    this.root.append(this.body)
+  }
+
+  /** Draw the table if it is on the page; a state that comes while it is not is drawn when it comes back. */
+  refresh(state) {
+    this.runs = state.runs
+    if (!this.root.isConnected) return
+    const focused = document.activeElement?.closest?.("[data-run]")?.dataset.run
+    const onTick = (run) => {
+      if (!this.ticked.delete(run)) this.ticked.add(run)
+      this.refresh(state)
+    }
+    const parts = [tableOf(this.runs, { name: this.page.name, ticked: this.ticked, onTick })]
+    const chosen = this.chosen()
+    if (chosen.length > 1) parts.push(comparisonOf(chosen, this.page.name))
+    if (!this.runs.length) parts.splice(0, 1, ["p", { class: "wanstream-hint" }, "No run yet."])
+    this.body.replaceChildren(...parts.map(element))
+    if (focused) this.body.querySelector(`tr[data-run="${focused}"] input`)?.focus()
+  }
+
+  chosen() {
+    return this.runs.filter((run) => this.ticked.has(run.run))
+  }
+
+  export(ending, type, write) {
+    const chosen = this.chosen()
+    this.page.save(`wanstream_runs.${ending}`, type, write(chosen.length ? chosen : this.runs))
+  }
+}
