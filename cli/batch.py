@@ -130,8 +130,8 @@ def _dry_run(todo: _Batch) -> int:
             print(f"line {row.line}: {fault}", file=sys.stderr)
         valid += [] if faults else [row]
     jobs = todo.planner(lambda text: print(text, file=sys.stderr))(valid)
-    streams = f", in {len(jobs)} streams of weights" if todo.lanes > 1 else ""
-    print(f"{len(valid)} of {len(todo.rows)} rows are valid{streams}; nothing was queued")
+    passes = f", in {len(jobs)} passes" if todo.lanes > 1 else ""
+    print(f"{len(valid)} of {len(todo.rows)} rows are valid{passes}; nothing was queued")
     return DONE if len(valid) == len(todo.rows) else INVALID
 
 
