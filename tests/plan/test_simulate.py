@@ -89,6 +89,30 @@ def test_time_and_bytes_add_up_and_no_prefix_beats_compute_or_bus(runs: Any, dat
 
 @settings(deadline=None, max_examples=100)
 @given(data=st.data(), machine=machines)
+def test_phases_lie_end_to_end_and_the_bus_is_never_busy_longer_than_the_run(
+    runs: Any, data: Any, machine: Hardware
+) -> None:
+    case = data.draw(runs)
+    buffers = buffers_needed(case.visits, case.residency) + case.spare_buffers
+    program = compile_program(case.visits, case.residency, buffers, contents=case.contents)
+    timeline = simulate(program, machine)
+    began = 0.0
+    for step in timeline.steps:
+        assert step.began_s == pytest.approx(began)
+        assert (step.copied_bytes, step.stall_file_s, step.read_s) == (step.bytes_moved, 0, 0)
+        assert step.copy_s == pytest.approx(step.bytes_moved / machine.bus_bytes_per_s)
+        began += step.wall_s
+    assert timeline.copy_s <= timeline.wall_s * (1 + 1e-9)
+    reached = 0.0
+    for phase in timeline.phases:
+        assert phase.began_s == pytest.approx(reached)
+        assert phase.wall_s >= 0
+        reached = phase.began_s + phase.wall_s
+    assert reached == pytest.approx(timeline.wall_s)
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), machine=machines)
 def test_the_bytes_of_a_step_are_those_that_its_visits_need(runs: Any, data: Any, machine: Hardware) -> None:
     case = data.draw(runs)
     program = compile_program(case.visits, case.residency, buffers_needed(case.visits, case.residency))

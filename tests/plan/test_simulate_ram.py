@@ -146,6 +146,10 @@ def test_no_prefix_beats_compute_bus_disk_or_decoding(runs: Any, data: Any, mach
         bound = max(on_the_device, moved / machine.bus_bytes_per_s, read / machine.disk_bytes_per_s)
         assert elapsed >= bound * (1 - 1e-9)
         assert min(step.stall_s, step.decode_s, step.read_bytes) >= 0
+        assert -1e-12 <= step.stall_file_s <= step.stall_s * (1 + 1e-9)
+        assert step.copied_bytes == copies.get((step.index, step.expert), 0)
+        assert step.copy_s == pytest.approx(step.copied_bytes / machine.bus_bytes_per_s)
+        assert step.read_s == pytest.approx(step.read_bytes / machine.disk_bytes_per_s)
         inside = step.compute_s + step.stall_s + (step.decode_s if machine.decode_computes else 0.0)
         assert step.wall_s == pytest.approx(inside)
 
@@ -440,6 +444,30 @@ def one_expert(steps: int = 4, blocks: int = 4, buffers: int = 2) -> TransferPro
 def timeline_of(program: TransferProgram, machine: Hardware, staging: int | None) -> Timeline:
     homes = RamHomes(residency=Residency(residents={}), slots=0)
     return simulate(program, machine, None if staging is None else compile_ram(program, homes, staging=staging))
+
+
+def test_a_stall_is_the_files_as_long_as_the_block_has_not_left_it() -> None:
+    """Behind a slow disk a block arrives every 2 s; its last 0.3 s are the bus's, and the visit before hides 1 s."""
+    slow_disk = run(hardware(0.3, 2.0), pinned(0))
+    step = slow_disk.steps[5]
+    assert (step.stall_s, step.stall_file_s) == pytest.approx((40.0, 28.0))
+    assert (step.read_s, step.copy_s, step.overlap) == pytest.approx((80.0, 12.0, 0.5))
+    slow_bus = run(hardware(2.0, 0.3), pinned(0)).steps[5]
+    assert (slow_bus.stall_s, slow_bus.stall_file_s) == pytest.approx((40.0, 0.0))
+    at_home = run(hardware(2.0, 0.3), pinned(2 * BLOCKS)).steps[5]
+    assert (at_home.read_bytes, at_home.read_s, at_home.stall_file_s) == (0, 0, 0)
+    assert at_home.copied_bytes == at_home.bytes_moved == 40 * BLOCK_BYTES
+
+
+def test_what_is_read_straight_or_decoded_by_a_cpu_was_not_copied() -> None:
+    cpu = hardware(0.5, 1.0, decode_s={"high": 0.5}, decode_computes=True)
+    decoded = timeline_of(one_expert(), cpu, staging=2)
+    straight = timeline_of(one_expert(), hardware(0.5, 1.0), staging=0)
+    for timeline in (decoded, straight):
+        assert (timeline.copied_bytes, timeline.copy_s, timeline.copy_bytes_per_s) == (0, 0, None)
+        assert timeline.bytes_moved == timeline.read_bytes == 16 * BLOCK_BYTES
+    first = straight.steps[0]
+    assert first.stall_file_s == pytest.approx(first.stall_s)
 
 
 def step_times(step: StepRecord) -> tuple[float, ...]:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from wanstream.plan import StepRecord, Timeline
+from wanstream.plan import MemorySample, PhaseRecord, StepRecord, Timeline
 
 TIMELINE = Timeline(
     kind="measured",
@@ -23,12 +24,34 @@ TIMELINE = Timeline(
             rss_bytes=9,
             decode_s=0.125,
             read_bytes=40,
+            began_s=2.25,
+            stall_file_s=0.0,
+            copy_s=0.5,
+            copied_bytes=50,
+            read_s=0.25,
+            cached_bytes=30,
+            reserved_bytes=8,
+            device_used_bytes=12,
+            dynamic_bytes=3,
+            pinned_bytes=4,
         ),
     ),
     outer_bytes=11,
     first_block_s=0.25,
     changes=("step 1: 2 buffers instead of 4, the device was out of memory",),
+    ahead_bytes=13,
+    phases=(
+        PhaseRecord(name="text", began_s=-3.0, wall_s=2.0, rss_bytes=9),
+        PhaseRecord(name="high", began_s=0, wall_s=2),
+    ),
+    memory=(MemorySample(at_s=0.5, device_bytes=7, device_used_bytes=None, rss_bytes=9),),
+    measuring_s=0.001,
 )
+
+
+def record(**figures: Any) -> StepRecord:
+    usual = {"index": 0, "expert": "high", "sigma": None, "wall_s": 4.0, "compute_s": 3.0, "stall_s": 1.0}
+    return StepRecord(**{**usual, "bytes_moved": 100, **figures})
 
 
 def test_sums_over_the_steps() -> None:
@@ -37,7 +60,53 @@ def test_sums_over_the_steps() -> None:
 
 
 def test_a_run_without_steps_took_nothing() -> None:
-    assert Timeline(steps=(), kind="simulated").wall_s == 0
+    empty = Timeline(steps=(), kind="simulated")
+    assert (empty.wall_s, empty.overlap, empty.switch_step, empty.cached_bytes) == (0, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("figures", "overlap"),
+    [
+        ({}, None),
+        ({"copy_s": 4.0}, 0.75),
+        ({"read_s": 4.0}, 0.75),
+        ({"copy_s": 2.0, "read_s": 5.0}, 0.8),  # side by side: the busier route counts
+        ({"copy_s": 1.0}, 0.0),
+        ({"copy_s": 0.5}, 0.0),  # waiting for decoding too
+        ({"copy_s": 3.0, "stall_s": 0.0}, 1.0),
+    ],
+)
+def test_the_share_of_the_transfers_that_computing_hid(figures: dict[str, float], overlap: float | None) -> None:
+    step = record(**figures)
+    assert step.overlap == overlap
+    assert Timeline(steps=(step, step), kind="measured").overlap == overlap
+
+
+def test_rates_are_those_of_busy_routes() -> None:
+    step = record(bytes_moved=100, copied_bytes=60, copy_s=2.0, read_bytes=90, read_s=3.0)
+    assert (step.copy_bytes_per_s, step.read_bytes_per_s) == (30.0, 30.0)
+    timeline = Timeline(steps=(step, record()), kind="measured")
+    assert (timeline.copy_bytes_per_s, timeline.read_bytes_per_s) == (30.0, 30.0)
+    assert (record().copy_bytes_per_s, record().read_bytes_per_s) == (None, None)
+    sums = (timeline.copy_s, timeline.copied_bytes, timeline.read_s, timeline.bytes_moved)
+    assert sums == (2.0, 60, 3.0, 200)
+
+
+@pytest.mark.parametrize(
+    ("experts", "switch"),
+    [(["high", "high", "low"], 2), (["high"], None), (["low", "low"], None), (["high", "low", "high"], 1)],
+)
+def test_the_switch_is_the_first_step_of_another_expert(experts: list[str], switch: int | None) -> None:
+    steps = tuple(record(index=index, expert=expert) for index, expert in enumerate(experts))
+    assert Timeline(steps=steps, kind="measured").switch_step == switch
+    later = tuple(replace(step, index=step.index + 5) for step in steps)
+    assert Timeline(steps=later, kind="measured").switch_step == (None if switch is None else switch + 5)
+
+
+@pytest.mark.parametrize(("cached", "total"), [([1, 2], 3), ([None, 2], None), ([None], None), ([0], 0)])
+def test_the_page_caches_part_is_known_only_if_every_step_knows_it(cached: list[int | None], total: int | None) -> None:
+    steps = tuple(record(cached_bytes=each) for each in cached)
+    assert Timeline(steps=steps, kind="measured").cached_bytes == total
 
 
 def test_it_survives_json() -> None:
@@ -51,12 +120,14 @@ def test_json_has_lists_and_no_tuples() -> None:
 
 def test_a_timeline_that_was_written_before_there_were_reads_and_changes_is_read() -> None:
     written = TIMELINE.to_dict()
-    del written["changes"]
-    for step in written["steps"]:
-        del step["decode_s"], step["read_bytes"]
+    for name in ("changes", "ahead_bytes", "phases", "memory", "measuring_s"):
+        del written[name]
+    old = {"index", "expert", "sigma", "wall_s", "compute_s", "stall_s", "bytes_moved", "device_bytes", "rss_bytes"}
+    written["steps"] = [{name: step[name] for name in old} for step in written["steps"]]
     found = Timeline.from_dict(written)
     assert (found.changes, found.decode_s, found.read_bytes) == ((), 0, 0)
     assert (found.wall_s, found.bytes_moved, found.first_block_s) == (3.0, 150, 0.25)
+    assert (found.phases, found.memory, found.measuring_s, found.steps[1].began_s) == ((), (), 0.0, None)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +138,8 @@ def test_a_timeline_that_was_written_before_there_were_reads_and_changes_is_read
         ({"colour": "red"}, "colour"),
         ({"steps": [{"index": 0}]}, "missing .*expert"),
         ({"steps": 3}, "not iterable"),
+        ({"phases": [{"name": "high"}]}, "missing .*began_s"),
+        ({"memory": [{"at_s": 1, "colour": "red"}]}, "colour"),
         ({"changes": 3}, "not iterable"),
         ({"changes": "fewer buffers"}, "changes is 'fewer buffers', not a list of lines"),
         ({"changes": [1]}, "not a list of lines"),
