@@ -400,3 +400,29 @@ def test_progress_is_told_step_by_step(run: Run) -> None:
     told: list[tuple[int, int]] = []
     run(workflow("t2v"), on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None)
     assert [step for step in told if step[1] == 4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_run_is_announced_with_the_numbers_that_the_history_keeps(run: Run) -> None:
+    told: list[tuple[str, Mapping[str, Any]]] = []
+    history = run(workflow("t2v"), on_event=lambda event, payload: told.append((event, payload)))
+    assert [event.removeprefix("wanstream.") for event, _ in told] == ["begin", "step", "step", "step", "step", "end"]
+    begin, *steps, end = (payload for _, payload in told)
+    assert (begin["node"], begin["experts"], begin["switch_step"]) == ("sampler", ["high"] * 3 + ["low"], 3)
+    (kept,) = history.outputs["sampler"]["wanstream_timeline"]
+    assert end["timeline"] == kept
+    assert [payload["record"] for payload in steps] == kept["steps"]
+
+
+def test_a_run_that_is_stopped_is_announced_as_stopped(run: Run) -> None:
+    told: list[tuple[str, Mapping[str, Any]]] = []
+
+    def stop_at_the_first_step(event: str, payload: Mapping[str, Any]) -> None:
+        told.append((event, payload))
+        if event == "wanstream.step":
+            embedded_door.stop()
+
+    with pytest.raises(RunStoppedError):
+        run(workflow("t2v"), on_event=stop_at_the_first_step)
+    last_event, end = told[-1]
+    assert (last_event, end["timeline"]) == ("wanstream.end", None)
+    assert end["error"]

@@ -64,7 +64,10 @@ function pageOf(app, store) {
     },
     zoom: () => app.canvas?.ds.scale ?? 1,
     memory: () => store.state.memory,
-    runOf: (node) => lastRun(store.state, root().id, executionIds(root(), node)),
+    runOf(node) {
+      const runs = [node, measuredBy(node)].filter(Boolean).map((shown) => lastRun(store.state, root().id, executionIds(root(), shown)))
+      return runs.filter(Boolean).sort((one, other) => other.at - one.at)[0] ?? null
+    },
     figuresOf(node) {
       const item = lastItem(store.state, root().id)
       return item ? figuresAt(item.nodes, executionIds(root(), node), node.type) : null
@@ -77,6 +80,12 @@ function pageOf(app, store) {
     forward: (element) => forward(app, element),
     save
   }
+}
+
+/** A benchmark that repeats nothing shows the run of the sampler that is connected to it. */
+function measuredBy(node) {
+  const slot = node.comfyClass === "WanStreamBenchmark" ? (node.inputs ?? []).findIndex((input) => input.name === "run") : -1
+  return slot < 0 ? null : node.getInputNode(slot)
 }
 
 /** Give a node the height that its widgets need, and no more of it where one has become smaller. */

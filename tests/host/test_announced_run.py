@@ -1,0 +1,103 @@
+"""What is told of a run: in order, as plain JSON, and to its end however it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from wanstream.host.announced_run import BEGIN, END, STEP, AnnouncedRun, AnnounceOrderError
+from wanstream.plan import StepRecord, Timeline
+
+EXPERTS = ["high", "high", "low"]
+
+
+def record(index: int) -> StepRecord:
+    return StepRecord(
+        index=index, expert=EXPERTS[index], sigma=0.5, wall_s=1.5, compute_s=1.0, stall_s=0.25, bytes_moved=7
+    )
+
+
+TIMELINE = Timeline(steps=tuple(record(index) for index in range(3)), kind="measured")
+PREDICTED = Timeline(steps=(record(0),), kind="simulated")
+
+
+class Told(list[tuple[str, dict[str, Any]]]):
+    """Keeps what was announced, as it arrives on the other side."""
+
+    def __call__(self, event: str, payload: Mapping[str, Any]) -> None:
+        self.append((event, json.loads(json.dumps(payload))))
+
+    def events(self) -> list[str]:
+        return [event for event, _ in self]
+
+
+def announced(told: Told, **options: Any) -> AnnouncedRun:
+    return AnnouncedRun(told, **{"prompt_id": "p", "node_id": "7", "experts": EXPERTS, **options})
+
+
+def test_a_run_is_told_from_its_beginning_to_its_end() -> None:
+    told = Told()
+    with announced(told, predicted=PREDICTED) as run:
+        for step in TIMELINE.steps:
+            run.step(step)
+        run.ended(TIMELINE)
+    assert told.events() == [BEGIN, STEP, STEP, STEP, END]
+    begin, *steps, end = (payload for _, payload in told)
+    assert (begin["steps"], begin["experts"], begin["switch_step"]) == (3, EXPERTS, 2)
+    assert begin["predicted"] == end["predicted"] == json.loads(json.dumps(PREDICTED.to_dict()))
+    assert [(step["done"], step["total"]) for step in steps] == [(1, 3), (2, 3), (3, 3)]
+    assert Timeline.from_dict(end["timeline"]) == TIMELINE
+    assert [StepRecord(**step["record"]) for step in steps] == list(TIMELINE.steps)
+    assert end["error"] is None
+    assert {payload["run"] for _, payload in told} == {begin["run"]}
+    assert {(payload["prompt_id"], payload["node"], payload["shown_at"]) for _, payload in told} == {("p", "7", "7")}
+
+
+def test_two_runs_of_one_node_are_told_apart() -> None:
+    told = Told()
+    for _ in range(2):
+        with announced(told):
+            pass
+    assert len({payload["run"] for _, payload in told}) == 2
+
+
+def test_a_run_of_one_expert_has_no_switch_and_may_be_shown_elsewhere() -> None:
+    told = Told()
+    with announced(told, experts=["low", "low"], shown_at="3"):
+        pass
+    assert told[0][1]["switch_step"] is None
+    assert (told[0][1]["node"], told[0][1]["shown_at"]) == ("7", "3")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(ValueError("no room"), "no room"), (KeyboardInterrupt(), "KeyboardInterrupt")]
+)
+def test_a_run_that_fails_says_why_and_hides_nothing(error: BaseException, said: str) -> None:
+    told = Told()
+    with pytest.raises(type(error)), announced(told) as run:
+        run.step(record(0))
+        raise error
+    assert told.events() == [BEGIN, STEP, END]
+    assert (told[-1][1]["error"], told[-1][1]["timeline"]) == (said, None)
+
+
+def test_more_calls_than_were_expected_are_told() -> None:
+    told = Told()
+    with announced(told, experts=["high"]) as run:
+        for step in TIMELINE.steps:
+            run.step(step)
+    assert [payload["total"] for event, payload in told if event == STEP] == [1, 2, 3]
+
+
+def test_a_wrong_order_is_refused() -> None:
+    run = announced(Told())
+    with pytest.raises(AnnounceOrderError, match="has not begun"):
+        run.step(record(0))
+    with run:
+        with pytest.raises(AnnounceOrderError, match="goes on"):
+            run.__enter__()
+    with pytest.raises(AnnounceOrderError, match="is over"):
+        run.ended(TIMELINE)

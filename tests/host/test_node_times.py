@@ -1,0 +1,84 @@
+"""Seconds and memory of nodes from looks at them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from wanstream.host.node_times import ItemTimes, MemoryNow, NodeSeen
+
+State = Literal["running", "finished"]
+
+
+def seen(node_id: str, state: State, part: str | None = None) -> NodeSeen:
+    return NodeSeen(node_id=node_id, part=part or node_id, class_type="Class", state=state)
+
+
+def memory(used: int | None, *, rss: int = 1) -> MemoryNow:
+    return MemoryNow(device_used=used, device_total=100, torch_allocated=None, rss=rss)
+
+
+def test_a_node_took_the_time_between_the_looks_that_saw_it() -> None:
+    times = ItemTimes()
+    assert times.look(1.0, [seen("a", "running")])
+    assert not times.look(2.0, [seen("a", "running")])
+    assert times.changes(2.0)["a"]["seconds"] == 1.0
+    assert times.look(4.0, [seen("a", "finished"), seen("b", "running")])
+    told = times.changes(5.0)
+    assert (told["a"]["seconds"], told["a"]["running"], told["a"]["class_type"]) == (3.0, False, "Class")
+    assert (told["b"]["seconds"], told["b"]["running"]) == (1.0, True)
+
+
+def test_only_what_has_changed_is_told() -> None:
+    times = ItemTimes()
+    times.look(1.0, [seen("a", "finished"), seen("b", "running")])
+    assert set(times.changes(1.0)) == {"a", "b"}
+    assert times.changes(1.0) == {}
+    times.look(2.0, [seen("a", "finished"), seen("b", "finished")])
+    assert set(times.changes(2.0)) == {"b"}
+
+
+def test_a_node_that_nobody_saw_running_took_no_time() -> None:
+    times = ItemTimes()
+    assert not times.look(1.0, [seen("cached", "finished")])
+    assert times.changes(1.0)["cached"]["seconds"] == 0.0
+
+
+def test_the_parts_of_a_node_add_up() -> None:
+    times = ItemTimes()
+    times.look(1.0, [seen("a", "running", "a.0.1")])
+    times.look(2.0, [seen("a", "finished", "a.0.1"), seen("a", "running", "a.0.2")])
+    assert times.changes(2.0)["a"]["running"]
+    times.look(4.0, [seen("a", "finished", "a.0.1"), seen("a", "finished", "a.0.2")])
+    told = times.changes(9.0)["a"]
+    assert (told["seconds"], told["running"]) == (3.0, False)
+
+
+def test_memory_belongs_to_the_nodes_that_run() -> None:
+    times = ItemTimes()
+    times.look(1.0, [seen("a", "running")])
+    times.memory(memory(10))
+    times.memory(memory(30))
+    times.memory(memory(20, rss=5))
+    times.look(2.0, [seen("a", "finished"), seen("b", "running")])
+    times.memory(memory(50, rss=2))
+    told = times.changes(2.0)
+    assert (told["a"]["device_used_peak"], told["a"]["rss_peak"]) == (30, 5)
+    assert told["b"]["device_used_peak"] == 50
+
+
+def test_a_device_without_counter_has_no_peak() -> None:
+    times = ItemTimes()
+    times.look(1.0, [seen("a", "running")])
+    times.memory(memory(None))
+    told = times.changes(1.0)["a"]
+    assert (told["device_used_peak"], told["torch_allocated_peak"], told["rss_peak"]) == (None, None, 1)
+
+
+def test_what_was_interrupted_ends_with_its_item() -> None:
+    times = ItemTimes()
+    times.look(1.0, [seen("a", "finished"), seen("b", "running")])
+    times.changes(1.0)
+    times.close(3.0)
+    told = times.changes(8.0)
+    assert (told["b"]["seconds"], told["b"]["running"]) == (2.0, False)
+    assert set(told) == {"b"}

@@ -1,0 +1,83 @@
+"""What is kept of announced runs: as much as a page needs that comes later, and not more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wanstream.host.announced_run import AnnouncedRun
+from wanstream.host.run_log import KEPT_ITEMS, KEPT_RUNS, NODES, RunLog
+from wanstream.plan import StepRecord, Timeline
+
+STEP = StepRecord(index=0, expert="high", sigma=None, wall_s=1.0, compute_s=1.0, stall_s=0.0, bytes_moved=1)
+TIMELINE = Timeline(steps=(STEP,), kind="measured")
+
+
+def run_in(log: RunLog, node_id: str = "7", *, experts: tuple[str, ...] = ("high", "low")) -> AnnouncedRun:
+    return AnnouncedRun(log.note, prompt_id="p", node_id=node_id, experts=experts)
+
+
+def told_nodes(log: RunLog, prompt_id: str, **nodes: float) -> None:
+    figures = {node_id: {"seconds": seconds} for node_id, seconds in nodes.items()}
+    log.note(NODES, {"prompt_id": prompt_id, "workflow": None, "running": True, "nodes": figures})
+
+
+def test_a_page_that_comes_in_the_middle_sees_the_steps_so_far() -> None:
+    log = RunLog()
+    with run_in(log) as run:
+        run.step(STEP)
+        (kept,) = log.told()["runs"]
+        assert (len(kept["records"]), kept["ended"], kept["timeline"]) == (1, False, None)
+        run.step(STEP)
+        assert len(kept["records"]) == 1, "an answer does not change any more"
+
+
+def test_a_run_that_is_over_keeps_its_timeline_alone() -> None:
+    log = RunLog()
+    with run_in(log) as run:
+        run.step(STEP)
+        run.ended(TIMELINE)
+    (kept,) = log.told()["runs"]
+    assert (kept["ended"], kept["error"], kept["records"]) == (True, None, [])
+    assert kept["timeline"] == TIMELINE.to_dict()
+
+
+def test_a_run_that_failed_keeps_its_steps() -> None:
+    log = RunLog()
+    try:
+        with run_in(log) as run:
+            run.step(STEP)
+            raise ValueError("no room")
+    except ValueError:
+        pass
+    (kept,) = log.told()["runs"]
+    assert (kept["ended"], kept["error"], len(kept["records"])) == (True, "no room", 1)
+
+
+def test_the_oldest_runs_are_forgotten_and_their_steps_with_them() -> None:
+    log = RunLog()
+    with run_in(log, "first") as first:
+        for number in range(KEPT_RUNS):
+            with run_in(log, str(number)):
+                pass
+        first.step(STEP)
+    assert [run["node"] for run in log.told()["runs"]] == [str(number) for number in range(KEPT_RUNS)]
+
+
+def test_nodes_are_kept_by_queue_item() -> None:
+    log = RunLog()
+    told_nodes(log, "p", a=1.0)
+    told_nodes(log, "p", a=2.0, b=0.5)
+    told_nodes(log, "q", a=9.0)
+    items: list[dict[str, Any]] = log.told()["items"]
+    assert [item["prompt_id"] for item in items] == ["p", "q"]
+    assert {node_id: figures["seconds"] for node_id, figures in items[0]["nodes"].items()} == {"a": 2.0, "b": 0.5}
+    for number in range(KEPT_ITEMS):
+        told_nodes(log, f"item {number}", a=1.0)
+    assert "p" not in {item["prompt_id"] for item in log.told()["items"]}
+    assert len(log.told()["items"]) == KEPT_ITEMS
+
+
+def test_what_is_of_no_use_later_is_not_kept() -> None:
+    log = RunLog()
+    log.note("wanstream.memory", {"at": 1.0})
+    assert log.told() == {"runs": [], "items": []}
