@@ -6,11 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .nvtx import Ranges, ranged
-
-KERNEL_COUNTERS = "/proc/self/io"  # Linux only
 
 
 class ReadSpan(NamedTuple):
@@ -26,22 +24,53 @@ class ReadSpan(NamedTuple):
     """Whether it went straight into a buffer, not into RAM."""
 
 
+class DiskCounter(Protocol):
+    """Counts what disks gave."""
+
+    def read_bytes(self) -> int | None:
+        """Bytes that disks have given to this process so far; None where nobody counts."""
+
+    def close(self) -> None:
+        """Nobody asks any more. Closing twice is allowed."""
+
+
+class KernelCounter:
+    """What the Linux kernel counts; opened when it is first asked."""
+
+    def __init__(self, path: str = "/proc/self/io") -> None:
+        self._path = path
+        self._file: int | None = None
+        self._opened = False
+
+    def read_bytes(self) -> int | None:
+        if not self._opened:
+            self._opened, self._file = True, _open(self._path)
+        if self._file is None:
+            return None
+        _, _, rest = os.pread(self._file, 512, 0).partition(b"\nread_bytes: ")
+        return int(rest.partition(b"\n")[0])
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
 class ReadMeter:
     """Measures readings, also two side by side; use with `with` or `close` it.
 
-    What the kernel has fetched from disks for this process tells the page cache's part. File systems for which it
-    counts nothing (some network ones) look like one big cache.
+    What disks have given to this process tells the page cache's part. File systems for which the kernel counts nothing
+    (some network ones) look like one big cache.
     """
 
-    def __init__(self, ranges: Ranges | None = None) -> None:
+    def __init__(self, ranges: Ranges | None = None, *, counter: DiskCounter | None = None) -> None:
         self.spent_s = 0.0
         """Seconds that measuring took beside the reading."""
         self._ranges = ranges
+        self._counter: DiskCounter = counter or KernelCounter()
         self._lock = threading.Lock()
-        self._counters: int | None = None  # a descriptor, from the first reading on
-        self._opened = False
         self._under_way = 0
-        self._seen = 0
+        self._seen: int | None = None
         self._fresh = 0
         """Bytes from disks that no reading was charged with yet: readahead, and those of a reading beside."""
 
@@ -49,10 +78,8 @@ class ReadMeter:
         """Call `read`, which asks a file for `nbytes`; raises what it raises."""
         entered = time.perf_counter()
         with self._lock:
-            if not self._opened:
-                self._opened, self._counters = True, _open_counters()
             if self._under_way == 0:
-                self._seen = self._from_disk()
+                self._seen = self._counter.read_bytes()
             self._under_way += 1
         began = time.perf_counter()
         try:
@@ -67,27 +94,20 @@ class ReadMeter:
 
     def close(self) -> None:
         """No reading is under way any more, and none follows. Closing twice is allowed."""
-        counters, self._counters = self._counters, None
-        if counters is not None:
-            os.close(counters)
+        self._counter.close()
 
     def _charge(self, nbytes: int) -> int | None:
+        """The page cache's part of a reading that has ended."""
         with self._lock:
             self._under_way -= 1
-            if self._counters is None:
+            counted = self._counter.read_bytes()
+            if counted is None or self._seen is None:
                 return None
-            counted = self._from_disk()
             self._fresh += counted - self._seen
             self._seen = counted
             from_disk = min(self._fresh, nbytes)
             self._fresh -= from_disk
             return nbytes - from_disk
-
-    def _from_disk(self) -> int:
-        if self._counters is None:
-            return 0
-        _, _, rest = os.pread(self._counters, 512, 0).partition(b"\nread_bytes: ")
-        return int(rest.partition(b"\n")[0])
 
     def __enter__(self) -> ReadMeter:
         return self
@@ -96,8 +116,8 @@ class ReadMeter:
         self.close()
 
 
-def _open_counters() -> int | None:
+def _open(path: str) -> int | None:
     try:
-        return os.open(KERNEL_COUNTERS, os.O_RDONLY)
+        return os.open(path, os.O_RDONLY)
     except OSError:
         return None
