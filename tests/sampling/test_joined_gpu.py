@@ -1,0 +1,89 @@
+"""Lanes on a GPU: single runs to the bit, one stream of weights, and no more memory than was reckoned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.metrics import free_bytes
+from wanstream.plan import OffloadPolicy
+from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, joined, working_bytes
+from wanstream.wan import ExpertPair, open_experts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+CUDA = torch.device("cuda")
+SHAPE = {"layers": 4, "heads": 8, "ffn_dim": 4096}
+LATENT = (1, 16, 5, 32, 48)
+LAYERWISE = OffloadPolicy.layerwise(1)
+
+
+@pytest.fixture
+def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
+    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16, **SHAPE) for seed in (1, 2)]
+    with open_experts(*folders, compute_dtype=torch.bfloat16) as opened:
+        yield opened
+
+
+@pytest.fixture
+def lanes(make_request: Callable[..., DenoiseRequest]) -> list[DenoiseRequest]:
+    """Four requests of noise and texts of their own, the texts of different lengths."""
+
+    def normal(*shape: int, seed: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+    return [
+        make_request(
+            noise=normal(*LATENT, seed=number),
+            positive=normal(1, 7 + 40 * number, 4096, seed=10 + number),
+            negative=normal(1, 90 - 20 * number, 4096, seed=20 + number),
+        )
+        for number in range(4)
+    ]
+
+
+@pytest.mark.parametrize("source", ["file", "pinned"])
+def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
+    source: str, pair: ExpertPair, lanes: list[DenoiseRequest]
+) -> None:
+    policy = OffloadPolicy.layerwise(1, source=source)
+    alone = [denoise(pair, request, policy=policy, device=CUDA) for request in lanes]
+    together = denoise(pair, joined(lanes), policy=policy, device=CUDA)
+    for own, single in zip(together.latents.split(1), alone, strict=True):
+        assert torch.equal(own, single.latents)
+    assert [step.bytes_moved for step in together.timeline.steps] == [
+        step.bytes_moved for step in alone[-1].timeline.steps
+    ]
+
+
+def test_what_was_reckoned_for_lanes_is_what_they_take(pair: ExpertPair, lanes: list[DenoiseRequest]) -> None:
+    request = joined(lanes)
+    denoise(pair, request, policy=LAYERWISE, device=CUDA)  # workspaces of libraries are there from now on
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    denoise(pair, request, policy=LAYERWISE, device=CUDA)
+    taken = torch.cuda.max_memory_allocated() - held
+    reckoned = working_bytes(pair, request.noise.shape, guided=True)
+    assert taken <= 1.15 * reckoned
+
+
+def test_lanes_that_do_not_fit_are_refused_before_they_are_computed(
+    pair: ExpertPair, lanes: list[DenoiseRequest]
+) -> None:
+    request = joined(lanes)
+    check_room(pair, request, LAYERWISE, CUDA)
+    free = free_bytes(CUDA)
+    assert free is not None
+    needed = working_bytes(pair, request.noise.shape, guided=True) + pair.device_bytes(LAYERWISE, device=CUDA)
+    others = torch.empty(free - needed // 4, dtype=torch.uint8, device=CUDA)
+    with pytest.raises(NoRoomError, match="4 videos at once need"):
+        check_room(pair, request, LAYERWISE, CUDA)
+    del others
+    torch.cuda.empty_cache()
+    check_room(pair, request, LAYERWISE, CUDA)
