@@ -13,13 +13,15 @@ import torch
 from PIL import Image
 
 from wanstream.cli.lanes import lane_pass
-from wanstream.host import io
+from wanstream.host import ExpertsRef, io
+from wanstream.host.door import LoadedExperts
 from wanstream.host.embedded_door import embedded_door
 from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.lanes import WanStreamLaneLatent
-from wanstream.plan import Timeline
+from wanstream.plan import OffloadPolicy, Timeline
 from wanstream.sampling import RequestError
+from wanstream.sampling import working_bytes as needed
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -147,6 +149,22 @@ def test_the_lane_sampler_tells_its_run_as_the_sampler_does(run: Run) -> None:
     assert sampler_run.node_id == "sampler"
     assert sampler_run.request.batch == 2
     assert sampler_run.timeline.steps
+
+
+def test_the_host_is_asked_for_what_all_lanes_compute_in(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def load_experts(ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
+        pair = embedded_door.experts(ref)
+        one, four = (needed(pair, (lanes, 16, 2, 4, 4), guided=True) for lanes in (1, 4))
+        assert one < four
+        asked.append((working_bytes, four))
+        return LoadedExperts(pair=pair, policy=policy, device=torch.device("cpu"))
+
+    monkeypatch.setattr(embedded_door, "load_experts", load_experts)
+    run(lane_pass({n: row("t2v", sampler__seed=n) for n in range(4)}).prompt)
+    ((given, expected),) = asked
+    assert given == expected
 
 
 def lanes(second: Mapping[str, Any] = {}, **sampler: Any) -> Workflow:
