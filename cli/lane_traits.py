@@ -72,7 +72,7 @@ def difference(traits: Mapping[str, object], others: Mapping[str, object], other
     """The first thing in which a row is unlike `other_row`, in words; empty if there is none."""
     for name in {**others, **traits}:
         mine, theirs = traits.get(name, "missing"), others.get(name, "missing")
-        if mine != theirs:
+        if mine != theirs or type(mine) is not type(theirs):  # True is 1 in Python, and not in a workflow
             return f"its {name} is {mine}, that of {other_row} is {theirs}"
     return ""
 

@@ -15,6 +15,8 @@ from ..host.embedded_graph import Link, Prompt, as_link
 from .lane_traits import OWN_INPUTS, difference, lane_refusal, lane_traits, node_traits, sampler_ids, upstream
 
 LANE, LANE_SAMPLER, LANE_LATENT = "WanStreamLane", "WanStreamLaneSampler", "WanStreamLaneLatent"
+MOST_LANES = 1000
+"""What the node that takes lanes apart counts to."""
 LATENT_OUTPUT = 0
 """Of the sampler; its other outputs are the lane sampler's own."""
 
@@ -52,7 +54,7 @@ def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ..
     Rows share a pass where only what belongs to one video differs: texts, images, seeds, files to save. Whoever finds
     no such row runs alone, with the reason. Passes come in the order of their first rows.
 
-    Raises LanesError for less than one lane.
+    Raises LanesError for less than one lane or more than 1000.
     """
     check_lanes(lanes)
     groups: dict[str, list[Hashable]] = {}
@@ -73,9 +75,9 @@ def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ..
 
 
 def check_lanes(lanes: int) -> None:
-    """Raise LanesError for less than one lane."""
-    if lanes < 1:
-        raise LanesError(f"--lanes {lanes}: give 1 or more, how many rows share one stream of weights")
+    """Raise LanesError for less than one lane, or more than there can be."""
+    if not 1 <= lanes <= MOST_LANES:
+        raise LanesError(f"--lanes {lanes}: give 1 to {MOST_LANES}, how many rows may share one stream of weights")
 
 
 def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from wanstream.cli.lane_traits import OWN_INPUTS, SAMPLER
-from wanstream.cli.lanes import LANE, LANE_LATENT, LANE_SAMPLER, LanePass, LanesError, lane_pass, lane_passes
+from wanstream.cli.lanes import (
+    LANE,
+    LANE_LATENT,
+    LANE_SAMPLER,
+    MOST_LANES,
+    LanePass,
+    LanesError,
+    lane_pass,
+    lane_passes,
+)
 from wanstream.host.embedded_graph import as_link
 from wanstream.nodes import WanStreamExtension
 
@@ -205,10 +214,15 @@ def test_one_lane_leaves_every_row_as_it_is() -> None:
     ]
 
 
-@pytest.mark.parametrize("lanes", [0, -1])
-def test_no_lanes_are_refused(lanes: int) -> None:
-    with pytest.raises(LanesError, match=f"--lanes {lanes}: give 1 or more"):
+@pytest.mark.parametrize("lanes", [0, -1, MOST_LANES + 1])
+def test_numbers_of_lanes_that_cannot_be_are_refused(lanes: int) -> None:
+    with pytest.raises(LanesError, match=f"--lanes {lanes}: give 1 to 1000, how many rows"):
         lane_passes(seeds(1), lanes)
+
+
+def test_the_last_lane_that_there_can_be_is_one_that_the_node_takes_out() -> None:
+    index = next(socket for socket in SCHEMAS[LANE_LATENT].inputs if socket.id == "index")
+    assert index.as_dict()["max"] == MOST_LANES - 1
 
 
 @pytest.mark.parametrize(
@@ -239,6 +253,11 @@ def test_the_same_number_written_in_two_ways_is_the_same() -> None:
     made = only({1: row(sampler__guidance_low=3, policy__prefetch_blocks=1.0), 2: row(sampler__guidance_low=3.0)})
     assert made.rows == (1, 2)
     assert "policy" in made.prompt
+
+
+def test_yes_and_one_are_not_the_same() -> None:
+    _, alone = lane_passes({1: row(), 2: row(sampler__add_noise=1)}, 2)
+    assert alone.reason == "its sampler.add_noise is 1, that of 1 is True"
 
 
 def test_a_sampler_without_a_policy_fits_none_with_one() -> None:
