@@ -73,6 +73,7 @@ def test_every_row_keeps_what_is_its_own() -> None:
     for index, number in reversed([*enumerate(texts)]):
         lane = made.prompt[lanes[0]]
         assert lane["class_type"] == LANE
+        assert lane["inputs"].keys() <= {*OWN_INPUTS, "lanes"}
         assert lane["inputs"]["seed"] == number
         text, output = lane["inputs"]["positive"]
         assert (made.prompt[text]["inputs"]["positive"], output) == (texts[number], 0)
@@ -97,7 +98,8 @@ def test_two_rows_with_one_text_encode_it_once() -> None:
 
 def test_rows_that_are_equal_save_a_video_each() -> None:
     made = only({1: row(), 2: row()})
-    assert classes(made).count("WanStreamSaveVideo") == 2
+    for each in (LANE, LANE_LATENT, "WanStreamVAEDecode", "WanStreamSaveVideo"):
+        assert classes(made).count(each) == 2
 
 
 def test_a_picture_that_nobody_reads_is_saved_for_every_row() -> None:
@@ -173,13 +175,13 @@ def test_another_output_of_the_sampler_comes_from_the_lane_sampler() -> None:
 
 def test_ids_of_a_workflow_are_never_taken_twice() -> None:
     def odd(seed: int) -> Prompt:
-        prompt = row(sampler__seed=seed)
-        prompt["lane1_save"] = {**prompt["save"], "inputs": {**prompt["save"]["inputs"], "crf": 30}}
+        prompt = row(sampler__seed=seed, sampler__latent=["lane2_save", 0])
+        prompt["lane2_save"] = prompt.pop("latent")
         return prompt
 
     made = only({1: odd(1), 2: odd(2)})
-    assert classes(made).count("WanStreamSaveVideo") == 4
-    assert len({node_id for ids in made.node_ids for node_id in (ids["save"], ids["lane1_save"])}) == 4
+    assert classes(made).count("WanStreamSaveVideo") == 2
+    assert made.prompt["lane2_save"] == row()["latent"]
 
 
 def test_every_node_of_a_pass_is_there_for_one_row() -> None:
@@ -196,6 +198,11 @@ def test_rows_are_shared_out_in_their_order() -> None:
     assert [made.rows for made in passes] == [(1, 2, 3), (4, 5, 6), (7,)]
     assert [made.reason for made in passes] == ["", "", UNSEEN]
     assert passes[2].prompt == row(sampler__seed=7)
+
+
+def test_the_last_of_many_is_left_over_whatever_the_others_are() -> None:
+    rows = {n: row(sampler__seed=n, sampler__steps=4 if n > 3 else 20) for n in range(1, 6)}
+    assert [(made.rows, made.reason) for made in lane_passes(rows, 2)] == [((1, 2), ""), ((3,), UNSEEN), ((4, 5), "")]
 
 
 def test_the_same_rows_make_the_same_pass_again() -> None:
@@ -287,7 +294,7 @@ def test_settings_that_come_from_another_video_cannot_be_shared() -> None:
 
 def test_a_broken_workflow_is_left_to_those_who_judge_workflows() -> None:
     """A cycle or a link to nowhere stays in the pass as it was, and ends nothing here."""
-    cycle = {n: row(sampler__seed=n, text__positive=["text", 0], latent__width=["gone", 0]) for n in (1, 2)}
+    cycle = {n: row(sampler__seed=n, text__positive=["text", 0], save__fps=["gone", 0]) for n in (1, 2)}
     made = only(cycle)
     assert made.prompt["text"]["inputs"]["positive"] == ["text", 0]
-    assert made.prompt["latent"]["inputs"]["width"] == ["gone", 0]
+    assert [made.prompt[ids["save"]]["inputs"]["fps"] for ids in made.node_ids] == [["gone", 0]] * 2
