@@ -64,6 +64,8 @@ def test_rows_that_differ_in_their_seeds_share_everything_up_to_the_latent() -> 
     plain = row()
     for node_id in ("experts", "policy", "text", "latent"):
         assert made.prompt[node_id] == plain[node_id]
+    settings = {name: value for name, value in plain["sampler"]["inputs"].items() if name not in OWN_INPUTS}
+    assert made.prompt["sampler"]["inputs"] == {**settings, "lanes": ["lane2_sampler_inputs", 0]}
 
 
 def test_every_row_keeps_what_is_its_own() -> None:
