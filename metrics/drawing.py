@@ -114,11 +114,7 @@ def _svg(shape: Shape) -> str:
 def _paint(pencil: ImageDraw.ImageDraw, shape: Shape, scale: int) -> None:
     colour = COLOURS[shape.colour][0]
     if isinstance(shape, Box):
-        # The last pixel of a rectangle is painted too, so one that is too thin for a pixel still gets one.
-        right = max(shape.x * scale, (shape.x + shape.width) * scale - 1)
-        bottom = max(shape.y * scale, (shape.y + shape.height) * scale - 1)
-        corners = (shape.x * scale, shape.y * scale, right, bottom)
-        pencil.rectangle(corners, outline=colour, width=scale) if shape.outline else pencil.rectangle(corners, colour)
+        _paint_box(pencil, shape, scale)
     elif isinstance(shape, Stroke):
         for x, y, to_x, to_y in _dashes(shape) if shape.dashed else [(shape.x, shape.y, shape.to_x, shape.to_y)]:
             pencil.line((x * scale, y * scale, to_x * scale, to_y * scale), colour, width=scale)
@@ -126,6 +122,18 @@ def _paint(pencil: ImageDraw.ImageDraw, shape: Shape, scale: int) -> None:
         anchors = {"start": "ls", "middle": "ms", "end": "rs"}
         font = ImageFont.load_default(shape.size * scale)
         pencil.text((shape.x * scale, shape.y * scale), shape.text, colour, font=font, anchor=anchors[shape.anchor])
+
+
+def _paint_box(pencil: ImageDraw.ImageDraw, box: Box, scale: int) -> None:
+    edges = (box.x, box.y, box.x + box.width, box.y + box.height)
+    left, top, past, below = (round(edge * scale) for edge in edges)
+    if past <= left or below <= top:
+        return  # less than half a pixel is nothing
+    corners, colour = (left, top, past - 1, below - 1), COLOURS[box.colour][0]
+    if box.outline:
+        pencil.rectangle(corners, outline=colour, width=scale)
+    else:
+        pencil.rectangle(corners, colour)
 
 
 def _dashes(line: Stroke) -> list[tuple[float, float, float, float]]:
