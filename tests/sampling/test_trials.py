@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.plan import OffloadPolicy, Timeline
+from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, denoise
+from wanstream.sampling.trials import (
+    TrialTimes,
+    as_trial,
+    job_digest,
+    pause,
+    request_words,
+    tensor_digest,
+    trials,
+    with_steps,
+)
+
+Request = Callable[..., DenoiseRequest]
+
+
+class Stopped(Exception):
+    """What a host raises when the user has had enough."""
+
+
+def result(value: float) -> DenoiseResult:
+    return DenoiseResult(latents=torch.full((1, 2), value), sigma=0.0, timeline=Timeline(kind="measured", steps=()))
+
+
+def nothing() -> None:
+    """Nobody wants to stop."""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"repeats": 0}, "0 repeats measure nothing: give 1 to 100"),
+        ({"repeats": -1}, "-1 repeats measure nothing"),
+        ({"repeats": 101}, "repeats is 101: give at most 100"),
+        ({"warm_up": -1}, "warm_up is -1"),
+        ({"warm_up": 101}, "warm_up is 101"),
+        ({"cool_down_s": -1.0}, "cool_down_s is -1: give 0 to 3600 seconds"),
+        ({"cool_down_s": 3601.0}, "cool_down_s is 3601"),
+        ({"cool_down_s": float("nan")}, "cool_down_s is nan"),
+        ({"cool_down_s": float("inf")}, "cool_down_s is inf"),
+    ],
+)
+def test_numbers_that_measure_nothing_are_refused(numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        TrialTimes(**numbers)
+
+
+def test_warm_ups_come_first_and_are_marked() -> None:
+    values = iter([1.0, 2.0, 3.0])
+    made = [*trials(TrialTimes(warm_up=1, repeats=2), lambda: result(next(values)), check=nothing)]
+    assert [trial.warm_up for trial in made] == [True, False, False]
+    assert [trial.latents for trial in made] == [tensor_digest(torch.full((1, 2), value)) for value in (1.0, 2.0, 3.0)]
+    assert TrialTimes(warm_up=1, repeats=2).runs == 3
+
+
+def test_the_machine_rests_before_every_run() -> None:
+    asked: list[str] = []
+
+    def run() -> DenoiseResult:
+        asked.append("run")
+        return result(0)
+
+    began = time.monotonic()
+    [*trials(TrialTimes(repeats=2, cool_down_s=0.15), run, check=lambda: asked.append("look"))]
+    assert time.monotonic() - began >= 0.3, "a pause may be longer than asked for, never shorter"
+    assert asked[0] == "look"
+    assert asked.count("run") == 2
+    assert asked[asked.index("run") + 1] == "look"
+
+
+def test_a_stop_ends_a_pause() -> None:
+    looks = iter([None, None, Stopped()])
+
+    def check() -> None:
+        if (error := next(looks)) is not None:
+            raise error
+
+    with pytest.raises(Stopped):
+        [*trials(TrialTimes(cool_down_s=3000.0), lambda: result(0), check=check)]
+
+
+def test_no_pause_still_looks() -> None:
+    def check() -> None:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        pause(0, check)
+
+
+def test_what_a_run_raises_ends_the_trials() -> None:
+    def run() -> DenoiseResult:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        next(trials(TrialTimes(), run, check=nothing))
+
+
+def test_a_digest_tells_values_shapes_and_types_apart() -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    different = [tensor + 1, tensor.view(3, 2), tensor.double(), tensor.bfloat16(), -tensor, torch.tensor(0.0)]
+    assert tensor_digest(tensor) == tensor_digest(tensor.clone()) == tensor_digest(tensor.t().contiguous().t())
+    assert len({tensor_digest(each) for each in (tensor, *different)}) == 7
+
+
+def test_equal_requests_are_one_job(make_request: Request) -> None:
+    first, same = make_request(), make_request()
+    assert job_digest(first, "experts") == job_digest(same, "experts")
+    others = [
+        make_request(steps=6),
+        make_request(guidance=(4.0, 3.5)),
+        make_request(solver="euler"),
+        make_request(noise=first.noise + 1),
+        make_request(negative=first.negative + 1),
+        make_request(sigmas=[1.0, 0.5, 0.3, 0.2, 0.1, 0.0]),
+    ]
+    jobs = {job_digest(request, "experts") for request in (first, *others)} | {job_digest(first, "other experts")}
+    assert len(jobs) == len(others) + 2
+
+
+def test_texts_of_lanes_count_one_by_one(make_request: Request) -> None:
+    texts = [torch.ones(1, 3, 4096), torch.zeros(1, 5, 4096)]
+    one, same, other = (
+        make_request(batch=2, positive=[texts[place].clone() for place in order], guidance=(1.0, 1.0), negative=None)
+        for order in ((0, 1), (0, 1), (1, 0))
+    )
+    assert job_digest(one, "experts") == job_digest(same, "experts") != job_digest(other, "experts")
+
+
+def test_steps_are_replaced_where_they_can_be(make_request: Request) -> None:
+    request = make_request()
+    assert with_steps(request, None) is request
+    assert len(with_steps(request, 9).course().steps) == 9
+    assert request.steps == 5
+    with pytest.raises(RequestError, match="switch step 2 of 1 steps"):
+        with_steps(request, 1)
+    with pytest.raises(RequestError, match="3 steps were asked for, but the run has its sigmas from another node"):
+        with_steps(replace(request, steps=None, sigmas=[1.0, 0.5, 0.3, 0.0]), 3)
+
+
+def test_a_request_is_told_in_words(make_request: Request) -> None:
+    assert request_words(make_request(batch=2)) == {
+        "Size": "48x32, 5 frames",
+        "Videos": "2",
+        "Steps": "5: 2 high-noise, 3 low-noise",
+        "Solver": "unipc",
+        "Sigmas": "wan, flow shift 5",
+        "Guidance": "4 high-noise, 3 low-noise",
+    }
+    own = make_request(
+        steps=None, sigmas=[1.0, 0.5, 0.0], switch_step=1, start_step=1, latent=torch.ones(1, 16, 2, 4, 6)
+    )
+    assert request_words(own)["Sigmas"] == "from another node"
+    assert request_words(own)["Steps"] == "1: 0 high-noise, 1 low-noise"
+
+
+def test_a_run_that_is_repeated_gives_equal_latents(open_pair: Any, make_request: Request) -> None:
+    pair, request = open_pair(), make_request()
+
+    def run() -> DenoiseResult:
+        return denoise(pair, request, policy=OffloadPolicy.layerwise(), device="cpu")
+
+    first = as_trial(run())
+    made = [*trials(TrialTimes(warm_up=1, repeats=2), run, check=nothing)]
+    assert {trial.latents for trial in made} == {first.latents}
+    assert [len(trial.timeline.steps) for trial in made] == [5, 5, 5]
