@@ -27,8 +27,13 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 
-# Without it, a first start opens the template browser over the canvas.
-SETTINGS = {"Comfy.TutorialCompleted": True}
+CLASSIC: Mapping[str, object] = {"Comfy.VueNodes.Enabled": False}
+"""The setting of ComfyUI's classic canvas."""
+NODES_2: Mapping[str, object] = {"Comfy.VueNodes.Enabled": True}
+"""The setting of "Nodes 2.0", whose nodes are elements of the page."""
+
+# Without the first one, a first start opens the template browser over the canvas.
+SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.ColorPalette": "dark", **CLASSIC}
 
 GRAPH = "(window.app.rootGraph ?? window.app.graph)"
 """The graph in JavaScript; the frontend of ComfyUI 0.3.64 has only the second name."""
@@ -103,15 +108,18 @@ def find_chromium() -> Path:
 
 
 @contextmanager
-def opened_frontend(server: Server, *, width: int = 1600, height: int = 900) -> Iterator[Frontend]:
+def opened_frontend(
+    server: Server, *, width: int = 1600, height: int = 900, settings: Mapping[str, object] = {}
+) -> Iterator[Frontend]:
     """The frontend of `server` in a browser of its own, `width` x `height` pixels, with an empty graph.
 
+    `settings` are ComfyUI's, by their ids; the others are those of a first start.
     It remembers nothing of another one, above all no pictures that nodes of the same ids showed. Raises NoBrowserError.
     """
     chromium = find_chromium()
     from playwright.sync_api import sync_playwright
 
-    status, _ = server.post("/settings", SETTINGS)
+    status, _ = server.post("/settings", {**SETTINGS, **settings})
     assert status == 200
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))

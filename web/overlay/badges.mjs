@@ -34,7 +34,7 @@ export function badgeTitle(figures) {
 export const badgeFont = (zoom) => Math.max(NEAR_FONT, LEAST_SCREEN_FONT / zoom)
 
 export class Badges {
-  /** `page` gives `figuresOf(node)` (null: no badge) and the `canvas` of litegraph. */
+  /** `page` gives `figuresOf(node)` (null: no badge), the `canvas` of litegraph, and `forwardAll(element)`. */
   constructor(page) {
     this.page = page
     this.layer = null
@@ -52,6 +52,7 @@ export class Badges {
       this.inner = element(["div", { class: "wanstream-badges-inner" }])
       this.layer = element(["div", { class: "wanstream-badges" }])
       this.layer.append(this.inner)
+      this.page.forwardAll(this.layer)
       this.page.canvas.canvas.parentElement.append(this.layer)
       this.refresh()
     } else {

@@ -76,8 +76,9 @@ function pageOf(app, store) {
       const there = [...walk(root(), "")].find(([, id]) => id === run.shown_at)
       return there && SHOWN_ON.includes(there[0].comfyClass) ? there[0].title : `node ${run.shown_at}`
     },
-    resized: (node, shrink) => resize(node, shrink),
-    forward: (element) => forward(app, element),
+    resize,
+    forward: (element) => forward(app, element, (event) => event.type === "wheel" || event.button === 1 || event.buttons & 4),
+    forwardAll: (element) => forward(app, element, null),
     save
   }
 }
@@ -95,16 +96,24 @@ function resize(node, shrink) {
   node.graph?.setDirtyCanvas(true, true)
 }
 
-/** On the classic canvas an element swallows what is meant for the canvas: turning the wheel, moving the view. */
-function forward(app, element) {
-  const pass = (name, handler, wanted) =>
+const CANVAS_EVENTS = {
+  wheel: "processMouseWheel",
+  pointerdown: "processMouseDown",
+  pointermove: "processMouseMove",
+  pointerup: "processMouseUp"
+}
+
+/**
+ * An element over the canvas swallows what is meant for it: pass that on.
+ *
+ * `wanted(event)` says what that is. Inside a node this is needed on the classic canvas alone; null: everything, always.
+ */
+function forward(app, element, wanted) {
+  for (const [name, handler] of Object.entries(CANVAS_EVENTS)) {
     element.addEventListener(name, (event) => {
-      if (!window.LiteGraph?.vueNodesMode && wanted(event)) app.canvas[handler](event)
+      if (!wanted || (!window.LiteGraph?.vueNodesMode && wanted(event))) app.canvas[handler](event)
     })
-  pass("wheel", "processMouseWheel", () => true)
-  pass("pointerdown", "processMouseDown", (event) => event.button === 1)
-  pass("pointermove", "processMouseMove", (event) => (event.buttons & 4) === 4)
-  pass("pointerup", "processMouseUp", (event) => event.button === 1)
+  }
 }
 
 function save(name, type, text) {
@@ -131,6 +140,7 @@ const tableTab = (table, store) => ({
   type: "custom",
   render(container) {
     // Called again whenever the panel is drawn.
+    container.style.height = "100%"
     if (container.firstChild !== table.root) container.replaceChildren(table.root)
     table.refresh(store.state)
   }

@@ -25,7 +25,7 @@ let made = 0
 
 export class RunWidget {
   /**
-   * `page` gives what the page knows: `runOf(node)`, `zoom()`, `memory()`; and does `resized(node, shrink)` and
+   * `page` gives what the page knows: `runOf(node)`, `zoom()`, `memory()`; and does `resize(node, shrink)` and
    * `forward(element)`.
    */
   constructor(node, page) {
@@ -71,7 +71,7 @@ export class RunWidget {
 
   build() {
     const toggle = () => this.toggle()
-    const keep = (event) => event.stopPropagation()
+    const keep = (event) => ["Enter", " "].includes(event.key) && event.stopPropagation() // else ComfyUI acts on them too
     this.line = element(["span", { class: "wanstream-line-text" }])
     this.button = element(["button", { type: "button", class: "wanstream-line", click: toggle, keydown: keep }])
     this.button.append(element(["span", { class: "wanstream-arrow", "aria-hidden": "true" }]), this.line)
@@ -91,7 +91,7 @@ export class RunWidget {
   toggle() {
     this.node.properties[PROPERTY] = this.open ? "closed" : "open"
     this.show(this.run)
-    this.page.resized(this.node, true)
+    this.page.resize(this.node, true)
   }
 
   /** Look up the run of this node anew, and draw what has changed. */
@@ -119,7 +119,7 @@ export class RunWidget {
     this.line.textContent = run ? runText(run) : "WanStream: no run yet"
     this.button.title = this.line.textContent
     this.draw()
-    if (appears) this.page.resized(this.node, false)
+    if (appears) this.page.resize(this.node, false)
   }
 
   draw() {

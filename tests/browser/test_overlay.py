@@ -1,0 +1,446 @@
+"""The overlay in ComfyUI's own frontend, on the classic canvas and in Nodes 2.0, with runs on the sample model.
+
+`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it none are kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from wanstream.plan.figure_words import rate_text, seconds_text, size_text
+from wanstream.plan.timeline import Timeline
+from wanstream.workbench.comfyui import Server
+from wanstream.workbench.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
+from wanstream.workbench.graphs import numbered
+
+pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
+
+WORKFLOWS = Path(__file__).parents[2] / "workflows"
+RENDERERS = {"classic": CLASSIC, "nodes-2": NODES_2}
+SAMPLER = "Both experts"
+WAIT_MS = 120_000
+
+# The widget of a node by title, wherever in the graph it lies, and what it shows.
+FIND = f"""
+function* every(graph) {{
+    for (const node of graph.nodes) {{ yield node; if (node.subgraph) yield* every(node.subgraph) }}
+}}
+const find = title => [...every({GRAPH})].find(node => node.title === title)
+const overlay = title => find(title).widgets.find(widget => widget.name === 'wanstream_run').element
+const bars = root => [...root.querySelectorAll('.wanstream-bar[data-wall]')].map(bar => ({{...bar.dataset}}))
+"""
+SHOWN = f"""title => {{ {FIND}
+    const root = overlay(title)
+    return {{
+        ...root.dataset, bars: bars(root), columns: root.querySelectorAll('.wanstream-bar').length,
+        line: root.querySelector('.wanstream-line-text').textContent,
+        numbers: root.querySelector('.wanstream-numbers').textContent,
+        predicted: [...root.querySelectorAll('[data-predicted]')].map(box => +box.dataset.predicted),
+        marked: root.querySelector('[data-switch]')?.dataset.switch ?? null,
+        peak: root.querySelector('[data-peak]')?.dataset.peak ?? null,
+        box: root.getBoundingClientRect().toJSON(),
+    }}
+}}"""
+ENDED = f"""([title, before]) => {{ {FIND}
+    const {{ run, ended }} = overlay(title).dataset
+    return run !== before && ended === 'true'
+}}"""
+UNDER_WAY = f"title => {{ {FIND}; const r = overlay(title); return r.dataset.ended === 'false' && bars(r).length > 1 }}"
+SET = f"""([title, values]) => {{ {FIND}
+    for (const [name, value] of Object.entries(values)) find(title).widgets.find(w => w.name === name).value = value
+}}"""
+BADGES = "() => [...document.querySelectorAll('.wanstream-badge')].map(b => [b.dataset.node, b.textContent])"
+
+SMALL = {"Size": {"width": 64, "height": 48, "frames": 9}}
+
+
+class Page:
+    """What a user does with the overlay, on one page."""
+
+    def __init__(self, frontend: Frontend, server: Server) -> None:
+        self.frontend, self.page, self.server = frontend, frontend.page, server
+
+    def load(self, *, steps: int = 12, **changes: Mapping[str, Any]) -> None:
+        """The shipped text-to-video graph, small enough for a CPU."""
+        self.frontend.load_workflow(json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8")))
+        for title, values in {**SMALL, SAMPLER: {"steps": steps}, **changes}.items():
+            self.page.evaluate(SET, [title, dict(values)])
+        self.look_at(SAMPLER)
+
+    def look_at(self, title: str, zoom: float = 1.0) -> None:
+        """Put a node into the upper middle of the canvas."""
+        self.page.evaluate(
+            f"""([title, zoom]) => {{ {FIND}
+                const [x, y] = find(title).pos, {{ ds }} = window.app.canvas
+                ds.scale = zoom; ds.offset[0] = 500 / zoom - x; ds.offset[1] = 130 / zoom - y
+                window.app.canvas.setDirty(true, true)
+            }}""",
+            [title, zoom],
+        )
+        self.page.wait_for_timeout(300)
+
+    def queue(self) -> None:
+        self.page.evaluate("() => window.app.queuePrompt(0)")
+
+    def run(self, title: str = SAMPLER) -> dict[str, Any]:
+        """Run the graph to its end; what the overlay shows then."""
+        before = self.shown(title)["run"]
+        self.queue()
+        self.page.wait_for_function(ENDED, arg=[title, before], timeout=WAIT_MS)
+        self.idle()
+        return self.shown(title)
+
+    def idle(self) -> None:
+        """Wait until the server has nothing more to do and every badge knows it."""
+        while self.server.get("/prompt")["exec_info"]["queue_remaining"]:
+            self.page.wait_for_timeout(100)
+        self.page.wait_for_timeout(1200)
+
+    def shown(self, title: str = SAMPLER) -> dict[str, Any]:
+        found: dict[str, Any] = self.page.evaluate(SHOWN, title)
+        return found
+
+    def badges(self) -> dict[str, str]:
+        return dict(self.page.evaluate(BADGES))
+
+    def picture(self, name: str) -> None:
+        """Keep what is to be seen now, if pictures are wanted."""
+        folder = os.environ.get("WANSTREAM_IMAGES")
+        if folder:
+            with Image.open(io.BytesIO(self.page.screenshot())) as picture:
+                picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(
+                    Path(folder) / f"{name}.png", optimize=True
+                )
+
+
+@pytest.fixture(params=RENDERERS)
+def renderer(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def page(server: Server, renderer: str) -> Iterator[Page]:
+    with opened_frontend(server, settings=RENDERERS[renderer]) as frontend:
+        yield Page(frontend, server)
+
+
+@pytest.fixture
+def classic(server: Server) -> Iterator[Page]:
+    with opened_frontend(server) as frontend:
+        yield Page(frontend, server)
+
+
+def last_history(server: Server) -> dict[str, Any]:
+    (entry,) = server.get("/history?max_items=1").values()
+    return dict(entry)
+
+
+def timeline_of(server: Server, title: str = SAMPLER) -> Timeline:
+    """What the history of the last queue item says of the node with this title."""
+    history = last_history(server)
+    prompt = history["prompt"][2]
+    (node_id,) = (node_id for node_id, node in prompt.items() if node["_meta"]["title"] == title)
+    return Timeline.from_dict(history["outputs"][node_id]["wanstream_timeline"][0])
+
+
+def assert_shows(shown: Mapping[str, Any], timeline: Timeline) -> None:
+    """The bars are the steps of the timeline, to the last bit."""
+    fields = {"compute": "compute_s", "stall": "stall_s", "wall": "wall_s"}
+    for name, field in fields.items():
+        assert [float(bar[name]) for bar in shown["bars"]] == [getattr(step, field) for step in timeline.steps]
+    assert f"{seconds_text(timeline.wall_s)} s" in shown["line"]
+    assert f"stall {seconds_text(timeline.stall_s)} s" in shown["line"]
+    experts = [step.expert for step in timeline.steps]
+    assert shown["marked"] == str(experts.index("low"))
+    assert int(shown["peak"]) == max(step.rss_bytes or 0 for step in timeline.steps)
+
+
+def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Page, renderer: str) -> None:
+    page.load(steps=60)
+    assert page.shown()["run"] == ""
+    page.queue()
+    page.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    live = page.shown()
+    assert 1 < len(live["bars"]) < 60 == live["columns"]
+    page.picture(f"overlay_live_{renderer}")
+    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    page.idle()
+    timeline = timeline_of(page.server)
+    ended = page.shown()
+    assert_shows(ended, timeline)
+    assert ended["bars"][: len(live["bars"])] == live["bars"]
+    badges = page.badges()
+    page.picture(f"overlay_{renderer}")
+
+    page.page.reload()
+    page.page.wait_for_function(READY, timeout=WAIT_MS)
+    page.load(steps=60)
+    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    again = page.shown()
+    assert_shows(again, timeline)
+    assert (again["run"], again["line"]) == (ended["run"], ended["line"])
+    assert page.badges() == badges
+    nodes = last_history(page.server)["prompt"][2]
+    assert badges.keys() == nodes.keys(), "a badge on every node of the graph"
+
+
+def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page, renderer: str) -> None:
+    page.load()
+    page.page.evaluate(
+        f"""title => {{ {FIND}
+            const {{ node }} = {GRAPH}.convertToSubgraph(new Set([find(title)]))
+            node.title = 'Inside'
+        }}""",
+        SAMPLER,
+    )
+    page.queue()
+    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    page.idle()
+    outside = page.badges()
+    inside_id = str(page.page.evaluate(f"() => {{ {FIND}; return find('Inside').id }}"))
+    assert inside_id in outside
+    page.page.evaluate(f"() => {{ {FIND}; window.app.canvas.setGraph(find('Inside').subgraph) }}")
+    page.page.wait_for_timeout(500)
+    page.look_at(SAMPLER)
+    shown = page.shown()
+    assert shown["box"]["width"] > 0, "it is to be seen inside"
+    assert_shows(shown, timeline_of(page.server))
+    assert list(page.badges().values()) == [outside[inside_id]]
+    page.picture(f"overlay_subgraph_{renderer}")
+
+
+def test_two_samplers_show_a_run_each(page: Page, renderer: str) -> None:
+    prompt: dict[str, Any] = json.loads((WORKFLOWS / "api" / "t2v.json").read_text(encoding="utf-8"))
+    prompt["latent"]["inputs"] |= SMALL["Size"]
+    prompt["sampler"]["inputs"] |= {"steps": 8}
+    second = {**prompt["sampler"], "_meta": {"title": "Second"}}
+    second["inputs"] = {**second["inputs"], "steps": 6, "seed": 43}
+    prompt |= {"second": second, "keep": {"class_type": "WanStreamVAEDecode", "_meta": {"title": "Second frames"}}}
+    prompt["keep"]["inputs"] = {**prompt["frames"]["inputs"], "latent": ["second", 0]}
+    prompt["save 2"] = {**prompt["save"], "_meta": {"title": "Second MP4"}}
+    prompt["save 2"]["inputs"] = {**prompt["save"]["inputs"], "images": ["keep", 0], "latent": ["second", 0]}
+    page.frontend.load_prompt(numbered(prompt))
+    page.queue()
+    for title in (SAMPLER, "Second"):
+        page.page.wait_for_function(ENDED, arg=[title, ""], timeout=WAIT_MS)
+    page.idle()
+    page.look_at(SAMPLER, zoom=0.6)
+    both = [page.shown(title) for title in (SAMPLER, "Second")]
+    assert [len(shown["bars"]) for shown in both] == [8, 6]
+    for title, shown in zip((SAMPLER, "Second"), both, strict=True):
+        assert_shows(shown, timeline_of(page.server, title))
+    page.picture(f"overlay_two_samplers_{renderer}")
+
+
+def test_another_run_takes_the_place_of_the_last_one(classic: Page) -> None:
+    classic.load(steps=6)
+    first = classic.run()
+    classic.page.evaluate(SET, [SAMPLER, {"seed": 7, "steps": 8}])
+    second = classic.run()
+    assert first["run"] != second["run"]
+    assert_shows(second, timeline_of(classic.server))
+
+
+def test_a_second_window_sees_what_the_first_one_runs(classic: Page) -> None:
+    classic.load(steps=40)
+    other_page = classic.page.context.browser.new_page()
+    other_page.goto(classic.server.url)
+    other_page.wait_for_function(READY, timeout=WAIT_MS)
+    other = Page(Frontend(other_page), classic.server)
+    other.load(steps=40)
+    classic.queue()
+    other_page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    other_page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    classic.idle()
+    assert other.shown()["bars"] == classic.shown()["bars"]
+    assert other.badges() == classic.badges()
+
+
+def test_a_run_that_goes_on_while_another_tab_is_open_is_there_afterwards(page: Page) -> None:
+    page.load(steps=40)
+    page.queue()
+    page.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    page.page.evaluate("() => window.app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    page.page.wait_for_function(f"() => {GRAPH}.nodes.length === 0")
+    assert page.badges() == {}
+    page.idle()
+    page.page.evaluate("() => window.app.extensionManager.command.execute('Comfy.PreviousOpenedWorkflow')")
+    page.page.wait_for_function(f"() => {GRAPH}.nodes.length > 0")
+    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    page.look_at(SAMPLER)
+    assert_shows(page.shown(), timeline_of(page.server))
+
+
+def test_a_run_that_was_stopped_says_so(classic: Page) -> None:
+    classic.load(steps=500)
+    classic.queue()
+    classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    classic.server.post("/interrupt", {})
+    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    shown = classic.shown()
+    assert "of 500 steps: cancelled" in shown["line"]
+    assert shown["bars"]
+
+
+def test_the_overlay_opens_and_closes_by_keyboard_and_leaves_the_prompt_as_it_is(page: Page) -> None:
+    page.load(steps=6)
+    page.run()
+    before, full = page.frontend.export(), page.shown()["box"]["height"]
+    page.page.evaluate(f"title => {{ {FIND}; overlay(title).querySelector('button').focus() }}", SAMPLER)
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_timeout(500)
+    closed = page.shown()
+    assert (closed["open"], closed["box"]["height"] < full / 2) == ("false", True)
+    after = page.frontend.export()
+    assert after.prompt == before.prompt
+    assert not any("wanstream_run" in node["inputs"] for node in after.prompt.values())
+    (node,) = (node for node in after.workflow["nodes"] if node["type"] == "WanStreamSampler")
+    assert node["properties"]["wanstream_overlay"] == "closed"
+    page.run()
+    assert page.shown()["bars"] == full_bars(closed), "nothing is drawn while it is closed"
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_timeout(500)
+    assert_shows(page.shown(), timeline_of(page.server))
+
+
+def full_bars(shown: Mapping[str, Any]) -> list[dict[str, str]]:
+    bars: list[dict[str, str]] = shown["bars"]
+    return bars
+
+
+def test_arrow_keys_go_through_the_steps_and_tell_their_numbers(page: Page) -> None:
+    page.load(steps=4)
+    page.run()
+    page.page.evaluate(f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}", SAMPLER)
+    for step in timeline_of(page.server).steps:
+        page.page.keyboard.press("ArrowRight")
+        said = page.shown()["numbers"]
+        assert f"step {step.index} ({step.expert})" in said
+        assert f"{seconds_text(step.wall_s)} s = compute {seconds_text(step.compute_s)} s" in said
+        assert f"stall {seconds_text(step.stall_s)} s" in said
+        assert f"{size_text(step.bytes_moved)} moved" in said
+        if step.read_bytes_per_s is not None:
+            assert f"{size_text(step.read_bytes)} read at {rate_text(step.read_bytes_per_s)}" in said
+    page.page.keyboard.press("Escape")
+    assert "Point at a bar" in page.shown()["numbers"]
+
+
+def test_pointing_at_a_bar_tells_its_numbers(page: Page) -> None:
+    page.load(steps=4)
+    page.run()
+    page.look_at(SAMPLER, zoom=0.9)
+    plot = "overlay(title).querySelector('.wanstream-plot')"
+    box = page.page.evaluate(f"title => {{ {FIND}; return {plot}.getBoundingClientRect().toJSON() }}", SAMPLER)
+    page.page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] * 0.5)
+    page.page.wait_for_timeout(200)
+    assert "step 2 " in page.shown()["numbers"]
+
+
+def test_the_overlay_the_table_the_export_and_the_report_have_the_numbers_of_the_timeline(classic: Page) -> None:
+    classic.load(steps=6)
+    classic.page.evaluate(
+        f"""title => {{ {FIND}
+            const sampler = find(title), benchmark = window.LiteGraph.createNode('WanStreamBenchmark')
+            benchmark.pos = [sampler.pos[0], sampler.pos[1] + 700]
+            {GRAPH}.add(benchmark)
+            benchmark.title = 'Benchmark'
+            sampler.connect(sampler.outputs.findIndex(output => output.type === 'WANSTREAM_RUN'), benchmark, 'run')
+        }}""",
+        SAMPLER,
+    )
+    classic.run()
+    timeline = timeline_of(classic.server)
+    assert_shows(classic.shown(), timeline)
+    assert_shows(classic.shown("Benchmark"), timeline)
+
+    written = sorted((classic.server.base / "output" / "benchmark").glob("*.json"))[-1]
+    (variant,) = json.loads(written.read_text(encoding="utf-8"))["variants"]
+    assert [Timeline.from_dict(trial["timeline"]).steps for trial in variant["trials"]] == [timeline.steps]
+
+    open_table(classic)
+    row = classic.page.locator(".wanstream-table tbody tr").first
+    cells = {cell.get_attribute("data-figure"): cell.inner_text() for cell in row.locator("td[data-figure]").all()}
+    assert cells["wall"] == f"{seconds_text(timeline.wall_s)} s"
+    assert cells["stall"] == f"{seconds_text(timeline.stall_s)} s"
+    assert cells["moved"] == size_text(timeline.bytes_moved)
+    assert cells["read"] == size_text(timeline.read_bytes)
+
+    run = classic.shown()["run"]
+    (exported,) = (each for each in json.loads(download(classic, "JSON"))["runs"] if each["run"] == run)
+    assert Timeline.from_dict(exported["timeline"]).steps == timeline.steps
+    (line,) = (line for line in csv.DictReader(io.StringIO(download(classic, "CSV"))) if line["run"] == run)
+    assert float(line["wall"]) == timeline.wall_s
+    assert float(line["moved"]) == timeline.bytes_moved
+
+
+def open_table(page: Page) -> None:
+    page.page.evaluate(
+        "() => window.app.extensionManager.command.execute('Workspace.ToggleBottomPanelTab.wanstream-runs')"
+    )
+    page.page.locator(".wanstream-table").first.wait_for(timeout=WAIT_MS)
+
+
+def download(page: Page, kind: str) -> str:
+    with page.page.expect_download() as waiting:
+        page.page.locator(".wanstream-button", has_text=kind).click()
+    return Path(waiting.value.path()).read_text(encoding="utf-8")
+
+
+def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
+    classic.load(steps=4)
+    classic.run()
+    classic.page.evaluate(SET, [SAMPLER, {"seed": 5, "steps": 6}])
+    classic.run()
+    open_table(classic)
+    for number in range(2):
+        classic.page.locator(".wanstream-table tbody input").nth(number).focus()
+        classic.page.keyboard.press("Space")
+    row = classic.page.locator('.wanstream-comparison tr[data-figure="steps"] td')
+    assert [cell.inner_text() for cell in row.all()] == ["4", "6 (1.50 x)"]
+    assert [run["steps"] for run in json.loads(download(classic, "JSON"))["runs"]] == [4, 6]
+    classic.picture("runs_table")
+
+
+def test_without_badges_there_is_no_layer_and_nobody_looks_at_nodes(classic: Page) -> None:
+    classic.page.evaluate("() => window.app.extensionManager.setting.set('WanStream.Badges', false)")
+    assert classic.page.evaluate("() => document.querySelector('.wanstream-badges')") is None
+    classic.load(steps=4)
+    classic.run()
+    assert classic.badges() == {}
+    classic.page.evaluate("() => window.app.extensionManager.setting.set('WanStream.Badges', true)")
+    classic.page.evaluate(SET, [SAMPLER, {"seed": 5}])
+    classic.run()
+    assert len(classic.badges()) == 7
+
+
+@pytest.mark.parametrize("palette", ["dark", "light"])
+def test_the_overlay_can_be_read_in_both_themes_at_half_size(server: Server, renderer: str, palette: str) -> None:
+    settings = {**RENDERERS[renderer], "Comfy.ColorPalette": palette}
+    with opened_frontend(server, settings=settings) as frontend:
+        page = Page(frontend, server)
+        page.load(steps=8)
+        page.run()
+        page.look_at(SAMPLER, zoom=0.5)
+        page.picture(f"overlay_half_{palette}_{renderer}")
+        shown = page.shown()
+        assert shown["far"] == "true"
+        texts = page.page.evaluate(
+            f"""title => {{ {FIND}
+                const letters = [...overlay(title).querySelectorAll('.wanstream-text, .wanstream-line-text')]
+                return [...letters, ...document.querySelectorAll('.wanstream-badge')]
+                    .map(text => text.getBoundingClientRect().height)
+            }}""",
+            SAMPLER,
+        )
+        assert min(texts) >= 9, "lines of letters of 8 pixels and more"

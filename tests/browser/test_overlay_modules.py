@@ -1,0 +1,213 @@
+"""The pure parts of the overlay, asked in the page that loads them: what an event changes, and where things lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from wanstream.plan.figure_words import rate_text, seconds_text, share_text, size_text
+from wanstream.workbench.base_directory import PACK
+from wanstream.workbench.comfyui import Server
+from wanstream.workbench.frontend import Frontend, opened_frontend
+
+pytestmark = [pytest.mark.comfy, pytest.mark.browser]
+
+# Calls an export of a module of the overlay; functions of the state take what was told so far.
+CALL = f"""async ([module, name, values]) => {{
+    const exports = await import(`/extensions/{PACK}/overlay/${{module}}.mjs`)
+    return exports[name](...values)
+}}"""
+STATE = f"""async told => {{
+    const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
+    return told.reduce((state, [event, payload]) => after(state, event, payload), EMPTY)
+}}"""
+
+Event = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def opened(server: Server) -> Iterator[Frontend]:
+    with opened_frontend(server) as frontend:
+        yield frontend
+
+
+class Modules:
+    """`modules.store.lastRun(...)`: what that export answers."""
+
+    def __init__(self, frontend: Frontend, module: str = "") -> None:
+        self.frontend, self.module = frontend, module
+
+    def call(self, module: str, name: str, *values: Any) -> Any:
+        return self.frontend.page.evaluate(CALL, [module, name, list(values)])
+
+    def state(self, told: Sequence[Event]) -> dict[str, Any]:
+        found: dict[str, Any] = self.frontend.page.evaluate(STATE, [list(event) for event in told])
+        return found
+
+
+@pytest.fixture(scope="module")
+def modules(opened: Frontend) -> Modules:
+    return Modules(opened)
+
+
+def record(index: int = 0, **fields: Any) -> dict[str, Any]:
+    plain = {"wall_s": 2.0, "compute_s": 1.0, "stall_s": 0.5, "bytes_moved": 100, "read_bytes": 50}
+    rest = {"copy_s": 4.0, "read_s": 2.0, "device_bytes": None, "rss_bytes": 7, "device_used_bytes": None}
+    return {"index": index, "expert": "high", **plain, **rest, **fields}
+
+
+def begin(run: str, **fields: Any) -> Event:
+    plain = {"prompt_id": "p", "node": "7", "shown_at": "7", "steps": 2, "experts": ["high", "low"], "switch_step": 1}
+    return "wanstream.begin", {"run": run, **plain, "predicted": None, "at": 0, "workflow": None, **fields}
+
+
+def step(run: str, done: int) -> Event:
+    return "wanstream.step", {"run": run, "done": done, "total": 2, "record": record(done - 1)}
+
+
+def end(run: str, error: str | None = None, **timeline: Any) -> Event:
+    told = {"steps": [record(0), record(1)], "changes": []} if error is None else None
+    return "wanstream.end", {"run": run, "timeline": told, "predicted": None, "error": error}
+
+
+@pytest.mark.parametrize(
+    ("name", "python", "values"),
+    [
+        ("sizeText", size_text, [0, 1, 999, 1000, 9996, 99_960, 999_600, 702_800_000, 57_123_456_789, 3.2e15]),
+        ("rateText", rate_text, [0, 12_345_678_901]),
+        ("shareText", share_text, [0, 0.1234, 1]),
+        ("secondsText", lambda value: f"{seconds_text(value)} s", [0, 0.01234, 0.1234, 1.234, 12.34, 123.4]),
+    ],
+)
+def test_words_are_those_of_reports(modules: Modules, name: str, python: Any, values: list[float]) -> None:
+    assert [modules.call("figures", name, value) for value in values] == [python(value) for value in values]
+
+
+def test_sums_rates_and_peaks_are_those_of_a_timeline(modules: Modules) -> None:
+    found = modules.call("figures", "totals", [record(), record(device_bytes=9, rss_bytes=3)])
+    assert (found["wall_s"], found["stall_s"], found["bytes_moved"]) == (4.0, 1.0, 200)
+    assert (found["copy_bytes_per_s"], found["read_bytes_per_s"]) == (25.0, 25.0)
+    assert found["overlap"] == 1 - 1 / 8
+    assert (found["device_bytes"], found["rss_bytes"]) == (9, 7)
+    still = modules.call("figures", "totals", [record(copy_s=0, read_s=0)])
+    assert (still["copy_bytes_per_s"], still["overlap"]) == (None, None)
+
+
+def test_a_run_grows_step_by_step(modules: Modules) -> None:
+    (run,) = modules.state([begin("r"), step("r", 1)])["runs"]
+    assert ([each["index"] for each in run["records"]], run["ended"]) == ([0], False)
+    (run,) = modules.state([begin("r"), step("r", 1), step("r", 2), end("r")])["runs"]
+    assert (run["ended"], run["error"], len(run["timeline"]["steps"])) == (True, None, 2)
+
+
+def test_a_step_that_comes_twice_or_after_a_gap_changes_nothing(modules: Modules) -> None:
+    told = [begin("r"), step("r", 1)]
+    assert modules.state([*told, step("r", 1)]) == modules.state(told)
+    assert modules.state([*told, step("r", 3)]) == modules.state(told)
+    state = modules.state(told)
+    assert modules.call("store", "leavesGap", state, step("r", 3)[1])
+    assert modules.call("store", "leavesGap", state, step("other", 1)[1])
+    assert not modules.call("store", "leavesGap", state, step("r", 2)[1])
+
+
+def test_a_snapshot_fills_what_was_missed_and_takes_nothing_back(modules: Modules) -> None:
+    theirs = {**begin("r")[1], "records": [record(0)], "ended": False, "timeline": None, "error": None}
+    snapshot = ("snapshot", {"runs": [theirs], "items": []})
+    assert len(modules.state([snapshot])["runs"][0]["records"]) == 1
+    assert len(modules.state([begin("r"), snapshot])["runs"][0]["records"]) == 1
+    assert len(modules.state([begin("r"), step("r", 1), step("r", 2), snapshot])["runs"][0]["records"]) == 2
+    assert modules.state([begin("r"), end("r"), snapshot])["runs"][0]["ended"]
+
+
+def test_a_run_of_a_server_that_is_gone_has_ended(modules: Modules) -> None:
+    (run,) = modules.state([begin("r"), step("r", 1), ("snapshot", {"runs": [], "items": []})])["runs"]
+    assert (run["ended"], run["error"]) == (True, "the server was started again")
+
+
+def test_only_the_last_runs_are_kept(modules: Modules) -> None:
+    runs = modules.state([begin(str(number)) for number in range(60)])["runs"]
+    assert [run["run"] for run in runs] == [str(number) for number in range(10, 60)]
+
+
+def test_the_last_run_of_a_node_is_that_of_its_graph(modules: Modules) -> None:
+    here, there = "c6ee4ad1", "99999999"
+    told = [begin("a", workflow=here), begin("b", workflow=there), begin("c", node="9", shown_at="8", workflow=here)]
+    state = modules.state(told)
+
+    def last(workflow: str, *ids: str) -> Any:
+        found = modules.call("store", "lastRun", state, workflow, list(ids))
+        return found and found["run"]
+
+    assert (last(here, "7"), last(there, "7"), last(here, "8"), last(here, "9")) == ("a", "b", "c", "c")
+    assert (last(here, "1"), last("another", "7")) == (None, None)
+
+
+def test_figures_of_a_subgraph_are_those_of_its_nodes(modules: Modules) -> None:
+    figures = {
+        "1": {"seconds": 9.0, "running": False, "class_type": "A"},
+        "5:1": {"seconds": 1.0, "running": False, "class_type": "A", "device_used_peak": 7},
+        "5:2:1": {"seconds": 2.0, "running": True, "class_type": "B", "device_used_peak": 4},
+        "51": {"seconds": 100.0, "running": False, "class_type": "A"},
+    }
+    found = modules.call("graph_ids", "figuresAt", figures, ["5"], "a subgraph's own type")
+    assert (found["seconds"], found["running"], found["device_used_peak"]) == (3.0, True, 7)
+    assert modules.call("graph_ids", "figuresAt", figures, ["5:2:1"], "B")["seconds"] == 2.0
+    assert modules.call("graph_ids", "figuresAt", figures, ["1"], "B") is None, "another graph's node"
+
+
+def run_of(count: int, measured: int) -> dict[str, Any]:
+    experts = ["high"] * (count // 2) + ["low"] * (count - count // 2)
+    records = [record(number, expert=experts[number]) for number in range(measured)]
+    told = {**begin("r", steps=count, experts=experts, switch_step=count // 2)[1], "ended": False, "error": None}
+    return {**told, "records": records, "timeline": None}
+
+
+def test_every_step_has_a_bar_and_the_next_ones_their_place(modules: Modules) -> None:
+    columns = modules.call("chart", "columnsOf", run_of(8, 3), 400)
+    assert [(column["first"], column["last"]) for column in columns] == [(step, step) for step in range(8)]
+    assert [column["measured"] is not None for column in columns] == [True] * 3 + [False] * 5
+    assert [column["expert"] for column in columns] == ["high"] * 4 + ["low"] * 4
+
+
+def test_of_many_steps_a_bar_is_the_mean_of_some(modules: Modules) -> None:
+    columns = modules.call("chart", "columnsOf", run_of(1000, 1000), 300)
+    assert len(columns) <= 100
+    assert [column["first"] for column in columns[1:]] == [column["last"] + 1 for column in columns[:-1]]
+    assert (columns[0]["first"], columns[-1]["last"]) == (0, 999)
+    assert columns[0]["measured"]["wall"] == 2.0
+
+
+def test_no_bar_is_higher_than_the_plot_and_the_longest_fills_it(modules: Modules) -> None:
+    run = run_of(4, 4)
+    run["records"][2] |= {"wall_s": 8.0, "compute_s": 6.0}
+    run["predicted"] = {"steps": [record(wall_s=4.0)] * 4}
+    options = {"run": run, "width": 400, "height": 150, "font": 11, "chosen": 1, "id": "x"}
+    chart = modules.call("chart", "chart", options)
+    frame = modules.call("chart", "frameOf", 400, 150, 11, 4)
+    plot = frame["bottom"] - frame["top"]
+
+    def heights(kind: str) -> list[float]:
+        found: list[float] = []
+
+        def look(part: Any) -> None:
+            if isinstance(part, list) and part:
+                if isinstance(part[1], dict) and str(part[1].get("class", "")).startswith(kind):
+                    rects = [part, *part[2:]] if part[0] == "rect" else part[2:]
+                    found.append(sum(rect[1]["height"] for rect in rects if rect[0] == "rect"))
+                for child in part[2:]:
+                    look(child)
+
+        look(chart)
+        return found
+
+    assert heights("wanstream-bar") == pytest.approx([plot / 4, plot / 4, plot, plot / 4])
+    assert heights("wanstream-predicted") == pytest.approx([plot / 2] * 4)
+
+
+def test_a_run_without_a_step_can_be_drawn(modules: Modules) -> None:
+    options = {"run": run_of(2, 0), "width": 400, "height": 150, "font": 11, "chosen": None, "id": "x"}
+    assert modules.call("chart", "chart", options)[0] == "svg"
+    nothing = {**run_of(2, 0), "steps": 0, "experts": [], "switch_step": None}
+    assert modules.call("chart", "chart", {**options, "run": nothing})[0] == "svg"
