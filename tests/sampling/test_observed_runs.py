@@ -1,0 +1,132 @@
+"""What a run of both experts tells beside its latents: times, phases, memory, a trace on request."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.metrics import Observe, Recorder
+from wanstream.metrics.ledger import Ledger
+from wanstream.plan import OffloadPolicy, StepRecord, Timeline
+from wanstream.sampling import Cancelled, DenoiseRequest, Passes, StepProgress, denoise
+from wanstream.wan import ExpertPair
+
+CPU = torch.device("cpu")
+LAYERWISE = OffloadPolicy.layerwise(1)
+NOT_ON_A_CPU = {"device_bytes", "reserved_bytes", "device_used_bytes", "dynamic_bytes"}
+
+Request, OpenPair = Callable[..., DenoiseRequest], Callable[..., ExpertPair]
+
+
+def samplers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "wanstream-memory"]
+
+
+def test_every_figure_of_a_step_is_told(open_pair: OpenPair, make_request: Request) -> None:
+    timeline = denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu").timeline
+    for step in timeline.steps:
+        unknown = {field.name for field in fields(StepRecord) if getattr(step, field.name) is None}
+        assert unknown <= NOT_ON_A_CPU | {"cached_bytes"}
+        assert step.pinned_bytes == 0
+    assert [phase.name for phase in timeline.phases] == ["first block", "high", "switch", "low"]
+    assert timeline.measuring_s > 0
+    assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
+
+
+def test_steps_end_where_an_outside_clock_says(open_pair: OpenPair, make_request: Request) -> None:
+    """There is one beginning of the run for which every step ends before it is told, and the next begins after that."""
+    told = list[float]()
+    result = denoise(
+        open_pair(),
+        make_request(),
+        policy=LAYERWISE,
+        device="cpu",
+        on_step=lambda _: told.append(time.clock_gettime(time.CLOCK_MONOTONIC)),
+    )
+    steps = result.timeline.steps
+    latest = min(at - (step.began_s + step.wall_s) for at, step in zip(told, steps, strict=True))
+    earliest = max(at - step.began_s for at, step in zip(told, steps[1:], strict=False))
+    assert earliest <= latest + 1e-4
+
+
+def test_the_run_begins_with_its_call_and_ends_with_it(open_pair: OpenPair, make_request: Request) -> None:
+    called = time.perf_counter()
+    timeline = denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu").timeline
+    took = time.perf_counter() - called
+    last = timeline.steps[-1]
+    assert last.began_s is not None
+    assert timeline.wall_s <= last.began_s + last.wall_s <= took
+    assert 0 < timeline.measuring_s < took
+    assert timeline.memory[-1].at_s <= took
+
+
+def test_memory_is_watched_during_the_run_only(open_pair: OpenPair, make_request: Request) -> None:
+    seen = list[int]()
+    denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu", on_step=lambda _: seen.append(len(samplers())))
+    assert seen == [1] * 5
+    assert samplers() == []
+
+
+@pytest.mark.parametrize("fails", ["cancelled", "callback"])
+def test_a_run_that_ends_early_leaves_no_thread(open_pair: OpenPair, make_request: Request, fails: str) -> None:
+    stop = threading.Event()
+
+    def on_step(step: StepProgress) -> None:
+        if fails == "callback":
+            raise OSError("no room for the preview")
+        stop.set()
+
+    ledger = Ledger()
+    with pytest.raises((Cancelled, OSError)):
+        denoise(
+            open_pair(),
+            make_request(),
+            policy=LAYERWISE,
+            device="cpu",
+            on_step=on_step,
+            should_stop=stop.is_set,
+            observe=Observe(ledger=ledger),
+        )
+    assert samplers() == []
+    assert [phase.name for phase in ledger.phases()] == ["first block", "high"], "as far as it came"
+
+
+def test_the_environment_asks_for_a_trace(
+    open_pair: OpenPair, make_request: Request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSTREAM_TRACE", str(tmp_path / "traces"))
+    pair, request = open_pair(), make_request()
+    timeline = denoise(pair, request, policy=LAYERWISE, device="cpu").timeline
+    denoise(pair, request, policy=LAYERWISE, device="cpu", observe=Observe())
+    (file,) = (tmp_path / "traces").iterdir()
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    computed = [event for event in events if event.get("cat") == "compute"]
+    assert len(computed) == 5 * 4
+    names = {f"{expert} {block}" for expert in ("high", "low") for block in range(4)}
+    assert {event["name"] for event in computed} == names
+    assert [event["name"] for event in events if event.get("cat") == "steps"] == [
+        f"{step.expert} {step.index}" for step in timeline.steps
+    ]
+
+
+def test_an_unusable_request_of_the_environment_is_refused_before_the_run(
+    open_pair: OpenPair, make_request: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANSTREAM_NVTX", "perhaps")
+    with pytest.raises(ValueError, match="WANSTREAM_NVTX"):
+        denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu")
+
+
+def test_passes_are_watched_from_entering_to_leaving(open_pair: OpenPair) -> None:
+    recorder = Recorder(CPU)
+    with Passes(open_pair().engine(LAYERWISE, CPU), ["high"], recorder=recorder):
+        assert len(samplers()) == 1
+    assert samplers() == []
+    assert len(recorder.timeline().memory) >= 2

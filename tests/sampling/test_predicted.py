@@ -1,0 +1,92 @@
+"""What is foretold of a run beside what it did: the same steps, the same bytes, on any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from wanstream.plan import Machine, OffloadPolicy
+from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.sampling.predicted import predicted_timeline
+from wanstream.wan import ExpertPair
+
+CPU = torch.device("cpu")
+MACHINE = Machine(
+    name="a CPU",
+    origin="a test",
+    computes_on="cpu",
+    vram_bytes=0,
+    ram_bytes=2**40,
+    h2d_bytes_per_s=None,
+    h2d_pageable_bytes_per_s=None,
+    d2h_bytes_per_s=None,
+    disk_bytes_per_s=1e9,
+    flops_per_s=1e12,
+    decode_bytes_per_s=2e9,
+    copy_bytes_per_s=8e9,
+    quantise_bytes_per_s=2e9,
+)
+POLICIES = [
+    OffloadPolicy.resident(),
+    OffloadPolicy.layerwise(1),
+    OffloadPolicy.layerwise(2, source="pinned"),
+    OffloadPolicy.block_swap(2, 1),
+    replace(OffloadPolicy.block_swap(2, 1, source="pinned"), ram_blocks=3),
+]
+
+Request, OpenPair = Callable[..., DenoiseRequest], Callable[..., ExpertPair]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bytes_foretold_are_the_bytes_moved(
+    policy: OffloadPolicy, dtype: torch.dtype, open_pair: OpenPair, make_request: Request
+) -> None:
+    """In the second run too, which finds blocks of the first one there."""
+    pair, request = open_pair(dtype=dtype), make_request()
+    for _ in range(2):
+        foretold = predicted_timeline(pair, request, policy, machine=MACHINE, device=CPU)
+        measured = denoise(pair, request, policy=policy, device=CPU).timeline
+        for ours, theirs in zip(foretold.steps, measured.steps, strict=True):
+            assert (ours.index, ours.expert, ours.sigma) == (theirs.index, theirs.expert, theirs.sigma)
+            assert ours.bytes_moved == theirs.bytes_moved
+            assert ours.read_bytes == theirs.read_bytes
+            assert ours.copied_bytes == theirs.copied_bytes
+        assert [phase.name for phase in foretold.phases] == [phase.name for phase in measured.phases]
+        assert (foretold.kind, measured.kind) == ("simulated", "measured")
+        assert foretold.switch_step == measured.switch_step == 2
+
+
+def test_steps_keep_their_numbers_where_a_run_starts_late(open_pair: OpenPair, make_request: Request) -> None:
+    request = make_request(start_step=2)
+    foretold = predicted_timeline(open_pair(), request, POLICIES[1], machine=MACHINE, device=CPU)
+    assert [step.index for step in foretold.steps] == [2, 3, 4]
+    assert {step.expert for step in foretold.steps} == {"low"}
+    assert [step.sigma for step in foretold.steps] == list(request.course().schedule.sigmas[2:5])
+
+
+def test_asking_makes_no_engine_and_changes_none(open_pair: OpenPair, make_request: Request) -> None:
+    pair, request = open_pair(), make_request()
+    predicted_timeline(pair, request, POLICIES[1], machine=MACHINE, device=CPU)
+    assert pair.loaded_bytes == 0
+    denoise(pair, request, policy=POLICIES[1], device=CPU)
+    engine = pair.present_engine(POLICIES[1], CPU)
+    assert engine is not None
+    loaded = pair.loaded_bytes
+    cold = predicted_timeline(pair, request, POLICIES[0], machine=MACHINE, device=CPU)
+    assert pair.present_engine(POLICIES[0], CPU) is None
+    assert (pair.present_engine(POLICIES[1], CPU), pair.loaded_bytes) == (engine, loaded)
+    assert cold.bytes_moved == 8 * pair.stored_bytes, "under another policy it starts from nothing"
+
+
+def test_a_slower_disk_is_foretold_to_take_longer(open_pair: OpenPair, make_request: Request) -> None:
+    pair, request = open_pair(), make_request()
+    slow = replace(MACHINE, disk_bytes_per_s=1e6)
+    times = [
+        predicted_timeline(pair, request, POLICIES[1], machine=machine, device=CPU).wall_s
+        for machine in (MACHINE, slow)
+    ]
+    assert times[1] > 10 * times[0]
