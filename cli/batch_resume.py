@@ -48,7 +48,7 @@ def take_up(journal: Journal, shelf: Shelf, rows: Sequence[Row]) -> Start:
         flights=_flights(posted, entries),
         done=sum(entries[row.hash].state is State.done for row in rows),
         faults=tuple((row, entries[row.hash].error or "") for row in rows if entries[row.hash].state is State.failed),
-        notes=tuple(f"the files of line {entry.line} are gone: they are made again" for entry in missing),
+        notes=tuple(f"the files of line {row.line} are gone: they are made again" for row in missing),
     )
 
 

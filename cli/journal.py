@@ -113,11 +113,11 @@ class Journal:
         assert stem is not None, f"row {digest} has failed before it could run"
         return str(stem)
 
-    def enter(self, rows: Sequence[Row], *, gone: Callable[[Entry], bool]) -> list[Entry]:
+    def enter(self, rows: Sequence[Row], *, gone: Callable[[Entry], bool]) -> list[Row]:
         """Make the journal know exactly these rows, and those former ones whose files are still here.
 
-        A row that failed before waits again, a row with a fault has failed. Returns the entries of rows that were done
-        and whose files are `gone`: they wait again.
+        A row that failed before waits again, a row with a fault has failed. Returns the rows that were done and whose
+        files are `gone`: they wait again.
         """
         with self._transaction() as execute:
             known = {row[0]: _entry(row) for row in execute(f"SELECT {_COLUMNS} FROM rows")}
@@ -140,10 +140,10 @@ class Journal:
                     "UPDATE rows SET state = ?, error = ? WHERE hash = ? AND state IN ('waiting', 'failed')",
                     (state.value, fault, row.hash),
                 )
-            missing = [known[row.hash] for row in rows if row.hash in known]
-            missing = [entry for entry in missing if entry.state is State.done and gone(entry)]
-            for entry in missing:
-                execute("UPDATE rows SET state = 'waiting', files = '[]' WHERE hash = ?", (entry.hash,))
+            missing = [row for row in rows if row.hash in known and known[row.hash].state is State.done]
+            missing = [row for row in missing if gone(known[row.hash])]
+            for row in missing:
+                execute("UPDATE rows SET state = 'waiting', files = '[]' WHERE hash = ?", (row.hash,))
             return missing
 
     def post(self, saves: Mapping[str, frozenset[str] | None], prompt_id: str) -> None:

@@ -71,10 +71,11 @@ def find_comfyui() -> ComfyUI:
 
 
 class Server(NamedTuple):
-    """A running ComfyUI and its base directory."""
+    """A running ComfyUI, its base directory, and the id of its process."""
 
     url: str
     base: Path
+    process_id: int
 
     def get(self, route: str) -> Any:
         return self._send(urllib.request.Request(self.url + route))[1]
@@ -135,13 +136,17 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def running_server(comfyui: ComfyUI, base: Path, *flags: str, cpu: bool = True) -> Iterator[Server]:
-    """A ComfyUI server on a free port of the loopback that touches nothing outside `base`; it ends with the `with`.
+def running_server(
+    comfyui: ComfyUI, base: Path, *flags: str, cpu: bool = True, port: int | None = None
+) -> Iterator[Server]:
+    """A ComfyUI server on `port` of the loopback (None: a free one) that touches nothing outside `base`.
+
+    It ends with the `with`, if it has not ended before.
 
     `flags` are further ones of its command line; what it prints lies in `base / "server.log"`. It computes on the CPU,
     or on what it finds.
     """
-    port = _free_port()
+    port = port or free_port()
     command = [
         *(str(comfyui.python), "main.py", "--base-directory", str(base), "--listen", "127.0.0.1"),
         *("--port", str(port), "--database-url", "sqlite:///:memory:", "--disable-api-nodes"),
@@ -152,7 +157,7 @@ def running_server(comfyui: ComfyUI, base: Path, *flags: str, cpu: bool = True) 
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=comfyui.path, env=comfyui.environment(), stdout=out, stderr=out)
     try:
-        yield _started(Server(f"http://127.0.0.1:{port}", base), process, log)
+        yield _started(Server(f"http://127.0.0.1:{port}", base, process.pid), process, log)
     finally:
         process.terminate()
         try:
@@ -179,7 +184,8 @@ def _started(server: Server, process: subprocess.Popen[bytes], log: Path) -> Ser
         return server
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
