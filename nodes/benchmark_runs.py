@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from ..host import ExpertsRef, host
 from ..metrics.report import Report, Trial, Variant
@@ -14,9 +17,24 @@ from ..plan import DoesNotFitError, OffloadPolicy, plan_residency
 from ..plan.plan_reason import ram_words
 from ..plan.trial_matrix import Policy, TrialMatrix, policy_name
 from ..plan.version import VERSION
-from ..sampling import DenoiseRequest, DenoiseResult, NoRoomError, StepProgress
+from ..sampling import DenoiseRequest, DenoiseResult, StepProgress
 from ..sampling.trials import TrialTimes, as_trial, job_digest, request_words, trials, with_steps
 from .sampler_run import SamplerRun, run_experts
+
+
+class RunExperts(Protocol):
+    """Runs a request under this host; see `run_experts`."""
+
+    def __call__(
+        self,
+        ref: ExpertsRef,
+        request: DenoiseRequest,
+        asked: Policy,
+        *,
+        node_id: str | None,
+        on_step: Callable[[StepProgress], None] | None,
+        traces: Path | None,
+    ) -> SamplerRun: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +67,7 @@ class Benchmark:
     @property
     def runs_again(self) -> bool:
         """Whether more is wanted than what ran already."""
-        return not (self.matrix.is_empty and self.times == TrialTimes() and self.traces is None)
+        return not (self.matrix.is_empty and self.times.runs == 1 and self.traces is None)
 
     def candidates(self) -> list[Candidate]:
         """Every setting of the matrix for every run. Raises ValueError for one that cannot be run, before any is."""
@@ -76,10 +94,12 @@ def named_runs(runs: Mapping[str, SamplerRun | None], titles: Mapping[str, str])
     }
 
 
-def measure(benchmark: Benchmark, *, node_id: str | None, keep: Callable[[Report], None]) -> Report:
+def measure(
+    benchmark: Benchmark, *, node_id: str | None, keep: Callable[[Report], None], run: RunExperts = run_experts
+) -> Report:
     """Make all runs of `benchmark`, one after the other; `keep` is given the report before the first and after each.
 
-    A variant that finds no room in memory is noted as failed, and the others go on. Raises what a run raises, and the
+    A variant that finds no room in memory is noted as failed, and the others go on. Raises what `run` raises, and the
     host's interrupt when the user stops it.
     """
     report = _empty(benchmark)
@@ -95,7 +115,7 @@ def measure(benchmark: Benchmark, *, node_id: str | None, keep: Callable[[Report
     steps = sum(len(candidate.request.course().steps) for candidate in candidates) * benchmark.times.runs
     bar = _Bar(steps, node_id)
     for place, candidate in enumerate(candidates):
-        for variant in _measured(candidate, benchmark, bar):
+        for variant in _measured(candidate, benchmark, bar, run):
             variants = [*report.variants]
             variants[place] = variant
             report = replace(report, variants=tuple(variants))
@@ -128,27 +148,20 @@ def _as_ran(benchmark: Benchmark) -> Iterator[Variant]:
         yield _with_trial(candidate.variant(), run, as_trial(run.result))
 
 
-def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar) -> Iterator[Variant]:
+def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar, run: RunExperts) -> Iterator[Variant]:
     """The variant after each of its runs."""
-    variant, last = candidate.variant(), list[SamplerRun]()
+    variant, made = candidate.variant(), list[SamplerRun]()
 
     def once() -> DenoiseResult:
-        run = run_experts(
-            candidate.experts,
-            candidate.request,
-            candidate.asked,
-            node_id=bar.node_id,
-            on_step=bar.step,
-            traces=benchmark.traces,
-        )
-        last[:] = [run]
-        return run.result
+        asked = candidate.experts, candidate.request, candidate.asked
+        made.append(run(*asked, node_id=bar.node_id, on_step=bar.step, traces=benchmark.traces))
+        return made[-1].result
 
     try:
         for trial in trials(benchmark.times, once, check=host.raise_if_stopped):
-            variant = _with_trial(variant, last[0], trial)
+            variant = _with_trial(variant, made.pop(), trial)
             yield variant
-    except (NoRoomError, DoesNotFitError) as err:
+    except (torch.OutOfMemoryError, DoesNotFitError) as err:
         yield replace(variant, failed=str(err))
 
 
