@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,9 @@ SET = f"""([title, values]) => {{ {FIND}
 }}"""
 BADGES = "() => [...document.querySelectorAll('.wanstream-badge')].map(b => [b.dataset.node, b.textContent])"
 
+SEEDS = itertools.count(1000)
+"""The server keeps what it made of a seed, and the sampler would not run again."""
+
 SMALL = {"Size": {"width": 64, "height": 48, "frames": 9}}
 
 
@@ -69,12 +74,19 @@ class Page:
     def __init__(self, frontend: Frontend, server: Server) -> None:
         self.frontend, self.page, self.server = frontend, frontend.page, server
 
-    def load(self, *, steps: int = 12, **changes: Mapping[str, Any]) -> None:
-        """The shipped text-to-video graph, small enough for a CPU."""
-        self.frontend.load_workflow(json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8")))
-        for title, values in {**SMALL, SAMPLER: {"steps": steps}, **changes}.items():
-            self.page.evaluate(SET, [title, dict(values)])
+    def load(self, *, steps: int = 12, workflow_id: str | None = None) -> str:
+        """The shipped text-to-video graph, small enough for a CPU, as one that never ran; the answer is its id."""
+        workflow = json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8"))
+        workflow["id"] = workflow_id or str(uuid.uuid4())
+        self.frontend.load_workflow(workflow)
+        for title, values in {**SMALL, SAMPLER: {"steps": steps, "seed": next(SEEDS)}}.items():
+            self.set(title, **values)
         self.look_at(SAMPLER)
+        return str(workflow["id"])
+
+    def set(self, title: str, **values: Any) -> None:
+        """Change widgets of a node."""
+        self.page.evaluate(SET, [title, values])
 
     def look_at(self, title: str, zoom: float = 1.0) -> None:
         """Put a node into the upper middle of the canvas."""
@@ -92,8 +104,9 @@ class Page:
         self.page.evaluate("() => window.app.queuePrompt(0)")
 
     def run(self, title: str = SAMPLER) -> dict[str, Any]:
-        """Run the graph to its end; what the overlay shows then."""
+        """Run the graph with a seed of its own to its end; what the overlay shows then."""
         before = self.shown(title)["run"]
+        self.set(SAMPLER, seed=next(SEEDS))
         self.queue()
         self.page.wait_for_function(ENDED, arg=[title, before], timeout=WAIT_MS)
         self.idle()
@@ -166,7 +179,7 @@ def assert_shows(shown: Mapping[str, Any], timeline: Timeline) -> None:
 
 
 def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Page, renderer: str) -> None:
-    page.load(steps=60)
+    workflow_id = page.load(steps=60)
     assert page.shown()["run"] == ""
     page.queue()
     page.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
@@ -184,7 +197,7 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
 
     page.page.reload()
     page.page.wait_for_function(READY, timeout=WAIT_MS)
-    page.load(steps=60)
+    page.load(steps=60, workflow_id=workflow_id)
     page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
     again = page.shown()
     assert_shows(again, timeline)
@@ -222,17 +235,18 @@ def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page,
 def test_two_samplers_show_a_run_each(page: Page, renderer: str) -> None:
     prompt: dict[str, Any] = json.loads((WORKFLOWS / "api" / "t2v.json").read_text(encoding="utf-8"))
     prompt["latent"]["inputs"] |= SMALL["Size"]
-    prompt["sampler"]["inputs"] |= {"steps": 8}
+    prompt["sampler"]["inputs"] |= {"steps": 8, "seed": next(SEEDS)}
     second = {**prompt["sampler"], "_meta": {"title": "Second"}}
-    second["inputs"] = {**second["inputs"], "steps": 6, "seed": 43}
+    second["inputs"] = {**second["inputs"], "steps": 6, "seed": next(SEEDS)}
     prompt |= {"second": second, "keep": {"class_type": "WanStreamVAEDecode", "_meta": {"title": "Second frames"}}}
     prompt["keep"]["inputs"] = {**prompt["frames"]["inputs"], "latent": ["second", 0]}
     prompt["save 2"] = {**prompt["save"], "_meta": {"title": "Second MP4"}}
     prompt["save 2"]["inputs"] = {**prompt["save"]["inputs"], "images": ["keep", 0], "latent": ["second", 0]}
     page.frontend.load_prompt(numbered(prompt))
+    before = {title: page.shown(title)["run"] for title in (SAMPLER, "Second")}
     page.queue()
-    for title in (SAMPLER, "Second"):
-        page.page.wait_for_function(ENDED, arg=[title, ""], timeout=WAIT_MS)
+    for title, run in before.items():
+        page.page.wait_for_function(ENDED, arg=[title, run], timeout=WAIT_MS)
     page.idle()
     page.look_at(SAMPLER, zoom=0.6)
     both = [page.shown(title) for title in (SAMPLER, "Second")]
@@ -245,19 +259,19 @@ def test_two_samplers_show_a_run_each(page: Page, renderer: str) -> None:
 def test_another_run_takes_the_place_of_the_last_one(classic: Page) -> None:
     classic.load(steps=6)
     first = classic.run()
-    classic.page.evaluate(SET, [SAMPLER, {"seed": 7, "steps": 8}])
+    classic.set(SAMPLER, steps=8)
     second = classic.run()
     assert first["run"] != second["run"]
     assert_shows(second, timeline_of(classic.server))
 
 
 def test_a_second_window_sees_what_the_first_one_runs(classic: Page) -> None:
-    classic.load(steps=40)
+    workflow_id = classic.load(steps=40)
     other_page = classic.page.context.browser.new_page()
     other_page.goto(classic.server.url)
     other_page.wait_for_function(READY, timeout=WAIT_MS)
     other = Page(Frontend(other_page), classic.server)
-    other.load(steps=40)
+    other.load(steps=40, workflow_id=workflow_id)
     classic.queue()
     other_page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
     other_page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
@@ -307,16 +321,10 @@ def test_the_overlay_opens_and_closes_by_keyboard_and_leaves_the_prompt_as_it_is
     assert not any("wanstream_run" in node["inputs"] for node in after.prompt.values())
     (node,) = (node for node in after.workflow["nodes"] if node["type"] == "WanStreamSampler")
     assert node["properties"]["wanstream_overlay"] == "closed"
-    page.run()
-    assert page.shown()["bars"] == full_bars(closed), "nothing is drawn while it is closed"
+    assert page.run()["bars"] == closed["bars"], "nothing is drawn while it is closed"
     page.page.keyboard.press("Enter")
     page.page.wait_for_timeout(500)
     assert_shows(page.shown(), timeline_of(page.server))
-
-
-def full_bars(shown: Mapping[str, Any]) -> list[dict[str, str]]:
-    bars: list[dict[str, str]] = shown["bars"]
-    return bars
 
 
 def test_arrow_keys_go_through_the_steps_and_tell_their_numbers(page: Page) -> None:
@@ -400,7 +408,7 @@ def download(page: Page, kind: str) -> str:
 def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
     classic.load(steps=4)
     classic.run()
-    classic.page.evaluate(SET, [SAMPLER, {"seed": 5, "steps": 6}])
+    classic.set(SAMPLER, steps=6)
     classic.run()
     open_table(classic)
     for number in range(2):
@@ -419,7 +427,6 @@ def test_without_badges_there_is_no_layer_and_nobody_looks_at_nodes(classic: Pag
     classic.run()
     assert classic.badges() == {}
     classic.page.evaluate("() => window.app.extensionManager.setting.set('WanStream.Badges', true)")
-    classic.page.evaluate(SET, [SAMPLER, {"seed": 5}])
     classic.run()
     assert len(classic.badges()) == 7
 

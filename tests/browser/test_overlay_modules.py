@@ -34,10 +34,10 @@ def opened(server: Server) -> Iterator[Frontend]:
 
 
 class Modules:
-    """`modules.store.lastRun(...)`: what that export answers."""
+    """The modules of the overlay, called with plain values."""
 
-    def __init__(self, frontend: Frontend, module: str = "") -> None:
-        self.frontend, self.module = frontend, module
+    def __init__(self, frontend: Frontend) -> None:
+        self.frontend = frontend
 
     def call(self, module: str, name: str, *values: Any) -> Any:
         return self.frontend.page.evaluate(CALL, [module, name, list(values)])
