@@ -258,3 +258,36 @@ def test_the_embedded_host_chooses_and_the_run_is_the_same(
         door.choose_policy(ref, AutoOffload(budgets=Budgets(ram_bytes=1000)), job)
     assert door.choose_policy(ref, AutoOffload(), job).revise is None, "blocks lie there already"
     door.free_experts()
+
+
+def test_a_door_knows_the_machine_as_it_was_kept_or_learned(
+    tiny_expert_file: Callable[..., Path], request_of: Callable[..., DenoiseRequest]
+) -> None:
+    asked = list[tuple[object, ...]]()
+
+    def never(*_: object) -> Machine:
+        raise AssertionError("this machine was measured")
+
+    def known(*key: object) -> Machine | None:
+        asked.append(key)
+        return ONLY_CPU if len(asked) > 1 else None
+
+    files = [tiny_expert_file(seed=seed) for seed in (1, 2)]
+    ref = ExpertsRef(high_noise=files[0], low_noise=files[1], compute_dtype="float32")
+    door = EmbeddedDoor(AutoPlanner(never, known))
+    expert = request_job(door.experts(ref), request_of(), CPU).expert
+    assert door.known_machine(ref, expert) is None
+    assert door.known_machine(ref, expert) is ONLY_CPU
+    assert asked == [(door.device(), expert, files[0])] * 2
+    door.free_experts()
+
+
+def test_what_a_first_step_has_taught_is_what_is_known() -> None:
+    planner = AutoPlanner(lambda *_: GPU, lambda *_: None)
+    choice = _choose(planner, _room())
+    assert planner.known(JOB.expert, device=CUDA, weights=WEIGHTS) is None
+    choice.revise(_record(choice.policy, replace(GPU, h2d_bytes_per_s=12e9)))
+    learned = planner.known(JOB.expert, device=CUDA, weights=WEIGHTS)
+    assert learned is not None
+    assert learned.h2d_bytes_per_s != GPU.h2d_bytes_per_s
+    assert planner.known(JOB.expert, device=CPU, weights=WEIGHTS) is None

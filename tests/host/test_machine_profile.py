@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from wanstream.host.machine_profile import Profile, machine_profile, measure_machine, profile_path
+from wanstream.host.machine_profile import Profile, kept_machine, machine_profile, measure_machine, profile_path
 from wanstream.offload.available_memory import cgroup_limits
 from wanstream.plan import ExpertShape, Machine
 
@@ -84,6 +84,24 @@ def test_a_kept_profile_is_used(kept: Path, models: Path, caplog: pytest.LogCapt
     assert machine_profile(CPU, expert=TINY, models=models, folder=kept).copy_bytes_per_s == 12345.0
     assert machine_profile(CPU, expert=TINY, folder=kept).copy_bytes_per_s == 12345.0, "of whichever disk"
     assert not caplog.records
+
+
+def test_what_is_kept_can_be_asked_for_without_measuring(
+    kept: Path, models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for place in (models, None):
+        machine = kept_machine(CPU, expert=TINY, models=place, folder=kept)
+        assert machine is not None
+        assert machine.copy_bytes_per_s == 12345.0
+    other = ExpertShape(width=512, ffn_width=512, blocks=2)
+    assert kept_machine(CPU, expert=other, models=models, folder=kept) is None
+    _change(kept, format=2)
+    before = profile_path(CPU, kept).read_bytes()
+    assert kept_machine(CPU, expert=TINY, models=models, folder=kept) is None
+    assert kept_machine(CPU, expert=TINY, models=models, folder=tmp_path / "nowhere") is None
+    assert profile_path(CPU, kept).read_bytes() == before
+    assert not (tmp_path / "nowhere").exists()
+    assert not caplog.records, "nothing is measured again, so there is nothing to tell"
 
 
 def test_room_is_made_only_where_something_is_measured(kept: Path, models: Path) -> None:
