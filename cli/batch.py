@@ -21,7 +21,7 @@ from .batch_jobs import Planner, single_jobs, with_values
 from .batch_resume import Start, take_up
 from .batch_rows import Row, RowError, read_rows
 from .batch_runner import Limits, Runner
-from .batch_shelf import Shelf
+from .batch_shelf import FULL_DISK, Shelf
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from .journal import Journal, State
 from .journal_lock import Lock
@@ -95,6 +95,8 @@ def batch(arguments: BatchArguments) -> int:
             stop = _run(arguments, todo, desk)
         except (ValueError, OSError) as err:
             print(f"failed: {err}", file=sys.stderr)
+            if isinstance(err, OSError) and err.errno in FULL_DISK:
+                print(f"make room in {arguments.output}: the same command goes on then", file=sys.stderr)
             return FAILED
         return _summary(arguments, todo, desk.journal, stop)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,8 +16,8 @@ from ..host.embedded_graph import Prompt
 from ..host.embedded_io import ComfyNode
 from ..host.embedded_run import History, NodeFailedError, run_workflow, validate_workflow
 from .batch_host import Ended, Failed, MadeFile, Outcome, RefusedError, Unknown
+from .batch_shelf import FULL_DISK
 
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RESCUED = "*.latent"
 
 
@@ -79,7 +78,7 @@ class EmbeddedHost:
         try:
             history = self._run(prompt_id, self._posted.pop(prompt_id))
         except NodeFailedError as err:
-            if isinstance(err.__cause__, OSError) and err.__cause__.errno in _FULL_DISK:
+            if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL_DISK:
                 raise DiskFullError(str(err)) from err
             if not isinstance(err.__cause__, ValueError | OSError):  # no refusal but a fault, ours or a library's
                 traceback.print_exception(err.__cause__)

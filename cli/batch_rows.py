@@ -21,6 +21,7 @@ NAME = "name"
 """The column that no input is called by: what the files of the row are called."""
 
 _CSV, _JSON_LINES = (".csv",), (".jsonl", ".ndjson")
+_OTHER_SEPARATORS = {";", "\t"}
 _FILE_NAME = re.compile(r"\w(?:[\w .,+()-]{0,98}[\w)])?")
 
 
@@ -97,7 +98,7 @@ def _csv_rows(content: bytes) -> Iterator[Row]:
 
 def _header(cells: list[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
-    wrong = [cell for cell in header if cell != NAME and not _names_an_input(cell)]
+    wrong = [cell for cell in header if cell != NAME and (not _names_an_input(cell) or set(cell) & _OTHER_SEPARATORS)]
     if wrong:
         raise JobsError(f"column '{wrong[0]}': a column is called node.input, or {NAME}; columns are parted by commas")
     twice = [cell for cell, count in Counter(header).items() if count > 1]

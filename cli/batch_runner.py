@@ -163,6 +163,7 @@ class Runner:
             try:
                 kept = self._fetch(row, made)
             except (NoSuchFileError, UnreadableFileError) as err:
+                self.shelf.clear()
                 self._fail_row(row, str(err))
             else:
                 self.journal.place(row.hash, kept)

@@ -37,7 +37,7 @@ def check_media(path: Path) -> None:
 
 def _decode(path: Path, kind: str) -> None:
     with av.open(str(path)) as container:
-        streams = container.streams.get({kind: 0}) if len(getattr(container.streams, kind)) else []
+        streams = container.streams.video if kind == "video" else container.streams.audio
         if not streams:
             raise UnreadableFileError(f"there is no {kind} in it")
         promised = streams[0].frames if kind == "video" else 0
