@@ -55,7 +55,9 @@ class ComfyWatch:
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         """Tell all browsers, and keep it for those that come later."""
         if event == BEGIN:
-            payload = {**payload, "workflow": _workflow_of(payload["prompt_id"])}
+            prompt, workflow = _queued(payload["prompt_id"])
+            title = prompt.get(payload["shown_at"], {}).get("_meta", {}).get("title")
+            payload = {**payload, "workflow": workflow, "title": title}
         self.log.note(event, payload)
         server = getattr(PromptServer, "instance", None)
         if server is not None:
@@ -141,7 +143,7 @@ class _Looking:
             self.close(now)
         if here is not None:
             if self._item is None:
-                self._item = _Item(prompt_id=here, workflow=_workflow_of(here), times=ItemTimes())
+                self._item = _Item(prompt_id=here, workflow=_queued(here)[1], times=ItemTimes())
             if self._item.times.look(now, _seen(registry)):
                 self._item.times.memory(self._memory())
         return bool(running or waiting)
@@ -195,12 +197,12 @@ def _seen(registry: ProgressRegistry) -> list[NodeSeen]:
     ]
 
 
-def _workflow_of(prompt_id: str | None) -> str | None:
-    """The id of the canvas that a running queue item came from; None for one that came without."""
+def _queued(prompt_id: str | None) -> tuple[Mapping[str, Any], str | None]:
+    """The graph of a running queue item, and the id of the canvas that it came from; None for one without."""
     server = getattr(PromptServer, "instance", None)
-    if server is None:
-        return None
-    running, _ = server.prompt_queue.get_current_queue_volatile()
-    extra = next((item[3] for item in running if item[1] == prompt_id), {})
-    workflow = (extra.get("extra_pnginfo") or {}).get("workflow") or {}
-    return workflow.get("id") if isinstance(workflow, dict) else None
+    running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
+    for item in running:
+        if item[1] == prompt_id:
+            workflow = (item[3].get("extra_pnginfo") or {}).get("workflow")
+            return item[2], workflow.get("id") if isinstance(workflow, dict) else None
+    return {}, None

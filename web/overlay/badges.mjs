@@ -1,8 +1,8 @@
 /**
  * A badge above every node with its seconds and its peak of memory in the last queue item.
  *
- * One layer of elements over the canvas serves both renderers: it follows the canvas wherever that is drawn. While badges
- * are off there is no layer, and nothing is done when the canvas is drawn.
+ * One layer of elements over the canvas serves both renderers: it follows the canvas wherever that is drawn. While
+ * badges are off there is no layer, and nothing is done when the canvas is drawn.
  */
 
 import { element } from "./dom.mjs"
@@ -24,9 +24,10 @@ export function badgeText(figures) {
 /** What a badge says to whoever points at it. */
 export function badgeTitle(figures) {
   const parts = [`${figures.running ? "running for" : "took"} ${shortSeconds(figures.seconds)} in the last run`]
-  if (figures.device_used_peak) parts.push(`most in use on the device, by all processes: ${sizeText(figures.device_used_peak)}`)
-  if (figures.torch_allocated_peak) parts.push(`of it by torch: ${sizeText(figures.torch_allocated_peak)}`)
-  if (figures.rss_peak) parts.push(`RAM of the process: ${sizeText(figures.rss_peak)}`)
+  const peak = (words, bytes) => bytes && parts.push(`${words}: ${sizeText(bytes)}`)
+  peak("most in use on the device, by all processes", figures.device_used_peak)
+  peak("of it by torch", figures.torch_allocated_peak)
+  peak("RAM of the process", figures.rss_peak)
   return parts.join("; ")
 }
 

@@ -11,6 +11,7 @@ import { memoryOf, outsideSeconds, peakText, recordsOf, runText, secondsText } f
 const LEAST_BAR = 3
 const LINE_HEIGHT = 1.35
 const MEMORY_HEADROOM = 1.15
+const MEMORY_TEXT = "wanstream-text wanstream-memory-text"
 
 const mean = (values) => values.reduce((total, value) => total + value, 0) / values.length
 
@@ -48,7 +49,8 @@ function meanOf(records) {
 /** Where things lie, in pixels: the plot between its text lines, and the width of one column. */
 export function frameOf(width, height, font, count) {
   const line = font * LINE_HEIGHT
-  return { left: 2, right: width - 2, top: line, bottom: Math.max(line + 1, height - line), step: (width - 4) / Math.max(1, count) }
+  const step = (width - 4) / Math.max(1, count)
+  return { left: 2, right: width - 2, top: line, bottom: Math.max(line + 1, height - line), step }
 }
 
 /** Which column lies at this x. */
@@ -68,9 +70,10 @@ export function chart({ run, width, height, font, chosen, id }) {
   const frame = frameOf(width, height, font, columns.length)
   const longest = Math.max(...columns.flatMap((column) => [column.measured?.wall ?? 0, column.predicted ?? 0]))
   const scale = longest > 0 ? (frame.bottom - frame.top) / longest : 0
+  const whole = { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": runText(run) }
   return [
     "svg",
-    { class: "wanstream-svg", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": runText(run) },
+    { class: "wanstream-svg", ...whole },
     hatch(id),
     highlight(columns, frame, chosen),
     ...columns.map((column, index) => bar(column, index, frame, scale, id)),
@@ -102,8 +105,8 @@ const text = (x, y, font, anchor, words, kind = "wanstream-text") => [
 function highlight(columns, frame, chosen) {
   const index = chosen === null ? -1 : columnOf(columns, chosen)
   if (index < 0) return ["g", {}]
-  const place = { x: frame.left + index * frame.step, y: frame.top, width: frame.step, height: frame.bottom - frame.top }
-  return ["rect", { class: "wanstream-chosen", ...place }]
+  const [x, y] = [frame.left + index * frame.step, frame.top]
+  return ["rect", { class: "wanstream-chosen", x, y, width: frame.step, height: frame.bottom - frame.top }]
 }
 
 /** The stacked parts of one bar; its numbers are in `data-` attributes as they were measured. */
@@ -111,16 +114,17 @@ function bar(column, index, frame, scale, id) {
   const attributes = { class: `wanstream-bar wanstream-${column.expert}`, "data-step": column.first }
   if (!column.measured) return ["g", attributes]
   const gap = frame.step > 6 ? 1 : 0
-  const { compute, rest, stall } = column.measured
-  let top = frame.bottom
+  const { compute, rest, stall, wall } = column.measured
+  const [x, width] = [frame.left + index * frame.step + gap, frame.step - 2 * gap]
+  let y = frame.bottom
   const part = (kind, seconds, fill = null) => {
     const height = seconds * scale
-    top -= height
-    return ["rect", { class: kind, x: frame.left + index * frame.step + gap, y: top, width: frame.step - 2 * gap, height, fill }]
+    y -= height
+    return ["rect", { class: kind, x, y, width, height, fill }]
   }
   return [
     "g",
-    { ...attributes, "data-compute": compute, "data-rest": rest, "data-stall": stall, "data-wall": column.measured.wall },
+    { ...attributes, "data-compute": compute, "data-rest": rest, "data-stall": stall, "data-wall": wall },
     part("wanstream-compute", compute),
     part("wanstream-rest", rest),
     part("wanstream-stalled", stall, `url(#${id}-stall)`)
@@ -130,7 +134,8 @@ function bar(column, index, frame, scale, id) {
 function outline(column, index, frame, scale) {
   if (column.predicted === null) return ["g", {}]
   const height = column.predicted * scale
-  const place = { x: frame.left + index * frame.step + 0.5, y: frame.bottom - height, width: Math.max(1, frame.step - 1), height }
+  const [x, y] = [frame.left + index * frame.step + 0.5, frame.bottom - height]
+  const place = { x, y, width: Math.max(1, frame.step - 1), height }
   return ["rect", { class: "wanstream-predicted", "data-predicted": column.predicted, ...place }]
 }
 
@@ -151,7 +156,7 @@ function memoryLine(run, columns, frame, font) {
     { class: "wanstream-memory", "data-peak": peak },
     ["polyline", { class: "wanstream-memory-line", points }],
     ["circle", { class: "wanstream-memory-peak", cx: x, cy: y, r: font / 4 }],
-    text(frame.right, frame.top - font * 0.35, font, "end", peakText(recordsOf(run)), "wanstream-text wanstream-memory-text")
+    text(frame.right, frame.top - font * 0.35, font, "end", peakText(recordsOf(run)), MEMORY_TEXT)
   ]
 }
 

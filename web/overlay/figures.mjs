@@ -43,9 +43,9 @@ export const recordsOf = (run) => (run.timeline ? run.timeline.steps : run.recor
 
 /** What is shown as memory: the device's, or on a CPU the RAM of the process. */
 export function memoryOf(record) {
-  if (record.device_bytes !== null && record.device_bytes !== undefined) return { kind: "VRAM", bytes: record.device_bytes }
-  if (record.rss_bytes !== null && record.rss_bytes !== undefined) return { kind: "RAM", bytes: record.rss_bytes }
-  return null
+  const known = (bytes) => bytes !== null && bytes !== undefined
+  if (known(record.device_bytes)) return { kind: "VRAM", bytes: record.device_bytes }
+  return known(record.rss_bytes) ? { kind: "RAM", bytes: record.rss_bytes } : null
 }
 
 const sum = (records, field) => records.reduce((total, record) => total + (record[field] ?? 0), 0)
@@ -62,10 +62,11 @@ function overlap(spent) {
   return transfer > 0 ? 1 - Math.min(1, spent.stall_s / transfer) : null
 }
 
+const ADDED = ["wall_s", "compute_s", "stall_s", "bytes_moved", "read_bytes", "copy_s", "read_s"]
+
 /** Sums, peaks and rates of some steps, by the names of `Timeline`. */
 export function totals(records) {
-  const fields = ["wall_s", "compute_s", "stall_s", "stall_file_s", "decode_s", "bytes_moved", "read_bytes", "copy_s", "read_s"]
-  const all = Object.fromEntries(fields.map((field) => [field, sum(records, field)]))
+  const all = Object.fromEntries(ADDED.map((field) => [field, sum(records, field)]))
   return {
     ...all,
     steps: records.length,

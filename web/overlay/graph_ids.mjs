@@ -1,8 +1,8 @@
 /**
  * Under which ids the server knows a node of the canvas: "7" in the root graph, "129:86" inside the subgraph node 129.
  *
- * Pure over anything that has `nodes`, whose subgraph nodes have a `subgraph`; instances of one subgraph share its nodes,
- * so that a node may have several ids.
+ * Pure over anything that has `nodes`, whose subgraph nodes have a `subgraph`; instances of one subgraph share its
+ * nodes, so that a node may have several ids.
  */
 
 const nodesOf = (graph) => graph.nodes ?? graph._nodes ?? []
@@ -13,7 +13,7 @@ export function executionIds(root, node) {
 }
 
 /** Pairs of node and id of the whole graph, in depth. */
-export function* walk(graph, prefix) {
+function* walk(graph, prefix) {
   for (const node of nodesOf(graph)) {
     const id = `${prefix}${node.id}`
     yield [node, id]

@@ -5,7 +5,7 @@
  */
 
 import { Badges } from "./badges.mjs"
-import { executionIds, figuresAt, walk } from "./graph_ids.mjs"
+import { executionIds, figuresAt } from "./graph_ids.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
 import { EVENTS, Store, lastItem, lastRun, leavesGap } from "./store.mjs"
@@ -65,19 +65,16 @@ function pageOf(app, store) {
     zoom: () => app.canvas?.ds.scale ?? 1,
     memory: () => store.state.memory,
     runOf(node) {
-      const runs = [node, measuredBy(node)].filter(Boolean).map((shown) => lastRun(store.state, root().id, executionIds(root(), shown)))
-      return runs.filter(Boolean).sort((one, other) => other.at - one.at)[0] ?? null
+      const last = (shown) => lastRun(store.state, root().id, executionIds(root(), shown))
+      const runs = [node, measuredBy(node)].filter(Boolean).map(last).filter(Boolean)
+      return runs.sort((one, other) => other.at - one.at)[0] ?? null
     },
     figuresOf(node) {
       const item = lastItem(store.state, root().id)
       return item ? figuresAt(item.nodes, executionIds(root(), node), node.type) : null
     },
-    name(run) {
-      const there = [...walk(root(), "")].find(([, id]) => id === run.shown_at)
-      return there && SHOWN_ON.includes(there[0].comfyClass) ? there[0].title : `node ${run.shown_at}`
-    },
     resize,
-    forward: (element) => forward(app, element, (event) => event.type === "wheel" || event.button === 1 || event.buttons & 4),
+    forward: (element) => forward(app, element, isForCanvas),
     forwardAll: (element) => forward(app, element, null),
     save
   }
@@ -85,7 +82,8 @@ function pageOf(app, store) {
 
 /** A benchmark that repeats nothing shows the run of the sampler that is connected to it. */
 function measuredBy(node) {
-  const slot = node.comfyClass === "WanStreamBenchmark" ? (node.inputs ?? []).findIndex((input) => input.name === "run") : -1
+  if (node.comfyClass !== "WanStreamBenchmark") return null
+  const slot = node.inputs.findIndex((input) => input.name === "run")
   return slot < 0 ? null : node.getInputNode(slot)
 }
 
@@ -95,6 +93,9 @@ function resize(node, shrink) {
   if (shrink || node.size[1] < least) node.setSize([node.size[0], least])
   node.graph?.setDirtyCanvas(true, true)
 }
+
+/** Turning the wheel, and the middle button. */
+const isForCanvas = (event) => event.type === "wheel" || event.button === 1 || (event.buttons & 4) === 4
 
 const CANVAS_EVENTS = {
   wheel: "processMouseWheel",
@@ -106,7 +107,7 @@ const CANVAS_EVENTS = {
 /**
  * An element over the canvas swallows what is meant for it: pass that on.
  *
- * `wanted(event)` says what that is. Inside a node this is needed on the classic canvas alone; null: everything, always.
+ * `wanted(event)` says what that is. Inside a node only the classic canvas needs it; null: everything, always.
  */
 function forward(app, element, wanted) {
   for (const [name, handler] of Object.entries(CANVAS_EVENTS)) {

@@ -1,8 +1,8 @@
 /**
  * The overlay on one node: a line that opens and closes, the chart of the node's last run, and the numbers of one step.
  *
- * A DOM widget, so it is the same on the classic canvas and in Nodes 2.0. It keeps nothing of the run: it is drawn from the
- * store whenever that or its own size changes, and not at all while it is closed or out of sight.
+ * A DOM widget, so it is the same on the classic canvas and in Nodes 2.0. It keeps nothing of the run: it is drawn from
+ * the store whenever that or its own size changes, and not at all while it is closed or out of sight.
  */
 
 import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
@@ -71,7 +71,8 @@ export class RunWidget {
 
   build() {
     const toggle = () => this.toggle()
-    const keep = (event) => ["Enter", " "].includes(event.key) && event.stopPropagation() // else ComfyUI acts on them too
+    // ComfyUI must not act on them too.
+    const keep = (event) => ["Enter", " "].includes(event.key) && event.stopPropagation()
     this.line = element(["span", { class: "wanstream-line-text" }])
     this.button = element(["button", { type: "button", class: "wanstream-line", click: toggle, keydown: keep }])
     this.button.append(element(["span", { class: "wanstream-arrow", "aria-hidden": "true" }]), this.line)
@@ -134,7 +135,7 @@ export class RunWidget {
     if (!this.open) return
     const record = this.chosen === null ? null : recordsOf(this.run)[this.chosen]
     const words = record ? stepText(record, this.run.predicted?.steps[this.chosen]) : this.summary()
-    if (this.numbers.textContent !== words) this.numbers.textContent = words
+    if (this.numbers.textContent !== words) this.numbers.textContent = this.numbers.title = words
   }
 
   summary() {

@@ -1,5 +1,5 @@
 /**
- * The table of the last runs, for the bottom panel: one row per run, those that are ticked compared below, and export.
+ * The table of the last runs, for the bottom panel: one row per run, what is ticked compared below, and export.
  *
  * The layout is pure (`tableOf`, `comparisonOf`, `csvOf`, `jsonOf`); the class puts it on the page while it can be seen.
  */
@@ -9,16 +9,21 @@ import { figuresOf, stateText } from "./figures.mjs"
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
 
+/** What a run is called: by the title of its node, as far as its workflow carries one. */
+const name = (run) => run.title || `node ${run.shown_at}`
+
 const ratioText = (value, first) => (value === null || !first ? "-" : `${(value / first).toFixed(2)} x`)
 
-/** All runs, the last one first. `name(run)` is what its node is called, `ticked` holds the ids of chosen runs. */
-export function tableOf(runs, { name, ticked, onTick }) {
+/** All runs, the last one first. `ticked` holds the ids of chosen runs. */
+export function tableOf(runs, { ticked, onTick }) {
   const heads = runs.length ? figuresOf(runs[0]).map((figure) => figure.name) : []
   const row = (run) => {
     const label = `${clock(run.at)} ${name(run)}`
-    const box = ["input", { type: "checkbox", checked: ticked.has(run.run), "aria-label": `compare ${label}`, change: () => onTick(run.run) }]
-    const cells = figuresOf(run).map((figure) => ["td", { "data-figure": figure.name }, figure.text])
-    return ["tr", { "data-run": run.run }, ["td", {}, box], ["td", {}, clock(run.at)], ["td", {}, name(run)], ...cells, ["td", {}, stateText(run)]]
+    const tick = { checked: ticked.has(run.run), change: () => onTick(run.run), "aria-label": `compare ${label}` }
+    const cell = (content) => ["td", {}, content]
+    const figures = figuresOf(run).map((figure) => ["td", { "data-figure": figure.name }, figure.text])
+    const first = [["input", { type: "checkbox", ...tick }], clock(run.at), name(run)].map(cell)
+    return ["tr", { "data-run": run.run }, ...first, ...figures, cell(stateText(run))]
   }
   return [
     "table",
@@ -29,9 +34,9 @@ export function tableOf(runs, { name, ticked, onTick }) {
 }
 
 /** The chosen runs beside each other, each figure with its ratio to the first run. */
-export function comparisonOf(runs, name) {
+export function comparisonOf(runs) {
   const columns = runs.map(figuresOf)
-  const head = runs.map((run, index) => ["th", { scope: "col" }, `${index === 0 ? "1 x: " : ""}${clock(run.at)} ${name(run)}`])
+  const head = runs.map((run) => ["th", { scope: "col" }, `${clock(run.at)} ${name(run)}`])
   const row = (figure, index) => {
     const cells = columns.map((figures, run) => {
       const { value, text } = figures[index]
@@ -50,7 +55,7 @@ export function comparisonOf(runs, name) {
 const quoted = (value) => `"${String(value).replaceAll('"', '""')}"`
 
 /** One line per run, figures as plain numbers in seconds and bytes. */
-export function csvOf(runs, name) {
+export function csvOf(runs) {
   if (!runs.length) return ""
   const heads = ["run", "prompt_id", "at", "node", ...figuresOf(runs[0]).map((figure) => figure.name), "state"]
   const line = (run) => {
@@ -64,7 +69,7 @@ export function csvOf(runs, name) {
 export const jsonOf = (runs) => JSON.stringify({ wanstream_runs: 1, runs }, null, 1)
 
 export class RunsTable {
-  /** `page` gives `name(run)` and `save(fileName, type, text)`. */
+  /** `page` does `save(fileName, type, text)`. */
   constructor(page) {
     this.page = page
     this.ticked = new Set()
@@ -78,7 +83,7 @@ export class RunsTable {
         "div",
         { class: "wanstream-tools" },
         button("Export JSON", () => this.export("json", "application/json", jsonOf)),
-        button("Export CSV", () => this.export("csv", "text/csv", (runs) => csvOf(runs, this.page.name))),
+        button("Export CSV", () => this.export("csv", "text/csv", csvOf)),
         ["span", { class: "wanstream-hint" }, "Tick runs to compare them; what is ticked is exported, or else all."]
       ]
     ])
@@ -94,9 +99,9 @@ export class RunsTable {
       if (!this.ticked.delete(run)) this.ticked.add(run)
       this.refresh(state)
     }
-    const parts = [tableOf(this.runs, { name: this.page.name, ticked: this.ticked, onTick })]
+    const parts = [tableOf(this.runs, { ticked: this.ticked, onTick })]
     const chosen = this.chosen()
-    if (chosen.length > 1) parts.push(comparisonOf(chosen, this.page.name))
+    if (chosen.length > 1) parts.push(comparisonOf(chosen))
     if (!this.runs.length) parts.splice(0, 1, ["p", { class: "wanstream-hint" }, "No run yet."])
     this.body.replaceChildren(...parts.map(element))
     if (focused) this.body.querySelector(`tr[data-run="${focused}"] input`)?.focus()
