@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,7 +26,7 @@ OF_THE_RUN = ["open", "text", "first block", "high", "switch", "low"]
 class Peek(io.ComfyNode):
     """Keeps the ledger of the queue item that it runs in."""
 
-    seen: list[tuple[str | None, Ledger]] = []
+    seen: ClassVar[list[tuple[str | None, Ledger]]] = []
 
     @classmethod
     def define_schema(cls) -> io.Schema:
