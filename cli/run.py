@@ -21,6 +21,7 @@ from ..host.embedded_load_image import LoadImage
 from ..host.embedded_run import History, NodeFailedError, run_workflow, validate_workflow
 from ..host.embedded_validate import Verdict
 from ..nodes import WanStreamExtension
+from ..nodes.benchmark import REPORT
 from ..nodes.sample import TIMELINE
 from ..plan import Timeline
 from .arguments import ArgumentError, check_models, made_folder, read_json
@@ -131,6 +132,9 @@ def _faults(verdict: Verdict) -> str:
 
 def _print_results(history: History, output: Path) -> None:
     for shown in history.outputs.values():
+        if REPORT in shown:
+            print(*shown[REPORT])
+            continue
         for timeline in shown.get(TIMELINE, ()):
             print(step_table(Timeline.from_dict(timeline)))
     for shown in history.outputs.values():

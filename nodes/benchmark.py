@@ -23,6 +23,9 @@ from .sampler_run import SamplerRun
 
 TITLE = "WanStream benchmark"
 
+REPORT = "wanstream_report"
+"""Where the history keeps the summary."""
+
 
 class WanStreamBenchmark(io.ComfyNode):
     """Reports what a sampler's run took, and runs it again under other settings if it is asked to."""
@@ -84,7 +87,7 @@ class WanStreamBenchmark(io.ComfyNode):
         benchmark = Benchmark(title=TITLE, runs=runs, matrix=matrix, times=TrialTimes(**settings), traces=traces)
         report = measure(benchmark, node_id=cls.hidden.unique_id, keep=files.keep)
         chart, said = files.finish(report), summary(report)
-        shown = {TIMELINE: _usual_runs(report), "text": [said], "images": [files.picture()]}
+        shown = {TIMELINE: _usual_runs(report), REPORT: [said], "text": [said], "images": [files.picture()]}
         return io.NodeOutput(_image(chart), said, ui=shown)
 
 
