@@ -222,6 +222,8 @@ def test_decoding_is_timed_by_the_device_and_takes_no_part_of_computing(fp8):
     assert first.bytes_moved == second.bytes_moved == BLOCKS * 4096 * WIDTH
     for step in (first, second):
         assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # two clocks
+        assert step.copied_bytes == step.bytes_moved
+        assert step.copy_s > 0
 
 
 def test_a_run_cut_short_while_it_decodes_leaves_the_engine_usable(fp8):
