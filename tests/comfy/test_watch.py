@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from wanstream.workbench.comfyui import ComfyUI, running_server
 
 pytestmark = pytest.mark.comfy
 
@@ -92,3 +95,17 @@ def test_every_item_of_a_queue_is_seen(server: Any, tmp_path: Path) -> None:
         gate.open()
     until(lambda: all(prompt_id in items(server) and not items(server)[prompt_id]["running"] for prompt_id in ids))
     assert all(node(server, prompt_id)["seconds"] > 0 for prompt_id in ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_memory_of_the_device_is_seen(comfyui: ComfyUI, base: Path, tmp_path: Path) -> None:
+    (tmp_path / "custom_nodes").symlink_to(base / "custom_nodes", target_is_directory=True)
+    with running_server(comfyui, tmp_path, cpu=False) as server:
+        server.post("/wanstream/watch", {"seconds": 120})
+        gate = Gate(server, tmp_path / "open")
+        prompt_id = gate.queue()
+        until(lambda: bool(node(server, prompt_id).get("device_used_peak")))
+        gate.open()
+        server.wait(prompt_id)
+        assert node(server, prompt_id)["device_used_peak"] <= torch.cuda.mem_get_info()[1]

@@ -91,7 +91,7 @@ export function stepText(record, predicted) {
   const parts = [
     `step ${record.index} (${record.expert})`,
     `${secondsText(record.wall_s)} = compute ${secondsText(record.compute_s)} + stall ${secondsText(record.stall_s)}` +
-      ` + rest ${secondsText(outsideSeconds(record))}`,
+      `${fileWords(record)} + rest ${secondsText(outsideSeconds(record))}`,
     `${sizeText(record.bytes_moved)} moved` + rateWords(record.bytes_moved, record.copy_s),
     `${sizeText(record.read_bytes)} read` + rateWords(record.read_bytes, record.read_s)
   ]
@@ -101,6 +101,8 @@ export function stepText(record, predicted) {
   if (predicted) parts.push(`predicted ${secondsText(predicted.wall_s)}`)
   return parts.join(" · ")
 }
+
+const fileWords = (record) => (record.stall_file_s ? ` (${secondsText(record.stall_file_s)} of it for files)` : "")
 
 function rateWords(bytes, seconds) {
   const achieved = rate(bytes, seconds)
