@@ -222,7 +222,9 @@ def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page,
     outside = page.badges()
     inside_id = str(page.page.evaluate(f"() => {{ {FIND}; return find('Inside').id }}"))
     assert inside_id in outside
-    page.page.evaluate(f"() => {{ {FIND}; window.app.canvas.setGraph(find('Inside').subgraph) }}")
+    page.page.evaluate(
+        f"() => {{ {FIND}; const node = find('Inside'); window.app.canvas.openSubgraph(node.subgraph, node) }}"
+    )
     page.page.wait_for_timeout(500)
     page.look_at(SAMPLER)
     shown = page.shown()
@@ -289,7 +291,7 @@ def test_a_run_that_goes_on_while_another_tab_is_open_is_there_afterwards(page: 
     page.page.wait_for_function(f"() => {GRAPH}.nodes.length === 0")
     assert page.badges() == {}
     page.idle()
-    page.page.evaluate("() => window.app.extensionManager.command.execute('Comfy.PreviousOpenedWorkflow')")
+    page.page.evaluate("() => window.app.extensionManager.command.execute('Workspace.PreviousOpenedWorkflow')")
     page.page.wait_for_function(f"() => {GRAPH}.nodes.length > 0")
     page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
     page.look_at(SAMPLER)
