@@ -57,8 +57,7 @@ class Clock(Protocol):
 class CpuClock:
     """The CPU computes while the host calls it: every mark has passed when it is made."""
 
-    def mark(self) -> Mark:
-        return time.perf_counter()
+    mark = staticmethod(time.perf_counter)
 
     def seconds(self, start: Mark, end: Mark) -> float:
         return cast(float, end) - cast(float, start)

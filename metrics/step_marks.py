@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from .device import Clock, Mark
 from .reading import ReadSpan
@@ -12,17 +12,11 @@ from .trace import TraceSpan
 _MARKS_OF_VISIT = 4
 
 
-class VisitMarks(NamedTuple):
-    """One visit: when its block was asked for, there, and decoded, and when the last lane had passed.
+VisitMarks: TypeAlias = tuple[int, Mark, Mark, Mark, Mark]
+"""One visit: its block; when that was asked for, there, and decoded; when the last lane had passed.
 
-    `arrived` and `ready` are the same where the computing thread does not decode.
-    """
-
-    block: int
-    asked: Mark
-    arrived: Mark
-    ready: Mark
-    done: Mark
+Arrived and decoded are the same where the computing thread does not decode. A plain tuple: one is made for every visit.
+"""
 
 
 class BlockArrival(NamedTuple):
@@ -57,10 +51,10 @@ class StepMarks:
         return _MARKS_OF_VISIT * len(self.visits) + 2 * pairs
 
     def compute_s(self) -> float:
-        return sum(self._seconds(visit.ready, visit.done) for visit in self.visits)
+        return sum(self._seconds(ready, done) for _, _, _, ready, done in self.visits)
 
     def stall_s(self) -> float:
-        return sum(self._seconds(visit.asked, visit.arrived) for visit in self.visits)
+        return sum(self._seconds(asked, arrived) for _, asked, arrived, _, _ in self.visits)
 
     def decode_s(self) -> float:
         return sum(self._seconds(*arrival.decoded) for arrival in self.arrivals if arrival.decoded is not None)
@@ -104,7 +98,7 @@ class StepMarks:
 
     def computed_from(self, end: Mark, now: float) -> float | None:
         """When the first block began to compute, by `time.perf_counter()`; None without visits."""
-        return self._at(self.visits[0].ready, end, now) if self.visits else None
+        return self._at(self.visits[0][3], end, now) if self.visits else None
 
     def spans(self, expert: str, end: Mark, now: float, began: float) -> Iterator[TraceSpan]:
         """Everything as rows of a trace, in seconds since `began`."""
@@ -113,9 +107,9 @@ class StepMarks:
             at = self._at(first, end, now) - began
             return TraceSpan(row, f"{expert} {block}", at, at + self._seconds(first, last), args)
 
-        for visit in self.visits:
-            yield span("wait", visit.block, visit.asked, visit.arrived)
-            yield span("compute", visit.block, visit.ready, visit.done)
+        for block, asked, arrived, ready, done in self.visits:
+            yield span("wait", block, asked, arrived)
+            yield span("compute", block, ready, done)
         for arrival in self.arrivals:
             if arrival.copied is not None:
                 yield span("copy", arrival.block, *arrival.copied, bytes=arrival.nbytes)

@@ -16,7 +16,7 @@ from .device import Mark, MemoryMeter, clock_for
 from .memory import MemorySampler
 from .nvtx import NvtxRanges, Ranges, ranged
 from .observe import Observe
-from .step_marks import BlockArrival, StepMarks, VisitMarks
+from .step_marks import BlockArrival, StepMarks
 from .trace import TraceSpan, chrome_trace, write_trace
 
 BEFORE = ("open", "text")
@@ -150,7 +150,7 @@ class Recorder:
     def visit(self, block: int, asked: Mark, arrived: Mark, ready: Mark, done: Mark) -> None:
         """One visit of `block`; see `VisitMarks`."""
         entered = time.perf_counter()
-        self._marks.visits.append(VisitMarks(block, asked, arrived, ready, done))
+        self._marks.visits.append((block, asked, arrived, ready, done))
         self._spent_s += time.perf_counter() - entered
 
     @property

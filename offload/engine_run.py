@@ -136,8 +136,8 @@ class EngineRun:
             self._clock.keep_pace(self._done[number - PACE])
         if self._ranges is not None:
             self._range = self._ranges.start(f"{visit.expert} {visit.block}")
+        fetch, key = program.visit_fetch[number], visit.key
         asked = self._clock.mark()
-        fetch = program.visit_fetch[number]
         arrival = self._await_issued(fetch)
         if arrival is not None:
             arrival.wait()
@@ -147,12 +147,12 @@ class EngineRun:
             ready = self._clock.mark()
         if arrival is not None and self._recorder is not None:
             decoded = (arrived, ready) if arrival.unpack is not None else arrival.decoded
-            nbytes, read = self._engine.fetch_bytes(visit.key), self._ram.read_for(fetch)
+            nbytes, read = self._engine.fetch_bytes(key), self._ram.read_for(fetch)
             self._recorder.block_arrived(
                 BlockArrival(visit.block, nbytes, asked, arrived, read, arrival.copied, decoded)
             )
         buffer = self._engine.buffers[program.visit_buffer[number]]
-        buffer.acquire(visit.key)
+        buffer.acquire(key)
         return buffer, asked, arrived, ready
 
     def end(self, buffer: BlockBuffer, asked: Mark, arrived: Mark, ready: Mark) -> bool:
@@ -222,17 +222,19 @@ class VisitContext:
     `bind(key, buffer)` is called when the block is there, `unbind(key)` when its tenancy is over.
     """
 
-    __slots__ = ("_bind", "_buffer", "_marks", "_run", "_unbind", "_visit")
+    __slots__ = ("_begun", "_bind", "_run", "_unbind", "_visit")
 
     def __init__(self, run: EngineRun, visit: Visit, bind: BindBlock, unbind: UnbindBlock) -> None:
         self._run, self._visit, self._bind, self._unbind = run, visit, bind, unbind
 
     def __enter__(self) -> None:
-        self._buffer, *self._marks = self._run.begin(self._visit)
-        self._bind(self._visit.key, self._buffer)
+        self._begun = self._run.begin(self._visit)
+        buffer = self._begun[0]
+        assert buffer.key is not None, "a visit begins with its block"
+        self._bind(buffer.key, buffer)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and self._run.end(self._buffer, *self._marks):
+        if error is None and self._run.end(*self._begun):
             self._unbind(self._visit.key)

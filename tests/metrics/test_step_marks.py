@@ -36,7 +36,7 @@ def marks(*arrivals: BlockArrival, visits: tuple[VisitMarks, ...] = ()) -> StepM
 
 
 def test_visits_give_stall_and_computing() -> None:
-    step = marks(visits=(VisitMarks(0, 10.0, 11.0, 11.5, 13.0), VisitMarks(1, 13.0, 13.25, 13.25, 15.25)))
+    step = marks(visits=((0, 10.0, 11.0, 11.5, 13.0), (1, 13.0, 13.25, 13.25, 15.25)))
     assert (step.stall_s(), step.compute_s()) == (1.25, 3.5)
     assert step.computed_from(end=16.0, now=16.0) == 11.5
     assert step.count == 8
@@ -83,9 +83,7 @@ def test_a_stall_is_the_files_until_its_reading_has_ended(ended: float, stall_fi
 
 def test_times_of_a_device_are_laid_on_those_of_the_host_by_the_end_of_the_step() -> None:
     """The device's time line starts elsewhere: 1000 s ahead of the host's."""
-    step = marks(
-        arrival(0, 1010.0, 1012.0, read=read(1.0, 11.0)), visits=(VisitMarks(0, 1010.0, 1012.0, 1012.0, 1013.0),)
-    )
+    step = marks(arrival(0, 1010.0, 1012.0, read=read(1.0, 11.0)), visits=((0, 1010.0, 1012.0, 1012.0, 1013.0),))
     assert step.stall_file_s(end=1020.0, now=20.0) == 1.0
     assert step.computed_from(end=1020.0, now=20.0) == 12.0
 
@@ -100,7 +98,7 @@ def test_rows_of_a_trace() -> None:
     step = marks(
         arrival(3, 10.0, 11.0, read=read(8.0, 9.0), copied=(9.0, 9.5), decoded=(9.5, 11.0)),
         arrival(4, 12.0, 12.0, read=read(8.5, 9.0, straight=True)),
-        visits=(VisitMarks(3, 10.0, 11.0, 11.0, 12.0), VisitMarks(4, 12.0, 12.0, 12.0, 13.0)),
+        visits=((3, 10.0, 11.0, 11.0, 12.0), (4, 12.0, 12.0, 12.0, 13.0)),
     )
     spans = {(span.row, span.name): (span.began_s, span.ended_s) for span in step.spans("low", 13.0, 13.0, began=7.0)}
     assert spans == {
