@@ -71,9 +71,7 @@ def run_experts(
     pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
     check_room(pair, request, policy, device)
     machine = host.known_machine(ref, job.expert)
-    predicted = None
-    if machine is not None:
-        predicted = predicted_timeline(pair, request, policy, machine=machine, device=device)
+    predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
     course, report = request.course(), on_step or _own_bar(request, node_id)
     experts = [course.experts[step] for step in course.steps]
     ids = {"prompt_id": host.run_id(), "node_id": node_id}
