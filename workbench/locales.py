@@ -1,8 +1,8 @@
 """What ComfyUI's menus say about our nodes: English from the schemas, and which English the Chinese was made from.
 
-`locales/en/nodeDefs.json` is written by `scripts/locales`. `locales/zh/nodeDefs.json` is written by hand;
-`locales/zh/made_from.json` keeps a fingerprint of each English text that it translates, so that a changed tooltip is
-noticed. ComfyUI reads neither that file nor the glossary beside it.
+`locales/en/nodeDefs.json` is written by `scripts/locales`, all else in `locales/` by hand: what the settings and commands
+of our page are called, and the Chinese. `locales/zh/made_from.json` keeps a fingerprint of each English text that was
+translated, so that a changed tooltip is noticed; ComfyUI reads neither it nor the glossary beside it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from ..nodes import WanStreamExtension
 
 LOCALES = Path(__file__).parent.parent / "locales"
 
+FILES = ("nodeDefs", "settings", "commands", "main")
+"""Those of a locale that ComfyUI reads."""
+
 Texts = dict[str, str]
-"""Texts by where they stand in a locale: `WanStreamSampler.inputs.steps.tooltip`."""
+"""Texts by where they stand in a locale: `nodeDefs.WanStreamSampler.inputs.steps.tooltip`."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,26 +35,27 @@ def main(arguments: Sequence[str]) -> int:
     if {*arguments} - {"--translated"}:
         print("scripts/locales [--translated]", file=sys.stderr)
         return 2
-    english = english_locale(asyncio.run(WanStreamExtension().get_node_list()))
-    left = refresh(LOCALES, english, translated=bool(arguments))
+    nodes = asyncio.run(WanStreamExtension().get_node_list())
+    left = refresh(LOCALES, english_names(nodes), translated=bool(arguments))
     for text in left:
         print(text)
     return 1 if left else 0
 
 
-def refresh(locales: Path, english: Mapping[str, Any], *, translated: bool) -> list[str]:
-    """Write the English locale and return what of the Chinese one is to be looked at.
+def refresh(locales: Path, names: Mapping[str, Any], *, translated: bool) -> list[str]:
+    """Write what nodes are called in English and return which Chinese texts are to be looked at.
 
     `translated` says that the Chinese texts which are there were made from this English.
     """
-    write(locales / "en" / "nodeDefs.json", english)
-    chinese, made_from = texts(read(locales / "zh" / "nodeDefs.json")), locales / "zh" / "made_from.json"
+    write(locales / "en" / "nodeDefs.json", names)
+    english, chinese = texts(read_locale(locales / "en")), texts(read_locale(locales / "zh"))
+    made_from = locales / "zh" / "made_from.json"
     if translated:
-        write(made_from, {key: digits for key, digits in fingerprints(texts(english)).items() if key in chinese})
-    return untranslated(texts(english), chinese, read(made_from))
+        write(made_from, {key: digits for key, digits in fingerprints(english).items() if key in chinese})
+    return untranslated(english, chinese, read(made_from))
 
 
-def english_locale(nodes: Sequence[type[io.ComfyNode]]) -> dict[str, Any]:
+def english_names(nodes: Sequence[type[io.ComfyNode]]) -> dict[str, Any]:
     """`nodeDefs.json` as the schemas say it: names and tooltips of every node, input and output.
 
     What an input has no name for goes by its id, as in ComfyUI's own locale. Category and choices cannot be translated
@@ -89,6 +93,11 @@ def untranslated(english: Texts, chinese: Texts, made_from: Texts) -> list[str]:
     beyond = [f"nobody needs {key}" for key in chinese if key not in english]
     changed = [f"changed {key}: {english[key]}" for key in english if key in chinese and made_from.get(key) != now[key]]
     return [*lacks, *beyond, *changed]
+
+
+def read_locale(folder: Path) -> dict[str, Any]:
+    """All that ComfyUI reads of a language, by the names of its files."""
+    return {name: read(folder / f"{name}.json") for name in FILES}
 
 
 def read(file: Path) -> dict[str, Any]:
