@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from ..plan import StepRecord, Timeline
 from ..plan.figure_words import second_digits, seconds_text, size_text
@@ -37,12 +38,27 @@ def report_chart(report: Report) -> Drawing:
         *_legend(),
         *(_overview(report) if overview else ()),
     ]
-    longest = max((step.wall_s for variant in shown for step in _drawn(variant)), default=1.0)
+    most = _Most(
+        seconds=max((step.wall_s for variant in shown for step in _drawn(variant)), default=0.0) or 1.0,
+        memory=max((_memory_of(step) or 0 for variant in shown for step in _drawn(variant)), default=0),
+    )
     for place, variant in enumerate(shown):
-        shapes += _panel(variant, HEAD + overview + place * PANEL, longest)
+        shapes += _panel(variant, HEAD + overview + place * PANEL, most)
     if not shown:
         shapes.append(Text(x=MARGIN, y=HEAD + overview + 24, text="Nothing was measured."))
     return Drawing(width=WIDTH, height=HEAD + overview + PANEL * len(shown) + (16 if shown else 48), shapes=shapes)
+
+
+class _Most(NamedTuple):
+    """What all panels have room for, so that they can be compared: seconds of a step, and bytes."""
+
+    seconds: float
+    memory: int
+
+
+def _memory_of(step: StepRecord) -> int | None:
+    """Peak VRAM; on a CPU the RAM of the process."""
+    return step.rss_bytes if step.device_bytes is None else step.device_bytes
 
 
 def _drawn(variant: Variant) -> Iterator[StepRecord]:
@@ -106,8 +122,8 @@ def _whisker(left: float, right: float, y: float) -> Iterator[Shape]:
         yield Stroke(x=x, y=y - 4, to_x=x, to_y=y + 4, colour="ink")
 
 
-def _panel(variant: Variant, top: float, longest: float) -> Iterator[Shape]:
-    """The steps of the usual run of `variant`; every panel has the same scale of seconds, up to `longest`."""
+def _panel(variant: Variant, top: float, most: _Most) -> Iterator[Shape]:
+    """The steps of the usual run of `variant`."""
     usual = variant.usual
     assert usual is not None
     spread = TOTAL.spread(variant)
@@ -116,25 +132,28 @@ def _panel(variant: Variant, top: float, longest: float) -> Iterator[Shape]:
     height = floor - top - 44
     yield Text(x=MARGIN, y=top + 22, text=_short(variant.name, 560, 14), size=14)
     yield Text(x=WIDTH - MARGIN, y=top + 22, text=_figures(usual, TOTAL.text(spread)), anchor="end", colour="soft")
-    digits = second_digits([longest])
+    digits, scale = second_digits([most.seconds]), height / most.seconds
     for part in (0.0, 0.5, 1.0):
         y = floor - part * height
         yield Stroke(x=left, y=y, to_x=WIDTH - MARGIN, to_y=y, colour="faint")
-        yield Text(x=left - 8, y=y + 4, text=f"{seconds_text(part * longest, digits)} s", anchor="end", colour="soft")
+        yield Text(
+            x=left - 8, y=y + 4, text=f"{seconds_text(part * most.seconds, digits)} s", anchor="end", colour="soft"
+        )
     if not usual.steps:
         return
     pitch = (WIDTH - MARGIN - left) / len(usual.steps)
     for place, step in enumerate(usual.steps):
         runs = [run.steps[place].wall_s for run in variant.measured]
         x = left + place * pitch
-        yield from _bar(step, runs, x=x, pitch=pitch, floor=floor, scale=height / longest)
+        yield from _bar(step, runs, x=x, pitch=pitch, floor=floor, scale=scale)
         if len(usual.steps) <= 20 or (place + 1) % 5 == 0 or place == 0:
             yield Text(x=x + pitch / 2, y=floor + 16, text=str(step.index + 1), anchor="middle", colour="soft")
         if step.index == usual.switch_step:
             yield Stroke(x=x, y=top + 36, to_x=x, to_y=floor, colour="ink", dashed=True)
             yield Text(x=x + 4, y=top + 42, text="switch")
-    yield from _predicted(variant, left=left, pitch=pitch, floor=floor, scale=height / longest)
-    yield from _memory(usual, left=left, pitch=pitch, floor=floor, height=height)
+    yield from _predicted(variant, left=left, pitch=pitch, floor=floor, scale=scale)
+    if most.memory:
+        yield from _memory(usual, left=left, pitch=pitch, floor=floor, scale=0.9 * height / most.memory)
     yield Text(x=(left + WIDTH - MARGIN) / 2, y=floor + 32, text="step", anchor="middle", colour="soft")
 
 
@@ -170,21 +189,13 @@ def _predicted(variant: Variant, *, left: float, pitch: float, floor: float, sca
         yield Box(x=left + place * pitch + gap, y=floor - high, width=width, height=high, colour="ink", outline=True)
 
 
-def _memory(usual: Timeline, *, left: float, pitch: float, floor: float, height: float) -> Iterator[Shape]:
-    """Peak VRAM of each step as a line; on a CPU the RAM of the process. Its scale begins at 0."""
-    values = [step.device_bytes if step.device_bytes is not None else step.rss_bytes for step in usual.steps]
-    known = [(place, value) for place, value in enumerate(values) if value is not None]
-    most = max((value for _, value in known), default=0)
-    if not most:
-        return
-    points = [(left + (place + 0.5) * pitch, floor - value / most * height * 0.9) for place, value in known]
+def _memory(usual: Timeline, *, left: float, pitch: float, floor: float, scale: float) -> Iterator[Shape]:
+    """The memory of each step as a line; its scale begins at 0."""
+    known = [(place, value) for place, step in enumerate(usual.steps) if (value := _memory_of(step))]
+    points = [(left + (place + 0.5) * pitch, floor - value * scale) for place, value in known]
     for (x, y), (to_x, to_y) in pairwise(points):
         yield Stroke(x=x, y=y, to_x=to_x, to_y=to_y, colour="memory")
-    name = "VRAM" if usual.steps[0].device_bytes is not None else "RAM"
-    yield Text(
-        x=points[-1][0] + pitch / 2 - 4,
-        y=min(y for _, y in points) - 6,
-        text=f"{name} up to {size_text(most)}",
-        colour="memory",
-        anchor="end",
-    )
+    if points:
+        name, most = "RAM" if usual.steps[0].device_bytes is None else "VRAM", max(value for _, value in known)
+        x, y = points[-1][0] + pitch / 2 - 4, min(y for _, y in points) - 6
+        yield Text(x=x, y=y, text=f"{name} up to {size_text(most)}", colour="memory", anchor="end")

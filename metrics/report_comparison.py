@@ -27,21 +27,28 @@ def comparison(report: Report) -> Table:
 def _columns(report: Report) -> Table:
     """A line for each figure."""
     first, *others = report.variants
+    digits = _digits(report)
     head = ["Metric", first.name]
     for variant in others:
-        head += [variant.name, f"against {first.name}"]
-    rows = [_figure_row(figure, first, others) for figure in known_figures(report.variants)]
+        head += [variant.name, "against the first"]
+    rows = [_figure_row(figure, first, others, digits) for figure in known_figures(report.variants)]
     rows += [_words_row(name, words, report) for name, words in _WORDS]
     said = tuple(row for row in rows if any(row[1:]))
     return Table(title="Head to head" if others else "Figures", head=tuple(head), rows=said)
 
 
-def _figure_row(figure: Figure, first: Variant, others: list[Variant]) -> tuple[str, ...]:
+def _digits(report: Report) -> int:
+    """Digits behind the point that suit the seconds of a step."""
+    runs = [timeline for variant in report.variants for timeline in variant.measured]
+    return second_digits(step.wall_s for timeline in runs for step in timeline.steps)
+
+
+def _figure_row(figure: Figure, first: Variant, others: list[Variant], digits: int) -> tuple[str, ...]:
     base = figure.spread(first)
-    cells = [figure.name, _text(figure, base)]
+    cells = [figure.name, _text(figure, base, digits)]
     for variant in others:
         spread = figure.spread(variant)
-        cells += [_text(figure, spread), _ratio(spread, base)]
+        cells += [_text(figure, spread, digits), _ratio(spread, base)]
     return tuple(cells)
 
 
@@ -56,17 +63,16 @@ def _lines(report: Report) -> Table:
     known = {figure.name for figure in known_figures(report.variants)}
     figures = [figure for figure in FIGURES if figure.name in IN_LINES and figure.name in known]
     head = ("Variant", *(figure.name for figure in figures), "Total against the first", *(name for name, _ in _WORDS))
-    rows = []
+    rows, digits = [], _digits(report)
     for variant in report.variants:
-        spreads = [figure.spread(variant) for figure in figures]
-        cells = [_text(figure, spread) for figure, spread in zip(figures, spreads, strict=True)]
+        cells = [_text(figure, figure.spread(variant), digits) for figure in figures]
         ratio = _ratio(TOTAL.spread(variant), TOTAL.spread(first))
         rows.append((variant.name, *cells, ratio, *(words(variant, report) for _, words in _WORDS)))
     return Table(title="Head to head", head=head, rows=tuple(rows)).without_empty_columns()
 
 
-def _text(figure: Figure, spread: Spread | None) -> str:
-    return "" if spread is None else figure.text(spread)
+def _text(figure: Figure, spread: Spread | None, digits: int) -> str:
+    return "" if spread is None else figure.text(spread, digits)
 
 
 def _ratio(spread: Spread | None, base: Spread | None) -> str:
@@ -95,7 +101,8 @@ def _latents(variant: Variant, report: Report) -> str:
     first = next(other for other in report.variants if other.job == variant.job and other.latents)
     if first is variant:
         return f"{min(variant.latents)[:12]} in {len(variant.trials)} of {len(variant.trials)} runs"
-    return f"{'equal to the bit' if first.latents == variant.latents else 'not equal'} to {first.name}"
+    equal = "equal to the bit" if first.latents == variant.latents else "not equal"
+    return equal if first is report.variants[0] else f"{equal} to {first.name}"
 
 
 def _remarks(variant: Variant, report: Report) -> str:

@@ -47,15 +47,19 @@ class Figure:
         """Over the measured runs of `variant`."""
         return Spread.of(self.of(timeline) for timeline in variant.measured)
 
-    def text(self, spread: Spread) -> str:
-        """`23.0 s (22.6 to 23.4)`; of one run it is said that it was one."""
-        median, low, high = (self._words(value, spread) for value in (spread.median, spread.low, spread.high))
+    def text(self, spread: Spread, digits: int = 4) -> str:
+        """`23.0 s (22.6 to 23.4)`; of one run it is said that it was one.
+
+        Seconds have no more than `digits` digits behind the point, and as few as suit the median.
+        """
+        digits = min(digits, second_digits([spread.median]))
+        median, low, high = (self._words(value, digits) for value in (spread.median, spread.low, spread.high))
         unit = " s" if self.unit == "s" else ""
         return f"{median}{unit} (1 run)" if spread.runs == 1 else f"{median}{unit} ({low} to {high})"
 
-    def _words(self, value: float, spread: Spread) -> str:
+    def _words(self, value: float, digits: int) -> str:
         if self.unit == "s":
-            return seconds_text(value, second_digits([spread.median]))
+            return seconds_text(value, digits)
         return {"bytes": size_text, "bytes/s": rate_text, "share": share_text}[self.unit](value)
 
 

@@ -121,6 +121,19 @@ def test_memory_is_that_of_the_device_or_else_of_the_process(
     ]
 
 
+def test_lines_of_memory_share_one_scale(
+    make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
+    little, much = (
+        make_variant(f"{nbytes}", make_timeline(2, 2, device_bytes=nbytes)) for nbytes in (10**9, 4 * 10**9)
+    )
+    chart = report_chart(make_report(little, much))
+    floors = sorted({box.y + box.height for box in bars(chart, below=84 + 2 * 30 + 12)})
+    lines = [shape for shape in chart.shapes if isinstance(shape, Stroke) and shape.colour == "memory" and shape.y > 84]
+    low, high = (floor - line.y for floor, line in zip(floors, lines, strict=True))
+    assert high / low == pytest.approx(4)
+
+
 def test_only_some_variants_have_panels(
     make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:

@@ -128,6 +128,12 @@ def test_a_figure_is_never_a_number_alone(name: str, spread: Spread, text: str) 
     assert figure(name).text(spread) == text
 
 
+def test_a_short_time_among_long_ones_has_their_digits() -> None:
+    stall = Spread(median=0, low=0, high=0.25, runs=3)
+    assert figure("Stall").text(stall, 2) == "0.00 s (0.00 to 0.25)"
+    assert figure("Total denoising").text(Spread(median=662.2, low=660, high=664, runs=3), 2).startswith("662.2 s")
+
+
 def test_the_usual_run_is_the_one_in_the_middle(make_timeline: MakeTimeline, make_variant: Any) -> None:
     short, middle, long = (make_timeline(wall) for wall in (1, 2, 9))
     assert make_variant("a", long, short, middle).usual is middle
