@@ -1,8 +1,8 @@
 """What ComfyUI's menus say about our nodes: English from the schemas, and which English the Chinese was made from.
 
-`locales/en/nodeDefs.json` is written by `scripts/locales`, all else in `locales/` by hand: what the settings and commands
-of our page are called, and the Chinese. `locales/zh/made_from.json` keeps a fingerprint of each English text that was
-translated, so that a changed tooltip is noticed; ComfyUI reads neither it nor the glossary beside it.
+`locales/en/nodeDefs.json` is written by `scripts/locales`, all else in `locales/` by hand: the Chinese, and what
+settings and commands of our page are called. `locales/zh/made_from.json` keeps a fingerprint of each English text
+that was translated, so that a changed tooltip is noticed; ComfyUI reads neither it nor the glossary beside it.
 """
 
 from __future__ import annotations
