@@ -13,7 +13,9 @@ from .report import Report, Variant
 from .report_figures import TOTAL, Spread
 
 WIDTH, MARGIN = 1100, 24
-HEAD, ROW, PANEL = 84, 30, 236
+HEAD, ROW, PANEL = 84, 30, 264
+STRIP = 34
+"""Height of the line of memory, which lies above the bars of a panel."""
 LABELS = 300
 """Width that the names of the variants take in the overview."""
 
@@ -129,7 +131,7 @@ def _panel(variant: Variant, top: float, most: _Most) -> Iterator[Shape]:
     spread = TOTAL.spread(variant)
     assert spread is not None
     left, floor = MARGIN + 48, top + PANEL - 38
-    height = floor - top - 44
+    height = floor - top - 56 - STRIP
     yield Text(x=MARGIN, y=top + 22, text=_short(variant.name, 560, 14), size=14)
     yield Text(x=WIDTH - MARGIN, y=top + 22, text=_figures(usual, TOTAL.text(spread)), anchor="end", colour="soft")
     digits, scale = second_digits([most.seconds]), height / most.seconds
@@ -149,11 +151,11 @@ def _panel(variant: Variant, top: float, most: _Most) -> Iterator[Shape]:
         if len(usual.steps) <= 20 or (place + 1) % 5 == 0 or place == 0:
             yield Text(x=x + pitch / 2, y=floor + 16, text=str(step.index + 1), anchor="middle", colour="soft")
         if step.index == usual.switch_step:
-            yield Stroke(x=x, y=top + 36, to_x=x, to_y=floor, colour="ink", dashed=True)
-            yield Text(x=x + 4, y=top + 42, text="switch")
+            yield Stroke(x=x, y=top + 30, to_x=x, to_y=floor, colour="ink", dashed=True)
+            yield Text(x=x + 4, y=floor - height - 6, text="switch")
     yield from _predicted(variant, left=left, pitch=pitch, floor=floor, scale=scale)
     if most.memory:
-        yield from _memory(usual, left=left, pitch=pitch, floor=floor, scale=0.9 * height / most.memory)
+        yield from _memory(usual, left=left, pitch=pitch, floor=top + 30 + STRIP, scale=STRIP / most.memory)
     yield Text(x=(left + WIDTH - MARGIN) / 2, y=floor + 32, text="step", anchor="middle", colour="soft")
 
 
@@ -190,12 +192,13 @@ def _predicted(variant: Variant, *, left: float, pitch: float, floor: float, sca
 
 
 def _memory(usual: Timeline, *, left: float, pitch: float, floor: float, scale: float) -> Iterator[Shape]:
-    """The memory of each step as a line; its scale begins at 0."""
+    """The memory of each step as a line over its own floor, and the most of it in words."""
     known = [(place, value) for place, step in enumerate(usual.steps) if (value := _memory_of(step))]
     points = [(left + (place + 0.5) * pitch, floor - value * scale) for place, value in known]
+    yield Stroke(x=left, y=floor, to_x=WIDTH - MARGIN, to_y=floor, colour="faint")
     for (x, y), (to_x, to_y) in pairwise(points):
         yield Stroke(x=x, y=y, to_x=to_x, to_y=to_y, colour="memory")
     if points:
         name, most = "RAM" if usual.steps[0].device_bytes is None else "VRAM", max(value for _, value in known)
-        x, y = points[-1][0] + pitch / 2 - 4, min(y for _, y in points) - 6
-        yield Text(x=x, y=y, text=f"{name} up to {size_text(most)}", colour="memory", anchor="end")
+        yield Text(x=left - 8, y=floor - 12, text=name, colour="memory", anchor="end")
+        yield Text(x=left - 8, y=floor + 2, text=size_text(most), colour="memory", anchor="end")
