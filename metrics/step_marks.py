@@ -80,9 +80,10 @@ class StepMarks:
         return busy
 
     def cached_bytes(self) -> int | None:
-        """Bytes that the page cache gave; None where the kernel does not tell, or nothing was read."""
-        cached = [read.cached_bytes for read in self.reads() if read.cached_bytes is not None]
-        return sum(cached) if cached else None
+        """Bytes that the page cache gave; None where the kernel does not tell."""
+        reads = self.reads()
+        known = [read.cached_bytes for read in reads if read.cached_bytes is not None]
+        return sum(known) if len(known) == len(reads) else None
 
     def stall_file_s(self, end: Mark, now: float) -> float:
         """The part of the stall in which a block was still to leave its file; `end` was passed at `now`.

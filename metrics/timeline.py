@@ -85,6 +85,7 @@ class Recorder:
     @contextmanager
     def step(self, index: int, expert: str, sigma: float | None = None) -> Iterator[None]:
         """Everything inside belongs to step `index`; nothing is recorded when it raises."""
+        entered = time.perf_counter()
         self._marks = StepMarks(self.clock)
         self._memory.restart()
         began = time.perf_counter()
@@ -124,7 +125,7 @@ class Recorder:
         if self._observe.trace is not None:
             self._spans += marks.spans(expert, end, now, self._began)
         self._mark_count += marks.count
-        self._spent_s += time.perf_counter() - now
+        self._spent_s += began - entered + time.perf_counter() - now
 
     def run_began(self, pinned_bytes: Callable[[], int]) -> None:
         """A run of the engine begins; it is asked for its page-locked bytes when a step closes."""

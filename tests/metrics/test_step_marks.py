@@ -47,7 +47,7 @@ def test_an_empty_step_has_nothing() -> None:
     sums = (step.stall_s(), step.compute_s(), step.copy_s(), step.read_s(), step.decode_s(), step.stall_file_s(1, 1))
     assert sums == (0, 0, 0, 0, 0, 0)
     assert (step.bytes_moved(), step.copied_bytes()) == (0, 0)
-    assert (step.cached_bytes(), step.computed_from(1, 1)) == (None, None)
+    assert (step.cached_bytes(), step.computed_from(1, 1)) == (0, None)
 
 
 def test_only_what_was_copied_counts_as_copied() -> None:
@@ -88,7 +88,7 @@ def test_times_of_a_device_are_laid_on_those_of_the_host_by_the_end_of_the_step(
     assert step.computed_from(end=1020.0, now=20.0) == 12.0
 
 
-@pytest.mark.parametrize(("cached", "total"), [([3, None], 3), ([None], None), ([0, 0], 0)])
+@pytest.mark.parametrize(("cached", "total"), [([3, 4], 7), ([3, None], None), ([None], None), ([], 0)])
 def test_the_page_caches_part(cached: list[int | None], total: int | None) -> None:
     step = marks(*(arrival(0, 0, 0, read=read(0, 1, cached=each)) for each in cached))
     assert step.cached_bytes() == total

@@ -157,7 +157,7 @@ def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
     first, *later = homes.steps
     assert first.read_s > 0
     for step in later:
-        assert (step.read_bytes, step.read_s, step.stall_file_s, step.cached_bytes) == (0, 0, 0, None)
+        assert (step.read_bytes, step.read_s, step.stall_file_s, step.cached_bytes) == (0, 0, 0, 0)
         assert step.copied_bytes == step.bytes_moved == BLOCKS * BLOCK_BYTES
         assert 0 < step.copy_s <= homes.wall_s
         assert step.copy_bytes_per_s == step.copied_bytes / step.copy_s
