@@ -58,7 +58,7 @@ class WanStreamBenchmark(io.ComfyNode):
         filename_prefix: str | None = None,
     ) -> bool | str:
         """Refuse before anything runs what is known by then; a link is None here, and judged when it is known."""
-        times = {"repeats": repeats, "warm_up": warm_up, "cool_down_s": cool_down_s}
+        times: dict[str, Any] = {"repeats": repeats, "warm_up": warm_up, "cool_down_s": cool_down_s}
         try:
             TrialTimes(**{name: value for name, value in times.items() if isinstance(value, int | float)})
             TrialMatrix.parse(policies or "", prefetch or "", steps or "")
