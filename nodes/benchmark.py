@@ -106,7 +106,7 @@ def _usual_runs(report: Report) -> list[dict[str, Any]]:
 
 def _image(chart: Image.Image) -> torch.Tensor:
     """IMAGE [1, H, W, 3], 0 to 1."""
-    return torch.from_numpy(np.asarray(chart)).float().div(255).unsqueeze(0)
+    return torch.from_numpy(np.array(chart)).float().div(255).unsqueeze(0)
 
 
 def _run_input() -> io.Input:
