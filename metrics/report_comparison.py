@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
+from ..plan import PHASES, Timeline
 from ..plan.figure_words import second_digits, seconds_text, size_text
 from .report import Report, Variant
 from .report_figures import FIGURES, TOTAL, Figure, Spread, known_figures
@@ -125,6 +127,24 @@ def settings_table(report: Report) -> Table:
     return Table(title="What was run", head=("Setting", *(variant.name for variant in report.variants)), rows=rows)
 
 
+def run_phase_table(report: Report) -> Table | None:
+    """Seconds of the phases of each variant's runs, a line for each phase; None where nobody took them down."""
+    digits = _digits(report)
+    rows = []
+    for name in PHASES:
+        figure = Figure(name=name, unit="s", of=partial(_phase_s, name=name))
+        cells = [_text(figure, figure.spread(variant), digits) for variant in report.variants]
+        if any(cells):
+            rows.append((name, *cells))
+    head = ("Phase", *(variant.name for variant in report.variants))
+    return Table(title="Phases of a run", head=head, rows=tuple(rows)) if rows else None
+
+
+def _phase_s(timeline: Timeline, name: str) -> float | None:
+    found = [phase.wall_s for phase in timeline.phases if phase.name == name]
+    return sum(found) if found else None
+
+
 def phase_table(report: Report) -> Table | None:
     """The parts of the queue item, in the order in which they began; None where nobody took them down."""
     if not report.phases:
@@ -150,6 +170,6 @@ def every_table(report: Report) -> Iterator[Table]:
         if table := step_table(variant):
             yield table
         yield from bandwidth_tables(variant)
-    if table := phase_table(report):
-        yield table
-    yield settings_table(report)
+    for table in (run_phase_table(report), phase_table(report), settings_table(report)):
+        if table is not None:
+            yield table

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from wanstream.metrics.report import Report, Trial, Variant
-from wanstream.metrics.report_comparison import comparison, every_table, phase_table, settings_table
+from wanstream.metrics.report_comparison import comparison, every_table, phase_table, run_phase_table, settings_table
 from wanstream.metrics.report_table import Table
 from wanstream.plan import PhaseRecord, Timeline
 
@@ -115,6 +115,22 @@ def test_the_parts_of_the_queue_item(make_report: MakeReport, make_variant: Make
     assert table.head == ("Phase", "Began (s)", "Took (s)", "RAM")
     assert table.rows == (("open", "-3.00", "2.50", "1.00 GB"), ("high", "0.00", "40.00", ""))
     assert phase_table(make_report(make_variant("a"))) is None
+
+
+def test_phases_of_runs_have_medians_too(
+    make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
+    def run(*seconds: float) -> Timeline:
+        names = ("first block", "high", "switch", "low")
+        phases = (PhaseRecord(name=name, began_s=0, wall_s=wall) for name, wall in zip(names, seconds, strict=True))
+        return make_timeline(40, 50, phases=tuple(phases))
+
+    table = run_phase_table(make_report(make_variant("a", run(1, 40, 2, 50), run(3, 40, 4, 60)), make_variant("b")))
+    assert table is not None
+    assert table.head == ("Phase", "a", "b")
+    assert [row[0] for row in table.rows] == ["first block", "high", "switch", "low"]
+    assert [row[1] for row in table.rows][2:] == ["3.00 s (2.00 to 4.00)", "55.00 s (50.00 to 60.00)"]
+    assert run_phase_table(make_report(make_variant("a", make_timeline(1)))) is None
 
 
 def test_every_table_comes_once(
