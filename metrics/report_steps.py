@@ -99,8 +99,9 @@ def _beside(runs: Sequence[Timeline], place: int, digits: int) -> str:
     if over is None:
         return ""
     steady = statistics.median(run.steps[place].wall_s for run in runs) - over.median
-    sign = "+" if over.median >= 0 else ""
-    return f": {sign}{seconds_text(over.median, digits)} s ({100 * over.median / steady:+.0f} %) over a steady step"
+    said = seconds_text(over.median, digits)
+    sign = "" if said.startswith("-") else "+"
+    return f": {sign}{said} s ({round(100 * over.median / steady):+d} %) over a steady step"
 
 
 def bandwidth_tables(variant: Variant) -> Iterator[Table]:

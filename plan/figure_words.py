@@ -33,5 +33,6 @@ def second_digits(values: Iterable[float]) -> int:
 
 
 def seconds_text(value: float, digits: int | None = None) -> str:
-    """Seconds without their unit, with as many digits as suit this value where none are given."""
-    return f"{value:.{second_digits([value]) if digits is None else digits}f}"
+    """Seconds without their unit, with as many digits as suit this value where none are given. 0 has no sign."""
+    places = second_digits([value]) if digits is None else digits
+    return f"{round(value, places) + 0.0:.{places}f}"

@@ -46,6 +46,15 @@ def test_a_seamless_switch_costs_nothing(seamless: Timeline, make_variant: MakeV
     assert column(table, "Phase")[3] == "Switch to the low-noise expert: +0.00 s (+0 %) over a steady step"
 
 
+def test_a_first_step_may_be_the_shortest(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
+    table = step_table(make_variant("a", make_timeline(1.5, 2, 2, switch=9)))
+    assert table is not None
+    assert column(table, "Phase")[0] == "First step: -0.50 s (-25 %) over a steady step"
+    almost = step_table(make_variant("a", make_timeline(1.999, 2, 2, switch=9)))
+    assert almost is not None
+    assert column(almost, "Phase")[0] == "First step: +0.00 s (+0 %) over a steady step"
+
+
 def test_of_several_runs_each_step_has_its_median_and_both_ends(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:

@@ -28,7 +28,16 @@ def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(662.21, "662.2"), (100, "100.0"), (23, "23.00"), (1, "1.00"), (0.5, "0.500"), (0.0123, "0.0123"), (0, "0.0000")],
+    [
+        (662.21, "662.2"),
+        (100, "100.0"),
+        (23, "23.00"),
+        (1, "1.00"),
+        (0.5, "0.500"),
+        (0.0123, "0.0123"),
+        (-3, "-3.00"),
+        (-0.00001, "0.0000"),
+    ],
 )
 def test_short_times_have_more_digits(value: float, text: str) -> None:
     assert seconds_text(value) == text
