@@ -174,7 +174,7 @@ class _Composer:
         return own if own in self._shared else f"{self._stem}{self._owners[row][own] + 1}_{own}"
 
     def _lane(self, row: int, sampler: str) -> str:
-        return f"{self._stem}{row + 1}_{sampler}_inputs"
+        return f"{self._stem}_inputs{row + 1}_{sampler}"  # no row's own node has such an id: a number follows there
 
     def _titled(self, row: int, node: Mapping[str, Any]) -> str:
         return f"{_title(node)} (lane {row + 1})"

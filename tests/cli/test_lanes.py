@@ -65,7 +65,7 @@ def test_rows_that_differ_in_their_seeds_share_everything_up_to_the_latent() -> 
     for node_id in ("experts", "policy", "text", "latent"):
         assert made.prompt[node_id] == plain[node_id]
     settings = {name: value for name, value in plain["sampler"]["inputs"].items() if name not in OWN_INPUTS}
-    assert made.prompt["sampler"]["inputs"] == {**settings, "lanes": ["lane2_sampler_inputs", 0]}
+    assert made.prompt["sampler"]["inputs"] == {**settings, "lanes": ["lane_inputs2_sampler", 0]}
 
 
 def test_every_row_keeps_what_is_its_own() -> None:
@@ -136,7 +136,7 @@ def test_two_samplers_in_a_row_are_shared_both() -> None:
         lane = next(
             node["inputs"]
             for node_id, node in made.prompt.items()
-            if node["class_type"] == LANE and node_id.startswith(f"lane{index + 1}_sampler")
+            if node["class_type"] == LANE and node_id == f"lane_inputs{index + 1}_sampler"
         )
         source = made.prompt[lane["latent"][0]]
         assert source["inputs"] == {"latents": ["first", 0], "index": index}
@@ -184,6 +184,9 @@ def test_ids_of_a_workflow_are_never_taken_twice() -> None:
     made = only({1: odd(1), 2: odd(2)})
     assert classes(made).count("WanStreamSaveVideo") == 2
     assert made.prompt["lane2_save"] == row()["latent"]
+    named_as_ours = {n: {**row(sampler__seed=n), "inputs1_sampler": row()["save"]} for n in (1, 2)}
+    assert classes(only(named_as_ours)).count("WanStreamSaveVideo") == 4
+    assert classes(only(named_as_ours)).count(LANE) == 2
 
 
 def test_every_node_of_a_pass_is_there_for_one_row() -> None:
