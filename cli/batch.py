@@ -171,11 +171,6 @@ def _run(arguments: BatchArguments, todo: _Batch, desk: _Desk) -> StopRequest:
     return stop
 
 
-def _planner(todo: _Batch) -> Planner:
-    """How rows become jobs."""
-    return lambda rows: single_jobs(todo.workflow, rows, todo.ground.sockets)
-
-
 def _sleep(seconds: float, stop: StopRequest, bar: BatchBar) -> None:
     """Shorter when the user asks for the end meanwhile."""
     end = time.monotonic() + seconds
