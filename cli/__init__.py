@@ -176,6 +176,11 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     plan.add_argument("--vram", type=float, metavar="GB", help="take no more device memory than this")
     plan.add_argument("--models", type=Path, metavar="DIR", help="with --gpu this: where weights are read from")
     plan.add_argument("--device", choices=["cpu", "cuda"], help="with --gpu this: what computes")
+    plan.add_argument(
+        "--ways",
+        action="store_true",
+        help="also say what weights kept in fp8 and several videos in one pass would take",
+    )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(subcommand=_plan)
 
@@ -250,6 +255,7 @@ def _plan(parsed: argparse.Namespace) -> int:
             vram_gb=parsed.vram,
             models=parsed.models,
             device=parsed.device,
+            ways=parsed.ways,
             json=parsed.json,
         )
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ..plan import (
     OffloadPolicy,
     plan_offload,
 )
+from ..plan.choices import Choice, plan_choices
 from ..plan.figure_words import size_text
 from ..plan.gpus import expected_machine
 from ..plan.plan_reason import policy_words, ram_words
@@ -53,6 +55,8 @@ class PlanArguments:
     vram_gb: float | None = None
     models: Path | None = None
     device: str | None = None
+    ways: bool = False
+    """Whether to plan other storage and several videos in one pass too."""
     json: bool = False
 
 
@@ -71,7 +75,13 @@ def plan(arguments: PlanArguments) -> int:
     except DoesNotFitError as err:
         print(f"does not fit, because {err}", file=sys.stderr)
         return FAILED
-    print(plan_json(machine, chosen) if arguments.json else plan_table(job, machine, chosen))
+    ways = plan_choices(job, machine, budgets) if arguments.ways else ()
+    if arguments.json:
+        print(plan_json(machine, chosen, ways))
+        return DONE
+    print(plan_table(job, machine, chosen))
+    if ways:
+        print(ways_table(ways))
     return DONE
 
 
@@ -124,8 +134,26 @@ def shown(job: OffloadJob, chosen: OffloadPlan) -> list[Candidate]:
     return list(best.values())[:SHOWN]
 
 
-def plan_json(machine: Machine, chosen: OffloadPlan) -> str:
-    """The whole result as JSON."""
+def ways_table(ways: Sequence[Choice]) -> str:
+    """A row per way that fits, the fastest per video first, then why the others do not."""
+    header = ("other ways", "per video", "whole run", "VRAM", "RAM")
+    rows = [
+        (
+            way.words,
+            f"{way.video_s:.1f} s",
+            f"{way.plan.total_s:.1f} s",
+            size_text(way.plan.device_bytes),
+            size_text(way.plan.host_bytes),
+        )
+        for way in ways
+        if way.plan is not None
+    ]
+    lacking = [f"does not fit: {way.words}, because {way.why_not}" for way in ways if way.plan is None]
+    return "\n".join([aligned([header, *rows], left=1), *lacking])
+
+
+def plan_json(machine: Machine, chosen: OffloadPlan, ways: Sequence[Choice] = ()) -> str:
+    """The whole result as JSON; `ways` only where they were asked for."""
     data: dict[str, Any] = {
         "kind": "simulated",
         "machine": machine.to_dict(),
@@ -138,6 +166,8 @@ def plan_json(machine: Machine, chosen: OffloadPlan) -> str:
         "does_not_fit": [{"policy": asdict(misfit.policy), "because": misfit.why} for misfit in chosen.misfits],
         "timeline": chosen.timeline.to_dict(),
     }
+    if ways:
+        data["ways"] = [_way(way) for way in ways]
     return json.dumps(data, indent=2)
 
 
@@ -154,6 +184,22 @@ def _row(job: OffloadJob, candidate: Candidate) -> tuple[str, ...]:
         size_text(candidate.host_bytes),
         f"+{candidate.switch_s:.1f} s",
     )
+
+
+def _way(way: Choice) -> dict[str, Any]:
+    if way.plan is None:
+        return {"way": way.words, "videos": way.videos, "because": way.why_not}
+    plan = way.plan
+    return {
+        "way": way.words,
+        "videos": way.videos,
+        "video_s": way.video_s,
+        "total_s": plan.total_s,
+        "policy": asdict(plan.policy),
+        "device_bytes": plan.device_bytes,
+        "host_bytes": plan.host_bytes,
+        "reason": plan.reason,
+    }
 
 
 def _words(job: OffloadJob, policy: OffloadPolicy) -> str:

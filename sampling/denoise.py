@@ -25,8 +25,9 @@ from .errors import NonFiniteLatentError
 from .lanes import LaneInputs, cancellable, foretell
 from .mask import KeptPart
 from .request import DenoiseRequest, check_channels
-from .run_policy import Revise, RunPolicy, forget
+from .run_policy import Revise, RunPolicy
 from .schedules import PURE_NOISE
+from .shortage import forget, is_out_of_memory
 from .solvers import Solver, make_solver
 
 
@@ -162,12 +163,16 @@ class _Denoising:
                 engine = self._policy.engine()
                 run = ending.enter_context(self._run_of(engine))
                 ending.callback(self._count_outer_bytes, engine, engine.outer_bytes)
-            except torch.OutOfMemoryError as err:
+            except RuntimeError as err:
+                if not is_out_of_memory(err):
+                    raise
                 short = forget(err)
             while short is None and not self.is_done and self._policy.policy == policy:
                 try:
                     taken = self._take(engine, run)
-                except torch.OutOfMemoryError as err:
+                except RuntimeError as err:
+                    if not is_out_of_memory(err):
+                        raise
                     short = forget(err)
                 else:
                     self._accept(taken)

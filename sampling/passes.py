@@ -25,7 +25,8 @@ from ..plan import step_visits
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..wan import ExpertEngine, Lane, forward_lanes
 from .lanes import cancellable
-from .run_policy import Revise, RunPolicy, forget
+from .run_policy import Revise, RunPolicy
+from .shortage import forget, is_out_of_memory
 
 AHEAD = 8
 """Calls of one expert that are expected where nothing is predicted; what they fetch in vain is the prefetch depth."""
@@ -134,8 +135,8 @@ class Passes:
                 with self._recorder.step(call, expert, sigma), torch.inference_mode():
                     timestep = torch.tensor([sigma * TRAIN_TIMESTEPS])
                     velocities = forward_lanes(self._engine.models[expert], lanes, timestep, visit)
-            except torch.OutOfMemoryError as err:
-                if self._policy is None:
+            except RuntimeError as err:
+                if self._policy is None or not is_out_of_memory(err):
                     raise
                 return forget(err)
             ending.pop_all()
@@ -177,8 +178,8 @@ class Passes:
             then = step_visits(self._first, self._engine.block_counts)
             run = self._engine.run(visits, recorder=self._recorder, then=then)
             self._enter_visit = run.__enter__().visit
-        except torch.OutOfMemoryError as err:
-            if self._policy is None:
+        except RuntimeError as err:
+            if self._policy is None or not is_out_of_memory(err):
                 raise
             return forget(err)
         self._run, self._state = run, PassState.STREAMING

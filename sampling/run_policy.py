@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -117,20 +116,6 @@ class RunPolicy:
             f"compute in{freed}. Tried: {tried}. Make the video smaller or shorter, use fewer lanes (batch size 1, "
             f"guidance 1), or close what else uses the device ({said})"
         )
-
-
-def forget(error: BaseException) -> str:
-    """What `error` says. Afterwards nothing that it came through holds a tensor any more.
-
-    A traceback keeps every frame between the failure and its handler alive, with all that was computed there.
-    """
-    said = str(error).split(" Of the allocated memory")[0].strip() or type(error).__name__
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return said
 
 
 def _size(nbytes: float) -> str:

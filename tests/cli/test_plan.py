@@ -54,6 +54,23 @@ def test_json_has_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(data["does_not_fit"]) == len(expected.misfits)
 
 
+def test_other_ways_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--vram", "9", "--ways"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("other ways"))
+    assert main([*COMMAND, "--vram", "9", "--ways", "--json"]) == 0
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    fitting = [way for way in ways if "video_s" in way]
+    assert {"as asked", 'storage "fp8"'} <= {way["way"] for way in fitting}
+    for line, way in zip(lines[start + 1 :], fitting, strict=False):
+        figures = re.split(r" {2,}", line)
+        assert figures[0] == way["way"]
+        assert figures[1:3] == [f"{way['total_s'] / way['videos']:.1f} s", f"{way['total_s']:.1f} s"]
+    lacking = [way for way in ways if "because" in way]
+    assert lacking, "four videos at once do not fit into 9 GB"
+    assert lines[start + 1 + len(fitting) :] == [f"does not fit: {w['way']}, because {w['because']}" for w in lacking]
+
+
 def test_arguments_reach_the_job() -> None:
     plain = offload_job(ASKED)
     assert plain.tokens == 75_600

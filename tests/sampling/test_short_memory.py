@@ -17,7 +17,7 @@ from diffusers import UniPCMultistepScheduler
 
 from wanstream.plan import OffloadPolicy
 from wanstream.sampling import Cancelled, DenoiseRequest, NoRoomError, denoise, make_solver, wan_schedule
-from wanstream.sampling.run_policy import forget
+from wanstream.sampling.shortage import forget, is_out_of_memory
 from wanstream.wan import ExpertPair
 from wanstream.wan.expert_engine import ExpertEngine
 
@@ -31,8 +31,14 @@ OpenPair = Callable[..., ExpertPair]
 class ShortPair:
     """Passes on to a pair; at chosen uses of a block, counted over the run, memory is short."""
 
-    def __init__(self, pair: ExpertPair, short: Callable[[int, OffloadPolicy], bool]) -> None:
-        self._pair, self._short = pair, short
+    def __init__(
+        self,
+        pair: ExpertPair,
+        short: Callable[[int, OffloadPolicy], bool],
+        error: type[RuntimeError] = torch.OutOfMemoryError,
+        said: str = "out of memory",
+    ) -> None:
+        self._pair, self._short, self._error, self._said = pair, short, error, said
         self.policies = list[OffloadPolicy]()
         self.uses = 0
         self.left = list[Any]()
@@ -57,7 +63,7 @@ class ShortPair:
         if self._short(use, self.policies[-1]):
             computed = given[0].clone()  # its own: the lanes' first tensors are views of the inputs
             self.left += [weakref.ref(given[0]), weakref.ref(computed)]
-            raise torch.OutOfMemoryError(f"out of memory at use {use}: {list(computed.shape)}")
+            raise self._error(f"{self._said} at use {use}: {list(computed.shape)}")
 
 
 @contextmanager
@@ -124,6 +130,45 @@ def test_the_smaller_policy_stays_and_is_told(
     assert "computed again, and the result is the same (out of memory at use 16" in warning
     streamed = [step.bytes_moved for step in result.timeline.steps]
     assert streamed[1] < streamed[3] == streamed[4], "three blocks stream instead of two from step 2 on"
+
+
+class DeviceError(RuntimeError):
+    """As torch.AcceleratorError, which cannot be made by hand."""
+
+    error_code = 2
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        (RuntimeError, "CUDA error: out of memory"),
+        (DeviceError, "the device said no"),
+    ],
+)
+def test_a_shortage_that_a_library_tells_is_one_too(
+    error: type[RuntimeError], said: str, open_pair: OpenPair, make_request: Request
+) -> None:
+    request = make_request()
+    pair = ShortPair(open_pair(), _once(5), error, said)
+    result = _run(pair, request, RESIDENT())
+    assert len(result.timeline.changes) == 1
+    assert torch.equal(result.latents, _run(open_pair(), request, RESIDENT()).latents)
+
+
+def test_another_error_of_the_device_ends_the_run_at_once(open_pair: OpenPair, make_request: Request) -> None:
+    pair = ShortPair(open_pair(), _once(5), RuntimeError, "CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        _run(pair, make_request(), RESIDENT())
+    assert pair.uses == 6
+
+
+def test_an_error_with_another_number_is_no_shortage() -> None:
+    error = DeviceError("the device said no")
+    assert is_out_of_memory(error)
+    error.error_code = 700
+    assert not is_out_of_memory(error)
 
 
 def test_where_two_buffers_are_all_there_is_fewer_tokens_are_computed_at_once(
