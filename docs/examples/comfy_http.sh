@@ -15,7 +15,8 @@ get() {
 # queue_job FILE: queue a workflow in API format; prints the id of the job, or on the standard error what is wrong.
 queue_job() {
     local answer complaints
-    answer=$(jq '{prompt: .}' "$1" | post /prompt) || return
+    # Without a client_id, the history would not name files that are there from an earlier job.
+    answer=$(jq '{prompt: ., client_id: "comfy_http"}' "$1" | post /prompt) || return
     # Both are looked at: a workflow of which only some outputs are wrong is accepted, and those are left out.
     complaints=$(jq --raw-output '
         (.error // empty | .message? // .),

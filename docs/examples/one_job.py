@@ -20,9 +20,12 @@ def main(workflow: str, folder: str) -> None:
     for file in download(entry, Path(folder)):
         print(file)
 
-    (timeline,) = entry["outputs"]["sampler"]["wanstream_timeline"]
-    for step in timeline["steps"]:
-        print(f"step {step['index']} ({step['expert']}): {step['wall_s']:.2f} s, {step['stall_s']:.2f} s of it stall")
+    # None where the server knew the result from before.
+    for timeline in entry["outputs"].get("sampler", {}).get("wanstream_timeline", []):
+        for step in timeline["steps"]:
+            print(
+                f"step {step['index']} ({step['expert']}): {step['wall_s']:.2f} s, {step['stall_s']:.2f} s of it stall"
+            )
 
 
 if __name__ == "__main__":

