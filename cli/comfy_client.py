@@ -58,7 +58,8 @@ class ComfyClient:
 
     def post_prompt(self, prompt_id: str, prompt: object) -> tuple[int, Any]:
         """Queue a workflow; the status and what the server says."""
-        return self._ask("/prompt", {"prompt": prompt, "prompt_id": prompt_id})
+        # With no client_id, ComfyUI 0.18 leaves outputs that it remembers from an earlier job out of the history.
+        return self._ask("/prompt", {"prompt": prompt, "prompt_id": prompt_id, "client_id": prompt_id})
 
     def job(self, prompt_id: str) -> dict[str, Any] | None:
         """The server's `/api/jobs/ID`, None if it knows no such workflow. Before 0.6.0 it is put together of others."""
