@@ -123,6 +123,8 @@ class _Item:
 
     prompt_id: str
     workflow: str | None
+    graph: Mapping[str, str]
+    """The class of each node."""
     times: ItemTimes
 
 
@@ -143,7 +145,9 @@ class _Looking:
             self.close(now)
         if here is not None:
             if self._item is None:
-                self._item = _Item(prompt_id=here, workflow=_queued(here)[1], times=ItemTimes())
+                prompt, workflow = _queued(here)
+                graph = {node_id: node["class_type"] for node_id, node in prompt.items()}
+                self._item = _Item(prompt_id=here, workflow=workflow, graph=graph, times=ItemTimes())
             if self._item.times.look(now, _seen(registry)):
                 self._item.times.memory(self._memory())
         return bool(running or waiting)
@@ -160,7 +164,7 @@ class _Looking:
     def close(self, now: float) -> None:
         """The item is over, or nobody looks any more."""
         if self._item is not None:
-            self._item.times.close(now)
+            self._item.times.close(now, self._item.graph)
             self._tell_nodes(self._item, now, running=False)
             self._item = None
 

@@ -7,7 +7,7 @@ took none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class _Node:
         seconds = sum(self.ended.get(part, now) - began for part, began in self.began.items())
         return {
             "class_type": self.class_type,
+            "ran": bool(self.began),
             "running": self.began.keys() != self.ended.keys(),
             "seconds": seconds,
             **{f"{name}_peak": self.peaks.get(name) for name in PEAKS},
@@ -86,11 +87,18 @@ class ItemTimes:
                     node.peaks[name] = max(value, node.peaks.get(name, 0))
             self._changed.add(node_id)
 
-    def close(self, now: float) -> None:
-        """The item is over: what still seems to run was interrupted, or has failed."""
+    def close(self, now: float, graph: Mapping[str, str]) -> None:
+        """The item is over: what still seems to run was interrupted, or has failed.
+
+        `graph` has the class of every node of the item; those that were not seen did not run.
+        """
         for node_id, node in self._running():
             node.ended |= dict.fromkeys(node.began.keys() - node.ended.keys(), now)
             self._changed.add(node_id)
+        for node_id, class_type in graph.items():
+            if node_id not in self._nodes:
+                self._nodes[node_id] = _Node(class_type=class_type)
+                self._changed.add(node_id)
 
     def changes(self, now: float) -> dict[str, dict[str, Any]]:
         """What the event says of each node that has changed since the last call."""

@@ -23,8 +23,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         pytest.skip(str(err))
     base = tmp_path_factory.mktemp("browser")
     furnish(base)
-    with running_server(comfyui, base) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(base / "cache"))  # what is measured of this machine is not the user's
+        with running_server(comfyui, base) as server:
+            yield server
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ class Page:
         self.page.evaluate(
             f"""([title, zoom]) => {{ {FIND}
                 const [x, y] = find(title).pos, {{ ds }} = window.app.canvas
-                ds.scale = zoom; ds.offset[0] = 500 / zoom - x; ds.offset[1] = 130 / zoom - y
+                ds.scale = zoom; ds.offset[0] = 450 / zoom - x; ds.offset[1] = 120 / zoom - y
                 window.app.canvas.setDirty(true, true)
             }}""",
             [title, zoom],
@@ -125,14 +125,13 @@ class Page:
     def badges(self) -> dict[str, str]:
         return dict(self.page.evaluate(BADGES))
 
-    def picture(self, name: str) -> None:
-        """Keep what is to be seen now, if pictures are wanted."""
+    def picture(self, name: str, **part: int) -> None:
+        """Keep a part of what is to be seen now, if pictures are wanted."""
         folder = os.environ.get("WANSTREAM_IMAGES")
         if folder:
-            with Image.open(io.BytesIO(self.page.screenshot())) as picture:
-                picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(
-                    Path(folder) / f"{name}.png", optimize=True
-                )
+            clip = {"x": 380, "y": 60, "width": 900, "height": 760, **part}
+            with Image.open(io.BytesIO(self.page.screenshot(clip=clip))) as picture:
+                picture.convert("RGB").save(Path(folder) / f"{name}.png", optimize=True)
 
 
 @pytest.fixture(params=RENDERERS)
@@ -193,6 +192,7 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
     assert_shows(ended, timeline)
     assert ended["bars"][: len(live["bars"])] == live["bars"]
     badges = page.badges()
+    page.look_at(SAMPLER, zoom=0.85)
     page.picture(f"overlay_{renderer}")
 
     page.page.reload()
@@ -205,6 +205,7 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
     assert page.badges() == badges
     nodes = last_history(page.server)["prompt"][2]
     assert badges.keys() == nodes.keys(), "a badge on every node of the graph"
+    assert {text for text in badges.values() if not text.startswith("not run")}
 
 
 def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page, renderer: str) -> None:
@@ -226,12 +227,34 @@ def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page,
         f"() => {{ {FIND}; const node = find('Inside'); window.app.canvas.openSubgraph(node.subgraph, node) }}"
     )
     page.page.wait_for_timeout(500)
-    page.look_at(SAMPLER)
+    page.look_at(SAMPLER, zoom=0.85)
     shown = page.shown()
     assert shown["box"]["width"] > 0, "it is to be seen inside"
     assert_shows(shown, timeline_of(page.server))
     assert list(page.badges().values()) == [outside[inside_id]]
     page.picture(f"overlay_subgraph_{renderer}")
+
+
+def test_what_was_predicted_is_drawn_as_an_outline(page: Page, renderer: str) -> None:
+    page.load(steps=16)
+    # Choosing a policy measures the machine where it is not known; from then on every run is predicted.
+    page.page.evaluate(
+        f"""title => {{ {FIND}
+            const policy = window.LiteGraph.createNode('WanStreamAutoOffload');
+            {GRAPH}.add(policy)
+            policy.connect(0, find(title), 'policy')
+        }}""",
+        SAMPLER,
+    )
+    page.run()
+    page.load(steps=16)
+    shown = page.run()
+    assert_shows(shown, timeline_of(page.server))
+    (run,) = (run for run in page.server.get("/wanstream/runs")["runs"] if run["run"] == shown["run"])
+    assert shown["predicted"] == [step["wall_s"] for step in run["predicted"]["steps"]]
+    assert len(shown["predicted"]) == 16
+    page.look_at(SAMPLER, zoom=0.85)
+    page.picture(f"overlay_predicted_{renderer}")
 
 
 def test_two_samplers_show_a_run_each(page: Page, renderer: str) -> None:
@@ -245,12 +268,20 @@ def test_two_samplers_show_a_run_each(page: Page, renderer: str) -> None:
     prompt["save 2"] = {**prompt["save"], "_meta": {"title": "Second MP4"}}
     prompt["save 2"]["inputs"] = {**prompt["save"]["inputs"], "images": ["keep", 0], "latent": ["second", 0]}
     page.frontend.load_prompt(numbered(prompt))
+    page.page.evaluate(
+        f"""title => {{ {FIND}
+            const left = find(title).pos[0]
+            for (const node of {GRAPH}.nodes) if (node.pos[0] > left) node.pos = [node.pos[0] + 340, node.pos[1]]
+            find('Second').pos = [left + 340, find(title).pos[1]]
+        }}""",
+        SAMPLER,
+    )
     before = {title: page.shown(title)["run"] for title in (SAMPLER, "Second")}
     page.queue()
     for title, run in before.items():
         page.page.wait_for_function(ENDED, arg=[title, run], timeout=WAIT_MS)
     page.idle()
-    page.look_at(SAMPLER, zoom=0.6)
+    page.look_at(SAMPLER, zoom=0.85)
     both = [page.shown(title) for title in (SAMPLER, "Second")]
     assert [len(shown["bars"]) for shown in both] == [8, 6]
     for title, shown in zip((SAMPLER, "Second"), both, strict=True):
@@ -362,7 +393,7 @@ def test_the_overlay_the_table_the_export_and_the_report_have_the_numbers_of_the
     classic.page.evaluate(
         f"""title => {{ {FIND}
             const sampler = find(title), benchmark = window.LiteGraph.createNode('WanStreamBenchmark')
-            benchmark.pos = [sampler.pos[0], sampler.pos[1] + 700]
+            benchmark.pos = [sampler.pos[0] + 330, sampler.pos[1] + 480];
             {GRAPH}.add(benchmark)
             benchmark.title = 'Benchmark'
             sampler.connect(sampler.outputs.findIndex(output => output.type === 'WANSTREAM_RUN'), benchmark, 'run')
@@ -419,7 +450,7 @@ def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
     row = classic.page.locator('.wanstream-comparison tr[data-figure="steps"] td')
     assert [cell.inner_text() for cell in row.all()] == ["4", "6 (1.50 x)"]
     assert [run["steps"] for run in json.loads(download(classic, "JSON"))["runs"]] == [4, 6]
-    classic.picture("runs_table")
+    classic.picture("runs_table", x=60, y=440, width=1540, height=460)
 
 
 def test_without_badges_there_is_no_layer_and_nobody_looks_at_nodes(classic: Page) -> None:

@@ -146,13 +146,13 @@ def test_the_last_run_of_a_node_is_that_of_its_graph(modules: Modules) -> None:
 
 def test_figures_of_a_subgraph_are_those_of_its_nodes(modules: Modules) -> None:
     figures = {
-        "1": {"seconds": 9.0, "running": False, "class_type": "A"},
-        "5:1": {"seconds": 1.0, "running": False, "class_type": "A", "device_used_peak": 7},
-        "5:2:1": {"seconds": 2.0, "running": True, "class_type": "B", "device_used_peak": 4},
-        "51": {"seconds": 100.0, "running": False, "class_type": "A"},
+        "1": {"seconds": 9.0, "running": False, "ran": False, "class_type": "A"},
+        "5:1": {"seconds": 1.0, "running": False, "ran": False, "class_type": "A", "device_used_peak": 7},
+        "5:2:1": {"seconds": 2.0, "running": True, "ran": True, "class_type": "B", "device_used_peak": 4},
+        "51": {"seconds": 100.0, "running": False, "ran": True, "class_type": "A"},
     }
     found = modules.call("graph_ids", "figuresAt", figures, ["5"], "a subgraph's own type")
-    assert (found["seconds"], found["running"], found["device_used_peak"]) == (3.0, True, 7)
+    assert (found["seconds"], found["running"], found["ran"], found["device_used_peak"]) == (3.0, True, True, 7)
     assert modules.call("graph_ids", "figuresAt", figures, ["5:2:1"], "B")["seconds"] == 2.0
     assert modules.call("graph_ids", "figuresAt", figures, ["1"], "B") is None, "another graph's node"
 

@@ -78,7 +78,16 @@ def test_what_was_interrupted_ends_with_its_item() -> None:
     times = ItemTimes()
     times.look(1.0, [seen("a", "finished"), seen("b", "running")])
     times.changes(1.0)
-    times.close(3.0)
+    times.close(3.0, {"a": "Class", "b": "Class"})
     told = times.changes(8.0)
     assert (told["b"]["seconds"], told["b"]["running"]) == (2.0, False)
     assert set(told) == {"b"}
+
+
+def test_a_node_that_was_never_seen_did_not_run() -> None:
+    times = ItemTimes()
+    times.look(1.0, [seen("a", "finished")])
+    times.close(2.0, {"a": "Class", "cached": "Loader"})
+    told = times.changes(2.0)
+    assert (told["a"]["ran"], told["cached"]["ran"]) == (True, False)
+    assert (told["cached"]["class_type"], told["cached"]["seconds"]) == ("Loader", 0)

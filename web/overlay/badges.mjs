@@ -15,6 +15,7 @@ const LEAST_SCREEN_FONT = 10
 
 /** The words of a badge; `figures` as `figuresAt` gives them. */
 export function badgeText(figures) {
+  if (!figures.ran) return "not run"
   const seconds = shortSeconds(figures.seconds)
   if (figures.device_used_peak) return `${seconds} · ${sizeText(figures.device_used_peak)} VRAM`
   if (figures.rss_peak) return `${seconds} · ${sizeText(figures.rss_peak)} RAM`
@@ -23,6 +24,7 @@ export function badgeText(figures) {
 
 /** What a badge says to whoever points at it. */
 export function badgeTitle(figures) {
+  if (!figures.ran) return "not run last time: what it gives was there, nothing needed it, or the run ended before"
   const parts = [`${figures.running ? "running for" : "took"} ${shortSeconds(figures.seconds)} in the last run`]
   const peak = (words, bytes) => bytes && parts.push(`${words}: ${sizeText(bytes)}`)
   peak("most in use on the device, by all processes", figures.device_used_peak)
@@ -92,7 +94,6 @@ export class Badges {
     chip.textContent = badgeText(figures)
     chip.title = badgeTitle(figures)
     chip.dataset.running = figures.running
-    chip.dataset.seconds = figures.seconds
   }
 
   /** Lie where the canvas lies now; called whenever it is drawn. */

@@ -112,7 +112,7 @@ function rateWords(bytes, seconds) {
 /** How far a run is, or how it ended, in a few words. */
 export function stateText(run) {
   const records = recordsOf(run)
-  if (run.error) return `ended after ${records.length} of ${run.steps} steps: ${run.error}`
+  if (run.error) return `${records.length} of ${run.steps} steps: ${run.error}`
   if (!run.ended) return `step ${records.length} of ${run.steps}`
   return `${records.length} steps`
 }
@@ -125,9 +125,8 @@ export function runText(run) {
   const parts = [stateText(run), secondsText(all.wall_s), `stall ${secondsText(all.stall_s)}`]
   const achieved = all.copy_bytes_per_s ?? all.read_bytes_per_s
   if (achieved !== null) parts.push(rateText(achieved))
-  const peak = peakText(records)
-  if (peak) parts.push(peak)
-  return parts.join(" · ")
+  parts.push(peakText(records).replace(" peak", ""))
+  return parts.filter(Boolean).join(" · ")
 }
 
 /** One row of the table of runs: names, words and the plain value, for display, comparison and CSV. */

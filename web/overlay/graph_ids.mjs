@@ -35,6 +35,7 @@ export function figuresAt(figures, ids, type) {
   return {
     seconds: found.reduce((total, each) => total + each.seconds, 0),
     running: found.some((each) => each.running),
+    ran: found.some((each) => each.ran),
     device_used_peak: most("device_used_peak"),
     torch_allocated_peak: most("torch_allocated_peak"),
     rss_peak: most("rss_peak")

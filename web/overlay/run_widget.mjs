@@ -135,6 +135,7 @@ export class RunWidget {
     if (!this.open) return
     const record = this.chosen === null ? null : recordsOf(this.run)[this.chosen]
     const words = record ? stepText(record, this.run.predicted?.steps[this.chosen]) : this.summary()
+    this.numbers.dataset.chosen = Boolean(record)
     if (this.numbers.textContent !== words) this.numbers.textContent = this.numbers.title = words
   }
 

@@ -1,7 +1,7 @@
 /**
- * The table of the last runs, for the bottom panel: one row per run, what is ticked compared below; and export.
+ * The table of the last runs, for the bottom panel: a row per run, what is ticked compared below; and export.
  *
- * The layout is pure (`tableOf`, `comparisonOf`, `csvOf`, `jsonOf`); the class puts it on the page while it can be seen.
+ * The layout is pure (`tableOf`, `comparisonOf`, `csvOf`, `jsonOf`); the class puts it on the page.
  */
 
 import { element } from "./dom.mjs"
