@@ -84,7 +84,7 @@ def latents(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("prompt", "text", "files"),
     [(small("t2v"), "text.positive", 2), (native_texts(), "positive.text", 1)],
-    ids=["our nodes", "native texts of different lengths"],
+    ids=["our nodes", "native texts"],
 )
 def test_four_lanes_are_four_single_runs_and_move_a_quarter(
     batch: Batch, tmp_path: Path, prompt: Prompt, text: str, files: int
@@ -97,7 +97,6 @@ def test_four_lanes_are_four_single_runs_and_move_a_quarter(
     assert len(alone) == 4
     assert [step.bytes_moved for step in together.steps] == [step.bytes_moved for step in alone[0].steps]
     assert 4 * together.bytes_moved == sum(timeline.bytes_moved for timeline in alone) > 0
-    assert 4 * together.read_bytes == sum(timeline.read_bytes for timeline in alone) > 0
     shared, single = latents(tmp_path / "together"), latents(tmp_path / "alone")
     assert shared.keys() == single.keys()
     assert len(shared) == 4
