@@ -286,8 +286,8 @@ def test_what_a_first_step_has_taught_is_what_is_known() -> None:
     planner = AutoPlanner(lambda *_: GPU, lambda *_: None)
     choice = _choose(planner, _room())
     assert planner.known(JOB.expert, device=CUDA, weights=WEIGHTS) is None
-    choice.revise(_record(choice.policy, replace(GPU, h2d_bytes_per_s=12e9)))
+    choice.revise(_record(choice.policy, replace(GPU, flops_per_s=40e12)))
     learned = planner.known(JOB.expert, device=CUDA, weights=WEIGHTS)
     assert learned is not None
-    assert learned.h2d_bytes_per_s != GPU.h2d_bytes_per_s
+    assert learned.flops_per_s == pytest.approx(40e12, rel=0.01)
     assert planner.known(JOB.expert, device=CPU, weights=WEIGHTS) is None
