@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..plan import StepRecord, Timeline
 from ..plan.figure_words import second_digits, seconds_text, size_text
-from .drawing import Box, Drawing, Shape, Stroke, Text
+from .drawing import Box, Drawing, Shape, Stroke, Text, text_width
 from .report import Report, Variant
 from .report_figures import TOTAL, Spread
 
@@ -26,8 +26,11 @@ LEGEND = (("high", "compute, high-noise expert"), ("low", "compute, low-noise ex
 LEGEND += (("other", "outside the blocks"), ("memory", "memory"))
 LEGEND_WIDTH = {"high": 190, "low": 186, "stall": 60, "other": 140, "memory": 80}
 
-CHARACTER = 6.2
-"""Mean width of one at 12 pixels, to shorten names that would run into something."""
+LONGEST_LINE = 300
+"""Characters; none that can be read is as long on this paper."""
+
+OTHER_FONTS = 0.92
+"""Share of a width that text may take in the image's font, for the page has one of its own."""
 
 
 def report_chart(report: Report) -> Drawing:
@@ -70,8 +73,13 @@ def _drawn(variant: Variant) -> Iterator[StepRecord]:
 
 
 def _short(text: str, width: float, size: int) -> str:
-    most = max(1, int(width / (CHARACTER * size / 12)))
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    """The text, or as much of its beginning as fits."""
+    room, kept = width * OTHER_FONTS, min(len(text), LONGEST_LINE)
+    if kept == len(text) and text_width(text, size) <= room:
+        return text
+    while kept and text_width(f"{text[:kept]}...", size) > room:
+        kept -= 1
+    return f"{text[:kept]}..."
 
 
 def _legend() -> Iterator[Shape]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -93,6 +94,16 @@ class Drawing:
         return picture
 
 
+@functools.cache
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def text_width(text: str, size: int) -> float:
+    """Pixels that one line of text takes in an image."""
+    return float(_font(size).getlength(text))
+
+
 def _rules(paper: int) -> str:
     """The style rules for light paper (0) or dark (1)."""
     return " ".join(f".f-{name}{{fill:{of[paper]}}} .s-{name}{{stroke:{of[paper]}}}" for name, of in COLOURS.items())
@@ -120,8 +131,8 @@ def _paint(pencil: ImageDraw.ImageDraw, shape: Shape, scale: int) -> None:
             pencil.line((x * scale, y * scale, to_x * scale, to_y * scale), colour, width=scale)
     else:
         anchors = {"start": "ls", "middle": "ms", "end": "rs"}
-        font = ImageFont.load_default(shape.size * scale)
-        pencil.text((shape.x * scale, shape.y * scale), shape.text, colour, font=font, anchor=anchors[shape.anchor])
+        place, font = (shape.x * scale, shape.y * scale), _font(shape.size * scale)
+        pencil.text(place, shape.text, colour, font=font, anchor=anchors[shape.anchor])
 
 
 def _paint_box(pencil: ImageDraw.ImageDraw, box: Box, scale: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from wanstream.metrics.charts import MOST_PANELS, report_chart
-from wanstream.metrics.drawing import Box, Drawing, Stroke, Text
+from wanstream.metrics.drawing import Box, Drawing, Stroke, Text, text_width
 from wanstream.metrics.report import Report, Variant
 from wanstream.plan import Timeline
 
@@ -160,5 +160,7 @@ def test_everything_lies_on_the_paper(
             assert 0 <= shape.x <= chart.width
             assert 0 <= shape.y <= chart.height
         if isinstance(shape, Text):
-            length = 0.6 * shape.size * len(shape.text)
-            assert shape.x + {"start": length, "middle": length / 2, "end": 0}[shape.anchor] <= chart.width + 30
+            length = text_width(shape.text, shape.size)
+            left = shape.x - {"start": 0, "middle": length / 2, "end": length}[shape.anchor]
+            assert left >= 0
+            assert left + length <= chart.width, shape.text

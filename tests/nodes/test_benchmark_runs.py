@@ -47,15 +47,15 @@ def result(asked: DenoiseRequest, seconds: float = 1.0) -> DenoiseResult:
     return DenoiseResult(latents=LATENTS, sigma=0, timeline=Timeline(kind="measured", steps=steps))
 
 
-def sampler_run(asked: DenoiseRequest | None = None, **values: Any) -> SamplerRun:
-    asked = asked or request()
+def sampler_run(ran: DenoiseRequest | None = None, **values: Any) -> SamplerRun:
+    ran = ran or request()
     given = {
         "experts": EXPERTS,
-        "request": asked,
+        "request": ran,
         "asked": OffloadPolicy.layerwise(),
         "policy": OffloadPolicy.layerwise(),
         "device": torch.device("cpu"),
-        "result": result(asked),
+        "result": result(ran),
         "node_id": "sampler",
         "block_counts": {"high": 40, "low": 40},
     }
