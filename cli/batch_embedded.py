@@ -22,7 +22,10 @@ _RESCUED = "*.latent"
 
 
 class DiskFullError(OSError):
-    """A node could not write its file; there is no sense in going on with other rows."""
+    """A node could not write its file; there is no sense in going on with other rows. `errno` is what it met."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ class EmbeddedHost:
             history = self._run(prompt_id, self._posted.pop(prompt_id))
         except NodeFailedError as err:
             if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL_DISK:
-                raise DiskFullError(str(err)) from err
+                raise DiskFullError(err.__cause__.errno, str(err)) from err
             if not isinstance(err.__cause__, ValueError | OSError):  # no refusal but a fault, ours or a library's
                 traceback.print_exception(err.__cause__)
             return Failed(reason=str(err))

@@ -1,0 +1,419 @@
+"""The loop of a batch against a host that loses things and a client that is killed anywhere.
+
+`World` is a server in memory: a queue that is worked off one by one, a history, an output folder. A restart loses the
+first two. `Chance` decides before and after every call whether the answer is lost, the server restarts, or the client
+is killed; a killed client is started again on what it left on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.cli.batch_host import (
+    Ended,
+    Failed,
+    MadeFile,
+    NoSuchFileError,
+    Outcome,
+    RefusedError,
+    UnderWay,
+    Unknown,
+    UnreachableError,
+)
+from wanstream.cli.batch_jobs import Job
+from wanstream.cli.batch_resume import take_up
+from wanstream.cli.batch_rows import Row
+from wanstream.cli.batch_runner import MOST_LOSSES, GaveUpError, Limits, Runner
+from wanstream.cli.batch_shelf import Shelf
+from wanstream.cli.journal import Journal, KeptFile, State
+from wanstream.cli.stop_request import StopRequest
+
+ROWS = 12
+
+
+class Killed(BaseException):
+    """The client dies here."""
+
+
+def rows_of(count: int) -> list[Row]:
+    return [Row(line=number, position=number, hash=f"hash {number}") for number in range(1, count + 1)]
+
+
+def plan_of(size: int) -> Callable[[Sequence[Row]], list[Job]]:
+    """Jobs of up to `size` rows; the node `n` saves the file of row n."""
+
+    def plan(rows: Sequence[Row]) -> list[Job]:
+        jobs = []
+        for start in range(0, len(rows), size):
+            share = tuple(rows[start : start + size])
+            prompt: dict[str, Any] = {str(row.position): {"class_type": "Save"} for row in share}
+            saves = {row.hash: frozenset([str(row.position)]) if size > 1 else None for row in share}
+            jobs.append(Job(prompt=prompt, rows=share, saves=saves))
+        return jobs
+
+    return plan
+
+
+class World:
+    """A server: each look at it brings what is first in its queue one step further."""
+
+    window = 2
+
+    def __init__(self, *, steps: int = 1) -> None:
+        self.steps = steps
+        self.queue: list[list[Any]] = []
+        self.history: dict[str, Ended | Failed] = {}
+        self.files: dict[str, str] = {}
+        self.made: list[str] = []
+        self.bad: Callable[[Mapping[str, Any]], str | None] = lambda prompt: None
+        self.deadly: str | None = None
+        self.silent = False
+
+    def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+        if "refused" in prompt:
+            raise RefusedError("refused")
+        self.queue.append([prompt_id, prompt, 0])
+
+    def outcome(self, prompt_id: str) -> Outcome:
+        if self.silent:
+            raise UnreachableError("silence")
+        self._work()
+        if prompt_id in self.history:
+            return self.history[prompt_id]
+        for place, (queued, _, _) in enumerate(self.queue):
+            if queued == prompt_id:
+                return UnderWay(begun=place == 0)
+        return Unknown()
+
+    def fetch(self, file: MadeFile, part: Path) -> None:
+        if file.filename not in self.files:
+            raise NoSuchFileError(f"no {file.filename}")
+        part.write_text(self.files[file.filename])
+
+    def withdraw(self, prompt_id: str) -> None:
+        self.queue[1:] = [item for item in self.queue[1:] if item[0] != prompt_id]
+
+    def interrupt(self, prompt_id: str) -> None:
+        if self.queue and self.queue[0][0] == prompt_id:
+            self.queue.pop(0)
+            self.history[prompt_id] = Failed(reason="interrupted")
+
+    def forget(self, prompt_id: str) -> None:
+        pass
+
+    def halt(self) -> None:
+        pass
+
+    def restart(self) -> None:
+        self.queue, self.history = [], {}
+
+    def _work(self) -> None:
+        if not self.queue:
+            return
+        prompt_id, prompt, step = self.queue[0]
+        self.queue[0][2] += 1
+        if self.deadly in prompt and step > 0:
+            self.restart()
+        elif step >= self.steps:
+            self.queue.pop(0)
+            reason = self.bad(prompt)
+            self.history[prompt_id] = Failed(reason=reason) if reason else self._save(prompt)
+
+    def _save(self, prompt: Mapping[str, Any]) -> Ended:
+        made = []
+        for node_id in prompt:
+            name = f"out_{len(self.files):05}_.txt"
+            self.files[name] = f"row {node_id}"
+            self.made.append(node_id)
+            made.append(MadeFile(node_id=node_id, filename=name, subfolder=""))
+        return Ended(files=tuple(made))
+
+
+class Silent:
+    """A teller that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def done(self, row: Row, files: Sequence[KeptFile]) -> None:
+        self.told.append(f"done {row.position}")
+
+    def failed(self, row: Row, reason: str) -> None:
+        self.told.append(f"failed {row.position}: {reason}")
+
+    def note(self, text: str) -> None:
+        self.told.append(text)
+
+
+class Bench:
+    """A client that can be started again and again on one folder."""
+
+    def __init__(self, folder: Path, host: Any, *, rows: Sequence[Row] = (), size: int = 1) -> None:
+        self.folder, self.host, self.rows, self.size = folder, host, rows or rows_of(ROWS), size
+        self.teller, self.stop = Silent(), StopRequest()
+        self.limits = Limits()
+        self.slept: list[float] = []
+
+    def run(self, journal: Journal | None = None, shelf: Shelf | None = None) -> Runner:
+        shelf = shelf or Shelf(self.folder)
+        with journal or Journal(self.folder / "journal.sqlite", workflow="w") as journal:
+            start = take_up(journal, shelf, self.rows)
+            runner = Runner(
+                host=self.host,
+                journal=journal,
+                shelf=shelf,
+                planner=plan_of(self.size),
+                teller=self.teller,
+                stop=self.stop,
+                limits=self.limits,
+                sleep=self.slept.append,
+            )
+            runner.run(start.waiting, start.flights)
+            return runner
+
+    def states(self) -> list[State]:
+        with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
+            return [entry.state for entry in journal.entries().values()]
+
+    def check(self, done: Iterable[int]) -> None:
+        """These rows have one file each, the right one; there is nothing else; the journal says the same."""
+        files = {path.name: path.read_text() for path in self.folder.glob("*.txt")}
+        assert files == {f"{number:05}.txt": f"row {number}" for number in done}
+        with Journal(self.folder / "journal.sqlite", workflow="w") as journal:
+            kept = [file for entry in journal.entries().values() for file in entry.files if entry.state is State.done]
+        assert {file.name: file.size for file in kept} == {name: len(text) for name, text in files.items()}
+        assert all(file.sha256 == hashlib.sha256(files[file.name].encode()).hexdigest() for file in kept)
+        assert list((self.folder / ".wanstream" / "parts").iterdir()) == []
+
+
+def test_every_row_has_its_file_and_none_is_posted_twice(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, World())
+    bench.run()
+    bench.check(range(1, ROWS + 1))
+    assert len(bench.host.made) == ROWS
+    bench.run()
+    assert len(bench.host.made) == ROWS
+
+
+class Chance:
+    """Lets things happen before and after calls, by a seed; at most so many, so that every run ends."""
+
+    def __init__(self, seed: int, world: World) -> None:
+        self.random, self.world = random.Random(seed), world
+        self.left = 25
+        self.happened: list[str] = []
+
+    def around(self, call: Callable[..., Any], *arguments: Any, remote: bool) -> Any:
+        self._maybe(remote)
+        answer = call(*arguments)
+        self._maybe(remote)
+        return answer
+
+    def _maybe(self, remote: bool) -> None:
+        if not self.left or self.random.random() > 0.08:
+            return
+        self.left -= 1
+        what = self.random.choice(["kill", "restart", "silence"] if remote else ["kill"])
+        self.happened.append(what)
+        if what == "kill":
+            raise Killed
+        if what == "restart":
+            self.world.restart()
+        raise UnreachableError(what)
+
+
+class Wire:
+    """A host as it is seen over a network that fails."""
+
+    window = 2
+
+    def __init__(self, world: World, chance: Chance) -> None:
+        self._world, self._chance = world, chance
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments: self._chance.around(getattr(self._world, name), *arguments, remote=True)
+
+    def forget(self, prompt_id: str) -> None:
+        pass
+
+    def fetch(self, file: MadeFile, part: Path) -> None:
+        part.write_text("half")
+        self._chance.around(self._world.fetch, file, part, remote=True)
+
+
+class MortalJournal(Journal):
+    """A journal whose writer may die before and after each change."""
+
+    chance: Chance
+
+    def post(self, *arguments: Any) -> None:
+        self.chance.around(super().post, *arguments, remote=False)
+
+    def wait(self, *arguments: Any) -> None:
+        self.chance.around(super().wait, *arguments, remote=False)
+
+    def place(self, *arguments: Any) -> None:
+        self.chance.around(super().place, *arguments, remote=False)
+
+    def finish(self, *arguments: Any) -> None:
+        self.chance.around(super().finish, *arguments, remote=False)
+
+
+class MortalShelf(Shelf):
+    """A shelf at which the client may die before and after each file has its name."""
+
+    chance: Chance
+
+    def place(self, files: Iterable[KeptFile]) -> bool:
+        return all(self.chance.around(super(MortalShelf, self).place, [file], remote=False) for file in files)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_whatever_is_killed_when_every_row_has_one_file(tmp_path: Path, size: int) -> None:
+    happened: list[str] = []
+    for seed in range(60):
+        world = World(steps=seed % 3)
+        chance = Chance(seed, world)
+        bench = Bench(tmp_path / str(seed), Wire(world, chance), size=size)
+        for _ in range(chance.left + 1):
+            shelf = MortalShelf(bench.folder)
+            journal = MortalJournal(bench.folder / "journal.sqlite", workflow="w")
+            shelf.chance = journal.chance = chance
+            try:
+                bench.run(journal, shelf)
+                break
+            except Killed:
+                continue
+        bench.check(range(1, ROWS + 1))
+        assert all(world.made.count(str(row.position)) >= 1 for row in bench.rows)
+        happened += chance.happened
+    assert {"kill", "restart", "silence"} == set(happened)
+    assert happened.count("kill") > 100
+
+
+def test_a_row_that_takes_the_server_down_fails_and_the_others_are_done(tmp_path: Path) -> None:
+    world = World(steps=2)
+    world.deadly = "4"
+    bench = Bench(tmp_path, world)
+    bench.run()
+    bench.check(number for number in range(1, ROWS + 1) if number != 4)
+    assert f"failed 4: lost by the host {MOST_LOSSES} times" in bench.teller.told
+
+
+def test_rows_that_fail_together_are_tried_alone(tmp_path: Path) -> None:
+    world = World()
+    world.bad = lambda prompt: "too big" if "5" in prompt else None
+    bench = Bench(tmp_path, world, size=4)
+    bench.run()
+    bench.check(number for number in range(1, ROWS + 1) if number != 5)
+    assert [told for told in bench.teller.told if told.startswith("failed")] == ["failed 5: too big"]
+    assert world.made.count("6") == 1
+
+
+def test_a_row_that_failed_is_tried_again_by_the_next_run(tmp_path: Path) -> None:
+    world = World()
+    world.bad = lambda prompt: "too big" if "5" in prompt else None
+    bench = Bench(tmp_path, world)
+    assert bench.run().failures == 1
+    assert State.failed in bench.states()
+    world.bad = lambda prompt: None
+    assert bench.run().failures == 0
+    bench.check(range(1, ROWS + 1))
+    assert len(world.made) == ROWS
+
+
+def test_after_so_many_failures_nothing_more_is_begun(tmp_path: Path) -> None:
+    world = World()
+    world.bad = lambda prompt: "always"
+    bench = Bench(tmp_path, world)
+    bench.limits = Limits(failures=2)
+    bench.run()
+    states = bench.states()
+    assert 2 <= states.count(State.failed) <= 3
+    assert set(states) == {State.failed, State.waiting}
+    assert world.queue == []
+
+
+def test_a_workflow_that_saves_nothing_is_a_failure_in_words(tmp_path: Path) -> None:
+    world = World()
+    world._save = lambda prompt: Ended(files=())  # type: ignore[method-assign]
+    bench = Bench(tmp_path, world, rows=rows_of(1))
+    bench.run()
+    assert "no file was saved" in bench.teller.told[0]
+
+
+def test_an_empty_file_is_a_failure_in_words(tmp_path: Path) -> None:
+    class Hollow(World):
+        def fetch(self, file: MadeFile, part: Path) -> None:
+            part.touch()
+
+    bench = Bench(tmp_path, Hollow(), rows=rows_of(1))
+    bench.run()
+    assert bench.teller.told == ["failed 1: 00001.txt is empty"]
+    bench.check([])
+
+
+def test_silence_ends_the_run_after_a_while_and_nothing_is_lost(tmp_path: Path) -> None:
+    world = World()
+    bench = Bench(tmp_path, world)
+    bench.limits = Limits(patience_s=100.0)
+    world.silent = True
+    with pytest.raises(GaveUpError, match="given up after 100 s"):
+        bench.run()
+    assert sum(bench.slept) == pytest.approx(100.0)
+    assert bench.slept[:3] == [0.5, 0.5, 1.0]
+    assert max(bench.slept) == 30.0
+    assert bench.states().count(State.posted) == 2
+    world.silent = False
+    bench.run()
+    bench.check(range(1, ROWS + 1))
+    assert len(world.made) == ROWS
+
+
+class Impatient(World):
+    """A server whose user presses Ctrl-C while it works on the third workflow."""
+
+    def __init__(self, stop: StopRequest, times: int) -> None:
+        super().__init__(steps=5)
+        self._stop, self._times = stop, times
+
+    def outcome(self, prompt_id: str) -> Outcome:
+        if len(self.made) == 2 and self.queue and self.queue[0][2] == 2:
+            for _ in range(self._times):
+                self._stop.ask()
+        return super().outcome(prompt_id)
+
+
+@pytest.mark.parametrize(("times", "done"), [(1, [1, 2, 3]), (2, [1, 2])])
+def test_ctrl_c_leaves_nothing_on_the_server(tmp_path: Path, times: int, done: list[int]) -> None:
+    bench = Bench(tmp_path, World())
+    bench.host = Impatient(bench.stop, times)
+    bench.run()
+    bench.check(done)
+    assert bench.host.queue == []
+    assert bench.states() == [State.done] * len(done) + [State.waiting] * (ROWS - len(done))
+    bench.host, bench.stop = World(), StopRequest()
+    bench.run()
+    bench.check(range(1, ROWS + 1))
+
+
+def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "00003.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"00003\.txt, which this batch has not made"):
+        Bench(tmp_path, World()).run()
+    assert (tmp_path / "00003.txt").read_text() == "mine"
+
+
+def test_a_file_that_was_removed_is_made_again_alone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, World())
+    bench.run()
+    (tmp_path / "00003.txt").unlink()
+    bench.run()
+    bench.check(range(1, ROWS + 1))
+    assert [made for made in bench.host.made if bench.host.made.count(made) > 1] == ["3", "3"]

@@ -1,0 +1,102 @@
+"""The batch's own folder: what is checked, what a file is called, and names that are given again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from wanstream.cli.batch_shelf import Shelf, file_names
+from wanstream.cli.media_check import UnreadableFileError
+from wanstream.nodes.video_file import write_mp4
+
+
+def picture(path: Path) -> Path:
+    Image.effect_noise((64, 64), 50).save(path)
+    return path
+
+
+def video(path: Path) -> Path:
+    frames = torch.rand((9, 64, 64, 3), generator=torch.Generator().manual_seed(0))
+    write_mp4(path, frames, fps=16, crf=18, metadata={"prompt": {"1": {}}})
+    return path
+
+
+MAKERS = [("a.png", picture), ("a.jpg", picture), ("a.webp", picture), ("a.mp4", video)]
+
+
+@pytest.mark.parametrize(("name", "make"), MAKERS)
+def test_a_whole_file_is_sealed_and_placed_once_and_again(tmp_path: Path, name: str, make: object) -> None:
+    shelf = Shelf(tmp_path)
+    made = make(shelf.part(name)).read_bytes()  # type: ignore[operator]
+    sealed = shelf.seal(name)
+    assert (sealed.name, sealed.size) == (name, len(made))
+    assert not (tmp_path / name).exists()
+    for _ in range(2):
+        assert shelf.place([sealed])
+        assert (tmp_path / name).read_bytes() == made
+        assert not shelf.part(name).exists()
+        assert shelf.has([sealed])
+
+
+@pytest.mark.parametrize(("name", "make"), MAKERS)
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, make: object, share: float) -> None:
+    shelf = Shelf(tmp_path)
+    part = make(shelf.part(name))  # type: ignore[operator]
+    part.write_bytes(part.read_bytes()[: int(part.stat().st_size * share)])
+    with pytest.raises(UnreadableFileError, match=name.replace(".", r"\.")):
+        shelf.seal(name)
+
+
+def test_a_page_of_a_proxy_is_no_video(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    for name in ("a.mp4", "a.png", "a.flac"):
+        shelf.part(name).write_text("<html>busy, come back later</html>")
+        with pytest.raises(UnreadableFileError):
+            shelf.seal(name)
+
+
+def test_a_sound_is_no_video(tmp_path: Path) -> None:
+    import av
+
+    shelf = Shelf(tmp_path)
+    with av.open(str(shelf.part("a.mp4")), "w", format="mp4") as container:
+        stream = container.add_stream("aac", rate=44100)
+        frame = av.AudioFrame(format="fltp", layout="mono", samples=1024)
+        frame.sample_rate = 44100
+        for plane in frame.planes:
+            plane.update(bytes(plane.buffer_size))
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    with pytest.raises(UnreadableFileError, match="there is no video in it"):
+        shelf.seal("a.mp4")
+
+
+def test_a_file_that_is_nowhere_or_another_is_not_placed(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    picture(shelf.part("a.png"))
+    sealed = shelf.seal("a.png")
+    shelf.clear()
+    assert not shelf.place([sealed])
+    (tmp_path / "a.png").write_bytes(b"x" * sealed.size)
+    assert not shelf.place([sealed])
+    assert shelf.has([sealed]), "by its size alone"
+    (tmp_path / "a.png").write_bytes(b"x")
+    assert not shelf.has([sealed])
+
+
+def test_names() -> None:
+    assert file_names("shot 1.5", ["wan_00012_.mp4"]) == ["shot 1.5.mp4"]
+    assert file_names("00007", ["b.mp4", "a.png", "latent"]) == ["00007~1.mp4", "00007~2.png", "00007~3"]
+    assert file_names("x", ["a.m/../../p4", "."]) == ["x~1", "x~2"]
+
+
+def test_only_files_that_would_be_replaced_are_in_the_way(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    for name in ("00001.mp4", "00001~2.png", "SHOT_1.mp4", "shot.png", "00001_notes.txt", "journal.sqlite"):
+        (tmp_path / name).touch()
+    (tmp_path / "00002").mkdir()
+    assert shelf.strangers(["00001", "00002", "shot_1"]) == ["00001.mp4", "00001~2.png", "SHOT_1.mp4"]

@@ -1,0 +1,259 @@
+"""The HTTP client against a server of canned answers: what a real ComfyUI gives only in bad moments."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.cli.batch_host import Ended, Failed, NoSuchFileError, RefusedError, UnderWay, Unknown, UnreachableError
+from wanstream.cli.batch_server import ServerHost
+from wanstream.cli.comfy_client import ComfyClient, NotComfyUIError
+
+Answer = tuple[int, Any] | None
+"""A status and a body (JSON, or bytes as they are); None: the connection is closed without an answer."""
+
+
+class Canned:
+    """Answers by route, and what was asked for."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.promise: int | None = None
+        self.url = ""
+
+
+@pytest.fixture
+def canned() -> Iterator[Canned]:
+    state = Canned()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            route = self.path.partition("?")[0]
+            state.asked.append((self.path, body))
+            found = state.answers.get(route, (404, b"404: Not Found"))
+            if found is None:
+                return
+            status, content = found
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data) if state.promise is None else state.promise))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield state
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+INFO = {"Save": {"output_node": True}, "Load": {}}
+PROMPT = {"1": {"class_type": "Load"}, "2": {"class_type": "Save"}, "3": {"class_type": "Save"}}
+
+
+def host_of(canned: Canned) -> ServerHost:
+    return ServerHost(ComfyClient(canned.url), INFO)
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8188", "ftp://127.0.0.1", "http://", "http://x:port", "file:///etc/passwd", "http://x/?a=1", ""]
+)
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(NotComfyUIError, match="--server"):
+        ComfyClient(url)
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(UnreachableError, match=f"no answer from http://127.0.0.1:{port}: .*refused"):
+        ComfyClient(f"http://127.0.0.1:{port}").version()
+
+
+@pytest.mark.parametrize("answer", [(404, b"no"), (200, b"<html>"), (200, []), (200, {"system": 1}), (403, b"")])
+def test_somebody_else_listens(canned: Canned, answer: Answer) -> None:
+    canned.answers["/system_stats"] = answer
+    with pytest.raises(NotComfyUIError, match="answers, but not as a ComfyUI server does"):
+        ComfyClient(canned.url).version()
+
+
+def test_an_address_may_have_a_path_and_a_slash(canned: Canned) -> None:
+    canned.answers["/comfy/system_stats"] = (200, {"system": {"comfyui_version": "0.3.64"}})
+    assert ComfyClient(f"{canned.url}/comfy/").version() == "0.3.64"
+
+
+@pytest.mark.parametrize("answer", [None, (502, b"bad gateway"), (503, b""), (504, b"")])
+def test_a_gateway_without_a_server_is_silence(canned: Canned, answer: Answer) -> None:
+    canned.answers |= dict.fromkeys(("/system_stats", "/api/jobs/x", "/prompt", "/view"), answer)
+    client = ComfyClient(canned.url)
+    for call in (client.version, lambda: client.job("x"), lambda: client.post_prompt("x", {})):
+        with pytest.raises(UnreachableError):
+            call()
+
+
+def test_silence_after_a_while(canned: Canned) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        client = ComfyClient(f"http://127.0.0.1:{mute.getsockname()[1]}", timeout_s=0.2)
+        with pytest.raises(UnreachableError, match="timed out"):
+            client.version()
+
+
+def test_a_download_that_breaks_off_is_silence_and_not_a_file(canned: Canned, tmp_path: Path) -> None:
+    canned.answers |= dict.fromkeys(("/view", "/object_info"), (200, b"12345"))
+    client = ComfyClient(canned.url)
+    client.download("a b_.png", "sub/folder", tmp_path / "part")
+    assert (tmp_path / "part").read_bytes() == b"12345"
+    assert canned.asked[-1][0] == "/view?filename=a+b_.png&subfolder=sub%2Ffolder&type=output"
+    canned.promise = 9
+    with pytest.raises(UnreachableError, match=r"5 of 9 bytes|broke off"):
+        client.download("a.png", "", tmp_path / "part")
+    with pytest.raises(UnreachableError, match="broke off"):
+        client.object_info()
+
+
+def test_a_file_that_the_server_does_not_give(canned: Canned, tmp_path: Path) -> None:
+    with pytest.raises(NoSuchFileError, match=r"made 'a\.png' but does not give it \(status 404\)"):
+        ComfyClient(canned.url).download("a.png", "", tmp_path / "part")
+    assert not (tmp_path / "part").exists()
+
+
+def test_a_file_that_cannot_be_written_is_no_silence(canned: Canned, tmp_path: Path) -> None:
+    canned.answers["/view"] = (200, b"12345")
+    with pytest.raises(OSError, match="No such file") as refused:
+        ComfyClient(canned.url).download("a.png", "", tmp_path / "none" / "part")
+    assert not isinstance(refused.value, UnreachableError)
+
+
+def test_a_post_in_all_its_ways(canned: Canned) -> None:
+    host = host_of(canned)
+
+    def post(answer: Answer) -> None:
+        canned.answers |= {"/prompt": answer, "/queue": (200, b""), "/interrupt": (200, b"")}
+        canned.asked.clear()
+        host.post("id", PROMPT)
+
+    post((200, {"prompt_id": "id", "number": 1, "node_errors": {}}))
+    assert canned.asked == [("/prompt", {"prompt": PROMPT, "prompt_id": "id", "client_id": "id"})]
+    faults = {"2": {"class_type": "Save", "errors": [{"type": "t", "message": "Too big", "details": "fps"}]}}
+    with pytest.raises(RefusedError, match=r"node 2 \(Save\): Too big: fps"):
+        post((200, {"prompt_id": "id", "number": 1, "node_errors": faults}))
+    # What is left of it must not run.
+    assert canned.asked[1:] == [("/queue", {"delete": ["id"]}), ("/interrupt", {"prompt_id": "id"})]
+    with pytest.raises(RefusedError, match="No outputs: none"):
+        post((400, {"error": {"type": "t", "message": "No outputs", "details": "none"}, "node_errors": {}}))
+    with pytest.raises(RefusedError, match="busy"):
+        post((400, {"error": "busy"}))
+    with pytest.raises(RefusedError, match="status 413"):
+        post((413, b"too large"))
+    with pytest.raises(UnreachableError, match="status 500"):
+        post((500, b"oops"))
+    with pytest.raises(NotComfyUIError, match=r"does not take workflows from here \(status 403"):
+        post((403, b""))
+    with pytest.raises(NotComfyUIError, match=r"ComfyUI 0\.3\.64 or later"):
+        post((200, {"prompt_id": "another", "node_errors": {}}))
+    assert ("/queue", {"delete": ["another"]}) in canned.asked
+
+
+def history(outputs: dict[str, Any], *, executed: list[str], status: str = "success") -> dict[str, Any]:
+    messages = [["execution_start", {}]]
+    if status != "success":
+        error = {"node_id": "2", "node_type": "Save", "exception_message": "disk full\n"}
+        messages.append(["execution_error" if status == "error" else "execution_interrupted", error])
+    entry = {
+        "prompt": [1, "id", PROMPT, {}, executed],
+        "outputs": outputs,
+        "status": {"status_str": "success" if status == "success" else "error", "messages": messages},
+    }
+    return {"id": entry}
+
+
+SAVED = {
+    "3": {"images": [{"filename": "b.png", "subfolder": "x", "type": "output"}], "animated": [True]},
+    "2": {"gifs": [{"filename": "a.mp4", "type": "output"}, {"filename": "p.png", "type": "temp"}], "text": ["hello"]},
+}
+
+
+def test_jobs_of_a_newer_server(canned: Canned) -> None:
+    host = host_of(canned)
+    canned.answers["/history/id"] = (200, history(SAVED, executed=["3", "2"]))
+    for answer, outcome in [
+        ((404, {"error": "Job not found"}), Unknown()),
+        ((200, {"status": "pending"}), UnderWay(begun=False)),
+        ((200, {"status": "in_progress"}), UnderWay(begun=True)),
+        ((200, {"status": "cancelled"}), Failed(reason="interrupted on the server")),
+        ((200, {"status": "failed", "execution_error": {"exception_message": "x"}}), Failed(reason="x")),
+        ((200, {"status": "failed"}), Failed(reason="the server does not say why")),
+    ]:
+        canned.answers["/api/jobs/id"] = answer
+        assert host.outcome("id") == outcome
+    canned.answers["/api/jobs/id"] = (200, {"status": "completed", "outputs": SAVED})
+    ended = host.outcome("id")
+    assert isinstance(ended, Ended)
+    assert [(file.node_id, file.subfolder, file.filename) for file in ended.files] == [
+        ("2", "", "a.mp4"),
+        ("3", "x", "b.png"),
+    ]
+
+
+def test_an_older_server_is_asked_for_its_queue_and_history(canned: Canned) -> None:
+    host = host_of(canned)
+    item = [1, "id", PROMPT, {}, ["2", "3"]]
+    idle: dict[str, Any] = {"queue_running": [], "queue_pending": []}
+    canned.answers |= {"/queue": (200, idle), "/history/id": (200, {})}
+    assert host.outcome("id") == Unknown()
+    canned.answers["/queue"] = (200, {**idle, "queue_pending": [item]})
+    assert host.outcome("id") == UnderWay(begun=False)
+    canned.answers["/queue"] = (200, {**idle, "queue_running": [item]})
+    assert host.outcome("id") == UnderWay(begun=True)
+    canned.answers["/queue"] = (200, idle)
+    for status, outcome in [
+        ("error", Failed(reason="node 2 (Save): disk full")),
+        ("interrupted", Failed(reason="interrupted on the server")),
+    ]:
+        canned.answers["/history/id"] = (200, history({}, executed=["2", "3"], status=status))
+        assert host.outcome("id") == outcome
+    canned.answers["/history/id"] = (200, history(SAVED, executed=["2", "3"]))
+    assert isinstance(host.outcome("id"), Ended)
+
+
+@pytest.mark.parametrize("path", ["/api/jobs/id", "/queue"])
+def test_a_workflow_whose_post_was_not_answered_counts_only_if_nothing_of_it_was_dropped(
+    canned: Canned, path: str
+) -> None:
+    """Whoever is killed while it posts has not heard of `node_errors`."""
+    canned.answers["/api/jobs/id"] = (200, {"status": "completed", "outputs": SAVED})
+    canned.answers["/queue"] = (200, {"queue_running": [], "queue_pending": []})
+    if path != "/api/jobs/id":
+        del canned.answers["/api/jobs/id"]
+    canned.answers["/history/id"] = (200, history(SAVED, executed=["2"]))
+    assert host_of(canned).outcome("id") == Unknown()
+    heard = host_of(canned)
+    canned.answers["/prompt"] = (200, {"prompt_id": "id", "node_errors": {}})
+    heard.post("id", PROMPT)
+    assert isinstance(heard.outcome("id"), Ended)
+
+
+@pytest.mark.parametrize("call", [lambda client: client.job("x"), lambda client: client.object_info()])
+def test_an_answer_that_is_none_is_silence(canned: Canned, call: Callable[[ComfyClient], Any]) -> None:
+    canned.answers |= {"/api/jobs/x": (500, b""), "/object_info": (200, b"<html>")}
+    with pytest.raises(UnreachableError):
+        call(ComfyClient(canned.url))

@@ -1,0 +1,87 @@
+"""What is wrong with a workflow by a server's `/object_info`, in both of the forms in which choices are described."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from wanstream.cli.object_info import server_faults, sockets_of_server, unknown_classes
+
+INFO: dict[str, Any] = {
+    "Loader": {
+        "input": {"required": {"file": [["a.safetensors", "b.safetensors"], {"tooltip": "x"}]}},
+        "output": ["MODEL", ["euler", "unipc"]],
+        "output_node": False,
+    },
+    "Picture": {
+        "input": {"required": {"image": [["a.png"], {"image_upload": True}]}},
+        "output": ["IMAGE", "MASK"],
+        "output_node": False,
+    },
+    "Sampler": {
+        "input": {
+            "required": {
+                "model": ["MODEL"],
+                "seed": ["INT", {"default": 0, "min": 0, "max": 100}],
+                "solver": ["COMBO", {"options": ["euler", "unipc"]}],
+            },
+            "optional": {"mask": ["MASK", {}], "many": ["COMFY_AUTOGROW_V3", {}]},
+            "hidden": {"prompt": ["PROMPT"]},
+        },
+        "output": ["LATENT"],
+        "output_node": False,
+    },
+    "Save": {"input": {"required": {"latent": ["LATENT,IMAGE"], "any": ["*"]}}, "output": [], "output_node": True},
+}
+WORKFLOW: dict[str, Any] = {
+    "1": {"class_type": "Loader", "inputs": {"file": "a.safetensors"}},
+    "2": {"class_type": "Picture", "inputs": {"image": "sub/other.png"}},
+    "3": {"class_type": "Sampler", "inputs": {"model": ["1", 0], "seed": 7, "solver": ["1", 1], "mask": ["2", 1]}},
+    "4": {"class_type": "Save", "inputs": {"latent": ["3", 0], "any": ["2", 0]}},
+}
+SOCKETS = sockets_of_server(INFO)
+
+
+def test_a_sound_workflow_has_no_faults() -> None:
+    assert unknown_classes(WORKFLOW, INFO) == []
+    assert server_faults(WORKFLOW, INFO, SOCKETS) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "name", "value", "fault"),
+    [
+        ("1", "file", "c", "node 1 (Loader): Value not in list: file: 'c' not in ['a.safetensors', 'b.safetensors']"),
+        ("3", "solver", "ddim", "node 3 (Sampler): Value not in list"),
+        ("3", "seed", -1, "node 3 (Sampler): Value -1 smaller than min of 0: seed"),
+        ("3", "seed", 101, "node 3 (Sampler): Value 101 bigger than max of 100: seed"),
+        ("3", "seed", "x", "node 3 (Sampler): Failed to convert an input value to a INT value"),
+        ("3", "model", None, "node 3 (Sampler): Required input is missing: model"),
+        ("3", "model", ["2", 0], "received_type(IMAGE) mismatch input_type(MODEL)"),
+        ("3", "model", ["9", 0], "Linked to an output that is not there: model: ['9', 0]"),
+        ("3", "model", ["1", 2], "Linked to an output that is not there"),
+        ("3", "model", ["1"], "Bad linked input"),
+    ],
+)
+def test_a_fault_is_told_with_its_node_and_input(node: str, name: str, value: Any, fault: str) -> None:
+    broken = copy.deepcopy(WORKFLOW)
+    broken[node]["inputs"][name] = value
+    if value is None:
+        del broken[node]["inputs"][name]
+    (told,) = server_faults(broken, INFO, SOCKETS)
+    assert fault in told
+
+
+def test_a_workflow_that_shows_nothing() -> None:
+    assert server_faults({"1": WORKFLOW["1"]}, INFO, SOCKETS) == [
+        "the workflow has no node that saves or shows anything"
+    ]
+
+
+def test_classes_that_are_not_there() -> None:
+    broken = {**WORKFLOW, "5": {"class_type": "KSampler"}, "6": {}}
+    assert unknown_classes(broken, INFO) == [
+        "node 5: there is no class KSampler here",
+        "node 6: there is no class None here",
+    ]
