@@ -284,8 +284,13 @@ def make_guider(
 
     def watch(experts: Sequence[str]) -> AnnouncedRun:
         # By now a sampler executes; its run is shown at the guider.
-        ids = {"prompt_id": door.run_id(), "node_id": door.executing_node(), "shown_at": made_by}
-        return AnnouncedRun(door.announce, experts=experts, **ids)
+        return AnnouncedRun(
+            door.announce,
+            prompt_id=door.run_id(),
+            node_id=door.executing_node(),
+            shown_at=made_by,
+            experts=experts,
+        )
 
     patcher = door.patcher(ref, known, flow_shift=flow_shift)
     guider = ExpertsGuider(patcher, settings, watch, partial(observed, door), choose)

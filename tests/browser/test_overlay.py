@@ -129,7 +129,7 @@ class Page:
         """Keep a part of what is to be seen now, if pictures are wanted."""
         folder = os.environ.get("WANSTREAM_IMAGES")
         if folder:
-            clip = {"x": 380, "y": 60, "width": 900, "height": 760, **part}
+            clip = {"x": 380, "y": 60, "width": 720, "height": 740, **part}
             with Image.open(io.BytesIO(self.page.screenshot(clip=clip))) as picture:
                 picture.convert("RGB").save(Path(folder) / f"{name}.png", optimize=True)
 
@@ -410,7 +410,7 @@ def test_the_overlay_the_table_the_export_and_the_report_have_the_numbers_of_the
     assert [Timeline.from_dict(trial["timeline"]).steps for trial in variant["trials"]] == [timeline.steps]
 
     open_table(classic)
-    row = classic.page.locator(".wanstream-table tbody tr").first
+    row = classic.page.locator(".wanstream-table tbody tr[data-run]").first
     cells = {cell.get_attribute("data-figure"): cell.inner_text() for cell in row.locator("td[data-figure]").all()}
     assert cells["wall"] == f"{seconds_text(timeline.wall_s)} s"
     assert cells["stall"] == f"{seconds_text(timeline.stall_s)} s"
@@ -445,12 +445,12 @@ def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
     classic.run()
     open_table(classic)
     for number in range(2):
-        classic.page.locator(".wanstream-table tbody input").nth(number).focus()
+        classic.page.locator(".wanstream-table tbody tr[data-run] input").nth(number).focus()
         classic.page.keyboard.press("Space")
     row = classic.page.locator('.wanstream-comparison tr[data-figure="steps"] td')
     assert [cell.inner_text() for cell in row.all()] == ["4", "6 (1.50 x)"]
     assert [run["steps"] for run in json.loads(download(classic, "JSON"))["runs"]] == [4, 6]
-    classic.picture("runs_table", x=60, y=440, width=1540, height=460)
+    classic.picture("runs_table", x=60, y=500, width=1540, height=400)
 
 
 def test_without_badges_there_is_no_layer_and_nobody_looks_at_nodes(classic: Page) -> None:
@@ -472,7 +472,7 @@ def test_the_overlay_can_be_read_in_both_themes_at_half_size(server: Server, ren
         page.load(steps=8)
         page.run()
         page.look_at(SAMPLER, zoom=0.5)
-        page.picture(f"overlay_half_{palette}_{renderer}")
+        page.picture(f"overlay_half_{palette}_{renderer}", height=440)
         shown = page.shown()
         assert shown["far"] == "true"
         texts = page.page.evaluate(

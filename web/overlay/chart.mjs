@@ -181,9 +181,8 @@ function expertNames(columns, frame, font) {
   }
   return stretches
     .filter((stretch) => stretch.count * frame.step >= font * 2)
-    .map(({ expert, from, count }) => {
-      const x = frame.left + (from + count / 2) * frame.step
-      return text(x, frame.bottom + font, font, "middle", expert, `wanstream-text wanstream-name-${expert}`)
-    })
+    .map(({ expert, from, count }) =>
+      text(frame.left + (from + count / 2) * frame.step, frame.bottom + font, font, "middle", expert)
+    )
 }
 

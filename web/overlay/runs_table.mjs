@@ -1,11 +1,13 @@
 /**
- * The table of the last runs, for the bottom panel: a row per run, what is ticked compared below; and export.
+ * The table of the last runs, for the bottom panel: a row per run, what is ticked compared above; and export.
  *
  * The layout is pure (`tableOf`, `comparisonOf`, `csvOf`, `jsonOf`); the class puts it on the page.
  */
 
 import { element } from "./dom.mjs"
 import { figuresOf, stateText } from "./figures.mjs"
+
+const NO_RUN = ["p", { class: "wanstream-hint" }, "No run yet."]
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
 
@@ -99,11 +101,10 @@ export class RunsTable {
       if (!this.ticked.delete(run)) this.ticked.add(run)
       this.refresh(state)
     }
-    const parts = [tableOf(this.runs, { ticked: this.ticked, onTick })]
     const chosen = this.chosen()
-    if (chosen.length > 1) parts.push(comparisonOf(chosen))
-    if (!this.runs.length) parts.splice(0, 1, ["p", { class: "wanstream-hint" }, "No run yet."])
-    this.body.replaceChildren(...parts.map(element))
+    const comparison = chosen.length > 1 ? [comparisonOf(chosen)] : []
+    const all = this.runs.length ? tableOf(this.runs, { ticked: this.ticked, onTick }) : NO_RUN
+    this.body.replaceChildren(...[...comparison, all].map(element))
     if (focused) this.body.querySelector(`tr[data-run="${focused}"] input`)?.focus()
   }
 
