@@ -22,8 +22,8 @@ class Place(NamedTuple):
     size: Size = Size(0, 0)
 
 
-NOTE, MODELS, PROMPTS, SIZE, PICTURES, START, SAMPLING, VIDEO = (
-    *("Read me", "Models", "Prompts", "Size", "Pictures", "Start", "Sampling", "Video"),
+NOTE, MODELS, PROMPTS, SIZE, PICTURES, START, SAMPLING, VIDEO, MEASURING = (
+    *("Read me", "Models", "Prompts", "Size", "Pictures", "Start", "Sampling", "Video", "Measuring"),
 )
 WIDE, NARROW = Size(470, 0), Size(320, 0)
 
@@ -52,6 +52,7 @@ PLACES = {
     "CreateVideo": Place(4, VIDEO, NARROW),
     "WanStreamSaveVideo": Place(4, VIDEO, Size(320, 260)),
     "SaveVideo": Place(4, VIDEO, Size(320, 260)),
+    "WanStreamBenchmark": Place(4, MEASURING, Size(520, 640)),
 }
 """Every class that a shipped workflow may use; one that is missing here is a KeyError of the builder."""
 

@@ -154,7 +154,7 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_no_workflow_is_left_out() -> None:
     shipped = {path.stem for path in (ROOT / "workflows" / "api").glob("*.json")}
-    assert shipped == {*OURS, "native_mixed", "guider"}
+    assert shipped == {*OURS, "native_mixed", "guider", "benchmark"}
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -240,6 +240,28 @@ def test_the_guiders_workflow_runs_as_it_is(run_in_server: Run, stocked: Path) -
     latent, history = run_in_server(_prompt("guider"))
     _check_latent(latent)
     _check_video(history, stocked)
+
+
+def test_the_benchmarks_workflow_measures_and_leaves_its_report(run_in_server: Run, stocked: Path) -> None:
+    latent, history = run_in_server(_prompt("benchmark"))
+    _check_latent(latent)
+    shown = history["outputs"]["benchmark"]
+    (chart,) = shown["images"]
+    png = stocked / "output" / chart["subfolder"] / chart["filename"]
+    report = json.loads(png.with_suffix(".json").read_text(encoding="utf-8"))
+    assert report["finished"]
+    assert report["method"]["With"].split(", ")[1].startswith("ComfyUI ")
+    assert [variant["name"] for variant in report["variants"]] == [
+        f"layerwise, {ahead} ahead, 4 steps" for ahead in (1, 2)
+    ]
+    trials = [trial for variant in report["variants"] for trial in variant["trials"]]
+    assert len(trials) == 8
+    assert len({trial["latents"] for trial in trials}) == 1
+    assert {len(trial["timeline"]["steps"]) for trial in trials} == {4}
+    assert shown["text"][0].startswith("## WanStream benchmark")
+    with Image.open(png) as picture:
+        assert picture.format == "PNG"
+    assert {png.with_suffix(suffix).stat().st_size > 0 for suffix in (".csv", ".html")} == {True}
 
 
 def test_another_seed_uses_the_right_experts_and_reloads_nothing(
