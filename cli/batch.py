@@ -141,8 +141,8 @@ def _desk(arguments: BatchArguments, todo: _Batch, opened: ExitStack) -> _Desk:
     """Everything that this process alone may write now. Raises ValueError or OSError."""
     shelf = Shelf(made_folder(arguments.output))
     path = arguments.journal or arguments.output / JOURNAL
-    opened.enter_context(Lock(shelf.workshop / "lock", of=arguments.output))
-    opened.enter_context(Lock(path.with_name(f"{path.name}.lock"), of=path))
+    opened.enter_context(Lock(shelf.workshop / "lock", of=str(arguments.output)))
+    opened.enter_context(Lock(path.with_name(f"{path.name}.lock"), of=str(path)))
     journal = opened.enter_context(Journal(path, workflow=_digest(todo.workflow)))
     return _Desk(shelf=shelf, journal=journal, start=take_up(journal, shelf, todo.rows))
 
