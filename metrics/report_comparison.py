@@ -50,7 +50,7 @@ def _figure_row(figure: Figure, first: Variant, others: list[Variant], digits: i
     cells = [figure.name, _text(figure, base, digits)]
     for variant in others:
         spread = figure.spread(variant)
-        cells += [_text(figure, spread, digits), _ratio(spread, base)]
+        cells += [_text(figure, spread, digits), _ratio(spread, base, least=0.1**digits)]
     return tuple(cells)
 
 
@@ -68,7 +68,7 @@ def _lines(report: Report) -> Table:
     rows, digits = [], _digits(report)
     for variant in report.variants:
         cells = [_text(figure, figure.spread(variant), digits) for figure in figures]
-        ratio = _ratio(TOTAL.spread(variant), TOTAL.spread(first))
+        ratio = _ratio(TOTAL.spread(variant), TOTAL.spread(first), least=0.1**digits)
         rows.append((variant.name, *cells, ratio, *(words(variant, report) for _, words in _WORDS)))
     return Table(title="Head to head", head=head, rows=tuple(rows)).without_empty_columns()
 
@@ -77,9 +77,9 @@ def _text(figure: Figure, spread: Spread | None, digits: int) -> str:
     return "" if spread is None else figure.text(spread, digits)
 
 
-def _ratio(spread: Spread | None, base: Spread | None) -> str:
-    """`1.13x`: the median against that of the first variant."""
-    if spread is None or base is None or base.median == 0:
+def _ratio(spread: Spread | None, base: Spread | None, *, least: float) -> str:
+    """`1.13x`: the median against that of the first variant; nothing against what is shown as 0, or less than 0."""
+    if spread is None or base is None or spread.median < 0 or base.median < least:
         return ""
     return f"{spread.median / base.median:.2f}x"
 

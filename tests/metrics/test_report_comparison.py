@@ -31,6 +31,21 @@ def test_two_variants_stand_head_to_head(
     assert row(table, "Moved to buffers") == ("168 GB (1 run)", "168 GB (1 run)", "1.00x")
 
 
+def test_there_is_no_ratio_to_next_to_nothing(
+    make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
+    def ratio(one: float, other: float) -> str:
+        runs = (make_timeline(20, 20, stall_s=stall) for stall in (one, other))
+        table = comparison(make_report(*(make_variant(name, run) for name, run in zip("ab", runs, strict=True))))
+        return row(table, "Stall")[2]
+
+    assert [ratio(0.001, 2), ratio(0, 0), ratio(1, 2), ratio(2, 0)] == ["", "", "2.00x", "0.00x"]
+    early = make_timeline(23, 23, 23, 22, 23, 23)
+    late = make_timeline(23, 23, 23, 33, 23, 23)
+    table = comparison(make_report(make_variant("late", late), make_variant("early", early)))
+    assert row(table, "Switch step over a steady one")[2] == ""
+
+
 def test_one_variant_has_its_figures(seamless: Timeline, make_variant: MakeVariant, make_report: MakeReport) -> None:
     table = comparison(make_report(make_variant("new", seamless)))
     assert (table.title, table.head) == ("Figures", ("Metric", "new"))
