@@ -18,7 +18,7 @@ def surroundings(device: torch.device) -> dict[str, str]:
     """Device, processor, memory, system and versions; what this machine does not tell is left out."""
     words = {
         "Device": device_name(device),
-        "Processor": f"{processor_name()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch",
+        "Processor": f"{processor_name()}, {os.cpu_count()} cores ({torch.get_num_threads()} for torch)",
         "RAM": size_text(psutil.virtual_memory().total),
         "System": f"{platform.system()} {platform.release()}",
         "Versions": f"Python {platform.python_version()}, torch {torch.__version__}",
