@@ -22,9 +22,14 @@ LABELS = 300
 MOST_PANELS = 4
 """Variants whose steps are drawn; the page of the report has the tables of all."""
 
-LEGEND = (("high", "compute, high-noise expert"), ("low", "compute, low-noise expert"), ("stall", "stall"))
-LEGEND += (("other", "outside the blocks"), ("memory", "memory"))
-LEGEND_WIDTH = {"high": 190, "low": 186, "stall": 60, "other": 140, "memory": 80}
+LEGEND = (
+    ("high", "compute, high-noise expert", 190),
+    ("low", "compute, low-noise expert", 186),
+    ("stall", "stall", 60),
+    ("other", "outside the blocks", 140),
+    ("memory", "memory", 80),
+)
+"""Colour, words, and the width that they take."""
 
 LONGEST_LINE = 300
 """Characters; none that can be read is as long on this paper."""
@@ -84,10 +89,10 @@ def _short(text: str, width: float, size: int) -> str:
 
 def _legend() -> Iterator[Shape]:
     x = float(MARGIN)
-    for colour, name in LEGEND:
+    for colour, name, width in LEGEND:
         yield Box(x=x, y=62, width=11, height=11, colour=colour)
         yield Text(x=x + 16, y=72, text=name)
-        x += LEGEND_WIDTH[colour]
+        x += width
     yield Stroke(x=x + 5, y=60, to_x=x + 5, to_y=75, colour="ink")
     yield Text(x=x + 16, y=72, text="shortest to longest run")
     x += 160

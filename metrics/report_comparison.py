@@ -15,9 +15,11 @@ from .report_table import Table
 SIDE_BY_SIDE = 4
 """Most variants that have columns of their own; more of them have a line each."""
 
-IN_LINES = ("Total denoising", "Steady step, high-noise expert", "Steady step, low-noise expert", "First step")
-IN_LINES += ("Switch step over a steady one", "Stall", "Transfers hidden", "Rate to buffers", "Rate from files")
-IN_LINES += ("Peak VRAM, allocated", "Most RAM of the process")
+IN_LINES = (
+    *("Total denoising", "Steady step, high-noise expert", "Steady step, low-noise expert", "First step"),
+    *("Switch step over a steady one", "Stall", "Transfers hidden", "Rate to buffers", "Rate from files"),
+    *("Peak VRAM, allocated", "Most RAM of the process"),
+)
 """The figures that a line of a variant has room for."""
 
 

@@ -60,7 +60,7 @@ class WanStreamBenchmark(io.ComfyNode):
         """Refuse before anything runs what is known by then; a link is None here, and judged when it is known."""
         times: dict[str, Any] = {"repeats": repeats, "warm_up": warm_up, "cool_down_s": cool_down_s}
         try:
-            TrialTimes(**{name: value for name, value in times.items() if isinstance(value, int | float)})
+            TrialTimes(**{name: times[name] for name in times if isinstance(times[name], int | float)})
             TrialMatrix.parse(policies or "", prefetch or "", steps or "")
             if filename_prefix is not None:
                 host.check_output(filename_prefix)
