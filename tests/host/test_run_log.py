@@ -66,7 +66,8 @@ def test_the_oldest_runs_are_forgotten_and_their_steps_with_them() -> None:
 def test_nodes_are_kept_by_queue_item() -> None:
     log = RunLog()
     told_nodes(log, "p", a=1.0)
-    told_nodes(log, "p", a=2.0, b=0.5)
+    told_nodes(log, "p", a=2.0)
+    told_nodes(log, "p", b=0.5)
     told_nodes(log, "q", a=9.0)
     items: list[dict[str, Any]] = log.told()["items"]
     assert [item["prompt_id"] for item in items] == ["p", "q"]

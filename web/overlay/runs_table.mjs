@@ -16,14 +16,21 @@ const name = (run) => run.title || `node ${run.shown_at}`
 
 const ratioText = (value, first) => (value === null || !first ? "-" : `${(value / first).toFixed(2)} x`)
 
+/** Which figures any of the runs has: on a CPU there is no VRAM, and not every machine was measured. */
+function knownFigures(runs) {
+  const known = runs.map(figuresOf)
+  return (known[0] ?? []).filter((_, index) => known.some((figures) => figures[index].value !== null))
+}
+
 /** All runs, the last one first. `ticked` holds the ids of chosen runs. */
 export function tableOf(runs, { ticked, onTick }) {
-  const heads = runs.length ? figuresOf(runs[0]).map((figure) => figure.name) : []
+  const heads = knownFigures(runs).map((figure) => figure.name)
   const row = (run) => {
     const label = `${clock(run.at)} ${name(run)}`
     const tick = { checked: ticked.has(run.run), change: () => onTick(run.run), "aria-label": `compare ${label}` }
     const cell = (content) => ["td", {}, content]
-    const figures = figuresOf(run).map((figure) => ["td", { "data-figure": figure.name }, figure.text])
+    const known = figuresOf(run).filter((figure) => heads.includes(figure.name))
+    const figures = known.map((figure) => ["td", { "data-figure": figure.name }, figure.text])
     const first = [["input", { type: "checkbox", ...tick }], clock(run.at), name(run)].map(cell)
     return ["tr", { "data-run": run.run }, ...first, ...figures, cell(stateText(run))]
   }
@@ -37,7 +44,8 @@ export function tableOf(runs, { ticked, onTick }) {
 
 /** The chosen runs beside each other, each figure with its ratio to the first run. */
 export function comparisonOf(runs) {
-  const columns = runs.map(figuresOf)
+  const heads = knownFigures(runs).map((figure) => figure.name)
+  const columns = runs.map((run) => figuresOf(run).filter((figure) => heads.includes(figure.name)))
   const head = runs.map((run) => ["th", { scope: "col" }, `${clock(run.at)} ${name(run)}`])
   const row = (figure, index) => {
     const cells = columns.map((figures, run) => {
