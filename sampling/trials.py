@@ -78,7 +78,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """SHA-256 of shape, dtype and values, in hex."""
     values = tensor.detach().cpu().contiguous().reshape(-1)
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    digest.update(memoryview(values.view(torch.uint8).numpy()))
+    digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
