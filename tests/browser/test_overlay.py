@@ -453,7 +453,7 @@ def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
     classic.picture("runs_table", x=60, y=500, width=1540, height=400)
 
 
-def test_without_badges_there_is_no_layer_and_nobody_looks_at_nodes(classic: Page) -> None:
+def test_without_badges_there_is_no_layer_and_with_them_every_node_has_one(classic: Page) -> None:
     classic.page.evaluate("() => window.app.extensionManager.setting.set('WanStream.Badges', false)")
     assert classic.page.evaluate("() => document.querySelector('.wanstream-badges')") is None
     classic.load(steps=4)
