@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.metrics import Observe, Recorder
-from wanstream.offload import OffloadHandle, attach_offload
+from wanstream.offload import OffloadHandle, OffloadRun, attach_offload
 from wanstream.offload.direct_read import ALIGNMENT, O_DIRECT
 from wanstream.offload.file_source import FileSource
 from wanstream.offload.module_source import ModuleSource
@@ -73,7 +74,17 @@ def measured(source: FileSource, policy: OffloadPolicy, dtype: torch.dtype, *, t
                     for block in range(BLOCKS):
                         with run.visit(step, "high", block):
                             pass
+            if then:
+                await_reading_ahead(run)
     return recorder.timeline()
+
+
+def await_reading_ahead(run: OffloadRun) -> None:
+    """Stay in the run until something was read for the next one; it would be dropped where it comes too late."""
+    deadline = time.monotonic() + 30
+    while not any(fetch.needed_by >= run.programs.ram.expected_from for fetch in run.reads):
+        assert time.monotonic() < deadline, "nothing was read ahead"
+        time.sleep(0.001)
 
 
 def disk_counts(weights: Path) -> bool:
