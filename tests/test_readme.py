@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from wanstream.nodes import WanStreamExtension
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,6 +30,14 @@ def test_the_python_example_makes_frames(sample_models: Path, monkeypatch: pytes
     assert [step.expert for step in names["result"].timeline.steps] == ["high", "high", "low"]
 
 
+def test_every_node_and_every_workflow_is_in_its_table() -> None:
+    first_cells = [line.split("|")[1] for line in README.splitlines() if line.startswith("|")]
+    nodes = {name.strip() for cell in first_cells if cell.startswith(" Wan ") for name in cell.split(",")}
+    assert nodes == {node.define_schema().display_name for node in asyncio.run(WanStreamExtension().get_node_list())}
+    workflows = {name for cell in first_cells for name in re.findall(r"\(workflows/(\w+)\.json\)", cell)}
+    assert workflows == {path.stem for path in (ROOT / "workflows").glob("*.json")}
+
+
 def test_every_file_the_readme_names_is_there() -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     commands = re.findall(r"`?\b(scripts/\w+|workflows/api/\w*(?:\.json)?)", README)
@@ -34,3 +45,13 @@ def test_every_file_the_readme_names_is_there() -> None:
     assert links
     for name in {*links, *commands}:
         assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_every_file_a_page_links_to_is_there(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / name if name else page
+        assert target.exists(), name
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
