@@ -35,7 +35,7 @@ TRAPS = """## What to watch for when comparing
 * **What an allocator keeps.** A process that has loaded and freed large blocks keeps what its activations free; one
   that has not gives it back and takes it again page by page, some 5 % of a step here (one run of each). On a CPU
   WanStream asks glibc to keep up to 256 MB of it (`mallopt`, for the whole process); peers run with what their loading
-  has left them.
+  has left them. So that nothing of this counts as streaming, the resident model has a second row with the same setting.
 * **Load times of large anonymous models** are partly the machine's own: a virtual machine that gives freed memory back
   to its host pays for touching it again. Compare steps first.
 """
