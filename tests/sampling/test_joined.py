@@ -164,6 +164,13 @@ def test_a_lane_that_does_not_fit_is_named_with_both_values(
         joined([first, second, replace(third, **changes)])
 
 
+def test_a_latent_with_noise_in_it_does_not_join_one_that_gets_it_here(make_request: Request) -> None:
+    late = {"sigmas": [0.75, 0.5, 0.0], "steps": 2, "switch_step": 1, "latent": torch.zeros(SHAPE)}
+    first, second = lanes_of(make_request, 2, **late)
+    with pytest.raises(RequestError, match="noise not added, in lane 1 added"):
+        joined([first, replace(second, add_noise=False)])
+
+
 def test_steps_of_equal_sigmas_and_other_timesteps_are_others(make_request: Request) -> None:
     """The wan schedule tells the model whole timesteps; the same sigmas given by hand are told as they are."""
     first, second = lanes_of(make_request, 2)
