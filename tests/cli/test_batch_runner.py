@@ -277,7 +277,7 @@ class MortalShelf(Shelf):
 @pytest.mark.parametrize("size", [1, 3])
 def test_whatever_is_killed_when_every_row_has_one_file(tmp_path: Path, size: int) -> None:
     happened: list[str] = []
-    for seed in range(60):
+    for seed in range(25):
         world = World(steps=seed % 3)
         chance = Chance(seed, world)
         bench = Bench(tmp_path / str(seed), Wire(world, chance), size=size)
@@ -374,6 +374,45 @@ def test_silence_ends_the_run_after_a_while_and_nothing_is_lost(tmp_path: Path) 
     bench.run()
     bench.check(range(1, ROWS + 1))
     assert len(world.made) == ROWS
+
+
+def test_short_silences_do_not_add_up(tmp_path: Path) -> None:
+    class Stammering(World):
+        def outcome(self, prompt_id: str) -> Outcome:
+            self.silent = not self.silent
+            return super().outcome(prompt_id)
+
+    bench = Bench(tmp_path, Stammering())
+    bench.host.window = 1
+    bench.limits = Limits(patience_s=1.0)
+    bench.run()
+    bench.check(range(1, ROWS + 1))
+    assert sum(bench.slept) > 2.0
+
+
+def test_a_row_that_others_take_out_of_the_queue_is_posted_as_often_as_it_takes(tmp_path: Path) -> None:
+    class Cleared(World):
+        left = 2 * MOST_LOSSES
+
+        def outcome(self, prompt_id: str) -> Outcome:
+            self.left -= 1
+            if self.left < 0:
+                return super().outcome(prompt_id)
+            if self.left % 2:
+                return UnderWay(begun=False)
+            self.queue = []
+            return Unknown()
+
+    bench = Bench(tmp_path, Cleared(), rows=rows_of(1))
+    bench.run()
+    bench.check([1])
+
+
+def test_what_a_killed_client_had_half_fetched_is_removed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, World())
+    Shelf(tmp_path).part("00099.txt").write_text("half")
+    bench.run()
+    bench.check(range(1, ROWS + 1))
 
 
 class Impatient(World):
