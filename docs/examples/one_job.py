@@ -20,7 +20,7 @@ def main(workflow: str, folder: str) -> None:
     for file in download(entry, Path(folder)):
         print(file)
 
-    # None where the server knew the result from before.
+    # A server that knew the result from before may have none.
     for timeline in entry["outputs"].get("sampler", {}).get("wanstream_timeline", []):
         for step in timeline["steps"]:
             print(

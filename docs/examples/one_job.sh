@@ -9,6 +9,6 @@ prompt='.sampler.inputs.seed = 7 | .text.inputs.positive = "A lighthouse in a st
 id=$(queue_job <(jq "$prompt" "$workflow"))
 wait_for "$id"
 download "$id" "$folder"
-# None where the server knew the result from before.
+# A server that knew the result from before may have none.
 get "/history/$id" | jq --raw-output '.[].outputs.sampler.wanstream_timeline[]?.steps[]
     | "step \(.index) (\(.expert)): \(.wall_s) s, \(.stall_s) s of it stall"'
