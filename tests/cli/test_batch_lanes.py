@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import sqlite3
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +28,12 @@ Batch = Callable[..., int]
 
 @pytest.fixture
 def batch(tmp_path: Path, sample_models: Path) -> Batch:
-    """`batch(rows, *arguments, out="out", name="t2v")` runs rows of a small shipped workflow into a folder."""
+    """`batch(rows, *arguments, out="out", name="t2v")` runs rows of a small shipped workflow into a folder.
 
-    def batch(rows: list[dict[str, Any]], *arguments: str, out: str = "out", name: str = "t2v") -> int:
+    `run` is given the command line.
+    """
+
+    def batch(rows: list[dict[str, Any]], *arguments: str, out: str = "out", name: str = "t2v", run: Any = main) -> int:
         nodes = json.loads((WORKFLOWS / f"{name}.json").read_text(encoding="utf-8"))
         for node in nodes.values():
             node["inputs"] |= {key: value for key, value in SMALL.items() if key in node["inputs"]}
@@ -34,7 +41,7 @@ def batch(tmp_path: Path, sample_models: Path) -> Batch:
         workflow.write_text(json.dumps(nodes), encoding="utf-8")
         jobs.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
         folders = ["--out", str(tmp_path / out), "--models", str(sample_models), "--input", str(tmp_path)]
-        return main(["batch", str(jobs), "--workflow", str(workflow), *folders, *arguments])
+        return run(["batch", str(jobs), "--workflow", str(workflow), *folders, *arguments])
 
     return batch
 
@@ -117,6 +124,26 @@ def test_a_lane_that_fails_costs_the_others_nothing_but_time(
     assert "line 2" in told
     assert sorted(videos(tmp_path / "out")) == ["one.mp4", "three.mp4"]
     assert len(set(prompt_ids(tmp_path / "out"))) == 3
+
+
+def test_a_batch_that_is_killed_between_two_passes_goes_on_with_the_second(batch: Batch, tmp_path: Path) -> None:
+    rows = [{"name": str(n), "sampler.seed": n, "text.positive": f"boat {n}"} for n in range(6)]
+
+    def killed_after_the_first_video(command: list[str]) -> int:
+        process = subprocess.Popen([sys.executable, "-m", "wanstream.cli", *command], stderr=subprocess.DEVNULL)
+        while process.poll() is None and not list((tmp_path / "out").glob("*.mp4")):
+            time.sleep(0.02)
+        process.kill()
+        return process.wait()
+
+    assert batch(rows, "--lanes", "2", run=killed_after_the_first_video) == -signal.SIGKILL
+    before = videos(tmp_path / "out")
+    assert 0 < len(before) < len(rows)
+    assert batch(rows, "--lanes", "2") == DONE
+    after = videos(tmp_path / "out")
+    assert sorted(after) == [f"{n}.mp4" for n in range(6)]
+    for name, video in before.items():
+        assert apart(video, after[name]) == 0, "what was done stays"
 
 
 def test_a_dry_run_says_how_many_passes_there_are(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
