@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import av
 import pytest
 import torch
 from PIL import Image
@@ -51,6 +52,17 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, make: obje
         shelf.seal(name)
 
 
+def test_a_video_that_is_cut_between_two_frames_is_refused(tmp_path: Path) -> None:
+    """No decoder complains there: only the number of frames tells."""
+    shelf = Shelf(tmp_path)
+    part = video(shelf.part("a.mp4"))
+    with av.open(str(part)) as container:
+        starts = sorted(packet.pos for packet in container.demux(video=0) if packet.size)
+    part.write_bytes(part.read_bytes()[: starts[-2]])
+    with pytest.raises(UnreadableFileError, match=r"a\.mp4"):
+        shelf.seal("a.mp4")
+
+
 def test_a_page_of_a_proxy_is_no_video(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
     for name in ("a.mp4", "a.png", "a.flac"):
@@ -60,8 +72,6 @@ def test_a_page_of_a_proxy_is_no_video(tmp_path: Path) -> None:
 
 
 def test_a_sound_is_no_video(tmp_path: Path) -> None:
-    import av
-
     shelf = Shelf(tmp_path)
     with av.open(str(shelf.part("a.mp4")), "w", format="mp4") as container:
         stream = container.add_stream("aac", rate=44100)
