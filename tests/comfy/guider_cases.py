@@ -176,7 +176,7 @@ def sampler_case(side: Side, name: str) -> dict[str, object]:
     after = _state()
     native = sampled(theirs, sampler, sigmas)
     steps = ours.timeline.steps
-    plain = Unpredicted(ours.model_patcher, ours.settings)
+    plain = Unpredicted(ours.model_patcher, ours.settings, ours._watch, ours._observe)
     plain.set_conds(side.positive, side.negative)
     unpredicted = sampled(plain, sampler, sigmas)
     found = {
