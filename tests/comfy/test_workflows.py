@@ -236,6 +236,16 @@ def test_the_guider_does_with_euler_what_our_sampler_does(
     _check_video(history, stocked)
 
 
+def test_what_a_sampler_runs_through_the_guider_is_announced_call_by_call_and_shown_at_the_guider(
+    server: Any, run_in_server: Run
+) -> None:
+    run_in_server(_prompt("guider", noise={"noise_seed": 4711}))
+    told = server.get("/wanstream/runs")["runs"][-1]
+    assert (told["node"], told["shown_at"], told["title"]) == ("sampler", "guider", "Both experts")
+    assert (told["ended"], told["error"]) == (True, None)
+    assert [step["expert"] for step in told["timeline"]["steps"]] == told["experts"]
+
+
 def test_the_guiders_workflow_runs_as_it_is(run_in_server: Run, stocked: Path) -> None:
     latent, history = run_in_server(_prompt("guider"))
     _check_latent(latent)
