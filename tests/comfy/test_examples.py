@@ -114,9 +114,9 @@ def test_one_job(api: Server, example: Example, desk: Path, kind: str) -> None:
     assert (desk / file).read_bytes() in saved(api)
     assert [file] == [str(path.relative_to(desk)) for path in (desk / "videos").iterdir()]
     assert [line.split(":")[0] for line in steps] == [f"step {i} ({e})" for i, e in enumerate(["high"] * 3 + ["low"])]
-    prompts = [entry["prompt"][2] for entry in history(api).values()]
-    assert any(prompt["sampler"]["inputs"]["seed"] == 7 for prompt in prompts)
-    assert any("lighthouse" in prompt["text"]["inputs"]["positive"] for prompt in prompts)
+    *_, last = history(api).values()
+    assert last["prompt"][2]["sampler"]["inputs"]["seed"] == 7
+    assert "lighthouse" in last["prompt"][2]["text"]["inputs"]["positive"]
 
 
 @KINDS
