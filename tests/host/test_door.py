@@ -140,4 +140,8 @@ def _write_stand_in(folder: Path) -> None:
         empty.touch()
     for empty in ("__init__", "cli_args", "utils", "model_management"):
         (folder / "comfy" / f"{empty}.py").touch()
+    (folder / "comfyui_version.py").write_text('__version__ = "0.3.64"\n')
+    (folder / "comfy_execution").mkdir()
+    (folder / "comfy_execution" / "__init__.py").touch()
+    (folder / "comfy_execution" / "utils.py").write_text("def get_executing_context(): pass\n")
     (latest / "__init__.py").write_text("from . import io, ui\nclass ComfyExtension: pass\n")
