@@ -277,7 +277,7 @@ class MortalShelf(Shelf):
 @pytest.mark.parametrize("size", [1, 3])
 def test_whatever_is_killed_when_every_row_has_one_file(tmp_path: Path, size: int) -> None:
     happened: list[str] = []
-    for seed in range(25):
+    for seed in range(12):
         world = World(steps=seed % 3)
         chance = Chance(seed, world)
         bench = Bench(tmp_path / str(seed), Wire(world, chance), size=size)
