@@ -206,6 +206,18 @@ def test_no_bar_is_higher_than_the_plot_and_the_longest_fills_it(modules: Module
     assert heights("wanstream-predicted") == pytest.approx([plot / 2] * 4)
 
 
+def test_the_parts_of_a_bar_stand_on_each_other(modules: Modules) -> None:
+    options = {"run": run_of(1, 1), "width": 400, "height": 150, "font": 11, "chosen": None, "id": "x"}
+    chart = modules.call("chart", "chart", options)
+    frame = modules.call("chart", "frameOf", 400, 150, 11, 1)
+    (bar,) = (part for part in chart[2:] if "data-wall" in part[1])
+    compute, rest, stalled = (part[1] for part in bar[2:])
+    assert compute["y"] + compute["height"] == pytest.approx(frame["bottom"])
+    assert rest["y"] + rest["height"] == pytest.approx(compute["y"])
+    assert stalled["y"] + stalled["height"] == pytest.approx(rest["y"])
+    assert stalled["y"] == pytest.approx(frame["top"])
+
+
 def test_a_run_without_a_step_can_be_drawn(modules: Modules) -> None:
     options = {"run": run_of(2, 0), "width": 400, "height": 150, "font": 11, "chosen": None, "id": "x"}
     assert modules.call("chart", "chart", options)[0] == "svg"
