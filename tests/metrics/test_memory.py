@@ -103,7 +103,7 @@ def test_a_long_run_keeps_a_bounded_number() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 8])
 def test_thinning_keeps_peaks_and_the_first_time(count: int) -> None:
-    samples = [sample(float(at), device=at % 3, used=at % 5, rss=100 - at) for at in range(count)]
+    samples = [sample(float(at), device=at % 3, used=at % 5, rss=1 + at * 7 % 10) for at in range(count)]
     fewer = thinned(samples)
     assert len(fewer) == (count + 1) // 2
     assert [each.at_s for each in fewer] == [each.at_s for each in samples[::2]]

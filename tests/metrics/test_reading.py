@@ -83,13 +83,14 @@ def test_two_readings_side_by_side_are_charged_once() -> None:
     found = list[int | None]()
 
     def slow() -> None:
+        counter.give(20)
         inside.set()
         assert over.wait(30)
 
     other = threading.Thread(target=lambda: found.append(meter.measure(slow, 100, name="slow").cached_bytes))
     other.start()
     assert inside.wait(30)
-    found.append(meter.measure(lambda: counter.give(130), 100, name="quick").cached_bytes)  # of both
+    found.append(meter.measure(lambda: counter.give(110), 100, name="quick").cached_bytes)  # of both
     over.set()
     other.join()
     assert found == [0, 70], "100 for the one that ended first, and 30 for the other"

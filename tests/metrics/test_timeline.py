@@ -106,6 +106,9 @@ def test_a_step_that_fails_is_not_recorded_and_leaves_nothing_to_the_next() -> N
 
 
 def test_the_cost_of_measuring_is_counted() -> None:
+    closing = Recorder(CPU)
+    take_step(closing, blocks=0)
+    assert closing.timeline().measuring_s > 0, "closing a step is measuring too"
     recorder = Recorder(CPU)
     assert recorder.timeline().measuring_s == 0
     began = time.perf_counter()
