@@ -267,7 +267,21 @@ def sockets(base: Any) -> Sockets:
         return {name: sockets_of(node) for name, node in CLASSES.items()}
 
 
-def _judge_twice(server: Any, prompt: Prompt) -> tuple[object, object]:
+def _is_ambiguous(prompt: Prompt) -> bool:
+    """Whether one output needs another: ComfyUI judges outputs in the order of a set, which is another in each process.
+
+    A node that it cannot judge is told as an output's own exception or as one met on the way, by who came first.
+    """
+    outputs = [name for name, node in CLASSES.items() if node.define_schema().is_output_node]
+    return sum(node.get("class_type") in outputs for node in prompt.values()) > 1
+
+
+def _either(verdict: tuple[str, dict[str, list[str]]]) -> object:
+    top, by_node = verdict
+    return top, {node: [kind.replace("_inner_", "_") for kind in kinds] for node, kinds in by_node.items()}
+
+
+def _judge_twice(server: Any, prompt: Prompt) -> tuple[Any, Any]:
     """What the embedded host says, what the server says."""
     folders = {"models": server.base / "models", "input_dir": server.base / "input"}
     ours = validate_workflow(prompt, NODES, **folders)
@@ -286,7 +300,8 @@ def test_generated_workflows_are_judged_alike(comfyui: ComfyUI, server: Any, soc
     with server.held():
         judged = [_judge_twice(server, prompt) for prompt, _ in drawn]
     for (prompt, done), (ours, theirs) in zip(drawn, judged, strict=True):
-        assert ours == theirs, f"{done}: {prompt}"
+        alike = _either(ours) == _either(theirs) if _is_ambiguous(prompt) else ours == theirs
+        assert alike, f"{done}: {prompt}"
     found = Counter(kind for (_, by_node), _ in judged for kinds in by_node.values() for kind in kinds)
     found.update(top for (top, _), _ in judged)
     assert found["valid"] >= SOUND

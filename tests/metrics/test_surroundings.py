@@ -23,6 +23,7 @@ def test_a_report_says_what_it_was_measured_on_and_nothing_private() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_named_with_its_memory() -> None:
     device = torch.device("cuda", 0)
     assert device_name(device).startswith(torch.cuda.get_device_properties(0).name)

@@ -247,6 +247,7 @@ def test_the_phases_of_the_queue_item_are_in_the_report(run: Run, folders: dict[
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_report_has_its_memory_and_equal_latents(run: Run, folders: dict[str, Path]) -> None:
     changes = {"policies": "layerwise, block_swap 2, resident", "repeats": 2}
     history = run(workflow(changes), device=torch.device("cuda"))
