@@ -73,8 +73,10 @@ class Weaver:
     def _node(self, class_type: str, depth: int) -> str:
         wanted = [s for s in self.sockets[class_type] if s.required or (depth < DEEPEST and self.rng.random() < 0.5)]
         inputs = {socket.name: self._value(socket, depth + 1) for socket in wanted}
-        if class_type == "WanStreamSampler":
+        if class_type in {"WanStreamSampler", "WanStreamLaneSampler"}:
             inputs |= self._course()
+        if class_type == "WanStreamBenchmark":
+            inputs |= self._matrix()
         node_id = str(len(self.prompt) + 1)
         self.prompt[node_id] = {"class_type": class_type, "inputs": inputs}
         return node_id
@@ -85,6 +87,17 @@ class Weaver:
         switch, start = self.rng.randint(-1, steps), self.rng.randrange(steps)
         end = self.rng.choice([10000, self.rng.randint(start + 1, 10000)])
         return {"steps": steps, "switch_step": str(switch), "start_step": {"__value__": start}, "end_step": end}
+
+    def _matrix(self) -> dict[str, object]:
+        """Words that a benchmark understands, and no more runs than it takes."""
+        policies = self.rng.choice(["", "layerwise", "resident, auto"])
+        return {
+            "policies": policies,
+            "prefetch": self.rng.choice(["", "1, 2"]),
+            "steps": "",
+            "repeats": 2,
+            "warm_up": 0,
+        }
 
     def _value(self, socket: Socket, depth: int) -> object:
         if socket.io_type in {"INT", "FLOAT"}:
