@@ -9,11 +9,10 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from ..plan import ExpertsRef, LoraRef
 from .announced_run import AnnouncedRun
 from .door import (
     Door,
-    ExpertsRef,
-    LoraRef,
     ModelNotFoundError,
     NeedsComfyUIError,
     OutputFile,

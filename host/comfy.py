@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -22,13 +22,14 @@ import torch
 from comfy_execution.utils import get_executing_context
 
 from ..metrics.ledger import Ledger, Ledgers
-from ..plan import AutoOffload, ExpertShape, Machine, OffloadJob, OffloadPolicy
+from ..plan import AutoOffload, ExpertShape, ExpertsRef, Machine, OffloadJob, OffloadPolicy
 from .auto_offload import AutoPlanner, Choice, Room, measured_machine, room_beside
-from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, OutputFile, Progress, open_pair
+from .door import LoadedExperts, OutputFile, Progress
 from .folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, KeptNames, diffusers_folders, find_model, inside
 
 if TYPE_CHECKING:
     from ..wan import ExpertPair
+    from ..wan.registry import ExpertsRegistry
     from .comfy_patcher import ExpertsPatcher
     from .comfy_preview import LatentPreview
     from .comfy_watch import ComfyWatch
@@ -57,15 +58,21 @@ class ComfyDoor:
     """Implements `Door` with ComfyUI's folders, devices, memory manager, progress and interrupt."""
 
     def __init__(
-        self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair, planner: AutoPlanner | None = None
+        self, open_pair: Callable[[ExpertsRef], ExpertPair] | None = None, planner: AutoPlanner | None = None
     ) -> None:
-        self._experts = ExpertsRegistry(open_pair)
+        self._open_pair = open_pair
         self._planner = planner or AutoPlanner(partial(measured_machine, make_room=self._room_to_measure))
         self._gguf = KeptNames(GGUF_FILES)
         self._ledgers = Ledgers()
         self._watch: ComfyWatch | None = None
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
+
+    @cached_property
+    def _experts(self) -> ExpertsRegistry:
+        from ..wan.registry import ExpertsRegistry, open_pair
+
+        return ExpertsRegistry(self._open_pair or open_pair)
 
     def name(self) -> str:
         return f"ComfyUI {comfyui_version.__version__}"

@@ -18,7 +18,7 @@ import comfy.samplers
 import torch
 
 from ..metrics import Observe, Recorder
-from ..plan import AutoOffload, OffloadJob, OffloadPolicy, Timeline
+from ..plan import AutoOffload, ExpertsRef, OffloadJob, OffloadPolicy, Timeline
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..sampling import (
     Cancelled,
@@ -36,7 +36,6 @@ from ..sampling.run_policy import RunPolicy
 from .announced_run import AnnouncedRun
 from .auto_offload import Choice
 from .comfy_trace import one_level, predicted_sigmas, sampler_name
-from .door import ExpertsRef
 from .guider_run import GuiderRun
 from .guider_settings import GuiderSettings
 from .observed import observed

@@ -13,10 +13,10 @@ import comfy.model_patcher
 import comfy.supported_models
 import torch
 
-from ..plan import OffloadPolicy, fit_policy, plan_residency, stay_near
+from ..plan import ExpertsRef, OffloadPolicy, fit_policy, plan_residency, stay_near
 from ..sampling import working_bytes
 from ..wan import ExpertPair
-from .door import ExpertsRef, LoadedExperts
+from .door import LoadedExperts
 
 LOG = logging.getLogger("wanstream.memory")
 

@@ -6,11 +6,12 @@ are untrusted: a door hands out paths inside the model and output folders, or ra
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ..plan import ExpertsRef
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ..metrics.ledger import Ledger
     from ..plan import AutoOffload, ExpertShape, Machine, OffloadJob, OffloadPolicy
     from ..wan import ExpertPair
-    from ..wan.block_storage import Storage
     from .auto_offload import Choice
 
 
@@ -41,31 +41,6 @@ class OutputFile:
     path: Path
     filename: str
     subfolder: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraRef:
-    """Names one LoRA, or a pair of them, by value: a file for each expert, None for an expert that takes none."""
-
-    high_noise: Path | None = None
-    low_noise: Path | None = None
-    strength_high: float = 1.0
-    strength_low: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsRef:
-    """Names a pair of experts by value, so that it can travel along a graph edge and be compared.
-
-    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts. `loras` are added
-    to the experts' weights, all of them.
-    """
-
-    high_noise: Path
-    low_noise: Path | None = None
-    compute_dtype: str = "bfloat16"
-    storage: Storage = "as stored"
-    loras: tuple[LoraRef, ...] = ()
 
 
 class LoadedExperts(NamedTuple):
@@ -194,66 +169,3 @@ class Door(Protocol):
 
         Empty for a denoise of 0. Raises `RequestError` for numbers that make no schedule.
         """
-
-
-class ExpertsRegistry:
-    """Holds at most one open pair of experts, by value. Thread-safe.
-
-    A second run of the same graph, whatever its seed, finds its pair open, unless its files were replaced; another pair
-    closes the former one first, so that two pairs never share the device. A pair stays open when only its LoRAs are
-    others.
-    """
-
-    def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair]) -> None:
-        self._open_pair = open_pair
-        self._lock = threading.Lock()
-        self._held: tuple[ExpertsRef, ExpertPair] | None = None
-        self._loras: tuple[LoraRef, ...] = ()
-
-    def get(self, ref: ExpertsRef) -> ExpertPair:
-        """The pair that `ref` names, opened if it is not the one at hand, with its LoRAs set.
-
-        Raises what opening the pair or its LoRAs raises; LoRAs that are refused leave a pair at hand as it was.
-        """
-        plain = replace(ref, loras=())
-        with self._lock:
-            if self._held is None or self._held[0] != plain or not self._held[1].is_current():
-                self._close()
-                self._held = (plain, self._open_pair(plain))
-            pair = self._held[1]
-            if self._loras != ref.loras or not pair.loras_are_current():
-                set_loras(pair, ref.loras)
-                self._loras = ref.loras
-            return pair
-
-    def free(self) -> None:
-        """Close the open pair, if any."""
-        with self._lock:
-            self._close()
-
-    def _close(self) -> None:
-        held, self._held = self._held, None
-        self._loras = ()
-        if held is not None:
-            held[1].close()
-
-
-def open_pair(ref: ExpertsRef) -> ExpertPair:
-    """Open the experts that `ref` names, without its LoRAs: reads headers only."""
-    import torch
-
-    from ..wan import open_experts
-
-    return open_experts(
-        ref.high_noise, ref.low_noise, compute_dtype=getattr(torch, ref.compute_dtype), storage=ref.storage
-    )
-
-
-def set_loras(pair: ExpertPair, refs: Sequence[LoraRef]) -> None:
-    """Let `pair` run with the LoRAs that `refs` name: reads headers only."""
-    from ..wan import open_lora
-
-    pair.set_loras(
-        high=[(open_lora(ref.high_noise), ref.strength_high) for ref in refs if ref.high_noise is not None],
-        low=[(open_lora(ref.low_noise), ref.strength_low) for ref in refs if ref.low_noise is not None],
-    )

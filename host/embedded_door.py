@@ -12,13 +12,14 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..plan import AutoOffload, OffloadJob, OffloadPolicy
+from ..plan import AutoOffload, ExpertsRef, OffloadJob, OffloadPolicy
 from ..plan.memory_needs import VRAM_RESERVE
 from .auto_offload import AutoPlanner, Choice, Room, room_beside
-from .door import ExpertsRef, ExpertsRegistry, LoadedExperts, NeedsComfyUIError, OutputFile, Progress, open_pair
+from .door import LoadedExperts, NeedsComfyUIError, OutputFile, Progress
 from .folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ..metrics.ledger import Ledger
     from ..plan import ExpertShape, Machine
     from ..wan import ExpertPair
+    from ..wan.registry import ExpertsRegistry
 
 
 class RunStoppedError(Exception):
@@ -80,7 +82,6 @@ class EmbeddedDoor:
     """Implements `Door` for one run at a time; the experts stay open between runs."""
 
     def __init__(self, planner: AutoPlanner | None = None) -> None:
-        self._experts = ExpertsRegistry(open_pair)
         self._planner = planner or AutoPlanner()
         self._busy = threading.Lock()
         self._folders: Folders | None = None
@@ -92,6 +93,12 @@ class EmbeddedDoor:
         self._temp: Path | None = None
         self._run_id: str | None = None
         self._ledger: Ledger | None = None
+
+    @cached_property
+    def _experts(self) -> ExpertsRegistry:
+        from ..wan.registry import ExpertsRegistry
+
+        return ExpertsRegistry()
 
     @contextmanager
     def opened(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..host import ExpertsRef, host, io
-from ..wan.block_storage import STORAGES, Storage
+from ..plan import Storage
+from ..wan.block_storage import STORAGES
 from . import sockets
 
 SAME_FOLDER = "from the same pipeline folder"

@@ -6,6 +6,7 @@ from .check import check_program, check_ram
 from .correction import corrected
 from .eviction import eviction_order
 from .experts import split_at_boundary
+from .experts_ref import ExpertsRef, LoraRef, Storage
 from .fit import fit_policy, stay_near
 from .hardware import Hardware
 from .machine import Machine
@@ -34,8 +35,10 @@ __all__ = [
     "Candidate",
     "DoesNotFitError",
     "ExpertShape",
+    "ExpertsRef",
     "Fetch",
     "Hardware",
+    "LoraRef",
     "Machine",
     "MemorySample",
     "OffloadJob",
@@ -49,6 +52,7 @@ __all__ = [
     "RunPrograms",
     "SourceKind",
     "StepRecord",
+    "Storage",
     "Timeline",
     "TransferProgram",
     "VideoShape",

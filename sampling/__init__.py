@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from .conditioning import NativeInputs, native_inputs, native_latent
-from .denoise import DenoiseResult, StepProgress, denoise
-from .errors import Cancelled, ConditioningError, NonFiniteLatentError, NoRoomError, RequestError
+from .denoise import DenoiseResult, denoise, denoise_part
+from .denoising import StepProgress
+from .errors import (
+    Cancelled,
+    ConditioningError,
+    NonFiniteLatentError,
+    NoRoomError,
+    RequestError,
+    SmallerPolicyError,
+)
 from .joined import joined
 from .lane_room import check_room
 from .noise import seeded_noise
 from .offload_job import offload_job, request_job
 from .passes import Passes
 from .request import Course, DenoiseRequest
+from .run_state import RunState
 from .schedules import SCHEDULES, Schedule, explicit_schedule, make_schedule, simple_schedule, wan_schedule
 from .solvers import SOLVERS, Solver, make_solver
+from .split import Part, Split
 from .working_bytes import working_bytes
 
 __all__ = [
@@ -26,13 +36,18 @@ __all__ = [
     "NativeInputs",
     "NoRoomError",
     "NonFiniteLatentError",
+    "Part",
     "Passes",
     "RequestError",
+    "RunState",
     "Schedule",
+    "SmallerPolicyError",
     "Solver",
+    "Split",
     "StepProgress",
     "check_room",
     "denoise",
+    "denoise_part",
     "explicit_schedule",
     "joined",
     "make_schedule",

@@ -5,6 +5,7 @@ ValueError
     ConditioningError     a native CONDITIONING or LATENT that Wan2.2 A14B cannot use
   NonFiniteLatentError    a step made NaN or infinity
   NoRoomError             the device has too little memory for the smallest policy (also torch's OutOfMemoryError)
+  SmallerPolicyError      memory was short in a step that others compute too: all must take it again, in less memory
 Exception
   Cancelled               the caller asked to stop
 """
@@ -12,6 +13,8 @@ Exception
 from __future__ import annotations
 
 import torch
+
+from ..plan import OffloadPolicy
 
 
 class RequestError(ValueError):
@@ -31,6 +34,17 @@ class NoRoomError(ValueError, torch.OutOfMemoryError):
 
     Also an error of torch's kind: hosts know by it that other models should go.
     """
+
+
+class SmallerPolicyError(ValueError):
+    """Memory was short in a step that other workers compute too: all of them take it again under `policy`."""
+
+    def __init__(self, message: str, policy: OffloadPolicy) -> None:
+        super().__init__(message, policy)
+        self.policy = policy
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Cancelled(Exception):

@@ -13,7 +13,7 @@ from ..plan import OffloadPolicy, StepRecord
 from ..plan.plan_reason import policy_words
 from ..plan.smaller import bytes_to_free, smaller_policy
 from ..wan import ExpertEngine, ExpertPair
-from .errors import NoRoomError
+from .errors import NoRoomError, SmallerPolicyError
 from .working_bytes import tokens_of, working_bytes
 
 Revise: TypeAlias = "Callable[[StepRecord], OffloadPolicy | None]"
@@ -28,6 +28,7 @@ class RunPolicy:
     Args:
         shape: of the latents [B, 16, T, h, w].
         guided: whether there are negative lanes.
+        alone: whether a step may be taken again under another policy without asking anybody.
     """
 
     def __init__(
@@ -38,18 +39,19 @@ class RunPolicy:
         *,
         shape: Sequence[int],
         guided: bool,
+        alone: bool = True,
     ) -> None:
         self.policy = policy
         self.changes: list[str] = []
         """What was changed on the way, in words."""
-        self._pair, self._device = pair, device
-        self._shape, self._guided = shape, guided
+        self._pair, self.device = pair, device
+        self._shape, self._guided, self._alone = shape, guided, alone
         self._tried = [policy]
 
     def engine(self) -> ExpertEngine:
         """The pair's engine, under the policy as it is now. No run may be going on."""
         with torch.inference_mode(False):  # it outlives the run
-            return self._pair.engine(self.policy, self._device)
+            return self._pair.engine(self.policy, self.device)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -71,9 +73,9 @@ class RunPolicy:
     def make_smaller(self, where: str, said: str) -> None:
         """Memory was short in `where`, and what was computed there is free again: go on with a smaller policy.
 
-        Raises NoRoomError where none is smaller.
+        Raises NoRoomError where none is smaller, and SmallerPolicyError, with that policy, in a run that is not alone.
         """
-        chunk, free = self.policy.chunk_tokens, free_bytes(self._device)
+        chunk, free = self.policy.chunk_tokens, free_bytes(self.device)
         working = working_bytes(self._pair, self._shape, guided=self._guided, chunk_tokens=chunk)
         attempt = len(self._tried) - 1
         smaller = smaller_policy(
@@ -86,6 +88,8 @@ class RunPolicy:
         if smaller is None:
             raise NoRoomError(self._no_room(where, said, working, free))
         text = f"out of memory in {where}: {self._words(smaller)} instead of {self._words(self.policy)}"
+        if not self._alone:
+            raise SmallerPolicyError(f"{text} ({said})", smaller)
         same = "" if smaller.chunk_tokens != chunk else ", and the result is the same"
         log.warning("%s; this part is computed again%s (%s)", text, same, said)
         self.changes.append(text)
@@ -93,7 +97,7 @@ class RunPolicy:
         self._tried.append(smaller)
 
     def _bytes(self, policy: OffloadPolicy) -> int:
-        return self._pair.device_bytes(policy, device=self._device)
+        return self._pair.device_bytes(policy, device=self.device)
 
     @property
     def _block_counts(self) -> dict[str, int]:

@@ -28,11 +28,20 @@ class Solver(Protocol):
     def copy(self) -> Solver:
         """Another one with the same history: steps of the one are none of the other."""
 
+    def history(self) -> Mapping[str, Any]:
+        """What it remembers of the steps so far: numbers, and tensors on the CPU, that nobody else changes."""
+
+    def remember(self, history: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from the history of another one of the same name and schedule, with its latents on `device`."""
+
 
 class DiffusersSolver:
-    """A diffusers scheduler that follows the given sigmas (steps + 1 values) from step `start_step` on."""
+    """A diffusers scheduler that follows the given sigmas (steps + 1 values) from step `start_step` on.
 
-    def __init__(self, scheduler: Any, sigmas: Sequence[float], start_step: int) -> None:
+    `remembers` names the attributes in which it keeps what it needs of former steps.
+    """
+
+    def __init__(self, scheduler: Any, sigmas: Sequence[float], start_step: int, *, remembers: Sequence[str]) -> None:
         levels = torch.tensor(sigmas, dtype=torch.float32)
         scheduler.set_timesteps(len(sigmas) - 1)
         scheduler.sigmas = levels
@@ -41,6 +50,7 @@ class DiffusersSolver:
         scheduler.set_begin_index(start_step)
         self._scheduler = scheduler
         self._timestep = scheduler.timesteps[start_step]
+        self._remembers = tuple(remembers)
 
     def step(self, velocity: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
         """See `Solver.step`."""
@@ -55,10 +65,28 @@ class DiffusersSolver:
                 setattr(other._scheduler, name, list(value))
         return other
 
+    def history(self) -> dict[str, Any]:
+        """See `Solver.history`."""
+        return {name: _moved(getattr(self._scheduler, name), torch.device("cpu")) for name in self._remembers}
+
+    def remember(self, history: Mapping[str, Any], device: torch.device) -> None:
+        """See `Solver.remember`."""
+        for name in self._remembers:
+            setattr(self._scheduler, name, _moved(history[name], device))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A copy of what a scheduler remembers, its samples on `device`; timesteps, 0-d, stay where tables are."""
+    if isinstance(value, list):
+        return [_moved(each, device) for each in value]
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=True) if value.ndim else value.clone()
+    return value
+
 
 def euler(schedule: Schedule, start_step: int) -> Solver:
     """First order: one straight line per step."""
-    return DiffusersSolver(FlowMatchEulerDiscreteScheduler(), schedule.sigmas, start_step)
+    return DiffusersSolver(FlowMatchEulerDiscreteScheduler(), schedule.sigmas, start_step, remembers=("_step_index",))
 
 
 def unipc(schedule: Schedule, start_step: int) -> Solver:
@@ -66,7 +94,12 @@ def unipc(schedule: Schedule, start_step: int) -> Solver:
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     # At a sigma of exactly 1 its log(1 - sigma) is infinite; diffusers steps down from 1 in the same way.
     sigmas = [min(sigma, HIGHEST_BELOW_ONE) for sigma in schedule.sigmas]
-    return DiffusersSolver(scheduler, sigmas, start_step)
+    return DiffusersSolver(
+        scheduler,
+        sigmas,
+        start_step,
+        remembers=("_step_index", "model_outputs", "timestep_list", "last_sample", "lower_order_nums", "this_order"),
+    )
 
 
 SOLVERS: Mapping[str, Callable[[Schedule, int], Solver]] = {"euler": euler, "unipc": unipc}

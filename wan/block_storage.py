@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -15,12 +14,11 @@ from ..offload.quantised_format import quantised_format, scale_bytes
 from ..offload.quantised_source import QuantisedSource
 from ..offload.safetensors_header import FileTensor
 from ..offload.source import BlockSource
-from ..plan import BlockKey
+from ..plan import BlockKey, Storage
 from ..plan.memory_needs import RAW_SLOTS
 from .checkpoint import Expert
 from .meta_model import block_streams
 
-Storage = Literal["as stored", "fp8"]
 STORAGES: tuple[Storage, ...] = ("as stored", "fp8")
 
 log = logging.getLogger("wanstream.checkpoint")

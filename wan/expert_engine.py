@@ -11,8 +11,8 @@ from ..metrics import Recorder
 from ..offload.attach import attach_offload
 from ..offload.attached_run import OffloadRun
 from ..offload.patches import BlockPatch, WeightPatch
-from ..plan import BlockKey, OffloadPolicy, RunPrograms, Visit
-from .block_storage import Storage, block_source
+from ..plan import BlockKey, OffloadPolicy, RunPrograms, Storage, Visit
+from .block_storage import block_source
 from .checkpoint import Expert
 from .expert_models import ExpertModels
 from .lora_factors import LoraFactors, LoraStack

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from ..plan import OffloadPolicy
-from .block_storage import STORAGES, BlockBytes, Storage, block_bytes, row_scale_bytes, tell_what_stays
+from ..plan import OffloadPolicy, Storage
+from .block_storage import STORAGES, BlockBytes, block_bytes, row_scale_bytes, tell_what_stays
 from .checkpoint import Expert, open_expert
 from .device_bytes import device_bytes
 from .expert_engine import ExpertEngine

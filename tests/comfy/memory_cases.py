@@ -35,10 +35,10 @@ _pack()
 from wanstream.host import ExpertsRef  # noqa: E402
 from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
 from wanstream.host.comfy import ComfyDoor  # noqa: E402
-from wanstream.host.door import open_pair  # noqa: E402
 from wanstream.host.machine_profile import PROBE_BYTES  # noqa: E402
 from wanstream.plan import AutoOffload, Machine, OffloadJob, OffloadPolicy  # noqa: E402
 from wanstream.sampling import DenoiseRequest, denoise, offload_job, working_bytes  # noqa: E402
+from wanstream.wan.registry import open_pair  # noqa: E402
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PLENTY = 100 * 2**30

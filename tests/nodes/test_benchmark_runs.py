@@ -18,7 +18,7 @@ from wanstream.nodes.sampler_run import SamplerRun
 from wanstream.plan import AutoOffload, DoesNotFitError, OffloadPolicy, StepRecord, Timeline
 from wanstream.plan.trial_matrix import MatrixError, TrialMatrix
 from wanstream.plan.version import VERSION
-from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, StepProgress
+from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
 from wanstream.sampling.trials import TrialTimes
 
 EXPERTS = ExpertsRef(high_noise=Path("/models/high.safetensors"), low_noise=Path("/models/low.safetensors"))
@@ -74,6 +74,10 @@ def benchmark(
     )
 
 
+def _no_state() -> RunState:
+    raise AssertionError("a benchmark asks for no state")
+
+
 class Experts:
     """Runs nothing, keeps what it was asked for, and fails where `fails` says so."""
 
@@ -98,7 +102,8 @@ class Experts:
         self.traces.add(traces)
         made = result(request, seconds=len(self.asked))
         for done, record in enumerate(made.timeline.steps, start=1):
-            on_step(StepProgress(record=record, done=done, total=len(made.timeline.steps), denoised=LATENTS))
+            total = len(made.timeline.steps)
+            on_step(StepProgress(record=record, done=done, total=total, denoised=LATENTS, state=_no_state))
         if (error := self._fails(asked)) is not None:
             raise error
         ran = OffloadPolicy.layerwise() if isinstance(asked, AutoOffload) else asked

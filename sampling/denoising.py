@@ -1,0 +1,218 @@
+"""How far a run of the denoising loop is, and its next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..metrics import Recorder
+from ..offload.attach import OffloadRun
+from ..plan import StepRecord, Timeline, step_visits
+from ..wan import ExpertEngine, forward_lanes
+from .errors import NonFiniteLatentError
+from .lanes import LaneInputs, cancellable, foretell
+from .mask import KeptPart
+from .request import DenoiseRequest
+from .run_policy import Revise, RunPolicy
+from .run_state import RunState, own_steps
+from .schedules import PURE_NOISE
+from .shortage import forget, is_out_of_memory
+from .solvers import Solver, make_solver
+from .split import Part
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepProgress:
+    """What `on_step` is told after each step."""
+
+    record: StepRecord
+    done: int
+    """Steps taken so far."""
+    total: int
+    """Steps of this run, which may start late."""
+    denoised: torch.Tensor
+    """[B, 16, T, h, w] float32, normalised, on the run's device: where the run would end by the present estimate."""
+    state: Callable[[], RunState]
+    """Gives the run as it is after this step, copied to the CPU when it is called; costs nothing otherwise."""
+
+    @property
+    def index(self) -> int:
+        """The step, 0-based in the whole schedule."""
+        return self.record.index
+
+
+@dataclass(frozen=True, kw_only=True)
+class Callbacks:
+    """Who is told and asked on the way; see `denoise`."""
+
+    on_step: Callable[[StepProgress], None] | None = None
+    should_stop: Callable[[], bool] | None = None
+    revise: Revise | None = None
+
+
+class _Taken(NamedTuple):
+    """A step that was computed to its end."""
+
+    latents: torch.Tensor
+    solver: Solver
+    denoised: torch.Tensor
+    finite: torch.Tensor
+
+
+class Denoising:
+    """How far a run is: the latents, and the solver with its history. Both change only when a step is whole."""
+
+    def __init__(
+        self, request: DenoiseRequest, part: Part, policy: RunPolicy, recorder: Recorder, callbacks: Callbacks
+    ) -> None:
+        place = policy.device
+        self.course = request.course()
+        self._range = own_steps(self.course, part.resume, part.until)
+        self._steps = [(step, self.course.experts[step]) for step in self._range]
+        self._request, self._policy, self._place, self._split = request, policy, place, part.split
+        self._callbacks = callbacks
+        self._recorder = recorder
+        self._inputs = LaneInputs(request, place)
+        self._kept = _kept_part(request, place)
+        self._solver = make_solver(request.solver, self.course.schedule, request.start_step)
+        if part.resume is None:
+            self.latents = _starting_latents(request, self.course.start_sigma).to(place)
+        else:
+            self.latents = part.resume.latents.to(place)
+            self._solver.remember(part.resume.history, place)
+        self._done = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._done == len(self._steps)
+
+    @property
+    def sigma(self) -> float:
+        """The noise level after the last step that this run takes."""
+        return self.course.schedule.sigmas[self._range.stop]
+
+    def timeline(self) -> Timeline:
+        return replace(self._recorder.timeline(), changes=tuple(self._policy.changes))
+
+    def take_steps(self) -> None:
+        """Take steps in one run of the engine: all that are left, or until the policy has changed."""
+        policy, short = self._policy.policy, None
+        with ExitStack() as ending:
+            try:
+                engine = self._policy.engine()
+                run = ending.enter_context(self._run_of(engine))
+                ending.callback(self._count_outer_bytes, engine, engine.outer_bytes)
+                ending.enter_context(self._split.attached(engine))
+            except RuntimeError as err:
+                if not is_out_of_memory(err):
+                    raise
+                short = forget(err)
+            while short is None and not self.is_done and self._policy.policy == policy:
+                try:
+                    taken = self._take(engine, run)
+                except RuntimeError as err:
+                    if not is_out_of_memory(err):
+                        raise
+                    short = forget(err)
+                else:
+                    self._accept(taken)
+        if short is not None:
+            step, expert = self._steps[self._done]
+            self._policy.make_smaller(f"step {step} ({expert}-noise expert)", short)
+
+    def _foretell(self, engine: ExpertEngine) -> None:
+        """Tell the engine all timesteps and texts of this request, those of steps taken too: the next may be equal."""
+        timesteps = self.course.schedule.timesteps
+        guided = {expert: self._request.guidance_of(expert) != 1 for _, expert in self._steps}
+        foretell(engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided)
+
+    def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
+        """A run of all steps that are left; behind it RAM is made ready for the same request once more."""
+        experts = [expert for _, expert in self._steps[self._done :]]
+        visits = step_visits(experts, engine.block_counts, first_step=self._steps[self._done][0])
+        first_step, first_expert = self._steps[0]
+        self._foretell(engine)
+        then = step_visits([first_expert], engine.block_counts, first_step=first_step)
+        return engine.run(visits, recorder=self._recorder, then=then)
+
+    def _count_outer_bytes(self, engine: ExpertEngine, before: int) -> None:
+        self._recorder.outer_bytes += engine.outer_bytes - before
+
+    def _take(self, engine: ExpertEngine, run: OffloadRun) -> _Taken:
+        """Compute the next step and leave everything as it is."""
+        step, expert = self._steps[self._done]
+        schedule, guidance = self.course.schedule, self._request.guidance_of(expert)
+        sigma, latents, solver = schedule.sigmas[step], self.latents, self._solver.copy()
+        with self._recorder.step(step, expert, sigma):
+            timestep = torch.tensor([schedule.timesteps[step]])
+            shown = latents if self._kept is None else self._kept.shown(latents, sigma)
+            lanes = self._inputs.lanes(shown, with_negative=guidance != 1)
+            visit = cancellable(partial(run.visit, step, expert), step, self._callbacks.should_stop)
+            compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit)
+            velocity = _guided(self._split.forward(lanes, compute), guidance)
+            denoised = shown - sigma * velocity
+            if self._kept is not None:
+                denoised = self._kept.ended(denoised)
+                velocity = (latents - denoised) / sigma
+            latents = solver.step(velocity, latents)
+            finite = latents.isfinite().all()
+        return _Taken(latents=latents, solver=solver, denoised=denoised, finite=finite)
+
+    def _accept(self, taken: _Taken) -> None:
+        """The next step is whole: tell it, and ask after the first one whether to go on in the same way."""
+        step, expert = self._steps[self._done]
+        if not taken.finite:
+            raise NonFiniteLatentError(
+                f"the latent is NaN or infinite after step {step} ({expert}-noise expert, sigma "
+                f"{self.course.schedule.sigmas[step]:.4f}): an input or a weight is broken, or "
+                f"{self._policy.compute_dtype} is too narrow for them"
+            )
+        self.latents, self._solver = taken.latents, taken.solver
+        self._done += 1
+        record = self._recorder.last
+        if self._callbacks.on_step is not None:
+            before = self._range.start - self.course.start_step
+            state = partial(_state, step + 1, taken)
+            done, total = before + self._done, len(self.course.steps)
+            told = StepProgress(record=record, done=done, total=total, denoised=taken.denoised, state=state)
+            self._callbacks.on_step(told)
+        if self._callbacks.revise is not None and self._done == 1 and not self.is_done:
+            self._policy.revise(self._callbacks.revise, record)
+
+
+def _state(next_step: int, taken: _Taken) -> RunState:
+    return RunState(next_step=next_step, latents=taken.latents.to("cpu", copy=True), history=taken.solver.history())
+
+
+def _starting_latents(request: DenoiseRequest, sigma: float) -> torch.Tensor:
+    """The latents at the first step's noise level; without a given latent, an empty one is mixed in."""
+    if not request.add_noise:
+        assert request.latent is not None
+        return (1 - sigma) * request.latent.to(request.noise)
+    if request.latent is not None:
+        return sigma * request.noise + (1 - sigma) * request.latent.to(request.noise)
+    return request.noise if sigma > PURE_NOISE else sigma * request.noise
+
+
+def _kept_part(request: DenoiseRequest, device: torch.device) -> KeptPart | None:
+    """What the request's mask keeps; without added noise the given latent is kept with the noise that it carries."""
+    if request.mask is None:
+        return None
+    nothing = torch.zeros((), dtype=torch.float32)
+    latent = nothing if request.latent is None else request.latent
+    noise = request.noise if request.add_noise else nothing
+    return KeptPart.of(*(tensor.to(device, torch.float32) for tensor in (request.mask, latent, noise)))
+
+
+def _guided(velocities: Sequence[torch.Tensor], guidance: float) -> torch.Tensor:
+    """Velocities of all lanes -> the velocity [B, 16, T, h, w] float32 to follow."""
+    every = torch.cat(list(velocities)).float()
+    if guidance == 1:
+        return every
+    positive, negative = every.chunk(2)
+    return negative + guidance * (positive - negative)

@@ -1,0 +1,62 @@
+"""How the passes of a run are shared with other workers. Alone, every lane is computed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from ..wan import ExpertEngine, Lane
+from .run_state import RunState
+
+Compute: TypeAlias = "Callable[[Sequence[Lane]], list[torch.Tensor]]"
+"""Lanes -> the velocity of each."""
+
+
+class Split(Protocol):
+    """What a run asks of those who compute it together. Every one of them runs the same steps."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else computes, so that a step may be tried again under another policy."""
+
+    def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
+        """While this lasts, the engine's models compute their share; afterwards they are as they were."""
+
+    def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
+        """The velocity of every lane, in their order, of which `compute` gives those that it is called with."""
+
+
+class Alone:
+    """No other worker: a run as it always was."""
+
+    alone = True
+
+    def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
+        """See `Split.attached`."""
+        return nullcontext()
+
+    def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
+        """See `Split.forward`."""
+        return compute(lanes)
+
+
+ALONE = Alone()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Which part of a run is computed here: all of it, unless said otherwise."""
+
+    split: Split = ALONE
+    """How the passes are shared with other workers, which compute the same part of the same request."""
+    resume: RunState | None = None
+    """Where to go on, from a run of the same request; None: at its beginning."""
+    until: int | None = None
+    """The step of the whole schedule before which to stop, with the noise that is left then; None: after the last."""
+
+
+WHOLE = Part()

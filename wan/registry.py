@@ -1,0 +1,70 @@
+"""Experts that are named by value, opened once and found open by the next run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..plan import ExpertsRef, LoraRef
+from .experts import ExpertPair, open_experts
+from .lora import open_lora
+
+
+def open_pair(ref: ExpertsRef) -> ExpertPair:
+    """Open the experts that `ref` names, without its LoRAs: reads headers only."""
+    return open_experts(
+        ref.high_noise, ref.low_noise, compute_dtype=getattr(torch, ref.compute_dtype), storage=ref.storage
+    )
+
+
+def set_loras(pair: ExpertPair, refs: Sequence[LoraRef]) -> None:
+    """Let `pair` run with the LoRAs that `refs` name: reads headers only."""
+    pair.set_loras(
+        high=[(open_lora(ref.high_noise), ref.strength_high) for ref in refs if ref.high_noise is not None],
+        low=[(open_lora(ref.low_noise), ref.strength_low) for ref in refs if ref.low_noise is not None],
+    )
+
+
+class ExpertsRegistry:
+    """Holds at most one open pair of experts, by value. Thread-safe.
+
+    A second run of the same graph, whatever its seed, finds its pair open, unless its files were replaced; another pair
+    closes the former one first, so that two pairs never share the device. A pair stays open when only its LoRAs are
+    others.
+    """
+
+    def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair) -> None:
+        self._open_pair = open_pair
+        self._lock = threading.Lock()
+        self._held: tuple[ExpertsRef, ExpertPair] | None = None
+        self._loras: tuple[LoraRef, ...] = ()
+
+    def get(self, ref: ExpertsRef) -> ExpertPair:
+        """The pair that `ref` names, opened if it is not the one at hand, with its LoRAs set.
+
+        Raises what opening the pair or its LoRAs raises; LoRAs that are refused leave a pair at hand as it was.
+        """
+        plain = replace(ref, loras=())
+        with self._lock:
+            if self._held is None or self._held[0] != plain or not self._held[1].is_current():
+                self._close()
+                self._held = (plain, self._open_pair(plain))
+            pair = self._held[1]
+            if self._loras != ref.loras or not pair.loras_are_current():
+                set_loras(pair, ref.loras)
+                self._loras = ref.loras
+            return pair
+
+    def free(self) -> None:
+        """Close the open pair, if any."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        held, self._held = self._held, None
+        self._loras = ()
+        if held is not None:
+            held[1].close()
