@@ -11,6 +11,7 @@ from .fit import fit_policy, stay_near
 from .hardware import Hardware
 from .machine import Machine
 from .memory_needs import DoesNotFitError
+from .mesh import Coordinates, Mesh, MeshError
 from .offload_job import AutoOffload, Budgets, OffloadJob
 from .planner import Candidate, OffloadPlan, plan_offload
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
@@ -21,6 +22,7 @@ from .simulate import simulate
 from .tenancies import buffers_needed
 from .timeline import PHASES, MemorySample, PhaseRecord, StepRecord, Timeline
 from .visits import BlockKey, Visit, step_visits
+from .workers_ref import PathMap, WorkersRef
 
 __all__ = [
     "AT_ONCE",
@@ -33,6 +35,7 @@ __all__ = [
     "BlockKey",
     "Budgets",
     "Candidate",
+    "Coordinates",
     "DoesNotFitError",
     "ExpertShape",
     "ExpertsRef",
@@ -41,9 +44,12 @@ __all__ = [
     "LoraRef",
     "Machine",
     "MemorySample",
+    "Mesh",
+    "MeshError",
     "OffloadJob",
     "OffloadPlan",
     "OffloadPolicy",
+    "PathMap",
     "PhaseRecord",
     "ProgramError",
     "RamHomes",
@@ -57,6 +63,7 @@ __all__ = [
     "TransferProgram",
     "VideoShape",
     "Visit",
+    "WorkersRef",
     "buffers_needed",
     "check_program",
     "check_ram",

@@ -1,0 +1,98 @@
+"""What the driver asks of a worker and what comes back: plain values, which every transport can carry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..plan import ExpertsRef, OffloadPolicy, StepRecord, Timeline
+from ..plan.mesh import Mesh
+from ..plan.workers_ref import WeightHome
+from ..sampling import DenoiseRequest, RunState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the workers of a mesh meet, and as whom. Every one of them gets the same but for its rank."""
+
+    rank: int
+    mesh: Mesh
+    host: str
+    """Of the rank that keeps the store; an address that all of them reach."""
+    port: int
+    generation: int
+    """Counts the meetings of these workers; nothing of a former one is heard in this."""
+    timeout_s: float
+    weights: WeightHome = "full"
+    """Never "auto": the driver has decided."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunTask:
+    """A part of a run, for all workers of one cell."""
+
+    run_id: str
+    experts: ExpertsRef
+    """Paths as they are on the worker's machine."""
+    request: DenoiseRequest
+    policy: OffloadPolicy
+    resume: RunState | None = None
+    until: int | None = None
+    """As of `Part`."""
+    wants_state: bool = True
+    """Whether the leader tells the state after every step; without it nobody can go on after a loss."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepTold:
+    """A worker has finished a step."""
+
+    run_id: str
+    rank: int
+    record: StepRecord
+    done: int
+    total: int
+    """As of `StepProgress`."""
+    denoised: torch.Tensor | None = None
+    """[B, 16, T, h, w] float32 on the CPU; of the leader only."""
+    state: RunState | None = None
+    """Of the leader only, where it was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunEnded:
+    """A worker has finished its task; what it raised instead goes the way of the transport."""
+
+    run_id: str
+    rank: int
+    timeline: Timeline
+    latents: torch.Tensor | None
+    """[B, 16, T, h, w] float32 on the CPU after the last step of the task; of the leader only."""
+    sigma: float
+    gathered_bytes: int = 0
+    """Bytes that came from other workers in this task: velocities, tokens and shards of weights."""
+    expert_switches: int = 0
+    """How often the expert changed between two steps of this worker since it was started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFacts:
+    """What the driver wants to know of a worker before it is given anything."""
+
+    pid: int
+    node: str
+    """Name of the machine; workers with the same one share its RAM and page cache."""
+    address: str
+    """Where other workers reach it."""
+    device: str
+    """"cuda:0" or "cpu", as the worker sees it."""
+    device_name: str
+    free_bytes: int | None
+    """Of the device; None on a CPU."""
+    wanstream: str
+    torch: str
+    diffusers: str
+    python: str
+    missing: tuple[str, ...] = field(default=())
+    """Of the paths that were asked about, those that are not there."""

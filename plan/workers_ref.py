@@ -1,0 +1,48 @@
+"""Which workers are meant, named by value, so that they travel along a graph edge and are found again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .mesh import Mesh
+
+IN_PROCESS = "in-process"
+LOCAL = "local"
+
+WeightHome = Literal["auto", "full", "sharded", "sharded in VRAM"]
+"""Where the workers of a cell have their weights: all of them each, or 1/N each, which they gather block by block."""
+WEIGHT_HOMES: tuple[WeightHome, ...] = ("auto", "full", "sharded", "sharded in VRAM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathMap:
+    """A folder here, and where the same files lie on the machine of a worker; both absolute."""
+
+    here: str
+    there: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersRef:
+    """Workers and their layout. Equal references find the same workers, with the experts that they hold open."""
+
+    count: int
+    """How many workers; 1 is what a run without workers is."""
+    mesh: Mesh | None = None
+    """How they are laid out; None: as the planner proposes for the run."""
+    address: str = LOCAL
+    """`IN_PROCESS` (one worker, in this process), `LOCAL` (a Ray of their own on this machine), or the address of a
+    Ray cluster that runs already ("host:port")."""
+    weights: WeightHome = "auto"
+    paths: tuple[PathMap, ...] = ()
+    """For workers on other machines; the first one that fits a path is used."""
+    threads: int | None = None
+    """CPU threads of each worker; None: the cores of the machine shared out between its workers."""
+    beyond_loopback: bool = False
+    """Whether workers may listen on addresses that other machines reach; needed for a cluster, refused without its
+    token."""
+    restarts: int = 3
+    """How many lost workers are replaced in one run."""
+    timeout_s: float = 300.0
+    """How long a worker waits for the others of its cell before it says that one hangs."""
