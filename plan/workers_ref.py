@@ -15,6 +15,11 @@ WeightHome = Literal["auto", "full", "sharded", "sharded in VRAM"]
 WEIGHT_HOMES: tuple[WeightHome, ...] = ("auto", "full", "sharded", "sharded in VRAM")
 
 
+Goal = Literal["one video now", "many videos"]
+"""What a layout is to serve where the planner proposes it."""
+GOALS: tuple[Goal, ...] = ("one video now", "many videos")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PathMap:
     """A folder here, and where the same files lie on the machine of a worker; both absolute."""
@@ -30,7 +35,8 @@ class WorkersRef:
     count: int
     """How many workers; 1 is what a run without workers is."""
     mesh: Mesh | None = None
-    """How they are laid out; None: as the planner proposes for the run."""
+    """How they are laid out; None: as the planner proposes for the run, with `goal` in mind."""
+    goal: Goal = "one video now"
     address: str = LOCAL
     """`IN_PROCESS` (one worker, in this process), `LOCAL` (a Ray of their own on this machine), or the address of a
     Ray cluster that runs already ("host:port")."""

@@ -1,0 +1,82 @@
+"""What a user writes about workers, as values: path maps, addresses, and how many of them there can be."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath, PureWindowsPath
+
+from .workers_ref import IN_PROCESS, LOCAL, PathMap
+
+ARROW = "->"
+LOOPBACK = ("127.", "localhost", "[::1]")
+HIGHEST_PORT = 65535
+
+
+class WorkersError(ValueError):
+    """Workers that there cannot be, as they were described; the message says why, and what to write instead."""
+
+
+def path_maps(text: str) -> tuple[PathMap, ...]:
+    """One `here -> there` per line, both absolute; empty lines count for nothing. Raises WorkersError with the line."""
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), start=1))
+    return tuple(_path_map(number, line) for number, line in lines if line)
+
+
+def _path_map(number: int, line: str) -> PathMap:
+    parts = [part.strip() for part in line.split(ARROW)]
+    if len(parts) != 2 or not all(parts):
+        raise WorkersError(
+            f"line {number} of the path map is {line!r}: write the folder here, {ARROW}, and the folder there, like "
+            "/models -> /mnt/models"
+        )
+    for part in parts:
+        if not (PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute()):
+            raise WorkersError(f"line {number} of the path map: {part!r} is no absolute path; begin it at the root")
+    here, there = parts
+    return PathMap(here=here, there=there)
+
+
+def path_map_text(paths: tuple[PathMap, ...]) -> str:
+    """The inverse of `path_maps`."""
+    return "\n".join(f"{path.here} {ARROW} {path.there}" for path in paths)
+
+
+def check_address(address: str, *, beyond_loopback: bool) -> None:
+    """Raise WorkersError for what is no address, and for one that other machines reach where nobody asked for that."""
+    if address in (LOCAL, IN_PROCESS):
+        return
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= HIGHEST_PORT:
+        raise WorkersError(
+            f"the address is {address!r}: give {LOCAL!r}, {IN_PROCESS!r}, or host:port of a Ray cluster that runs "
+            "already, like 192.168.1.5:6379"
+        )
+    if any(letter.isspace() or letter in "/@" for letter in host):
+        raise WorkersError(f"the address is {address!r}: give host:port alone, without a scheme, a user or a path")
+    if not beyond_loopback and not host.startswith(LOOPBACK):
+        raise WorkersError(
+            f"{address} is another machine: turn beyond_loopback on if workers may listen on addresses that other "
+            "machines reach. The cluster needs Ray's token authentication then"
+        )
+
+
+def check_count(count: int, address: str, *, gpus: int | None, most: int) -> None:
+    """Raise WorkersError for more workers than there is room for.
+
+    Args:
+        count: workers that are asked for.
+        address: as of `WorkersRef`.
+        gpus: GPUs of this machine that this process sees; None: workers compute on its CPU.
+        most: more than that are refused anywhere.
+    """
+    if not 1 <= count <= most:
+        raise WorkersError(f"{count} workers: give 1 to {most}")
+    if address == IN_PROCESS and count > 1:
+        raise WorkersError(
+            f"{count} workers in this process: there can be one, so set count to 1 or address to {LOCAL!r}"
+        )
+    if address == LOCAL and gpus is not None and count > gpus:
+        seen = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        raise WorkersError(
+            f"{count} workers, but {seen} here: every worker takes one. Lower count to {gpus}, or give the address of a "
+            "Ray cluster. If there are more, CUDA_VISIBLE_DEVICES or ComfyUI's --cuda-device hides them"
+        )
