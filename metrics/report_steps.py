@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from math import inf
+from itertools import accumulate
 
 from ..plan import StepRecord, Timeline
+from ..plan.fetch_rates import RATE_BORDERS, RateRange, together
 from ..plan.figure_words import rate_text, second_digits, seconds_text, share_text, size_text
 from .report import Variant
-from .report_figures import Spread, over_steady_s
+from .report_figures import Spread, over_steady_s, steady_s
 from .report_table import Table
 
 HEAD = (
@@ -18,11 +18,11 @@ HEAD = (
     *("Moved", "To buffers", "Read", "From files", "Hidden", "VRAM peak", "RAM", "Phase"),
 )
 
-RANGES_GB_PER_S = (0, 1, 5, 20, 50, 80, inf)
-"""Borders of the ranges of the bandwidth histogram."""
-
-ROUTES = (("RAM to buffers", "copied_bytes", "copy_s"), ("files", "read_bytes", "read_s"))
-"""Each route, and the fields of a step with its bytes and its busy seconds."""
+ROUTES: tuple[tuple[str, Callable[[Timeline], Sequence[RateRange]]], ...] = (
+    ("RAM to buffers", lambda timeline: timeline.copy_rates),
+    ("files", lambda timeline: timeline.read_rates),
+)
+"""Each route, and how fast a run's fetches went on it."""
 
 
 def step_table(variant: Variant) -> Table | None:
@@ -34,16 +34,14 @@ def step_table(variant: Variant) -> Table | None:
     runs = variant.measured
     if not runs:
         return None
-    digits = second_digits(step.wall_s for run in runs for step in run.steps)
+    digits, switch = second_digits(step.wall_s for run in runs for step in run.steps), runs[0].switch_step
     ends = [tuple(accumulate(step.wall_s for step in run.steps)) for run in runs]
     rows = [
-        _row(steps, [end[place] for end in ends], _phase(runs, place, digits), digits)
+        _row(steps, [end[place] for end in ends], _phase(runs, place, switch, digits), digits)
         for place, steps in enumerate(zip(*(run.steps for run in runs), strict=True))
     ]
-    switch = [place for place, step in enumerate(runs[0].steps) if step.index == runs[0].switch_step]
-    table = Table(
-        title=f"Per-step timing: {variant.name}", head=HEAD, rows=tuple(rows), marked=switch[0] if switch else None
-    )
+    marked = next((place for place, step in enumerate(runs[0].steps) if step.index == switch), None)
+    table = Table(title=f"Per-step timing: {variant.name}", head=HEAD, rows=tuple(rows), marked=marked)
     return table.without_empty_columns()
 
 
@@ -57,7 +55,7 @@ def _row(steps: Sequence[StepRecord], ends: Sequence[float], phase: str, digits:
     def seconds(value: float) -> str:
         return seconds_text(value, digits)
 
-    walls = [step.wall_s for step in steps]
+    walls, reads = [step.wall_s for step in steps], any(step.read_bytes for step in steps)
     return (
         str(steps[0].index + 1),
         steps[0].expert,
@@ -66,10 +64,10 @@ def _row(steps: Sequence[StepRecord], ends: Sequence[float], phase: str, digits:
         f"{seconds(min(walls))} to {seconds(max(walls))}" if len(walls) > 1 else "1 run",
         cell(seconds, lambda step: step.compute_s),
         cell(seconds, lambda step: step.stall_s),
-        cell(seconds, lambda step: step.stall_file_s if step.read_bytes else None),
+        cell(seconds, lambda step: step.stall_file_s if reads else None),
         cell(size_text, lambda step: step.bytes_moved),
         cell(rate_text, lambda step: step.copy_bytes_per_s),
-        cell(size_text, lambda step: step.read_bytes or None),
+        cell(size_text, lambda step: step.read_bytes if reads else None),
         cell(rate_text, lambda step: step.read_bytes_per_s),
         cell(share_text, lambda step: step.overlap),
         cell(size_text, lambda step: step.device_bytes),
@@ -78,9 +76,9 @@ def _row(steps: Sequence[StepRecord], ends: Sequence[float], phase: str, digits:
     )
 
 
-def _phase(runs: Sequence[Timeline], place: int, digits: int) -> str:
+def _phase(runs: Sequence[Timeline], place: int, switch: int | None, digits: int) -> str:
     """`Switch to the low-noise expert: +0.1 s (+0 %) over a steady step` and the like."""
-    steps, switch = runs[0].steps, runs[0].switch_step
+    steps = runs[0].steps
     step = steps[place]
     if place == 0:
         return f"First step{_beside(runs, place, digits)}"
@@ -95,37 +93,35 @@ def _phase(runs: Sequence[Timeline], place: int, digits: int) -> str:
 
 def _beside(runs: Sequence[Timeline], place: int, digits: int) -> str:
     """How much longer the step took than the steady ones of its expert, if there are any."""
+    expert = runs[0].steps[place].expert
     over = Spread.of(over_steady_s(run, run.steps[place]) for run in runs)
-    if over is None:
+    steady = Spread.of(steady_s(run, expert) for run in runs)
+    if over is None or steady is None:
         return ""
-    steady = statistics.median(run.steps[place].wall_s for run in runs) - over.median
     said = seconds_text(over.median, digits)
     sign = "" if said.startswith("-") else "+"
-    return f": {sign}{said} s ({round(100 * over.median / steady):+d} %) over a steady step"
+    return f": {sign}{said} s ({round(100 * over.median / steady.median):+d} %) over a steady step"
 
 
 def bandwidth_tables(variant: Variant) -> Iterator[Table]:
-    """For each route that moved anything: how many steps, bytes and busy seconds it spent at which rate.
+    """For each route that moved anything: how many fetches, bytes and seconds it spent at which rate.
 
-    Steps of all measured runs are counted, each at the rate of its own bytes and busy time.
+    Every fetch of the measured runs is counted, at the rate of its own bytes and time.
     """
-    for route, nbytes, seconds in ROUTES:
-        moves = [
-            (getattr(step, nbytes), getattr(step, seconds))
-            for run in variant.measured
-            for step in run.steps
-            if getattr(step, seconds) > 0
-        ]
-        if moves:
-            yield _histogram(f"Bandwidth histogram: {variant.name}, {route}", moves)
+    runs = variant.measured
+    for route, rates_of in ROUTES:
+        counted = together(rates for run in runs for rates in rates_of(run))
+        if counted:
+            several = f" ({len(runs)} runs together)" if len(runs) > 1 else ""
+            yield _histogram(f"Bandwidth histogram: {variant.name}, {route}{several}", counted)
 
 
-def _histogram(title: str, moves: Sequence[tuple[int, float]]) -> Table:
-    digits = second_digits([sum(seconds for _, seconds in moves)])
+def _histogram(title: str, counted: Sequence[RateRange]) -> Table:
+    digits = second_digits([sum(rates.busy_s for rates in counted)])
+    by_border = {rates.from_gb_per_s: rates for rates in counted}
     rows = []
-    for low, high in pairwise(RANGES_GB_PER_S):
-        found = [(nbytes, seconds) for nbytes, seconds in moves if low <= nbytes / seconds / 1e9 < high]
-        words = f"{low}-{high} GB/s" if high < inf else f"over {low} GB/s"
-        data, busy = sum(nbytes for nbytes, _ in found), sum(seconds for _, seconds in found)
-        rows.append((words, str(len(found)), size_text(data), f"{seconds_text(busy, digits)} s"))
-    return Table(title=title, head=("Range", "Steps", "Data", "Time"), rows=tuple(rows))
+    for low, high in zip(RATE_BORDERS, (*RATE_BORDERS[1:], None), strict=True):
+        found = by_border.get(low) or RateRange(from_gb_per_s=low, fetches=0, nbytes=0, busy_s=0.0)
+        words = f"over {low} GB/s" if high is None else f"{low}-{high} GB/s"
+        rows.append((words, str(found.fetches), size_text(found.nbytes), f"{seconds_text(found.busy_s, digits)} s"))
+    return Table(title=title, head=("Range", "Fetches", "Data", "Time"), rows=tuple(rows))

@@ -59,11 +59,11 @@ class StepMarks:
     def decode_s(self) -> float:
         return sum(self._seconds(*arrival.decoded) for arrival in self.arrivals if arrival.decoded is not None)
 
-    def copy_s(self) -> float:
-        return sum(self._seconds(*arrival.copied) for arrival in self.arrivals if arrival.copied is not None)
-
-    def copied_bytes(self) -> int:
-        return sum(arrival.nbytes for arrival in self.arrivals if arrival.copied is not None)
+    def copies(self) -> list[tuple[int, float]]:
+        """Bytes and seconds of each copy out of RAM."""
+        return [
+            (arrival.nbytes, self._seconds(*arrival.copied)) for arrival in self.arrivals if arrival.copied is not None
+        ]
 
     def bytes_moved(self) -> int:
         return sum(arrival.nbytes for arrival in self.arrivals)

@@ -16,6 +16,7 @@ from .device import Mark, MemoryMeter, clock_for
 from .memory import MemorySampler
 from .nvtx import NvtxRanges, Ranges, ranged
 from .observe import Observe
+from .rate_counter import RateCounter
 from .step_marks import BlockArrival, StepMarks
 from .trace import TraceSpan, chrome_trace, write_trace
 
@@ -49,6 +50,7 @@ class Recorder:
         self._steps: list[StepRecord] = []
         self._computed_from: list[float | None] = []
         self._marks = StepMarks(self.clock)
+        self._copy_rates, self._read_rates = RateCounter(), RateCounter()
         self._spans: list[TraceSpan] = []
         self._sampler: MemorySampler | None = None
         self._before: tuple[PhaseRecord, ...] = ()
@@ -97,6 +99,7 @@ class Recorder:
         marks = self._marks
         computed_from = marks.computed_from(end, now)
         self._computed_from.append(None if computed_from is None else computed_from - self._began)
+        copies, reads = marks.copies(), marks.reads()
         self._steps.append(
             StepRecord(
                 index=index,
@@ -109,11 +112,11 @@ class Recorder:
                 device_bytes=self._memory.device_bytes(),
                 rss_bytes=self._memory.rss_bytes(),
                 decode_s=marks.decode_s(),
-                read_bytes=sum(read.nbytes for read in marks.reads()),
+                read_bytes=sum(read.nbytes for read in reads),
                 began_s=began - self._began,
                 stall_file_s=marks.stall_file_s(end, now),
-                copy_s=marks.copy_s(),
-                copied_bytes=marks.copied_bytes(),
+                copy_s=sum(seconds for _, seconds in copies),
+                copied_bytes=sum(nbytes for nbytes, _ in copies),
                 read_s=marks.read_s(),
                 cached_bytes=marks.cached_bytes(),
                 reserved_bytes=self._memory.reserved_bytes(),
@@ -122,6 +125,8 @@ class Recorder:
                 pinned_bytes=None if self._pinned_bytes is None else self._pinned_bytes(),
             )
         )
+        self._copy_rates.add(copies)
+        self._read_rates.add((read.nbytes, read.ended - read.began) for read in reads)
         if self._observe.trace is not None:
             self._spans += marks.spans(expert, end, now, self._began)
         self._mark_count += marks.count
@@ -170,6 +175,8 @@ class Recorder:
             first_block_s=first_blocks[0] if first_blocks else None,
             phases=(*self._before, *self._run_phases()),
             memory=() if self._sampler is None else self._sampler.samples(),
+            copy_rates=self._copy_rates.ranges(),
+            read_rates=self._read_rates.ranges(),
             measuring_s=self._measuring_s(),
         )
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from .fetch_rates import RateRange
+
 TimelineKind = Literal["measured", "simulated"]
 
 PHASES = ("open", "text", "first block", "high", "switch", "low", "decode", "save")
@@ -127,6 +129,10 @@ class Timeline:
     phases: tuple[PhaseRecord, ...] = ()
     """In the order in which they began."""
     memory: tuple[MemorySample, ...] = ()
+    copy_rates: tuple[RateRange, ...] = ()
+    """How fast single fetches were copied out of RAM; empty where nobody counted, and where the run is simulated."""
+    read_rates: tuple[RateRange, ...] = ()
+    """How fast blocks were read from files for the fetches of this run. Likewise."""
     measuring_s: float = 0.0
     """Seconds spent inside the calls that measure, on every thread of the run; waiting for the device is not in it."""
 
@@ -206,7 +212,7 @@ class Timeline:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, ready for JSON."""
         data = asdict(self)
-        return {**data, **{name: list(data[name]) for name in ("steps", "changes", "phases", "memory")}}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in data.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
@@ -221,6 +227,8 @@ class Timeline:
             fields["steps"] = tuple(StepRecord(**step) for step in fields.get("steps", ()))
             fields["phases"] = tuple(PhaseRecord(**phase) for phase in fields.get("phases", ()))
             fields["memory"] = tuple(MemorySample(**sample) for sample in fields.get("memory", ()))
+            for name in ("copy_rates", "read_rates"):
+                fields[name] = tuple(RateRange(**each) for each in fields.get(name, ()))
             fields["changes"] = _lines(fields.get("changes", ()))
             return cls(**fields)
         except TypeError as err:

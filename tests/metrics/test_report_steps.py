@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from wanstream.metrics.report import Variant
 from wanstream.metrics.report_steps import bandwidth_tables, step_table
 from wanstream.metrics.report_table import Table
 from wanstream.plan import Timeline
+from wanstream.plan.fetch_rates import RateRange
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]
@@ -98,37 +97,55 @@ def test_without_a_run_there_is_no_table(make_variant: MakeVariant) -> None:
     assert [*bandwidth_tables(make_variant("a"))] == []
 
 
-def test_bandwidths_fall_into_ranges_with_count_data_and_time(
+def rates(border: int, fetches: int, nbytes: int, busy_s: float) -> RateRange:
+    return RateRange(from_gb_per_s=border, fetches=fetches, nbytes=nbytes, busy_s=busy_s)
+
+
+def test_the_histogram_counts_fetches_with_their_data_and_time(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
-    slow = make_timeline(2, 2, 2, copied_bytes=3 * 10**9, copy_s=1.0)
-    fast = make_timeline(2, 2, copied_bytes=30 * 10**9, copy_s=0.5)
-    (table,) = bandwidth_tables(make_variant("a", slow, fast))
-    assert table.title == "Bandwidth histogram: a, RAM to buffers"
-    assert table.head == ("Range", "Steps", "Data", "Time")
+    """Two steps with forty fetches each are eighty fetches, whatever their steps' own rates."""
+    one = make_timeline(2, 2, copy_rates=(rates(1, 3, 6 * 10**9, 3.0), rates(20, 77, 54 * 10**9, 2.0)))
+    other = make_timeline(2, 2, copy_rates=(rates(20, 80, 56 * 10**9, 2.25),))
+    (table,) = bandwidth_tables(make_variant("a", one, other))
+    assert table.title == "Bandwidth histogram: a, RAM to buffers (2 runs together)"
+    assert table.head == ("Range", "Fetches", "Data", "Time")
     assert table.rows == (
         ("0-1 GB/s", "0", "0 B", "0.00 s"),
-        ("1-5 GB/s", "3", "9.00 GB", "3.00 s"),
+        ("1-5 GB/s", "3", "6.00 GB", "3.00 s"),
         ("5-20 GB/s", "0", "0 B", "0.00 s"),
-        ("20-50 GB/s", "0", "0 B", "0.00 s"),
-        ("50-80 GB/s", "2", "60.0 GB", "1.00 s"),
+        ("20-50 GB/s", "157", "110 GB", "4.25 s"),
+        ("50-80 GB/s", "0", "0 B", "0.00 s"),
         ("over 80 GB/s", "0", "0 B", "0.00 s"),
     )
-
-
-@pytest.mark.parametrize(("rate", "line"), [(0.999e9, 0), (1e9, 1), (5e9, 2), (80e9, 5), (1e12, 5)])
-def test_a_border_belongs_to_the_range_above(
-    make_timeline: MakeTimeline, make_variant: MakeVariant, rate: float, line: int
-) -> None:
-    (table,) = bandwidth_tables(make_variant("a", make_timeline(2, copied_bytes=int(rate), copy_s=1.0)))
-    assert [place for place, row in enumerate(table.rows) if row[1] == "1"] == [line]
 
 
 def test_each_route_that_moved_something_has_a_histogram(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
-    run = make_timeline(2, copied_bytes=10**9, copy_s=1.0, read_bytes=10**9, read_s=2.0)
+    run = make_timeline(2, copy_rates=(rates(1, 1, 10**9, 1.0),), read_rates=(rates(0, 1, 10**9, 2.0),))
     assert [table.title for table in bandwidth_tables(make_variant("a", run))] == [
         "Bandwidth histogram: a, RAM to buffers",
         "Bandwidth histogram: a, files",
     ]
+
+
+def test_what_only_some_runs_read_is_shown_by_its_median(
+    make_timeline: MakeTimeline, make_variant: MakeVariant
+) -> None:
+    """The first run read what stays in RAM for the others, one of which had to wait for a file again."""
+    given = ((4 * 10**9, 1.0), (0, 0.0), (2 * 10**9, 0.5))
+    runs = [make_timeline(2, stall_s=1, read_bytes=read, stall_file_s=stall) for read, stall in given]
+    table = step_table(make_variant("a", *runs))
+    assert table is not None
+    assert (column(table, "Read"), column(table, "Stall, files (s)")) == (["2.00 GB"], ["0.50"])
+
+
+def test_what_a_step_took_longer_is_held_against_the_steady_steps(
+    make_timeline: MakeTimeline, make_variant: MakeVariant
+) -> None:
+    """The runs differ in their steady steps as well: 1, 2 and 5 s."""
+    runs = [make_timeline(*walls, switch=9) for walls in ((2, 1, 1), (6, 2, 2), (6, 5, 5))]
+    table = step_table(make_variant("a", *runs))
+    assert table is not None
+    assert column(table, "Phase")[0] == "First step: +1.00 s (+50 %) over a steady step"

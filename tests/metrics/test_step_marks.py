@@ -44,15 +44,15 @@ def test_visits_give_stall_and_computing() -> None:
 
 def test_an_empty_step_has_nothing() -> None:
     step = marks()
-    sums = (step.stall_s(), step.compute_s(), step.copy_s(), step.read_s(), step.decode_s(), step.stall_file_s(1, 1))
-    assert sums == (0, 0, 0, 0, 0, 0)
-    assert (step.bytes_moved(), step.copied_bytes()) == (0, 0)
+    sums = (step.stall_s(), step.compute_s(), step.read_s(), step.decode_s(), step.stall_file_s(1, 1))
+    assert sums == (0, 0, 0, 0, 0)
+    assert (step.bytes_moved(), step.copies(), step.reads()) == (0, [], [])
     assert (step.cached_bytes(), step.computed_from(1, 1)) == (0, None)
 
 
 def test_only_what_was_copied_counts_as_copied() -> None:
     step = marks(arrival(0, 0, 0, copied=(1.0, 3.0)), arrival(1, 0, 0, decoded=(4.0, 5.0)), arrival(2, 0, 0))
-    assert (step.bytes_moved(), step.copied_bytes(), step.copy_s(), step.decode_s()) == (300, 100, 2.0, 1.0)
+    assert (step.bytes_moved(), step.copies(), step.decode_s()) == (300, [(100, 2.0)], 1.0)
     assert step.count == 4
 
 

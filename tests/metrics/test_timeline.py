@@ -13,9 +13,11 @@ import torch
 
 from wanstream.metrics import Observe, Recorder
 from wanstream.metrics.ledger import Ledger
+from wanstream.metrics.reading import ReadSpan
 from wanstream.metrics.step_marks import BlockArrival
 
 CPU = torch.device("cpu")
+GB = 10**9
 CLOCKS_DIFFER = 0.001
 """Share by which two clocks of one machine may run apart."""
 
@@ -103,6 +105,23 @@ def test_a_step_that_fails_is_not_recorded_and_leaves_nothing_to_the_next() -> N
     take_step(recorder, blocks=1)
     (step,) = recorder.timeline().steps
     assert step.bytes_moved == 100
+
+
+def test_fetches_are_counted_by_their_own_rates_whatever_their_steps_is() -> None:
+    """In each of two steps a fast copy, a slow one that a file was read for, and a block that was there already."""
+    recorder = Recorder(CPU)
+    for index in range(2):
+        with recorder.step(index, "high"):
+            for seconds, read in ((0.1, None), (2.0, ReadSpan(1.0, 5.0, 2 * GB, 0, False))):
+                recorder.block_arrived(BlockArrival(0, 3 * GB, 9.0, 9.0, read, (7.0, 7.0 + seconds), None))
+            recorder.block_arrived(BlockArrival(2, 3 * GB, 9.0, 9.0, None, None, None))
+    timeline = recorder.timeline()
+    copies = {rates.from_gb_per_s: (rates.fetches, rates.nbytes) for rates in timeline.copy_rates}
+    assert copies == {20: (2, 6 * GB), 1: (2, 6 * GB)}
+    assert [(rates.from_gb_per_s, rates.fetches, rates.busy_s) for rates in timeline.read_rates] == [(0, 2, 8.0)]
+    assert sum(rates.nbytes for rates in timeline.copy_rates) == timeline.copied_bytes
+    assert sum(rates.nbytes for rates in timeline.read_rates) == timeline.read_bytes
+    assert sum(rates.busy_s for rates in timeline.copy_rates) == pytest.approx(timeline.copy_s)
 
 
 def test_the_cost_of_measuring_is_counted() -> None:

@@ -174,6 +174,15 @@ def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
         assert step.copy_bytes_per_s == step.copied_bytes / step.copy_s
 
 
+def test_every_fetch_of_a_run_is_counted_by_its_rate(weights: Path) -> None:
+    """All blocks are read once into their homes, and copied out of them in every step."""
+    policy = replace(LAYERWISE, source="pinned")
+    run = measured(source_of(weights, direct=False, computed=torch.bfloat16), policy, torch.bfloat16)
+    assert sum(rates.fetches for rates in run.read_rates) == BLOCKS
+    assert sum(rates.fetches for rates in run.copy_rates) == STEPS * BLOCKS
+    assert sum(rates.nbytes for rates in run.copy_rates) == run.copied_bytes
+
+
 class GatedSource:
     """Passes on to another source, one block when it is let through."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from wanstream.plan import MemorySample, PhaseRecord, StepRecord, Timeline
+from wanstream.plan.fetch_rates import RateRange
 
 TIMELINE = Timeline(
     kind="measured",
@@ -45,6 +46,8 @@ TIMELINE = Timeline(
         PhaseRecord(name="high", began_s=0, wall_s=2),
     ),
     memory=(MemorySample(at_s=0.5, device_bytes=7, device_used_bytes=None, rss_bytes=9),),
+    copy_rates=(RateRange(from_gb_per_s=1, fetches=2, nbytes=30, busy_s=0.5),),
+    read_rates=(RateRange(from_gb_per_s=0, fetches=1, nbytes=3, busy_s=0.25),),
     measuring_s=0.001,
 )
 
@@ -120,7 +123,7 @@ def test_json_has_lists_and_no_tuples() -> None:
 
 def test_a_timeline_that_was_written_before_there_were_reads_and_changes_is_read() -> None:
     written = TIMELINE.to_dict()
-    for name in ("changes", "ahead_bytes", "phases", "memory", "measuring_s"):
+    for name in ("changes", "ahead_bytes", "phases", "memory", "copy_rates", "read_rates", "measuring_s"):
         del written[name]
     old = {"index", "expert", "sigma", "wall_s", "compute_s", "stall_s", "bytes_moved", "device_bytes", "rss_bytes"}
     written["steps"] = [{name: step[name] for name in old} for step in written["steps"]]
@@ -128,6 +131,7 @@ def test_a_timeline_that_was_written_before_there_were_reads_and_changes_is_read
     assert (found.changes, found.decode_s, found.read_bytes) == ((), 0, 0)
     assert (found.wall_s, found.bytes_moved, found.first_block_s) == (3.0, 150, 0.25)
     assert (found.phases, found.memory, found.measuring_s, found.steps[1].began_s) == ((), (), 0.0, None)
+    assert (found.copy_rates, found.read_rates) == ((), ())
 
 
 @pytest.mark.parametrize(
@@ -140,6 +144,8 @@ def test_a_timeline_that_was_written_before_there_were_reads_and_changes_is_read
         ({"steps": 3}, "not iterable"),
         ({"phases": [{"name": "high"}]}, "missing .*began_s"),
         ({"memory": [{"at_s": 1, "colour": "red"}]}, "colour"),
+        ({"copy_rates": [{"fetches": 1}]}, "missing .*from_gb_per_s"),
+        ({"read_rates": 3}, "not iterable"),
         ({"changes": 3}, "not iterable"),
         ({"changes": "fewer buffers"}, "changes is 'fewer buffers', not a list of lines"),
         ({"changes": [1]}, "not a list of lines"),
