@@ -6,6 +6,7 @@ channel with mean 0 and deviation 1 over the training videos.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -14,8 +15,10 @@ from diffusers import AutoencoderKLWan
 
 from ..offload.file_source import read_tensors
 from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from ..plan.vae_tiles import Tiling
 from .component import component_folder
 from .meta_model import set_parameters
+from .vae_tiles import crop, decode_tile, mosaic_of
 from .vae_weights import VaeWeights, open_vae_file, open_vae_folder
 
 # One number per channel; those of Wan2.1 (`latents_mean` and `latents_std` in diffusers' AutoencoderKLWan).
@@ -84,19 +87,40 @@ class WanVae:
             raw: torch.Tensor = vae.encode(pixels).latent_dist.mode()
         return raw.cpu()
 
-    def decode(self, latents: torch.Tensor, *, device: torch.device | str) -> torch.Tensor:
-        """Decode raw latents [B, 16, T, h, w], one video at a time.
+    def decode(
+        self, latents: torch.Tensor, *, device: torch.device | str, tiling: Tiling | None = None
+    ) -> torch.Tensor:
+        """Decode raw latents [B, 16, T, h, w], one video at a time; whole, or tile by tile.
 
         Returns frames in 0..1, fp32 [B, 4 * (T - 1) + 1, 8 * h, 8 * w, 3], on the CPU.
 
         Raises:
             VaeInputError: the latents have another shape.
         """
-        _check_latents(latents)
+        check_latents(latents)
+        if tiling is not None:
+            return torch.stack([self._decode_tiles(one, torch.device(device), tiling) for one in latents.split(1)])
         vae = self._on(torch.device(device))
         with torch.no_grad():
             videos = [_frames(vae.decode(one.to(device, torch.float32)).sample[0]) for one in latents.split(1)]
         return torch.stack(videos)
+
+    def decode_tile(
+        self, latents: torch.Tensor, *, device: torch.device | str, check: Callable[[], None] = lambda: None
+    ) -> torch.Tensor:
+        """Decode one tile [1, 16, T, h, w] for a `Mosaic`; see `vae_tiles.decode_tile`.
+
+        Raises:
+            VaeInputError: the latents have another shape.
+        """
+        check_latents(latents)
+        return decode_tile(self._on(torch.device(device)), latents.to(device, torch.float32), check)
+
+    def _decode_tiles(self, latents: torch.Tensor, device: torch.device, tiling: Tiling) -> torch.Tensor:
+        mosaic = mosaic_of(latents, tiling)
+        for tile in tiling.tiles(*latents.shape[3:]):
+            mosaic.put(tile, self.decode_tile(crop(latents, tile), device=device))
+        return mosaic.frames
 
     def close(self) -> None:
         """Free the weights. Closing twice is allowed, and so is using the VAE again."""
@@ -134,6 +158,7 @@ def _check_video(video: torch.Tensor) -> None:
         raise VaeInputError(f"the frames are {shape[2]}x{shape[1]}: give multiples of {PIXELS_PER_LATENT}")
 
 
-def _check_latents(latents: torch.Tensor) -> None:
+def check_latents(latents: torch.Tensor) -> None:
+    """Refuse what is no raw latents [B, 16, T, h, w] by a VaeInputError."""
     if latents.ndim != 5 or latents.shape[1] != LATENT_CHANNELS or 0 in latents.shape:
         raise VaeInputError(f"the latents are {list(latents.shape)}: give [B, {LATENT_CHANNELS}, T, h, w]")

@@ -1,0 +1,105 @@
+"""Tiles against diffusers' own tiled decode, in any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+
+from wanstream.plan.vae_tiles import Tiling
+from wanstream.wan.vae import open_vae
+from wanstream.wan.vae_tiles import Mosaic, MosaicError, crop, decode_tile, decoded_frames
+
+TILING = Tiling(pixels=64, stride=48)
+
+
+@pytest.fixture(scope="module")
+def own_vae(tiny_pipeline: Callable[[], Path]) -> AutoencoderKLWan:
+    return AutoencoderKLWan.from_pretrained(tiny_pipeline() / "vae").eval()
+
+
+def _latents(frames: int, height: int, width: int) -> torch.Tensor:
+    # Large values reach beyond -1 to 1, where clamping before blending would show.
+    return 3 * torch.randn(1, 16, frames, height, width, generator=torch.Generator().manual_seed(0))
+
+
+def _tiled(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
+    vae.enable_tiling(
+        tile_sample_min_height=TILING.pixels,
+        tile_sample_min_width=TILING.pixels,
+        tile_sample_stride_height=TILING.stride,
+        tile_sample_stride_width=TILING.stride,
+    )
+    try:
+        with torch.no_grad():
+            return (vae.decode(latents).sample[0].movedim(0, -1) + 1) / 2
+    finally:
+        vae.disable_tiling()
+
+
+@pytest.mark.parametrize("size", [(13, 9), (8, 8), (5, 20), (14, 14), (6, 4)], ids=str)
+@pytest.mark.parametrize("frames", [1, 3])
+def test_tiles_in_any_order_make_the_picture_that_diffusers_makes(
+    own_vae: AutoencoderKLWan, size: tuple[int, int], frames: int
+) -> None:
+    latents = _latents(frames, *size)
+    expected = _tiled(own_vae, latents)
+    tiles = list(TILING.tiles(*size))
+    random.Random(1).shuffle(tiles)
+    mosaic = Mosaic(TILING, frames=4 * (frames - 1) + 1, height=size[0], width=size[1])
+    for tile in tiles:
+        mosaic.put(tile, decode_tile(own_vae, crop(latents, tile)))
+    assert torch.equal(mosaic.frames, expected)
+    assert own_vae.decode(latents).sample.shape[2] == len(expected), "the VAE itself still works"
+
+
+@pytest.mark.parametrize("tile", [0, 64])
+def test_an_opened_vae_decodes_whole_or_in_tiles(
+    tiny_pipeline: Callable[[], Path], own_vae: AutoencoderKLWan, tile: int
+) -> None:
+    latents = torch.cat([_latents(2, 13, 9), -_latents(2, 13, 9)])
+    with open_vae(tiny_pipeline()) as vae:
+        videos = vae.decode(latents, device="cpu", tiling=Tiling.of(tile) if tile else None)
+    with torch.no_grad():
+        for video, one in zip(videos, latents.split(1), strict=True):
+            whole = (own_vae.decode(one).sample[0].movedim(0, -1) + 1) / 2
+            assert torch.equal(video, _tiled(own_vae, one) if tile else whole)
+            assert tile == 0 or not torch.equal(video, whole), "tiles of an untrained VAE differ from the whole"
+
+
+def test_frames_come_one_latent_after_the_other(own_vae: AutoencoderKLWan) -> None:
+    latents = _latents(3, 4, 4)
+    parts = list(decoded_frames(own_vae, latents))
+    assert [part.shape[1] for part in parts] == [1, 4, 4]
+    with torch.no_grad():
+        assert torch.equal(torch.cat(parts, 1).clamp(-1, 1), own_vae.decode(latents).sample[0])
+
+
+def test_a_decode_that_is_stopped_ends_before_the_next_latent_frame(own_vae: AutoencoderKLWan) -> None:
+    asked: list[int] = []
+
+    def check() -> None:
+        asked.append(len(asked))
+        if len(asked) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        decode_tile(own_vae, _latents(5, 4, 4), check)
+    assert asked == [0, 1]
+
+
+def test_a_mosaic_tells_what_is_missing_and_what_is_there_twice(own_vae: AutoencoderKLWan) -> None:
+    latents = _latents(1, 8, 20)
+    first, *others = TILING.tiles(8, 20)
+    mosaic = Mosaic(TILING, frames=1, height=8, width=20)
+    mosaic.put(first, decode_tile(own_vae, crop(latents, first)))
+    with pytest.raises(MosaicError, match=f"{len(others)} of {len(others) + 1} tiles are missing"):
+        _ = mosaic.frames
+    mosaic.put(others[-1], decode_tile(own_vae, crop(latents, others[-1])))
+    for again in (first, others[-1]):
+        with pytest.raises(MosaicError, match="was put before"):
+            mosaic.put(again, decode_tile(own_vae, crop(latents, again)))
