@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath, PureWindowsPath
 
+from .mesh import Mesh
 from .workers_ref import IN_PROCESS, LOCAL, PathMap
 
 ARROW = "->"
 LOOPBACK = ("127.", "localhost", "[::1]")
 HIGHEST_PORT = 65535
+HEADS = 40
+"""Of Wan2.2 A14B; what is known before the experts are."""
 
 
 class WorkersError(ValueError):
@@ -77,6 +80,22 @@ def check_count(count: int, address: str, *, gpus: int | None, most: int) -> Non
     if address == LOCAL and gpus is not None and count > gpus:
         seen = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         raise WorkersError(
-            f"{count} workers, but {seen} here: every worker takes one. Lower count to {gpus}, or give the address of a "
-            "Ray cluster. If there are more, CUDA_VISIBLE_DEVICES or ComfyUI's --cuda-device hides them"
+            f"{count} workers, but {seen} here: every worker takes one. Lower count to {gpus}, or give the address of "
+            "a Ray cluster. If there are more, CUDA_VISIBLE_DEVICES or ComfyUI's --cuda-device hides them"
+        )
+
+
+def check_degrees(mesh: Mesh, count: int) -> None:
+    """Raise WorkersError for a layout that takes another number of workers, or that cannot share out the heads."""
+    if mesh.size != count:
+        product = " x ".join(str(degree) for _, degree in mesh.degrees)
+        raise WorkersError(
+            f"data x stage x cfg x ring x ulysses is {product} = {mesh.size}, and there are {count} workers: change "
+            "one of the degrees, or count"
+        )
+    if HEADS % mesh.ulysses:
+        fitting = ", ".join(str(degree) for degree in range(1, HEADS + 1) if HEADS % degree == 0)
+        raise WorkersError(
+            f"ulysses {mesh.ulysses} does not divide the {HEADS} attention heads: give one of {fitting}, and the rest "
+            "of the workers to ring, cfg or data"
         )
