@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -18,7 +19,7 @@ from .nvtx import NvtxRanges, Ranges, ranged
 from .observe import Observe
 from .rate_counter import RateCounter
 from .step_marks import BlockArrival, StepMarks
-from .trace import TraceSpan, chrome_trace, write_trace
+from .trace import MOST_SPANS, TraceSpan, chrome_trace, write_trace
 
 BEFORE = ("open", "text")
 """Phases of a queue item that a run shows as its own."""
@@ -52,6 +53,7 @@ class Recorder:
         self._marks = StepMarks(self.clock)
         self._copy_rates, self._read_rates = RateCounter(), RateCounter()
         self._spans: list[TraceSpan] = []
+        self._traced_steps = 0
         self._sampler: MemorySampler | None = None
         self._before: tuple[PhaseRecord, ...] = ()
         self._pinned_bytes: Callable[[], int] | None = None
@@ -79,10 +81,7 @@ class Recorder:
             if ledger is not None:
                 ledger.add(self._run_phases(), began=self._began)
             if folder is not None:
-                try:
-                    log.info("trace: %s", write_trace(folder, chrome_trace(self.timeline(), self._spans)))
-                except OSError as err:  # the run itself is whole
-                    log.warning("the trace of this run cannot be written to %s: %s", folder, err)
+                self._write_trace(folder)
 
     @contextmanager
     def step(self, index: int, expert: str, sigma: float | None = None) -> Iterator[None]:
@@ -127,8 +126,9 @@ class Recorder:
         )
         self._copy_rates.add(copies)
         self._read_rates.add((read.nbytes, read.ended - read.began) for read in reads)
-        if self._observe.trace is not None:
+        if self._observe.trace is not None and len(self._spans) < MOST_SPANS:
             self._spans += marks.spans(expert, end, now, self._began)
+            self._traced_steps = len(self._steps)
         self._mark_count += marks.count
         self._spent_s += began - entered + time.perf_counter() - now
 
@@ -179,6 +179,13 @@ class Recorder:
             read_rates=self._read_rates.ranges(),
             measuring_s=self._measuring_s(),
         )
+
+    def _write_trace(self, folder: Path) -> None:
+        trace = chrome_trace(self.timeline(), self._spans, traced_steps=self._traced_steps)
+        try:
+            log.info("trace: %s", write_trace(folder, trace))
+        except OSError as err:  # the run itself is whole
+            log.warning("the trace of this run cannot be written to %s: %s", folder, err)
 
     def _run_phases(self) -> tuple[PhaseRecord, ...]:
         samples = () if self._sampler is None else self._sampler.samples()

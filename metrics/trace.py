@@ -15,6 +15,9 @@ from ..plan import Timeline
 ROWS = ("phases", "steps", "compute", "wait", "decode", "copy", "read", "read straight")
 """From top to bottom. "wait" is time in which the device has no block, "read straight" goes from file to buffer."""
 
+MOST_SPANS = 200_000
+"""Of visits, fetches and reads; about 1000 steps of 40 blocks. Longer runs are traced from their beginning."""
+
 _PROCESS = 1
 _NUMBERS = itertools.count(1)
 
@@ -29,10 +32,13 @@ class TraceSpan(NamedTuple):
     args: Mapping[str, Any]
 
 
-def chrome_trace(timeline: Timeline, spans: Iterable[TraceSpan] = ()) -> dict[str, Any]:
+def chrome_trace(
+    timeline: Timeline, spans: Iterable[TraceSpan] = (), *, traced_steps: int | None = None
+) -> dict[str, Any]:
     """The Trace Event Format's JSON object: complete events, one thread per row, memory as counters.
 
-    Spans of one row that overlap by the resolution of a clock are cut, so that they lie side by side.
+    Spans of one row that overlap by the resolution of a clock are cut, so that they lie side by side. `traced_steps` is
+    how many steps `spans` tell of; None: all.
     """
     every = [*_phases(timeline), *_steps(timeline), *spans]
     names = [row for row in ROWS if any(span.row == row for span in every)]
@@ -40,7 +46,10 @@ def chrome_trace(timeline: Timeline, spans: Iterable[TraceSpan] = ()) -> dict[st
     for number, row in enumerate(names, 1):
         events += [_named("thread_name", number, name=row), _named("thread_sort_index", number, sort_index=number)]
         events += _row(number, [span for span in every if span.row == row])
-    return {"traceEvents": [*events, *_memory(timeline)], "displayTimeUnit": "ms"}
+    trace = {"traceEvents": [*events, *_memory(timeline)], "displayTimeUnit": "ms"}
+    if traced_steps is None or traced_steps == len(timeline.steps):
+        return trace
+    return {**trace, "otherData": {"visits and fetches": f"of the first {traced_steps} of {len(timeline.steps)} steps"}}
 
 
 def write_trace(folder: Path, trace: Mapping[str, Any]) -> Path:

@@ -15,6 +15,7 @@ from wanstream.metrics import Observe, Recorder
 from wanstream.metrics.ledger import Ledger
 from wanstream.metrics.reading import ReadSpan
 from wanstream.metrics.step_marks import BlockArrival
+from wanstream.metrics.trace import MOST_SPANS
 
 CPU = torch.device("cpu")
 GB = 10**9
@@ -208,6 +209,21 @@ def test_a_trace_is_left_only_where_one_is_asked_for(tmp_path: Path, caplog: pyt
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     assert [event["name"] for event in events if event.get("cat") == "compute"] == ["high 0", "high 1"]
     assert [record.getMessage() for record in caplog.records] == [f"trace: {file}"]
+
+
+def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path) -> None:
+    """Every step has 20,000 spans: a wait and a computation for each of its visits."""
+    recorder = Recorder(CPU, observe=Observe(trace=tmp_path))
+    with recorder.watching():
+        for index in range(12):
+            with recorder.step(index, "high"):
+                for block in range(10_000):
+                    recorder.visit(block, 0.0, 0.0, 0.0, 0.0)
+    (file,) = tmp_path.iterdir()
+    trace = json.loads(file.read_text(encoding="utf-8"))
+    assert trace["otherData"] == {"visits and fetches": "of the first 10 of 12 steps"}
+    assert sum(event.get("cat") in ("wait", "compute") for event in trace["traceEvents"]) == MOST_SPANS
+    assert sum(event.get("cat") == "steps" for event in trace["traceEvents"]) == 12
 
 
 def test_a_run_that_fails_leaves_its_trace(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import subprocess
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -94,7 +97,30 @@ def test_every_trace_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert set((tmp_path / "a" / "b").iterdir()) == paths
 
 
-def test_no_unfinished_file_is_left(tmp_path: Path) -> None:
-    with pytest.raises(TypeError):
-        write_trace(tmp_path, {"traceEvents": object()})
-    assert list(tmp_path.iterdir()) == []
+def test_a_trace_says_of_how_many_steps_it_tells() -> None:
+    two = Timeline(kind="measured", steps=(STEP, STEP))
+    assert chrome_trace(two, traced_steps=1)["otherData"] == {"visits and fetches": "of the first 1 of 2 steps"}
+    assert "otherData" not in chrome_trace(two, traced_steps=2)
+    assert "otherData" not in chrome_trace(two)
+
+
+# A limit on the size of any file stands for a full disk: the write fails when some of it is there already.
+WRITE_WITH_LITTLE_ROOM = """
+import resource, sys
+from pathlib import Path
+from wanstream.metrics.trace import write_trace
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    write_trace(Path(sys.argv[1]), {"traceEvents": ["x" * 1000]})
+except OSError as err:
+    print(err.errno)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+def test_no_unfinished_file_is_left_on_a_full_disk(tmp_path: Path) -> None:
+    command = [sys.executable, "-B", "-c", WRITE_WITH_LITTLE_ROOM, str(tmp_path)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert int(said) == errno.EFBIG
+    assert [*tmp_path.iterdir()] == []
