@@ -12,6 +12,7 @@ from .hardware import Hardware
 from .machine import Machine
 from .memory_needs import DoesNotFitError
 from .mesh import Coordinates, Mesh, MeshError
+from .mesh_checks import check_mesh
 from .offload_job import AutoOffload, Budgets, OffloadJob
 from .planner import Candidate, OffloadPlan, plan_offload
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
@@ -19,6 +20,7 @@ from .ram import DIRECT, RamHomes, RamProgram, RunPrograms, compile_ram, plan_ra
 from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
 from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
 from .simulate import simulate
+from .stages import stage_boundaries
 from .tenancies import buffers_needed
 from .timeline import PHASES, MemorySample, PhaseRecord, StepRecord, Timeline
 from .visits import BlockKey, Visit, step_visits
@@ -65,6 +67,7 @@ __all__ = [
     "Visit",
     "WorkersRef",
     "buffers_needed",
+    "check_mesh",
     "check_program",
     "check_ram",
     "compile_program",
@@ -78,6 +81,7 @@ __all__ = [
     "simulate",
     "split_at_boundary",
     "spread_evenly",
+    "stage_boundaries",
     "stay_near",
     "step_visits",
 ]
