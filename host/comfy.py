@@ -22,12 +22,14 @@ import torch
 from comfy_execution.utils import get_executing_context
 
 from ..metrics.ledger import Ledger, Ledgers
-from ..plan import AutoOffload, ExpertShape, ExpertsRef, Machine, OffloadJob, OffloadPolicy
+from ..plan import AutoOffload, ExpertShape, ExpertsRef, Machine, OffloadJob, OffloadPolicy, WorkersRef
 from .auto_offload import AutoPlanner, Choice, Room, measured_machine, room_beside
 from .door import LoadedExperts, OutputFile, Progress
 from .folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, KeptNames, diffusers_folders, find_model, inside
+from .kept_workers import KeptWorkers, check_ray
 
 if TYPE_CHECKING:
+    from ..distributed.driver import Driver
     from ..wan import ExpertPair
     from ..wan.registry import ExpertsRegistry
     from .comfy_patcher import ExpertsPatcher
@@ -65,6 +67,7 @@ class ComfyDoor:
         self._gguf = KeptNames(GGUF_FILES)
         self._ledgers = Ledgers()
         self._watch: ComfyWatch | None = None
+        self._workers = KeptWorkers()
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
 
@@ -143,6 +146,22 @@ class ComfyDoor:
         self._experts.free()
         self._count_pins()
         self._patcher = None
+
+    def gpu_count(self) -> int | None:
+        return torch.cuda.device_count() if self.device().type == "cuda" else None
+
+    def check_workers(self, ref: WorkersRef) -> None:
+        check_ray(ref)
+
+    def workers(self, ref: WorkersRef) -> Driver:
+        self.free_experts()
+        if self.device().type == "cuda":
+            # One of the workers computes on the GPU of this process, whose models would be in its way.
+            comfy.model_management.unload_all_models()
+        return self._workers.get(ref)
+
+    def free_workers(self) -> None:
+        self._workers.close()
 
     def patcher(self, ref: ExpertsRef, policy: OffloadPolicy, *, flow_shift: float | None = None) -> ExpertsPatcher:
         """What ComfyUI's memory manager and guiders know `ref` by; it stays right whatever is opened meanwhile.

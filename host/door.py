@@ -16,8 +16,9 @@ from ..plan import ExpertsRef
 if TYPE_CHECKING:
     import torch
 
+    from ..distributed.driver import Driver
     from ..metrics.ledger import Ledger
-    from ..plan import AutoOffload, ExpertShape, Machine, OffloadJob, OffloadPolicy
+    from ..plan import AutoOffload, ExpertShape, Machine, OffloadJob, OffloadPolicy, WorkersRef
     from ..wan import ExpertPair
     from .auto_offload import Choice
 
@@ -108,6 +109,22 @@ class Door(Protocol):
 
     def free_experts(self) -> None:
         """Close the open pair, if any."""
+
+    def gpu_count(self) -> int | None:
+        """How many GPUs workers of this machine may take; None where they compute on its CPU."""
+
+    def check_workers(self, ref: WorkersRef) -> None:
+        """Raise NoRayError where such workers need Ray and it is not installed. Starts nothing."""
+
+    def workers(self, ref: WorkersRef) -> Driver:
+        """The running workers that `ref` names; kept until others are asked for or the host ends.
+
+        Makes room for them: this process gives back what its own experts hold. Raises NoRayError, and what starting
+        workers raises.
+        """
+
+    def free_workers(self) -> None:
+        """End the workers, if there are any."""
 
     def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
         """The policy itself; or, for an AutoOffload, the best one for `job` in the memory that is free here.

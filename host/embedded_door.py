@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..plan import AutoOffload, ExpertsRef, OffloadJob, OffloadPolicy
+from ..plan import AutoOffload, ExpertsRef, OffloadJob, OffloadPolicy, WorkersRef
 from ..plan.memory_needs import VRAM_RESERVE
 from .auto_offload import AutoPlanner, Choice, Room, room_beside
 from .door import LoadedExperts, NeedsComfyUIError, OutputFile, Progress
@@ -30,10 +30,12 @@ from .folders import (
     output_file,
     weight_files,
 )
+from .kept_workers import KeptWorkers, check_ray
 
 if TYPE_CHECKING:
     import torch
 
+    from ..distributed.driver import Driver
     from ..metrics.ledger import Ledger
     from ..plan import ExpertShape, Machine
     from ..wan import ExpertPair
@@ -93,6 +95,7 @@ class EmbeddedDoor:
         self._temp: Path | None = None
         self._run_id: str | None = None
         self._ledger: Ledger | None = None
+        self._workers = KeptWorkers()
 
     @cached_property
     def _experts(self) -> ExpertsRegistry:
@@ -209,6 +212,21 @@ class EmbeddedDoor:
 
     def free_experts(self) -> None:
         self._experts.free()
+
+    def gpu_count(self) -> int | None:
+        import torch
+
+        return torch.cuda.device_count() if self.device().type == "cuda" else None
+
+    def check_workers(self, ref: WorkersRef) -> None:
+        check_ray(ref)
+
+    def workers(self, ref: WorkersRef) -> Driver:
+        self.free_experts()
+        return self._workers.get(ref)
+
+    def free_workers(self) -> None:
+        self._workers.close()
 
     def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
         if isinstance(policy, OffloadPolicy):

@@ -14,6 +14,7 @@ from .offload import WanStreamBlockSwap, WanStreamLayerwise
 from .sample import WanStreamSampler
 from .text import WanStreamTextEncode
 from .video import WanStreamSaveVideo, WanStreamVAEDecode
+from .workers import WanStreamWorkers
 
 
 class WanStreamExtension(ComfyExtension):
@@ -26,6 +27,7 @@ class WanStreamExtension(ComfyExtension):
             WanStreamLayerwise,
             WanStreamBlockSwap,
             WanStreamAutoOffload,
+            WanStreamWorkers,
             WanStreamTextEncode,
             WanStreamEmptyLatent,
             WanStreamImageToVideo,

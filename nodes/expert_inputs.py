@@ -28,3 +28,12 @@ def policy_input() -> io.Input:
         optional=True,
         tooltip="How much device memory the experts may take. Without it: layerwise, the smallest (1.4 GB in bf16).",
     )
+
+
+def workers_input() -> io.Input:
+    return sockets.Workers.Input(
+        "workers",
+        optional=True,
+        tooltip="From Wan Workers (many GPUs): they compute the run. The result is the same; starting them costs some "
+        "seconds, once. Without it: this process alone.",
+    )

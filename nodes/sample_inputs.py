@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..host import io
 from ..sampling import SCHEDULES, SOLVERS
-from .expert_inputs import boundary_input, experts_input, policy_input
+from .expert_inputs import boundary_input, experts_input, policy_input, workers_input
 
 FROM_BOUNDARY = -1
 """The `switch_step` that leaves the switch to `boundary_ratio`."""
@@ -165,4 +165,5 @@ def _optional_inputs() -> list[io.Input]:
             tooltip="Noise levels from another node, used as they are instead of steps, schedule and flow_shift. Where "
             "they end above 0, that noise is left over.",
         ),
+        workers_input(),
     ]

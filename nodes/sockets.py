@@ -18,3 +18,6 @@ Lanes = io.Custom("WANSTREAM_LANES")
 
 LaneLatents = io.Custom("WANSTREAM_LANE_LATENTS")
 """A tuple of LATENTs, one for each lane of a run."""
+
+Workers = io.Custom("WANSTREAM_WORKERS")
+"""A `WorkersRef`: which workers compute a run, and how they share it."""

@@ -25,6 +25,10 @@ SNAPSHOT = {
         "blocks_to_swap prefetch_blocks weights_from ram_blocks chunk_tokens",
         "WANSTREAM_POLICY",
     ),
+    "WanStreamWorkers": (
+        "count layout data stage cfg ring ulysses address weights threads path_map beyond_loopback restarts timeout_s",
+        "WANSTREAM_WORKERS",
+    ),
     "WanStreamTextEncode": ("text_encoder positive negative", "CONDITIONING CONDITIONING"),
     "WanStreamEmptyLatent": ("width height frames batch_size", "LATENT"),
     "WanStreamImageToVideo": (
@@ -33,13 +37,13 @@ SNAPSHOT = {
     ),
     "WanStreamSampler": (
         "experts positive negative latent seed steps solver schedule flow_shift boundary_ratio switch_step "
-        "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas",
+        "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas workers",
         "LATENT WANSTREAM_RUN",
     ),
     "WanStreamLane": ("positive negative latent seed lanes", "WANSTREAM_LANES"),
     "WanStreamLaneSampler": (
         "experts lanes steps solver schedule flow_shift boundary_ratio switch_step guidance_high guidance_low "
-        "start_step end_step add_noise leftover_noise policy sigmas",
+        "start_step end_step add_noise leftover_noise policy sigmas workers",
         "WANSTREAM_LANE_LATENTS WANSTREAM_RUN",
     ),
     "WanStreamLaneLatent": ("latents index", "LATENT"),

@@ -1,0 +1,61 @@
+"""Naming the workers that compute a run: how many, how they share it, and where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..host import host, io
+from . import sockets
+from .workers_inputs import workers_inputs, workers_ref, workers_refusal
+
+
+class WanStreamWorkers(io.ComfyNode):
+    """Names workers; they start when a sampler first asks for them, and stay for the next run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamWorkers",
+            display_name="Wan Workers (many GPUs)",
+            category="WanStream",
+            description="Lets several GPUs, of this machine or of a Ray cluster, compute what Wan Sampler runs: one "
+            "video sooner, or the videos of a batch at the same time. The result is the same. Needs Ray: pip install "
+            "ray.",
+            inputs=workers_inputs(),
+            outputs=[sockets.Workers.Output(display_name="workers")],
+        )
+
+    @classmethod
+    def validate_inputs(  # noqa: PLR0913, PLR0917 (a host gives the inputs that are named here, and no others)
+        cls,
+        count: int | None = None,
+        layout: str | None = None,
+        data: int | None = None,
+        stage: int | None = None,
+        cfg: int | None = None,
+        ring: int | None = None,
+        ulysses: int | None = None,
+        address: str | None = None,
+        path_map: str | None = None,
+        beyond_loopback: bool | None = None,
+    ) -> bool | str:
+        degrees = {"data": data, "stage": stage, "cfg": cfg, "ring": ring, "ulysses": ulysses}
+        place = {"address": address, "path_map": path_map, "beyond_loopback": beyond_loopback}
+        return workers_refusal(gpus=host.gpu_count(), count=count, layout=layout, **degrees, **place)
+
+    @classmethod
+    def execute(
+        cls,
+        threads: int = 0,
+        path_map: str = "",
+        beyond_loopback: bool = False,
+        restarts: int = 3,
+        timeout_s: float = 300.0,
+        **settings: Any,
+    ) -> io.NodeOutput:
+        place = {"path_map": path_map, "beyond_loopback": beyond_loopback, "threads": threads}
+        life = {"restarts": restarts, "timeout_s": timeout_s}
+        ref = workers_ref(gpus=host.gpu_count(), **settings, **place, **life)
+        # Asked here so that what is missing is said on the node that wants it.
+        host.check_workers(ref)
+        return io.NodeOutput(ref)

@@ -1,0 +1,199 @@
+"""The inputs of the workers node, what each setting costs, and the value that they describe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..host import io
+from ..plan import Mesh, MeshError, WorkersRef
+from ..plan.workers_ref import GOALS, LOCAL, WEIGHT_HOMES
+from ..plan.workers_text import WorkersError, check_address, check_count, check_degrees, path_maps
+
+AS_SET = "as set below"
+LAYOUTS = (*GOALS, AS_SET)
+MOST_WORKERS = 64
+AXES = ("data", "stage", "cfg", "ring", "ulysses")
+ANYWHERE = ""
+"""Stands for an address that another node gives."""
+KINDS: dict[str, type] = {
+    **dict.fromkeys(("count", *AXES), int),
+    **dict.fromkeys(("layout", "address", "path_map"), str),
+    "beyond_loopback": bool,
+}
+
+
+def workers_inputs() -> list[io.Input]:
+    """All inputs in the order of the node; saved workflows depend on it."""
+    return [*_layout_inputs(), *_degree_inputs(), *_place_inputs(), *_life_inputs()]
+
+
+def workers_refusal(*, gpus: int | None, **given: Any) -> bool | str:
+    """For `validate_inputs`: why there can be no such workers, as far as it is known before the run; True if there can.
+
+    What is no number and no text is left to others: a link is None here, and judged when its value is known.
+    """
+    known = {name: value for name, value in given.items() if isinstance(value, KINDS[name])}
+    try:
+        _check(gpus=gpus, **known)
+    except (WorkersError, MeshError) as err:
+        return str(err)
+    return True
+
+
+def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
+    """The workers that the widgets describe. Raises WorkersError or MeshError for those that there cannot be."""
+    _check(gpus=gpus, **settings)
+    layout = settings["layout"]
+    degrees = {axis: settings[axis] for axis in AXES}
+    return WorkersRef(
+        count=settings["count"],
+        mesh=Mesh(**degrees) if layout == AS_SET else None,
+        goal=GOALS[0] if layout == AS_SET else layout,
+        address=settings["address"].strip(),
+        weights=settings["weights"],
+        paths=path_maps(settings["path_map"]),
+        threads=settings["threads"] or None,
+        beyond_loopback=settings["beyond_loopback"],
+        restarts=settings["restarts"],
+        timeout_s=settings["timeout_s"],
+    )
+
+
+def _check(*, gpus: int | None, **given: Any) -> None:
+    if (layout := given.get("layout", AS_SET)) not in LAYOUTS:
+        raise WorkersError(f"the layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
+    address = given.get("address", ANYWHERE)
+    if address != ANYWHERE:
+        check_address(address.strip(), beyond_loopback=given.get("beyond_loopback", True))
+    count, degrees = given.get("count"), {axis: given[axis] for axis in AXES if axis in given}
+    if count is not None:
+        check_count(count, address.strip(), gpus=gpus, most=MOST_WORKERS)
+        if layout == AS_SET and len(degrees) == len(AXES):
+            check_degrees(Mesh(**degrees), count)
+    path_maps(given.get("path_map", ""))
+
+
+def _layout_inputs() -> list[io.Input]:
+    return [
+        io.Int.Input(
+            "count",
+            default=2,
+            min=1,
+            max=MOST_WORKERS,
+            tooltip="Workers: processes with one GPU each; on a machine without a GPU they share its CPU. Each costs "
+            "some seconds to start, once, 1 to 2 GB of RAM beside the weights, and its own buffers.",
+        ),
+        io.Combo.Input(
+            "layout",
+            options=list(LAYOUTS),
+            default=GOALS[0],
+            tooltip="one video now: all workers compute the same video. many videos: the videos of a batch are spread "
+            "over them, which loses less. as set below: the five degrees.",
+        ),
+    ]
+
+
+def _degree_inputs() -> list[io.Input]:
+    return [_degree(axis, most, what) for axis, most, what in _DEGREES]
+
+
+_DEGREES = (
+    (
+        "data",
+        MOST_WORKERS,
+        "Videos of a batch that are computed at the same time. Costs nothing; one video gains nothing.",
+    ),
+    (
+        "stage",
+        MOST_WORKERS,
+        "Ranges of steps: a video moves from one to the next, and with 2 each worker keeps one expert. Pays for a "
+        "batch; one video gains nothing.",
+    ),
+    (
+        "cfg",
+        2,
+        "2: positive and negative prompt are computed side by side. Costs one exchange per step; needs guidance.",
+    ),
+    (
+        "ring",
+        MOST_WORKERS,
+        "Shares of every video's tokens; keys and values go round. Costs an exchange in every block. On GPUs only.",
+    ),
+    (
+        "ulysses",
+        40,
+        "Shares of every video's tokens and heads; must divide the 40 heads. Costs four exchanges in every block, so "
+        "it wants NVLink or a fast bus.",
+    ),
+)
+
+
+def _degree(axis: str, most: int, what: str) -> io.Input:
+    return io.Int.Input(axis, default=1, min=1, max=most, tooltip=f"{what} Read with the layout {AS_SET} only.")
+
+
+def _place_inputs() -> list[io.Input]:
+    return [
+        io.String.Input(
+            "address",
+            default=LOCAL,
+            tooltip="local: this machine's GPUs. in-process: one worker, here, without Ray. host:port: a Ray cluster "
+            "that runs already. What crosses a network costs its time in every exchange.",
+        ),
+        io.Combo.Input(
+            "weights",
+            options=list(WEIGHT_HOMES),
+            default=WEIGHT_HOMES[0],
+            tooltip="full: every worker copies all blocks, out of RAM that they share on one machine. sharded: 1/N of "
+            "each, and the workers gather the rest from each other; costs bytes between them, saves bytes from RAM or "
+            "disk. sharded in VRAM: 1/N stays there. auto: measured.",
+        ),
+        io.Int.Input(
+            "threads",
+            default=0,
+            min=0,
+            max=256,
+            optional=True,
+            tooltip="CPU threads of each worker. 0: the cores of a machine, shared out between its workers. More than "
+            "there are cores cost time.",
+        ),
+        io.String.Input(
+            "path_map",
+            default="",
+            multiline=True,
+            optional=True,
+            tooltip="For workers on other machines, one line for each folder: /here/models -> /there/models. The model "
+            "files must be there already; nothing is copied. Empty: paths are the same everywhere.",
+        ),
+        io.Boolean.Input(
+            "beyond_loopback",
+            default=False,
+            optional=True,
+            tooltip="On: workers may listen on addresses that other machines reach, for a cluster that has Ray's token "
+            "authentication on. Off: nothing outside this machine can reach them.",
+        ),
+    ]
+
+
+def _life_inputs() -> list[io.Input]:
+    return [
+        io.Int.Input(
+            "restarts",
+            default=3,
+            min=0,
+            max=100,
+            optional=True,
+            tooltip="How many workers that die in a run are replaced. The run goes on from its last whole step; each "
+            "costs the start of a worker and at most one step.",
+        ),
+        io.Float.Input(
+            "timeout_s",
+            default=300.0,
+            min=1.0,
+            max=3600.0,
+            step=1.0,
+            optional=True,
+            tooltip="Seconds that a worker waits for another before it is taken for hung and replaced. Must be longer "
+            "than the slowest block, first reads from disk included.",
+        ),
+    ]
