@@ -14,10 +14,15 @@ from ..sampling import DenoiseRequest, RunState
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the workers of a mesh meet, and as whom. Every one of them gets the same but for its rank."""
+    """Where the workers of one cell meet, and as whom. Every one of them gets the same but for its rank.
+
+    Cells meet apart, so that one that lost a worker can meet anew while the others compute.
+    """
 
     rank: int
+    """From 0 in the cell; the first one leads it. Not the rank in the pool."""
     mesh: Mesh
+    """Of those who meet: its data and stage are 1, its size is how many they are."""
     host: str
     """Of the rank that keeps the store; an address that all of them reach."""
     port: int
