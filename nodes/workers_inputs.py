@@ -81,7 +81,7 @@ def _layout_inputs() -> list[io.Input]:
             min=1,
             max=MOST_WORKERS,
             tooltip="Workers: processes with one GPU each; on a machine without a GPU they share its CPU. Each costs "
-            "some seconds to start, once, 1 to 2 GB of RAM beside the weights, and its own buffers.",
+            "some seconds to start, once, the RAM of a Python with torch, and buffers of its own.",
         ),
         io.Combo.Input(
             "layout",
