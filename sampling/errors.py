@@ -51,6 +51,9 @@ class Cancelled(Exception):
     """The run was stopped before block `block` of step `step`; the pair can be used again at once."""
 
     def __init__(self, step: int, block: int) -> None:
-        super().__init__(f"cancelled before block {block} of step {step}")
+        super().__init__(step, block)
         self.step = step
         self.block = block
+
+    def __str__(self) -> str:
+        return f"cancelled before block {self.block} of step {self.step}"

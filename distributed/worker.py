@@ -1,0 +1,165 @@
+"""What one worker does, whatever carries its messages: it keeps experts open and computes its part of runs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import diffusers
+import torch
+
+from .. import __version__
+from ..metrics import compute_device, free_bytes
+from ..plan import ExpertsRef
+from ..sampling import DenoiseResult, Part, StepProgress, denoise_part
+from ..wan.registry import ExpertsRegistry
+from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
+
+LOOPBACK = "127.0.0.1"
+STOPS_KEPT = 64
+"""Stops are remembered, as one may come before its run; run ids are used once, so that old ones can be forgotten."""
+
+Tell = Callable[[StepTold], None]
+
+
+class Worker:
+    """One worker, which has a process of its own unless there is only one. `run` one task at a time; the rest is free.
+
+    A task that fails or is stopped leaves the worker as usable as before.
+
+    Args:
+        device: "cuda:0" or "cpu", as this process sees it. Raises DeviceError if it is not there.
+        address: where other workers reach this one.
+        threads: CPU threads to compute with; None leaves this process as it is.
+    """
+
+    def __init__(self, device: str, *, address: str = LOOPBACK, threads: int | None = None) -> None:
+        self._device = compute_device(device)
+        self._address = address
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._experts = ExpertsRegistry()
+        self._meeting: Meeting | None = None
+        self._lock = threading.Lock()
+        self._running: str | None = None
+        self._stopped: deque[str] = deque(maxlen=STOPS_KEPT)
+        self._last: tuple[ExpertsRef, str] | None = None
+        self._switches = 0
+
+    def facts(self, paths: Sequence[str] = ()) -> WorkerFacts:
+        """What this worker is, and which of `paths` are not on its machine."""
+        on_gpu = self._device.type == "cuda"
+        return WorkerFacts(
+            pid=os.getpid(),
+            node=platform.node(),
+            address=self._address,
+            device=str(self._device),
+            device_name=torch.cuda.get_device_name(self._device) if on_gpu else "CPU",
+            free_bytes=free_bytes(self._device),
+            wanstream=__version__,
+            torch=torch.__version__,
+            diffusers=diffusers.__version__,
+            python=platform.python_version(),
+            missing=tuple(path for path in paths if not Path(path).exists()),
+        )
+
+    def free_port(self) -> int:
+        """A TCP port of this machine that nobody listened on a moment ago."""
+        with socket.socket() as probe:
+            probe.bind((self._address, 0))
+            return int(probe.getsockname()[1])
+
+    def join(self, meeting: Meeting) -> None:
+        """Take a place in a mesh, instead of a former one."""
+        self.leave()
+        self._meeting = meeting
+
+    def leave(self) -> None:
+        """Have no place in a mesh any more."""
+        self._meeting = None
+
+    def run(self, task: RunTask, tell: Tell) -> RunEnded:
+        """Compute `task`, and tell every step, on the calling thread.
+
+        Raises as `denoise_part`: Cancelled after `stop`; what opening the experts raises.
+        """
+        with self._running_as(task.run_id):
+            pair = self._experts.get(task.experts)
+            ended = denoise_part(
+                pair,
+                task.request,
+                Part(resume=task.resume, until=task.until),
+                policy=task.policy,
+                device=self._device,
+                on_step=partial(self._tell_step, task, tell),
+                should_stop=partial(self._is_stopped, task.run_id),
+            )
+        return self._ended(task, ended)
+
+    def stop(self, run_id: str) -> None:
+        """Let the run with that id end before its next block, with Cancelled; also one that has not begun yet."""
+        self._stopped.append(run_id)
+
+    def close(self) -> None:
+        """Close the experts. Closing twice is allowed, and a closed worker may be used again."""
+        self._experts.free()
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._meeting is None else self._meeting.rank
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this worker tells the latents of its cell."""
+        if self._meeting is None:
+            return True
+        own = self._meeting.mesh.coordinates(self._meeting.rank)
+        return self._meeting.mesh.cell(own.data, own.stage)[0] == self._meeting.rank
+
+    @contextmanager
+    def _running_as(self, run_id: str) -> Iterator[None]:
+        with self._lock:
+            assert self._running is None, f"run {run_id} was given to a worker that computes run {self._running}"
+            self._running = run_id
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def _is_stopped(self, run_id: str) -> bool:
+        return run_id in self._stopped
+
+    def _tell_step(self, task: RunTask, tell: Tell, step: StepProgress) -> None:
+        now = (task.experts, step.record.expert)
+        if self._last not in (None, now):
+            self._switches += 1
+        self._last = now
+        leads = self._leads
+        tell(
+            StepTold(
+                run_id=task.run_id,
+                rank=self._rank,
+                record=step.record,
+                done=step.done,
+                total=step.total,
+                denoised=step.denoised.to("cpu", copy=True) if leads else None,
+                state=step.state() if leads and task.wants_state else None,
+            )
+        )
+
+    def _ended(self, task: RunTask, ended: DenoiseResult) -> RunEnded:
+        return RunEnded(
+            run_id=task.run_id,
+            rank=self._rank,
+            timeline=ended.timeline,
+            latents=ended.latents if self._leads else None,
+            sigma=ended.sigma,
+            expert_switches=self._switches,
+        )

@@ -1,0 +1,92 @@
+"""Tasks for tiny experts, and what comes of them without workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.tasks import RunTask
+from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.wan.registry import ExpertsRegistry
+
+SHAPE = (1, 16, 2, 4, 6)
+STEPS, SWITCH_STEP = 4, 2
+
+Folder = Callable[..., Path]
+
+
+def _normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def experts_ref(tiny_expert_folder: Folder) -> Callable[..., ExpertsRef]:
+    """`experts_ref(high=1, low=2)`: the tiny experts with those seeds."""
+
+    def make(*, high: int = 1, low: int = 2) -> ExpertsRef:
+        folders = (tiny_expert_folder(seed=seed) for seed in (high, low))
+        return ExpertsRef(high_noise=next(folders), low_noise=next(folders), compute_dtype="float32")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
+    """`make_task(seed=10, experts=..., request={}, **changes)`: 4 small steps, 2 of them high-noise."""
+    numbers = itertools.count()
+
+    def make(*, seed: int = 10, request: dict[str, Any] | None = None, **changes: Any) -> RunTask:
+        asked = {
+            "noise": _normal(*SHAPE, seed=seed),
+            "positive": _normal(1, 7, 4096, seed=11),
+            "negative": _normal(1, 5, 4096, seed=12),
+            "steps": STEPS,
+            "flow_shift": 5.0,
+            "switch_step": SWITCH_STEP,
+            "guidance": (4.0, 3.0),
+        }
+        given = {
+            "run_id": f"run {next(numbers)}",
+            "experts": experts_ref(),
+            "request": DenoiseRequest(**{**asked, **(request or {})}),
+            "policy": OffloadPolicy.layerwise(1),
+        }
+        return RunTask(**{**given, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def alone() -> Callable[[RunTask], torch.Tensor]:
+    """`alone(task)`: the latents [1, 16, 2, 4, 6] float32 that this process makes of a task without any worker."""
+
+    def run(task: RunTask) -> torch.Tensor:
+        registry = ExpertsRegistry()
+        try:
+            return denoise(registry.get(task.experts), task.request, policy=task.policy, device="cpu").latents
+        finally:
+            registry.free()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Any]:
+    """`Processes` of `processes.py`, shared by the whole session: ask for `at_least` as many as a test needs."""
+    spec = importlib.util.spec_from_file_location("processes", Path(__file__).with_name("processes.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["processes"] = module
+    spec.loader.exec_module(module)
+    started = module.Processes()
+    yield started
+    started.close()

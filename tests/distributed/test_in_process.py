@@ -1,0 +1,103 @@
+"""The pool of one worker in this process keeps what every pool promises."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from wanstream.distributed.in_process import InProcessPool
+from wanstream.distributed.pool import Pool, WorkerLostError
+from wanstream.distributed.tasks import RunTask, StepTold
+from wanstream.sampling import Cancelled
+
+LIMIT_S = 60
+
+MakeTask = Callable[..., RunTask]
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    pool = InProcessPool("cpu")
+    yield pool
+    pool.close()
+
+
+def ignore(told: StepTold) -> None:
+    return
+
+
+def test_a_run_beside_this_thread_is_told_and_ends(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
+    told: list[StepTold] = []
+    threads: set[int] = set()
+
+    def on_told(step: StepTold) -> None:
+        told.append(step)
+        threads.add(threading.get_ident())
+
+    task = make_task()
+    ended = pool.workers[0].run(task, on_told).result(LIMIT_S)
+    assert torch.equal(ended.latents, alone(task))
+    assert [step.record.index for step in told] == [0, 1, 2, 3]
+    assert threading.get_ident() not in threads
+    assert pool.workers[0].ask("facts").result(LIMIT_S).pid == os.getpid()
+
+
+def test_questions_are_answered_beside_a_run(pool: Pool, make_task: MakeTask) -> None:
+    answers = []
+    worker = pool.workers[0]
+    run = worker.run(make_task(), lambda _: answers.append(worker.ask("facts").result(LIMIT_S)))
+    run.result(LIMIT_S)
+    assert len(answers) == 4
+
+
+def test_errors_come_out_of_the_futures(pool: Pool, make_task: MakeTask) -> None:
+    task = make_task()
+    pool.workers[0].ask("stop", task.run_id).result(LIMIT_S)
+    with pytest.raises(Cancelled):
+        pool.workers[0].run(task, ignore).result(LIMIT_S)
+    with pytest.raises(AttributeError):
+        pool.workers[0].ask("nonsense")
+
+
+def test_a_killed_worker_is_lost_and_can_be_replaced(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
+    killed, task = pool.workers[0], make_task()
+    run = killed.run(task, lambda _: killed.kill())
+    after = killed.run(make_task(), ignore)
+    with pytest.raises(WorkerLostError) as lost:
+        run.result(LIMIT_S)
+    assert lost.value.rank == 0
+    for future in (after, killed.run(make_task(), ignore), killed.ask("facts")):
+        with pytest.raises(WorkerLostError):
+            future.result(LIMIT_S)
+    killed.kill()
+    assert killed.log_tail() == ""
+    again = pool.replace(0)
+    assert again is pool.workers[0]
+    assert torch.equal(again.run(task, ignore).result(LIMIT_S).latents, alone(task))
+
+
+def test_closing_ends_the_run_and_its_thread(make_task: MakeTask) -> None:
+    before = set(threading.enumerate())
+    pool = InProcessPool("cpu")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def on_told(step: StepTold) -> None:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+
+    run = pool.workers[0].run(make_task(), on_told)
+    assert begun.wait(LIMIT_S)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    go_on.set()
+    closing.join(LIMIT_S)
+    with pytest.raises(WorkerLostError):
+        run.result(LIMIT_S)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    pool.close()

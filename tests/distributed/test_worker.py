@@ -1,0 +1,184 @@
+"""A worker computes what its task says, whatever it computed before."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import wanstream
+from wanstream.distributed.tasks import Meeting, RunTask, StepTold
+from wanstream.distributed.worker import Worker
+from wanstream.metrics import DeviceError
+from wanstream.plan import ExpertsRef, LoraRef, Mesh
+from wanstream.sampling import Cancelled, RequestError
+
+MakeTask = Callable[..., RunTask]
+MakeRef = Callable[..., ExpertsRef]
+Alone = Callable[[RunTask], torch.Tensor]
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    worker = Worker("cpu")
+    yield worker
+    worker.close()
+
+
+def ignore(told: StepTold) -> None:
+    return
+
+
+def place(rank: int, mesh: Mesh) -> Meeting:
+    return Meeting(rank=rank, mesh=mesh, host="127.0.0.1", port=1, generation=0, timeout_s=10)
+
+
+def test_the_second_task_runs_what_it_says(
+    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: Alone
+) -> None:
+    first, reseeded = make_task(), make_task(seed=20)
+    swapped = make_task(experts=experts_ref(high=2, low=1))
+    other = make_task(experts=experts_ref(high=1, low=3))
+    for task in (first, reseeded, swapped, other, first):
+        assert torch.equal(worker.run(task, ignore).latents, alone(task))
+    assert len({alone(task).sum().item() for task in (first, reseeded, swapped, other)}) == 4
+
+
+def test_files_that_were_replaced_are_opened_anew(
+    worker: Worker, make_task: MakeTask, tiny_expert_folder: Callable[..., Path], tmp_path: Path, alone: Alone
+) -> None:
+    low = tmp_path / "low"
+    shutil.copytree(tiny_expert_folder(seed=2), low)
+    ref = ExpertsRef(high_noise=tiny_expert_folder(seed=1), low_noise=low, compute_dtype="float32")
+    task = make_task(experts=ref)
+    before = worker.run(task, ignore).latents
+    shutil.rmtree(low)
+    shutil.copytree(tiny_expert_folder(seed=5), low)
+    after = worker.run(task, ignore).latents
+    assert not torch.equal(before, after)
+    assert torch.equal(after, alone(task))
+
+
+def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make_task: MakeTask) -> None:
+    task, told = make_task(), list[StepTold]()
+    ended = worker.run(task, told.append)
+    assert [(step.done, step.total, step.rank, step.run_id) for step in told] == [
+        (done, 4, 0, task.run_id) for done in (1, 2, 3, 4)
+    ]
+    assert [step.record for step in told] == list(ended.timeline.steps)
+    assert torch.equal(told[-1].denoised, ended.latents)
+    assert ended.sigma == 0
+    resumed = Worker("cpu").run(make_task(resume=told[1].state), ignore)
+    assert torch.equal(resumed.latents, ended.latents)
+    part = worker.run(make_task(until=2), ignore)
+    assert torch.equal(part.latents, told[1].state.latents)
+    assert part.sigma == task.request.course().schedule.sigmas[2]
+    without: list[StepTold] = []
+    worker.run(make_task(wants_state=False), without.append)
+    assert [step.state for step in without] == [None] * 4
+
+
+def test_only_changes_of_the_expert_between_two_steps_are_switches(worker: Worker, make_task: MakeTask) -> None:
+    told: list[StepTold] = []
+    assert worker.run(make_task(until=2), told.append).expert_switches == 0
+    assert worker.run(make_task(seed=20, until=2), ignore).expert_switches == 0
+    assert worker.run(make_task(resume=told[1].state), ignore).expert_switches == 1
+    assert worker.run(make_task(), ignore).expert_switches == 3
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+def test_a_stopped_worker_is_usable_at_once(step: int, worker: Worker, make_task: MakeTask, alone: Alone) -> None:
+    task, told = make_task(), list[StepTold]()
+
+    def on_told(each: StepTold) -> None:
+        told.append(each)
+        if each.done == step:
+            worker.stop(task.run_id)
+
+    if step == 0:
+        worker.stop(task.run_id)
+    with pytest.raises(Cancelled) as cancelled:
+        worker.run(task, on_told)
+    assert (cancelled.value.step, cancelled.value.block) == (step, 0)
+    assert len(told) == step
+    after = make_task()
+    assert torch.equal(worker.run(after, ignore).latents, alone(after))
+
+
+def test_a_failed_task_leaves_the_worker_usable(
+    worker: Worker, make_task: MakeTask, alone: Alone, tmp_path: Path
+) -> None:
+    gone = ExpertsRef(high_noise=tmp_path / "gone", low_noise=tmp_path / "gone")
+    with pytest.raises(ValueError, match="gone"):
+        worker.run(make_task(experts=gone), ignore)
+    with pytest.raises(RequestError):
+        worker.run(make_task(until=9), ignore)
+    with pytest.raises(ZeroDivisionError):
+        worker.run(make_task(), lambda told: 1 / 0)
+    task = make_task()
+    assert torch.equal(worker.run(task, ignore).latents, alone(task))
+
+
+def test_only_the_leader_of_a_cell_tells_latents(worker: Worker, make_task: MakeTask) -> None:
+    told: list[StepTold] = []
+    for rank, leads in ((0, True), (1, True)):
+        worker.join(place(rank, Mesh(data=2)))
+        ended = worker.run(make_task(), told.append)
+        assert ended.rank == rank == told[-1].rank
+        assert (ended.latents is not None) == leads
+        assert (told[-1].state is not None, told[-1].denoised is not None) == (leads, leads)
+    worker.leave()
+    assert worker.run(make_task(), ignore).rank == 0
+
+
+def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None:
+    there, gone = tmp_path / "there", tmp_path / "gone"
+    there.touch()
+    facts = worker.facts([str(there), str(gone)])
+    assert facts.pid == os.getpid()
+    assert facts.missing == (str(gone),)
+    assert (facts.address, facts.device, facts.free_bytes) == ("127.0.0.1", "cpu", None)
+    assert (facts.wanstream, facts.torch) == (wanstream.__version__, torch.__version__)
+    with socket.socket() as listening:
+        listening.bind((facts.address, worker.free_port()))
+
+
+def test_one_run_at_a_time(worker: Worker, make_task: MakeTask) -> None:
+    with pytest.raises(AssertionError, match="was given to a worker that computes run"):
+        worker.run(make_task(), lambda told: worker.run(make_task(), ignore))
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DeviceError):
+        Worker("cuda:99")
+
+
+def test_a_lora_of_another_strength_is_another_run(
+    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: Alone, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    file = tmp_path / "lora.safetensors"
+    generator = torch.Generator().manual_seed(3)
+    save_file(
+        {
+            "diffusion_model.blocks.1.ffn.0.lora_down.weight": torch.randn(4, 256, generator=generator),
+            "diffusion_model.blocks.1.ffn.0.lora_up.weight": torch.randn(512, 4, generator=generator),
+        },
+        file,
+    )
+    seen = []
+    for strength in (0.0, 0.5, 1.0):
+        lora = LoraRef(high_noise=file, low_noise=file, strength_high=strength, strength_low=strength)
+        task = make_task(experts=dataclasses.replace(experts_ref(), loras=(lora,)))
+        seen.append(worker.run(task, ignore).latents)
+        assert torch.equal(seen[-1], alone(task))
+    assert torch.equal(seen[0], alone(make_task()))
+    assert not torch.equal(seen[1], seen[2])
+    assert not torch.equal(seen[0], seen[1])
