@@ -1,0 +1,208 @@
+"""Which cell computes which steps of which video next. Values in, values out: nothing here computes, waits or knows
+what a step is.
+
+A *job* is one stage of one item (a video, or several in one pass). An item goes through its stages in order; a cell
+takes jobs of its own stage only, so that with the cut at the expert switch no worker ever changes its expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple
+
+WAITING_PER_CELL = 4
+"""How many items may wait before a stage for each of its cells: their states lie in RAM."""
+
+
+class ScheduleError(RuntimeError):
+    """Something was reported that cannot be at this moment."""
+
+
+class Job(NamedTuple):
+    """The steps of one stage of one item."""
+
+    item: int
+    stage: int
+
+
+class Cell(NamedTuple):
+    """Workers that compute together, by their place in the mesh."""
+
+    data: int
+    stage: int
+
+
+class Outcome(Enum):
+    """How a schedule stands; the value completes the sentence "this run ..."."""
+
+    GOING = "is going on"
+    DONE = "is done"
+    GIVEN_UP = "was given up: more was lost than may be replaced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """How far an item is."""
+
+    steps: tuple[range, ...]
+    """Of each stage; one that is empty is passed over."""
+    stage: int
+    """The one that computes it, or will next; as many as there are stages when it is done."""
+    next_step: int
+    """Where its last state stands."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.stage == len(self.steps)
+
+    @property
+    def left(self) -> range:
+        """The steps of its present stage that are still to be taken."""
+        return range(self.next_step, self.steps[self.stage].stop)
+
+    def entering(self, stage: int) -> Item:
+        """The same before the first stage from `stage` on that has steps for it."""
+        while stage < len(self.steps) and not self.steps[stage]:
+            stage += 1
+        first = self.next_step if stage == len(self.steps) else self.steps[stage].start
+        return replace(self, stage=stage, next_step=first)
+
+
+class Assignment(NamedTuple):
+    """What a free cell is to do next."""
+
+    cell: Cell
+    job: Job
+    steps: range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """All items and all cells at one moment. Every report gives another schedule; a wrong one raises ScheduleError."""
+
+    items: tuple[Item, ...]
+    data: int
+    """How many cells each stage has."""
+    stages: int
+    busy: tuple[tuple[Cell, int], ...] = ()
+    """(cell, item) of what is computed now."""
+    away: tuple[Cell, ...] = ()
+    """Cells that have lost a worker and are not mended yet."""
+    lost: int = 0
+    """Losses so far."""
+    restarts: int
+    """Losses that are made good."""
+
+    @classmethod
+    def of(cls, steps: Sequence[Sequence[range]], *, data: int, restarts: int) -> Schedule:
+        """Before the first job; `steps` are those of each item, by stage. Raises ValueError for ranges with gaps."""
+        if not steps or len({len(stages) for stages in steps}) != 1 or not steps[0]:
+            raise ValueError("nothing to schedule: give at least one item, and as many stages for each of them")
+        for number, stages in enumerate(steps):
+            taken = [each for each in stages if each]
+            if not taken:
+                raise ValueError(f"item {number} has no steps: leave it out")
+            if any(before.stop != after.start for before, after in pairwise(taken)):
+                raise ValueError(f"the stages of item {number} have gaps between their steps: {taken}")
+        items = tuple(Item(steps=tuple(stages), stage=0, next_step=0).entering(0) for stages in steps)
+        return cls(items=items, data=data, stages=len(steps[0]), restarts=restarts)
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.lost > self.restarts:
+            return Outcome.GIVEN_UP
+        return Outcome.DONE if all(item.is_done for item in self.items) else Outcome.GOING
+
+    def cells(self) -> Iterator[Cell]:
+        """All cells, in the order of their ranks."""
+        return (Cell(data, stage) for data in range(self.data) for stage in range(self.stages))
+
+    def item_of(self, cell: Cell) -> int:
+        """The item that a busy cell computes."""
+        for busy, item in self.busy:
+            if busy == cell:
+                return item
+        raise ScheduleError(f"cell {tuple(cell)} computes nothing")
+
+    def ready(self, stage: int) -> Iterator[int]:
+        """Items that a cell of `stage` may take now, in the order in which it should."""
+        computed = {item for _, item in self.busy}
+        waiting = [number for number, item in enumerate(self.items) if item.stage == stage and number not in computed]
+        return iter(waiting[: self._room_behind(stage)])
+
+    def next(self) -> Assignment | None:
+        """What the first free cell that has something to do is to do; None where there is none."""
+        if self.outcome is not Outcome.GOING:
+            return None
+        for cell in self.cells():
+            if cell in self.away or any(cell == busy for busy, _ in self.busy):
+                continue
+            number = next(self.ready(cell.stage), None)
+            if number is not None:
+                return Assignment(cell, Job(number, cell.stage), self.items[number].left)
+        return None
+
+    def taken(self, given: Assignment) -> Schedule:
+        """What `next` gave has begun."""
+        if given != self.next():
+            raise ScheduleError(f"{given} is not what is to be done next")
+        return replace(self, busy=(*self.busy, (given.cell, given.job.item)))
+
+    def stepped(self, cell: Cell, next_step: int) -> Schedule:
+        """A cell has handed in the state before step `next_step`."""
+        number = self.item_of(cell)
+        item = self.items[number]
+        if next_step not in range(item.next_step + 1, item.steps[item.stage].stop + 1):
+            raise ScheduleError(f"item {number} is before step {item.next_step}; it cannot stand at {next_step} next")
+        return self._with(number, replace(item, next_step=next_step))
+
+    def finished(self, cell: Cell) -> Schedule:
+        """A cell has taken the last step of its job; the item goes to the next stage that has steps for it."""
+        number = self.item_of(cell)
+        item = self.items[number]
+        if item.left:
+            raise ScheduleError(f"item {number} still has steps {item.left} in stage {item.stage}")
+        return self._free(cell)._with(number, item.entering(item.stage + 1))
+
+    def dropped(self, cell: Cell, *, counts: bool) -> Schedule:
+        """A cell could not go on: its job waits again, where its last state stands; the cell is away until `mended`.
+
+        `counts` tells a loss from a cell that only wants to go on in another way.
+        """
+        number = self.item_of(cell)
+        item = self.items[number]
+        # Lost between its last state and the word that it is over, a job is over all the same.
+        after = item if item.left else item.entering(item.stage + 1)
+        return replace(self._free(cell)._with(number, after), away=(*self.away, cell), lost=self.lost + counts)
+
+    def lost_again(self, cell: Cell) -> Schedule:
+        """A cell that was to be mended has lost a worker once more."""
+        self._check_away(cell)
+        return replace(self, lost=self.lost + 1)
+
+    def mended(self, cell: Cell) -> Schedule:
+        """A cell that was away can be given jobs again."""
+        self._check_away(cell)
+        return replace(self, away=tuple(other for other in self.away if other != cell))
+
+    def _room_behind(self, stage: int) -> int:
+        """How many more jobs of `stage` may be begun before the next stage must catch up."""
+        if stage == self.stages - 1:
+            return len(self.items)
+        computed = {item for _, item in self.busy}
+        waiting = sum(item.stage == stage + 1 and number not in computed for number, item in enumerate(self.items))
+        begun = sum(cell.stage == stage for cell, _ in self.busy)
+        return max(0, WAITING_PER_CELL * self.data - waiting - begun)
+
+    def _check_away(self, cell: Cell) -> None:
+        if cell not in self.away:
+            raise ScheduleError(f"cell {tuple(cell)} was not lost")
+
+    def _free(self, cell: Cell) -> Schedule:
+        return replace(self, busy=tuple(pair for pair in self.busy if pair[0] != cell))
+
+    def _with(self, number: int, item: Item) -> Schedule:
+        return replace(self, items=(*self.items[:number], item, *self.items[number + 1 :]))

@@ -1,0 +1,65 @@
+"""A cell in this process: one thread that calls a step function. Any model fits in that has one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Generic, TypeAlias, TypeVar
+
+from ..sampling import Cancelled
+from .pool import WorkerLostError
+from .schedule import Assignment, Cell
+from .stages import Dropped, Failed, Finished, Stepped, Tell
+from .work_thread import on_own_thread
+
+S = TypeVar("S")
+
+StepFunction: TypeAlias = "Callable[[S, int], S]"
+"""(state, step) -> the state after that step, another value; what is handed in stays as it is."""
+
+
+class StepCell(Generic[S]):
+    """Computes jobs by `step`, on a thread of its own; see `StageCell`.
+
+    A step that raises WorkerLostError is taken again from the state before it, as often as the run allows.
+    """
+
+    def __init__(self, step: StepFunction[S]) -> None:
+        self._step = step
+        self._stop = threading.Event()
+
+    def start(self, given: Assignment, state: S | None, tell: Tell[S]) -> None:
+        """See `StageCell.start`. The state may not be None: a step function needs one."""
+        assert state is not None, "nothing to start from"
+        self._stop.clear()
+        done = on_own_thread("wanstream-stage", self._compute, given, state, tell)
+        done.add_done_callback(partial(_tell_end, given.cell, tell))
+
+    def stop(self) -> None:
+        """See `StageCell.stop`: before the next step."""
+        self._stop.set()
+
+    def look(self) -> None:
+        """See `StageCell.look`: a thread cannot be ended from outside."""
+
+    def mend(self) -> None:
+        """See `StageCell.mend`: nothing is held between jobs."""
+
+    def _compute(self, given: Assignment, state: S, tell: Tell[S]) -> None:
+        for step in given.steps:
+            if self._stop.is_set():
+                raise Cancelled(step, 0)
+            state = self._step(state, step)
+            tell(Stepped(cell=given.cell, job=given.job, next_step=step + 1, state=state))
+
+
+def _tell_end(cell: Cell, tell: Tell[S], done: Future[None]) -> None:
+    error = done.exception()
+    if error is None:
+        tell(Finished(cell=cell))
+    elif isinstance(error, WorkerLostError):
+        tell(Dropped(cell=cell, error=error, counts=True))
+    else:
+        tell(Failed(cell=cell, error=error))

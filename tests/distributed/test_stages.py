@@ -1,0 +1,177 @@
+"""The stage runner knows a state and a step function: any model's latent goes through it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.schedule import Cell
+from wanstream.distributed.stages import GivenUpError, Stepped, run_stages
+from wanstream.distributed.step_cell import StepCell, StepFunction
+from wanstream.distributed.tasks import RunTask
+from wanstream.sampling import Cancelled, Part, RunState, StepProgress, denoise_part
+from wanstream.wan.registry import ExpertsRegistry
+
+VIDEO = (1, 4, 14, 8, 8)
+"""What SVD's UNet denoises: 14 frames of 4 channels."""
+STEPS = [range(3), range(3, 7)]
+
+
+class ToyUnet(torch.nn.Module):
+    """Predicts noise from a latent with its image condition beside it: 8 channels in, 4 out."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.mix = torch.nn.Parameter(torch.randn(4, 8, generator=generator) / 8, requires_grad=False)
+        self.steps: list[int] = []
+
+    def step(self, state: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+        """One Euler step; the condition stays what it is."""
+        self.steps.append(step)
+        seen = torch.cat([state["latent"], state["image"]], dim=1)
+        noise = torch.einsum("oc,bcfhw->bofhw", self.mix, seen)
+        return {"latent": state["latent"] - noise / (step + 1), "image": state["image"]}
+
+
+def videos(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{name: torch.randn(VIDEO, generator=generator) for name in ("latent", "image")} for _ in range(count)]
+
+
+def stages_of(steps: dict[Cell, StepFunction[Any]]) -> dict[Cell, StepCell[Any]]:
+    return {cell: StepCell(step) for cell, step in steps.items()}
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_another_model_goes_through_stages_and_no_stage_takes_a_step_of_another(data: int) -> None:
+    alone = [ToyUnet(1), ToyUnet(2)]
+    wanted = []
+    for state in videos(5):
+        for unet, steps in zip(alone, STEPS, strict=True):
+            for step in steps:
+                state = unet.step(state, step)
+        wanted.append(state)
+    unets = {Cell(place, stage): ToyUnet(stage + 1) for place in range(data) for stage in range(2)}
+    told: list[Stepped[Any]] = []
+    ended = run_stages(
+        [STEPS] * 5, stages_of({cell: unet.step for cell, unet in unets.items()}), videos(5), on_step=told.append
+    )
+    for got, expected in zip(ended, wanted, strict=True):
+        assert torch.equal(got["latent"], expected["latent"])
+    assert len(told) == 5 * 7
+    for cell, unet in unets.items():
+        assert set(unet.steps) <= set(STEPS[cell.stage])
+    if data == 1:
+        assert unets[Cell(0, 0)].steps == [*STEPS[0]] * 5, "one video after the other"
+
+
+def test_videos_overlap_in_the_stages() -> None:
+    """The first stage's second video and the second stage's first one wait for each other: only together they end."""
+    together = threading.Barrier(2, timeout=20)
+
+    def first(state: int, step: int) -> int:
+        if state >= 100:
+            together.wait()
+        return state + 1
+
+    def second(state: int, step: int) -> int:
+        if state < 100:
+            together.wait()
+        return state + 1
+
+    cells = stages_of({Cell(0, 0): first, Cell(0, 1): second})
+    assert run_stages([[range(1), range(1, 2)]] * 2, cells, [0, 100]) == [2, 102]
+
+
+def test_our_denoiser_is_such_a_step_function(
+    make_task: Callable[..., RunTask], alone: Callable[[RunTask], torch.Tensor]
+) -> None:
+    task = make_task()
+    first, second = ExpertsRegistry(), ExpertsRegistry()
+
+    def stepping(experts: ExpertsRegistry) -> StepFunction[RunState | None]:
+        def take(state: RunState | None, step: int) -> RunState:
+            told: list[StepProgress] = []
+            part = Part(resume=state, until=step + 1)
+            pair = experts.get(task.experts)
+            denoise_part(pair, task.request, part, policy=task.policy, device="cpu", on_step=told.append)
+            return told[-1].state()
+
+        return take
+
+    cells = stages_of({Cell(0, 0): stepping(first), Cell(0, 1): stepping(second)})
+    begun = [stepping(first)(None, 0)] * 2
+    ended = run_stages([[range(1, 2), range(2, 4)]] * 2, cells, begun)
+    first.free()
+    second.free()
+    for state in ended:
+        assert state is not None
+        assert torch.equal(state.latents, alone(task))
+
+
+def test_a_lost_step_is_taken_again_from_the_state_before_it() -> None:
+    losses = iter([4, 5])
+    next_loss = next(losses)
+
+    def step(state: list[int], step: int) -> list[int]:
+        nonlocal next_loss
+        if step == next_loss:
+            next_loss = next(losses, -1)
+            raise WorkerLostError(f"gone in step {step}", 0)
+        return [*state, step]
+
+    assert run_stages([[range(8)]], stages_of({Cell(0, 0): step}), [[]], restarts=2) == [[*range(8)]]
+
+
+def test_one_loss_too_many_is_told_with_the_last() -> None:
+    def step(state: int, step: int) -> int:
+        raise WorkerLostError("gone, and its log says why", 0)
+
+    with pytest.raises(GivenUpError, match="its log says why\n2 losses of one run are made good"):
+        run_stages([[range(3)]], stages_of({Cell(0, 0): step}), [0], restarts=2)
+
+
+@pytest.mark.parametrize("where", ["step", "on_step"])
+def test_an_error_ends_the_run_and_leaves_no_job(where: str) -> None:
+    taken: list[int] = []
+
+    def step(state: int, step: int) -> int:
+        taken.append(step)
+        if where == "step" and step == 5:
+            raise ArithmeticError("NaN")
+        return state + 1
+
+    def on_step(told: Stepped[int]) -> None:
+        if where == "on_step" and told.next_step == 3:
+            raise ArithmeticError("NaN")
+
+    cells = stages_of({Cell(0, 0): step, Cell(1, 0): lambda state, step: state + 1})
+    with pytest.raises(ArithmeticError, match="NaN"):
+        run_stages([[range(2000)]] * 4, cells, [0] * 4, on_step=on_step)
+    before = list(taken)
+    assert run_stages([[range(3)]] * 2, cells, [0, 0]) == [3, 3], "usable afterwards"
+    assert len(taken) <= len(before) + 6
+
+
+def test_a_wish_to_stop_ends_all_jobs() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def step(state: int, step: int) -> int:
+        begun.set()
+        assert go_on.wait(20)
+        return state + 1
+
+    def should_stop() -> bool:
+        if begun.is_set():
+            go_on.set()
+        return begun.is_set()
+
+    with pytest.raises(Cancelled) as stopped:
+        run_stages([[range(1000)]] * 2, stages_of({Cell(0, 0): step}), [0, 0], should_stop=should_stop)
+    assert (stopped.value.step, stopped.value.block) == (1, 0)
