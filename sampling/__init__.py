@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .apart import apart
 from .conditioning import NativeInputs, native_inputs, native_latent
 from .denoise import DenoiseResult, denoise, denoise_part
 from .denoising import StepProgress
@@ -45,6 +46,7 @@ __all__ = [
     "Solver",
     "Split",
     "StepProgress",
+    "apart",
     "check_room",
     "denoise",
     "denoise_part",

@@ -1,0 +1,82 @@
+"""A request in parts: every sample is what it was in the whole, and what joins it gives it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.plan import OffloadPolicy
+from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined
+from wanstream.sampling.trials import job_digest
+from wanstream.wan import ExpertPair
+
+SHAPE = (3, 16, 2, 4, 6)
+
+Request = Callable[..., DenoiseRequest]
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def texts_of_own_lengths(seed: int) -> list[torch.Tensor]:
+    return [normal(1, 3 + number, 4096, seed=seed + number) for number in range(3)]
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "texts of own lengths": (
+        {"positive": texts_of_own_lengths(20), "negative": texts_of_own_lengths(30), "solver": "unipc"},
+        {},
+    ),
+    "a text for all": ({"positive": normal(1, 7, 4096, seed=40), "negative": normal(1, 4, 4096, seed=41)}, {}),
+    "an image for each": ({"image_condition": normal(3, 20, *SHAPE[2:], seed=50)}, {"in_channels": 36}),
+    "an image for all": ({"image_condition": normal(1, 20, *SHAPE[2:], seed=50)}, {"in_channels": 36}),
+    "latents and masks": (
+        {
+            "latent": normal(*SHAPE, seed=60),
+            "mask": (normal(3, 1, *SHAPE[2:], seed=61) > 0).float(),
+            "start_step": 1,
+        },
+        {},
+    ),
+    "without a negative": ({"negative": None, "guidance": (1.0, 1.0)}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2)])
+def test_parts_make_the_samples_of_the_whole_to_the_bit(
+    case: str, sizes: Sequence[int], open_pair: Callable[..., ExpertPair], make_request: Request
+) -> None:
+    changes, shape = CASES[case]
+    request = make_request(batch=3, steps=3, switch_step=2, **changes)
+    with open_pair(**shape) as pair:
+        policy = OffloadPolicy.layerwise(1)
+        whole = denoise(pair, request, policy=policy, device="cpu").latents
+        parts = apart(request, sizes)
+        assert [part.batch for part in parts] == list(sizes)
+        made = [denoise(pair, part, policy=policy, device="cpu").latents for part in parts]
+        assert torch.equal(torch.cat(made), whole)
+        assert torch.equal(denoise(pair, joined(parts), policy=policy, device="cpu").latents, whole)
+
+
+def test_a_part_carries_nothing_of_the_others(make_request: Request) -> None:
+    for part in apart(make_request(batch=3), (1, 1, 1)):
+        for tensor in (part.noise, part.positive, part.negative):
+            assert isinstance(tensor, torch.Tensor)
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_all_samples_are_the_request_itself(make_request: Request) -> None:
+    request = make_request(batch=3)
+    assert apart(request, (3,)) == [request]
+    assert job_digest(request, "") != job_digest(apart(request, (1, 2))[1], "")
+
+
+@pytest.mark.parametrize("sizes", [(), (1, 1), (4,), (0, 3), (-1, 4)])
+def test_sizes_that_do_not_make_it_up_are_refused(sizes: Sequence[int], make_request: Request) -> None:
+    with pytest.raises(RequestError, match="of 3"):
+        apart(make_request(batch=3), sizes)
