@@ -60,7 +60,7 @@ def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
 
 
 def _check(*, gpus: int | None, **given: Any) -> None:
-    if (layout := given.get("layout", AS_SET)) not in LAYOUTS:
+    if (layout := given.get("layout", GOALS[0])) not in LAYOUTS:
         raise WorkersError(f"the layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
     address = given.get("address", ANYWHERE)
     if address != ANYWHERE:

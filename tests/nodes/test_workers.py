@@ -1,0 +1,86 @@
+"""The workers node: what its widgets mean, and what it refuses before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from wanstream.nodes.workers_inputs import workers_inputs, workers_ref, workers_refusal
+from wanstream.plan import Mesh, PathMap, WorkersRef
+
+AS_IT_IS = {socket.id: socket.as_dict()["default"] for socket in workers_inputs()}
+
+
+def test_as_it_is_it_names_two_workers_that_the_planner_lays_out() -> None:
+    assert workers_ref(gpus=None, **AS_IT_IS) == WorkersRef(count=2)
+
+
+def test_every_setting_reaches_the_value() -> None:
+    set_below = {"layout": "as set below", "count": 8, "data": 2, "cfg": 2, "ulysses": 2}
+    place = {"address": " 10.0.0.7:6379 ", "beyond_loopback": True, "path_map": "/a -> /b", "weights": "sharded"}
+    life = {"threads": 3, "restarts": 0, "timeout_s": 60.0}
+    assert workers_ref(gpus=1, **{**AS_IT_IS, **set_below, **place, **life}) == WorkersRef(
+        count=8,
+        mesh=Mesh(data=2, cfg=2, ulysses=2),
+        address="10.0.0.7:6379",
+        weights="sharded",
+        paths=(PathMap(here="/a", there="/b"),),
+        threads=3,
+        beyond_loopback=True,
+        restarts=0,
+        timeout_s=60.0,
+    )
+
+
+def test_degrees_are_read_with_their_layout_only() -> None:
+    """So that a layout that was tried stays on the node while the planner is asked."""
+    ref = workers_ref(gpus=None, **{**AS_IT_IS, "layout": "many videos", "ulysses": 7})
+    assert ref == WorkersRef(count=2, goal="many videos")
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "said"),
+    [
+        ({"count": 3}, 2, "3 workers, but 2 GPUs here"),
+        ({"layout": "as set below", "cfg": 2, "data": 2}, None, "= 4, and there are 2 workers"),
+        (
+            {"layout": "as set below", "ulysses": 3, "count": 3},
+            None,
+            "ulysses 3 does not divide the 40 attention heads",
+        ),
+        ({"layout": "as set below", "cfg": 3, "count": 3}, None, "cfg is 3"),
+        ({"layout": "diagonal"}, None, "choose one of one video now, many videos, as set below"),
+        ({"path_map": "/models"}, None, "line 1 of the path map"),
+        ({"address": "next door"}, None, "the address is 'next door'"),
+        ({"address": "10.0.0.7:6379"}, None, "turn beyond_loopback on"),
+        ({"address": "in-process"}, None, "2 workers in this process"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_run_and_in_it(
+    settings: dict[str, Any], gpus: int | None, said: str
+) -> None:
+    given = {name: value for name, value in {**AS_IT_IS, **settings}.items() if name not in NOT_ASKED}
+    refused = workers_refusal(gpus=gpus, **given)
+    assert isinstance(refused, str)
+    assert said in refused
+    with pytest.raises(ValueError, match=r".") as raised:
+        workers_ref(gpus=gpus, **{**AS_IT_IS, **settings})
+    assert str(raised.value) == refused
+
+
+NOT_ASKED = ("weights", "threads", "restarts", "timeout_s")
+
+
+@pytest.mark.parametrize("linked", ["count", "layout", "address", "ulysses"])
+def test_a_setting_that_another_node_gives_is_judged_when_it_is_known(linked: str) -> None:
+    """A link is None here; each of these alone could make the rest right."""
+    degrees = {"layout": "as set below", "data": 1, "stage": 1, "cfg": 1, "ring": 1, "ulysses": 3, "count": 3}
+    many = {"address": "local", "count": 3}
+    given = many if linked == "address" else degrees
+    assert workers_refusal(gpus=2, **{**many, **given}) is not True
+    assert workers_refusal(gpus=None if linked != "address" else 2, **{**given, linked: None}) is True
+
+
+def test_what_is_no_number_and_no_text_is_left_to_the_host() -> None:
+    assert workers_refusal(gpus=2, count="many", address=7, path_map=[], beyond_loopback="yes") is True
