@@ -11,14 +11,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import comfy.samplers
 import torch
 
 from ..metrics import Observe, Recorder
-from ..plan import AutoOffload, ExpertsRef, OffloadJob, OffloadPolicy, Timeline
+from ..plan import AutoOffload, ExpertsRef, OffloadPolicy, Timeline
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..sampling import (
     Cancelled,
@@ -36,7 +36,7 @@ from ..sampling.run_policy import RunPolicy
 from .announced_run import AnnouncedRun
 from .auto_offload import Choice
 from .comfy_trace import one_level, predicted_sigmas, sampler_name
-from .guider_run import GuiderRun
+from .guider_run import Choose, GuiderRun, Known, Watch, foretold
 from .guider_settings import GuiderSettings
 from .observed import observed
 
@@ -50,12 +50,6 @@ HIGHEST_SIGMA = 1 + 1e-4
 CONDITIONS = "sampler_calc_cond_batch_function"
 """The model option through which ComfyUI lets others compute what the conditions of one call give."""
 
-Choose: TypeAlias = "Callable[[OffloadJob], Choice]"
-"""Asked before each run, for the policy of that run."""
-
-Watch: TypeAlias = "Callable[[Sequence[str]], AnnouncedRun]"
-"""Gives what tells of a run whose calls are of these experts."""
-
 log = logging.getLogger("wanstream.host")
 
 
@@ -68,10 +62,11 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         settings: GuiderSettings,
         watch: Watch,
         observe: Callable[[], Observe],
+        known: Known,
         choose: Choose | None = None,
     ) -> None:
         super().__init__(patcher)
-        self.settings, self._watch, self._observe = settings, watch, observe
+        self.settings, self._watch, self._observe, self._known = settings, watch, observe, known
         self._choose = choose
         self._choice = Choice(policy=OffloadPolicy.layerwise())  # until one is made
         self.timeline: Timeline | None = None
@@ -174,6 +169,9 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         inputs = LaneInputs(request, engine.device)
         timesteps = [sigma * TRAIN_TIMESTEPS for sigma in asked]
         foretell(engine, inputs, zip(experts, timesteps, strict=True), guided=guided)
+        expected = foretold(
+            pair, policy, asked, experts, known=self._known, engine=engine, shape=noise.shape, guided=guided
+        )
         return GuiderRun(
             inputs=inputs,
             passes=passes,
@@ -181,7 +179,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             outer_bytes=outer_bytes,
             policy=going,
             recorder=recorder,
-            watched=self._watch(experts),
+            watched=self._watch(experts, expected),
             shape=noise.shape,
             sampler=sampler,
         )
@@ -281,7 +279,7 @@ def make_guider(
 
     made_by = door.executing_node()
 
-    def watch(experts: Sequence[str]) -> AnnouncedRun:
+    def watch(experts: Sequence[str], expected: Timeline | None) -> AnnouncedRun:
         # By now a sampler executes; its run is shown at the guider.
         return AnnouncedRun(
             door.announce,
@@ -289,9 +287,11 @@ def make_guider(
             node_id=door.executing_node(),
             shown_at=made_by,
             experts=experts,
+            predicted=expected,
         )
 
     patcher = door.patcher(ref, known, flow_shift=flow_shift)
-    guider = ExpertsGuider(patcher, settings, watch, partial(observed, door), choose)
+    kept = partial(door.known_machine, ref)
+    guider = ExpertsGuider(patcher, settings, watch, partial(observed, door), kept, choose)
     guider.set_conds(positive, negative)
     return guider

@@ -11,7 +11,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import pairwise
@@ -176,7 +176,7 @@ def sampler_case(side: Side, name: str) -> dict[str, object]:
     after = _state()
     native = sampled(theirs, sampler, sigmas)
     steps = ours.timeline.steps
-    plain = Unpredicted(ours.model_patcher, ours.settings, ours._watch, ours._observe)
+    plain = Unpredicted(ours.model_patcher, ours.settings, ours._watch, ours._observe, ours._known)
     plain.set_conds(side.positive, side.negative)
     unpredicted = sampled(plain, sampler, sigmas)
     found = {
@@ -285,9 +285,9 @@ def chunk_case(side: Side) -> dict[str, object]:
     return {"equal": all(torch.equal(each, results[0]) for each in results), "needed": needed}
 
 
-def chosen_case(side: Side) -> dict[str, object]:
-    """Policies left to the planner, twice, on a machine whose disk is slow; and its first step says it is not."""
-    machine = Machine(
+def _slow_machine() -> Machine:
+    """One whose disk is slow."""
+    return Machine(
         name="made up",
         origin="made up",
         computes_on="cpu",
@@ -302,6 +302,39 @@ def chosen_case(side: Side) -> dict[str, object]:
         copy_bytes_per_s=1e9,
         quantise_bytes_per_s=1e9,
     )
+
+
+def foretold_case(side: Side) -> dict[str, object]:
+    """What is announced of a run before its first call, on a machine that is known and on one that is not."""
+    sampler, told = comfy.samplers.sampler_object("heun"), []
+    host.free_experts()
+    host.announce = lambda event, payload: told.append(payload["predicted"]) if event == "wanstream.begin" else None
+    host._planner, before = AutoPlanner(known=lambda *_: None), host._planner
+    guider = side.ours()
+    try:
+        sampled(guider, sampler, _simple())
+        host._planner = AutoPlanner(known=lambda *_: _slow_machine())
+        host.free_experts()
+        sampled(guider, sampler, _simple())
+    finally:
+        host._planner = before
+        del host.announce
+    unknown, known = told
+
+    def of(steps: list[Any]) -> list[list[Any]]:
+        return [[step[name] for name in ("index", "expert", "sigma", "bytes_moved", "read_bytes")] for step in steps]
+
+    return {
+        "unknown": unknown,
+        "kind": known["kind"],
+        "equal": of(known["steps"]) == of([asdict(step) for step in guider.timeline.steps]),
+        "calls": len(known["steps"]),
+    }
+
+
+def chosen_case(side: Side) -> dict[str, object]:
+    """Policies left to the planner, twice, on a machine whose disk is slow; and its first step says it is not."""
+    machine = _slow_machine()
     sampler = comfy.samplers.sampler_object("heun")
     whole = sampled(side.ours(), sampler, _simple())
     host.free_experts()

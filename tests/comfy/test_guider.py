@@ -147,6 +147,14 @@ def test_room_is_made_for_the_tokens_that_are_computed_at_once(case: Case) -> No
     assert few < 0.8 * whole == 0.8 * again
 
 
+def test_the_calls_of_a_run_are_foretold_on_a_machine_that_is_known(case: Case) -> None:
+    """Heun calls the model twice in every step but the last one."""
+    found = case("foretold")
+    assert found["unknown"] is None
+    assert (found["kind"], found["calls"]) == ("simulated", 11)
+    assert found["equal"], "number, expert, noise level and bytes of every call"
+
+
 def test_a_policy_that_is_left_to_the_planner_changes_no_bit(case: Case) -> None:
     found = case("chosen")
     assert found["equal"] == [True, True]

@@ -10,7 +10,8 @@ import torch
 
 from wanstream.plan import Machine, OffloadPolicy
 from wanstream.sampling import DenoiseRequest, denoise
-from wanstream.sampling.predicted import predicted_timeline
+from wanstream.sampling.offload_job import request_job
+from wanstream.sampling.predicted import predicted_calls, predicted_timeline
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")
@@ -90,3 +91,12 @@ def test_a_slower_disk_is_foretold_to_take_longer(open_pair: OpenPair, make_requ
         for machine in (MACHINE, slow)
     ]
     assert times[1] > 10 * times[0]
+
+
+def test_calls_are_numbered_from_0_and_take_what_steps_take(open_pair: OpenPair, make_request: Request) -> None:
+    pair, request = open_pair(), make_request(start_step=2)
+    job, sigmas = request_job(pair, request, CPU), request.course().schedule.sigmas[2:5]
+    calls = predicted_calls(pair, job, sigmas, POLICIES[1], machine=MACHINE, device=CPU)
+    steps = predicted_timeline(pair, request, POLICIES[1], machine=MACHINE, device=CPU).steps
+    assert [step.index for step in calls.steps] == [0, 1, 2]
+    assert [replace(step, index=step.index + 2) for step in calls.steps] == [*steps]
