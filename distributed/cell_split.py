@@ -1,0 +1,41 @@
+"""How a cell of workers shares the passes of a run: lanes between the cfg sides, tokens inside each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..sampling.split import Compute
+from ..wan import ExpertEngine, Lane
+from .split_cfg import forward_shared
+
+if TYPE_CHECKING:
+    from .groups import Groups
+
+
+class CellSplit:
+    """The share of one worker of a cell of two or more; see `Split`."""
+
+    alone = False
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
+        """See `Split.attached`."""
+        return nullcontext()
+
+    def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
+        """See `Split.forward`.
+
+        Raises:
+            HungError: another worker did not come within the meeting's timeout.
+            PeerLostError: another worker is gone.
+        """
+        with self._groups.watched("computed a step"):
+            if self._groups.cell.cfg == 1:
+                return compute(lanes)
+            return forward_shared(self._groups, lanes, compute)
