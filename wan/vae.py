@@ -18,7 +18,7 @@ from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
 from ..plan.vae_tiles import Tiling
 from .component import component_folder
 from .meta_model import set_parameters
-from .vae_tiles import crop, decode_tile, mosaic_of
+from .vae_tiles import Mosaic, crop, decode_tile, empty_frames
 from .vae_weights import VaeWeights, open_vae_file, open_vae_folder
 
 # One number per channel; those of Wan2.1 (`latents_mean` and `latents_std` in diffusers' AutoencoderKLWan).
@@ -99,7 +99,7 @@ class WanVae:
         """
         check_latents(latents)
         if tiling is not None:
-            return torch.stack([self._decode_tiles(one, torch.device(device), tiling) for one in latents.split(1)])
+            return self._decode_tiles(latents, torch.device(device), tiling)
         vae = self._on(torch.device(device))
         with torch.no_grad():
             videos = [_frames(vae.decode(one.to(device, torch.float32)).sample[0]) for one in latents.split(1)]
@@ -117,10 +117,12 @@ class WanVae:
         return decode_tile(self._on(torch.device(device)), latents.to(device, torch.float32), check)
 
     def _decode_tiles(self, latents: torch.Tensor, device: torch.device, tiling: Tiling) -> torch.Tensor:
-        mosaic = mosaic_of(latents, tiling)
-        for tile in tiling.tiles(*latents.shape[3:]):
-            mosaic.put(tile, self.decode_tile(crop(latents, tile), device=device))
-        return mosaic.frames
+        videos = empty_frames(latents)
+        for one, frames in zip(latents.split(1), videos, strict=True):
+            mosaic = Mosaic(tiling, into=frames)
+            for tile in tiling.tiles(*latents.shape[3:]):
+                mosaic.put(tile, self.decode_tile(crop(one, tile), device=device))
+        return videos
 
     def close(self) -> None:
         """Free the weights. Closing twice is allowed, and so is using the VAE again."""

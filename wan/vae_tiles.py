@@ -55,25 +55,32 @@ def crop(latents: torch.Tensor, tile: Tile) -> torch.Tensor:
     return latents[:, :, :, rows.start : rows.stop, columns.start : columns.stop]
 
 
+def empty_frames(latents: torch.Tensor) -> torch.Tensor:
+    """Room for the frames of raw latents [B, 16, T, h, w]: [B, 4(T - 1) + 1, 8h, 8w, 3] fp32 on the CPU."""
+    batch, _, count, height, width = latents.shape
+    frames = FRAMES_PER_LATENT * (count - 1) + 1
+    return torch.empty(batch, frames, PIXELS_PER_LATENT * height, PIXELS_PER_LATENT * width, 3)
+
+
 class MosaicError(RuntimeError):
     """A tile was put twice, or the frames were asked for before all tiles were there."""
 
 
 class Mosaic:
-    """Tiles in any order -> frames [F, 8h, 8w, 3] in 0..1, fp32 on the CPU.
+    """Tiles in any order -> frames in 0..1, written into `into`, [F, 8h, 8w, 3] fp32 on the CPU.
 
     Beside the frames it holds the tiles whose neighbours are still to come: one row of them, and what came too early.
     """
 
-    def __init__(self, tiling: Tiling, *, frames: int, height: int, width: int) -> None:
-        self._tiling = tiling
+    def __init__(self, tiling: Tiling, *, into: torch.Tensor) -> None:
+        height, width = (size // PIXELS_PER_LATENT for size in into.shape[1:3])
+        self._tiling, self._frames = tiling, into
         self._tiles = tiling.tiles(height, width)
         self._blended = tiling.blended if tiling.cuts(height, width) else 0
         self._early: dict[tuple[int, int], torch.Tensor] = {}
         self._above: dict[int, torch.Tensor] = {}
         self._row: dict[int, torch.Tensor] = {}
         self._placed = 0
-        self._frames = torch.empty(frames, PIXELS_PER_LATENT * height, PIXELS_PER_LATENT * width, 3)
 
     @property
     def frames(self) -> torch.Tensor:
@@ -110,12 +117,6 @@ class Mosaic:
             place = place[:, : self._tiling.stride, : self._tiling.stride]
         shown = decoded[:, :, : place.shape[1], : place.shape[2]].movedim(0, -1)
         place.copy_(shown.clamp(-1, 1).add_(1).div_(2))
-
-
-def mosaic_of(latents: torch.Tensor, tiling: Tiling) -> Mosaic:
-    """An empty mosaic for the tiles of raw latents [1, 16, T, h, w]."""
-    _, _, count, height, width = latents.shape
-    return Mosaic(tiling, frames=FRAMES_PER_LATENT * (count - 1) + 1, height=height, width=width)
 
 
 def _blend(before: torch.Tensor, after: torch.Tensor, extent: int, *, dim: int) -> None:

@@ -50,10 +50,12 @@ def test_tiles_in_any_order_make_the_picture_that_diffusers_makes(
     expected = _tiled(own_vae, latents)
     tiles = list(TILING.tiles(*size))
     random.Random(1).shuffle(tiles)
-    mosaic = Mosaic(TILING, frames=4 * (frames - 1) + 1, height=size[0], width=size[1])
+    made = torch.full((4 * (frames - 1) + 1, 8 * size[0], 8 * size[1], 3), torch.nan)
+    mosaic = Mosaic(TILING, into=made)
     for tile in tiles:
         mosaic.put(tile, decode_tile(own_vae, crop(latents, tile)))
-    assert torch.equal(mosaic.frames, expected)
+    assert mosaic.frames is made
+    assert torch.equal(made, expected)
     assert own_vae.decode(latents).sample.shape[2] == len(expected), "the VAE itself still works"
 
 
@@ -95,7 +97,7 @@ def test_a_decode_that_is_stopped_ends_before_the_next_latent_frame(own_vae: Aut
 def test_a_mosaic_tells_what_is_missing_and_what_is_there_twice(own_vae: AutoencoderKLWan) -> None:
     latents = _latents(1, 8, 20)
     first, *others = TILING.tiles(8, 20)
-    mosaic = Mosaic(TILING, frames=1, height=8, width=20)
+    mosaic = Mosaic(TILING, into=torch.empty(1, 64, 160, 3))
     mosaic.put(first, decode_tile(own_vae, crop(latents, first)))
     with pytest.raises(MosaicError, match=f"{len(others)} of {len(others) + 1} tiles are missing"):
         _ = mosaic.frames

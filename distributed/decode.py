@@ -1,0 +1,148 @@
+"""Videos decoded by all workers together: every one decodes tiles, the driver puts them together.
+
+The result is that of one worker with the same tiles, bit for bit. A worker holds one tile at a time; the driver holds
+the frames, and of the tiles one row and a few that came early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..plan.vae_tiles import Tiling
+from ..wan.vae import check_latents
+from ..wan.vae_tiles import Mosaic, crop, empty_frames
+from .pool import Pool, WorkerHandle, WorkerLostError
+from .vae_worker import DecodeCancelled, DecodeTask
+
+LOOK_S = 0.05
+"""How often the driver looks whether the user has stopped it while it waits for tiles."""
+EARLY_TILES = 2
+"""Tiles for each worker that may be done before the one that is due."""
+
+VaePath = Callable[[WorkerHandle], Path]
+"""Worker -> where the VAE lies on its machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileDone:
+    """How far a decode is: `done` of `total` tiles of all videos."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeJob:
+    """What is to be decoded."""
+
+    latents: torch.Tensor
+    """[B, 16, T, h, w], raw."""
+    tiling: Tiling
+    vae: VaePath
+    run_id: str
+    """By which the workers are told to stop."""
+
+
+def decode_on_workers(
+    pool: Pool,
+    job: DecodeJob,
+    *,
+    restarts: int,
+    timeout_s: float,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_tile: Callable[[TileDone], None] = lambda done: None,
+) -> torch.Tensor:
+    """Decode all videos of `job` -> frames [B, 4(T - 1) + 1, 8h, 8w, 3] in 0..1, fp32 on the CPU.
+
+    `should_stop` and `on_tile` are called on this thread. A worker that does not stop within `timeout_s` is ended.
+
+    Raises:
+        DecodeCancelled: `should_stop` returned True; the workers have stopped too.
+        WorkerLostError: one more worker was lost than `restarts` replaces.
+        VaeInputError, CheckpointFileError: as of `WanVae.decode`; the first one that a worker raises.
+    """
+    check_latents(job.latents)
+    decode = _Decode(pool, job, restarts)
+    try:
+        return decode.run(should_stop, on_tile)
+    finally:
+        decode.end(timeout_s)
+
+
+class _Decode:
+    """Which tiles wait, which are under way on which worker, and what is put together so far."""
+
+    def __init__(self, pool: Pool, job: DecodeJob, restarts: int) -> None:
+        self._pool, self._job, self._restarts = pool, job, restarts
+        self._videos = job.latents.split(1)
+        tiles = job.tiling.tiles(*job.latents.shape[3:])
+        self._columns = max(tile.column for tile in tiles) + 1
+        self._tiles = [(video, tile) for video in range(len(self._videos)) for tile in tiles]
+        self._waiting = list(range(len(self._tiles)))
+        self._done: set[int] = set()
+        self._under_way: dict[Future[torch.Tensor], tuple[int, WorkerHandle]] = {}
+        self._frames = empty_frames(job.latents)
+        self._mosaics: dict[int, Mosaic] = {}
+
+    def run(self, should_stop: Callable[[], bool], on_tile: Callable[[TileDone], None]) -> torch.Tensor:
+        while len(self._done) < len(self._tiles):
+            if should_stop():
+                raise DecodeCancelled(f"the decode was stopped after {len(self._done)} of {len(self._tiles)} tiles")
+            self._hand_out()
+            ended, _ = wait(self._under_way, timeout=LOOK_S, return_when=FIRST_COMPLETED)
+            for future in ended:
+                self._take(future)
+                on_tile(TileDone(done=len(self._done), total=len(self._tiles)))
+        return self._frames
+
+    def end(self, timeout_s: float) -> None:
+        """Nothing of this decode goes on, and no worker keeps the VAE's weights. What tiles raise now is not told."""
+        if self._under_way:
+            for _, worker in self._under_way.values():
+                worker.ask("stop", self._job.run_id)
+            _, going_on = wait(self._under_way, timeout=timeout_s)
+            for future in going_on:
+                self._under_way[future][1].kill()
+        wait([worker.ask("free_vae") for worker in self._pool.workers], timeout=timeout_s)
+
+    def _hand_out(self) -> None:
+        """Give every idle worker the next tile, unless that lies too far ahead of the one that is due."""
+        busy = {worker.rank for _, worker in self._under_way.values()}
+        furthest = self._due() + self._columns + EARLY_TILES * len(self._pool.workers)
+        for worker in self._pool.workers:
+            if worker.rank in busy or not self._waiting or self._waiting[0] > furthest:
+                continue
+            number = self._waiting.pop(0)
+            video, tile = self._tiles[number]
+            part = crop(self._videos[video], tile).contiguous()
+            task = DecodeTask(run_id=self._job.run_id, vae=self._job.vae(worker), latents=part)
+            self._under_way[worker.ask("decode_tile", task)] = (number, worker)
+
+    def _due(self) -> int:
+        """The first tile that is not done."""
+        return next(number for number in range(len(self._tiles)) if number not in self._done)
+
+    def _take(self, future: Future[torch.Tensor]) -> None:
+        number, worker = self._under_way.pop(future)
+        try:
+            decoded = future.result()
+        except WorkerLostError:
+            if self._restarts == 0:
+                raise
+            self._restarts -= 1
+            self._pool.replace(worker.rank)
+            self._waiting = sorted([number, *self._waiting])
+            return
+        self._put(number, decoded)
+        self._done.add(number)
+
+    def _put(self, number: int, decoded: torch.Tensor) -> None:
+        video, tile = self._tiles[number]
+        if video not in self._mosaics:
+            self._mosaics[video] = Mosaic(self._job.tiling, into=self._frames[video])
+        self._mosaics[video].put(tile, decoded)

@@ -1,0 +1,68 @@
+"""The VAE of one worker: it decodes the tiles that it is given, and keeps the weights until it is told to free them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..wan.vae import WanVae, open_vae
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodeTask:
+    """One tile of a video."""
+
+    run_id: str
+    vae: Path
+    """Of the VAE's file or folder, as it is on the worker's machine."""
+    latents: torch.Tensor
+    """[1, 16, T, h, w], raw: the tile's part of the video, on the CPU."""
+
+
+class DecodeCancelled(Exception):
+    """The decode was stopped before a frame; the worker can decode again at once."""
+
+
+class TileDecoder:
+    """Decodes one tile at a time on one device; callers on other threads wait for each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._open: tuple[Path, WanVae] | None = None
+
+    def decode(self, task: DecodeTask, is_stopped: Callable[[], bool]) -> torch.Tensor:
+        """[3, F, H, W] fp32 on the CPU, as `Mosaic` takes it.
+
+        Raises:
+            DecodeCancelled: `is_stopped` said so before a latent frame.
+            VaeInputError: the latents have another shape.
+            CheckpointFileError: the VAE cannot be read.
+        """
+
+        def check() -> None:
+            if is_stopped():
+                raise DecodeCancelled(f"the decode {task.run_id} was stopped")
+
+        with self._lock:
+            return self._vae(task.vae).decode_tile(task.latents, device=self._device, check=check)
+
+    def free(self) -> None:
+        """Let go of the weights. Freeing twice is allowed, and so is decoding again."""
+        with self._lock:
+            self._close()
+
+    def _vae(self, path: Path) -> WanVae:
+        if self._open is None or self._open[0] != path:
+            self._close()
+            self._open = (path, open_vae(path))
+        return self._open[1]
+
+    def _close(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened[1].close()

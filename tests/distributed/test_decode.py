@@ -1,0 +1,236 @@
+"""Tiles over workers against one VAE alone: the same bits, few tiles at once, and workers that are lost or stopped."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
+from wanstream.distributed.pool import OnTold, WorkerHandle, WorkerLostError
+from wanstream.distributed.tasks import RunEnded, RunTask
+from wanstream.distributed.vae_worker import DecodeCancelled, DecodeTask, TileDecoder
+from wanstream.offload.safetensors_header import CheckpointFileError
+from wanstream.plan.vae_tiles import Tiling
+from wanstream.wan.vae import VaeInputError, open_vae
+
+TILING = Tiling(pixels=64, stride=48)
+LIMIT_S = 60.0
+
+Before = Callable[["ThreadWorker", DecodeTask], None]
+
+
+class ThreadWorker:
+    """A worker on a thread of its own; `before` may hold a tile up, or raise in its place."""
+
+    def __init__(self, rank: int, before: Before) -> None:
+        self.rank = rank
+        self.killed = False
+        self.freed = 0
+        self.tiles = 0
+        self._before = before
+        self._decoder = TileDecoder(torch.device("cpu"))
+        self.stopped: set[str] = set()
+        self._thread = ThreadPoolExecutor(1)
+
+    def ask(self, method: str, *args: Any) -> Future[Any]:
+        if method == "decode_tile":
+            return self._thread.submit(self._decode, *args)
+        answer: Future[Any] = Future()
+        if method == "stop":
+            self.stopped.add(args[0])
+        else:
+            assert method == "free_vae"
+            self.freed += 1
+            self._decoder.free()
+        answer.set_result(None)
+        return answer
+
+    def _decode(self, task: DecodeTask) -> torch.Tensor:
+        self._before(self, task)
+        decoded = self._decoder.decode(task, lambda: task.run_id in self.stopped)
+        self.tiles += 1
+        return decoded
+
+    def run(self, task: RunTask, on_told: OnTold) -> Future[RunEnded]:
+        raise NotImplementedError
+
+    def log_tail(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def end(self) -> None:
+        self._thread.shutdown()
+
+
+class ThreadPool:
+    """Workers on threads; a lost one is replaced by one that loses nothing."""
+
+    def __init__(self, count: int, before: Before) -> None:
+        self.workers = [ThreadWorker(rank, before) for rank in range(count)]
+        self.all = list(self.workers)
+
+    def replace(self, rank: int) -> ThreadWorker:
+        self.workers[rank] = ThreadWorker(rank, lambda worker, task: None)
+        self.all.append(self.workers[rank])
+        return self.workers[rank]
+
+    def close(self) -> None:
+        for worker in self.all:
+            worker.end()
+
+
+@pytest.fixture
+def pool() -> Iterator[Callable[..., ThreadPool]]:
+    made: list[ThreadPool] = []
+
+    def make(count: int, before: Before = lambda worker, task: None) -> ThreadPool:
+        made.append(ThreadPool(count, before))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def latents() -> torch.Tensor:
+    return 3 * torch.randn(2, 16, 2, 13, 14, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> torch.Tensor:
+    with open_vae(tiny_pipeline()) as vae:
+        return vae.decode(latents, device="cpu", tiling=TILING)
+
+
+@pytest.fixture
+def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeJob:
+    folder = tiny_pipeline()
+    return DecodeJob(latents=latents, tiling=TILING, vae=lambda worker: folder, run_id="decode")
+
+
+def _decode(pool: ThreadPool, job: DecodeJob, **changes: Any) -> torch.Tensor:
+    return decode_on_workers(pool, job, **{"restarts": 1, "timeout_s": LIMIT_S, **changes})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_frames_are_those_of_one_worker(
+    count: int, pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+) -> None:
+    told: list[TileDone] = []
+    workers = pool(count)
+    assert torch.equal(_decode(workers, job, on_tile=told.append), alone)
+    tiles = 2 * len(TILING.tiles(13, 14))
+    assert told == [TileDone(done=done, total=tiles) for done in range(1, tiles + 1)]
+    assert sum(worker.tiles for worker in workers.workers) == tiles
+    assert [worker.freed for worker in workers.workers] == [1] * count
+
+
+def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
+    pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+) -> None:
+    ahead, go_on = threading.Event(), threading.Event()
+    done: list[int] = []
+    early: list[int] = []
+
+    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+        if not ahead.is_set():
+            ahead.set()
+            assert go_on.wait(LIMIT_S), "nobody stopped to hand out tiles"
+
+    def looked() -> bool:
+        # As often as the driver looks, with nothing new: everything that may be handed out was.
+        done.append(workers.workers[1].tiles)
+        if len(done) > 20 and len(set(done[-20:])) == 1 and not go_on.is_set():
+            early.append(done[-1])
+            go_on.set()
+        return False
+
+    workers = pool(2, before)
+    frames = _decode(workers, job, should_stop=looked)
+    assert torch.equal(frames, alone)
+    columns = max(tile.column for tile in TILING.tiles(13, 14)) + 1
+    assert early == [columns + EARLY_TILES * 2]
+
+
+def test_a_lost_worker_is_replaced_and_its_tile_made_again(
+    pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+) -> None:
+    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+        if worker.rank == 1 and worker.tiles == 1:
+            raise WorkerLostError("gone", 1)
+
+    workers = pool(2, before)
+    assert torch.equal(_decode(workers, job), alone)
+    assert len(workers.all) == 3
+
+
+def test_the_last_restart_is_the_last(pool: Callable[..., ThreadPool], job: DecodeJob) -> None:
+    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+        raise WorkerLostError("gone for good", worker.rank)
+
+    with pytest.raises(WorkerLostError, match="gone for good"):
+        _decode(pool(2, before), job, restarts=0)
+
+
+def test_a_decode_that_is_stopped_leaves_workers_that_decode(
+    pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+) -> None:
+    workers = pool(2)
+    with pytest.raises(DecodeCancelled, match="after 0 of"):
+        _decode(workers, job, should_stop=lambda: True)
+    asked: list[int] = []
+
+    def after_a_tile() -> bool:
+        asked.append(sum(worker.tiles for worker in workers.workers))
+        return asked[-1] > 0
+
+    with pytest.raises(DecodeCancelled, match=r"after \d+ of"):
+        _decode(workers, job, should_stop=after_a_tile)
+    again = DecodeJob(latents=job.latents, tiling=job.tiling, vae=job.vae, run_id="another")
+    assert torch.equal(_decode(workers, again), alone)
+    assert not any(worker.killed for worker in workers.workers)
+
+
+def test_a_worker_that_does_not_stop_is_ended(pool: Callable[..., ThreadPool], job: DecodeJob) -> None:
+    go_on = threading.Event()
+
+    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+        if worker.rank == 1:
+            go_on.wait(LIMIT_S)
+
+    workers = pool(2, before)
+    with pytest.raises(DecodeCancelled):
+        _decode(workers, job, timeout_s=0.1, should_stop=lambda: workers.workers[0].tiles > 0)
+    assert [worker.killed for worker in workers.workers] == [False, True]
+    assert workers.workers[1].stopped == {"decode"}, "it was asked before"
+    go_on.set()
+
+
+def test_what_is_wrong_with_the_vae_is_told_once(
+    pool: Callable[..., ThreadPool], job: DecodeJob, tmp_path: Path
+) -> None:
+    def nowhere(worker: WorkerHandle) -> Path:
+        return tmp_path / "nothing"
+
+    bad = DecodeJob(latents=job.latents, tiling=job.tiling, vae=nowhere, run_id="bad")
+    with pytest.raises(CheckpointFileError, match="nothing"):
+        _decode(pool(2), bad)
+
+
+def test_latents_of_another_shape_are_refused_before_anybody_is_asked(
+    pool: Callable[..., ThreadPool], job: DecodeJob
+) -> None:
+    flat = DecodeJob(latents=torch.zeros(16, 2, 8, 8), tiling=TILING, vae=job.vae, run_id="flat")
+    workers = pool(1)
+    with pytest.raises(VaeInputError, match="give"):
+        _decode(workers, flat)
+    assert workers.workers[0].freed == 0
