@@ -12,7 +12,8 @@ const MODULES = [
   "page.mjs",
   "run_widget.mjs",
   "runs_table.mjs",
-  "store.mjs"
+  "store.mjs",
+  "words.mjs"
 ]
 
 // ComfyUI lets browsers keep .mjs files for as long as they like: after an update some would be old and some new.

@@ -20,6 +20,7 @@ from PIL import Image
 
 from wanstream.plan.figure_words import rate_text, seconds_text, size_text
 from wanstream.plan.timeline import Timeline
+from wanstream.workbench.base_directory import PACK
 from wanstream.workbench.comfyui import Server, find_comfyui
 from wanstream.workbench.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
 from wanstream.workbench.graphs import numbered
@@ -49,6 +50,7 @@ SHOWN = f"""title => {{ {FIND}
         predicted: [...root.querySelectorAll('[data-predicted]')].map(box => +box.dataset.predicted),
         marked: root.querySelector('[data-switch]')?.dataset.switch ?? null,
         peak: root.querySelector('[data-peak]')?.dataset.peak ?? null,
+        samples: +(root.querySelector('[data-samples]')?.dataset.samples ?? 0),
         box: root.getBoundingClientRect().toJSON(),
     }}
 }}"""
@@ -193,6 +195,9 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
     timeline = timeline_of(page.server)
     ended = page.shown()
     assert_shows(ended, timeline)
+    first, last = timeline.steps[0], timeline.steps[-1]
+    end = last.began_s + last.wall_s
+    assert ended["samples"] == sum(first.began_s <= sample.at_s < end for sample in timeline.memory) > 0
     assert ended["bars"][: len(live["bars"])] == live["bars"]
     badges = page.badges()
     page.look_at(SAMPLER, zoom=0.85)
@@ -236,6 +241,60 @@ def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page,
     assert_shows(shown, timeline_of(page.server))
     assert list(page.badges().values()) == [outside[inside_id]]
     page.picture(f"overlay_subgraph_{renderer}")
+
+
+ALIVE = f"""import('/extensions/{PACK}/overlay/run_widget.mjs').then(module => module.RunWidget.prototype)"""
+
+
+def widgets_alive(page: Page) -> int:
+    """How many overlays the browser holds, after it has thrown away what nobody can reach."""
+    session = page.page.context.new_cdp_session(page.page)
+    prototype = session.send("Runtime.evaluate", {"expression": ALIVE, "awaitPromise": True})["result"]["objectId"]
+    found = session.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"]["objectId"]
+    count = {"objectId": found, "functionDeclaration": "function() { return this.length }"}
+    alive: int = session.send("Runtime.callFunctionOn", count)["result"]["value"]
+    session.detach()
+    return alive
+
+
+def test_overlays_of_graphs_that_are_gone_are_gone(classic: Page) -> None:
+    """ComfyUI tells no node inside a subgraph that its graph was replaced, as every undo does."""
+    classic.load()
+    classic.page.evaluate(
+        f"title => {{ {FIND}; {GRAPH}.convertToSubgraph(new Set([find(title)])) }}",
+        SAMPLER,
+    )
+    workflow = classic.frontend.export().workflow
+    for _ in range(6):
+        classic.frontend.load_workflow(workflow)
+        classic.page.wait_for_timeout(200)
+    assert widgets_alive(classic) <= 3
+
+
+def test_the_overlay_speaks_chinese_where_comfyui_does(server: Server) -> None:
+    try:
+        with opened_frontend(server, settings={"Comfy.Locale": "zh"}) as frontend:
+            page = Page(frontend, server)
+            page.load(steps=4)
+            assert page.shown()["line"] == "WanStream：尚无运行"
+            shown = page.run()
+            timeline = timeline_of(server)
+            assert shown["line"].startswith(f"4 步 · {seconds_text(timeline.wall_s)} s · 等待 ")
+            assert "内存" in shown["line"]
+            assert "指向一个条形" in shown["numbers"]
+            assert any("内存" in text for text in page.badges().values())
+            page.page.evaluate(
+                f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}", SAMPLER
+            )
+            page.page.keyboard.press("ArrowRight")
+            assert page.shown()["numbers"].startswith("步 0（高噪）")
+            open_table(page)
+            heads = page.page.locator(".wanstream-table th").all_inner_texts()
+            assert heads[1:5] == ["时间", "节点", "步数", "总时间"]
+            assert page.page.get_by_text("WanStream 运行记录").count() > 0
+            assert "wall" in download(page, "CSV").splitlines()[0], "what other programs read stays as it is"
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})
 
 
 def test_what_was_predicted_is_drawn_as_an_outline(page: Page, renderer: str) -> None:

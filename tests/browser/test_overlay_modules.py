@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -72,6 +73,10 @@ def end(run: str, error: str | None = None, **timeline: Any) -> Event:
     return "wanstream.end", {"run": run, "timeline": told, "predicted": None, "error": error}
 
 
+def snapshot_of(*runs: dict[str, Any], items: Sequence[Any] = (), known: Sequence[str] = ()) -> Event:
+    return "snapshot", {"runs": list(runs), "items": list(items), "known": list(known)}
+
+
 @pytest.mark.parametrize(
     ("name", "python", "values"),
     [
@@ -114,7 +119,7 @@ def test_a_step_that_comes_twice_or_after_a_gap_changes_nothing(modules: Modules
 
 def test_a_snapshot_fills_what_was_missed_and_takes_nothing_back(modules: Modules) -> None:
     theirs = {**begin("r")[1], "records": [record(0)], "ended": False, "timeline": None, "error": None}
-    snapshot = ("snapshot", {"runs": [theirs], "items": []})
+    snapshot = snapshot_of(theirs)
     assert len(modules.state([snapshot])["runs"][0]["records"]) == 1
     assert len(modules.state([begin("r"), snapshot])["runs"][0]["records"]) == 1
     assert len(modules.state([begin("r"), step("r", 1), step("r", 2), snapshot])["runs"][0]["records"]) == 2
@@ -122,8 +127,29 @@ def test_a_snapshot_fills_what_was_missed_and_takes_nothing_back(modules: Module
 
 
 def test_a_run_of_a_server_that_is_gone_has_ended(modules: Modules) -> None:
-    (run,) = modules.state([begin("r"), step("r", 1), ("snapshot", {"runs": [], "items": []})])["runs"]
+    (run,) = modules.state([begin("r"), step("r", 1), snapshot_of(known=["r"])])["runs"]
     assert (run["ended"], run["error"]) == (True, "the server was started again")
+
+
+def test_a_run_that_begins_while_the_answer_is_under_way_goes_on(modules: Modules) -> None:
+    told = [begin("old"), end("old"), begin("r"), step("r", 1), snapshot_of(known=["old"])]
+    runs = modules.state(told)["runs"]
+    assert [(run["run"], run["ended"], run["error"]) for run in runs] == [("old", True, None), ("r", False, None)]
+    assert len(runs[1]["records"]) == 1
+
+
+def nodes_of(at: float, running: bool, **nodes: float) -> dict[str, Any]:
+    told = {name: {"seconds": seconds, "running": running} for name, seconds in nodes.items()}
+    return {"prompt_id": "p", "workflow": None, "at": at, "running": running, "nodes": told}
+
+
+def test_an_answer_that_is_older_than_what_was_heard_changes_no_badge_back(modules: Modules) -> None:
+    heard = ("wanstream.nodes", nodes_of(5.0, False, b=3.0))
+    (item,) = modules.state([heard, snapshot_of(items=[nodes_of(4.0, True, a=1.0, b=2.0)])])["items"]
+    assert (item["at"], item["running"]) == (5.0, False)
+    assert {name: each["seconds"] for name, each in item["nodes"].items()} == {"a": 1.0, "b": 3.0}
+    (item,) = modules.state([heard, snapshot_of(items=[nodes_of(6.0, False, b=4.0)])])["items"]
+    assert item["nodes"]["b"]["seconds"] == 4.0
 
 
 def test_only_the_last_runs_are_kept(modules: Modules) -> None:
@@ -154,6 +180,12 @@ def test_figures_of_a_subgraph_are_those_of_its_nodes(modules: Modules) -> None:
     found = modules.call("graph_ids", "figuresAt", figures, ["5"], "a subgraph's own type")
     assert (found["seconds"], found["running"], found["ran"], found["device_used_peak"]) == (3.0, True, True, 7)
     assert modules.call("graph_ids", "figuresAt", figures, ["5:2:1"], "B")["seconds"] == 2.0
+    assert not found["partly"]
+    figures["5:1"]["partly"] = True
+    found = modules.call("graph_ids", "figuresAt", figures, ["5"], "a subgraph's own type")
+    found |= {"ran": True, "device_used_peak": 7e9}
+    assert modules.call("badges", "badgeText", found) == "≥ 3.0 s · 7.00 GB VRAM"
+    assert modules.call("badges", "badgeText", {**found, "partly": False}) == "3.0 s · 7.00 GB VRAM"
     assert modules.call("graph_ids", "figuresAt", figures, ["1"], "B") is None, "another graph's node"
 
 
@@ -223,3 +255,37 @@ def test_a_run_without_a_step_can_be_drawn(modules: Modules) -> None:
     assert modules.call("chart", "chart", options)[0] == "svg"
     nothing = {**run_of(2, 0), "steps": 0, "experts": [], "switch_step": None}
     assert modules.call("chart", "chart", {**options, "run": nothing})[0] == "svg"
+
+
+def test_samples_of_memory_lie_where_their_steps_are(modules: Modules) -> None:
+    run = run_of(4, 0)
+    steps = [record(number, began_s=10.0 + 2 * number) for number in range(4)]
+    at = {9.0: 1, 10.0: 5, 13.0: 6, 17.5: 900, 18.0: 1}
+    memory = [{"at_s": each, "device_bytes": None, "rss_bytes": nbytes} for each, nbytes in at.items()]
+    run |= {"ended": True, "timeline": {"steps": steps, "memory": memory, "changes": []}}
+    columns = modules.call("chart", "columnsOf", run, 400)
+    assert modules.call("chart", "samplesOf", run, columns) == [[0, 5], [1.5, 6], [3.75, 900]]
+    assert modules.call("chart", "samplesOf", run_of(4, 4), columns) == [], "a run that goes on has none yet"
+    steps[1]["began_s"] = None  # as in timelines of old
+    assert len(modules.call("chart", "samplesOf", run, columns)) <= 3
+    (line,) = (part for part in memory_parts(modules, run) if "data-samples" in part[1])
+    assert min(float(point.split(",")[1]) for point in line[1]["points"].split()) >= 11, "no sample lies above the plot"
+
+
+def memory_parts(modules: Modules, run: dict[str, Any]) -> list[Any]:
+    options = {"run": run, "width": 400, "height": 150, "font": 11, "chosen": None, "id": "x"}
+    parts = modules.call("chart", "chart", options)[2:]
+    (memory,) = (part for part in parts if part[1].get("class") == "wanstream-memory")
+    return list(memory[2:])
+
+
+WORDS = f"() => import('/extensions/{PACK}/overlay/words.mjs').then(module => module.WORDS)"
+
+
+def test_every_word_is_there_in_both_languages_with_the_same_values(modules: Modules) -> None:
+    english, chinese = (modules.frontend.page.evaluate(WORDS)[language] for language in ("en", "zh"))
+    assert english.keys() == chinese.keys()
+    for key, words in english.items():
+        places = [sorted(re.findall(r"\{\d\}", text)) for text in (words, chinese[key])]
+        assert places[0] == places[1], key
+        assert re.search(r"[\u4e00-\u9fff]", chinese[key]), key

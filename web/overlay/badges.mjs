@@ -7,6 +7,7 @@
 
 import { element } from "./dom.mjs"
 import { shortSeconds, sizeText } from "./figures.mjs"
+import { say } from "./words.mjs"
 
 const TITLE_HEIGHT = 30
 const LEAST_ZOOM = 0.25
@@ -15,21 +16,22 @@ const LEAST_SCREEN_FONT = 10
 
 /** The words of a badge; `figures` as `figuresAt` gives them. */
 export function badgeText(figures) {
-  if (!figures.ran) return "not run"
-  const seconds = shortSeconds(figures.seconds)
-  if (figures.device_used_peak) return `${seconds} · ${sizeText(figures.device_used_peak)} VRAM`
-  if (figures.rss_peak) return `${seconds} · ${sizeText(figures.rss_peak)} RAM`
+  if (!figures.ran) return say("notRun")
+  const seconds = `${figures.partly ? "≥ " : ""}${shortSeconds(figures.seconds)}`
+  if (figures.device_used_peak) return say("badgeVRAM", seconds, sizeText(figures.device_used_peak))
+  if (figures.rss_peak) return say("badgeRAM", seconds, sizeText(figures.rss_peak))
   return seconds
 }
 
 /** What a badge says to whoever points at it. */
 export function badgeTitle(figures) {
-  if (!figures.ran) return "not run last time: what it gives was there, nothing needed it, or the run ended before"
-  const parts = [`${figures.running ? "running for" : "took"} ${shortSeconds(figures.seconds)} in the last run`]
-  const peak = (words, bytes) => bytes && parts.push(`${words}: ${sizeText(bytes)}`)
-  peak("most in use on the device, by all processes", figures.device_used_peak)
-  peak("of it by torch", figures.torch_allocated_peak)
-  peak("RAM of the process", figures.rss_peak)
+  if (!figures.ran) return say("notRunWhy")
+  const took = figures.partly ? "tookPartly" : figures.running ? "runningFor" : "took"
+  const parts = [say(took, shortSeconds(figures.seconds))]
+  const peak = (key, bytes) => bytes && parts.push(say(key, sizeText(bytes)))
+  peak("deviceMost", figures.device_used_peak)
+  peak("torchMost", figures.torch_allocated_peak)
+  peak("ramMost", figures.rss_peak)
   return parts.join("; ")
 }
 

@@ -2,11 +2,11 @@
  * The chart of one run as a description of an SVG. Pure: values in, description out (see `dom.mjs`).
  *
  * A bar per step, from below: compute in the colour of its expert, the rest of the step, stall. The outline is what was
- * predicted, the line is memory with its peak, the dashed upright is the switch. Where steps are too many for the
- * width, a bar is the mean of some.
+ * predicted, the line is memory with its peak, the thin one what samples saw of it between; the dashed upright is the
+ * switch. Where steps are too many for the width, a bar is the mean of some.
  */
 
-import { memoryOf, outsideSeconds, peakText, recordsOf, runText, secondsText } from "./figures.mjs"
+import { expertText, memoryOf, outsideSeconds, peakText, recordsOf, runText, secondsText } from "./figures.mjs"
 
 const LEAST_BAR = 3
 const LINE_HEIGHT = 1.35
@@ -145,19 +145,41 @@ function memoryLine(run, columns, frame, font) {
   )
   if (!known.length) return ["g", {}]
   const peak = Math.max(...known.map(([, bytes]) => bytes))
-  const at = ([index, bytes]) => [
-    frame.left + (index + 0.5) * frame.step,
-    frame.bottom - (bytes / (peak * MEMORY_HEADROOM || 1)) * (frame.bottom - frame.top)
+  const samples = samplesOf(run, columns)
+  const most = samples.reduce((most, [, bytes]) => Math.max(most, bytes), peak)
+  const at = ([place, bytes]) => [
+    frame.left + place * frame.step,
+    frame.bottom - (bytes / (most * MEMORY_HEADROOM || 1)) * (frame.bottom - frame.top)
   ]
-  const [x, y] = at(known.find(([, bytes]) => bytes === peak))
-  const points = known.map((point) => at(point).map((value) => value.toFixed(1)).join(",")).join(" ")
+  const line = (points) => points.map((point) => at(point).map((value) => value.toFixed(1)).join(",")).join(" ")
+  const peaks = known.map(([index, bytes]) => [index + 0.5, bytes])
+  const [x, y] = at(peaks.find(([, bytes]) => bytes === peak))
   return [
     "g",
     { class: "wanstream-memory", "data-peak": peak },
-    ["polyline", { class: "wanstream-memory-line", points }],
+    ["polyline", { class: "wanstream-memory-samples", "data-samples": samples.length, points: line(samples) }],
+    ["polyline", { class: "wanstream-memory-line", points: line(peaks) }],
     ["circle", { class: "wanstream-memory-peak", cx: x, cy: y, r: font / 4 }],
     text(frame.right, frame.top - font * 0.35, font, "end", peakText(recordsOf(run)), MEMORY_TEXT)
   ]
+}
+
+/** What samples saw of the memory during steps: places, in columns from the left, with bytes of the kind of the line. */
+export function samplesOf(run, columns) {
+  const records = recordsOf(run)
+  const kind = memoryOf(records[0])?.kind
+  const each = columns[0].last - columns[0].first + 1
+  const found = []
+  let step = 0
+  for (const sample of run.timeline?.memory ?? []) {
+    while (step < records.length && sample.at_s >= records[step].began_s + records[step].wall_s) step += 1
+    const record = records[step]
+    const memory = memoryOf(sample)
+    // Before the first step and after the last one there is no place for them.
+    if (memory?.kind !== kind || !record?.wall_s || sample.at_s < (record.began_s ?? Infinity)) continue
+    found.push([(step + (sample.at_s - record.began_s) / record.wall_s) / each, memory.bytes])
+  }
+  return found
 }
 
 function switchLine(run, columns, frame, font) {
@@ -182,7 +204,7 @@ function expertNames(columns, frame, font) {
   return stretches
     .filter((stretch) => stretch.count * frame.step >= font * 2)
     .map(({ expert, from, count }) =>
-      text(frame.left + (from + count / 2) * frame.step, frame.bottom + font, font, "middle", expert)
+      text(frame.left + (from + count / 2) * frame.step, frame.bottom + font, font, "middle", expertText(expert))
     )
 }
 

@@ -4,6 +4,8 @@
  * A record is what `StepRecord` is in JSON, a run what `store.mjs` keeps.
  */
 
+import { say } from "./words.mjs"
+
 const UNITS = ["B", "KB", "MB", "GB", "TB"]
 
 /** 702800000 -> "703 MB". */
@@ -80,41 +82,52 @@ export function totals(records) {
 }
 
 /** The most memory of some steps, in words: "VRAM peak 6.93 GB"; empty where nothing is known. */
-export function peakText(records) {
+export const peakText = (records) => mostText(records, "peak")
+
+function mostText(records, prefix) {
   const known = records.map(memoryOf).filter(Boolean)
   if (!known.length) return ""
-  return `${known[0].kind} peak ${sizeText(Math.max(...known.map((memory) => memory.bytes)))}`
+  return say(`${prefix}${known[0].kind}`, sizeText(Math.max(...known.map((memory) => memory.bytes))))
 }
 
 /** Everything that is known of one step, in one line. */
 export function stepText(record, predicted) {
   const parts = [
-    `step ${record.index} (${record.expert})`,
-    `${secondsText(record.wall_s)} = compute ${secondsText(record.compute_s)} + stall ${secondsText(record.stall_s)}` +
-      `${fileWords(record)} + rest ${secondsText(outsideSeconds(record))}`,
-    `${sizeText(record.bytes_moved)} moved` + rateWords(record.bytes_moved, record.copy_s),
-    `${sizeText(record.read_bytes)} read` + rateWords(record.read_bytes, record.read_s)
+    say("step", record.index, expertText(record.expert)),
+    say(record.stall_file_s ? "partsWithFiles" : "parts", ...secondsOf(record).map(secondsText)),
+    routeText("moved", record.bytes_moved, record.copy_s),
+    routeText("read", record.read_bytes, record.read_s)
   ]
-  const memory = memoryOf(record)
-  if (memory) parts.push(`${memory.kind} ${sizeText(memory.bytes)}`)
-  if (record.device_used_bytes) parts.push(`device ${sizeText(record.device_used_bytes)}`)
-  if (predicted) parts.push(`predicted ${secondsText(predicted.wall_s)}`)
-  return parts.join(" · ")
+  parts.push(mostText([record], ""))
+  if (record.device_used_bytes) parts.push(say("device", sizeText(record.device_used_bytes)))
+  if (predicted) parts.push(say("predicted", secondsText(predicted.wall_s)))
+  return parts.filter(Boolean).join(" · ")
 }
 
-const fileWords = (record) => (record.stall_file_s ? ` (${secondsText(record.stall_file_s)} of it for files)` : "")
+/** The name of an expert; one that has no other name is called as the record calls it. */
+export const expertText = (expert) => (["high", "low"].includes(expert) ? say(expert) : expert)
 
-function rateWords(bytes, seconds) {
+const secondsOf = (record) => [
+  record.wall_s,
+  record.compute_s,
+  record.stall_s,
+  outsideSeconds(record),
+  record.stall_file_s ?? 0
+]
+
+function routeText(key, bytes, seconds) {
   const achieved = rate(bytes, seconds)
-  return achieved === null ? "" : ` at ${rateText(achieved)}`
+  return achieved === null ? say(key, sizeText(bytes)) : say(`${key}At`, sizeText(bytes), rateText(achieved))
 }
+
+/** The error of a run that a server took with it when it ended. */
+export const RESTARTED = "the server was started again"
 
 /** How far a run is, or how it ended, in a few words. */
 export function stateText(run) {
   const records = recordsOf(run)
-  if (run.error) return `${records.length} of ${run.steps} steps: ${run.error}`
-  if (!run.ended) return `step ${records.length} of ${run.steps}`
-  return `${records.length} steps`
+  if (run.error) return say("failed", records.length, run.steps, run.error === RESTARTED ? say("restarted") : run.error)
+  return run.ended ? say("ended", records.length) : say("running", records.length, run.steps)
 }
 
 /** The run in one line, as the closed overlay shows it. */
@@ -122,18 +135,23 @@ export function runText(run) {
   const records = recordsOf(run)
   if (!records.length) return stateText(run)
   const all = totals(records)
-  const parts = [stateText(run), secondsText(all.wall_s), `stall ${secondsText(all.stall_s)}`]
+  const parts = [stateText(run), secondsText(all.wall_s), say("stall", secondsText(all.stall_s))]
   const achieved = all.copy_bytes_per_s ?? all.read_bytes_per_s
   if (achieved !== null) parts.push(rateText(achieved))
-  parts.push(peakText(records).replace(" peak", ""))
+  parts.push(mostText(records, ""))
   return parts.filter(Boolean).join(" · ")
 }
 
-/** One row of the table of runs: names, words and the plain value, for display, comparison and CSV. */
+/** One row of the table of runs: names (of columns in files), heads, words and the plain value. */
 export function figuresOf(run) {
   const all = totals(recordsOf(run))
   const predicted = run.predicted ? totals(run.predicted.steps) : null
-  const figure = (name, value, text) => ({ name, value: value ?? null, text: orDash(value, text) })
+  const figure = (name, value, text) => ({
+    name,
+    head: say(`head ${name}`),
+    value: value ?? null,
+    text: orDash(value, text)
+  })
   return [
     figure("steps", all.steps, String),
     figure("wall", all.wall_s, secondsText),

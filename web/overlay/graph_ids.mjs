@@ -7,9 +7,11 @@
 
 const nodesOf = (graph) => graph.nodes ?? graph._nodes ?? []
 
-/** All ids of a node, by walking from the root graph. */
-export function executionIds(root, node) {
-  return [...walk(root, "")].filter(([found]) => found === node).map(([, id]) => id)
+/** All ids of every node below the root graph: node -> ids. */
+export function executionIds(root) {
+  const ids = new Map()
+  for (const [node, id] of walk(root, "")) ids.set(node, [...(ids.get(node) ?? []), id])
+  return ids
 }
 
 /** Pairs of node and id of the whole graph, in depth. */
@@ -36,6 +38,7 @@ export function figuresAt(figures, ids, type) {
     seconds: found.reduce((total, each) => total + each.seconds, 0),
     running: found.some((each) => each.running),
     ran: found.some((each) => each.ran),
+    partly: found.some((each) => each.partly ?? false),
     device_used_peak: most("device_used_peak"),
     torch_allocated_peak: most("torch_allocated_peak"),
     rss_peak: most("rss_peak")

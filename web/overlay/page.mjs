@@ -9,6 +9,7 @@ import { executionIds, figuresAt } from "./graph_ids.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
 import { EVENTS, Store, lastItem, lastRun, leavesGap } from "./store.mjs"
+import { say, speak } from "./words.mjs"
 
 const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", "WanStreamBenchmark", "WanStreamLaneSampler"]
 const BADGES_SETTING = "WanStream.Badges"
@@ -23,7 +24,9 @@ export function start(app, api) {
   const badges = new Badges(page)
   const table = new RunsTable(page)
   const refresh = () => {
-    for (const widget of widgets.values()) widget.refresh()
+    const other = speak(app.extensionManager?.setting?.get("Comfy.Locale"))
+    if (other) table.relabel()
+    for (const widget of widgets.values()) widget.refresh(other)
     badges.refresh()
     table.refresh(store.state)
   }
@@ -51,27 +54,47 @@ export function start(app, api) {
       if (SHOWN_ON.includes(node.comfyClass)) attach(new RunWidget(node, page), widgets)
     },
     loadedGraphNode: (node) => widgets.get(node)?.refresh(),
-    afterConfigureGraph: refresh
+    afterConfigureGraph() {
+      dropStrays(widgets, page)
+      refresh()
+    }
   })
+}
+
+/** ComfyUI says of no node inside a subgraph that it is gone when another graph is loaded. */
+function dropStrays(widgets, page) {
+  for (const [node, widget] of widgets) {
+    if (page.isHere(node)) continue
+    widgets.delete(node)
+    widget.detach()
+  }
 }
 
 /** What the widget, the badges and the table ask of the page. */
 function pageOf(app, store) {
   const root = () => app.rootGraph ?? app.graph
+  let ids = null
+  // A graph is walked once for all nodes that are drawn together.
+  const idsOf = (node) => {
+    if (!ids) queueMicrotask(() => (ids = null))
+    ids ??= executionIds(root())
+    return ids.get(node) ?? []
+  }
   return {
     get canvas() {
       return app.canvas
     },
     zoom: () => app.canvas?.ds.scale ?? 1,
     memory: () => store.state.memory,
+    isHere: (node) => idsOf(node).length > 0,
     runOf(node) {
-      const last = (shown) => lastRun(store.state, root().id, executionIds(root(), shown))
+      const last = (shown) => lastRun(store.state, root().id, idsOf(shown))
       const runs = [node, measuredBy(node)].filter(Boolean).map(last).filter(Boolean)
       return runs.sort((one, other) => other.at - one.at)[0] ?? null
     },
     figuresOf(node) {
       const item = lastItem(store.state, root().id)
-      return item ? figuresAt(item.nodes, executionIds(root(), node), node.type) : null
+      return item ? figuresAt(item.nodes, idsOf(node), node.type) : null
     },
     resize,
     forward: (element) => forward(app, element, isForCanvas),
@@ -137,7 +160,9 @@ const badgesSetting = (onChange) => ({
 
 const tableTab = (table, store) => ({
   id: "wanstream-runs",
-  title: "WanStream runs",
+  get title() {
+    return say("tab")
+  },
   type: "custom",
   render(container) {
     // Called again whenever the panel is drawn.
@@ -169,17 +194,21 @@ function attach(widget, widgets) {
 }
 
 let asking = false
+let askAgain = false
 
-/** Ask the server for what this page has not seen. */
+/** Ask the server for what this page has not seen; who asks meanwhile may miss what came after the answer was made. */
 async function catchUp(api, store) {
+  askAgain = asking
   if (asking) return
   asking = true
+  const known = store.state.runs.map((run) => run.run)
   try {
     const answer = await api.fetchApi("/wanstream/runs")
-    if (answer.ok) store.take("snapshot", await answer.json())
+    if (answer.ok) store.take("snapshot", { ...(await answer.json()), known })
   } finally {
     asking = false
   }
+  if (askAgain) await catchUp(api, store)
 }
 
 /** Let the server look at nodes for a while longer. */

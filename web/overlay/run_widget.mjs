@@ -8,6 +8,7 @@
 import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
 import { element } from "./dom.mjs"
 import { recordsOf, runText, sizeText, stepText } from "./figures.mjs"
+import { say } from "./words.mjs"
 
 const CLOSED_HEIGHT = 26
 const OPEN_HEIGHT = 190
@@ -83,7 +84,6 @@ export class RunWidget {
       blur: () => this.choose(null)
     }
     this.plot = element(["div", { class: "wanstream-plot", tabindex: 0, role: "group", ...listeners }])
-    this.plot.setAttribute("aria-label", "Steps of the last run: left and right arrow keys choose one")
     this.numbers = element(["div", { class: "wanstream-numbers", role: "status", "aria-live": "polite" }])
     this.root = element(["div", { class: "wanstream-run" }])
     this.root.append(this.button, this.plot, this.numbers)
@@ -95,11 +95,11 @@ export class RunWidget {
     this.page.resize(this.node, true)
   }
 
-  /** Look up the run of this node anew, and draw what has changed. */
-  refresh() {
+  /** Look up the run of this node anew, and draw what has changed; `all`: whatever has. */
+  refresh(all = false) {
     const run = this.page.runOf(this.node)
     const zoom = this.page.zoom()
-    const drawn = run === this.run && isFar(zoom) === isFar(this.zoom) && this.root.dataset.open !== undefined
+    const drawn = !all && run === this.run && isFar(zoom) === isFar(this.zoom) && this.root.dataset.open !== undefined
     this.zoom = zoom
     if (!drawn) this.show(run)
     else if (run && !run.ended) this.tell()
@@ -117,7 +117,8 @@ export class RunWidget {
     this.root.style.minHeight = `${this.height() - 2 * MARGIN}px`
     this.button.setAttribute("aria-expanded", open)
     this.button.disabled = !run
-    this.line.textContent = run ? runText(run) : "WanStream: no run yet"
+    this.line.textContent = run ? runText(run) : say("none")
+    this.plot.setAttribute("aria-label", say("plot"))
     this.button.title = this.line.textContent
     this.draw()
     if (appears) this.page.resize(this.node, false)
@@ -142,11 +143,11 @@ export class RunWidget {
   summary() {
     const { timeline, predicted, ended } = this.run
     const memory = this.page.memory()
-    if (!ended && memory?.device_used) {
-      return `On the device: ${sizeText(memory.device_used)} of ${sizeText(memory.device_total)} in use now`
+    if (!ended && memory?.device_used && memory.prompt_id === this.run.prompt_id) {
+      return say("memoryNow", sizeText(memory.device_used), sizeText(memory.device_total))
     }
     if (timeline?.changes?.length) return timeline.changes.join("; ")
-    return predicted ? "Outline: predicted. Point at a bar for its numbers." : "Point at a bar for its numbers."
+    return say(predicted ? "pointPredicted" : "point")
   }
 
   choose(step) {

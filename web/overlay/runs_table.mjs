@@ -6,13 +6,12 @@
 
 import { element } from "./dom.mjs"
 import { figuresOf, stateText } from "./figures.mjs"
-
-const NO_RUN = ["p", { class: "wanstream-hint" }, "No run yet."]
+import { say } from "./words.mjs"
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
 
 /** What a run is called: by the title of its node, as far as its workflow carries one. */
-const name = (run) => run.title || `node ${run.shown_at}`
+const name = (run) => run.title || say("nodeOf", run.shown_at)
 
 const ratioText = (value, first) => (value === null || !first ? "-" : `${(value / first).toFixed(2)} x`)
 
@@ -24,35 +23,37 @@ function knownFigures(runs) {
 
 /** All runs, the last one first. `ticked` holds the ids of chosen runs. */
 export function tableOf(runs, { ticked, onTick }) {
-  const heads = knownFigures(runs).map((figure) => figure.name)
+  const figures = knownFigures(runs)
+  const names = figures.map((figure) => figure.name)
+  const heads = ["", say("head time"), say("head node"), ...figures.map((figure) => figure.head), say("head state")]
   const row = (run) => {
     const label = `${clock(run.at)} ${name(run)}`
-    const tick = { checked: ticked.has(run.run), change: () => onTick(run.run), "aria-label": `compare ${label}` }
+    const tick = { checked: ticked.has(run.run), change: () => onTick(run.run), "aria-label": say("compare", label) }
     const cell = (content) => ["td", {}, content]
-    const known = figuresOf(run).filter((figure) => heads.includes(figure.name))
-    const figures = known.map((figure) => ["td", { "data-figure": figure.name }, figure.text])
+    const known = figuresOf(run).filter((figure) => names.includes(figure.name))
+    const shown = known.map((figure) => ["td", { "data-figure": figure.name }, figure.text])
     const first = [["input", { type: "checkbox", ...tick }], clock(run.at), name(run)].map(cell)
-    return ["tr", { "data-run": run.run }, ...first, ...figures, cell(stateText(run))]
+    return ["tr", { "data-run": run.run }, ...first, ...shown, cell(stateText(run))]
   }
   return [
     "table",
     { class: "wanstream-table" },
-    ["thead", {}, ["tr", {}, ...["", "time", "node", ...heads, "state"].map((head) => ["th", { scope: "col" }, head])]],
+    ["thead", {}, ["tr", {}, ...heads.map((head) => ["th", { scope: "col" }, head])]],
     ["tbody", {}, ...[...runs].reverse().map(row)]
   ]
 }
 
 /** The chosen runs beside each other, each figure with its ratio to the first run. */
 export function comparisonOf(runs) {
-  const heads = knownFigures(runs).map((figure) => figure.name)
-  const columns = runs.map((run) => figuresOf(run).filter((figure) => heads.includes(figure.name)))
+  const names = knownFigures(runs).map((figure) => figure.name)
+  const columns = runs.map((run) => figuresOf(run).filter((figure) => names.includes(figure.name)))
   const head = runs.map((run) => ["th", { scope: "col" }, `${clock(run.at)} ${name(run)}`])
   const row = (figure, index) => {
     const cells = columns.map((figures, run) => {
       const { value, text } = figures[index]
       return ["td", {}, run === 0 ? text : `${text} (${ratioText(value, figure.value)})`]
     })
-    return ["tr", { "data-figure": figure.name }, ["th", { scope: "row" }, figure.name], ...cells]
+    return ["tr", { "data-figure": figure.name }, ["th", { scope: "row" }, figure.head], ...cells]
   }
   return [
     "table",
@@ -84,26 +85,33 @@ export class RunsTable {
     this.page = page
     this.ticked = new Set()
     this.runs = []
-    const button = (words, click) => ["button", { type: "button", class: "wanstream-button", click }, words]
+    this.tools = element(["div", { class: "wanstream-tools" }])
     this.body = element(["div", { class: "wanstream-tables" }])
-    this.root = element([
-      "div",
-      { class: "wanstream-panel" },
-      [
-        "div",
-        { class: "wanstream-tools" },
-        button("Export JSON", () => this.export("json", "application/json", jsonOf)),
-        button("Export CSV", () => this.export("csv", "text/csv", csvOf)),
-        ["span", { class: "wanstream-hint" }, "Tick runs to compare them; what is ticked is exported, or else all."]
-      ]
-    ])
-    this.root.append(this.body)
+    this.root = element(["div", { class: "wanstream-panel" }])
+    this.root.append(this.tools, this.body)
+  }
+
+  /** Everything is drawn anew: another language is spoken. */
+  relabel() {
+    this.tools.replaceChildren()
+  }
+
+  drawTools() {
+    if (this.tools.firstChild) return
+    const button = (words, click) => ["button", { type: "button", class: "wanstream-button", click }, words]
+    const tools = [
+      button(say("exportJson"), () => this.export("json", "application/json", jsonOf)),
+      button(say("exportCsv"), () => this.export("csv", "text/csv", csvOf)),
+      ["span", { class: "wanstream-hint" }, say("tick")]
+    ]
+    this.tools.replaceChildren(...tools.map(element))
   }
 
   /** Draw the table if it is on the page; a state that comes while it is not is drawn when it comes back. */
   refresh(state) {
     this.runs = state.runs
     if (!this.root.isConnected) return
+    this.drawTools()
     const focused = document.activeElement?.closest?.("[data-run]")?.dataset.run
     const onTick = (run) => {
       if (!this.ticked.delete(run)) this.ticked.add(run)
@@ -111,7 +119,9 @@ export class RunsTable {
     }
     const chosen = this.chosen()
     const comparison = chosen.length > 1 ? [comparisonOf(chosen)] : []
-    const all = this.runs.length ? tableOf(this.runs, { ticked: this.ticked, onTick }) : NO_RUN
+    const all = this.runs.length
+      ? tableOf(this.runs, { ticked: this.ticked, onTick })
+      : ["p", { class: "wanstream-hint" }, say("noRun")]
     this.body.replaceChildren(...[...comparison, all].map(element))
     if (focused) this.body.querySelector(`tr[data-run="${focused}"] input`)?.focus()
   }

@@ -4,6 +4,8 @@
  * `state` is a value: each event gives a new one, by a pure function. A page that comes later starts from a snapshot.
  */
 
+import { RESTARTED } from "./figures.mjs"
+
 const KEPT_RUNS = 50
 const NO_WORKFLOW = "00000000-0000-0000-0000-000000000000"
 
@@ -43,7 +45,12 @@ function nodes(state, payload) {
   return { ...state, items: [...state.items.filter((other) => other !== before), item].slice(-KEPT_RUNS) }
 }
 
-/** What the server knows of all runs: it wins wherever it knows more than this page. */
+/**
+ * What the server knows of all runs: it wins wherever it knows more than this page.
+ *
+ * `told.known` are the runs that the page knew when it asked: of those alone it may be said that the server has
+ * forgotten them, because others may have begun since it answered.
+ */
 function snapshot(state, told) {
   const here = new Map(state.runs.map((run) => [run.run, run]))
   const runs = told.runs.map((theirs) => {
@@ -52,11 +59,20 @@ function snapshot(state, told) {
   })
   const there = new Set(runs.map((run) => run.run))
   // A run that goes on here and is unknown there began before the server was started again.
-  const lost = state.runs
-    .filter((run) => !there.has(run.run))
-    .map((run) => (run.ended ? run : { ...run, ended: true, error: "the server was started again" }))
-  const items = told.items.reduce((all, item) => nodes(all, item), state).items
-  return { ...state, runs: [...lost, ...runs].slice(-KEPT_RUNS), items }
+  const unknown = state.runs.filter((run) => !there.has(run.run))
+  const lost = unknown
+    .filter((run) => told.known.includes(run.run))
+    .map((run) => (run.ended ? run : { ...run, ended: true, error: RESTARTED }))
+  const later = unknown.filter((run) => !told.known.includes(run.run))
+  const items = told.items.reduce(older, state).items
+  return { ...state, runs: [...lost, ...runs, ...later].slice(-KEPT_RUNS), items }
+}
+
+/** What a snapshot says of the nodes of a queue item: less than an event that came while it was under way. */
+function older(state, item) {
+  const ours = state.items.find((known) => known.prompt_id === item.prompt_id)
+  if (!ours || ours.at <= item.at) return nodes(state, item)
+  return nodes(state, { ...ours, nodes: { ...item.nodes, ...ours.nodes } })
 }
 
 const REACTIONS = {
