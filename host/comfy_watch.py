@@ -74,24 +74,25 @@ class ComfyWatch:
         if not 0 <= seconds <= LONGEST_LEASE:
             return web.json_response({"error": f"seconds {seconds:g}: give 0 to {LONGEST_LEASE:g}"}, status=400)
         self._leased_until = max(self._leased_until, time.monotonic() + seconds)
-        self._wake()
+        self._wake(late=True)
         return web.json_response({"seconds": seconds})
 
     def _on_prompt(self, posted: dict[str, Any]) -> dict[str, Any]:
         if time.monotonic() < self._leased_until:
-            self._wake()
+            self._wake(late=False)
         return posted
 
-    def _wake(self) -> None:
+    def _wake(self, *, late: bool) -> None:
+        """Begin to look, unless somebody does; `late`: something may run already."""
         with self._lock:
             self._idle_at = time.monotonic() + IDLE_SECONDS
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="wanstream-watch", daemon=True)
+                self._thread = threading.Thread(target=self._look, args=(late,), name="wanstream-watch", daemon=True)
                 self._thread.start()
 
-    def _look(self) -> None:
+    def _look(self, late: bool) -> None:
         """Look at what runs until nobody is interested, or nothing has run for a while."""
-        looking, told_at = _Looking(self.announce), 0.0
+        looking, told_at = _Looking(self.announce, late=late), 0.0
         try:
             while True:
                 now = time.monotonic()
@@ -102,7 +103,7 @@ class ComfyWatch:
                 if not self._goes_on(now, busy=busy):
                     break
                 time.sleep(LOOK_SECONDS)
-            looking.close(now)
+            looking.leave(now)
         except BaseException:
             self._thread = None  # the next prompt begins anew; what went wrong is shown by the thread's own trace
             raise
@@ -129,10 +130,10 @@ class _Item:
 
 
 class _Looking:
-    """The queue item that is looked at, if any."""
+    """The queue item that is looked at, if any. `late`: the first look may find one that has been running for long."""
 
-    def __init__(self, announce: Announce) -> None:
-        self._announce = announce
+    def __init__(self, announce: Announce, *, late: bool) -> None:
+        self._announce, self._late = announce, late
         self._meter = MemoryMeter(comfy.model_management.get_torch_device())
         self._item: _Item | None = None
 
@@ -147,9 +148,11 @@ class _Looking:
             if self._item is None:
                 prompt, workflow = _queued(here)
                 graph = {node_id: node["class_type"] for node_id, node in prompt.items()}
-                self._item = _Item(prompt_id=here, workflow=workflow, graph=graph, times=ItemTimes())
+                times = ItemTimes(late=self._late)
+                self._item = _Item(prompt_id=here, workflow=workflow, graph=graph, times=times)
             if self._item.times.look(now, _seen(registry)):
                 self._item.times.memory(self._memory())
+        self._late = False
         return bool(running or waiting)
 
     def tell(self, now: float) -> None:
@@ -162,9 +165,16 @@ class _Looking:
         self._tell_nodes(self._item, now, running=True)
 
     def close(self, now: float) -> None:
-        """The item is over, or nobody looks any more."""
+        """The item is over."""
         if self._item is not None:
             self._item.times.close(now, self._item.graph)
+            self._tell_nodes(self._item, now, running=False)
+            self._item = None
+
+    def leave(self, now: float) -> None:
+        """Nobody looks any more, whether the item is over or not."""
+        if self._item is not None:
+            self._item.times.leave(now)
             self._tell_nodes(self._item, now, running=False)
             self._item = None
 

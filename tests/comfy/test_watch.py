@@ -63,6 +63,25 @@ def test_nobody_looks_at_nodes_while_no_page_is_interested(server: Any, gate: Ga
     assert prompt_id not in items(server)
 
 
+def test_a_page_that_is_opened_in_the_middle_tells_no_time_that_nobody_measured(server: Any, gate: Gate) -> None:
+    """Before all tests that make the server look: nobody may do so while the first node runs."""
+    first = {"class_type": "PrimitiveString", "inputs": {"value": str(gate.file)}}
+    prompt_id = server.queue({"1": first, "7": {"class_type": "TestGate", "inputs": {"file": ["1", 0]}}})
+    until(lambda: bool(server.get("/queue")["queue_running"]))
+    time.sleep(1)
+    server.post("/wanstream/watch", {"seconds": 4})
+    until(lambda: bool(node(server, prompt_id)))
+    assert node(server, prompt_id)["partly"]
+    gate.open()
+    server.wait(prompt_id)
+    until(lambda: not items(server)[prompt_id]["running"])
+    (gate_id, figures), *_ = items(server)[prompt_id]["nodes"].items()
+    assert (gate_id, figures["partly"], figures["running"]) == ("7", True, False)
+    assert figures["seconds"] > 0
+    assert "1" not in items(server)[prompt_id]["nodes"], "not 0.0 s"
+    time.sleep(5)  # the interest is over, for the tests below
+
+
 @pytest.mark.parametrize("body", [{}, {"seconds": "soon"}, {"seconds": -1}, {"seconds": 1e9}, {"seconds": None}, []])
 def test_an_interest_that_makes_no_sense_is_refused_in_words(server: Any, body: Any) -> None:
     status, answer = server.post("/wanstream/watch", body)

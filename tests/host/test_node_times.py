@@ -91,3 +91,28 @@ def test_a_node_that_was_never_seen_did_not_run() -> None:
     told = times.changes(2.0)
     assert (told["a"]["ran"], told["cached"]["ran"]) == (True, False)
     assert (told["cached"]["class_type"], told["cached"]["seconds"]) == ("Loader", 0)
+
+
+def test_who_comes_late_says_nothing_of_what_has_ended_and_of_what_runs_only_what_was_seen() -> None:
+    times = ItemTimes(late=True)
+    assert times.look(10.0, [seen("a", "finished"), seen("b", "running")])
+    assert set(times.changes(10.0)) == {"b"}, "seconds of `a` are not known: none are better than 0.0"
+    times.look(12.0, [seen("a", "finished"), seen("b", "finished"), seen("c", "running")])
+    times.look(15.0, [seen("a", "finished"), seen("b", "finished"), seen("c", "finished")])
+    times.close(15.0, {"a": "Class", "b": "Class", "c": "Class", "d": "Class"})
+    told = times.changes(15.0)
+    assert {name: (node["seconds"], node["partly"], node["ran"]) for name, node in told.items()} == {
+        "b": (2.0, True, True),
+        "c": (3.0, False, True),
+        "d": (0, False, False),
+    }
+
+
+def test_who_goes_early_does_not_say_that_the_rest_did_not_run() -> None:
+    times = ItemTimes()
+    times.look(1.0, [seen("a", "finished"), seen("b", "running")])
+    times.leave(3.0)
+    told = times.changes(9.0)
+    assert set(told) == {"a", "b"}
+    assert (told["a"]["partly"], told["b"]["partly"]) == (False, True)
+    assert (told["b"]["seconds"], told["b"]["running"]) == (2.0, False)
