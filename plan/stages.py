@@ -34,7 +34,7 @@ def stage_boundaries(experts_of_steps: Sequence[str], step_costs_s: Sequence[flo
             f"the expert changes {len(stretches) - 1} times, so stages of one expert each are {len(stretches)}, not "
             f"{stages}: use 1, or {len(stretches)} to {steps}"
         )
-    split = {stretch: (stretch,) for stretch in stretches}
+    split: dict[range, tuple[range, ...]] = {stretch: (stretch,) for stretch in stretches}
     for _ in range(stages - len(stretches)):
         slowest = max(
             (stretch for stretch in stretches if len(split[stretch]) < len(stretch)),
