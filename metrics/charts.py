@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..plan import StepRecord, Timeline
 from ..plan.figure_words import second_digits, seconds_text, size_text
+from .chart_bars import bars, numbered_every
 from .drawing import Box, Drawing, Shape, Stroke, Text, text_width
 from .report import Report, Variant
 from .report_figures import TOTAL, Spread
@@ -72,9 +73,9 @@ def _memory_of(step: StepRecord) -> int | None:
 
 
 def _drawn(variant: Variant) -> Iterator[StepRecord]:
-    """Every step that the panel of `variant` has to have room for."""
+    """Every bar that the panel of `variant` has to have room for."""
     for timeline in (*variant.measured, *([variant.predicted] if variant.predicted else [])):
-        yield from timeline.steps
+        yield from bars(timeline.steps)
 
 
 def _short(text: str, width: float, size: int) -> str:
@@ -156,20 +157,22 @@ def _panel(variant: Variant, top: float, most: _Most) -> Iterator[Shape]:
         )
     if not usual.steps:
         return
-    pitch = (WIDTH - MARGIN - left) / len(usual.steps)
-    for place, step in enumerate(usual.steps):
-        runs = [run.steps[place].wall_s for run in variant.measured]
+    steps = bars(usual.steps)
+    pitch = (WIDTH - MARGIN - left) / len(steps)
+    every = numbered_every(pitch, text_width(f" {steps[-1].index + 1} ", 12))
+    for place, (step, *runs) in enumerate(zip(steps, *(bars(run.steps) for run in variant.measured), strict=True)):
         x = left + place * pitch
-        yield from _bar(step, runs, x=x, pitch=pitch, floor=floor, scale=scale)
-        if len(usual.steps) <= 20 or (place + 1) % 5 == 0 or place == 0:
+        yield from _bar(step, [run.wall_s for run in runs], x=x, pitch=pitch, floor=floor, scale=scale)
+        if (place + 1) % every == 0 or place == 0:
             yield Text(x=x + pitch / 2, y=floor + 16, text=str(step.index + 1), anchor="middle", colour="soft")
         if step.index == usual.switch_step:
             yield Stroke(x=x, y=top + 30, to_x=x, to_y=floor, colour="ink", dashed=True)
             yield Text(x=x + 4, y=floor - height - 6, text="switch")
     yield from _predicted(variant, left=left, pitch=pitch, floor=floor, scale=scale)
     if most.memory:
-        yield from _memory(usual, left=left, pitch=pitch, floor=top + 30 + STRIP, scale=STRIP / most.memory)
-    yield Text(x=(left + WIDTH - MARGIN) / 2, y=floor + 32, text="step", anchor="middle", colour="soft")
+        yield from _memory(steps, left=left, pitch=pitch, floor=top + 30 + STRIP, scale=STRIP / most.memory)
+    axis = "step" if len(steps) == len(usual.steps) else f"step, {len(usual.steps)} of them in {len(steps)} bars"
+    yield Text(x=(left + WIDTH - MARGIN) / 2, y=floor + 32, text=axis, anchor="middle", colour="soft")
 
 
 def _figures(usual: Timeline, total: str) -> str:
@@ -198,20 +201,20 @@ def _bar(
 def _predicted(variant: Variant, *, left: float, pitch: float, floor: float, scale: float) -> Iterator[Shape]:
     """What the simulator said of each step, as an outline around its bar."""
     gap = min(6.0, pitch * 0.2) - 2
-    for place, step in enumerate(variant.predicted.steps if variant.predicted else ()):
+    for place, step in enumerate(bars(variant.predicted.steps) if variant.predicted else ()):
         high = step.wall_s * scale
         width = pitch - 2 * gap
         yield Box(x=left + place * pitch + gap, y=floor - high, width=width, height=high, colour="ink", outline=True)
 
 
-def _memory(usual: Timeline, *, left: float, pitch: float, floor: float, scale: float) -> Iterator[Shape]:
+def _memory(steps: Sequence[StepRecord], *, left: float, pitch: float, floor: float, scale: float) -> Iterator[Shape]:
     """The memory of each step as a line over its own floor, and the most of it in words."""
-    known = [(place, value) for place, step in enumerate(usual.steps) if (value := _memory_of(step))]
+    known = [(place, value) for place, step in enumerate(steps) if (value := _memory_of(step))]
     points = [(left + (place + 0.5) * pitch, floor - value * scale) for place, value in known]
     yield Stroke(x=left, y=floor, to_x=WIDTH - MARGIN, to_y=floor, colour="faint")
     for (x, y), (to_x, to_y) in pairwise(points):
         yield Stroke(x=x, y=y, to_x=to_x, to_y=to_y, colour="memory")
     if points:
-        name, most = "RAM" if usual.steps[0].device_bytes is None else "VRAM", max(value for _, value in known)
+        name, most = "RAM" if steps[0].device_bytes is None else "VRAM", max(value for _, value in known)
         yield Text(x=left - 8, y=floor - 12, text=name, colour="memory", anchor="end")
         yield Text(x=left - 8, y=floor + 2, text=size_text(most), colour="memory", anchor="end")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -145,7 +146,7 @@ def test_nothing_measured_is_a_chart_too(make_variant: MakeVariant, make_report:
     assert report_chart(make_report(make_variant("a"), make_variant("b"))).image().size[0] > 0
 
 
-@pytest.mark.parametrize("steps", [1, 4, 40, 200])
+@pytest.mark.parametrize("steps", [1, 4, 40, 200, 10_000])
 def test_everything_lies_on_the_paper(
     steps: int, make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
@@ -164,3 +165,17 @@ def test_everything_lies_on_the_paper(
             left = shape.x - {"start": 0, "middle": length / 2, "end": length}[shape.anchor]
             assert left >= 0
             assert left + length <= chart.width, shape.text
+
+
+@pytest.mark.parametrize("steps", [3, 40, 200, 10_000])
+def test_every_step_is_seen_and_no_number_lies_on_another(
+    steps: int, make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
+    run = make_timeline(*[1.0] * steps, switch=steps // 2)
+    chart = report_chart(make_report(make_variant("a", run)))
+    assert len(chart.shapes) < 1500
+    assert min(bar.width for bar in bars(chart)) > 1
+    numbers = [shape for shape in chart.shapes if isinstance(shape, Text) and shape.text.isdecimal()]
+    places = [(shape.x, text_width(shape.text, shape.size) / 2) for shape in numbers]
+    assert all(x + half < to_x - to_half for (x, half), (to_x, to_half) in pairwise(places))
+    assert ("bars" in " ".join(words(chart))) == (steps > 250)
