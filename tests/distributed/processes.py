@@ -1,4 +1,4 @@
-"""Real processes for tests: each imports torch once, keeps what a job leaves behind, and does one job after the other.
+"""Real processes for tests, forked from one that has imported torch: each keeps what a job leaves behind for the next.
 
     answers = processes.all(job, *args, count=4)
     answer = processes[1].start(job, *args)
@@ -10,7 +10,6 @@ when its parent does.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import inspect
 import os
@@ -31,6 +30,7 @@ WAIT_S = 120.0
 """Neither a start nor a job takes longer, on any machine."""
 
 Job = Callable[..., Any]
+Asked = tuple[str, str, tuple[Any, ...]]
 
 
 class JobFailedError(RuntimeError):
@@ -39,6 +39,32 @@ class JobFailedError(RuntimeError):
 
 class ProcessGoneError(RuntimeError):
     """A process ended in the middle of a job."""
+
+
+class Source:
+    """The process that the others are forked from. It computes nothing, so that it has no threads."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(WAIT_S)
+        self._popen = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+
+    def fork(self, number: int) -> tuple[int, Connection]:
+        """A new process: its id, and the pipe to it."""
+        ours, theirs = socket.socketpair()
+        socket.send_fds(self._socket, [number.to_bytes(8, "little")], [theirs.fileno()])
+        theirs.close()
+        return int.from_bytes(self._socket.recv(8), "little"), Connection(ours.detach())
+
+    def close(self) -> None:
+        self._popen.kill()
+        self._popen.wait(WAIT_S)
+        self._socket.close()
 
 
 class Answer:
@@ -55,18 +81,10 @@ class Answer:
 class Process:
     """One process; `start` one job at a time."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, source: Source, number: int) -> None:
         self.number = number
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
-        command = [sys.executable, __file__, str(theirs.fileno()), str(number)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        self._popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
+        self.pid, self._connection = source.fork(number)
+        self._alive = True
 
     def start(self, job: Job, *args: Any) -> Answer:
         """Let it do a job, and return at once."""
@@ -81,19 +99,20 @@ class Process:
         try:
             value, error, trace = self._connection.recv()
         except (EOFError, ConnectionResetError) as err:
+            self._alive = False
             raise ProcessGoneError(f"process {self.number} ended in the middle of a job") from err
         if trace:
             raise (error or JobFailedError(trace)) from JobFailedError(trace)
         return value
 
     def signal(self, number: int) -> None:
-        """Send it a signal: SIGSTOP to let it hang, SIGCONT to let it go on."""
-        self._popen.send_signal(number)
+        """Send it a signal: SIGSTOP to let it hang, SIGCONT to let it go on, SIGKILL to lose it."""
+        os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        """End it as `kill -9` does. Killing twice is allowed."""
-        self._popen.kill()
-        self._popen.wait(WAIT_S)
+    def end(self) -> None:
+        """End it as `kill -9` does, unless it is gone already."""
+        if self._alive:
+            os.kill(self.pid, signal.SIGKILL)
         self._connection.close()
 
 
@@ -101,14 +120,14 @@ class Processes(Sequence[Process]):
     """Processes that are started when they are asked for, and kept."""
 
     def __init__(self) -> None:
+        self._source: Source | None = None
         self._every: list[Process] = []
 
     def at_least(self, count: int) -> Processes:
-        """Have so many or more, which are ready."""
-        started = [Process(number) for number in range(len(self._every), count)]
-        self._every += started
-        for process in started:
-            process.receive(WAIT_S)
+        """Have so many or more."""
+        self._source = self._source or Source()
+        while len(self._every) < count:
+            self._every.append(Process(self._source, len(self._every)))
         return self
 
     def all(self, job: Job, *args: Any, count: int, timeout: float = WAIT_S) -> list[Any]:
@@ -118,14 +137,16 @@ class Processes(Sequence[Process]):
 
     def replace(self, number: int) -> Process:
         """End a process, and start another one in its place."""
-        self._every[number].kill()
-        self._every[number] = Process(number)
-        self._every[number].receive(WAIT_S)
+        assert self._source is not None
+        self._every[number].end()
+        self._every[number] = Process(self._source, number)
         return self._every[number]
 
     def close(self) -> None:
         while self._every:
-            self._every.pop().kill()
+            self._every.pop().end()
+        if self._source is not None:
+            self._source.close()
 
     def __getitem__(self, number: Any) -> Any:
         return self._every[number]
@@ -137,16 +158,32 @@ class Processes(Sequence[Process]):
         return iter(self._every)
 
 
-def _serve(handle: int, number: int) -> None:
-    """Say that all is imported that most jobs need, and do the jobs that come until nobody sends any more."""
+def _fork_when_asked(handle: int) -> None:
+    """Fork until nobody asks any more; the children are reaped by the system."""
     import torch
 
     import wanstream.sampling  # noqa: F401
 
     torch.set_num_threads(1)
-    connection, jobs = Connection(handle), SimpleQueue[tuple[str, str, tuple[Any, ...]]]()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    asked = socket.socket(fileno=handle)
+    while True:
+        number, handles, _, _ = socket.recv_fds(asked, 8, 1)
+        if not number:
+            return
+        pid = os.fork()
+        if pid == 0:
+            asked.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _serve(Connection(handles[0]), int.from_bytes(number, "little"))
+        os.close(handles[0])
+        asked.send(pid.to_bytes(8, "little"))
+
+
+def _serve(connection: Connection, number: int) -> None:
+    """Do the jobs that come until nobody sends any more."""
+    jobs = SimpleQueue[Asked]()
     threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
-    connection.send((None, None, ""))
     here, modules = SimpleNamespace(number=number), dict[str, ModuleType]()
     while True:
         file, name, args = jobs.get()
@@ -156,13 +193,13 @@ def _serve(handle: int, number: int) -> None:
             connection.send((getattr(modules[file], name)(here, *args), None, ""))
         except Exception as error:  # noqa: BLE001 - every error of a job goes to the test
             text = traceback.format_exc()
-            with contextlib.suppress(Exception):
+            try:
                 connection.send((None, error, text))
-                continue
-            connection.send((None, None, text))
+            except Exception:  # noqa: BLE001 - whatever keeps an error from travelling
+                connection.send((None, None, text))
 
 
-def _listen(connection: Connection, jobs: SimpleQueue[tuple[str, str, tuple[Any, ...]]]) -> None:
+def _listen(connection: Connection, jobs: SimpleQueue[Asked]) -> None:
     """Also while a job runs, so that a process does not outlive its parent."""
     while True:
         try:
@@ -182,4 +219,4 @@ def _load(file: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _fork_when_asked(int(sys.argv[1]))
