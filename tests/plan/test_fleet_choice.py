@@ -76,7 +76,7 @@ def test_a_queue_that_waits_for_the_disk_at_each_switch_becomes_a_pipeline(
         visit=0.01,
         copy=1.0,
         vram_bytes=int((one_stays + 2 * job.computed_bytes + VRAM_RESERVE) / VRAM_SHARE),
-        ram_bytes=4 * job.stored_bytes,
+        ram_bytes=12 * job.stored_bytes,
     )
     plan = propose_mesh(2, job, machine, NVLINK, 50, heads=4)
     assert plan.mesh == Mesh(stage=2)
