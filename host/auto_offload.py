@@ -124,6 +124,11 @@ class AutoPlanner:
         key = (device, expert, weights)
         return self._learned.get(key) or self._known(*key)
 
+    def machine(self, expert: ExpertShape, *, device: torch.device, weights: Path) -> Machine:
+        """The same, measured now where it is not known, which takes some seconds."""
+        key = (device, expert, weights)
+        return self._learned.get(key) or self._profile_of(*key)
+
     def choose(
         self,
         auto: AutoOffload,
@@ -141,7 +146,7 @@ class AutoPlanner:
         Raises DoesNotFitError, a ValueError with numbers, where there is too little memory for any policy.
         """
         key = (device, job.expert, weights)
-        machine = self._learned.get(key) or self._profile_of(*key)
+        machine = self.machine(job.expert, device=device, weights=weights)
         budgets = room(True).within(auto.budgets, machine)
         plan = plan_offload(job, machine, budgets)
         reason = _words(plan, job)

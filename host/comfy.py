@@ -22,11 +22,12 @@ import torch
 from comfy_execution.utils import get_executing_context
 
 from ..metrics.ledger import Ledger, Ledgers
-from ..plan import AutoOffload, ExpertShape, ExpertsRef, Machine, OffloadJob, OffloadPolicy, WorkersRef
+from ..plan import AutoOffload, ExpertShape, ExpertsRef, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef
 from .auto_offload import AutoPlanner, Choice, Room, measured_machine, room_beside
 from .door import LoadedExperts, OutputFile, Progress
 from .folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, KeptNames, diffusers_folders, find_model, inside
-from .kept_workers import KeptWorkers, check_ray
+from .kept_workers import KeptWorkers
+from .workers_plan import SharedRun, WorkersPlan
 
 if TYPE_CHECKING:
     from ..distributed.driver import Driver
@@ -147,18 +148,16 @@ class ComfyDoor:
         self._count_pins()
         self._patcher = None
 
-    def gpu_count(self) -> int | None:
-        return torch.cuda.device_count() if self.device().type == "cuda" else None
+    def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
+        machine = partial(self._planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)
+        return self._workers.plan(run, machine)
 
-    def check_workers(self, ref: WorkersRef) -> None:
-        check_ray(ref)
-
-    def workers(self, ref: WorkersRef) -> Driver:
+    def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
         self.free_experts()
         if self.device().type == "cuda":
             # One of the workers computes on the GPU of this process, whose models would be in its way.
             comfy.model_management.unload_all_models()
-        return self._workers.get(ref)
+        return self._workers.get(ref, mesh, self.device())
 
     def free_workers(self) -> None:
         self._workers.close()

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
     from ..distributed.driver import Driver
     from ..metrics.ledger import Ledger
-    from ..plan import AutoOffload, ExpertShape, Machine, OffloadJob, OffloadPolicy, WorkersRef
+    from ..plan import AutoOffload, ExpertShape, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef
     from ..wan import ExpertPair
     from .auto_offload import Choice
+    from .workers_plan import SharedRun, WorkersPlan
 
 
 class NeedsComfyUIError(ValueError):
@@ -110,16 +111,17 @@ class Door(Protocol):
     def free_experts(self) -> None:
         """Close the open pair, if any."""
 
-    def gpu_count(self) -> int | None:
-        """How many GPUs workers of this machine may take; None where they compute on its CPU."""
+    def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
+        """Layout and policy of a run of the experts `ref` on workers; equal runs get the same ones.
 
-    def check_workers(self, ref: WorkersRef) -> None:
-        """Raise NoRayError where such workers need Ray and it is not installed. Starts nothing."""
+        The machine is measured where it is not known yet and something is left to the planner. Raises MeshError for a
+        layout that does not suit the run, and DoesNotFitError where there is too little memory.
+        """
 
-    def workers(self, ref: WorkersRef) -> Driver:
-        """The running workers that `ref` names; kept until others are asked for or the host ends.
+    def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
+        """The running workers that `ref` names, laid out so; kept until others are asked for or the host ends.
 
-        Makes room for them: this process gives back what its own experts hold. Raises NoRayError, and what starting
+        Makes room for them: this process gives back what its own models hold. Raises NoRayError, and what starting
         workers raises.
         """
 

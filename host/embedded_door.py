@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..plan import AutoOffload, ExpertsRef, OffloadJob, OffloadPolicy, WorkersRef
+from ..plan import AutoOffload, ExpertsRef, Mesh, OffloadJob, OffloadPolicy, WorkersRef
 from ..plan.memory_needs import VRAM_RESERVE
 from .auto_offload import AutoPlanner, Choice, Room, room_beside
 from .door import LoadedExperts, NeedsComfyUIError, OutputFile, Progress
@@ -30,7 +30,8 @@ from .folders import (
     output_file,
     weight_files,
 )
-from .kept_workers import KeptWorkers, check_ray
+from .kept_workers import KeptWorkers
+from .workers_plan import SharedRun, WorkersPlan
 
 if TYPE_CHECKING:
     import torch
@@ -213,17 +214,13 @@ class EmbeddedDoor:
     def free_experts(self) -> None:
         self._experts.free()
 
-    def gpu_count(self) -> int | None:
-        import torch
+    def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
+        machine = partial(self._planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)
+        return self._workers.plan(run, machine)
 
-        return torch.cuda.device_count() if self.device().type == "cuda" else None
-
-    def check_workers(self, ref: WorkersRef) -> None:
-        check_ray(ref)
-
-    def workers(self, ref: WorkersRef) -> Driver:
+    def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
         self.free_experts()
-        return self._workers.get(ref)
+        return self._workers.get(ref, mesh, self.device())
 
     def free_workers(self) -> None:
         self._workers.close()

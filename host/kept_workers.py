@@ -5,16 +5,25 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias
 
-from ..plan import WorkersRef
+from ..plan import Machine, Mesh, WorkersRef
 from ..plan.workers_ref import IN_PROCESS
+from .workers_plan import PlannedOnce, SharedRun, WorkersPlan
 
 if TYPE_CHECKING:
-    from ..distributed.driver import Driver
+    import torch
 
-StartWorkers: TypeAlias = "Callable[[WorkersRef], Driver]"
+    from ..distributed.driver import Driver
+    from ..distributed.pool import Pool
+
+StartPool: TypeAlias = "Callable[[WorkersRef, torch.device], Pool]"
+Drive: TypeAlias = "Callable[[Pool, WorkersRef, Mesh], Driver]"
+
+REST_S = 60.0
+"""How long workers may take to give memory back before that is an error."""
 
 INSTALL_RAY = 'pip install "ray>=2.48"'
 
@@ -32,11 +41,36 @@ def check_ray(ref: WorkersRef) -> None:
         )
 
 
-def start_workers(ref: WorkersRef) -> Driver:
-    """Start the workers that `ref` names; blocks until all of them answer."""
-    from ..distributed.start import start
+def gpus_of(device: torch.device) -> int | None:
+    """How many GPUs workers of this machine may take beside each other; None where `device` is a CPU."""
+    import torch
 
-    return start(ref)
+    return torch.cuda.device_count() if device.type == "cuda" else None
+
+
+def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
+    """Start the workers that `ref` names, to compute on devices like `device`; blocks until all of them answer."""
+    from ..distributed.in_process import InProcessPool
+    from ..distributed.ray_pool import RayPool
+
+    if ref.address == IN_PROCESS:
+        return InProcessPool(str(device))
+    return RayPool(ref, device.type)
+
+
+def drive(pool: Pool, ref: WorkersRef, mesh: Mesh) -> Driver:
+    """What has the workers of `pool` compute runs together."""
+    from ..distributed.driver import Driver
+
+    return Driver(pool, ref, mesh)
+
+
+@dataclass(kw_only=True)
+class _Held:
+    ref: WorkersRef
+    device: torch.device
+    pool: Pool
+    driver: tuple[Mesh, Driver] | None = None
 
 
 class KeptWorkers:
@@ -44,31 +78,42 @@ class KeptWorkers:
 
     Args:
         start: starts the workers that a reference names.
+        drive: lays them out for a run.
     """
 
-    def __init__(self, start: StartWorkers = start_workers) -> None:
-        self._start = start
+    def __init__(self, start: StartPool = start_pool, drive: Drive = drive) -> None:
+        self._start, self._drive = start, drive
         self._lock = threading.Lock()
-        self._held: tuple[WorkersRef, Driver] | None = None
+        self._held: _Held | None = None
+        self._planned = PlannedOnce()
 
-    def get(self, ref: WorkersRef) -> Driver:
-        """The workers that `ref` names; others are ended first, so that two sets never share a device.
+    def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
+        """Layout and policy of a run; equal runs get the same ones. See `plan_workers`."""
+        with self._lock:
+            return self._planned.plan(run, machine_of)
+
+    def get(self, ref: WorkersRef, mesh: Mesh, device: torch.device) -> Driver:
+        """The workers that `ref` names, laid out as `mesh`; others are ended first, so that no two share a device.
 
         Raises NoRayError, and what starting them raises.
         """
         check_ray(ref)
         with self._lock:
-            if self._held is None or self._held[0] != ref or not self._held[1].usable:
+            held = self._held
+            if held is None or (held.ref, held.device) != (ref, device):
                 self._close()
-                self._held = (ref, self._start(ref))
+                self._held = held = _Held(ref=ref, device=device, pool=self._start(ref, device))
                 atexit.register(self.close)
-            return self._held[1]
+            if held.driver is None or held.driver[0] != mesh:
+                held.driver = (mesh, self._drive(held.pool, ref, mesh))
+            return held.driver[1]
 
     def rest(self) -> None:
         """Let them give back the memory that weights take; they stay, and open their experts again when they run."""
         with self._lock:
             if self._held is not None:
-                self._held[1].rest()
+                for asked in [worker.ask("close") for worker in self._held.pool.workers]:
+                    asked.result(REST_S)
 
     def close(self) -> None:
         """End the workers, if there are any."""
@@ -79,4 +124,4 @@ class KeptWorkers:
         held, self._held = self._held, None
         if held is not None:
             atexit.unregister(self.close)
-            held[1].close()
+            held.pool.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..host import host, io
+from ..host.kept_workers import check_ray, gpus_of
 from . import sockets
 from .workers_inputs import workers_inputs, workers_ref, workers_refusal
 
@@ -41,7 +42,7 @@ class WanStreamWorkers(io.ComfyNode):
     ) -> bool | str:
         degrees = {"data": data, "stage": stage, "cfg": cfg, "ring": ring, "ulysses": ulysses}
         place = {"address": address, "path_map": path_map, "beyond_loopback": beyond_loopback}
-        return workers_refusal(gpus=host.gpu_count(), count=count, layout=layout, **degrees, **place)
+        return workers_refusal(gpus=gpus_of(host.device()), count=count, layout=layout, **degrees, **place)
 
     @classmethod
     def execute(
@@ -55,7 +56,7 @@ class WanStreamWorkers(io.ComfyNode):
     ) -> io.NodeOutput:
         place = {"path_map": path_map, "beyond_loopback": beyond_loopback, "threads": threads}
         life = {"restarts": restarts, "timeout_s": timeout_s}
-        ref = workers_ref(gpus=host.gpu_count(), **settings, **place, **life)
+        ref = workers_ref(gpus=gpus_of(host.device()), **settings, **place, **life)
         # Asked here so that what is missing is said on the node that wants it.
-        host.check_workers(ref)
+        check_ray(ref)
         return io.NodeOutput(ref)

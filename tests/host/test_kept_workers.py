@@ -4,103 +4,135 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from wanstream.host.kept_workers import KeptWorkers
-from wanstream.plan import WorkersRef
+from wanstream.plan import Mesh, WorkersRef
 from wanstream.plan.workers_ref import IN_PROCESS
 
 ONE = WorkersRef(count=1, address=IN_PROCESS)
+CPU = torch.device("cpu")
 
 SETUP = """
-from wanstream.host.kept_workers import KeptWorkers
-from wanstream.plan import WorkersRef
+from wanstream.host.kept_workers import KeptWorkers, check_ray
+from wanstream.plan import Mesh, WorkersRef
+import torch
 ONE = WorkersRef(count=1, address="in-process")
 """
 
 
-class FakeDriver:
+class FakeWorker:
+    """Answers at once, or never."""
+
+    def __init__(self, pool: FakePool) -> None:
+        self._pool = pool
+
+    def ask(self, method: str) -> Future[None]:
+        self._pool.said.append(method)
+        answer: Future[None] = Future()
+        answer.set_result(None)
+        return answer
+
+
+class FakePool:
     """Notes what happens to it."""
 
-    def __init__(self, ref: WorkersRef) -> None:
-        self.ref = ref
-        self.usable = True
+    def __init__(self, ref: WorkersRef, device: torch.device) -> None:
+        self.ref, self.device = ref, device
         self.said: list[str] = []
-
-    def rest(self) -> None:
-        self.said.append("rest")
+        self.workers = [FakeWorker(self) for _ in range(ref.count)]
 
     def close(self) -> None:
-        self.said.append("close")
+        self.said.append("end")
+
+
+@dataclass(frozen=True, eq=False)
+class FakeDriver:
+    pool: FakePool
+    ref: WorkersRef
+    mesh: Mesh
 
 
 @pytest.fixture
-def started() -> list[FakeDriver]:
+def started() -> list[FakePool]:
     return []
 
 
 @pytest.fixture
-def kept(started: list[FakeDriver]) -> KeptWorkers:
-    def start(ref: WorkersRef) -> FakeDriver:
-        assert all("close" in driver.said for driver in started), "two sets share a device"
-        started.append(FakeDriver(ref))
+def kept(started: list[FakePool]) -> KeptWorkers:
+    def start(ref: WorkersRef, device: torch.device) -> FakePool:
+        assert all("end" in pool.said for pool in started), "two sets share a device"
+        started.append(FakePool(ref, device))
         return started[-1]
 
-    return KeptWorkers(start)
+    return KeptWorkers(start, FakeDriver)
 
 
-def test_equal_references_find_the_same_workers(kept: KeptWorkers, started: list[FakeDriver]) -> None:
-    assert kept.get(ONE) is kept.get(replace(ONE))
+def test_equal_references_find_the_same_workers(kept: KeptWorkers, started: list[FakePool]) -> None:
+    driver = kept.get(ONE, Mesh(), CPU)
+    assert kept.get(replace(ONE), Mesh(), CPU) is driver
+    assert (driver.pool, driver.ref, driver.mesh) == (started[0], ONE, Mesh())
     assert len(started) == 1
 
 
-def test_another_reference_ends_the_former_workers_first(kept: KeptWorkers, started: list[FakeDriver]) -> None:
-    first, second = kept.get(ONE), kept.get(replace(ONE, restarts=0))
-    assert first is not second
-    assert [driver.said for driver in started] == [["close"], []]
+def test_another_layout_is_another_driver_of_the_same_workers(kept: KeptWorkers, started: list[FakePool]) -> None:
+    two = replace(ONE, count=2)
+    sides = kept.get(two, Mesh(cfg=2), CPU)
+    stages = kept.get(two, Mesh(stage=2), CPU)
+    assert sides is not stages
+    assert sides.pool is stages.pool
+    assert (len(started), started[0].said) == (1, [])
 
 
-def test_workers_that_cannot_be_used_any_more_are_started_anew(kept: KeptWorkers, started: list[FakeDriver]) -> None:
-    kept.get(ONE)
-    started[0].usable = False
-    assert kept.get(ONE) is started[1]
+@pytest.mark.parametrize("other", [(replace(ONE, restarts=0), CPU), (ONE, torch.device("meta"))])
+def test_another_reference_ends_the_former_workers_first(
+    kept: KeptWorkers, started: list[FakePool], other: tuple[WorkersRef, torch.device]
+) -> None:
+    kept.get(ONE, Mesh(), CPU)
+    kept.get(other[0], Mesh(), other[1])
+    assert [pool.said for pool in started] == [["end"], []]
+    assert (started[1].ref, started[1].device) == other
 
 
-def test_resting_keeps_them_and_closing_does_not(kept: KeptWorkers, started: list[FakeDriver]) -> None:
+def test_resting_keeps_them_and_closing_does_not(kept: KeptWorkers, started: list[FakePool]) -> None:
     kept.rest()
     kept.close()
-    kept.get(ONE)
+    two = replace(ONE, count=2)
+    kept.get(two, Mesh(cfg=2), CPU)
     kept.rest()
-    assert kept.get(ONE) is started[0]
+    assert started[0].said == ["close", "close"], "each of them closes its experts"
+    kept.get(two, Mesh(cfg=2), CPU)
     kept.close()
     kept.close()
-    assert started[0].said == ["rest", "close"]
-    assert kept.get(ONE) is started[1]
+    assert started[0].said == ["close", "close", "end"]
+    kept.get(two, Mesh(cfg=2), CPU)
+    assert len(started) == 2
 
 
 def test_a_start_that_fails_leaves_nothing_behind() -> None:
-    def start(ref: WorkersRef) -> FakeDriver:
+    def start(ref: WorkersRef, device: torch.device) -> FakePool:
         raise OSError("the port is taken")
 
-    kept = KeptWorkers(start)
+    kept = KeptWorkers(start, FakeDriver)
     for _ in range(2):
         with pytest.raises(OSError, match="the port is taken"):
-            kept.get(ONE)
+            kept.get(ONE, Mesh(), CPU)
     kept.close()
 
 
 def test_they_end_with_the_process() -> None:
     code = f"""{SETUP}
-class Driver:
-    usable = True
-    def close(self): print("closed")
-kept = KeptWorkers(lambda ref: Driver())
-kept.get(ONE)
+class Pool:
+    def close(self): print("ended")
+kept = KeptWorkers(lambda ref, device: Pool(), lambda pool, ref, mesh: None)
+kept.get(ONE, Mesh(), torch.device("cpu"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "closed\n"
+    assert done.stdout == "ended\n"
 
 
 def test_without_ray_the_remedy_is_told_and_one_worker_here_needs_none() -> None:
@@ -109,7 +141,6 @@ def test_without_ray_the_remedy_is_told_and_one_worker_here_needs_none() -> None
 import sys
 {SETUP}
 from dataclasses import replace
-from wanstream.host.kept_workers import check_ray
 check_ray(ONE)
 sys.path[:] = [place for place in sys.path if not place.endswith("-packages")]
 try:
@@ -123,7 +154,7 @@ except ValueError as err:
 
 
 def test_looking_for_ray_does_not_import_it() -> None:
-    code = f"{SETUP}\nimport sys, dataclasses\nfrom wanstream.host.kept_workers import check_ray\n" + (
+    code = f"{SETUP}\nimport sys, dataclasses\n" + (
         "check_ray(dataclasses.replace(ONE, address='local'))\nprint('ray' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)

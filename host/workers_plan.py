@@ -1,0 +1,121 @@
+"""How workers share a run: the layout and the policy that all of them take, chosen once for equal runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..plan import AutoOffload, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef
+from ..plan.fleet_cell import cell_way
+from ..plan.fleet_choice import propose_mesh
+from ..plan.links import Links, expected_links
+from ..plan.memory_needs import RAM_SHARE, VRAM_RESERVE, VRAM_SHARE
+from ..plan.mesh_checks import check_mesh
+from ..plan.plan_reason import policy_words, ram_words
+from ..plan.shapes import HEAD_DIM
+from ..plan.workers_ref import LOCAL
+
+GPUS_OF_A_MACHINE = 8
+"""Workers of a cluster that are taken to share a machine."""
+
+LOG = logging.getLogger("wanstream.planner")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRun:
+    """What is to be shared."""
+
+    workers: WorkersRef
+    job: OffloadJob
+    """All videos on one worker."""
+    videos: int
+    asked: OffloadPolicy | AutoOffload
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersPlan:
+    """How a run is shared. `reasons` tell what was chosen, and what is worth saying of what a user chose."""
+
+    mesh: Mesh
+    policy: OffloadPolicy
+    reasons: tuple[str, ...] = ()
+
+
+def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
+    """Layout and policy of `run`; `machine_of` is asked only where something is left to the planner.
+
+    Raises MeshError for a layout that does not suit the run, and DoesNotFitError where there is too little memory.
+    """
+    mesh, reasons = _layout(run, machine_of)
+    if isinstance(run.asked, OffloadPolicy):
+        return WorkersPlan(mesh=mesh, policy=run.asked, reasons=reasons)
+    machine = machine_of()
+    way = cell_way(
+        _one_video(run),
+        _within(machine, run.asked),
+        _links(run.workers, machine),
+        mesh,
+        range(len(run.job.experts_of_steps)),
+    )
+    chosen = f"chosen for each worker: {policy_words(way.policy, run.job.expert.blocks)}, {ram_words(way.policy)}"
+    LOG.info("%s", chosen)
+    return WorkersPlan(mesh=mesh, policy=way.policy, reasons=(*reasons, chosen))
+
+
+def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tuple[str, ...]]:
+    count, mesh, job = run.workers.count, run.workers.mesh, _one_video(run)
+    if mesh is not None:
+        return mesh, check_mesh(
+            mesh,
+            workers=count,
+            heads=max(1, job.expert.width // HEAD_DIM),
+            tokens=job.tokens,
+            lanes={expert: job.lanes[expert] for expert in job.experts_of_steps},
+            steps=len(job.experts_of_steps),
+            samples=run.videos,
+        )
+    if count == 1:
+        return Mesh(), ()
+    machine = machine_of()
+    videos = run.videos if run.workers.goal == "many videos" else 1
+    plan = propose_mesh(count, job, machine, _links(run.workers, machine), videos)
+    LOG.info("%s", plan.reason)
+    return plan.mesh, (f"laid out: {plan.reason}",)
+
+
+def _one_video(run: SharedRun) -> OffloadJob:
+    """The job of one of the videos where they go separate ways, else of all together."""
+    mesh = run.workers.mesh
+    together = run.workers.goal != "many videos" if mesh is None else mesh.data == mesh.stage == 1
+    if together or run.videos == 1:
+        return run.job
+    return replace(run.job, lanes={expert: lanes // run.videos for expert, lanes in run.job.lanes.items()})
+
+
+def _links(workers: WorkersRef, machine: Machine) -> Links:
+    here = workers.count if workers.address == LOCAL else min(workers.count, GPUS_OF_A_MACHINE)
+    return expected_links(machine, workers_per_machine=here)
+
+
+def _within(machine: Machine, asked: AutoOffload) -> Machine:
+    """`machine` with as much memory as the budgets leave of it; RAM is that of all workers together."""
+    ram, vram = asked.budgets.ram_bytes, asked.budgets.vram_bytes
+    if ram is not None:
+        machine = replace(machine, ram_bytes=int(ram / RAM_SHARE))
+    if vram is not None:
+        machine = replace(machine, vram_bytes=min(machine.vram_bytes, int((vram + VRAM_RESERVE) / VRAM_SHARE)))
+    return machine
+
+
+class PlannedOnce:
+    """Gives equal runs the same plan, so that workers find their buffers as the run before left them."""
+
+    def __init__(self) -> None:
+        self._last: tuple[SharedRun, WorkersPlan] | None = None
+
+    def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
+        """As `plan_workers`, which is asked for another run only."""
+        if self._last is None or self._last[0] != run:
+            self._last = (run, plan_workers(run, machine_of))
+        return self._last[1]
