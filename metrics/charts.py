@@ -157,7 +157,7 @@ def _panel(variant: Variant, top: float, most: _Most) -> Iterator[Shape]:
         )
     if not usual.steps:
         return
-    steps = bars(usual.steps)
+    steps, switch = bars(usual.steps), usual.switch_step
     pitch = (WIDTH - MARGIN - left) / len(steps)
     every = numbered_every(pitch, text_width(f" {steps[-1].index + 1} ", 12))
     for place, (step, *runs) in enumerate(zip(steps, *(bars(run.steps) for run in variant.measured), strict=True)):
@@ -165,7 +165,7 @@ def _panel(variant: Variant, top: float, most: _Most) -> Iterator[Shape]:
         yield from _bar(step, [run.wall_s for run in runs], x=x, pitch=pitch, floor=floor, scale=scale)
         if (place + 1) % every == 0 or place == 0:
             yield Text(x=x + pitch / 2, y=floor + 16, text=str(step.index + 1), anchor="middle", colour="soft")
-        if step.index == usual.switch_step:
+        if step.index == switch:
             yield Stroke(x=x, y=top + 30, to_x=x, to_y=floor, colour="ink", dashed=True)
             yield Text(x=x + 4, y=floor - height - 6, text="switch")
     yield from _predicted(variant, left=left, pitch=pitch, floor=floor, scale=scale)

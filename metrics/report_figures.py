@@ -77,7 +77,8 @@ def over_steady_s(timeline: Timeline, step: StepRecord) -> float | None:
 
 def switch_record(timeline: Timeline) -> StepRecord | None:
     """The first step of the second expert."""
-    return next((step for step in timeline.steps if step.index == timeline.switch_step), None)
+    switch = timeline.switch_step
+    return next((step for step in timeline.steps if step.index == switch), None)
 
 
 def _switch_s(timeline: Timeline) -> float | None:
