@@ -83,7 +83,7 @@ class ExpertsModel(torch.nn.Module):
                 self._described(fitted),
                 self._described(asked),
             )
-        self.pair.engine(fitted, device)
+        self.pair.engine(fitted, device).take_buffers()  # ComfyUI reckons with them from now on
         self.asked, self.policy = asked, fitted
         self.count_pins()
 

@@ -9,7 +9,7 @@ from ..plan import Fetch, RunPrograms, TransferProgram, Visit
 from .engine_run import EngineRun, VisitContext
 
 if TYPE_CHECKING:
-    from .attach import OffloadHandle
+    from .handle import OffloadHandle
 
 
 class OffloadRun:

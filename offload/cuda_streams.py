@@ -11,6 +11,7 @@ from ..metrics import Mark
 from ..plan import BlockKey
 from ..plan.memory_needs import RAW_SLOTS
 from .decode import decode_block
+from .device_scales import DeviceScales
 from .layout import BlockFormat, allocate_flat
 from .patches import HeldPatch, HeldPatches
 from .source import BlockSource
@@ -61,7 +62,6 @@ class CudaStreams:
         *,
         device: torch.device,
     ) -> None:
-        self._source = source
         self._formats = formats
         self._patches = patches
         self._device = device
@@ -70,7 +70,7 @@ class CudaStreams:
         self._largest_raw = max((fmt.stored.nbytes for fmt in formats.values() if not fmt.is_raw), default=0)
         self._raw_slots = [RawSlot(device) for _ in range(RAW_SLOTS)]
         self._turn = 0
-        self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
+        self._scales = DeviceScales(source, device)
         self._fit_slots()
         # Fresh memory may still be used by earlier work of the stream that it was allocated on.
         self._copies.wait_stream(torch.cuda.current_stream(device))
@@ -119,7 +119,7 @@ class CudaStreams:
         fmt = self._formats[key]
         slot = self._raw_slots[self._turn % RAW_SLOTS]
         self._turn += 1
-        scales = self._device_scales(key)
+        scales = self._scales.of(key, copies=self._copies, decodings=self._decodings)
         raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
         copied = torch.cuda.Event(blocking=True)
         starts, complete, began, ready = (torch.cuda.Event(enable_timing=True) for _ in range(4))
@@ -160,25 +160,13 @@ class CudaStreams:
         for slot in self._raw_slots:
             slot.fit(self._largest_raw, self._patches.largest)
 
-    def _device_scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
-        if key not in self._scales:
-            scales = self._source.scales(key)
-            with torch.cuda.stream(self._copies):
-                # A blocking copy would wait for the copy stream, and with it for the visits that stream waits for.
-                there = {n: scale.to(self._device, non_blocking=True) for n, scale in scales.items()}
-            for scale in there.values():
-                scale.record_stream(self._decodings)
-            self._scales[key] = there
-        return self._scales[key]
-
     def end_run(self) -> None:
         # Whatever comes next, `close` too, comes after the last visits.
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
 
     @property
     def device_bytes(self) -> int:
-        scales = sum(scale.nbytes for block in list(self._scales.values()) for scale in block.values())
-        return sum(slot.nbytes for slot in self._raw_slots) + scales
+        return sum(slot.nbytes for slot in self._raw_slots) + self._scales.nbytes
 
     def settle(self) -> None:
         self._copies.synchronize()

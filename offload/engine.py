@@ -15,18 +15,16 @@ import torch
 
 from ..metrics import Recorder
 from ..plan import BlockKey, RamHomes, Residency, RunPrograms, TransferProgram, check_program, check_ram, eviction_order
-from ..plan.memory_needs import STAGING_SLOTS
 from .buffers import BlockBuffer, BufferState
-from .cpu_streams import CpuStreams
-from .cuda_streams import CudaStreams
 from .engine_run import EngineRun
+from .gather import Sharded
+from .gathering import Gathering
 from .layout import allocate_flat
 from .page_lock import CudaPageLock
 from .patches import BlockPatch, HeldPatches
-from .ram_slots import RamSlots
+from .route import Route
 from .shared_segment import SharedSegment
 from .source import BlockSource
-from .streams import Streams
 
 
 class StreamEngine:
@@ -38,6 +36,7 @@ class StreamEngine:
         homes: the blocks that stay in RAM.
         device: `cpu` or `cuda`.
         shared: RAM that the ranks of one machine hold together.
+        sharded: the ranks that keep one shard of every block each; the source is then a `RangeSource`.
 
     Raises:
         SourceError: there is not enough RAM for the homes.
@@ -51,34 +50,34 @@ class StreamEngine:
         homes: RamHomes,
         device: torch.device,
         shared: SharedSegment | None = None,
+        sharded: Sharded | None = None,
     ) -> None:
         self.device = device
         self.formats = {key: source.block_format(key) for key in source.keys()}
-        self._source = source
-        self._largest = max(fmt.computed.nbytes for fmt in self.formats.values())
         lock = CudaPageLock(device) if device.type == "cuda" else None
         self._patches = HeldPatches(self.formats, lock=lock)
-        self.ram = RamSlots(source, self.formats, lock=lock, shared=shared)
+        self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)
+        self.ram = self._route.ram_slots(lock, shared)
         self.ram.check_room(homes, self.staging)
         self.ram.resize(homes, self.staging)
-        self.buffers = tuple(BlockBuffer(index, allocate_flat(self._largest, device)) for index in range(buffers))
-        self.streams: Streams
-        if device.type == "cuda":
-            self.streams = CudaStreams(source, self.formats, self._patches, device=device)
-        else:
-            self.streams = CpuStreams(source, self.formats, self._patches)
+        self.buffers = tuple(BlockBuffer(index) for index in range(buffers))
+        self.streams = self._route.streams()
         self._running = threading.Lock()
 
     @property
     def staging(self) -> int:
         """Slots of RAM beside those of homes; none where bytes can be read straight into a buffer."""
-        straight = self.device.type == "cpu" and all(fmt.is_raw for fmt in self.formats.values())
-        return 0 if straight else STAGING_SLOTS
+        return self._route.staging
+
+    @property
+    def gathering(self) -> Gathering | None:
+        """How far the ranks are that keep a shard of every block; None where every rank has whole blocks."""
+        return self._route.gathering
 
     @property
     def loaded_bytes(self) -> int:
         """Bytes of device memory that the engine takes now."""
-        return sum(buffer.nbytes for buffer in self.buffers) + self.streams.device_bytes
+        return sum(buffer.nbytes for buffer in self.buffers) + self.streams.device_bytes + self.ram.device_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -123,8 +122,8 @@ class StreamEngine:
                 raise ValueError(f"the program needs {needed} {word}, the engine has {there}: compile it again")
 
     def fetch_bytes(self, key: BlockKey) -> int:
-        """Bytes of one fetch of a block: as it is stored, and the factors of its patch."""
-        return self.formats[key].stored.nbytes + self._patches.nbytes(key)
+        """Bytes of one fetch of a block: as it is stored, or the own shard of it, and the factors of its patch."""
+        return self._route.sizes[key] + self._patches.nbytes(key)
 
     def set_patches(self, patches: Mapping[BlockKey, BlockPatch]) -> None:
         """Replace all patches. Blocks that arrived with another patch, or without theirs, are fetched again.
@@ -197,7 +196,43 @@ class StreamEngine:
         """Allocate the buffers that `program` fetches into and that were given back (computing thread, in a run)."""
         for index in sorted({fetch.buffer for fetch in program.fetches}):
             if self.buffers[index].state is BufferState.ABSENT:
-                self.buffers[index].restore(allocate_flat(self._largest, self.device))
+                self.buffers[index].restore(allocate_flat(self._route.buffer_bytes, self.device))
+
+    def take_buffers(self) -> None:
+        """Allocate all buffers now, for those who reckon with their memory before a run.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched. Or the device has no memory left.
+        """
+        self.claim()
+        try:
+            for buffer in self.buffers:
+                if buffer.state is BufferState.ABSENT:
+                    buffer.restore(allocate_flat(self._route.buffer_bytes, self.device))
+        finally:
+            self.release()
+
+    def meet(self, sharded: Sharded) -> None:
+        """Gather with the ranks of another meeting, which keep the same shards: those that were read stay.
+
+        What lies in buffers goes, as a rank that came anew has nothing there.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched.
+        """
+        self.claim()
+        try:
+            self.drop_buffers()
+            self.streams.close()
+            self._route.meet(sharded)
+            self.streams = self._route.streams()
+        finally:
+            self.release()
+
+    def drop_buffers(self) -> None:
+        """Let go of what lies in buffers and of their memory (nobody may use it, in a run or not)."""
+        for buffer in self.buffers:
+            _let_go(buffer)
 
     def close(self) -> None:
         """Give device memory and RAM back, once the device has passed everything that uses them.
@@ -210,8 +245,7 @@ class StreamEngine:
             self.streams.close()
             self.ram.close()
             self._patches.replace({})
-            for buffer in self.buffers:
-                _let_go(buffer)
+            self.drop_buffers()
             self.buffers = ()
         finally:
             self.release()

@@ -18,6 +18,8 @@ from ..metrics.reading import ReadMeter
 from ..metrics.step_marks import BlockArrival
 from ..plan import AT_ONCE, KEPT, BlockKey, Fetch, RunPrograms, Visit
 from .buffers import BlockBuffer
+from .gather import StoppedAlike
+from .gathering import GATHERS_AHEAD, GatheringState
 from .progress import RunProgress, RunStopped
 from .ram_run import RamRun
 from .run_thread import RunThread
@@ -64,14 +66,14 @@ class EngineRun:
         try:
             self._start()
         except BaseException:
-            self._finish()
+            self._finish(alike=False)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finish()
+        self._finish(alike=error is None or isinstance(error, StoppedAlike))
         whole = error is None and self._next == len(self.program.visits)
         assert not whole or tuple(self.fetched) == self.program.fetches, "what was fetched is not what was planned"
         assert not whole or self._ram.is_whole, "what was read is not what was planned"
@@ -79,6 +81,8 @@ class EngineRun:
     def _start(self) -> None:
         engine = self._engine
         engine.check_size(self.programs)
+        if engine.gathering is not None:
+            engine.gathering.begin(self.program)
         engine.restore_buffers(self.program)
         for buffer in engine.buffers:
             key = self.program.initial.get(buffer.index)
@@ -95,16 +99,18 @@ class EngineRun:
         if self.program.fetches:
             self._thread.start()
 
-    def _finish(self) -> None:
+    def _finish(self, *, alike: bool) -> None:
         self._going_on = False
         try:
             try:
-                self._end_threads()
+                self._end_threads(alike=alike)
             finally:  # also when interrupted again: nothing may be overwritten under visits that are under way
                 self._engine.streams.end_run()
         finally:
             for buffer in self._engine.buffers:
                 buffer.end_run()
+            if self._engine.gathering is not None and self._engine.gathering.state is GatheringState.BROKEN:
+                self._engine.drop_buffers()  # a gather that was left may still write there
             self._ram.end()
             if self._recorder is not None and self._meter is not None:
                 self._recorder.run_ended(ahead_bytes=self._ram.ahead_bytes, spent_s=self._meter.spent_s)
@@ -112,9 +118,19 @@ class EngineRun:
             self._arrivals.clear()
             self._engine.release()
 
-    def _end_threads(self) -> None:
-        """End both threads. Until they have left they may write into a place: a second interrupt waits for them too."""
+    def _end_threads(self, *, alike: bool = False) -> None:
+        """End both threads. Until they have left they may write into a place: a second interrupt waits for them too.
+
+        Ranks that gather and end `alike` issue first what the visits so far allow, as all of them do.
+        """
+        gathering = self._engine.gathering
         try:
+            if gathering is not None and alike:
+                self._progress.end()
+                self._thread.join()
+                alike = self._thread.error is None
+            if gathering is not None:
+                gathering.end(alike=alike)
             self._progress.stop()
             self._ram.stop()
             self._thread.join()
@@ -195,6 +211,8 @@ class EngineRun:
 
     def _fetch(self, number: int, fetch: Fetch) -> None:
         slot = self._ram.take(number)
+        if self._engine.gathering is not None and number >= GATHERS_AHEAD:
+            self._progress.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)
         self._progress.await_released(fetch.start_after)
         after = self._origin if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
         buffer = self._engine.buffers[fetch.buffer]

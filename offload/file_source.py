@@ -15,7 +15,7 @@ from .file_reader import FileReader
 from .layout import BlockFormat, block_format, flat_layout, host_bytes
 from .packing import Packing
 from .read_files import HAS_PREADV
-from .read_pieces import read_pieces, row_piece
+from .read_pieces import ReadPiece, read_pieces, row_piece, within
 from .safetensors_header import CheckpointFileError, FileTensor
 
 TensorsOfBlock = Mapping[str, FileTensor]
@@ -100,6 +100,13 @@ class FileSource:
         pieces = read_pieces(self._blocks[key], self._formats[key].stored)
         self._reader.read([(piece, memory) for piece in pieces])
 
+    def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
+        return sum(piece.nbytes for piece in self._pieces(key, wanted))
+
+    def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        memory = host_bytes(into).data
+        self._reader.read([(piece, memory) for piece in self._pieces(key, wanted)])
+
     def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
         """Fill `into`, 1-D uint8 CPU memory, with those rows of one parameter as they are stored. Any thread may call.
 
@@ -114,6 +121,9 @@ class FileSource:
 
     def close(self) -> None:
         self._reader.close()
+
+    def _pieces(self, key: BlockKey, wanted: range) -> tuple[ReadPiece, ...]:
+        return within(read_pieces(self._blocks[key], self._formats[key].stored), wanted)
 
 
 def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torch.Tensor]:

@@ -13,7 +13,8 @@ from ..plan import Visit
 from .engine_run import VisitContext, VisitOrderError
 
 if TYPE_CHECKING:
-    from .attach import OffloadHandle, OffloadRun, Stacks
+    from .attached_run import OffloadRun
+    from .handle import OffloadHandle, Stacks
 
 
 class ForwardFollower:

@@ -20,6 +20,10 @@ import torch
 from ..plan import BlockKey, TransferProgram
 from .gather import DifferentRunsError, GatherBrokenError, Sharded
 
+GATHERS_AHEAD = 3
+"""A block is gathered when the visit is over that the third gather before it was for. So ranks that stop before the
+same visit have few gathers left until all have issued the same ones, also where all blocks have a buffer."""
+
 
 class GatheringState(Enum):
     APART = "apart"
@@ -67,7 +71,7 @@ class Gathering:
         self.sharded.gather.all_gather(into, own)
 
     def end(self, *, alike: bool) -> None:
-        """The run is over; `alike`: all ranks have issued the same gathers. Otherwise whoever waits in one leaves it."""
+        """The run is over; unless all ranks have issued the same gathers (`alike`), whoever waits in one leaves it."""
         if self.state is not GatheringState.TOGETHER:
             return
         if alike:

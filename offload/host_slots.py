@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,6 +18,35 @@ from .shared_segment import SharedSegment
 from .source import SourceError
 
 FEWER = "keep fewer blocks in RAM, stream from the file instead, or close what else takes RAM"
+
+
+class SlotMemory(Protocol):
+    """The memory of slots by number; see `HostSlots` for each method."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def locked_bytes(self) -> int: ...
+
+    @property
+    def device_bytes(self) -> int: ...
+
+    def check_room(self, blocks: int, nbytes: int, *, available: int | None = None) -> None: ...
+
+    def fill(
+        self,
+        slot: int,
+        key: BlockKey,
+        nbytes: int,
+        read: Callable[[torch.Tensor], None],
+        *,
+        room: int | None = None,
+    ) -> torch.Tensor: ...
+
+    def drop(self, slot: int) -> int: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +65,8 @@ class HostSlots:
         shared: memory that the ranks of one machine hold together. A block that has a place there is read by one rank
             and found there by all others.
     """
+
+    device_bytes = 0
 
     def __init__(self, *, lock: PageLock | None, shared: SharedSegment | None = None) -> None:
         self._slots: dict[int, _Slot] = {}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..plan import BlockKey
-from .layout import BlockFormat, block_format, host_bytes, streamed_names, tensor_views
+from .layout import BlockFormat, allocate_flat, block_format, host_bytes, streamed_names, tensor_views
 
 
 class ModuleSource:
@@ -49,6 +49,14 @@ class ModuleSource:
         views = tensor_views(into, self._formats[key].stored)
         for name, weight in self._weights[key].items():
             np.copyto(host_bytes(views[name]), host_bytes(weight.cpu().contiguous()))
+
+    def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
+        return len(wanted)
+
+    def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        whole = allocate_flat(self._formats[key].stored.nbytes, "cpu")
+        self.read_block(key, whole)
+        np.copyto(host_bytes(into[: len(wanted)]), host_bytes(whole[wanted.start : wanted.stop]))
 
     def close(self) -> None:
         """Let go of the weights; the formats stay known."""

@@ -24,6 +24,7 @@ class RunProgress:
         self._released = {-1}  # before the run
         self._no_more = False
         self._stopped = False
+        self._ending = False
 
     def note_issued(self, fetch: int) -> None:
         """Fetch number `fetch` of the program was issued (the thread that brings blocks)."""
@@ -49,6 +50,12 @@ class RunProgress:
             self._stopped = True
             self._changed.notify_all()
 
+    def end(self) -> None:
+        """No visit will be released any more. Who waits for one leaves; what waits for none of them is still done."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+
     def await_issued(self, fetch: int) -> None:
         """Wait until fetch number `fetch` was issued.
 
@@ -69,6 +76,6 @@ class RunProgress:
             RunStopped: the run is over.
         """
         with self._changed:
-            self._changed.wait_for(lambda: visit in self._released or self._stopped)
-            if self._stopped:
+            self._changed.wait_for(lambda: visit in self._released or self._stopped or self._ending)
+            if self._stopped or visit not in self._released:
                 raise RunStopped

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from .direct_read import ALIGNMENT, EXTENT_BYTES
-from .layout import BlockFormat, FlatTensor, block_format
+from .layout import BlockFormat, FlatLayout, FlatTensor, block_format
 from .quantise import QUANTISABLE_DTYPES, QUANTISED_DTYPE
 
 # Stored bytes that a thread reads and quantises at once: enough for a disk to be fast, and still in the cache when they
@@ -56,6 +56,18 @@ def scale_bytes(stored: BlockFormat) -> int:
     """Bytes of the scales that quantising adds to a block, one fp32 number for each row."""
     changed = quantised_names(stored)
     return sum(4 * tensor.shape[0] for tensor in stored.stored.tensors if tensor.name in changed)
+
+
+def pieces_within(pieces: Iterable[RowPiece], kept: FlatLayout, wanted: range) -> Iterator[RowPiece]:
+    """What of `pieces` holds a byte of `wanted`, in whole rows; `kept` says where the rows lie after quantising."""
+    places = {tensor.name: tensor for tensor in kept.tensors}
+    for piece in pieces:
+        place = places[piece.tensor.name]
+        row_bytes = place.nbytes // place.shape[0]
+        start = max(piece.rows.start, (wanted.start - place.offset) // row_bytes)
+        stop = min(piece.rows.stop, -((place.offset - wanted.stop) // row_bytes))
+        if start < stop:
+            yield replace(piece, rows=range(start, stop))
 
 
 def row_pieces(stored: BlockFormat, *, piece_bytes: int = PIECE_BYTES) -> Iterator[RowPiece]:

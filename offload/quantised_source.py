@@ -10,14 +10,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from ..plan import BlockKey
-from .layout import BlockFormat, allocate_flat, tensor_views
+from .layout import BlockFormat, allocate_flat, host_bytes, tensor_views
 from .one_thread import one_thread_pool
 from .quantise import NotFiniteError, quantise_rows, row_scales, work_memory
-from .quantised_format import PIECE_BYTES, RowPiece, quantised_format, quantised_names, row_pieces
-from .source import BlockSource, SourceError
+from .quantised_format import PIECE_BYTES, RowPiece, pieces_within, quantised_format, quantised_names, row_pieces
+from .source import RangeSource, SourceError
 
 # One quantises 2.2 GB of bf16 per second (2 cores), and few disks give more than four of them take.
 MOST_THREADS = 4
@@ -25,8 +26,13 @@ MOST_THREADS = 4
 Tensors = Mapping[str, torch.Tensor]
 
 
-class RowSource(BlockSource, Protocol):
+class RowSource(RangeSource, Protocol):
     """A source that can read a few rows of one parameter."""
+
+    @property
+    def identity(self) -> str:
+        """Says what is stored, for those who share it."""
+        ...
 
     def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
         """Fill `into`, 1-D uint8 CPU memory, with those rows as they are stored. Any thread may call.
@@ -63,10 +69,16 @@ class QuantisedSource:
         self._piece_bytes = piece_bytes
         self._formats = {key: quantised_format(inner.block_format(key)) for key in inner.keys()}
         self._scales: dict[BlockKey, Tensors] = {}
+        self._own_scales: dict[BlockKey, Tensors] = {}
         self._memory = threading.local()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._closed = False
+
+    @property
+    def identity(self) -> str:
+        """Says what is stored, for those who share it."""
+        return f"{self._inner.identity} in fp8, a scale for each row"
 
     def keys(self) -> Iterable[BlockKey]:
         return self._formats.keys()
@@ -80,14 +92,34 @@ class QuantisedSource:
         They come with the first `read_block` of the block. Asked for before that, they cost a reading of it.
         """
         if key not in self._scales:
-            self._read(key, None)
+            self._keep(key, self._read(key, None))
         return self._scales[key]
 
     def file_bytes(self, key: BlockKey) -> int:
         return self._inner.file_bytes(key)
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        self._read(key, tensor_views(into, self._formats[key].stored))
+        self._keep(key, self._read(key, tensor_views(into, self._formats[key].stored)))
+
+    def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
+        return self.file_bytes(key) * len(wanted) // self._formats[key].stored.nbytes
+
+    def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        """See `RangeSource`. The rows at both ends are read whole; `own_scales` has those of all rows read."""
+        whole = allocate_flat(self._formats[key].stored.nbytes, "cpu")  # pages that are not touched take no memory
+        fresh = self._read(key, tensor_views(whole, self._formats[key].stored), wanted)
+        known = self._own_scales.setdefault(key, fresh)
+        if not all(torch.equal(scale, known[name]) for name, scale in fresh.items()):
+            raise self._changed(key)
+        np.copyto(host_bytes(into[: len(wanted)]), host_bytes(whole[wanted.start : wanted.stop]))
+
+    def own_scales(self, key: BlockKey) -> Tensors:
+        """The scales by parameter name that the `read_range` of a block came by, [rows, 1]; 0 for all other rows."""
+        return self._own_scales[key]
+
+    def put_scales(self, key: BlockKey, scales: Tensors) -> None:
+        """Those who have read the other rows say what all scales are."""
+        self._scales[key] = {**self._inner.scales(key), **scales}
 
     def close(self) -> None:
         """Let reads that are under way end, then stop the threads and close the inner source."""
@@ -98,19 +130,20 @@ class QuantisedSource:
             pool.shutdown()
         self._inner.close()
 
-    def _read(self, key: BlockKey, into: Tensors | None) -> None:
-        """Read a block, its scales alone if `into` is None."""
+    def _read(self, key: BlockKey, into: Tensors | None, wanted: range | None = None) -> Tensors:
+        """Read a block, only what holds the bytes `wanted` of it, or its scales alone if `into` is None; its scales."""
         stored = self._inner.block_format(key)
         fresh = _room_for_scales(stored)
-        pieces = deque(
-            piece for piece in row_pieces(stored, piece_bytes=self._piece_bytes) if into is not None or piece.quantised
-        )
+        rows = row_pieces(stored, piece_bytes=self._piece_bytes)
+        if wanted is not None:
+            rows = pieces_within(rows, self._formats[key].stored, wanted)
+        pieces = deque(piece for piece in rows if into is not None or piece.quantised)
         pool = self._started_pool()
         jobs = [pool.submit(self._drain, key, pieces, into, fresh) for _ in range(min(self._threads, len(pieces)))]
         wait(jobs)
         for job in jobs:
             job.result()
-        self._keep(key, fresh)
+        return fresh
 
     def _keep(self, key: BlockKey, fresh: Tensors) -> None:
         # Kept by the first one that read the block: whoever copied scales to a device copied these.
@@ -118,9 +151,12 @@ class QuantisedSource:
         if known is None:
             self._scales[key] = {**self._inner.scales(key), **fresh}
         elif not all(torch.equal(scale, known[name]) for name, scale in fresh.items()):
-            raise SourceError(
-                f"block {key.block} of {key.expert!r} is not what it was when it was first read: open its file again"
-            )
+            raise self._changed(key)
+
+    def _changed(self, key: BlockKey) -> SourceError:
+        return SourceError(
+            f"block {key.block} of {key.expert!r} is not what it was when it was first read: open its file again"
+        )
 
     def _drain(self, key: BlockKey, pieces: deque[RowPiece], into: Tensors | None, scales: Tensors) -> None:
         while pieces:
@@ -180,5 +216,5 @@ def _room_for_scales(stored: BlockFormat) -> dict[str, torch.Tensor]:
     changed = quantised_names(stored)
     with torch.inference_mode(False):
         return {
-            t.name: torch.empty(t.shape[0], 1, dtype=torch.float32) for t in stored.stored.tensors if t.name in changed
+            t.name: torch.zeros(t.shape[0], 1, dtype=torch.float32) for t in stored.stored.tensors if t.name in changed
         }

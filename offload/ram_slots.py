@@ -12,9 +12,9 @@ from ..metrics.reading import ReadMeter, ReadSpan
 from ..plan import BlockKey, RamHomes, Residency, eviction_order
 from .available_memory import available_bytes
 from .buffers import BlockPlace, BufferState
+from .device_slots import DeviceSlots
 from .host_memory import in_pages
-from .host_slots import HostSlots
-from .layout import BlockFormat
+from .host_slots import HostSlots, SlotMemory
 from .page_lock import PageLock
 from .shared_segment import SharedSegment
 from .source import BlockSource
@@ -47,24 +47,28 @@ class RamSlots:
 
     Args:
         source: where blocks are read from.
-        formats: of every block there is.
+        sizes: bytes of every block there is, as the source gives it.
         lock: locks the pages of slots, so that a device copies out of them by itself; None for a CPU.
         shared: memory that the ranks of one machine hold together; it takes the homes that are kept for later runs.
+        on_device: memory of the device itself; it takes them instead.
     """
 
     def __init__(
         self,
         source: BlockSource,
-        formats: Mapping[BlockKey, BlockFormat],
+        sizes: Mapping[BlockKey, int],
         *,
         lock: PageLock | None,
         shared: SharedSegment | None = None,
+        on_device: DeviceSlots | None = None,
     ) -> None:
         self._source = source
-        self._formats = formats
-        self._largest = max(fmt.stored.nbytes for fmt in formats.values())
+        self._sizes = sizes
+        self._largest = max(sizes.values())
         self._passing = HostSlots(lock=lock)
-        self._homes_memory = self._passing if shared is None else HostSlots(lock=lock, shared=shared)
+        self._homes_memory: SlotMemory = self._passing if shared is None else HostSlots(lock=lock, shared=shared)
+        if on_device is not None:
+            self._homes_memory = on_device
         self._numbers = count()
         self._homes = RamHomes(residency=Residency(residents={}, permanent=True), slots=0)
         self._slots: tuple[RamSlot, ...] = ()
@@ -81,6 +85,11 @@ class RamSlots:
         return sum(memory.nbytes for memory in self._memories())
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory that homes take there."""
+        return self._homes_memory.device_bytes
+
+    @property
     def locked_bytes(self) -> int:
         """Those of them that are page-locked."""
         return sum(memory.locked_bytes for memory in self._memories())
@@ -93,7 +102,7 @@ class RamSlots:
         """Bytes of RAM that these slots take when all of them are in use."""
         if not homes.residency.permanent:
             return (homes.slots + staging) * in_pages(self._largest)
-        sizes = {key: in_pages(fmt.stored.nbytes) for key, fmt in self._formats.items()}
+        sizes = {key: in_pages(nbytes) for key, nbytes in self._sizes.items()}
         at_home = sum(nbytes for key, nbytes in sizes.items() if homes.residency.keeps(*key))
         return at_home + self._passing_slots(homes, staging) * in_pages(self._largest)
 
@@ -133,7 +142,7 @@ class RamSlots:
             slot.drained = None
         slot.begin_fill(key)
         at_home = self._homes.residency.permanent and slot.index < self._homes.slots
-        nbytes = self._formats[key].stored.nbytes
+        nbytes = self._sizes[key]
         slot.room = nbytes if at_home else self._largest
         if self._homes_memory is not self._passing:
             (self._passing if at_home else self._homes_memory).drop(slot.number)
@@ -197,14 +206,14 @@ class RamSlots:
 
     def _passing_slots(self, homes: RamHomes, staging: int) -> int:
         """How many of the staging slots are ever used."""
-        return 0 if all(homes.residency.keeps(*key) for key in self._formats) else staging
+        return 0 if all(homes.residency.keeps(*key) for key in self._sizes) else staging
 
     def _drop(self, slot: RamSlot) -> None:
         slot.memory = slot.drained = None
         for memory in self._memories():
             memory.drop(slot.number)
 
-    def _memories(self) -> tuple[HostSlots, ...]:
+    def _memories(self) -> tuple[SlotMemory, ...]:
         if self._homes_memory is self._passing:
             return (self._passing,)
         return (self._passing, self._homes_memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,6 +44,18 @@ def read_pieces(
         else:
             pieces.append(piece)
     return tuple(pieces)
+
+
+def within(pieces: Iterable[ReadPiece], wanted: range) -> tuple[ReadPiece, ...]:
+    """Return what of `pieces` fills the bytes `wanted` of their memory; targets count from the first of them."""
+    parts: list[ReadPiece] = []
+    for piece in pieces:
+        start = max(piece.target, wanted.start)
+        stop = min(piece.target + piece.nbytes, wanted.stop)
+        if start < stop:
+            offset = piece.offset + start - piece.target
+            parts.append(replace(piece, offset=offset, nbytes=stop - start, target=start - wanted.start))
+    return tuple(parts)
 
 
 def row_piece(name: str, tensor: FileTensor, rows: range) -> ReadPiece:

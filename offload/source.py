@@ -52,3 +52,19 @@ class BlockSource(Protocol):
     def close(self) -> None:
         """Release files, threads and memory. Closing twice is allowed."""
         ...
+
+
+class RangeSource(BlockSource, Protocol):
+    """A source that can give a part of a block."""
+
+    def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
+        """Return the bytes that `read_range` takes from where the block is kept, about."""
+        ...
+
+    def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        """Fill `into`, 1-D uint8 CPU memory of at least that size, with the bytes `wanted` of the stored form.
+
+        Raises:
+            SourceError: the bytes could not be read; `into` then holds anything.
+        """
+        ...

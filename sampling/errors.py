@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 
+from ..offload.gather import StoppedAlike
 from ..plan import OffloadPolicy
 
 
@@ -25,7 +26,7 @@ class ConditioningError(RequestError):
     """A native CONDITIONING or LATENT that Wan2.2 A14B cannot use."""
 
 
-class NonFiniteLatentError(ValueError):
+class NonFiniteLatentError(ValueError, StoppedAlike):
     """The latent holds NaN or infinity after a step."""
 
 
@@ -47,7 +48,7 @@ class SmallerPolicyError(ValueError):
         return str(self.args[0])
 
 
-class Cancelled(Exception):
+class Cancelled(StoppedAlike):
     """The run was stopped before block `block` of step `step`; the pair can be used again at once."""
 
     def __init__(self, step: int, block: int) -> None:

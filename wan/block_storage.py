@@ -13,7 +13,7 @@ from ..offload.layout import BlockFormat, block_format
 from ..offload.quantised_format import quantised_format, scale_bytes
 from ..offload.quantised_source import QuantisedSource
 from ..offload.safetensors_header import FileTensor
-from ..offload.source import BlockSource
+from ..offload.shared_segment import SharedSegment
 from ..plan import BlockKey, Storage
 from ..plan.memory_needs import RAW_SLOTS
 from .checkpoint import Expert
@@ -83,7 +83,7 @@ def row_scale_bytes(experts: Iterable[Expert], storage: Storage) -> int:
 
 def block_source(
     experts: Mapping[str, Expert], *, compute_dtype: torch.dtype, storage: Storage, direct: bool | None
-) -> BlockSource:
+) -> FileSource | QuantisedSource:
     """Return the streamed weights of every block, straight from the experts' files."""
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
     scales: dict[BlockKey, dict[str, FileTensor]] = {}
@@ -92,6 +92,15 @@ def block_source(
             blocks[BlockKey(name, index)], scales[BlockKey(name, index)] = _streamed(expert, index)
     files = FileSource(blocks, computed_dtypes=compute_dtype, scales=scales, direct=direct)
     return QuantisedSource(files) if any(_quantises(expert, storage) for expert in experts.values()) else files
+
+
+def segment_of(source: FileSource | QuantisedSource) -> SharedSegment:
+    """Room for the blocks of a source in memory that the ranks of one machine share; blocks come as they are read.
+
+    Raises:
+        SourceError: the system has no such memory, or refuses it.
+    """
+    return SharedSegment(source.identity, {key: source.block_format(key).stored.nbytes for key in source.keys()})
 
 
 def tell_what_stays(experts: Iterable[Expert], storage: Storage) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 
 from ..metrics import Recorder
 from ..offload.attach import attach_offload
 from ..offload.attached_run import OffloadRun
+from ..offload.gather import Sharded
 from ..offload.patches import BlockPatch, WeightPatch
 from ..plan import BlockKey, OffloadPolicy, RunPrograms, Storage, Visit
-from .block_storage import block_source
+from .block_storage import block_source, segment_of
 from .checkpoint import Expert
 from .expert_models import ExpertModels
 from .lora_factors import LoraFactors, LoraStack
@@ -37,18 +39,24 @@ class ExpertEngine:
         device: torch.device,
         storage: Storage = "as stored",
         direct: bool | None = None,
+        shared: bool = False,
+        sharded: Sharded | None = None,
     ) -> None:
         self.device = device
         self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
         self.models.set_chunk(policy.chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
         self.block_counts = {name: config.num_layers for name, config in self._configs.items()}
+        source = block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct)
+        self._shared = segment_of(source) if shared and sharded is None else None
         self._handle = attach_offload(
             self.models.blocks,
-            policy=policy,
+            policy=self._own(policy),
             device=device,
-            source=block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct),
+            source=source,
             follow_forward=False,
+            shared=self._shared,
+            sharded=sharded,
         )
         self.models.start_reading()
         self._loras: Hashable = NO_LORAS
@@ -139,6 +147,24 @@ class ExpertEngine:
         self._check_open()
         return self._handle.programs(visits, then)
 
+    def meet(self, sharded: Sharded) -> None:
+        """Gather with the ranks of another meeting, in which this one has the same shards.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched.
+        """
+        self._check_open()
+        self._handle.meet(sharded)
+
+    def take_buffers(self) -> None:
+        """Allocate all buffers now; otherwise each comes with the first run that fetches into it.
+
+        Raises:
+            RuntimeError: a run is going on; nothing was touched. Or the device has no memory left.
+        """
+        self._check_open()
+        self._handle.take_buffers()
+
     def set_policy(self, policy: OffloadPolicy) -> None:
         """Change between runs what stays on the device and in RAM; blocks that both policies keep are not read again.
 
@@ -148,7 +174,7 @@ class ExpertEngine:
             OSError: there is not enough RAM for the blocks that would have a home there; the former one stays.
         """
         self._check_open()
-        self._handle.set_policy(policy)
+        self._handle.set_policy(self._own(policy))
         self.models.set_chunk(policy.chunk_tokens)
 
     def close(self) -> None:
@@ -158,8 +184,14 @@ class ExpertEngine:
             RuntimeError: a run is going on; it goes on undisturbed.
         """
         self._handle.detach()
+        if self._shared is not None:
+            self._shared.close()
         self._closed = True
         self.models.close()
+
+    def _own(self, policy: OffloadPolicy) -> OffloadPolicy:
+        """Homes that ranks share stay with their blocks: what rolls would be another block for each of them."""
+        return policy if self._shared is None else replace(policy, ram_rolls=False)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,27 +1,20 @@
-"""The pair of experts that Wan2.2 A14B is made of, opened by value and streamed by an engine of its own."""
+"""Opens the pair of experts that Wan2.2 A14B is made of, by value."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
 import torch
 
-from ..plan import OffloadPolicy, Storage
-from .block_storage import STORAGES, BlockBytes, block_bytes, row_scale_bytes, tell_what_stays
+from ..plan import Storage
+from .block_storage import STORAGES, tell_what_stays
 from .checkpoint import Expert, open_expert
-from .device_bytes import device_bytes
-from .expert_engine import ExpertEngine
-from .lora import LoraFile
-from .lora_factors import LoraFactors, LoraStack
-from .lora_fit import fitted
-from .lora_patches import stack_identity
-from .projections import part_of
+from .expert_pair import ExpertPair
 from .stored import CheckpointError
+
+__all__ = ["COMPUTE_DTYPES", "ExpertPair", "open_experts"]
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -33,6 +26,7 @@ def open_experts(
     compute_dtype: torch.dtype = torch.bfloat16,
     storage: Storage = "as stored",
     direct: bool | None = None,
+    shared: bool = False,
 ) -> ExpertPair:
     """Open both experts without loading them: only the headers of their files are read.
 
@@ -46,6 +40,9 @@ def open_experts(
             scale for each row, which halves both for a bf16 or fp16 file. They are quantised while they are read, and
             decoded on arrival. Matrices that are fp8 already or packed (GGUF) stay as they are.
         direct: read blocks past the page cache (O_DIRECT); None: where that pays.
+        shared: other processes of this machine open the same experts: what a policy keeps in RAM is there once for all
+            of them, and what it reads from files comes through the page cache unless `direct` says otherwise. Homes do
+            not roll then.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
@@ -62,212 +59,7 @@ def open_experts(
     high, low = open_expert(high_path), open_expert(low_path)
     _check_pair(high, low)
     tell_what_stays((high, low), storage)
-    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype, storage=storage, direct=direct)
-
-
-class ExpertPair:
-    """Two experts that belong together, and the engine that streams them.
-
-    The engine is made when it is first asked for and survives the runs that use it; `close()` or `with` frees it. A
-    closed pair may be used again.
-    """
-
-    def __init__(
-        self,
-        *,
-        high: Expert,
-        low: Expert,
-        compute_dtype: torch.dtype,
-        storage: Storage = "as stored",
-        direct: bool | None = None,
-    ) -> None:
-        self.high = high
-        self.low = low
-        self.compute_dtype = compute_dtype
-        self.storage = storage
-        self._direct = direct
-        self._engine: ExpertEngine | None = None
-        self._engine_for: tuple[OffloadPolicy, torch.device] | None = None
-        self._loras: Mapping[str, LoraStack] = {"high": (), "low": ()}
-        self._factors = LoraFactors()
-
-    @property
-    def in_channels(self) -> int:
-        """Channels of the model's input: 16 (text to video), or 36 (image to video: latents, mask, condition)."""
-        return self.high.config.in_channels
-
-    @property
-    def identity(self) -> Hashable:
-        """What names this pair on a graph edge: equal for the same files, dtype, storage, LoRAs and strengths."""
-        loras = tuple(stack_identity(stack) for stack in self._active_loras().values())
-        return (self.high.path.resolve(), self.low.path.resolve(), self.compute_dtype, self.storage, loras)
-
-    def is_current(self) -> bool:
-        """Whether the files on disk are still those that were opened; open the pair again where they are not."""
-        return self.high.is_current() and self.low.is_current()
-
-    def loras_are_current(self) -> bool:
-        """Whether the LoRA files on disk are still those that were opened."""
-        return all(lora.is_current() for stack in self._loras.values() for lora, _ in stack)
-
-    def set_loras(self, high: Sequence[tuple[LoraFile, float]], low: Sequence[tuple[LoraFile, float]]) -> None:
-        """Add these LoRAs, with their strengths, to the weights of each expert, and no others.
-
-        Takes effect when the engine is asked for the next time; then a file that is new is read, and its factors are
-        kept in RAM as they are stored (0.6 GB for rank 64 in bf16), so that another strength reads nothing. A LoRA of
-        strength 0 is not there.
-
-        Raises:
-            CheckpointError: a LoRA does not fit its expert. The former LoRAs stay.
-            ValueError: a strength is no finite number. The former LoRAs stay.
-        """
-        self._loras = {"high": _fitted(high, self.high), "low": _fitted(low, self.low)}
-
-    def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
-        """Return the engine for `policy` on `device`, with the LoRAs set.
-
-        One for another policy takes on this one, and keeps every block that both keep; one on another device is freed.
-
-        Raises:
-            ValueError: the policy does not fit the number of blocks, or a factor of a LoRA is not finite.
-            OSError: a LoRA cannot be read, or its factors or the blocks to be kept in RAM do not fit there.
-            RuntimeError: the engine runs, and another one or other LoRAs are asked for.
-        """
-        place = torch.device(device)
-        if self._engine is None or self._engine_for is None or self._engine_for[1] != place:
-            self._close_engine()
-            experts = {"high": self.high, "low": self.low}
-            # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
-            with torch.inference_mode(False):
-                self._engine = ExpertEngine(
-                    experts,
-                    compute_dtype=self.compute_dtype,
-                    policy=policy,
-                    device=place,
-                    storage=self.storage,
-                    direct=self._direct,
-                )
-            self._engine_for = (policy, place)
-        elif self._engine_for[0] != policy:
-            self._engine.set_policy(policy)
-            self._engine_for = (policy, place)
-        assert self._engine is not None
-        self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
-        self._engine.set_loras(self._active_loras(), self._factors)
-        return self._engine
-
-    def present_engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine | None:
-        """The engine as it is, if it is there for that policy on that device; makes none and changes none."""
-        return self._engine if self._engine_for == (policy, device) else None
-
-    def device_bytes(self, policy: OffloadPolicy, *, device: torch.device | str = "cuda") -> int:
-        """Device memory that the weights take under `policy`; LoRAs come on top (30 MB for rank 64 in bf16).
-
-        Raises:
-            ValueError: the policy does not fit the number of blocks.
-        """
-        decoding = 0 if torch.device(device).type == "cpu" else self._decoding_bytes
-        return decoding + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes that are read for one block, the largest one of the pair."""
-        return self._block_bytes.file
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of one block in RAM and on the bus, the largest one of the pair."""
-        return self._block_bytes.stored
-
-    @property
-    def computed_bytes(self) -> int:
-        """Bytes of one block in its buffer."""
-        return self._block_bytes.computed
-
-    @property
-    def decodes(self) -> bool:
-        """Whether a block of the pair arrives in another form than it is computed with."""
-        return self._block_bytes.decoded > 0
-
-    @cached_property
-    def _block_bytes(self) -> BlockBytes:
-        return block_bytes((self.high, self.low), self.compute_dtype, self.storage)
-
-    @cached_property
-    def _decoding_bytes(self) -> int:
-        """What a GPU keeps for decoding: the stored form of blocks that arrive, and the scales of every row."""
-        return self._block_bytes.decoded + row_scale_bytes((self.high, self.low), self.storage)
-
-    @property
-    def running(self) -> bool:
-        """Whether a run is going on: nothing can be given back now."""
-        return self._engine is not None and self._engine.running
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes of device memory that the weights of this pair take now."""
-        return 0 if self._engine is None else self._engine.loaded_bytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of host memory that are page-locked for this pair now."""
-        return 0 if self._engine is None else self._engine.pinned_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that blocks in RAM, staging and LoRA factors of blocks take for this pair now."""
-        return 0 if self._engine is None else self._engine.host_bytes
-
-    @property
-    def host_staying_bytes(self) -> int:
-        """Host memory of a run beside its slots, about: LoRAs in their two forms, and an embedder that waits."""
-        embedders = [
-            sum(tensor.nbytes for name, tensor in expert.weights.items() if part_of(name) is not None)
-            for expert in (self.high, self.low)
-        ]
-        loras = [lora for stack in self._active_loras().values() for lora, _ in stack]
-        factors = [tensor for lora in loras for tensor in lora.tensors.values()]
-        added = sum(math.prod(tensor.shape) for tensor in factors) * self.compute_dtype.itemsize
-        return max(embedders) + sum(tensor.nbytes for tensor in factors) + added
-
-    def give_back(self, nbytes: int) -> int:
-        """Free buffers until `nbytes` of device memory are free or none is left; returns the bytes freed.
-
-        The next run allocates and fetches what it misses; `close` frees the rest as well.
-
-        Raises:
-            RuntimeError: a run is going on; nothing was touched.
-        """
-        return 0 if self._engine is None else self._engine.give_back(nbytes)
-
-    def close(self) -> None:
-        """Free the engine, with its buffers, threads and open files, and what was read of LoRAs.
-
-        The LoRAs stay set, and are read again by the next engine. Closing twice is allowed.
-        """
-        self._close_engine()
-        self._factors.keep_only([])
-
-    def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-
-    def _active_loras(self) -> dict[str, LoraStack]:
-        return {name: [(lora, by) for lora, by in stack if by != 0] for name, stack in self._loras.items()}
-
-    def __enter__(self) -> ExpertPair:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _fitted(stack: LoraStack, expert: Expert) -> LoraStack:
-    for lora, strength in stack:
-        if not math.isfinite(strength):
-            raise ValueError(f"the strength of {lora.path} is {strength}: give a finite number")
-    return [(fitted(lora, expert.config), strength) for lora, strength in stack]
+    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype, storage=storage, direct=direct, shared=shared)
 
 
 def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:

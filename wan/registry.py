@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -13,11 +14,10 @@ from .experts import ExpertPair, open_experts
 from .lora import open_lora
 
 
-def open_pair(ref: ExpertsRef) -> ExpertPair:
-    """Open the experts that `ref` names, without its LoRAs: reads headers only."""
-    return open_experts(
-        ref.high_noise, ref.low_noise, compute_dtype=getattr(torch, ref.compute_dtype), storage=ref.storage
-    )
+def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
+    """Open the experts that `ref` names, without its LoRAs: reads headers only. `shared` as for `open_experts`."""
+    dtype = getattr(torch, ref.compute_dtype)
+    return open_experts(ref.high_noise, ref.low_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
 
 
 def set_loras(pair: ExpertPair, refs: Sequence[LoraRef]) -> None:
@@ -34,10 +34,14 @@ class ExpertsRegistry:
     A second run of the same graph, whatever its seed, finds its pair open, unless its files were replaced; another pair
     closes the former one first, so that two pairs never share the device. A pair stays open when only its LoRAs are
     others.
+
+    Args:
+        open_pair: opens pairs.
+        shared: pairs are shared with other processes of this machine; see `open_experts`.
     """
 
-    def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair) -> None:
-        self._open_pair = open_pair
+    def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair, *, shared: bool = False) -> None:
+        self._open_pair = partial(open_pair, shared=True) if shared else open_pair
         self._lock = threading.Lock()
         self._held: tuple[ExpertsRef, ExpertPair] | None = None
         self._loras: tuple[LoraRef, ...] = ()

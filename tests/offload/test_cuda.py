@@ -443,6 +443,7 @@ def test_memory_is_given_back_while_the_device_still_computes(stacks, hidden, pl
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with attach(stacks, POLICIES[policy]) as handle:
+        handle.take_buffers()
         loaded = handle.loaded_bytes
         with torch.cuda.stream(stream):
             value = streamed(handle, stacks, hidden, slow=1)

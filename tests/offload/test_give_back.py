@@ -73,8 +73,9 @@ def blocks(name: str, *numbers: int) -> set[BlockKey]:
 def test_everything_is_given_back_and_comes_again(stacks, expected, policy):
     settings, buffers = POLICIES[policy]
     with attach(stacks, settings) as handle:
-        assert handle.loaded_bytes == buffers * BLOCK_BYTES
+        assert handle.loaded_bytes == 0
         _, cold = run(handle, stacks)
+        assert handle.loaded_bytes == buffers * BLOCK_BYTES
         for _ in range(2):
             memory = storages(handle)
             assert handle.give_back(1 << 60) == buffers * BLOCK_BYTES
@@ -93,9 +94,9 @@ def test_everything_is_given_back_and_comes_again(stacks, expected, policy):
 def test_neither_a_run_that_was_kept_nor_one_that_failed_holds_the_memory(stacks, slow_source):
     source = slow_source(ModuleSource(stacks), seed=0)
     with attach(stacks, OffloadPolicy.layerwise(1), source=source) as handle:
-        memory = storages(handle)
         visits = step_visits(["high"], handle.counts)
         with handle.run(visits) as whole:
+            memory = storages(handle)
             contexts = [whole.visit(*visit) for visit in visits]
             for context in contexts:
                 with context:
@@ -156,18 +157,35 @@ def test_residents_survive_as_long_as_streamed_blocks_are_enough(stacks, expecte
         assert torch.equal(run(handle, stacks)[0], expected)
 
 
-def test_only_what_a_run_fetches_into_is_allocated_again(stacks):
+@pytest.mark.parametrize("fresh", [True, False])
+def test_only_what_a_run_fetches_into_is_allocated(stacks, fresh):
     with attach(stacks, OffloadPolicy.resident()) as handle:
-        handle.give_back(1 << 60)
+        if not fresh:
+            run(handle, stacks)
+            handle.give_back(1 << 60)
         run(handle, stacks, ["high"])
         assert handle.loaded_bytes == BLOCKS * BLOCK_BYTES
         run(handle, stacks)
         assert handle.loaded_bytes == 2 * BLOCKS * BLOCK_BYTES
 
 
+def test_all_buffers_are_taken_at_once_for_who_reckons_with_them(stacks, expected):
+    with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:
+        handle.take_buffers()
+        memory = storages(handle)
+        assert handle.loaded_bytes == len(memory) * BLOCK_BYTES == 5 * BLOCK_BYTES
+        assert torch.equal(run(handle, stacks)[0], expected)
+        handle.take_buffers()
+        assert [storage.expired() for storage in memory] == [False] * 5, "those that are there stay"
+        with handle.run(step_visits(["high"], handle.counts)), pytest.raises(RuntimeError, match="already running"):
+            handle.take_buffers()
+    assert all(storage.expired() for storage in memory)
+
+
 @pytest.mark.parametrize("nbytes", [0, -1])
 def test_nothing_is_asked_and_nothing_is_given(stacks, nbytes):
     with attach(stacks, OffloadPolicy.layerwise(1)) as handle:
+        run(handle, stacks)
         assert handle.give_back(nbytes) == 0
         assert handle.loaded_bytes == 2 * BLOCK_BYTES
 

@@ -75,7 +75,7 @@ def driver(limited_page_lock):
 
 @pytest.fixture
 def slots(source: Numbers, driver) -> RamSlots:
-    return RamSlots(source, {key: source.block_format(key) for key in KEYS}, lock=driver)
+    return RamSlots(source, {key: source.block_format(key).stored.nbytes for key in KEYS}, lock=driver)
 
 
 def read(slots: RamSlots, index: int, key: BlockKey) -> RamSlot:
@@ -109,8 +109,7 @@ def test_a_home_takes_its_own_size_and_a_place_to_pass_through_the_largest(slots
     ("wanted", "staging", "blocks"), [(homes(), 2, 2), (homes(KEYS[0]), 2, 3), (homes(slots=3, rolls=True), 1, 4)]
 )
 def test_room_is_asked_for_every_slot_that_is_used(driver, wanted, staging, blocks):
-    huge = block_format({"weight": ((1 << 47,), torch.uint8)}, torch.uint8)
-    slots = RamSlots(Numbers(), dict.fromkeys(KEYS, huge), lock=driver)
+    slots = RamSlots(Numbers(), dict.fromkeys(KEYS, 1 << 47), lock=driver)
     told = rf"{blocks * (1 << 47) / 1e9:.1f} GB of RAM for {blocks} blocks, .* are available: keep fewer blocks in RAM,"
     with pytest.raises(SourceError, match=told):
         slots.check_room(wanted, staging)
@@ -261,7 +260,7 @@ class Segment:
 
 def test_only_homes_that_are_kept_are_shared(source):
     segment = Segment()
-    slots = RamSlots(source, {key: source.block_format(key) for key in KEYS}, lock=None, shared=segment)
+    slots = RamSlots(source, {key: source.block_format(key).stored.nbytes for key in KEYS}, lock=None, shared=segment)
     slots.resize(homes(KEYS[0]), 1)
     assert read(slots, 0, KEYS[0]).memory.data_ptr() == segment.blocks[KEYS[0]].data_ptr()
     assert source.reads == [], "another rank has read it"

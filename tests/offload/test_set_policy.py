@@ -179,7 +179,9 @@ def test_buffers_that_go_on_a_cpu_make_room_for_homes(stacks, source):
 
     expected = plainly(stacks)
     with attach(stacks, OffloadPolicy.resident(), source) as handle:
-        handle.engine.ram = Told(source, handle.engine.formats, lock=None)
+        run(handle, stacks)
+        sizes = {key: fmt.stored.nbytes for key, fmt in handle.engine.formats.items()}
+        handle.engine.ram = Told(source, sizes, lock=None)
         handle.set_policy(OffloadPolicy.layerwise(1, source="pinned"))
         assert handle.engine.ram.freed == (2 * BLOCKS - 2) * BLOCK_BYTES
         value, _ = run(handle, stacks)

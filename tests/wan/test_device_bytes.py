@@ -53,6 +53,7 @@ def test_an_engine_takes_what_was_told(
     with open_experts(file, file, compute_dtype=dtype) as pair:
         told = pair.device_bytes(policy, device="cpu")
         engine = pair.engine(policy, "cpu")
+        engine.take_buffers()
         models = [engine.models[name] for name in ("high", "low")]
         parameters = [parameter for model in models for parameter in model.parameters() if not parameter.is_meta]
         # The weights that stream are empty while their block is in no buffer, those of the embedders are on meta.
