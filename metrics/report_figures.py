@@ -91,6 +91,13 @@ def _switch_over_steady_s(timeline: Timeline) -> float | None:
     return None if step is None else over_steady_s(timeline, step)
 
 
+def _whole_s(timeline: Timeline) -> float | None:
+    """Seconds from the start of the run to the end of its last step."""
+    if not timeline.steps or timeline.steps[-1].began_s is None:
+        return None
+    return timeline.steps[-1].began_s + timeline.steps[-1].wall_s
+
+
 def _first_s(timeline: Timeline) -> float | None:
     return timeline.steps[0].wall_s if timeline.steps else None
 
@@ -115,6 +122,7 @@ def _most(name: str) -> Callable[[Timeline], float | None]:
 
 FIGURES = (
     Figure(name="Total denoising", unit="s", of=lambda timeline: timeline.wall_s),
+    Figure(name="Whole run, with what lies between steps", unit="s", of=_whole_s),
     Figure(name="Average per step", unit="s", of=_mean_s),
     Figure(name="Steady step, high-noise expert", unit="s", of=lambda timeline: steady_s(timeline, "high")),
     Figure(name="Steady step, low-noise expert", unit="s", of=lambda timeline: steady_s(timeline, "low")),
@@ -129,6 +137,8 @@ FIGURES = (
     Figure(name="Moved to buffers", unit="bytes", of=lambda timeline: timeline.bytes_moved),
     Figure(name="Read from files", unit="bytes", of=lambda timeline: timeline.read_bytes),
     Figure(name="Read from the page cache", unit="bytes", of=lambda timeline: timeline.cached_bytes),
+    Figure(name="Read ahead for the next run", unit="bytes", of=lambda timeline: timeline.ahead_bytes),
+    Figure(name="Weights outside the blocks", unit="bytes", of=lambda timeline: timeline.outer_bytes),
     Figure(name="Rate to buffers", unit="bytes/s", of=lambda timeline: timeline.copy_bytes_per_s),
     Figure(name="Rate from files", unit="bytes/s", of=lambda timeline: timeline.read_bytes_per_s),
     Figure(name="Peak VRAM, allocated", unit="bytes", of=_most("device_bytes")),

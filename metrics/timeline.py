@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,9 @@ from .step_marks import BlockArrival, StepMarks
 from .trace import MOST_SPANS, TraceSpan, chrome_trace, write_trace
 
 BEFORE = ("open", "text")
-"""Phases of a queue item that a run shows as its own."""
+"""Phases of a queue item that the first run after them shows as its own."""
+
+OF_A_RUN = ("first block", "high", "switch", "low")
 
 _TRIED_MARKS = 20
 
@@ -72,7 +74,7 @@ class Recorder:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         if ledger is not None:
-            self._before = tuple(phase for phase in ledger.phases(since=self._began) if phase.name in BEFORE)
+            self._before = _before(ledger.phases(since=self._began))
         self._sampler = MemorySampler(self._device, began=self._began)
         try:
             with self._sampler:
@@ -200,6 +202,12 @@ class Recorder:
             self._mark_s = (time.perf_counter() - entered) / _TRIED_MARKS
         sampling_s = 0.0 if self._sampler is None else self._sampler.spent_s
         return self._spent_s + sampling_s + self._mark_count * self._mark_s
+
+
+def _before(noted: Sequence[PhaseRecord]) -> tuple[PhaseRecord, ...]:
+    """What was done for the run that begins now: nothing that an earlier run had before it."""
+    runs = [place for place, phase in enumerate(noted) if phase.name in OF_A_RUN]
+    return tuple(phase for phase in noted[runs[-1] + 1 if runs else 0 :] if phase.name in BEFORE)
 
 
 def _sampled(phase: PhaseRecord, samples: tuple[MemorySample, ...]) -> PhaseRecord:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,9 +89,22 @@ def test_figures_are_those_of_the_timelines(make_timeline: MakeTimeline, make_va
     assert "Peak VRAM, allocated" not in written
 
 
-def test_warm_ups_do_not_count(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
-    from dataclasses import replace
+def test_the_whole_run_has_what_lies_before_and_between_its_steps(make_timeline: MakeTimeline) -> None:
+    run = make_timeline(2, 3)
+    assert figure("Whole run, with what lies between steps").of(run) is None, "of old timelines it is not known"
+    began = zip(run.steps, (1.5, 4.0), strict=True)
+    run = replace(run, steps=tuple(replace(step, began_s=began_s) for step, began_s in began))
+    assert figure("Whole run, with what lies between steps").of(run) == 7.0
+    assert figure("Total denoising").of(run) == 5.0
 
+
+def test_no_byte_of_a_run_is_left_out(make_timeline: MakeTimeline) -> None:
+    run = make_timeline(2, read_bytes=10, ahead_bytes=3, outer_bytes=5)
+    names = "Read from files", "Read ahead for the next run", "Weights outside the blocks"
+    assert [figure(name).of(run) for name in names] == [10, 3, 5]
+
+
+def test_warm_ups_do_not_count(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
     variant = make_variant("a", make_timeline(90), make_timeline(10), make_timeline(12))
     cold, *rest = variant.trials
     variant = replace(variant, trials=(replace(cold, warm_up=True), *rest))

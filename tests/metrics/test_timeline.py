@@ -190,6 +190,20 @@ def test_phases_before_the_run_come_from_the_ledger_and_those_of_the_run_go_ther
     assert [phase.name for phase in ledger.phases()] == ["open", "text", "decode", "first block", "high"]
 
 
+def test_what_was_opened_for_one_run_is_not_told_of_the_next() -> None:
+    """Runs that a benchmark repeats open nothing; a second sampler has what was done for it alone."""
+    ledger, told = Ledger(), []
+    for opens in ([], ["open", "text"], [], ["open"]):
+        for name in opens:
+            with ledger.phase(name, CPU):
+                pass
+        recorder = Recorder(CPU, observe=Observe(ledger=ledger))
+        with recorder.watching():
+            take_step(recorder)
+        told.append([phase.name for phase in recorder.timeline().phases][:-2])
+    assert told == [[], ["open", "text"], [], ["open"]]
+
+
 def test_a_run_that_fails_is_noted_as_far_as_it_came() -> None:
     ledger = Ledger()
     recorder = Recorder(CPU, observe=Observe(ledger=ledger))
