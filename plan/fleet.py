@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .fleet_cell import HOMES, CellCosts, cell_costs, cell_way, step_seconds
+from .fleet_cell import HOMES, CellCosts, cell_costs, step_seconds
 from .fleet_exchange import handover_seconds
 from .fleet_queue import QueueRun, StageSeconds, run_queue
 from .links import Links
@@ -77,9 +77,7 @@ def simulate_fleet(
     """
     seconds = step_seconds(job, machine, links, mesh)
     parts = stage_boundaries(job.experts_of_steps, seconds, mesh.stage)
-    stages = tuple(
-        cell_costs(job, links, mesh, part, cell_way(job, machine, links, mesh, part, weights)) for part in parts
-    )
+    stages = tuple(cell_costs(job, machine, links, mesh, part, weights) for part in parts)
     return queue_on(job, links, mesh, stages, videos)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .figure_words import share_text
 from .fleet import FleetRun, queue_on
-from .fleet_cell import CellCosts, cell_costs, cell_way, step_seconds
+from .fleet_cell import CellCosts, cell_costs, step_seconds
 from .fleet_exchange import handover_seconds
 from .fleet_layouts import axes, fitting_count, layouts
 from .fleet_queue import StageSeconds, run_queue
@@ -157,8 +157,7 @@ class _Cells:
     def _cell(self, mesh: Mesh, part: range) -> CellCosts:
         place = (mesh.size, mesh.cfg, mesh.ring, mesh.ulysses, part)
         if place not in self._costs:
-            way = cell_way(self._job, self._machine, self._links, mesh, part)
-            self._costs[place] = cell_costs(self._job, self._links, mesh, part, way)
+            self._costs[place] = cell_costs(self._job, self._machine, self._links, mesh, part)
         return self._costs[place]
 
     def _parts(self, mesh: Mesh) -> tuple[range, ...]:
