@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -81,12 +82,23 @@ def alone() -> Callable[[RunTask], torch.Tensor]:
 @pytest.fixture(scope="session")
 def processes() -> Iterator[Any]:
     """`Processes` of `processes.py`, shared by the whole session: ask for `at_least` as many as a test needs."""
-    spec = importlib.util.spec_from_file_location("processes", Path(__file__).with_name("processes.py"))
+    started = _neighbour("processes").Processes()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def split_jobs() -> ModuleType:
+    """What processes do in the tests of splits."""
+    return _neighbour("split_jobs")
+
+
+def _neighbour(name: str) -> ModuleType:
+    """A file beside this one that is no test; pytest's importlib mode has no folder to import it from."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["processes"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
-    started = module.Processes()
-    yield started
-    started.close()
+    return module
