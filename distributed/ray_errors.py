@@ -1,0 +1,22 @@
+"""What can be wrong with Ray.
+
+ValueError
+  RaySetupError      workers cannot be had as they were asked for; the message says what to change
+    RayMissingError  Ray is not installed
+"""
+
+from __future__ import annotations
+
+
+class RaySetupError(ValueError):
+    """Workers cannot be had as they were asked for; the message says why, and what to change."""
+
+
+class RayMissingError(RaySetupError):
+    """Ray is not installed here."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            'several workers need Ray, which is not installed: pip install "wanstream[distributed]", or set the '
+            "address of the workers to in-process for one worker without it"
+        )

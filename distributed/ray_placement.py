@@ -1,0 +1,77 @@
+"""Where Ray puts the workers: one bundle each, a GPU or a slot of a CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from .ray_errors import RaySetupError
+from .ray_setup import CPU_SLOT
+
+
+class Placement:
+    """Places for `count` workers, held until `close`; ranks of one machine follow each other.
+
+    Raises RaySetupError if there are not as many, at once or within `timeout_s`.
+    """
+
+    def __init__(self, ray: Any, count: int, timeout_s: float) -> None:
+        self._ray = ray
+        self.on_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        _check_room(ray, count, on_gpus=self.on_gpus)
+        self._group = ray.util.placement_group([self._bundle] * count, strategy="PACK")
+        if not self._group.wait(timeout_s):
+            self.close()
+            raise RaySetupError(f"Ray found no places for {count} workers within {timeout_s:g} s: {_free_words(ray)}")
+        table = ray.util.placement_group_table(self._group)
+        nodes: dict[int, str] = table["bundles_to_node_id"]
+        firsts = list(dict.fromkeys(nodes[bundle] for bundle in range(count)))
+        self._bundles = sorted(range(count), key=lambda bundle: (firsts.index(nodes[bundle]), bundle))
+        self._nodes = [nodes[bundle] for bundle in self._bundles]
+
+    def workers_beside(self, rank: int) -> int:
+        """How many of the workers the machine of that one has, itself among them."""
+        return Counter(self._nodes)[self._nodes[rank]]
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Options of an actor that takes that place."""
+        strategies = self._ray.util.scheduling_strategies
+        strategy = strategies.PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=self._bundles[rank]
+        )
+        return {
+            "num_cpus": self._bundle.get("CPU", 0),
+            "num_gpus": self._bundle.get("GPU", 0),
+            "scheduling_strategy": strategy,
+        }
+
+    def close(self) -> None:
+        """Give the places back."""
+        if self._ray.is_initialized():
+            self._ray.util.remove_placement_group(self._group)
+
+    @property
+    def _bundle(self) -> dict[str, float]:
+        return {"GPU": 1} if self.on_gpus else {"CPU": CPU_SLOT}
+
+
+def _check_room(ray: Any, count: int, *, on_gpus: bool) -> None:
+    """Refuse at once what can never be, instead of waiting for it."""
+    every = ray.cluster_resources()
+    if on_gpus and count > every["GPU"]:
+        raise RaySetupError(
+            f"{count} workers, but Ray has {every['GPU']:g} GPU{'s' * (every['GPU'] != 1)}, and each takes one: lower "
+            "count, or add machines to the cluster. If there are more, CUDA_VISIBLE_DEVICES hides them"
+        )
+    slots = int(every.get("CPU", 0) / CPU_SLOT)
+    if not on_gpus and count > slots:
+        raise RaySetupError(
+            f"{count} workers, but Ray has no GPU, and CPU slots for {slots} ({every.get('CPU', 0):g} CPUs, "
+            f"{CPU_SLOT:g} for each): lower count, or start Ray with more (ray start --num-cpus)"
+        )
+
+
+def _free_words(ray: Any) -> str:
+    free, every = ray.available_resources(), ray.cluster_resources()
+    counts = ", ".join(f"{free.get(name, 0):g} of {every.get(name, 0):g} {name}s" for name in ("GPU", "CPU"))
+    return f"{counts} are free. Close other workers, or end what else uses this cluster"

@@ -1,0 +1,122 @@
+"""Workers behind Ray: started on this machine or in a cluster, checked, replaced, and ended without a trace."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ..plan import WorkersRef
+from .path_map import mapped
+from .ray_actor import FOLDER, PACKAGE, actor_class
+from .ray_errors import RaySetupError
+from .ray_handle import RayWorkerHandle
+from .ray_placement import Placement
+from .ray_setup import CONNECTION, OBJECT_STORE_BYTES
+from .ray_worker import Started
+from .versions import check_versions
+from .worker import Worker
+
+START_TIMEOUT_S = 180.0
+"""Importing torch takes its time, on all cores at once."""
+
+
+class RayPool:
+    """See `Pool`: `ref.count` workers, each with a GPU of its own where Ray knows any, else on the CPU.
+
+    Blocks until all of them answer. Use with `with`, or `close` it.
+
+    Raises:
+        RayMissingError: Ray is not installed.
+        RaySetupError: fewer GPUs or CPU slots than workers; a cluster that does not answer, or that other machines
+            reach without a token; another Ray in this process; workers that do not start within `start_timeout_s`.
+        VersionsError: a worker has another WanStream, torch, diffusers or Python.
+    """
+
+    def __init__(
+        self, ref: WorkersRef, *, store_bytes: int = OBJECT_STORE_BYTES, start_timeout_s: float = START_TIMEOUT_S
+    ) -> None:
+        assert ref.count >= 1, ref
+        self._ref, self._timeout_s = ref, start_timeout_s
+        with ExitStack() as undo:
+            self._ray = CONNECTION.enter(ref, store_bytes=store_bytes)
+            undo.callback(CONNECTION.leave)
+            self._placement = Placement(self._ray, ref.count, start_timeout_s)
+            undo.callback(self._placement.close)
+            self._class = actor_class(self._ray)
+            self._driver = Worker("cpu").facts()
+            self._workers = self._start(range(ref.count), undo)
+            self._undo = undo.pop_all()
+
+    @property
+    def workers(self) -> Sequence[RayWorkerHandle]:
+        """See `Pool.workers`."""
+        return tuple(self._workers)
+
+    def replace(self, rank: int) -> RayWorkerHandle:
+        """See `Pool.replace`. Raises as `RayPool` if the new one does not start."""
+        self._workers[rank].kill()
+        with ExitStack() as undo:
+            (self._workers[rank],) = self._start([rank], undo)
+            undo.pop_all()
+        return self._workers[rank]
+
+    def close(self) -> None:
+        """See `Pool.close`."""
+        for worker in self._workers:
+            worker.kill()
+        self._undo.close()
+
+    def __enter__(self) -> RayPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, ranks: Sequence[int], undo: ExitStack) -> list[RayWorkerHandle]:
+        """Workers in these places, all at once."""
+        folders = [str(mapped(FOLDER, self._ref.paths)), str(FOLDER)]
+        actors = [self._class.options(**self._placement.options(rank)).remote() for rank in ranks]
+        answers = [
+            actor.start.remote(PACKAGE, folders, self._ref.threads, self._placement.workers_beside(rank))
+            for actor, rank in zip(actors, ranks, strict=True)
+        ]
+        for actor in actors:
+            undo.callback(self._ray.kill, actor)
+        every = [self._answer(rank, answer) for rank, answer in zip(ranks, answers, strict=True)]
+        check_versions(self._driver, [started.facts for started in every])
+        check_exposure(every, beyond_loopback=self._ref.beyond_loopback)
+        return [
+            RayWorkerHandle(self._ray, actor, rank, started)
+            for actor, rank, started in zip(actors, ranks, every, strict=True)
+        ]
+
+    def _answer(self, rank: int, answer: Any) -> Started:
+        errors = self._ray.exceptions
+        try:
+            started: Started = self._ray.get(answer, timeout=self._timeout_s)
+        except errors.GetTimeoutError as err:
+            raise RaySetupError(
+                f"worker {rank} did not start within {self._timeout_s:g} s: see whether its machine is busy"
+            ) from err
+        except errors.RayTaskError as err:
+            raise RaySetupError(f"worker {rank} does not start: {err.cause or err}") from err
+        except errors.RayError as err:
+            raise RaySetupError(f"worker {rank} does not start: {err}") from err
+        return started
+
+
+def check_exposure(workers: Sequence[Started], *, beyond_loopback: bool) -> None:
+    """Raise RaySetupError for workers on addresses that other machines reach, unless that is asked for and guarded."""
+    outside = [started for started in workers if not ipaddress.ip_address(started.facts.address).is_loopback]
+    if outside and not beyond_loopback:
+        raise RaySetupError(
+            f"workers of this cluster listen on {outside[0].facts.address}, which other machines reach: turn "
+            "beyond_loopback on if that is meant, or start Ray with --node-ip-address 127.0.0.1"
+        )
+    if any(not started.token for started in outside):
+        raise RaySetupError(
+            f"the cluster listens on {outside[0].facts.address} and asks nobody for a token: whoever reaches it can "
+            "run programs there. Start it, and this process, with RAY_AUTH_MODE=token (ray get-auth-token --generate)"
+        )

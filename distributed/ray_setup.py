@@ -1,0 +1,146 @@
+"""The connection of this process to Ray: one, shared by all pools, and ended with the last of them if we made it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ..plan import WorkersRef
+from ..plan.workers_ref import LOCAL
+from .ray_environment import import_ray, local_settings
+from .ray_errors import RaySetupError
+from .work_thread import WorkThread
+from .worker import LOOPBACK
+
+CPU_SLOT = 0.5
+"""Of a machine without GPUs, what Ray counts for one worker; it only counts."""
+LOCAL_CPUS = 16
+"""What a Ray of ours counts for this machine."""
+OBJECT_STORE_BYTES = 1 << 30
+"""Room for what is told after steps: five tensors of 19 MB for a sample of 1280x720x81."""
+CONNECT_TIMEOUT_S = 10.0
+FOLDER = "wanstream-ray-"
+
+
+class RayConnection:
+    """This process's connection to Ray. It can have one, whoever made it; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._address = ""
+        self._undo = ExitStack()
+
+    def enter(self, ref: WorkersRef, *, store_bytes: int = OBJECT_STORE_BYTES) -> Any:
+        """The module `ray`, connected as `ref` says; every `enter` has its `leave`.
+
+        Raises:
+            RayMissingError: Ray is not installed.
+            RaySetupError: the cluster does not answer, or this process is connected to another Ray.
+        """
+        with self._lock:
+            ray = import_ray()
+            if self._users == 0:
+                self._undo = self._connected(ray, ref, store_bytes)
+                self._address = ref.address
+            elif self._address != ref.address:
+                raise RaySetupError(
+                    f"this process has workers at {self._address}, and can have others at {ref.address} only when "
+                    "those are closed"
+                )
+            self._users += 1
+            return ray
+
+    def leave(self) -> None:
+        """One pool less; with the last one, what `enter` has started ends with all its processes."""
+        with self._lock:
+            assert self._users > 0, "left more often than entered"
+            self._users -= 1
+            if self._users == 0:
+                self._undo.close()
+
+    def _connected(self, ray: Any, ref: WorkersRef, store_bytes: int) -> ExitStack:
+        """A connection, and what undoes it."""
+        if ray.is_initialized():
+            _check_joinable(str(ray.get_runtime_context().gcs_address), ref.address)
+            return ExitStack()
+        with ExitStack() as undo:
+            # The kernel ends Ray's processes with the *thread* that started them.
+            thread = WorkThread("wanstream ray")
+            undo.callback(thread.close)
+            start = _start_local if ref.address == LOCAL else _join_cluster
+            thread.submit(start, ray, ref, store_bytes, undo).result()
+            atexit.register(self._end_at_exit)
+            undo.callback(atexit.unregister, self._end_at_exit)
+            return undo.pop_all()
+
+    def _end_at_exit(self) -> None:
+        self._undo.close()
+
+
+CONNECTION = RayConnection()
+
+
+def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
+    _sweep()
+    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+    undo.callback(shutil.rmtree, folder, ignore_errors=True)
+    undo.callback(ray.shutdown)
+    with local_settings():
+        try:
+            ray.init(
+                address="local",
+                num_cpus=LOCAL_CPUS,
+                num_gpus=torch.cuda.device_count(),
+                object_store_memory=store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder),
+                _system_config={"prestart_worker_first_driver": False},
+            )
+        except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
+            raise RaySetupError(f"Ray {ray.__version__} does not start on this machine: {err}") from err
+
+
+def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
+    host, _, port = ref.address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as err:
+        raise RaySetupError(
+            f"no Ray cluster answers at {ref.address} ({err}): start one there (ray start --head), or give the address "
+            "that it has printed"
+        ) from err
+    undo.callback(ray.shutdown)
+    try:
+        ray.init(address=ref.address, log_to_driver=False, configure_logging=False)
+    except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
+        raise RaySetupError(f"Ray {ray.__version__} cannot join the cluster at {ref.address}: {err}") from err
+
+
+def _check_joinable(connected: str, asked: str) -> None:
+    if asked != connected:
+        raise RaySetupError(
+            f"this process is connected to the Ray at {connected} already, by another node pack or script, and can "
+            f"have only one: give {connected} as the address to use that, or end it first"
+        )
+
+
+def _sweep() -> None:
+    """Remove the folders of former processes that were ended too hard to do it themselves."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
+        pid = folder.name[len(FOLDER) :].split("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
