@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -56,6 +56,7 @@ class AnnouncedRun:
         self._announce, self._experts, self._predicted = announce, list(experts), predicted
         self._ids = {"run": uuid.uuid4().hex, "prompt_id": prompt_id, "node": node_id, "shown_at": shown_at or node_id}
         self._timeline: Timeline | None = None
+        self._ranks: dict[int, Timeline] = {}
         self._state = _State.NEW
         self._done = 0
 
@@ -80,12 +81,17 @@ class AnnouncedRun:
         self._done += 1
         self._tell(STEP, done=self._done, total=max(self._done, len(self._experts)), record=asdict(record))
 
-    def ended(self, timeline: Timeline, predicted: Timeline | None = None) -> None:
+    def ended(
+        self, timeline: Timeline, predicted: Timeline | None = None, *, ranks: Mapping[int, Timeline] | None = None
+    ) -> None:
         """The run has come to its end with this; `predicted` None leaves what was told at the beginning.
+
+        `ranks` is what each worker did, where there were some; samples of their memory are not told.
 
         Raises AnnounceOrderError outside `with`.
         """
         self._in(_State.RUNNING)
+        self._ranks = dict(ranks or {})
         self._timeline, self._predicted = timeline, predicted or self._predicted
 
     def __exit__(
@@ -93,7 +99,9 @@ class AnnouncedRun:
     ) -> None:
         self._state = _State.OVER
         said = None if error is None else str(error) or type(error).__name__
-        self._tell(END, timeline=_plain(self._timeline), predicted=_plain(self._predicted), error=said)
+        ranks = {str(rank): _plain(replace(told, memory=())) for rank, told in sorted(self._ranks.items())}
+        timelines = {"timeline": _plain(self._timeline), "predicted": _plain(self._predicted), "ranks": ranks}
+        self._tell(END, **timelines, error=said)
 
     def _in(self, state: _State) -> None:
         if self._state is not state:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..plan import AutoOffload, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef
-from ..plan.fleet_cell import cell_way
+from ..plan.fleet import simulate_fleet
 from ..plan.fleet_choice import propose_mesh
 from ..plan.links import Links, expected_links
 from ..plan.memory_needs import RAM_SHARE, VRAM_RESERVE, VRAM_SHARE
@@ -51,16 +51,12 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
     if isinstance(run.asked, OffloadPolicy):
         return WorkersPlan(mesh=mesh, policy=run.asked, reasons=reasons)
     machine = machine_of()
-    way = cell_way(
-        _one_video(run),
-        _within(machine, run.asked),
-        _links(run.workers, machine),
-        mesh,
-        range(len(run.job.experts_of_steps)),
-    )
-    chosen = f"chosen for each worker: {policy_words(way.policy, run.job.expert.blocks)}, {ram_words(way.policy)}"
+    fleet = simulate_fleet(_one_video(run), _within(machine, run.asked), _links(run.workers, machine), mesh)
+    # All workers run under one policy: that of the stage with the most steps.
+    policy = max(fleet.stages, key=lambda stage: len(stage.steps)).policy
+    chosen = f"chosen for each worker: {policy_words(policy, run.job.expert.blocks)}, {ram_words(policy)}"
     LOG.info("%s", chosen)
-    return WorkersPlan(mesh=mesh, policy=way.policy, reasons=(*reasons, chosen))
+    return WorkersPlan(mesh=mesh, policy=policy, reasons=(*reasons, chosen))
 
 
 def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tuple[str, ...]]:

@@ -13,12 +13,14 @@ import torch
 from ..host import ExpertsRef, host
 from ..metrics.report import Report, Trial, Variant
 from ..metrics.surroundings import surroundings
-from ..plan import DoesNotFitError, OffloadPolicy, plan_residency
+from ..plan import DoesNotFitError, OffloadPolicy, WorkersRef, plan_residency
 from ..plan.plan_reason import ram_words
 from ..plan.trial_matrix import Policy, TrialMatrix, policy_name
 from ..plan.version import VERSION
-from ..sampling import DenoiseRequest, DenoiseResult, StepProgress
+from ..plan.workers_text import workers_words
+from ..sampling import DenoiseRequest, DenoiseResult
 from ..sampling.trials import TrialTimes, as_trial, job_digest, request_words, trials, with_steps
+from .prepared_run import OnStep, StepTold
 from .sampler_run import SamplerRun, run_experts
 
 
@@ -32,7 +34,8 @@ class RunExperts(Protocol):
         asked: Policy,
         *,
         node_id: str | None,
-        on_step: Callable[[StepProgress], None] | None,
+        workers: WorkersRef | None,
+        on_step: OnStep | None,
         traces: Path | None,
     ) -> SamplerRun: ...
 
@@ -45,10 +48,14 @@ class Candidate:
     experts: ExpertsRef
     request: DenoiseRequest
     asked: Policy
+    workers: WorkersRef | None = None
+    """Those that compute it; None: this process."""
 
     def variant(self) -> Variant:
         """The variant, without a run."""
         settings = {**_expert_words(self.experts), **request_words(self.request), **_policy_words(self.asked)}
+        if self.workers is not None:
+            settings["Workers"] = workers_words(self.workers)
         return Variant(name=self.name, settings=settings, job=job_digest(self.request, self.experts))
 
 
@@ -80,7 +87,11 @@ class Benchmark:
                 name = setting.name if len(self.runs) == 1 else f"{title}: {setting.name}"
                 if self.matrix.is_empty:
                     name = title
-                found.append(Candidate(name=name, experts=run.experts, request=request, asked=setting.policy))
+                found.append(
+                    Candidate(
+                        name=name, experts=run.experts, request=request, asked=setting.policy, workers=run.workers
+                    )
+                )
         return found
 
 
@@ -153,9 +164,17 @@ def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar, run: RunExp
     variant, made = candidate.variant(), list[SamplerRun]()
 
     def once() -> DenoiseResult:
-        asked = candidate.experts, candidate.request, candidate.asked
-        made.append(run(*asked, node_id=bar.node_id, on_step=bar.step, traces=benchmark.traces))
-        return made[-1].result
+        ran = run(
+            candidate.experts,
+            candidate.request,
+            candidate.asked,
+            workers=candidate.workers,
+            node_id=bar.node_id,
+            on_step=bar.step,
+            traces=benchmark.traces,
+        )
+        made.append(ran)
+        return ran.result
 
     try:
         for trial in trials(benchmark.times, once, check=host.raise_if_stopped):
@@ -181,7 +200,7 @@ class _Bar:
         self._progress = host.progress(total, node_id)
         self._done = 0
 
-    def step(self, step: StepProgress) -> None:
+    def step(self, step: StepTold) -> None:
         self._done += 1
         self._progress.update(self._done)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..host import ExpertsRef, io
-from ..plan import AutoOffload, OffloadPolicy
+from ..plan import AutoOffload, OffloadPolicy, WorkersRef
 from ..sampling import DenoiseRequest, DenoiseResult, RequestError, joined, native_latent
 from . import sockets
 from .expert_inputs import experts_input
@@ -116,10 +116,12 @@ class WanStreamLaneSampler(io.ComfyNode):
         experts: ExpertsRef,
         lanes: Sequence[VideoLane],
         policy: OffloadPolicy | AutoOffload | None = None,
+        workers: WorkersRef | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
         requests = [_request(number, lane, settings) for number, lane in enumerate(lanes, 1)]
-        run = run_experts(experts, joined(requests), policy or OffloadPolicy.layerwise(), node_id=cls.hidden.unique_id)
+        asked = policy or OffloadPolicy.layerwise()
+        run = run_experts(experts, joined(requests), asked, node_id=cls.hidden.unique_id, workers=workers)
         latents, timeline = _apart(run.result, lanes, requests), run.timeline
         return io.NodeOutput(latents, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
 

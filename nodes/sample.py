@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..host import ExpertsRef, io
-from ..plan import AutoOffload, OffloadPolicy
+from ..plan import AutoOffload, OffloadPolicy, WorkersRef
 from ..sampling import native_latent
 from . import sockets
 from .sample_inputs import sampler_inputs
@@ -52,9 +52,11 @@ class WanStreamSampler(io.ComfyNode):
         negative: Sequence[Any],
         latent: Mapping[str, Any],
         policy: OffloadPolicy | AutoOffload | None = None,
+        workers: WorkersRef | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
         request = request_of(positive, negative, latent, **settings)
-        run = run_experts(experts, request, policy or OffloadPolicy.layerwise(), node_id=cls.hidden.unique_id)
+        asked = policy or OffloadPolicy.layerwise()
+        run = run_experts(experts, request, asked, node_id=cls.hidden.unique_id, workers=workers)
         timeline, left = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)
         return io.NodeOutput(left, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})

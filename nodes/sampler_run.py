@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..host import AnnouncedRun, ExpertsRef, host
-from ..host.observed import observed
-from ..plan import AutoOffload, OffloadPolicy, Timeline
-from ..sampling import (
-    Cancelled,
-    DenoiseRequest,
-    DenoiseResult,
-    StepProgress,
-    check_room,
-    denoise,
-    request_job,
-    working_bytes,
-)
-from ..sampling.predicted import predicted_timeline
+from ..plan import AutoOffload, OffloadPolicy, Timeline, WorkersRef
+from ..sampling import Cancelled, DenoiseRequest, DenoiseResult, request_job
+from .prepared_run import OnStep, StepTold, prepare_here
+from .shared_run import prepare_shared
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +33,10 @@ class SamplerRun:
     """Of the node that ran it."""
     block_counts: Mapping[str, int]
     """How many blocks each expert has."""
+    workers: WorkersRef | None = None
+    """Those that computed it; None: this process."""
+    ranks: Mapping[int, Timeline] = field(default_factory=dict)
+    """What each worker did, by rank."""
 
     @property
     def timeline(self) -> Timeline:
@@ -54,47 +49,37 @@ def run_experts(
     asked: OffloadPolicy | AutoOffload,
     *,
     node_id: str | None,
-    on_step: Callable[[StepProgress], None] | None = None,
+    workers: WorkersRef | None = None,
+    on_step: OnStep | None = None,
     traces: Path | None = None,
 ) -> SamplerRun:
-    """Run the request on the host's device; the host's Cancel ends it before the next block.
+    """Run the request on the host's device, or on `workers`; the host's Cancel ends it before the next block.
 
     `on_step` is told every step; None: a progress bar of the node's own is. `traces` is a folder for a trace of the
-    run; None: one is written where the environment asks for it.
+    run; None: one is written where the environment asks for it. Workers write none.
     """
-    guided = any(scale != 1 for scale in request.guidance)
     pair = host.experts(ref)
     job = request_job(pair, request, host.device())
-    choice = host.choose_policy(ref, asked, job)
-    chunk = choice.policy.chunk_tokens
-    needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=chunk)
-    pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
-    check_room(pair, request, policy, device)
-    machine = host.known_machine(ref, job.expert)
-    predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
-    course, report = request.course(), on_step or _own_bar(request, node_id)
+    blocks = {"high": pair.high.config.num_layers, "low": pair.low.config.num_layers}
+    if workers is None:
+        prepared = prepare_here(pair, job, ref, request, asked, traces=traces)
+    else:
+        prepared = prepare_shared(workers, job, ref, request, asked)
+    course = request.course()
     experts = [course.experts[step] for step in course.steps]
+    report = on_step or _own_bar(len(experts) * prepared.videos, node_id)
     ids = {"prompt_id": host.run_id(), "node_id": node_id}
-    watched = AnnouncedRun(host.announce, experts=experts, predicted=predicted, **ids)
+    watched = AnnouncedRun(host.announce, experts=experts, predicted=prepared.predicted, **ids)
 
-    def each_step(step: StepProgress) -> None:
+    def each_step(step: StepTold) -> None:
         watched.step(step.record)
         report(step)
 
     try:
         with watched:
-            result = denoise(
-                pair,
-                request,
-                policy=policy,
-                device=device,
-                on_step=each_step,
-                should_stop=host.should_stop,
-                revise=choice.revise_under(policy),
-                observe=observed(host) if traces is None else replace(observed(host), trace=traces),
-            )
-            told = replace(result.told_first(choice.reason), predicted=predicted)
-            watched.ended(told.timeline)
+            result, ranks = prepared.compute(each_step)
+            told = replace(result, predicted=prepared.predicted)
+            watched.ended(told.timeline, ranks=ranks)
     except Cancelled:
         host.raise_if_stopped()
         raise
@@ -102,18 +87,20 @@ def run_experts(
         experts=ref,
         request=request,
         asked=asked,
-        policy=policy,
-        device=device,
+        policy=prepared.policy,
+        device=prepared.device,
         result=told,
         node_id=node_id,
-        block_counts={"high": pair.high.config.num_layers, "low": pair.low.config.num_layers},
+        block_counts=blocks,
+        workers=workers,
+        ranks=ranks,
     )
 
 
-def _own_bar(request: DenoiseRequest, node_id: str | None) -> Callable[[StepProgress], None]:
-    progress = host.progress(len(request.course().steps), node_id)
+def _own_bar(total: int, node_id: str | None) -> Callable[[StepTold], None]:
+    progress = host.progress(total, node_id)
 
-    def on_step(step: StepProgress) -> None:
+    def on_step(step: StepTold) -> None:
         progress.update(step.done, denoised=step.denoised)
 
     return on_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath, PureWindowsPath
 
 from .mesh import Mesh
-from .workers_ref import IN_PROCESS, LOCAL, PathMap
+from .workers_ref import IN_PROCESS, LOCAL, PathMap, WorkersRef
 
 ARROW = "->"
 LOOPBACK = ("127.", "localhost", "[::1]")
@@ -99,3 +99,9 @@ def check_degrees(mesh: Mesh, count: int) -> None:
             f"ulysses {mesh.ulysses} does not divide the {HEADS} attention heads: give one of {fitting}, and the rest "
             "of the workers to ring, cfg or data"
         )
+
+
+def workers_words(ref: WorkersRef) -> str:
+    """`2 workers, local: cfg 2`, for a reader."""
+    count = f"{ref.count} worker{'s' * (ref.count != 1)}"
+    return f"{count}, {ref.address}: {ref.goal if ref.mesh is None else ref.mesh}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from wanstream.host.announced_run import BEGIN, END, STEP, AnnouncedRun, AnnounceOrderError
-from wanstream.plan import StepRecord, Timeline
+from wanstream.plan import MemorySample, StepRecord, Timeline
 
 EXPERTS = ["high", "high", "low"]
 
@@ -54,6 +55,17 @@ def test_a_run_is_told_from_its_beginning_to_its_end() -> None:
     assert end["error"] is None
     assert {payload["run"] for _, payload in told} == {begin["run"]}
     assert {(payload["prompt_id"], payload["node"], payload["shown_at"]) for _, payload in told} == {("p", "7", "7")}
+
+
+def test_what_each_worker_did_is_told_at_the_end_without_its_memory() -> None:
+    told = Told()
+    sampled = replace(
+        TIMELINE, memory=(MemorySample(at_s=0.0, device_bytes=None, device_used_bytes=None, rss_bytes=5),)
+    )
+    with announced(told) as run:
+        run.ended(TIMELINE, ranks={1: sampled, 0: PREDICTED})
+    ranks = told[-1][1]["ranks"]
+    assert {rank: Timeline.from_dict(each) for rank, each in ranks.items()} == {"0": PREDICTED, "1": TIMELINE}
 
 
 def test_two_runs_of_one_node_are_told_apart() -> None:

@@ -15,7 +15,7 @@ from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError,
 from wanstream.metrics.report import Report
 from wanstream.nodes.benchmark_runs import Benchmark, measure, named_runs
 from wanstream.nodes.sampler_run import SamplerRun
-from wanstream.plan import AutoOffload, DoesNotFitError, OffloadPolicy, StepRecord, Timeline
+from wanstream.plan import AutoOffload, DoesNotFitError, Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 from wanstream.plan.trial_matrix import MatrixError, TrialMatrix
 from wanstream.plan.version import VERSION
 from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
@@ -84,6 +84,7 @@ class Experts:
     def __init__(self, fails: Callable[[OffloadPolicy], Exception | None] = lambda policy: None) -> None:
         self.asked: list[tuple[ExpertsRef, int, OffloadPolicy | AutoOffload]] = []
         self.traces: set[Path | None] = set()
+        self.workers: set[WorkersRef | None] = set()
         self._fails = fails
 
     def __call__(
@@ -93,6 +94,7 @@ class Experts:
         asked: Any,
         *,
         node_id: str | None,
+        workers: WorkersRef | None,
         on_step: Callable[[StepProgress], None] | None,
         traces: Path | None,
     ) -> SamplerRun:
@@ -100,6 +102,7 @@ class Experts:
         assert node_id == "benchmark"
         self.asked.append((ref, len(request.course().steps), asked))
         self.traces.add(traces)
+        self.workers.add(workers)
         made = result(request, seconds=len(self.asked))
         for done, record in enumerate(made.timeline.steps, start=1):
             total = len(made.timeline.steps)
@@ -265,3 +268,11 @@ def test_a_report_says_how_and_with_what_it_was_made_and_no_folder() -> None:
     assert report.method["With"] == f"WanStream {VERSION}, without ComfyUI"
     assert report.variants[0].settings["Experts"] == "high.safetensors and low.safetensors"
     assert "/models" not in str(report.to_dict())
+
+
+def test_a_run_on_workers_is_measured_on_the_same_ones() -> None:
+    ran, workers = Experts(), WorkersRef(count=4, mesh=Mesh(data=2, cfg=2))
+    report = measured(benchmark(sampler_run(workers=workers), repeats=2), ran)
+    assert ran.workers == {workers}
+    (variant,) = report.variants
+    assert variant.settings["Workers"] == "4 workers, local: data 2 x cfg 2"

@@ -1,0 +1,94 @@
+"""A run of both experts that is ready to begin, in this process: its policy, and what computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+from ..host import ExpertsRef, host
+from ..host.observed import observed
+from ..plan import AutoOffload, OffloadPolicy, StepRecord, Timeline
+from ..sampling import DenoiseRequest, DenoiseResult, check_room, denoise, working_bytes
+from ..sampling.predicted import predicted_timeline
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..plan import OffloadJob
+    from ..wan import ExpertPair
+
+
+class StepTold(Protocol):
+    """What is known of a step that is whole, whoever computed it."""
+
+    @property
+    def record(self) -> StepRecord: ...
+
+    @property
+    def done(self) -> int:
+        """Steps taken so far."""
+
+    @property
+    def denoised(self) -> torch.Tensor | None:
+        """[B, 16, T, h, w], normalised, where the run would end by the present estimate."""
+
+
+OnStep: TypeAlias = "Callable[[StepTold], None]"
+
+
+class Computed(NamedTuple):
+    """What came of a run."""
+
+    result: DenoiseResult
+    ranks: Mapping[int, Timeline]
+    """What each worker did, where there were some."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedRun:
+    """Everything is decided; `compute` does it, and tells every step."""
+
+    policy: OffloadPolicy
+    device: torch.device
+    compute: Callable[[OnStep], Computed]
+    predicted: Timeline | None = None
+    videos: int = 1
+    """How many are told one by one: each step is told for each of them."""
+    reasons: tuple[str, ...] = field(default=())
+    """What was chosen, in words."""
+
+
+def prepare_here(
+    pair: ExpertPair,
+    job: OffloadJob,
+    ref: ExpertsRef,
+    request: DenoiseRequest,
+    asked: OffloadPolicy | AutoOffload,
+    *,
+    traces: Path | None,
+) -> PreparedRun:
+    """A run on the host's device; the host's Cancel ends it before the next block."""
+    choice = host.choose_policy(ref, asked, job)
+    guided = any(scale != 1 for scale in request.guidance)
+    needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=choice.policy.chunk_tokens)
+    pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
+    check_room(pair, request, policy, device)
+    machine = host.known_machine(ref, job.expert)
+    predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
+
+    def compute(on_step: OnStep) -> Computed:
+        result = denoise(
+            pair,
+            request,
+            policy=policy,
+            device=device,
+            on_step=on_step,
+            should_stop=host.should_stop,
+            revise=choice.revise_under(policy),
+            observe=observed(host) if traces is None else replace(observed(host), trace=traces),
+        )
+        return Computed(result.told_first(choice.reason), {})
+
+    return PreparedRun(policy=policy, device=device, compute=compute, predicted=predicted)
