@@ -176,6 +176,14 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     plan.add_argument("--vram", type=float, metavar="GB", help="take no more device memory than this")
     plan.add_argument("--models", type=Path, metavar="DIR", help="with --gpu this: where weights are read from")
     plan.add_argument("--device", choices=["cpu", "cuda"], help="with --gpu this: what computes")
+    plan.add_argument("--workers", type=int, metavar="N", help="lay out N of these GPUs: for one video, and for many")
+    plan.add_argument("--per-machine", type=int, default=8, metavar="N", help="with --workers: on one machine (8)")
+    plan.add_argument(
+        "--link",
+        choices=["pcie4", "pcie5", "nvlink"],
+        help="with --workers: how they are connected (default: over the bus of the GPU)",
+    )
+    plan.add_argument("--videos", type=int, default=100, metavar="N", help="with --workers: many are so many (100)")
     plan.add_argument(
         "--ways",
         action="store_true",
@@ -240,7 +248,8 @@ def _probe(parsed: argparse.Namespace) -> int:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    from .plan import PlanArguments, plan
+    from .plan import plan
+    from .plan_arguments import PlanArguments
 
     return plan(
         PlanArguments(
@@ -255,6 +264,10 @@ def _plan(parsed: argparse.Namespace) -> int:
             vram_gb=parsed.vram,
             models=parsed.models,
             device=parsed.device,
+            workers=parsed.workers,
+            link=parsed.link,
+            per_machine=parsed.per_machine,
+            videos=parsed.videos,
             ways=parsed.ways,
             json=parsed.json,
         )

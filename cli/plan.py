@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from ..plan import (
-    T2V_A14B,
-    Budgets,
     Candidate,
     DoesNotFitError,
     Machine,
@@ -23,53 +19,28 @@ from ..plan import (
 )
 from ..plan.choices import Choice, plan_choices
 from ..plan.figure_words import size_text
-from ..plan.gpus import expected_machine
 from ..plan.plan_reason import policy_words, ram_words
 from .aligned import aligned
 from .exit_codes import DONE, FAILED, INVALID
-from .sizes import SizeError, video_shape
+from .plan_arguments import GB, PlanArguments, asked_budgets, asked_machine, offload_job
+from .plan_workers import plan_workers
 
-GB = 1e9
-GIB = 2**30
-STORAGES = {"bf16": 2.0, "fp8": 1.0, "Q8_0": 34 / 32, "Q5_K": 176 / 256, "Q4_K": 144 / 256}
-"""Bytes per stored weight; fp8 is quantised from a bf16 file on arrival, the Q formats are GGUF."""
-GUIDED = {"both": (2, 2), "high": (2, 1), "none": (1, 1)}
 SHOWN = 8
 """Candidates that get a row of their own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanArguments:
-    """What the command line says."""
-
-    gpu: str
-    ram_gb: float | None
-    """As memory is sold: 2^30 bytes each; all other GB are 10^9 bytes."""
-    ssd_gb_s: float | None
-    size: str
-    steps: int = 20
-    switch: int | None = None
-    """Steps of the high-noise expert; None: half of them."""
-    cfg: str = "both"
-    storage: str = "bf16"
-    vram_gb: float | None = None
-    models: Path | None = None
-    device: str | None = None
-    ways: bool = False
-    """Whether to plan other storage and several videos in one pass too."""
-    json: bool = False
 
 
 def plan(arguments: PlanArguments) -> int:
     """Print the predicted table, or JSON, and return the exit code."""
     try:
-        job, machine, budgets = offload_job(arguments), _machine(arguments), _budgets(arguments)
+        job, machine, budgets = offload_job(arguments), asked_machine(arguments), asked_budgets(arguments)
     except ValueError as err:
         print(err, file=sys.stderr)
         return INVALID
     except OSError as err:
         print(f"failed: {err}", file=sys.stderr)
         return FAILED
+    if arguments.workers is not None:
+        return plan_workers(arguments, job, machine)
     try:
         chosen = plan_offload(job, machine, budgets)
     except DoesNotFitError as err:
@@ -83,28 +54,6 @@ def plan(arguments: PlanArguments) -> int:
     if ways:
         print(ways_table(ways))
     return DONE
-
-
-def offload_job(arguments: PlanArguments) -> OffloadJob:
-    """The run that the command line describes. Raises SizeError."""
-    video = video_shape(arguments.size)
-    steps = arguments.steps
-    high = steps // 2 if arguments.switch is None else arguments.switch
-    if steps < 1 or not 0 <= high <= steps:
-        raise SizeError(f"--steps {steps} --switch {high}: there must be a step, and the switch must be among them")
-    expert = T2V_A14B
-    stored = int(expert.streamed_parameters * STORAGES[arguments.storage])
-    computed = expert.streamed_bytes()
-    return OffloadJob(
-        expert=expert,
-        tokens=video.tokens,
-        lanes=dict(zip(("high", "low"), GUIDED[arguments.cfg], strict=True)),
-        experts_of_steps=("high",) * high + ("low",) * (steps - high),
-        stored_bytes=stored,
-        file_bytes=computed if arguments.storage == "fp8" else stored,
-        computed_bytes=computed,
-        staying_bytes=len(GUIDED[arguments.cfg]) * expert.staying_bytes(),
-    )
 
 
 def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:
@@ -204,44 +153,3 @@ def _way(way: Choice) -> dict[str, Any]:
 
 def _words(job: OffloadJob, policy: OffloadPolicy) -> str:
     return f"{policy_words(policy, job.expert.blocks)}, {ram_words(policy)}"
-
-
-def _machine(arguments: PlanArguments) -> Machine:
-    if arguments.gpu == "this":
-        return _this_machine(arguments)
-    if arguments.ram_gb is None or arguments.ssd_gb_s is None:
-        raise SizeError("give --ram GB and --ssd GB/s of that machine, or --gpu this")
-    if not (0 < arguments.ram_gb < math.inf and 0 < arguments.ssd_gb_s < math.inf):
-        raise SizeError(f"--ram {arguments.ram_gb} --ssd {arguments.ssd_gb_s}: both must be numbers above 0")
-    return expected_machine(
-        arguments.gpu, ram_bytes=int(arguments.ram_gb * GIB), disk_bytes_per_s=arguments.ssd_gb_s * GB
-    )
-
-
-def _this_machine(arguments: PlanArguments) -> Machine:
-    import torch  # takes seconds, and no other machine needs it
-
-    from ..host.machine_profile import machine_profile
-    from ..metrics.device import DeviceError, compute_device
-
-    try:
-        device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except DeviceError as err:
-        raise SizeError(str(err)) from err
-    if arguments.models is not None and not arguments.models.exists():
-        raise SizeError(f"--models {arguments.models}: there is no such file or folder")
-    for option, value in (("--ram", arguments.ram_gb), ("--ssd", arguments.ssd_gb_s)):
-        if value is not None and not 0 < value < math.inf:
-            raise SizeError(f"{option} {value}: it must be a number above 0")
-    machine = machine_profile(device, models=arguments.models)
-    if arguments.ram_gb is not None:
-        machine = replace(machine, ram_bytes=int(arguments.ram_gb * GIB))
-    if arguments.ssd_gb_s is not None:
-        machine = replace(machine, disk_bytes_per_s=arguments.ssd_gb_s * GB)
-    return machine
-
-
-def _budgets(arguments: PlanArguments) -> Budgets:
-    if arguments.vram_gb is not None and not 0 < arguments.vram_gb < math.inf:
-        raise SizeError(f"--vram {arguments.vram_gb}: it must be a number above 0")
-    return Budgets(vram_bytes=None if arguments.vram_gb is None else int(arguments.vram_gb * GB))

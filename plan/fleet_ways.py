@@ -152,4 +152,5 @@ def why_not(job: OffloadJob, machine: Machine, links: Links, mesh: Mesh, steps: 
     worker = _with_shards(worker_job(job, mesh, steps), mesh, home)
     smallest = replace(OffloadPolicy.layerwise(1, source="file"), chunk_tokens=CHUNKS[-1])
     lacks = _room(job, machine, links, mesh, steps, home).lacks(memory_needs(worker, machine, smallest))
-    return f"{machine.name}, one worker of {mesh}: {lacks}; make the video smaller or shorter, or share it among more"
+    at = f"one worker of {mesh}" if mesh.size > 1 else "one worker"
+    return f"{machine.name}, {at}: {lacks}; make the video smaller or shorter, or share it among more"

@@ -8,7 +8,8 @@ import re
 import pytest
 
 from wanstream.cli import main
-from wanstream.cli.plan import PlanArguments, offload_job, shown
+from wanstream.cli.plan import shown
+from wanstream.cli.plan_arguments import PlanArguments, offload_job
 from wanstream.plan import Budgets, OffloadPlan, plan_offload
 from wanstream.plan.figure_words import size_text
 from wanstream.plan.gpus import GPUS, expected_machine

@@ -1,0 +1,112 @@
+"""What `wanstream plan` is asked, as the run, the machine and the budgets that the planner takes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..plan import T2V_A14B, Budgets, Machine, OffloadJob
+from ..plan.gpus import expected_machine
+from .sizes import SizeError, video_shape
+
+GB = 1e9
+GIB = 2**30
+STORAGES = {"bf16": 2.0, "fp8": 1.0, "Q8_0": 34 / 32, "Q5_K": 176 / 256, "Q4_K": 144 / 256}
+"""Bytes per stored weight; fp8 is quantised from a bf16 file on arrival, the Q formats are GGUF."""
+GUIDED = {"both": (2, 2), "high": (2, 1), "none": (1, 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanArguments:
+    """What the command line says."""
+
+    gpu: str
+    ram_gb: float | None
+    """As memory is sold: 2^30 bytes each; all other GB are 10^9 bytes."""
+    ssd_gb_s: float | None
+    size: str
+    steps: int = 20
+    switch: int | None = None
+    """Steps of the high-noise expert; None: half of them."""
+    cfg: str = "both"
+    storage: str = "bf16"
+    vram_gb: float | None = None
+    models: Path | None = None
+    device: str | None = None
+    workers: int | None = None
+    """How many to lay out; None: one run on one of them."""
+    link: str | None = None
+    """Name of one of `LINKS`; None: as is expected of the machine's bus."""
+    per_machine: int = 8
+    """Workers on one machine."""
+    videos: int = 100
+    """How many are made where many are."""
+    ways: bool = False
+    """Whether to plan other storage and several videos in one pass too."""
+    json: bool = False
+
+
+def offload_job(arguments: PlanArguments) -> OffloadJob:
+    """The run that the command line describes. Raises SizeError."""
+    video = video_shape(arguments.size)
+    steps = arguments.steps
+    high = steps // 2 if arguments.switch is None else arguments.switch
+    if steps < 1 or not 0 <= high <= steps:
+        raise SizeError(f"--steps {steps} --switch {high}: there must be a step, and the switch must be among them")
+    expert = T2V_A14B
+    stored = int(expert.streamed_parameters * STORAGES[arguments.storage])
+    computed = expert.streamed_bytes()
+    return OffloadJob(
+        expert=expert,
+        tokens=video.tokens,
+        lanes=dict(zip(("high", "low"), GUIDED[arguments.cfg], strict=True)),
+        experts_of_steps=("high",) * high + ("low",) * (steps - high),
+        stored_bytes=stored,
+        file_bytes=computed if arguments.storage == "fp8" else stored,
+        computed_bytes=computed,
+        staying_bytes=len(GUIDED[arguments.cfg]) * expert.staying_bytes(),
+    )
+
+
+def asked_machine(arguments: PlanArguments) -> Machine:
+    """The machine that the command line names, measured where it is this one. Raises ValueError and OSError."""
+    if arguments.gpu == "this":
+        return _this_machine(arguments)
+    if arguments.ram_gb is None or arguments.ssd_gb_s is None:
+        raise SizeError("give --ram GB and --ssd GB/s of that machine, or --gpu this")
+    if not (0 < arguments.ram_gb < math.inf and 0 < arguments.ssd_gb_s < math.inf):
+        raise SizeError(f"--ram {arguments.ram_gb} --ssd {arguments.ssd_gb_s}: both must be numbers above 0")
+    return expected_machine(
+        arguments.gpu, ram_bytes=int(arguments.ram_gb * GIB), disk_bytes_per_s=arguments.ssd_gb_s * GB
+    )
+
+
+def _this_machine(arguments: PlanArguments) -> Machine:
+    import torch  # takes seconds, and no other machine needs it
+
+    from ..host.machine_profile import machine_profile
+    from ..metrics.device import DeviceError, compute_device
+
+    try:
+        device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except DeviceError as err:
+        raise SizeError(str(err)) from err
+    if arguments.models is not None and not arguments.models.exists():
+        raise SizeError(f"--models {arguments.models}: there is no such file or folder")
+    for option, value in (("--ram", arguments.ram_gb), ("--ssd", arguments.ssd_gb_s)):
+        if value is not None and not 0 < value < math.inf:
+            raise SizeError(f"{option} {value}: it must be a number above 0")
+    machine = machine_profile(device, models=arguments.models)
+    if arguments.ram_gb is not None:
+        machine = replace(machine, ram_bytes=int(arguments.ram_gb * GIB))
+    if arguments.ssd_gb_s is not None:
+        machine = replace(machine, disk_bytes_per_s=arguments.ssd_gb_s * GB)
+    return machine
+
+
+def asked_budgets(arguments: PlanArguments) -> Budgets:
+    """What the run may take. Raises SizeError."""
+    if arguments.vram_gb is not None and not 0 < arguments.vram_gb < math.inf:
+        raise SizeError(f"--vram {arguments.vram_gb}: it must be a number above 0")
+    return Budgets(vram_bytes=None if arguments.vram_gb is None else int(arguments.vram_gb * GB))
