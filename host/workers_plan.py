@@ -14,7 +14,7 @@ from ..plan.memory_needs import RAM_SHARE, VRAM_RESERVE, VRAM_SHARE
 from ..plan.mesh_checks import check_mesh
 from ..plan.plan_reason import policy_words, ram_words
 from ..plan.shapes import HEAD_DIM
-from ..plan.workers_ref import LOCAL
+from ..plan.workers_ref import LOCAL, WeightHome
 
 GPUS_OF_A_MACHINE = 8
 """Workers of a cluster that are taken to share a machine."""
@@ -51,7 +51,10 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
     if isinstance(run.asked, OffloadPolicy):
         return WorkersPlan(mesh=mesh, policy=run.asked, reasons=reasons)
     machine = machine_of()
-    fleet = simulate_fleet(_one_video(run), _within(machine, run.asked), _links(run.workers, machine), mesh)
+    # Where weights are measured at the start, what takes most RAM must fit.
+    home: WeightHome = "full" if run.workers.weights == "auto" else run.workers.weights
+    links = _links(run.workers, machine)
+    fleet = simulate_fleet(_one_video(run), _within(machine, run.asked), links, mesh, weights=(home,))
     # All workers run under one policy: that of the stage with the most steps.
     policy = max(fleet.stages, key=lambda stage: len(stage.steps)).policy
     chosen = f"chosen for each worker: {policy_words(policy, run.job.expert.blocks)}, {ram_words(policy)}"

@@ -1,0 +1,109 @@
+"""How a run is shared among workers: what a user says is kept, what is left open is planned, and equal runs agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from wanstream.host.workers_plan import PlannedOnce, SharedRun, plan_workers
+from wanstream.plan import (
+    T2V_A14B,
+    AutoOffload,
+    Budgets,
+    DoesNotFitError,
+    Machine,
+    Mesh,
+    MeshError,
+    OffloadJob,
+    OffloadPolicy,
+    VideoShape,
+    WorkersRef,
+)
+from wanstream.plan.gpus import expected_machine
+
+GPU = expected_machine("RTX 4090", ram_bytes=128 * 2**30, disk_bytes_per_s=5e9)
+LAYERWISE = OffloadPolicy.layerwise()
+
+
+def a_job(videos: int = 1, *, lanes: int = 2) -> OffloadJob:
+    return OffloadJob(
+        expert=T2V_A14B,
+        tokens=VideoShape(width=832, height=480, frames=81).tokens,
+        lanes={"high": lanes * videos, "low": lanes * videos},
+        experts_of_steps=("high",) * 2 + ("low",) * 2,
+        stored_bytes=T2V_A14B.streamed_bytes(),
+        file_bytes=T2V_A14B.streamed_bytes(),
+        computed_bytes=T2V_A14B.streamed_bytes(),
+        staying_bytes=2 * T2V_A14B.staying_bytes(),
+    )
+
+
+def a_run(workers: WorkersRef, videos: int = 1, **changes: Any) -> SharedRun:
+    return SharedRun(**{"workers": workers, "job": a_job(videos), "videos": videos, "asked": LAYERWISE, **changes})
+
+
+def nobody() -> Machine:
+    raise AssertionError("nothing is left to the planner")
+
+
+def test_what_a_user_says_needs_no_machine() -> None:
+    plan = plan_workers(a_run(WorkersRef(count=4, mesh=Mesh(cfg=2, ulysses=2))), nobody)
+    assert (plan.mesh, plan.policy, plan.reasons) == (Mesh(cfg=2, ulysses=2), LAYERWISE, ())
+    assert plan_workers(a_run(WorkersRef(count=1)), nobody).mesh == Mesh()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "job", "said"),
+    [
+        (Mesh(cfg=2), a_job(lanes=1), "guidance is 1"),
+        (Mesh(data=2), a_job(), "one video is made"),
+        (Mesh(ulysses=2), replace(a_job(), expert=replace(T2V_A14B, width=128)), "does not divide 1 head"),
+        (Mesh(stage=5), a_job(), "the run has 4 steps"),
+    ],
+)
+def test_a_layout_that_does_not_suit_the_run_is_refused(mesh: Mesh, job: OffloadJob, said: str) -> None:
+    with pytest.raises(MeshError, match=said):
+        plan_workers(a_run(WorkersRef(count=mesh.size, mesh=mesh), job=job), nobody)
+
+
+def test_what_idles_at_times_is_told() -> None:
+    plan = plan_workers(a_run(WorkersRef(count=2, mesh=Mesh(stage=2)), videos=1), nobody)
+    (said,) = plan.reasons
+    assert "at most 1 of 2 cells work at a time" in said
+
+
+def test_one_video_is_shared_and_many_are_spread() -> None:
+    now = plan_workers(a_run(WorkersRef(count=2), videos=4), lambda: GPU)
+    many = plan_workers(a_run(WorkersRef(count=2, goal="many videos"), videos=4), lambda: GPU)
+    assert now.mesh.data == 1
+    assert now.mesh.cell_size == 2
+    assert many.mesh.data * many.mesh.stage == 2
+    assert now.reasons[0].startswith(f"laid out: {now.mesh}: one video in")
+
+
+def test_a_policy_is_chosen_for_the_share_of_one_worker_within_the_budget() -> None:
+    def chosen(**budgets: int) -> OffloadPolicy:
+        asked = AutoOffload(budgets=Budgets(**budgets))
+        return plan_workers(a_run(WorkersRef(count=2, mesh=Mesh(cfg=2)), asked=asked), lambda: GPU).policy
+
+    assert chosen().source == "pinned"
+    assert chosen(ram_bytes=8 * 10**9).source == "file"
+    with pytest.raises(DoesNotFitError):
+        chosen(vram_bytes=10**9)
+
+
+def test_equal_runs_get_the_same_plan_and_measure_once() -> None:
+    asked: list[str] = []
+
+    def machine() -> Machine:
+        asked.append("measured")
+        return GPU
+
+    planned, run = PlannedOnce(), a_run(WorkersRef(count=2))
+    first = planned.plan(run, machine)
+    assert planned.plan(replace(run, job=a_job()), machine) is first
+    assert len(asked) == 1
+    planned.plan(replace(run, videos=2, job=a_job(2)), machine)
+    assert len(asked) == 2
