@@ -64,8 +64,13 @@ def csv_document(report: Report) -> str:
             ended = 0.0
             for step in trial.timeline.steps:
                 ended += step.wall_s
-                writer.writerow([variant.name, number, int(trial.warm_up), *asdict(step).values(), ended])
+                writer.writerow([_as_text(variant.name), number, int(trial.warm_up), *asdict(step).values(), ended])
     return text.getvalue()
+
+
+def _as_text(words: str) -> str:
+    """Words that a spreadsheet does not take for a formula; they may come from a workflow that others have written."""
+    return f"'{words}" if words.startswith(("=", "+", "-", "@")) else words
 
 
 def html_document(report: Report, charts: str) -> str:

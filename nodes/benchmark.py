@@ -85,17 +85,23 @@ class WanStreamBenchmark(io.ComfyNode):
         files = ReportFiles(host.output_file(filename_prefix, "json"))
         traces = files.traces() if trace else None
         benchmark = Benchmark(title=TITLE, runs=runs, matrix=matrix, times=TrialTimes(**settings), traces=traces)
-        report = measure(benchmark, node_id=cls.hidden.unique_id, keep=files.keep)
+        with files:
+            report = measure(benchmark, node_id=cls.hidden.unique_id, keep=files.keep)
         chart, said = files.finish(report), summary(report)
         shown = {TIMELINE: _usual_runs(report), REPORT: [said], "text": [said], "images": [files.picture()]}
         return io.NodeOutput(_image(chart), said, ui=shown)
 
 
 def _titles(prompt: Any) -> dict[str, str]:
-    """The titles of the nodes of a workflow, as far as it carries them, by id."""
-    nodes = prompt or {}
-    found = {node_id: node.get("_meta", {}).get("title", "") for node_id, node in nodes.items()}
-    return {node_id: title for node_id, title in found.items() if title}
+    """The titles of the nodes of a workflow, as far as it carries them, by id; nobody has checked that part of it."""
+    told = {node_id: node.get("_meta") for node_id, node in (prompt or {}).items()}
+    found = {node_id: meta.get("title") for node_id, meta in told.items() if isinstance(meta, dict)}
+    return {node_id: _readable(title) for node_id, title in found.items() if isinstance(title, str) and title}
+
+
+def _readable(title: str) -> str:
+    """In one line, and without the halves of characters that no file can hold."""
+    return " ".join(title.encode(errors="replace").decode().split())
 
 
 def _usual_runs(report: Report) -> list[dict[str, Any]]:

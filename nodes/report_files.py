@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
+from types import TracebackType
 
 from PIL import Image
 
@@ -14,23 +16,28 @@ from ..metrics.report import Report
 from ..metrics.report_files import csv_document, html_document, json_document
 
 
+log = logging.getLogger("wanstream.nodes")
+
+
 class ReportFileError(OSError):
     """A file of the report could not be written; `errno` is that of the failed call."""
 
 
 class ReportFiles:
-    """JSON, CSV, HTML and PNG of one report, beside each other in the output folder.
+    """JSON, CSV, HTML and PNG of one report, beside each other in the output folder; use with `with` around the runs.
 
-    The JSON is written after every run, so that a full disk is noticed early and a benchmark that was stopped leaves
-    what it had measured. All methods raise ReportFileError.
+    The JSON is written after every run, so that a full disk is noticed early and a benchmark that was killed leaves
+    what it had measured. One that was stopped, or failed, leaves all four of that. All methods raise ReportFileError.
     """
 
     def __init__(self, place: OutputFile) -> None:
         self._place = place
+        self._kept: Report | None = None
 
     def keep(self, report: Report) -> None:
         """Write what is known so far, in place of what was known before."""
         self._write(".json", json_document(report).encode())
+        self._kept = report
 
     def finish(self, report: Report) -> Image.Image:
         """Write all four and return the chart."""
@@ -43,6 +50,19 @@ class ReportFiles:
         self._write(".html", html_document(report, drawing.svg()).encode())
         self._write(".png", pixels.getvalue())
         return chart
+
+    def __enter__(self) -> ReportFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, ReportFileError) or self._kept is None or not self._kept.done:
+            return
+        try:
+            self.finish(self._kept)
+        except ReportFileError as err:  # what ended the benchmark is the error to show
+            log.warning("the report of what was measured until then is not whole: %s", err)
 
     def traces(self) -> Path:
         """The folder for traces of these runs; not made here."""

@@ -102,6 +102,18 @@ def test_csv_has_a_line_for_each_step_of_each_run_with_the_timelines_numbers(rep
     assert [line["warm_up"] for line in lines[:5]] == ["1"] * 5
 
 
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [("=1+1", "'=1+1"), ("@SUM(1)", "'@SUM(1)"), ("-1", "'-1"), ("+1", "'+1"), ('a, "b"\n= c', 'a, "b"\n= c')],
+)
+def test_no_name_is_a_formula_in_a_spreadsheet(
+    name: str, cell: str, make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
+    """Names are titles of nodes, which come with a workflow."""
+    written = csv_document(make_report(make_variant(name, make_timeline(1, 1))))
+    assert [line["variant"] for line in csv.DictReader(io.StringIO(written, newline=""))] == [cell, cell]
+
+
 def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) -> None:
     """The report's half of: what is shown anywhere is what the timeline holds."""
     timeline = report.variants[0].measured[0]

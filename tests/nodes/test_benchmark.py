@@ -154,6 +154,19 @@ def test_two_samplers_stand_head_to_head_under_their_titles(run: Run, folders: d
     assert "equal to the bit" not in summary
 
 
+@pytest.mark.parametrize("title", ["two\nlines", "half \ud83d of a character", "=1+1", "<script>", 7, None])
+def test_any_title_gives_a_report(title: Any, run: Run, folders: dict[str, Path]) -> None:
+    """Titles are no inputs: no host has looked at them."""
+    nodes = workflow()
+    nodes["sampler"]["_meta"] = {"title": title}
+    nodes["latent"]["_meta"] = None
+    run(nodes)
+    assert names(folders) == [f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")]
+    (variant,) = written(folders)["variants"]
+    expected = {"two\nlines": "two lines", "half \ud83d of a character": "half ? of a character"}
+    assert variant["name"] == expected.get(title, title if isinstance(title, str) else "run")
+
+
 def test_what_is_no_benchmark_is_refused_before_anything_runs(run: Run, folders: dict[str, Path]) -> None:
     for changes, words in (
         ({"repeats": 0}, "0 repeats measure nothing: give 1 to 100"),
@@ -193,9 +206,11 @@ def test_a_stop_ends_the_benchmark_at_the_next_block_and_leaves_what_was_measure
 
     with pytest.raises(RunStoppedError):
         run(workflow({"repeats": 5}), on_progress=stop_in_the_third_run)
-    assert names(folders) == ["run_00001_.json"]
+    assert names(folders) == [f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")]
     report = written(folders)
     assert (report["finished"], report["done"], report["planned"]) == (False, 2, 5)
+    page = (folders["output"] / "figures" / "run_00001_.html").read_text(encoding="utf-8")
+    assert "Unfinished: 2 of 5 runs were made." in page
     run(workflow({"repeats": 2}))
     assert written(folders, 2)["finished"]
 
@@ -208,6 +223,7 @@ def test_a_stop_ends_a_pause(run: Run, folders: dict[str, Path]) -> None:
     with pytest.raises(RunStoppedError):
         run(workflow({"repeats": 2, "cool_down_s": 3600.0}), on_progress=stop_soon)
     assert written(folders)["done"] == 0
+    assert names(folders) == ["run_00001_.json"], "nothing was measured"
 
 
 def test_a_name_that_comes_from_another_node_is_judged_before_a_run_is_made(run: Run, folders: dict[str, Path]) -> None:

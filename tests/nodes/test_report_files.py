@@ -6,6 +6,7 @@ import errno
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,33 @@ def test_the_last_report_takes_the_place_of_the_one_before(tmp_path: Path) -> No
     assert place.picture() == {"filename": "a_00001_.png", "subfolder": "sub", "type": "output"}
     assert place.traces() == tmp_path / "a_00001_traces"
     assert not place.traces().exists()
+
+
+def test_what_a_stopped_benchmark_has_measured_is_left_in_all_files(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), files(tmp_path) as place:
+        place.keep(report(2))
+        raise KeyboardInterrupt
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".csv", ".html", ".json", ".png"]
+    assert "Unfinished: 2 of 3 runs were made." in (tmp_path / "a_00001_.html").read_text()
+
+
+@pytest.mark.parametrize("error", [None, ReportFileError(errno.ENOSPC, "full")])
+def test_nothing_more_is_written_without_an_error_or_on_a_full_disk(tmp_path: Path, error: OSError | None) -> None:
+    with nullcontext() if error is None else pytest.raises(ReportFileError, match="full"), files(tmp_path) as place:
+        place.keep(report(2))
+        if error is not None:
+            raise error
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_what_cannot_be_left_does_not_hide_why_the_benchmark_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError), files(tmp_path) as place:
+        place.keep(report(2))
+        (tmp_path / "a_00001_.csv").mkdir()
+        raise ZeroDivisionError
+    assert "a_00001_.csv could not be written" in caplog.text
 
 
 def test_a_folder_that_is_gone_is_told_by_the_name_of_the_file(tmp_path: Path) -> None:
