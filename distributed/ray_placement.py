@@ -12,12 +12,15 @@ from .ray_setup import CPU_SLOT
 class Placement:
     """Places for `count` workers, held until `close`; ranks of one machine follow each other.
 
+    Args:
+        on_gpus: whether each takes a GPU; None: where Ray knows any.
+
     Raises RaySetupError if there are not as many, at once or within `timeout_s`.
     """
 
-    def __init__(self, ray: Any, count: int, timeout_s: float) -> None:
+    def __init__(self, ray: Any, count: int, timeout_s: float, *, on_gpus: bool | None = None) -> None:
         self._ray = ray
-        self.on_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        self.on_gpus = ray.cluster_resources().get("GPU", 0) >= 1 if on_gpus is None else on_gpus
         _check_room(ray, count, on_gpus=self.on_gpus)
         self._group = ray.util.placement_group([self._bundle] * count, strategy="PACK")
         if not self._group.wait(timeout_s):
@@ -58,16 +61,17 @@ class Placement:
 def _check_room(ray: Any, count: int, *, on_gpus: bool) -> None:
     """Refuse at once what can never be, instead of waiting for it."""
     every = ray.cluster_resources()
-    if on_gpus and count > every["GPU"]:
+    gpus, cpus = every.get("GPU", 0), every.get("CPU", 0)
+    if on_gpus and count > gpus:
         raise RaySetupError(
-            f"{count} workers, but Ray has {every['GPU']:g} GPU{'s' * (every['GPU'] != 1)}, and each takes one: lower "
-            "count, or add machines to the cluster. If there are more, CUDA_VISIBLE_DEVICES hides them"
+            f"{count} workers, but Ray has {gpus:g} GPU{'s' * (gpus != 1)}, and each takes one: lower count, or add "
+            "machines to the cluster. If there are more, CUDA_VISIBLE_DEVICES hides them"
         )
-    slots = int(every.get("CPU", 0) / CPU_SLOT)
+    slots = int(cpus / CPU_SLOT)
     if not on_gpus and count > slots:
         raise RaySetupError(
-            f"{count} workers, but Ray has no GPU, and CPU slots for {slots} ({every.get('CPU', 0):g} CPUs, "
-            f"{CPU_SLOT:g} for each): lower count, or start Ray with more (ray start --num-cpus)"
+            f"{count} workers on CPUs, but Ray has slots for {slots} ({cpus:g} CPUs, {CPU_SLOT:g} for each): lower "
+            "count, or start Ray with more (ray start --num-cpus)"
         )
 
 

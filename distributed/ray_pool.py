@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..plan import WorkersRef
+from ..plan.workers_ref import LOCAL
 from .path_map import mapped
 from .ray_actor import FOLDER, PACKAGE, actor_class
 from .ray_errors import RaySetupError
@@ -23,9 +24,12 @@ START_TIMEOUT_S = 180.0
 
 
 class RayPool:
-    """See `Pool`: `ref.count` workers, each with a GPU of its own where Ray knows any, else on the CPU.
+    """See `Pool`: `ref.count` workers. Blocks until all of them answer. Use with `with`, or `close` it.
 
-    Blocks until all of them answer. Use with `with`, or `close` it.
+    Args:
+        device: of local workers: "cuda" gives each a GPU of its own, "cpu" none, "" whatever there is. Those of a
+            cluster have GPUs if it has any.
+        store_bytes: room that Ray has for what workers tell.
 
     Raises:
         RayMissingError: Ray is not installed.
@@ -35,17 +39,22 @@ class RayPool:
     """
 
     def __init__(
-        self, ref: WorkersRef, *, store_bytes: int = OBJECT_STORE_BYTES, start_timeout_s: float = START_TIMEOUT_S
+        self,
+        ref: WorkersRef,
+        device: str = "",
+        *,
+        store_bytes: int = OBJECT_STORE_BYTES,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         assert ref.count >= 1, ref
         self._ref, self._timeout_s = ref, start_timeout_s
         with ExitStack() as undo:
             self._ray = CONNECTION.enter(ref, store_bytes=store_bytes)
             undo.callback(CONNECTION.leave)
-            self._placement = Placement(self._ray, ref.count, start_timeout_s)
+            on_gpus = device == "cuda" if ref.address == LOCAL and device else None
+            self._placement = Placement(self._ray, ref.count, start_timeout_s, on_gpus=on_gpus)
             undo.callback(self._placement.close)
             self._class = actor_class(self._ray)
-            self._driver = Worker("cpu").facts()
             self._workers = self._start(range(ref.count), undo)
             self._undo = undo.pop_all()
 
@@ -85,7 +94,7 @@ class RayPool:
         for actor in actors:
             undo.callback(self._ray.kill, actor)
         every = [self._answer(rank, answer) for rank, answer in zip(ranks, answers, strict=True)]
-        check_versions(self._driver, [started.facts for started in every])
+        check_versions(Worker("cpu").facts(), [started.facts for started in every])
         check_exposure(every, beyond_loopback=self._ref.beyond_loopback)
         return [
             RayWorkerHandle(self._ray, actor, rank, started)

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +19,10 @@ import torch
 from .. import __version__
 from ..metrics import compute_device, free_bytes
 from ..plan import ExpertsRef
-from ..sampling import DenoiseResult, Part, StepProgress, denoise_part
+from ..sampling import Part, StepProgress, denoise_part
+from ..sampling.split import ALONE
 from ..wan.registry import ExpertsRegistry
+from .groups import Groups
 from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
 
 LOOPBACK = "127.0.0.1"
@@ -27,6 +30,22 @@ STOPS_KEPT = 64
 """Stops are remembered, as one may come before its run; run ids are used once, so that old ones can be forgotten."""
 
 Tell = Callable[[StepTold], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a worker stands while it computes a task."""
+
+    rank: int = 0
+    leads: bool = True
+    """Whether it tells the latents of its cell."""
+    gathered_before: int = 0
+
+    @classmethod
+    def of(cls, groups: Groups | None) -> _Place:
+        if groups is None:
+            return cls()
+        return cls(rank=groups.meeting.rank, leads=groups.place == 0, gathered_before=groups.gathered_bytes)
 
 
 class Worker:
@@ -46,7 +65,7 @@ class Worker:
         if threads is not None:
             torch.set_num_threads(threads)
         self._experts = ExpertsRegistry()
-        self._meeting: Meeting | None = None
+        self._groups: Groups | None = None
         self._lock = threading.Lock()
         self._running: str | None = None
         self._stopped: deque[str] = deque(maxlen=STOPS_KEPT)
@@ -77,51 +96,55 @@ class Worker:
             return int(probe.getsockname()[1])
 
     def join(self, meeting: Meeting) -> None:
-        """Take a place in a mesh, instead of a former one."""
+        """Take a place in a mesh, instead of a former one; blocks until all of its cell are there. Raises as `meet`."""
         self.leave()
-        self._meeting = meeting
+        # Known before it has met, so that `leave` can end the waiting.
+        self._groups = Groups(meeting, self._device)
+        self._groups.meet()
 
     def leave(self) -> None:
-        """Have no place in a mesh any more."""
-        self._meeting = None
+        """Have no place in a mesh any more; from any thread. What waits for others there raises PeerLostError."""
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            groups.leave()
 
     def run(self, task: RunTask, tell: Tell) -> RunEnded:
         """Compute `task`, and tell every step, on the calling thread.
 
-        Raises as `denoise_part`: Cancelled after `stop`; what opening the experts raises.
+        Raises as `denoise_part`: Cancelled after `stop` of any worker of its cell, HungError or PeerLostError where one
+        of them does not come; and what opening the experts raises.
         """
+        groups, wish = self._groups, partial(self._is_stopped, task.run_id)
+        place = _Place.of(groups)
         with self._running_as(task.run_id):
             pair = self._experts.get(task.experts)
             ended = denoise_part(
                 pair,
                 task.request,
-                Part(resume=task.resume, until=task.until),
+                Part(split=ALONE if groups is None else groups.split(), resume=task.resume, until=task.until),
                 policy=task.policy,
                 device=self._device,
-                on_step=partial(self._tell_step, task, tell),
-                should_stop=partial(self._is_stopped, task.run_id),
+                on_step=partial(self._tell_step, task, place, tell),
+                should_stop=wish if groups is None else groups.voting(wish),
             )
-        return self._ended(task, ended)
+        return RunEnded(
+            run_id=task.run_id,
+            rank=place.rank,
+            timeline=ended.timeline,
+            latents=ended.latents if place.leads else None,
+            sigma=ended.sigma,
+            gathered_bytes=0 if groups is None else groups.gathered_bytes - place.gathered_before,
+            expert_switches=self._switches,
+        )
 
     def stop(self, run_id: str) -> None:
         """Let the run with that id end before its next block, with Cancelled; also one that has not begun yet."""
         self._stopped.append(run_id)
 
     def close(self) -> None:
-        """Close the experts. Closing twice is allowed, and a closed worker may be used again."""
+        """Leave the others and close the experts. Closing twice is allowed, and a closed worker may be used again."""
+        self.leave()
         self._experts.free()
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._meeting is None else self._meeting.rank
-
-    @property
-    def _leads(self) -> bool:
-        """Whether this worker tells the latents of its cell."""
-        if self._meeting is None:
-            return True
-        own = self._meeting.mesh.coordinates(self._meeting.rank)
-        return self._meeting.mesh.cell(own.data, own.stage)[0] == self._meeting.rank
 
     @contextmanager
     def _running_as(self, run_id: str) -> Iterator[None]:
@@ -136,30 +159,19 @@ class Worker:
     def _is_stopped(self, run_id: str) -> bool:
         return run_id in self._stopped
 
-    def _tell_step(self, task: RunTask, tell: Tell, step: StepProgress) -> None:
+    def _tell_step(self, task: RunTask, place: _Place, tell: Tell, step: StepProgress) -> None:
         now = (task.experts, step.record.expert)
         if self._last not in (None, now):
             self._switches += 1
         self._last = now
-        leads = self._leads
         tell(
             StepTold(
                 run_id=task.run_id,
-                rank=self._rank,
+                rank=place.rank,
                 record=step.record,
                 done=step.done,
                 total=step.total,
-                denoised=step.denoised.to("cpu", copy=True) if leads else None,
-                state=step.state() if leads and task.wants_state else None,
+                denoised=step.denoised.to("cpu", copy=True) if place.leads else None,
+                state=step.state() if place.leads and task.wants_state else None,
             )
-        )
-
-    def _ended(self, task: RunTask, ended: DenoiseResult) -> RunEnded:
-        return RunEnded(
-            run_id=task.run_id,
-            rank=self._rank,
-            timeline=ended.timeline,
-            latents=ended.latents if self._leads else None,
-            sigma=ended.sigma,
-            expert_switches=self._switches,
         )
