@@ -77,6 +77,15 @@ GPUS = {
         source="NVIDIA H100 datasheet (SXM)",
         reached=REACHED_BY_HOPPER,
     ),
+    "H100 PCIe": Gpu(
+        vram_gib=80,
+        pcie=5,
+        lanes=16,
+        tflops=756,
+        memory_gb_s=2039,
+        source="NVIDIA H100 datasheet (PCIe)",
+        reached=REACHED_BY_HOPPER,
+    ),
     "H200": Gpu(
         vram_gib=141,
         pcie=5,
