@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -34,14 +33,10 @@ class ExpertsRegistry:
     A second run of the same graph, whatever its seed, finds its pair open, unless its files were replaced; another pair
     closes the former one first, so that two pairs never share the device. A pair stays open when only its LoRAs are
     others.
-
-    Args:
-        open_pair: opens pairs.
-        shared: pairs are shared with other processes of this machine; see `open_experts`.
     """
 
-    def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair, *, shared: bool = False) -> None:
-        self._open_pair = partial(open_pair, shared=True) if shared else open_pair
+    def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair) -> None:
+        self._open_pair = open_pair
         self._lock = threading.Lock()
         self._held: tuple[ExpertsRef, ExpertPair] | None = None
         self._loras: tuple[LoraRef, ...] = ()

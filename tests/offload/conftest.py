@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from wanstream.offload.gather import GatherBrokenError, Sharded
 from wanstream.offload.layout import BlockFormat
 from wanstream.offload.page_lock import PageLockError
 from wanstream.offload.source import BlockSource, SourceError
@@ -110,3 +112,58 @@ def run_plain() -> Callable[[Sequence[nn.Module], torch.Tensor], torch.Tensor]:
 @pytest.fixture
 def limited_page_lock() -> Callable[..., LimitedPageLock]:
     return LimitedPageLock
+
+
+class ThreadGroup:
+    """Ranks that are threads of this process; `gathers[rank]` counts what each has gathered."""
+
+    def __init__(self, size: int, *, wait_s: float = 30.0) -> None:
+        self.size = size
+        self.gathers = [0] * size
+        self.owns: list[torch.Tensor | None] = [None] * size
+        self.said = [b""] * size
+        self.meeting, self.gathering = (threading.Barrier(size, timeout=wait_s) for _ in range(2))
+
+    def ranks(self, *, on_device: bool = False) -> list[Sharded]:
+        return [Sharded(gather=ThreadGather(self, rank), on_device=on_device) for rank in range(self.size)]
+
+
+class ThreadGather:
+    """One of them."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+
+    def compare(self, said: bytes) -> tuple[bytes, ...]:
+        self.group.said[self.rank] = said
+        self._wait(self.group.meeting)
+        every = tuple(self.group.said)
+        self._wait(self.group.meeting)
+        return every
+
+    def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
+        assert into.numel() == self.size * own.numel()
+        self.group.owns[self.rank] = own
+        if own.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._wait(self.group.gathering)
+        for part, other in zip(into.split(own.numel()), self.group.owns, strict=True):
+            part.copy_(other)
+        if own.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._wait(self.group.gathering)
+        self.group.gathers[self.rank] += 1
+
+    def abort(self) -> None:
+        self.group.gathering.abort()
+
+    def _wait(self, barrier: threading.Barrier) -> None:
+        try:
+            barrier.wait()
+        except threading.BrokenBarrierError as err:
+            raise GatherBrokenError("a rank was aborted") from err
+
+
+@pytest.fixture
+def thread_group() -> Callable[..., ThreadGroup]:
+    return ThreadGroup
