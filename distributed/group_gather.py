@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..offload.gather import GatherBrokenError
-
-if TYPE_CHECKING:
-    from .groups import Groups
+from .groups import Groups, GroupsState
 
 SAID_BYTES = 64
 
@@ -25,8 +23,8 @@ class GroupGather:
     """
 
     def __init__(self, groups: Groups) -> None:
+        # The groups of torch are asked for each time: who keeps one keeps its connections open.
         self._groups = groups
-        self._control, self._weights = groups.control, groups.weights
         self.rank, self.size = groups.place, groups.size
         self._aborted = False
         self._wake = threading.Event()
@@ -37,29 +35,30 @@ class GroupGather:
         own = torch.tensor(list(said.ljust(SAID_BYTES, b"\0")), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in range(self.size)]
         with self._groups.watched("compared what is to be streamed"):
-            dist.all_gather(every, own, group=self._control)
+            dist.all_gather(every, own, group=self._groups.control)
         return tuple(bytes(one.tolist())[: len(said)] for one in every)
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
         """See `Gather.all_gather`. Raises HungError and PeerLostError too."""
         with self._groups.watched("gathered weights"):
+            group = self._groups.weights
             if self._aborted:
                 raise GatherBrokenError("the gathers of this meeting were ended")
-            work = _issue(into, own, self._weights)
+            work = _issue(into, own, group)
             if own.is_cuda:
                 work.wait()  # by the current stream
             else:
-                self._wait_on_host(work, into, own)
+                self._wait_on_host(work, [into, own, group])
         self._groups.count_gathered(into.numel() - own.numel())
 
     def abort(self) -> None:
         """See `Gather.abort`."""
         self._aborted = True
         self._wake.set()
-        if self._groups.device.type == "cuda":
-            self._weights.abort()
+        if self._groups.device.type == "cuda" and self._groups.state is GroupsState.MET:
+            self._groups.weights.abort()
 
-    def _wait_on_host(self, work: Any, into: torch.Tensor, own: torch.Tensor) -> None:
+    def _wait_on_host(self, work: Any, used: list[Any]) -> None:
         ended = threading.Event()
 
         def tell(_: object) -> None:
@@ -72,10 +71,9 @@ class GroupGather:
             self._wake.clear()
         if not ended.is_set():
             # Not freed by gloo's own thread, which its group would wait for.
-            left = threading.Thread(
-                target=_keep, args=(ended, [work, into, own, self._weights]), name="wanstream-gather-left", daemon=True
-            )
-            left.start()
+            threading.Thread(
+                target=_keep, args=(ended, [work, *used]), name="wanstream-gather-left", daemon=True
+            ).start()
             raise GatherBrokenError("a run has ended while its weights were gathered")
         work.wait()  # raises what has ended it
 

@@ -18,12 +18,14 @@ import torch
 
 from .. import __version__
 from ..metrics import compute_device, free_bytes
+from ..offload.gather import Sharded
 from ..plan import ExpertsRef
 from ..sampling import Part, StepProgress, denoise_part
 from ..sampling.split import ALONE
-from ..wan.registry import ExpertsRegistry
+from ..wan.registry import ExpertsRegistry, open_pair
 from .groups import Groups
 from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
+from .weights import sharded_of
 
 LOOPBACK = "127.0.0.1"
 STOPS_KEPT = 64
@@ -64,8 +66,9 @@ class Worker:
         self._address = address
         if threads is not None:
             torch.set_num_threads(threads)
-        self._experts = ExpertsRegistry()
+        self._experts = ExpertsRegistry(partial(open_pair, shared=True))
         self._groups: Groups | None = None
+        self._sharded: Sharded | None = None
         self._lock = threading.Lock()
         self._running: str | None = None
         self._stopped: deque[str] = deque(maxlen=STOPS_KEPT)
@@ -99,12 +102,16 @@ class Worker:
         """Take a place in a mesh, instead of a former one; blocks until all of its cell are there. Raises as `meet`."""
         self.leave()
         # Known before it has met, so that `leave` can end the waiting.
-        self._groups = Groups(meeting, self._device)
-        self._groups.meet()
+        groups = self._groups = Groups(meeting, self._device)
+        groups.meet()
+        self._sharded = sharded_of(groups)
 
     def leave(self) -> None:
         """Have no place in a mesh any more; from any thread. What waits for others there raises PeerLostError."""
         groups, self._groups = self._groups, None
+        sharded, self._sharded = self._sharded, None
+        if sharded is not None:
+            sharded.gather.abort()
         if groups is not None:
             groups.leave()
 
@@ -118,6 +125,7 @@ class Worker:
         place = _Place.of(groups)
         with self._running_as(task.run_id):
             pair = self._experts.get(task.experts)
+            pair.shard(self._sharded)
             ended = denoise_part(
                 pair,
                 task.request,
