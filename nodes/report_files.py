@@ -15,7 +15,6 @@ from ..metrics.charts import report_chart
 from ..metrics.report import Report
 from ..metrics.report_files import csv_document, html_document, json_document
 
-
 log = logging.getLogger("wanstream.nodes")
 
 
