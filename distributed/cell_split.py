@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..sampling.split import Compute
+from ..sampling.working_bytes import tokens_of
 from ..wan import ExpertEngine, Lane
+from .context_parallel import check_tokens, shared_tokens
 from .split_cfg import forward_shared
 
 if TYPE_CHECKING:
@@ -25,16 +27,23 @@ class CellSplit:
         self._groups = groups
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
-        """See `Split.attached`."""
-        return nullcontext()
+        """See `Split.attached`.
+
+        Raises MeshError where the mesh does not fit the experts or this device.
+        """
+        cell = self._groups.cell
+        return nullcontext() if cell.ring * cell.ulysses == 1 else shared_tokens(self._groups, engine)
 
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """See `Split.forward`.
 
         Raises:
+            MeshError: the tokens of a lane cannot be shared out evenly.
             HungError: another worker did not come within the meeting's timeout.
             PeerLostError: another worker is gone.
         """
+        for lane in lanes:
+            check_tokens(tokens_of(lane.latents.shape), self._groups)
         with self._groups.watched("computed a step"):
             if self._groups.cell.cfg == 1:
                 return compute(lanes)

@@ -62,6 +62,11 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
         return {name: list(model.blocks) for name, model in self._models.items()}
 
     @property
+    def bare(self) -> Mapping[str, WanTransformer3DModel]:
+        """The models, complete or not, for hooks to be hung on; waits for nothing."""
+        return self._models
+
+    @property
     def outer_bytes(self) -> int:
         """Bytes read so far that do not stream."""
         return self._staying_bytes_read + self._embedder_weights.bytes_read

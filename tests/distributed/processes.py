@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -90,14 +91,14 @@ class Process:
         """Let it do a job, and return at once."""
         file = inspect.getsourcefile(job)
         assert file is not None
-        self._connection.send((file, job.__name__, args))
+        _send(self._connection, (file, job.__name__, args))
         return Answer(self)
 
     def receive(self, timeout: float) -> Any:
         if not self._connection.poll(timeout):
             raise TimeoutError(f"process {self.number} was not done after {timeout:g} s")
         try:
-            value, error, trace = self._connection.recv()
+            value, error, trace = _receive(self._connection)
         except (EOFError, ConnectionResetError) as err:
             self._alive = False
             raise ProcessGoneError(f"process {self.number} ended in the middle of a job") from err
@@ -190,22 +191,31 @@ def _serve(connection: Connection, number: int) -> None:
         try:
             if file not in modules:
                 modules[file] = _load(file)
-            connection.send((getattr(modules[file], name)(here, *args), None, ""))
+            _send(connection, (getattr(modules[file], name)(here, *args), None, ""))
         except Exception as error:  # noqa: BLE001 - every error of a job goes to the test
             text = traceback.format_exc()
             try:
-                connection.send((None, error, text))
+                _send(connection, (None, error, text))
             except Exception:  # noqa: BLE001 - whatever keeps an error from travelling
-                connection.send((None, None, text))
+                _send(connection, (None, None, text))
 
 
 def _listen(connection: Connection, jobs: SimpleQueue[Asked]) -> None:
     """Also while a job runs, so that a process does not outlive its parent."""
     while True:
         try:
-            jobs.put(connection.recv())
+            jobs.put(_receive(connection))
         except (EOFError, OSError):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _send(connection: Connection, value: Any) -> None:
+    """Whole, by value: what `Connection.send` does to tensors hands over open files instead."""
+    connection.send_bytes(pickle.dumps(value))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())  # noqa: S301 - of our own parent or child
 
 
 def _load(file: str) -> ModuleType:

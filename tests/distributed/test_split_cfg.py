@@ -1,0 +1,105 @@
+"""Two workers share the lanes of every step: the result is that of one worker, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.split_cfg import own_lanes
+from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.plan.mesh import Mesh
+from wanstream.sampling import DenoiseRequest
+
+LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
+CFG = Mesh(cfg=2)
+STEPS = 4
+LANE_BYTES = 16 * 2 * 4 * 6 * 4
+"""Of the velocity of one lane of the tests' shape, in fp32."""
+
+
+@pytest.fixture
+def pids(processes: Any, split_jobs: Any) -> Any:
+    """Two processes have met as the sides of one cell; they leave after the test."""
+    yield processes.all(split_jobs.job_meet, split_jobs.meetings(CFG), count=2)
+    processes.all(split_jobs.job_leave, count=2)
+
+
+@pytest.fixture
+def ask(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
+    """`ask(batch=1, **changes)`: a request of 4 steps, 2 of them high-noise."""
+
+    def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
+        noise = torch.randn(batch, 16, 2, 4, 6, generator=torch.Generator().manual_seed(20))
+        return make_task(request={"noise": noise, **changes}).request
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("count", "sides"), [(1, ([0], [0])), (2, ([0], [1])), (3, ([0, 1], [1, 2])), (4, ([0, 1], [2, 3]))]
+)
+def test_lanes_are_shared_out_evenly(count: int, sides: tuple[list[int], list[int]]) -> None:
+    assert tuple(list(range(count))[own_lanes(count, side)] for side in range(2)) == sides
+
+
+@pytest.mark.parametrize(
+    ("batch", "guidance", "lanes_a_step"),
+    [(1, (4.0, 3.0), (1, 1)), (1, (4.0, 1.0), (1, 1)), (3, (1.0, 3.0), (2, 3)), (2, (1.0, 1.0), (1, 1))],
+)
+def test_two_sides_give_what_one_worker_gives(
+    batch: int,
+    guidance: tuple[float, float],
+    lanes_a_step: tuple[int, int],
+    processes: Any,
+    split_jobs: Any,
+    pids: list[int],
+    experts_ref: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    given = experts_ref(), ask(batch=batch, guidance=guidance), LAYERWISE
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    told = processes.all(split_jobs.job_run, *given, count=2)
+    assert len({*pids, os.getpid()}) == 3
+    for side in told:
+        assert torch.equal(side["latents"], alone)
+        assert side["gathered"] == side["crossed"] == sum(lanes_a_step) * STEPS // 2 * LANE_BYTES
+
+
+@pytest.mark.parametrize("policy", [SWAP, OffloadPolicy.layerwise(0)])
+def test_images_condition_both_sides_under_any_policy(
+    policy: OffloadPolicy,
+    processes: Any,
+    split_jobs: Any,
+    pids: list[int],
+    tiny_expert_folder: Callable[..., Any],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    high, low = (tiny_expert_folder(seed=seed, in_channels=36) for seed in (1, 2))
+    experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
+    image = torch.randn(1, 20, 2, 4, 6, generator=torch.Generator().manual_seed(21))
+    given = experts, ask(batch=2, image_condition=image, solver="unipc"), policy
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    for side in processes.all(split_jobs.job_run, *given, count=2):
+        assert torch.equal(side["latents"], alone)
+
+
+@pytest.mark.parametrize(("rank", "asked"), [(0, 0), (1, 6), (1, 15)])
+def test_a_wish_of_one_stops_both_before_the_same_block_and_they_go_on_after(
+    rank: int,
+    asked: int,
+    processes: Any,
+    split_jobs: Any,
+    pids: list[int],
+    experts_ref: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    given = experts_ref(), ask(), LAYERWISE
+    stopped = processes.all(split_jobs.job_run_until, *given, {rank: asked}, None, count=2)
+    assert stopped == [divmod(asked, 4)] * 2
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    for side in processes.all(split_jobs.job_run, *given, count=2):
+        assert torch.equal(side["latents"], alone)
