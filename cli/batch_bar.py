@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..host.embedded_door import NodeProgress
+from .batch_pace import Pace
 from .batch_rows import Row
 from .journal import KeptFile
 
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}<{remaining}{postfix}]"
+
+
+class _Line(tqdm):  # type: ignore[misc]
+    """A bar that may stand between two rows; what it counts in words are whole ones."""
+
+    whole: int | None = None
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        known: dict[str, Any] = super().format_dict
+        return {**known, "rows": f"{self.initial if self.whole is None else self.whole}/{self.total}"}
+
 
 class BatchBar:
-    """Implements `Teller`. The time left is that of the rows that this process has seen end, on average."""
+    """Implements `Teller`. The time left is that of the rows that this process has seen end, on average.
 
-    def __init__(self, *, rows: int, ended: int) -> None:
-        self._bar = tqdm(total=rows, initial=ended, desc="batch", unit="row", smoothing=0, file=sys.stderr)
+    Rows that run count as far as they are: by their steps where they run in this process, by the time that those before
+    them took otherwise.
+    """
+
+    def __init__(self, *, rows: int, ended: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._pace = clock, Pace()
+        self._together = 0
+        self._bar = _Line(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
+        self._whole = ended
 
     def __enter__(self) -> BatchBar:
         return self
@@ -25,24 +48,45 @@ class BatchBar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._together = 0
         self._bar.set_postfix_str("", refresh=False)
+        self.tick()
         self._bar.close()
 
+    @property
+    def passed(self) -> float:
+        """How many rows are over, with the parts of those that run."""
+        return float(self._whole + self._together * self._pace.share(self._clock()))
+
+    def runs(self, job: str, rows: int) -> None:
+        self._pace.begin(job, self._clock())
+        self._together = rows
+
     def done(self, row: Row, files: Sequence[KeptFile]) -> None:
-        self._bar.update()
+        self._ended()
 
     def failed(self, row: Row, reason: str) -> None:
         self.note(f"line {row.line}: {reason}")
-        self._bar.update()
+        self._ended()
 
     def note(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr)
 
     def show(self, progress: NodeProgress) -> None:
         """How far the node is that runs in this process."""
+        self._pace.report(progress.node_id, progress.done, progress.total, self._clock())
         part = f" {progress.done}/{progress.total}" if progress.total > 1 else ""
-        self._bar.set_postfix_str(f"{progress.node_id}{part}")
+        self._bar.set_postfix_str(f"{progress.node_id}{part}", refresh=False)
+        self.tick()
 
     def tick(self) -> None:
         """Bring the time up to date."""
+        self._bar.n, self._bar.whole = self.passed, self._whole
         self._bar.refresh()
+
+    def _ended(self) -> None:
+        self._whole += 1
+        self._together = max(0, self._together - 1)
+        if not self._together:
+            self._pace.end(self._clock())
+        self.tick()

@@ -52,11 +52,16 @@ class Failed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interrupted:
+    """Somebody has stopped the workflow while it ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unknown:
     """The host knows no such workflow: it never arrived, was taken out of the queue, or was lost in a restart."""
 
 
-Outcome: TypeAlias = UnderWay | Ended | Failed | Unknown
+Outcome: TypeAlias = UnderWay | Ended | Failed | Interrupted | Unknown
 
 
 class Host(Protocol):

@@ -19,6 +19,7 @@ from .batch_host import (
     Ended,
     Failed,
     Host,
+    Interrupted,
     MadeFile,
     NoSuchFileError,
     RefusedError,
@@ -46,6 +47,9 @@ class GaveUpError(OSError):
 
 class Teller(Protocol):
     """Tells the user how the batch goes on."""
+
+    def runs(self, job: str, rows: int) -> None:
+        """So many rows are what runs now, or next, under this id."""
 
     def done(self, row: Row, files: Sequence[KeptFile]) -> None:
         """The row's files have their names."""
@@ -124,6 +128,8 @@ class Runner:
         while self._waiting and len(self._flights) < self.host.window and not self._closing():
             self._post(self._waiting.popleft())
             moved = True
+        if self._flights:
+            self.teller.runs(self._flights[0].prompt_id, len(self._flights[0].rows))
         for flight in list(self._flights):
             if self._closing() and not flight.begun:
                 self.host.withdraw(flight.prompt_id)
@@ -148,6 +154,10 @@ class Runner:
             return changed
         if isinstance(outcome, Unknown):
             self._lost(flight)
+        elif isinstance(outcome, Interrupted) and flight.begun is None:
+            self._lost(flight)  # By a client that was killed before it could write that down.
+        elif isinstance(outcome, Interrupted):
+            self._fail(flight, "interrupted on the server")
         elif isinstance(outcome, Failed):
             self._fail(flight, outcome.reason)
         else:

@@ -8,7 +8,17 @@ from typing import Any
 
 from ..host.embedded_graph import Prompt
 from ..host.embedded_validate import Verdict
-from .batch_host import Ended, Failed, MadeFile, Outcome, RefusedError, UnderWay, Unknown, UnreachableError
+from .batch_host import (
+    Ended,
+    Failed,
+    Interrupted,
+    MadeFile,
+    Outcome,
+    RefusedError,
+    UnderWay,
+    Unknown,
+    UnreachableError,
+)
 from .comfy_client import ComfyClient, NotComfyUIError
 from .object_info import ObjectInfo
 
@@ -51,7 +61,7 @@ class ServerHost:
         if job["status"] in {"pending", "in_progress"}:
             return UnderWay(begun=job["status"] == "in_progress")
         if job["status"] == "cancelled":
-            return Failed(reason="interrupted on the server")
+            return Interrupted()
         if job["status"] != "completed":
             return Failed(reason=_failure(job.get("execution_error") or {}))
         # Whoever did not hear the answer to its post does not know whether outputs were dropped.
@@ -108,6 +118,7 @@ def _files(outputs: Mapping[str, Any]) -> tuple[MadeFile, ...]:
         for values in shown.values() if isinstance(shown, dict) else ():
             for value in values if isinstance(values, list) else ():
                 if isinstance(value, dict) and value.get("type") == "output" and value.get("filename"):
-                    file = MadeFile(node_id=node_id, filename=value["filename"], subfolder=value.get("subfolder") or "")
-                    files[file] = None
+                    # A node of anybody's may show anything.
+                    filename, subfolder = str(value["filename"]), str(value.get("subfolder") or "")
+                    files[MadeFile(node_id=node_id, filename=filename, subfolder=subfolder)] = None
     return tuple(files)

@@ -22,6 +22,30 @@ def test_the_bar_counts_rows_that_ended_and_tells_what_failed(capsys: pytest.Cap
     assert "<" in last, "the time that is left"
 
 
+def test_a_row_counts_as_far_as_it_is_and_lanes_together(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    row = Row(line=1, position=1, hash="h")
+    with BatchBar(rows=8, ended=2, clock=lambda: now[0]) as bar:
+        bar.runs("a", 1)
+        bar.show(NodeProgress(node_id="sampler", class_type="S", done=5, total=20))
+        assert bar.passed == 2.25
+        now[0] = 10.0
+        bar.done(row, [])
+        assert bar.passed == 3.0
+        bar.runs("b", 4)
+        now[0] = 15.0
+        bar.show(NodeProgress(node_id="sampler", class_type="S", done=10, total=20))
+        assert bar.passed == 5.0, "half of four rows that run together"
+        for whole in (4, 5, 6, 7):
+            bar.done(row, [])
+            assert whole <= bar.passed <= 7.0
+        assert bar.passed == 7.0
+    told = capsys.readouterr().err.split("\r")
+    assert "2/8" in told[1], "words count whole rows alone"
+    assert any("28%" in line and "2/8" in line for line in told)
+    assert any("62%" in line and "3/8" in line for line in told)
+
+
 def test_nothing_is_left_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     with BatchBar(rows=1, ended=0) as bar:
         bar.note("a word")

@@ -18,6 +18,7 @@ import pytest
 from wanstream.cli.batch_host import (
     Ended,
     Failed,
+    Interrupted,
     MadeFile,
     NoSuchFileError,
     Outcome,
@@ -68,7 +69,7 @@ class World:
     def __init__(self, *, steps: int = 1) -> None:
         self.steps = steps
         self.queue: list[list[Any]] = []
-        self.history: dict[str, Ended | Failed] = {}
+        self.history: dict[str, Ended | Failed | Interrupted] = {}
         self.files: dict[str, str] = {}
         self.made: list[str] = []
         self.bad: Callable[[Mapping[str, Any]], str | None] = lambda prompt: None
@@ -102,7 +103,7 @@ class World:
     def interrupt(self, prompt_id: str) -> None:
         if self.queue and self.queue[0][0] == prompt_id:
             self.queue.pop(0)
-            self.history[prompt_id] = Failed(reason="interrupted")
+            self.history[prompt_id] = Interrupted()
 
     def forget(self, prompt_id: str) -> None:
         pass
@@ -140,6 +141,9 @@ class Silent:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+
+    def runs(self, job: str, rows: int) -> None:
+        pass
 
     def done(self, row: Row, files: Sequence[KeptFile]) -> None:
         self.told.append(f"done {row.position}")
@@ -202,11 +206,15 @@ def test_every_row_has_its_file_and_none_is_posted_twice(tmp_path: Path) -> None
 
 
 class Chance:
-    """Lets things happen before and after calls, by a seed; at most so many, so that every run ends."""
+    """Lets things happen before and after calls, by a seed; at most so many, so that every run ends.
+
+    Kills and Ctrl-C (twice) come from this side, restarts and silence from the other one.
+    """
 
     def __init__(self, seed: int, world: World) -> None:
         self.random, self.world = random.Random(seed), world
         self.left = 25
+        self.stop = StopRequest()
         self.happened: list[str] = []
 
     def around(self, call: Callable[..., Any], *arguments: Any, remote: bool) -> Any:
@@ -219,10 +227,14 @@ class Chance:
         if not self.left or self.random.random() > 0.08:
             return
         self.left -= 1
-        what = self.random.choice(["kill", "restart", "silence"] if remote else ["kill"])
+        what = self.random.choice(["kill", "stop", "restart", "silence"] if remote else ["kill", "stop"])
         self.happened.append(what)
         if what == "kill":
             raise Killed
+        if what == "stop":
+            self.stop.ask()
+            self.stop.ask()
+            return
         if what == "restart":
             self.world.restart()
         raise UnreachableError(what)
@@ -252,8 +264,14 @@ class MortalJournal(Journal):
 
     chance: Chance
 
+    def enter(self, *arguments: Any, **named: Any) -> list[Row]:
+        return list(self.chance.around(lambda: super(MortalJournal, self).enter(*arguments, **named), remote=False))
+
     def post(self, *arguments: Any) -> None:
         self.chance.around(super().post, *arguments, remote=False)
+
+    def fail(self, *arguments: Any) -> None:
+        self.chance.around(super().fail, *arguments, remote=False)
 
     def wait(self, *arguments: Any) -> None:
         self.chance.around(super().wait, *arguments, remote=False)
@@ -266,9 +284,16 @@ class MortalJournal(Journal):
 
 
 class MortalShelf(Shelf):
-    """A shelf at which the client may die before and after each file has its name."""
+    """A shelf at which the client may die before and after each file is checked, has its name, or is removed."""
 
     chance: Chance
+
+    def seal(self, name: str) -> KeptFile:
+        sealed: KeptFile = self.chance.around(super().seal, name, remote=False)
+        return sealed
+
+    def clear(self) -> None:
+        self.chance.around(super().clear, remote=False)
 
     def place(self, files: Iterable[KeptFile]) -> bool:
         return all(self.chance.around(super(MortalShelf, self).place, [file], remote=False) for file in files)
@@ -279,22 +304,27 @@ def test_whatever_is_killed_when_every_row_has_one_file(tmp_path: Path, size: in
     happened: list[str] = []
     for seed in range(12):
         world = World(steps=seed % 3)
+        world.bad = lambda prompt: "too big" if "5" in prompt else None
         chance = Chance(seed, world)
         bench = Bench(tmp_path / str(seed), Wire(world, chance), size=size)
         for _ in range(chance.left + 1):
             shelf = MortalShelf(bench.folder)
             journal = MortalJournal(bench.folder / "journal.sqlite", workflow="w")
             shelf.chance = journal.chance = chance
+            bench.stop = chance.stop = StopRequest()
             try:
                 bench.run(journal, shelf)
-                break
             except Killed:
                 continue
-        bench.check(range(1, ROWS + 1))
-        assert all(world.made.count(str(row.position)) >= 1 for row in bench.rows)
+            if not bench.stop.soon:
+                break
+        bench.check(number for number in range(1, ROWS + 1) if number != 5)
+        assert bench.states().count(State.failed) == 1
+        failures = {told for told in bench.teller.told if told.startswith("failed")}
+        assert failures == {"failed 5: too big"}, "what this client has stopped has not failed"
         happened += chance.happened
-    assert {"kill", "restart", "silence"} == set(happened)
-    assert happened.count("kill") > 100
+    assert {"kill", "stop", "restart", "silence"} == set(happened)
+    assert min(happened.count(what) for what in ("kill", "stop")) > 50
 
 
 def test_a_row_that_takes_the_server_down_fails_and_the_others_are_done(tmp_path: Path) -> None:
@@ -440,6 +470,36 @@ def test_ctrl_c_leaves_nothing_on_the_server(tmp_path: Path, times: int, done: l
     bench.host, bench.stop = World(), StopRequest()
     bench.run()
     bench.check(range(1, ROWS + 1))
+
+
+def test_a_client_that_is_killed_while_it_stops_a_row_has_not_failed_it(tmp_path: Path) -> None:
+    class Last(Impatient):
+        def interrupt(self, prompt_id: str) -> None:
+            super().interrupt(prompt_id)
+            raise Killed
+
+    bench = Bench(tmp_path, World())
+    bench.host = world = Last(bench.stop, 2)
+    with pytest.raises(Killed):
+        bench.run()
+    assert Interrupted() in world.history.values()
+    bench.stop, world._times = StopRequest(), 0
+    bench.run()
+    bench.check(range(1, ROWS + 1))
+    assert not any(told.startswith("failed") for told in bench.teller.told)
+
+
+def test_a_row_that_somebody_else_stops_fails_in_words(tmp_path: Path) -> None:
+    class Stopped(World):
+        def outcome(self, prompt_id: str) -> Outcome:
+            found = super().outcome(prompt_id)
+            if self.queue and self.queue[0][2] == 2:
+                self.interrupt(self.queue[0][0])
+            return found
+
+    bench = Bench(tmp_path, Stopped(steps=3), rows=rows_of(1))
+    bench.run()
+    assert bench.teller.told == ["failed 1: interrupted on the server"]
 
 
 def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
