@@ -90,8 +90,9 @@ class Shelf:
         wanted = {stem.casefold() for stem in stems}
         found = []
         for path in self.folder.iterdir():
-            stem = path.stem.rpartition(_OF_SEVERAL)[0] or path.stem
-            if path.is_file() and stem.casefold() in wanted:
+            # What follows a dot is a suffix, or belongs to the stem of a file that has none.
+            stems = {text.rpartition(_OF_SEVERAL)[0] or text for text in (path.stem, path.name)}
+            if path.is_file() and wanted & {stem.casefold() for stem in stems}:
                 found.append(path.name)
         return sorted(found)
 

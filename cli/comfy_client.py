@@ -19,6 +19,7 @@ from .batch_host import NoSuchFileError, UnreachableError
 TIMEOUT_SECONDS = 60.0
 _GATEWAY_ERRORS = (502, 503, 504)
 _OK, _NOT_FOUND = 200, 404
+_MOVED = (301, 302, 303, 307, 308)
 _PIECE = 1 << 20
 
 
@@ -31,8 +32,8 @@ class ComfyClient:
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_SECONDS) -> None:
         """Nothing is sent yet. Raises NotComfyUIError for what is no address at all."""
-        parts = urllib.parse.urlsplit(url)
         try:
+            parts = urllib.parse.urlsplit(url)
             host, _ = parts.hostname, parts.port
         except ValueError as err:
             raise NotComfyUIError(f"--server {url}: {err}") from err
@@ -42,11 +43,13 @@ class ComfyClient:
         self._timeout_s = timeout_s
         # A proxy of the environment has no way to this machine's own ports.
         handlers = [urllib.request.ProxyHandler({})] if _is_loopback(host) else []
-        self._opener = urllib.request.build_opener(*handlers)
+        self._opener = urllib.request.build_opener(_NoRedirect(), *handlers)
 
     def version(self) -> str:
         """ComfyUI's version, as it tells it. Raises NotComfyUIError if something else answers."""
         status, answer = self._ask("/system_stats")
+        if status in _MOVED:
+            raise NotComfyUIError(f"{self.url} sends its callers elsewhere (status {status}): give that address")
         system = answer.get("system") if isinstance(answer, dict) else None
         if status != _OK or not isinstance(system, dict):
             raise NotComfyUIError(f"{self.url} answers, but not as a ComfyUI server does (status {status})")
@@ -146,6 +149,13 @@ class ComfyClient:
             if answer.status in _GATEWAY_ERRORS:
                 raise UnreachableError(f"{self.url} answers with status {answer.status}")
             yield answer.status, answer
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows to nowhere: what is posted would arrive there as a question."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
 
 
 class _Pieces:

@@ -127,9 +127,12 @@ class Journal:
             execute("UPDATE rows SET line = NULL")
             for digest in dropped:
                 execute("DELETE FROM rows WHERE hash = ?", (digest,))
-            taken = {entry.stem: entry.hash for entry in known.values() if entry.stem and entry.hash not in dropped}
+            taken = {self._path.stem: "", self._path.name: ""}  # what lies beside the journal is called like that
+            taken |= {entry.stem: entry.hash for entry in known.values() if entry.stem and entry.hash not in dropped}
             for row, stem in zip(rows, file_stems(rows, taken), strict=True):
-                fault = row.fault or (f"name '{row.name}' is that of files made of a former row" if not stem else None)
+                fault = row.fault or (
+                    f"name '{row.name}' is that of files made of a former row, or of the journal" if not stem else None
+                )
                 state = State.failed if fault else State.waiting
                 execute(
                     "INSERT INTO rows (hash, stem, state) VALUES (?, ?, ?) ON CONFLICT (hash) DO NOTHING",

@@ -30,8 +30,9 @@ def check_media(path: Path) -> None:
             _decode(path, "audio")
         elif suffix in _PICTURES:
             _load(path)
-    # What Pillow raises for a broken file is an OSError, a ValueError, or, of PNG, a SyntaxError.
-    except (av.FFmpegError, OSError, ValueError, SyntaxError) as err:
+    # What Pillow raises for a broken file is an OSError, a ValueError, or, of PNG, a SyntaxError; for one of too many
+    # pixels, an error that is none of them.
+    except (av.FFmpegError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
         raise UnreadableFileError(f"{path.name} cannot be read to its end: {err}") from err
 
 

@@ -48,6 +48,7 @@ def test_json_lines_keep_their_types(tmp_path: Path) -> None:
         (b'{"name": "../x"}', "no name for a file"),
         (b'{"name": "x."}', "no name for a file"),
         (b'{"name": "a~1"}', "no name for a file"),
+        (b'{"name": "Con.1"}', "is a device on Windows"),
         (b'{"name": "ONE"}', "name 'ONE' is that of line 1 already"),
         (b"[" * 100_000, "this is no JSON"),
     ],

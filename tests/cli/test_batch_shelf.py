@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 
 import av
@@ -71,6 +73,17 @@ def test_a_page_of_a_proxy_is_no_video(tmp_path: Path) -> None:
             shelf.seal(name)
 
 
+def test_a_picture_of_too_many_pixels_costs_its_row_alone(tmp_path: Path) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    shelf = Shelf(tmp_path)
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
+    shelf.part("a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+    with pytest.raises(UnreadableFileError, match=r"a\.png cannot be read to its end.*pixels"):
+        shelf.seal("a.png")
+
+
 def test_a_sound_is_no_video(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
     with av.open(str(shelf.part("a.mp4")), "w", format="mp4") as container:
@@ -109,4 +122,9 @@ def test_only_files_that_would_be_replaced_are_in_the_way(tmp_path: Path) -> Non
     for name in ("00001.mp4", "00001~2.png", "SHOT_1.mp4", "shot.png", "00001_notes.txt", "journal.sqlite"):
         (tmp_path / name).touch()
     (tmp_path / "00002").mkdir()
+    (tmp_path / "shot 1.5").touch()
+    (tmp_path / "shot 2.5~3").touch()
+    assert shelf.strangers(["shot 1.5", "shot 2.5"]) == ["shot 1.5", "shot 2.5~3"], (
+        "files of these stems without suffix"
+    )
     assert shelf.strangers(["00001", "00002", "shot_1"]) == ["00001.mp4", "00001~2.png", "SHOT_1.mp4"]

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch_host import Ended, Failed, NoSuchFileError, RefusedError, UnderWay, Unknown, UnreachableError
+from wanstream.cli.batch_host import (
+    Ended,
+    Failed,
+    Interrupted,
+    NoSuchFileError,
+    RefusedError,
+    UnderWay,
+    Unknown,
+    UnreachableError,
+)
 from wanstream.cli.batch_server import ServerHost
 from wanstream.cli.comfy_client import ComfyClient, NotComfyUIError
 
@@ -46,6 +55,8 @@ def canned() -> Iterator[Canned]:
             status, content = found
             data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", "/elsewhere")
             self.send_header("Content-Length", str(len(data) if state.promise is None else state.promise))
             self.end_headers()
             self.wfile.write(data)
@@ -199,7 +210,7 @@ def test_jobs_of_a_newer_server(canned: Canned) -> None:
         ((404, {"error": "Job not found"}), Unknown()),
         ((200, {"status": "pending"}), UnderWay(begun=False)),
         ((200, {"status": "in_progress"}), UnderWay(begun=True)),
-        ((200, {"status": "cancelled"}), Failed(reason="interrupted on the server")),
+        ((200, {"status": "cancelled"}), Interrupted()),
         ((200, {"status": "failed", "execution_error": {"exception_message": "x"}}), Failed(reason="x")),
         ((200, {"status": "failed"}), Failed(reason="the server does not say why")),
     ]:
@@ -227,7 +238,7 @@ def test_an_older_server_is_asked_for_its_queue_and_history(canned: Canned) -> N
     canned.answers["/queue"] = (200, idle)
     for status, outcome in [
         ("error", Failed(reason="node 2 (Save): disk full")),
-        ("interrupted", Failed(reason="interrupted on the server")),
+        ("interrupted", Interrupted()),
     ]:
         canned.answers["/history/id"] = (200, history({}, executed=["2", "3"], status=status))
         assert host.outcome("id") == outcome
@@ -257,3 +268,31 @@ def test_an_answer_that_is_none_is_silence(canned: Canned, call: Callable[[Comfy
     canned.answers |= {"/api/jobs/x": (500, b""), "/object_info": (200, b"<html>")}
     with pytest.raises(UnreachableError):
         call(ComfyClient(canned.url))
+
+
+@pytest.mark.parametrize("status", [301, 307])
+def test_an_address_that_sends_elsewhere_is_told(canned: Canned, status: int) -> None:
+    """What is posted to it would arrive as a question, or twice."""
+    canned.answers["/system_stats"] = (status, b"")
+    canned.answers["/elsewhere"] = (200, {"system": {"comfyui_version": "1"}})
+    with pytest.raises(NotComfyUIError, match=rf"sends its callers elsewhere \(status {status}\)"):
+        ComfyClient(canned.url).version()
+    canned.answers["/prompt"] = (status, b"")
+    with pytest.raises(NotComfyUIError, match="does not take workflows"):
+        host_of(canned).post("id", PROMPT)
+
+
+def test_an_address_that_is_none_is_told_with_the_option() -> None:
+    with pytest.raises(NotComfyUIError, match=r"--server http://\[::1: "):
+        ComfyClient("http://[::1")
+
+
+def test_what_others_show_under_names_that_are_none_is_no_crash(canned: Canned) -> None:
+    odd = {"1": {"images": [{"filename": ["a.png"], "subfolder": 7, "type": "output"}]}}
+    canned.answers["/prompt"] = (200, {"prompt_id": "id", "node_errors": {}})
+    canned.answers["/api/jobs/id"] = (200, {"status": "completed", "outputs": odd})
+    host = host_of(canned)
+    host.post("id", PROMPT)
+    ended = host.outcome("id")
+    assert isinstance(ended, Ended)
+    assert [file.filename for file in ended.files] == ["['a.png']"]

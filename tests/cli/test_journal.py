@@ -110,6 +110,14 @@ def test_a_number_is_never_the_name_of_another_row(tmp_path: Path) -> None:
         assert [entry.stem for entry in journal.entries().values()] == ["00004", "00001", "00003"]
 
 
+def test_no_row_is_called_like_the_journal(tmp_path: Path) -> None:
+    with Journal(tmp_path / "Videos.sqlite", workflow="w") as journal:
+        journal.enter([row_of(1, name="videos"), row_of(2, name="videos.SQLITE"), row_of(3, name="video")], gone=never)
+        first, second, third = journal.entries().values()
+        assert (first.state, second.state, third.state) == (State.failed, State.failed, State.waiting)
+        assert str(first.error).endswith("is that of files made of a former row, or of the journal")
+
+
 def test_files_that_are_gone_are_made_again(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
         journal.enter([row_of(1), row_of(2)], gone=never)
