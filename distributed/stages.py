@@ -130,7 +130,11 @@ def run_stages(
 
 
 class StageRun(Generic[S]):
-    """One run through stages; see `run_stages`. Used once, on one thread."""
+    """One run through stages; see `run_stages`. Used once, on one thread.
+
+    Args:
+        on_done: told (item, its last state) on this thread, as soon as it is done; what it raises ends the run.
+    """
 
     def __init__(
         self,
@@ -138,12 +142,13 @@ class StageRun(Generic[S]):
         cells: Mapping[Cell, StageCell[S]],
         states: Sequence[S | None],
         *,
-        on_step: Callable[[Stepped[S]], None] | None,
-        should_stop: Callable[[], bool] | None,
+        on_step: Callable[[Stepped[S]], None] | None = None,
+        on_done: Callable[[int, S], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
     ) -> None:
         self.schedule = schedule
         self._cells, self._states = cells, list(states)
-        self._on_step, self._should_stop = on_step, should_stop
+        self._on_step, self._on_done, self._should_stop = on_step, on_done, should_stop
         self._events: queue.SimpleQueue[Event[S] | _Mended] = queue.SimpleQueue()
         self._phase = RunPhase.NEW
         self._ended: list[BaseException] = []
@@ -184,7 +189,9 @@ class StageRun(Generic[S]):
             if self._on_step is not None and self._phase is RunPhase.GOING:
                 self._on_step(event)
         elif isinstance(event, Finished):
+            item = self.schedule.item_of(event.cell)
             self.schedule = self.schedule.finished(event.cell)
+            self._tell_done(item)
         elif isinstance(event, _Mended):
             self._take_mended(event.cell, event.error)
         else:
@@ -192,13 +199,22 @@ class StageRun(Generic[S]):
 
     def _take_ended(self, event: Dropped | Failed) -> None:
         counts = isinstance(event, Dropped) and event.counts
+        item = self.schedule.item_of(event.cell)
         self.schedule = self.schedule.dropped(event.cell, counts=counts)
+        self._tell_done(item)
         if self._phase is RunPhase.ENDING:
             self._ended.append(event.error)
         elif isinstance(event, Failed):
             raise event.error
         else:
             self._mend(event.cell, event.error)
+
+    def _tell_done(self, item: int) -> None:
+        """Tell an item that has just become done."""
+        state = self._states[item]
+        if self.schedule.items[item].is_done and self._on_done is not None and self._phase is RunPhase.GOING:
+            assert state is not None
+            self._on_done(item, state)
 
     def _take_mended(self, cell: Cell, error: BaseException | None) -> None:
         if error is None:

@@ -93,6 +93,12 @@ def split_jobs() -> ModuleType:
     return _neighbour("split_jobs")
 
 
+@pytest.fixture(scope="session")
+def fakes() -> ModuleType:
+    """`FakePool`, `Fault` and `expected` of `fake_pool.py`."""
+    return _neighbour("fake_pool")
+
+
 def _neighbour(name: str) -> ModuleType:
     """A file beside this one that is no test; pytest's importlib mode has no folder to import it from."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))

@@ -1,0 +1,178 @@
+"""One task on all workers of a cell: from sending it to the moment at which none of them computes it any more.
+
+Workers of a cell wait for each other before every block. So where one ends early, the others are told to, and who does
+not within its time is killed: nobody is left computing behind the driver's back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+
+from ..sampling import Cancelled
+from .peer_errors import HungError
+from .pool import WorkerHandle, WorkerLostError
+from .task_verdict import TaskEnd, TaskVerdict, judge
+from .tasks import RunEnded, RunTask, StepTold
+
+SLOWER = 10.0
+"""A step may take so many times as long as the slowest so far before its workers count as hung, and the first one, of
+which nothing is known, so many times as long as workers wait for each other."""
+HUNG_GRACE_S = 5.0
+"""How long those may still take to end, at most, of whom others have waited in vain."""
+KILL_S = 30.0
+"""How long the end of a killed process may take to be heard of."""
+
+
+class TaskPhase(Enum):
+    """Where a task is; the value completes the sentence "this task ..."."""
+
+    NEW = "was not sent"
+    RUNNING = "is computed"
+    ENDING = "is being ended"
+    OVER = "is over"
+
+
+def silence_limit(timeout_s: float, slowest_s: float | None) -> float:
+    """After how many seconds without a word of any worker a cell counts as hung."""
+    return SLOWER * timeout_s if slowest_s is None else timeout_s + SLOWER * slowest_s
+
+
+class TaskRun:
+    """A task that is computed by a cell. Used once; thread-safe.
+
+    Args:
+        workers: of the cell, the leader first.
+        tasks: for each of them.
+        timeout_s: how long workers wait for each other.
+        on_told: (place in the cell, what was told); called on threads of the pool, one at a time.
+        on_over: called once, on any thread, after the last `on_told`.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerHandle],
+        tasks: Sequence[RunTask],
+        *,
+        timeout_s: float,
+        on_told: Callable[[int, StepTold], None],
+        on_over: Callable[[TaskEnd], None],
+    ) -> None:
+        self._workers, self._tasks, self._timeout_s = workers, tasks, timeout_s
+        self._grace_s = min(HUNG_GRACE_S, timeout_s)
+        self._on_told, self._on_over = on_told, on_over
+        self._lock = threading.RLock()
+        self._phase = TaskPhase.NEW
+        self._outcomes: dict[int, RunEnded | BaseException] = {}
+        self._killed: set[int] = set()
+        self._stopped = self._left = False
+        self._silence: HungError | None = None
+        self.together = False
+        """Whether the workers can take another task without meeting anew; known when it is over."""
+        self._heard_s = 0.0
+        self._slowest_s: float | None = None
+        self._deadline_s = 0.0
+
+    def begin(self) -> None:
+        """Send it to all."""
+        with self._lock:
+            assert self._phase is TaskPhase.NEW, f"this task {self._phase.value}"
+            self._phase = TaskPhase.RUNNING
+            self._heard_s = time.monotonic()
+        # All have it before any can end.
+        pairs = zip(self._workers, self._tasks, strict=True)
+        futures = [worker.run(task, partial(self._told, place)) for place, (worker, task) in enumerate(pairs)]
+        for place, future in enumerate(futures):
+            future.add_done_callback(partial(self._take_end, place))
+
+    def stop(self) -> None:
+        """Let all end before their next block. Stopping twice is allowed."""
+        with self._lock:
+            self._stopped = True
+            if self._phase is TaskPhase.RUNNING:
+                self._end_within(self._timeout_s)
+
+    def look(self) -> None:
+        """End it where nobody has said anything for too long, and kill those that do not end in their time."""
+        with self._lock:
+            now = time.monotonic()
+            if self._phase is TaskPhase.RUNNING:
+                limit = silence_limit(self._timeout_s, self._slowest_s)
+                if now - self._heard_s > limit:
+                    ranks = ", ".join(str(worker.rank) for worker in self._workers)
+                    self._silence = HungError(f"nothing was heard of worker {ranks} for {limit:g} s")
+                    self._leave()
+                    self._end_within(self._grace_s)
+            elif self._phase is TaskPhase.ENDING and now > self._deadline_s:
+                self._kill()
+
+    def _told(self, place: int, told: StepTold) -> None:
+        with self._lock:
+            if self._phase is TaskPhase.OVER:
+                return
+            self._heard_s = time.monotonic()
+            self._slowest_s = max(self._slowest_s or 0.0, told.record.wall_s)
+            self._on_told(place, told)
+
+    def _take_end(self, place: int, future: Future[RunEnded]) -> None:
+        error = future.exception()
+        with self._lock:
+            if self._phase is TaskPhase.OVER:
+                return
+            self._heard_s = time.monotonic()
+            self._outcomes[place] = future.result() if error is None else error
+            if len(self._outcomes) == len(self._workers):
+                self._end()
+                return
+            if error is not None:
+                if not isinstance(error, Cancelled):
+                    self._leave()
+                self._end_within(self._grace_s if isinstance(error, HungError) else self._timeout_s)
+
+    @property
+    def _pending(self) -> list[int]:
+        return [place for place in range(len(self._workers)) if place not in self._outcomes]
+
+    def _end_within(self, seconds: float) -> None:
+        self._deadline_s = time.monotonic() + seconds
+        if self._phase is TaskPhase.ENDING:
+            return
+        self._phase = TaskPhase.ENDING
+        for place in self._pending:
+            self._workers[place].ask("stop", self._tasks[place].run_id)
+
+    def _leave(self) -> None:
+        """Let nobody wait for the others any more."""
+        if self._left:
+            return
+        self._left = True
+        for worker in self._workers:
+            worker.ask("leave")
+
+    def _kill(self) -> None:
+        """End the processes of those that are late; of one that was killed long ago nothing more is expected."""
+        for place in self._pending:
+            worker = self._workers[place]
+            if place in self._killed:
+                self._outcomes[place] = WorkerLostError(
+                    f"worker {worker.rank} was killed, and its end was not heard of for {KILL_S:g} s", worker.rank
+                )
+                continue
+            self._killed.add(place)
+            worker.kill()
+        self._deadline_s = time.monotonic() + KILL_S
+        if not self._pending and self._phase is TaskPhase.ENDING:
+            self._end()
+
+    def _end(self) -> None:
+        self._phase = TaskPhase.OVER
+        end = judge(self._outcomes, killed=self._killed, stopped=self._stopped)
+        if end.verdict is TaskVerdict.LOST and self._silence is not None:
+            end = replace(end, error=self._silence)
+        self.together = not self._left and end.verdict is not TaskVerdict.LOST
+        self._on_over(end)

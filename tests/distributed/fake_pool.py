@@ -1,0 +1,266 @@
+"""A pool of workers that compute next to nothing, on threads, and fail when they are told to.
+
+They keep what real workers keep: one task at a time, a vote of the whole cell before every step, nothing heard of a
+process that is gone. A step is `latents * 0.75 + step`, so that it shows which steps were taken and in which order.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from wanstream.distributed.peer_errors import HungError, PeerLostError
+from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
+from wanstream.distributed.work_thread import on_own_thread
+from wanstream.plan import StepRecord, Timeline
+from wanstream.sampling import Cancelled, RunState
+
+Failing = Literal["dies", "hangs", "dies when all is told"] | Exception
+
+
+@dataclass(kw_only=True)
+class Fault:
+    """What happens to a worker before it takes a step; once, but for those that are `always` there."""
+
+    rank: int
+    step: int
+    what: Failing
+    always: bool = False
+
+
+class FakeMeeting:
+    """The votes of one meeting."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._changed = size, threading.Condition()
+        self._here, self._votes, self._broken = 0, dict[int, list[bool]](), False
+
+    def come(self, timeout_s: float) -> None:
+        with self._changed:
+            self._here += 1
+            self._wait(lambda: self._here >= self._size, timeout_s)
+
+    def vote(self, number: int, wish: bool, timeout_s: float) -> bool:
+        with self._changed:
+            votes = self._votes.setdefault(number, [])
+            votes.append(wish)
+            self._wait(lambda: len(votes) >= self._size, timeout_s)
+            return any(votes)
+
+    def leave(self) -> None:
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+    def _wait(self, there: Callable[[], bool], timeout_s: float) -> None:
+        self._changed.notify_all()
+        if not self._changed.wait_for(lambda: there() or self._broken, timeout_s):
+            raise HungError(f"nobody came within {timeout_s:g} s")
+        if not there():
+            raise PeerLostError("another worker has left")
+
+
+class FakeWorker:
+    """See `WorkerHandle`."""
+
+    def __init__(self, pool: FakePool, rank: int, pid: int) -> None:
+        self._pool, self._rank, self.pid = pool, rank, pid
+        self._gone = threading.Event()
+        self._stopped: set[str] = set()
+        self._meeting: tuple[Meeting, FakeMeeting] | None = None
+        self._busy = threading.Lock()
+        self._expert, self._switches, self._votes = "", 0, itertools.count()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def ask(self, method: str, *args: Any) -> Future[Any]:
+        return on_own_thread("fake ask", self._alive, getattr(self, f"_{method}"), *args)
+
+    def run(self, task: RunTask, on_told: Callable[[StepTold], None]) -> Future[RunEnded]:
+        self._pool.sent.append((self._rank, task))
+        return on_own_thread("fake run", self._alive, self._run, task, on_told)
+
+    def log_tail(self) -> str:
+        return f"the log of process {self.pid}"
+
+    def kill(self) -> None:
+        self._pool.killed.append(self._rank)
+        self._die()
+
+    def _die(self) -> None:
+        self._gone.set()
+        self._leave()
+
+    def _alive(self, function: Callable[..., Any], *args: Any) -> Any:
+        if not self._gone.is_set():
+            try:
+                result = function(*args)
+            except Exception:
+                if not self._gone.is_set():
+                    raise
+            else:
+                if not self._gone.is_set():
+                    return result
+        raise WorkerLostError(f"worker {self._rank} is gone\n{self.log_tail()}", self._rank)
+
+    def _facts(self, paths: Sequence[str] = ()) -> WorkerFacts:
+        missing = tuple(path for path in self._pool.missing.get(self._rank, ()) if path in paths)
+        return replace(self._pool.facts, pid=self.pid, node=f"node-{self._rank}", missing=missing)
+
+    def _free_port(self) -> int:
+        return next(self._pool.ports)
+
+    def _join(self, meeting: Meeting) -> None:
+        self._leave()
+        if meeting.rank == 0 and meeting.port in self._pool.taken:
+            raise OSError(errno.EADDRINUSE, f"port {meeting.port} at {meeting.host} is taken")
+        with self._pool.lock:
+            met = self._pool.meetings.setdefault((meeting.port, meeting.generation), FakeMeeting(meeting.mesh.size))
+        self._pool.joined.append((self._rank, meeting))
+        self._meeting = (meeting, met)
+        self._votes = itertools.count()
+        met.come(meeting.timeout_s)
+
+    def _leave(self) -> None:
+        if self._meeting is not None:
+            self._meeting[1].leave()
+
+    def _stop(self, run_id: str) -> None:
+        self._stopped.add(run_id)
+
+    def _run(self, task: RunTask, on_told: Callable[[StepTold], None]) -> RunEnded:
+        assert self._busy.acquire(blocking=False), "two tasks at a time"
+        try:
+            return self._take_steps(task, on_told)
+        finally:
+            self._busy.release()
+
+    def _take_steps(self, task: RunTask, on_told: Callable[[StepTold], None]) -> RunEnded:
+        assert self._meeting is not None, "a task without a meeting"
+        course, began, taken = task.request.course(), time.perf_counter(), list[StepRecord]()
+        state = task.resume or RunState(next_step=course.start_step, latents=task.request.noise, history={"steps": ()})
+        assert task.until is not None
+        leads = self._meeting[0].rank == 0
+        for step in range(state.next_step, task.until):
+            self._fail(step)
+            if self._meeting[1].vote(next(self._votes), task.run_id in self._stopped, self._meeting[0].timeout_s):
+                raise Cancelled(step, 0)
+            time.sleep(self._pool.step_s)
+            expert = course.experts[step]
+            self._switches += self._expert not in ("", expert)
+            self._expert = expert
+            history = {"steps": (*state.history["steps"], step)}
+            state = RunState(next_step=step + 1, latents=state.latents * 0.75 + step, history=history)
+            record = StepRecord(
+                index=step,
+                expert=expert,
+                sigma=course.schedule.sigmas[step],
+                wall_s=0.03,
+                compute_s=0.03,
+                stall_s=0.0,
+                bytes_moved=100,
+                began_s=time.perf_counter() - began,
+            )
+            taken.append(record)
+            if self._gone.is_set():
+                break
+            told = state.latents if leads else None
+            on_told(
+                StepTold(
+                    run_id=task.run_id,
+                    rank=0,
+                    record=record,
+                    done=step + 1,
+                    total=len(course.steps),
+                    denoised=told,
+                    state=state if leads else None,
+                )
+            )
+        self._fail(task.until, told_all=True)
+        return RunEnded(
+            run_id=task.run_id,
+            rank=0,
+            timeline=Timeline(steps=tuple(taken), kind="measured"),
+            latents=None,
+            sigma=0.0,
+            gathered_bytes=7,
+            expert_switches=self._switches,
+        )
+
+    def _fail(self, step: int, *, told_all: bool = False) -> None:
+        with self._pool.lock:
+            here = [fault for fault in self._pool.faults if (fault.rank, fault.step) == (self._rank, step)]
+            due = [fault for fault in here if told_all == (fault.what == "dies when all is told")][:1]
+            for fault in due:
+                if not fault.always:
+                    self._pool.faults.remove(fault)
+        for fault in due:
+            if isinstance(fault.what, Exception):
+                raise fault.what
+            if fault.what == "hangs":
+                assert self._gone.wait(60), "nobody ended a worker that hangs"
+            self._die()
+            raise RuntimeError("gone")
+
+
+@dataclass(eq=False)
+class FakePool:
+    """See `Pool`."""
+
+    count: int
+    faults: list[Fault] = field(default_factory=list)
+    step_s: float = 0.0
+    sent: list[tuple[int, RunTask]] = field(default_factory=list)
+    joined: list[tuple[int, Meeting]] = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)
+    replaced: list[int] = field(default_factory=list)
+    taken: set[int] = field(default_factory=set)
+    """Ports that nobody can listen on."""
+    missing: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """By rank: paths that are not there."""
+    meetings: dict[tuple[int, int], FakeMeeting] = field(default_factory=dict)
+    facts: WorkerFacts = field(
+        default_factory=lambda: WorkerFacts(
+            pid=0,
+            node="",
+            address="127.0.0.1",
+            device="cpu",
+            device_name="CPU",
+            free_bytes=None,
+            wanstream="0",
+            torch="0",
+            diffusers="0",
+            python="0",
+        )
+    )
+
+    def __post_init__(self) -> None:
+        self.lock, self.ports, self._pids = threading.Lock(), itertools.count(5000), itertools.count(100)
+        self.workers = [FakeWorker(self, rank, next(self._pids)) for rank in range(self.count)]
+
+    def replace(self, rank: int) -> FakeWorker:
+        self.replaced.append(rank)
+        self.workers[rank] = FakeWorker(self, rank, next(self._pids))
+        return self.workers[rank]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+
+def expected(noise: torch.Tensor, steps: range) -> torch.Tensor:
+    """What these workers make of a noise in these steps."""
+    for step in steps:
+        noise = noise * 0.75 + step
+    return noise

@@ -1,0 +1,320 @@
+"""The driver over workers that fail when they are told to: nothing is lost but time, and every run ends."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.driver import Driver, DriverOrderError
+from wanstream.distributed.path_map import MissingPathError
+from wanstream.distributed.stages import GivenUpError
+from wanstream.distributed.tasks import RunTask
+from wanstream.distributed.worker_cell import WorkerFailedError
+from wanstream.plan import Mesh, MeshError, OffloadPolicy, WorkersRef
+from wanstream.plan.workers_ref import PathMap
+from wanstream.sampling import Cancelled, DenoiseRequest, NonFiniteLatentError, SmallerPolicyError, StepProgress
+
+STEPS, SWITCH = 6, 3
+LAYERWISE = OffloadPolicy.layerwise(1)
+
+MakeTask = Callable[..., RunTask]
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def request_of(make_task: MakeTask) -> Callable[..., DenoiseRequest]:
+    """`request_of(batch=1, seed=1, **changes)`: 6 steps, 3 of them high-noise."""
+
+    def make(batch: int = 1, *, seed: int = 1, **changes: Any) -> DenoiseRequest:
+        asked = {"noise": normal(batch, 16, 2, 4, 6, seed=seed), "steps": STEPS, "switch_step": SWITCH}
+        task = make_task(request={**asked, **changes})
+        return task.request
+
+    return make
+
+
+def driver_of(pool: Any, mesh: Mesh, **changes: Any) -> Driver:
+    given = {"count": mesh.size, "timeout_s": 20.0, "restarts": 3}
+    return Driver(pool, WorkersRef(**{**given, **changes}), mesh)
+
+
+MESHES = [
+    Mesh(),
+    Mesh(data=2),
+    Mesh(stage=2),
+    Mesh(cfg=2),
+    Mesh(data=2, stage=2),
+    Mesh(stage=2, cfg=2),
+    Mesh(data=2, ulysses=2),
+    Mesh(cfg=2, ulysses=2),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_mesh_gives_what_one_worker_gives(
+    mesh: Mesh, batch: int, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    pool = fakes.FakePool(mesh.size)
+    told: list[StepProgress] = []
+    ran = driver_of(pool, mesh).denoise(experts_ref(), request_of(batch), LAYERWISE, on_step=told.append)
+    assert torch.equal(ran.latents, fakes.expected(request_of(batch).noise, range(STEPS)))
+    parts = batch if mesh.stage > 1 else min(batch, mesh.data)
+    assert [(step.done, step.total) for step in told] == [(n + 1, parts * STEPS) for n in range(parts * STEPS)]
+    assert all(step.denoised.shape == ran.latents.shape for step in told)
+    assert torch.equal(told[-1].denoised, ran.latents)
+    assert [step.index for step in ran.timeline.steps] == list(range(STEPS))
+    assert ran.timeline.switch_step == SWITCH
+    assert ran.sigma == 0.0
+    assert (ran.restarts, ran.timeline.changes) == (0, ())
+    computing = {rank for rank, _ in pool.sent}
+    assert set(ran.timelines) == computing
+    assert computing >= set(range(min(batch, mesh.data) * mesh.stage * mesh.cell_size)) or mesh.data > 1
+    if mesh.stage == 2:
+        assert set(ran.expert_switches.values()) == {0}
+
+
+def test_without_data_and_stages_a_batch_is_one_task(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool, request = fakes.FakePool(2), request_of(3)
+    driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request, LAYERWISE)
+    assert [(rank, task.request is request) for rank, task in pool.sent] == [(0, True), (1, True)]
+
+
+def test_samples_are_shared_out_evenly(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(2)
+    driver_of(pool, Mesh(data=2)).denoise(experts_ref(), request_of(5), LAYERWISE)
+    assert sorted((rank, task.request.batch) for rank, task in pool.sent) == [(0, 3), (1, 2)]
+
+
+def test_cells_meet_apart_and_stay_together(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool, mesh = fakes.FakePool(4), Mesh(stage=2, cfg=2)
+    driver = driver_of(pool, mesh)
+    for _ in range(2):
+        driver.denoise(experts_ref(), request_of(), LAYERWISE)
+    met = sorted((rank, meeting.rank, meeting.mesh) for rank, meeting in pool.joined)
+    assert met == [(rank, rank % 2, Mesh(cfg=2)) for rank in range(4)]
+    assert {meeting.weights for _, meeting in pool.joined} == {"full"}
+    assert len({meeting.generation for _, meeting in pool.joined}) == 2
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(stage=2), Mesh(data=2, stage=2), Mesh(cfg=2, ulysses=2)], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_that_die_cost_no_step_that_was_told(
+    mesh: Mesh, seed: int, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    chance = random.Random(seed)
+    faults = [
+        fakes.Fault(
+            rank=chance.randrange(mesh.size),
+            step=chance.randrange(STEPS + 1),
+            what=chance.choice(["dies", "dies when all is told"]),
+        )
+        for _ in range(3)
+    ]
+    pool = fakes.FakePool(mesh.size, list(faults))
+    told: list[StepProgress] = []
+    ran = driver_of(pool, mesh).denoise(experts_ref(), request_of(3), LAYERWISE, on_step=told.append)
+    assert torch.equal(ran.latents, fakes.expected(request_of(3).noise, range(STEPS)))
+    died = len(faults) - len(pool.faults)
+    assert ran.restarts == len(ran.timeline.changes)
+    # Two that die in the same step are one loss.
+    assert min(died, 1) <= ran.restarts <= died
+    assert len(pool.replaced) <= died
+    assert [step.done for step in told] == list(range(1, told[-1].total + 1)), "no step is told twice"
+
+
+def test_a_loss_is_told_with_its_worker_machine_and_step(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, what="dies")])
+    ran = driver_of(pool, Mesh(stage=2)).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert ran.timeline.changes == ("worker 1 (node-1, cpu): worker 1 is gone; its video goes on from step 4",)
+    again = [task.resume.next_step for rank, task in pool.sent if rank == 1 and task.resume is not None]
+    assert again == [SWITCH, 4]
+
+
+def test_other_cells_go_on_undisturbed(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(4, [fakes.Fault(rank=0, step=2, what="dies")])
+    driver_of(pool, Mesh(data=2, cfg=2)).denoise(experts_ref(), request_of(2), LAYERWISE)
+    assert [rank for rank, _ in pool.joined].count(2) == 1, "the other cell has met once"
+    sent = [(task.resume, task.until) for rank, task in pool.sent if rank == 3]
+    assert sent[0] == (None, STEPS)
+
+
+def test_losses_without_end_are_told_with_the_log(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies", always=True)])
+    driver = driver_of(pool, Mesh(cfg=2), restarts=2)
+    with pytest.raises(GivenUpError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 losses"):
+        driver.denoise(experts_ref(), request_of(), LAYERWISE)
+    assert len(pool.replaced) == 2
+    pool.faults.clear()
+    ran = driver.denoise(experts_ref(), request_of(), LAYERWISE)
+    assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(cfg=2), Mesh(stage=2)], ids=str)
+def test_a_worker_that_hangs_is_ended_and_replaced(mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    hangs = mesh.size - 1
+    pool = fakes.FakePool(mesh.size, [fakes.Fault(rank=hangs, step=4, what="hangs")])
+    ran = driver_of(pool, mesh, timeout_s=0.2).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
+    assert (pool.killed, pool.replaced) == ([hangs], [hangs])
+    assert ran.restarts == 1
+
+
+def test_memory_that_is_short_lets_the_whole_cell_go_on_in_less(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    smaller = OffloadPolicy.layerwise(0)
+    short = SmallerPolicyError("out of memory in step 4: 1 MB instead of 2 MB", smaller)
+    pool = fakes.FakePool(4, [fakes.Fault(rank=3, step=4, what=short)])
+    driver = driver_of(pool, Mesh(stage=2, cfg=2), restarts=0)
+    ran = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
+    assert torch.equal(ran.latents, fakes.expected(request_of(2).noise, range(STEPS)))
+    sent = {rank: [] for rank in range(4)}
+    for rank, task in pool.sent:
+        sent[rank].append((task.policy, task.resume.next_step if task.resume else 0))
+    assert sent[0] == sent[1] == [(LAYERWISE, 0), (LAYERWISE, 0)], "the other cell keeps its policy"
+    assert sent[2] == sent[3] == [(LAYERWISE, SWITCH), (smaller, 4), (smaller, SWITCH)]
+    assert (ran.restarts, pool.replaced) == (0, [])
+    (change,) = ran.timeline.changes
+    assert change.startswith("worker 3 (node-3, cpu): out of memory in step 4")
+    pool.sent.clear()
+    assert driver.denoise(experts_ref(), request_of(), LAYERWISE).timeline.changes == ()
+    assert {task.policy for _, task in pool.sent} == {LAYERWISE}, "another run begins as it was asked to"
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(cfg=2), Mesh(data=2)], ids=str)
+def test_an_error_of_a_worker_ends_the_run_and_names_it(
+    mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    rank = mesh.size - 1
+    broken = NonFiniteLatentError("the latent is NaN or infinite after step 3")
+    pool = fakes.FakePool(mesh.size, [fakes.Fault(rank=rank, step=3, what=broken)])
+    driver = driver_of(pool, mesh)
+    with pytest.raises(
+        WorkerFailedError, match=rf"worker {rank} \(node-{rank}, cpu\) failed: the latent is NaN"
+    ) as told:
+        driver.denoise(experts_ref(), request_of(2), LAYERWISE)
+    assert isinstance(told.value.__cause__, NonFiniteLatentError)
+    ran = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
+    assert torch.equal(ran.latents, fakes.expected(request_of(2).noise, range(STEPS)))
+    assert pool.killed == []
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, stage=2), Mesh(cfg=2)], ids=str)
+@pytest.mark.parametrize("how", ["asked", "raised"])
+def test_a_run_that_is_stopped_leaves_all_workers_usable(
+    mesh: Mesh, how: str, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    pool = fakes.FakePool(mesh.size, step_s=0.01)
+    driver, stop = driver_of(pool, mesh), threading.Event()
+
+    def on_step(step: StepProgress) -> None:
+        if step.done == 2:
+            stop.set()
+            if how == "raised":
+                raise KeyboardInterrupt
+
+    kind = KeyboardInterrupt if how == "raised" else Cancelled
+    with pytest.raises(kind):
+        driver.denoise(experts_ref(), request_of(3, steps=400), LAYERWISE, on_step=on_step, should_stop=stop.is_set)
+    stop.clear()
+    met = len(pool.joined)
+    ran = driver.denoise(experts_ref(), request_of(3), LAYERWISE)
+    assert torch.equal(ran.latents, fakes.expected(request_of(3).noise, range(STEPS)))
+    assert len(pool.joined) == met, "workers that were stopped together stay together"
+    assert (pool.killed, pool.replaced) == ([], [])
+
+
+def test_a_wish_to_stop_is_heard_while_workers_meet(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(2)
+    pool.workers[1].kill()
+    pool.replace = lambda rank: pytest.fail("nobody") if threading.Event().wait(1) else fakes.FakePool(2).workers[1]
+    with pytest.raises(Cancelled):
+        driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE, should_stop=lambda: True)
+
+
+def test_a_worker_that_died_between_two_runs_is_replaced_for_the_next(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    pool = fakes.FakePool(2)
+    driver = driver_of(pool, Mesh(data=2), restarts=0)
+    driver.denoise(experts_ref(), request_of(2), LAYERWISE)
+    pool.workers[1].kill()
+    ran = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
+    assert torch.equal(ran.latents, fakes.expected(request_of(2).noise, range(STEPS)))
+    assert (pool.replaced, ran.restarts) == ([1], 0), "no loss of this run"
+
+
+def test_a_queue_keeps_its_order_and_tells_what_is_done(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool, mesh = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, what="dies")]), Mesh(stage=2)
+    requests = [request_of(1 + number % 2, seed=number, steps=STEPS + number) for number in range(5)]
+    told: list[int] = []
+    steps: list[tuple[int, int, int]] = []
+    ran = driver_of(pool, mesh).queue(
+        experts_ref(),
+        requests,
+        LAYERWISE,
+        on_step=lambda number, step: steps.append((number, step.done, step.total)),
+        on_ran=lambda number, _: told.append(number),
+    )
+    for number, (each, request) in enumerate(zip(ran, requests, strict=True)):
+        assert torch.equal(each.latents, fakes.expected(request.noise, range(STEPS + number)))
+        assert len(each.timeline.steps) == STEPS + number
+        assert [done for own, done, _ in steps if own == number] == list(range(1, STEPS + number + 1))
+        assert bool(each.timeline.changes) == (number == 0)
+    assert sorted(told) == list(range(5))
+    assert ran[-1].restarts == 1
+
+
+@pytest.mark.parametrize("left", [0, 3, 4])
+def test_ports_that_are_taken_are_passed_over(left: int, fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(2)
+    pool.taken = set(range(5000, 5000 + left))
+    driver = driver_of(pool, Mesh(cfg=2))
+    if left < 4:
+        driver.denoise(experts_ref(), request_of(), LAYERWISE)
+        return
+    with pytest.raises(OSError, match="port 5003") as told:
+        driver.denoise(experts_ref(), request_of(), LAYERWISE)
+    assert told.value.errno == errno.EADDRINUSE
+
+
+def test_files_that_are_missing_on_a_machine_are_named_before_anything_is_sent(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    pool, experts = fakes.FakePool(2), experts_ref()
+    there = str(experts.high_noise.parent).replace("/", "/x", 1)
+    pool.missing = {1: (f"{there}/{experts.high_noise.name}",)}
+    maps = (PathMap(here=str(experts.high_noise.parent), there=there),)
+    with pytest.raises(MissingPathError, match="is not there on node-1"):
+        driver_of(pool, Mesh(data=2), paths=maps).denoise(experts, request_of(2), LAYERWISE)
+    assert pool.sent == []
+    pool.missing = {}
+    driver_of(pool, Mesh(data=2), paths=maps).denoise(experts, request_of(2), LAYERWISE)
+    assert {str(task.experts.high_noise.parent) for _, task in pool.sent} == {there}
+
+
+def test_what_does_not_fit_is_refused(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    with pytest.raises(ValueError, match="a layout of 4 workers, but there are 2"):
+        driver_of(fakes.FakePool(2), Mesh(data=4))
+    pool = fakes.FakePool(4)
+    with pytest.raises(MeshError, match="stage 4 for 2 steps"):
+        driver_of(pool, Mesh(stage=4)).denoise(experts_ref(), request_of(steps=2, switch_step=1), LAYERWISE)
+    driver = driver_of(pool, Mesh())
+    with pytest.raises(ValueError, match="at least one item"):
+        driver.queue(experts_ref(), [], LAYERWISE)
+    with pytest.raises(DriverOrderError, match="computes a run"):
+        driver.denoise(
+            experts_ref(),
+            request_of(),
+            LAYERWISE,
+            on_step=lambda step: driver.denoise(experts_ref(), request_of(), LAYERWISE),
+        )
+    assert pool.sent[0][1].policy == LAYERWISE
