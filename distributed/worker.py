@@ -21,10 +21,12 @@ from ..metrics import compute_device, free_bytes
 from ..offload.gather import Sharded
 from ..plan import ExpertsRef
 from ..sampling import Part, StepProgress, denoise_part
+from ..sampling.shortage import forget, is_out_of_memory
 from ..sampling.split import ALONE
 from ..wan.registry import ExpertsRegistry, open_pair
 from .groups import Groups
 from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
+from .vae_worker import DecodeTask, TileDecoder
 from .weights import sharded_of
 
 LOOPBACK = "127.0.0.1"
@@ -59,9 +61,17 @@ class Worker:
         device: "cuda:0" or "cpu", as this process sees it. Raises DeviceError if it is not there.
         address: where other workers reach this one.
         threads: CPU threads to compute with; None leaves this process as it is.
+        tiles: makes what decodes tiles on the device.
     """
 
-    def __init__(self, device: str, *, address: str = LOOPBACK, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        device: str,
+        *,
+        address: str = LOOPBACK,
+        threads: int | None = None,
+        tiles: Callable[[torch.device], TileDecoder] = TileDecoder,
+    ) -> None:
         self._device = compute_device(device)
         self._address = address
         if threads is not None:
@@ -69,6 +79,7 @@ class Worker:
         self._experts = ExpertsRegistry(partial(open_pair, shared=True))
         self._groups: Groups | None = None
         self._sharded: Sharded | None = None
+        self._tiles = tiles(self._device)
         self._lock = threading.Lock()
         self._running: str | None = None
         self._stopped: deque[str] = deque(maxlen=STOPS_KEPT)
@@ -145,14 +156,34 @@ class Worker:
             expert_switches=self._switches,
         )
 
+    def decode_tile(self, task: DecodeTask) -> torch.Tensor:
+        """See `TileDecoder.decode`. Where the device has no room beside them, the experts let go of it.
+
+        Raises DecodeCancelled after `stop`.
+        """
+        stopped = partial(self._is_stopped, task.run_id)
+        try:
+            return self._tiles.decode(task, stopped)
+        except RuntimeError as err:
+            if self._running is not None or not is_out_of_memory(err):
+                raise
+            forget(err)
+        self._experts.free()
+        return self._tiles.decode(task, stopped)
+
+    def free_vae(self) -> None:
+        """Let go of the VAE's weights."""
+        self._tiles.free()
+
     def stop(self, run_id: str) -> None:
         """Let the run with that id end before its next block, with Cancelled; also one that has not begun yet."""
         self._stopped.append(run_id)
 
     def close(self) -> None:
-        """Leave the others and close the experts. Closing twice is allowed, and a closed worker may be used again."""
+        """Leave the others and close experts and VAE. Closing twice is allowed; a closed worker may be used again."""
         self.leave()
         self._experts.free()
+        self._tiles.free()
 
     @contextmanager
     def _running_as(self, run_id: str) -> Iterator[None]:

@@ -15,6 +15,7 @@ from wanstream.distributed.decode import EARLY_TILES, DecodeJob, TileDone, decod
 from wanstream.distributed.pool import OnTold, WorkerHandle, WorkerLostError
 from wanstream.distributed.tasks import RunEnded, RunTask
 from wanstream.distributed.vae_worker import DecodeCancelled, DecodeTask, TileDecoder
+from wanstream.distributed.worker import Worker
 from wanstream.offload.safetensors_header import CheckpointFileError
 from wanstream.plan.vae_tiles import Tiling
 from wanstream.wan.vae import VaeInputError, open_vae
@@ -234,3 +235,38 @@ def test_latents_of_another_shape_are_refused_before_anybody_is_asked(
     with pytest.raises(VaeInputError, match="give"):
         _decode(workers, flat)
     assert workers.workers[0].freed == 0
+
+
+class ShortOnce(TileDecoder):
+    """Runs out of memory until something was freed."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.short = True
+
+    def decode(self, task: DecodeTask, is_stopped: Callable[[], bool]) -> torch.Tensor:
+        if self.short:
+            self.short = False
+            raise torch.OutOfMemoryError("no room beside the experts")
+        return super().decode(task, is_stopped)
+
+
+def test_a_worker_decodes_where_its_experts_have_made_room(
+    make_task: Callable[..., RunTask], tiny_pipeline: Callable[[], Path], latents: torch.Tensor
+) -> None:
+    worker = Worker("cpu", tiles=ShortOnce)
+    tile = DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=latents[:1, :, :, :4, :4])
+    try:
+        before = worker.run(make_task(), lambda told: None).latents
+        decoded = worker.decode_tile(tile)
+        assert torch.equal(decoded, TileDecoder(torch.device("cpu")).decode(tile, lambda: False))
+        after = worker.run(make_task(), lambda told: None).latents
+        assert before is not None
+        assert after is not None
+        assert torch.equal(before, after), "the experts are opened again"
+        worker.stop("tile")
+        with pytest.raises(DecodeCancelled, match="tile"):
+            worker.decode_tile(tile)
+        worker.free_vae()
+    finally:
+        worker.close()
