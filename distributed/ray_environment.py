@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from .ray_errors import RayMissingError
@@ -47,9 +48,15 @@ def local_settings() -> Iterator[None]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
     if not any(name in os.environ for name in TOKENS):
-        values["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        values["RAY_AUTH_TOKEN"] = own_token()
     with settings(values), _one_machine(), _quiet():
         yield
+
+
+@cache
+def own_token() -> str:
+    """Of this process: Ray reads its token once, so that a second Ray needs the same one."""
+    return secrets.token_hex(32)
 
 
 @contextmanager

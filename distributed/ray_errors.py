@@ -7,6 +7,8 @@ ValueError
 
 from __future__ import annotations
 
+import sys
+
 
 class RaySetupError(ValueError):
     """Workers cannot be had as they were asked for; the message says why, and what to change."""
@@ -17,6 +19,7 @@ class RayMissingError(RaySetupError):
 
     def __init__(self) -> None:
         super().__init__(
-            'several workers need Ray, which is not installed: pip install "wanstream[distributed]", or set the '
-            "address of the workers to in-process for one worker without it"
+            'several workers need Ray, which is not installed: pip install "ray>=2.48" (or "wanstream[distributed]") '
+            f"for the Python at {sys.executable}, or set the address of the workers to in-process for one worker "
+            "without it"
         )

@@ -121,7 +121,7 @@ class Door(Protocol):
     def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
         """The running workers that `ref` names, laid out so; kept until others are asked for or the host ends.
 
-        Makes room for them: this process gives back what its own models hold. Raises NoRayError, and what starting
+        Makes room for them: this process gives back what its own models hold. Raises RayMissingError, and what starting
         workers raises.
         """
 

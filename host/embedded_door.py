@@ -292,4 +292,4 @@ class EmbeddedDoor:
             self._on_progress(NodeProgress(node_id=node_id, class_type=class_type, done=done, total=total))
 
 
-embedded_door = EmbeddedDoor()
+embedded_door: EmbeddedDoor = EmbeddedDoor()

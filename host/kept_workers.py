@@ -5,12 +5,13 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias
 
+from ..distributed.ray_errors import RayMissingError
 from ..plan import Machine, Mesh, WorkersRef
-from ..plan.workers_ref import IN_PROCESS
+from ..plan.workers_ref import GOALS, IN_PROCESS
 from .workers_plan import PlannedOnce, SharedRun, WorkersPlan
 
 if TYPE_CHECKING:
@@ -25,20 +26,11 @@ Drive: TypeAlias = "Callable[[Pool, WorkersRef, Mesh], Driver]"
 REST_S = 60.0
 """How long workers may take to give memory back before that is an error."""
 
-INSTALL_RAY = 'pip install "ray>=2.48"'
-
-
-class NoRayError(ValueError):
-    """Workers were asked for that Ray would have to start, and Ray is not installed."""
-
 
 def check_ray(ref: WorkersRef) -> None:
-    """Raise NoRayError where `ref` needs Ray and there is none. Imports nothing."""
+    """Raise RayMissingError where `ref` needs Ray and there is none. Imports nothing of it."""
     if ref.address != IN_PROCESS and find_spec("ray") is None:
-        raise NoRayError(
-            f"Ray is not installed, and it starts the workers: run `{INSTALL_RAY}` with the Python that runs this "
-            f"program, or set address to {IN_PROCESS!r} and count to 1"
-        )
+        raise RayMissingError
 
 
 def gpus_of(device: torch.device) -> int | None:
@@ -55,7 +47,7 @@ def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
 
     if ref.address == IN_PROCESS:
         return InProcessPool(str(device))
-    return RayPool(ref, device.type)
+    return RayPool(ref)
 
 
 def drive(pool: Pool, ref: WorkersRef, mesh: Mesh) -> Driver:
@@ -70,7 +62,7 @@ class _Held:
     ref: WorkersRef
     device: torch.device
     pool: Pool
-    driver: tuple[Mesh, Driver] | None = None
+    driver: tuple[WorkersRef, Mesh, Driver] | None = None
 
 
 class KeptWorkers:
@@ -95,18 +87,21 @@ class KeptWorkers:
     def get(self, ref: WorkersRef, mesh: Mesh, device: torch.device) -> Driver:
         """The workers that `ref` names, laid out as `mesh`; others are ended first, so that no two share a device.
 
-        Raises NoRayError, and what starting them raises.
+        The same workers serve references that differ in how a run is shared and in what happens to it alone.
+
+        Raises RayMissingError, and what starting them raises.
         """
         check_ray(ref)
+        same = _processes_of(ref)
         with self._lock:
             held = self._held
-            if held is None or (held.ref, held.device) != (ref, device):
+            if held is None or (held.ref, held.device) != (same, device):
                 self._close()
-                self._held = held = _Held(ref=ref, device=device, pool=self._start(ref, device))
+                self._held = held = _Held(ref=same, device=device, pool=self._start(ref, device))
                 atexit.register(self.close)
-            if held.driver is None or held.driver[0] != mesh:
-                held.driver = (mesh, self._drive(held.pool, ref, mesh))
-            return held.driver[1]
+            if held.driver is None or held.driver[:2] != (ref, mesh):
+                held.driver = (ref, mesh, self._drive(held.pool, ref, mesh))
+            return held.driver[2]
 
     def rest(self) -> None:
         """Let them give back the memory that weights take; they stay, and open their experts again when they run."""
@@ -125,3 +120,8 @@ class KeptWorkers:
         if held is not None:
             atexit.unregister(self.close)
             held.pool.close()
+
+
+def _processes_of(ref: WorkersRef) -> WorkersRef:
+    """What of a reference makes processes what they are."""
+    return replace(ref, mesh=None, goal=GOALS[0], paths=(), restarts=0)

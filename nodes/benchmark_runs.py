@@ -18,9 +18,9 @@ from ..plan.plan_reason import ram_words
 from ..plan.trial_matrix import Policy, TrialMatrix, policy_name
 from ..plan.version import VERSION
 from ..plan.workers_text import workers_words
-from ..sampling import DenoiseRequest, DenoiseResult
+from ..sampling import DenoiseRequest, DenoiseResult, StepProgress
 from ..sampling.trials import TrialTimes, as_trial, job_digest, request_words, trials, with_steps
-from .prepared_run import OnStep, StepTold
+from .prepared_run import OnStep
 from .sampler_run import SamplerRun, run_experts
 
 
@@ -200,7 +200,7 @@ class _Bar:
         self._progress = host.progress(total, node_id)
         self._done = 0
 
-    def step(self, step: StepTold) -> None:
+    def step(self, step: StepProgress) -> None:
         self._done += 1
         self._progress.update(self._done)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ..host import ExpertsRef, host
 from ..host.observed import observed
-from ..plan import AutoOffload, OffloadPolicy, StepRecord, Timeline
-from ..sampling import DenoiseRequest, DenoiseResult, check_room, denoise, working_bytes
+from ..plan import AutoOffload, OffloadPolicy, Timeline
+from ..sampling import DenoiseRequest, DenoiseResult, StepProgress, check_room, denoise, working_bytes
 from ..sampling.predicted import predicted_timeline
 
 if TYPE_CHECKING:
@@ -20,22 +20,7 @@ if TYPE_CHECKING:
     from ..wan import ExpertPair
 
 
-class StepTold(Protocol):
-    """What is known of a step that is whole, whoever computed it."""
-
-    @property
-    def record(self) -> StepRecord: ...
-
-    @property
-    def done(self) -> int:
-        """Steps taken so far."""
-
-    @property
-    def denoised(self) -> torch.Tensor | None:
-        """[B, 16, T, h, w], normalised, where the run would end by the present estimate."""
-
-
-OnStep: TypeAlias = "Callable[[StepTold], None]"
+OnStep: TypeAlias = "Callable[[StepProgress], None]"
 
 
 class Computed(NamedTuple):
@@ -54,10 +39,8 @@ class PreparedRun:
     device: torch.device
     compute: Callable[[OnStep], Computed]
     predicted: Timeline | None = None
-    videos: int = 1
-    """How many are told one by one: each step is told for each of them."""
-    reasons: tuple[str, ...] = field(default=())
-    """What was chosen, in words."""
+    parts: int = 1
+    """In how many the videos are computed; each step is told for each of them."""
 
 
 def prepare_here(

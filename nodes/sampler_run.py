@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..host import AnnouncedRun, ExpertsRef, host
 from ..plan import AutoOffload, OffloadPolicy, Timeline, WorkersRef
-from ..sampling import Cancelled, DenoiseRequest, DenoiseResult, request_job
-from .prepared_run import OnStep, StepTold, prepare_here
+from ..sampling import Cancelled, DenoiseRequest, DenoiseResult, StepProgress, request_job
+from .prepared_run import OnStep, prepare_here
 from .shared_run import prepare_shared
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def run_experts(
         prepared = prepare_shared(workers, job, ref, request, asked)
     course = request.course()
     experts = [course.experts[step] for step in course.steps]
-    report = on_step or _own_bar(len(experts) * prepared.videos, node_id)
+    report = on_step or _own_bar(len(experts) * prepared.parts, node_id)
     ids = {"prompt_id": host.run_id(), "node_id": node_id}
     watched = AnnouncedRun(host.announce, experts=experts, predicted=prepared.predicted, **ids)
 
-    def each_step(step: StepTold) -> None:
+    def each_step(step: StepProgress) -> None:
         watched.step(step.record)
         report(step)
 
@@ -97,10 +97,10 @@ def run_experts(
     )
 
 
-def _own_bar(total: int, node_id: str | None) -> Callable[[StepTold], None]:
+def _own_bar(total: int, node_id: str | None) -> Callable[[StepProgress], None]:
     progress = host.progress(total, node_id)
 
-    def on_step(step: StepTold) -> None:
+    def on_step(step: StepProgress) -> None:
         progress.update(step.done, denoised=step.denoised)
 
     return on_step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..distributed.driver_steps import part_sizes
 from ..host import ExpertsRef, host
 from ..host.workers_plan import SharedRun
 from ..plan import AutoOffload, OffloadPolicy, WorkersRef
@@ -30,17 +31,11 @@ def prepare_shared(
     driver = host.workers(workers, plan.mesh)
 
     def compute(on_step: OnStep) -> Computed:
-        from ..distributed.pool import WorkerLostError
-
-        try:
-            ran = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=host.should_stop)
-        except WorkerLostError:
-            # More were lost than are replaced, so that the next run needs all of them anew.
-            host.free_workers()
-            raise
-        result = DenoiseResult(latents=ran.latents, sigma=ran.sigma, timeline=ran.timeline)
+        ran = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=host.should_stop)
+        result = DenoiseResult(latents=ran.latents.to(request.noise.device), sigma=ran.sigma, timeline=ran.timeline)
         for reason in reversed(plan.reasons):
             result = result.told_first(reason)
         return Computed(result, ran.timelines)
 
-    return PreparedRun(policy=plan.policy, device=host.device(), compute=compute, videos=request.batch)
+    parts = len(part_sizes(request.batch, plan.mesh))
+    return PreparedRun(policy=plan.policy, device=host.device(), compute=compute, parts=parts)
