@@ -101,3 +101,5 @@ class WorkerFacts:
     python: str
     missing: tuple[str, ...] = field(default=())
     """Of the paths that were asked about, those that are not there."""
+    generation: int | None = None
+    """Of the meeting that it is in; None outside one."""

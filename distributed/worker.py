@@ -89,6 +89,7 @@ class Worker:
     def facts(self, paths: Sequence[str] = ()) -> WorkerFacts:
         """What this worker is, and which of `paths` are not on its machine."""
         on_gpu = self._device.type == "cuda"
+        groups = self._groups
         return WorkerFacts(
             pid=os.getpid(),
             node=platform.node(),
@@ -101,6 +102,7 @@ class Worker:
             diffusers=diffusers.__version__,
             python=platform.python_version(),
             missing=tuple(path for path in paths if not Path(path).exists()),
+            generation=None if groups is None else groups.meeting.generation,
         )
 
     def free_port(self) -> int:
