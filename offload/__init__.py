@@ -8,7 +8,7 @@ from .layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, flat_lay
 from .module_source import ModuleSource
 from .patches import BlockPatch, WeightPatch
 from .safetensors_header import CheckpointFileError, FileHeader, FileTensor, read_header
-from .source import BlockSource, SourceError
+from .source import BlockSource, NoRamError, SourceError
 
 __all__ = [
     "BlockFormat",
@@ -21,6 +21,7 @@ __all__ = [
     "FlatLayout",
     "FlatTensor",
     "ModuleSource",
+    "NoRamError",
     "OffloadHandle",
     "OffloadRun",
     "SourceError",

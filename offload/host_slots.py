@@ -15,7 +15,7 @@ from .host_memory import in_pages, map_memory
 from .layout import host_bytes
 from .page_lock import LockedBlocks, PageLock
 from .shared_segment import SharedSegment
-from .source import SourceError
+from .source import NoRamError
 
 FEWER = "keep fewer blocks in RAM, stream from the file instead, or close what else takes RAM"
 
@@ -92,12 +92,12 @@ class HostSlots:
             available: bytes of RAM that can still be taken; asked of the system if None.
 
         Raises:
-            SourceError: more RAM is needed than is available; says how much of each.
+            NoRamError: more RAM is needed than is available; says how much of each.
         """
         there = self.nbytes if self._shared is None else max(self.nbytes, self._shared.filled_bytes)
         room = (available_bytes() if available is None else available) + there
         if nbytes > room:
-            raise SourceError(
+            raise NoRamError(
                 f"{nbytes / 1e9:.1f} GB of RAM for {blocks} blocks, {room / 1e9:.1f} GB are available: {FEWER}"
             )
 
@@ -116,8 +116,8 @@ class HostSlots:
         pages. Its pages are locked once they are filled: the driver would fault untouched pages in one by one.
 
         Raises:
-            SourceError: the system does not give that much memory, or `read` raised it; the slot then holds anything,
-                and can be filled again.
+            NoRamError: the system does not give that much memory.
+            SourceError: `read` raised it. After either the slot holds anything, and can be filled again.
         """
         if self._shared is not None and key in self._shared:
             memory = self._shared.fill(key, read)
@@ -163,13 +163,13 @@ class HostSlots:
 def _map(nbytes: int) -> torch.Tensor:
     available = available_bytes()
     if nbytes > available:
-        raise SourceError(
+        raise NoRamError(
             f"{nbytes / 1e9:.1f} GB of RAM for one block more, {available / 1e9:.1f} GB are available: {FEWER}"
         )
     try:
         return map_memory(nbytes)[:nbytes]
     except OSError as err:
-        raise SourceError(f"{nbytes / 1e9:.1f} GB of RAM for a block are refused ({err.strerror}): {FEWER}") from err
+        raise NoRamError(f"{nbytes / 1e9:.1f} GB of RAM for a block are refused ({err.strerror}): {FEWER}") from err
 
 
 def _touch(memory: torch.Tensor, filled: int) -> None:

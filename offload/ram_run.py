@@ -70,15 +70,15 @@ class RamRun:
     def read_for(self, fetch: int) -> ReadSpan | None:
         """How a file was read for this fetch of the device program; None if it was read for one before, or by others.
 
-        The fetch must have been issued, by a run that has a meter.
+        The fetch must have been issued, by a run that has a meter. It is told once, so that a long run keeps nothing.
         """
         visit = self._ram.visit_of_fetch[fetch]
         if visit == DIRECT:
-            return self._straight.get(fetch)
+            return self._straight.pop(fetch, None)
         read = self._ram.program.visit_fetch[visit]
         if read == KEPT or self._ram.program.fetches[read].needed_by != visit:
             return None
-        return self._spans.get(read)
+        return self._spans.pop(read, None)
 
     @property
     def ahead_bytes(self) -> int:

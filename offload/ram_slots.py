@@ -107,7 +107,7 @@ class RamSlots:
         return at_home + self._passing_slots(homes, staging) * in_pages(self._largest)
 
     def check_room(self, homes: RamHomes, staging: int, *, freed: int = 0) -> None:
-        """Raise SourceError, with numbers, unless there is RAM for these slots; `freed` bytes come on top."""
+        """Raise NoRamError, with numbers, unless there is RAM for these slots; `freed` bytes come on top."""
         if wanted := self.bytes_for(homes, staging):
             if self._homes_memory is not self._passing:
                 freed += self._passing.nbytes

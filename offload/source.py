@@ -15,6 +15,10 @@ class SourceError(OSError):
     """A block could not be read. Says which file or block, and what to do about it."""
 
 
+class NoRamError(SourceError):
+    """There is too little RAM for blocks. Says how much is needed and how much there is; no file is at fault."""
+
+
 class BlockSource(Protocol):
     """Gives blocks as flat bytes in their stored dtype.
 

@@ -14,7 +14,7 @@ from wanstream.offload.host_memory import in_pages
 from wanstream.offload.host_slots import HostSlots
 from wanstream.offload.page_lock import CudaPageLock
 from wanstream.offload.shared_segment import SharedSegment
-from wanstream.offload.source import SourceError
+from wanstream.offload.source import NoRamError, SourceError
 from wanstream.plan import BlockKey
 
 KEY = BlockKey("high", 0)
@@ -153,9 +153,7 @@ def test_a_read_that_fails_leaves_a_slot_that_can_be_filled_again(limited_page_l
 
 
 def test_more_memory_than_there_is_is_refused_with_numbers():
-    with pytest.raises(
-        SourceError, match=r"140737\.5 GB of RAM for one block more, \d+\.\d GB are available: keep few"
-    ):
+    with pytest.raises(NoRamError, match=r"140737\.5 GB of RAM for one block more, \d+\.\d GB are available: keep few"):
         HostSlots(lock=None).fill(0, KEY, 1 << 47, failing)
 
 
@@ -179,13 +177,13 @@ def test_homes_that_do_not_fit_are_refused_before_they_are_filled(nbytes, availa
     if refused is None:
         slots.check_room(40, nbytes, available=available)
     else:
-        with pytest.raises(SourceError, match=re.escape(refused)):
+        with pytest.raises(NoRamError, match=re.escape(refused)):
             slots.check_room(40, nbytes, available=available)
     slots.close()
 
 
 def test_what_the_system_has_is_asked_for():
-    with pytest.raises(SourceError, match=r"140737\.5 GB of RAM for 40 blocks, \d+\.\d GB are available"):
+    with pytest.raises(NoRamError, match=r"140737\.5 GB of RAM for 40 blocks, \d+\.\d GB are available"):
         HostSlots(lock=None).check_room(40, 1 << 47)
     HostSlots(lock=None).check_room(1, in_pages(1))
 

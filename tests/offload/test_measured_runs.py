@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.metrics import Observe, Recorder
+from wanstream.metrics.reading import ReadSpan
 from wanstream.offload import OffloadHandle, OffloadRun, attach_offload
 from wanstream.offload.direct_read import ALIGNMENT, O_DIRECT
 from wanstream.offload.file_source import FileSource
@@ -181,6 +182,23 @@ def test_every_fetch_of_a_run_is_counted_by_its_rate(weights: Path) -> None:
     assert sum(rates.fetches for rates in run.read_rates) == BLOCKS
     assert sum(rates.fetches for rates in run.copy_rates) == STEPS * BLOCKS
     assert sum(rates.nbytes for rates in run.copy_rates) == run.copied_bytes
+
+
+@pytest.mark.parametrize("computed", [torch.bfloat16, torch.float32], ids=["straight", "through staging"])
+def test_a_long_run_keeps_no_reading_of_steps_that_are_over(weights: Path, computed: torch.dtype) -> None:
+    recorder, steps, blocks = Recorder(CPU), 6, {"high": stack(computed)}
+    source = source_of(weights, direct=False, computed=computed)
+    with attach_offload(blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False) as handle:
+        with handle.run(step_visits(["high"] * steps, handle.counts), recorder=recorder) as run:
+            for step in range(steps):
+                with recorder.step(step, "high"):
+                    for block in range(BLOCKS):
+                        with run.visit(step, "high", block):
+                            pass
+            gc.collect()
+            held = sum(type(each) is ReadSpan for each in gc.get_objects())
+    assert recorder.timeline().read_bytes == steps * BLOCKS * BLOCK_BYTES
+    assert held <= BLOCKS, "those of the last step"
 
 
 class GatedSource:
