@@ -20,6 +20,8 @@ ANSWER_S = 60.0
 """How long a worker may take to answer a short question; one that takes longer is replaced."""
 PORT_TRIES = 4
 """How many ports are tried: one that was free a moment ago may be taken."""
+GENERATIONS = itertools.count(1)
+"""Of all meetings that this process calls, whoever drives the workers."""
 
 
 class CellMeetings:
@@ -28,12 +30,11 @@ class CellMeetings:
     def __init__(self, pool: Pool, ref: WorkersRef) -> None:
         self._pool, self._ref = pool, ref
         self._lock = threading.Lock()
-        self._generations = itertools.count(1)
 
-    def meet(self, ranks: Sequence[int], layout: Mesh) -> list[WorkerFacts]:
+    def meet(self, ranks: Sequence[int], layout: Mesh) -> int:
         """Let the workers with these ranks meet as a cell of `layout`; the first one leads it. Blocks until they have.
 
-        Raises:
+        Returns the generation of the meeting. Raises:
             WorkerLostError: one was lost on the way.
             OSError: no port was free.
         """
@@ -45,7 +46,7 @@ class CellMeetings:
                 mesh=layout,
                 host=facts[0].address,
                 port=self._answer(workers[0], "free_port"),
-                generation=next(self._generations),
+                generation=next(GENERATIONS),
                 timeout_s=self._ref.timeout_s,
                 weights="full" if self._ref.weights == "auto" else self._ref.weights,
             )
@@ -54,7 +55,7 @@ class CellMeetings:
                 break
             if not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE and left):
                 raise error
-        return facts
+        return meeting.generation
 
     def facts(self, ranks: Sequence[int], paths: Sequence[str]) -> list[WorkerFacts]:
         """What each of these workers is, and which of `paths` it misses. Raises WorkerLostError."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -55,6 +54,7 @@ class WorkerCell:
         self._pool, self._layout, self._meetings, self._timeout_s = pool, layout, meetings, timeout_s
         self._mending = threading.Lock()
         self._together = False
+        self._generation = 0
         self._work: Work | None = None
         self._policy: OffloadPolicy | None = None
         self._task: TaskRun | None = None
@@ -69,11 +69,7 @@ class WorkerCell:
         Blocks. Raises WorkerLostError where workers are lost on the way.
         """
         with self._mending:
-            if self._together:
-                with suppress(WorkerLostError):
-                    self.facts = tuple(self._meetings.facts(self.ranks, paths))
-                    return self.facts
-                self._together = False
+            self._together = self._together and self._are_together()
         self.mend()
         self.facts = tuple(self._meetings.facts(self.ranks, paths))
         return self.facts
@@ -118,8 +114,17 @@ class WorkerCell:
         """See `StageCell.mend`: replaces who is gone, and lets all meet. Does nothing for workers that are together."""
         with self._mending:
             if not self._together:
-                self.facts = tuple(self._meetings.meet(self.ranks, self._layout))
+                self._generation = self._meetings.meet(self.ranks, self._layout)
+                self.facts = tuple(self._meetings.facts(self.ranks, ()))
                 self._together = True
+
+    def _are_together(self) -> bool:
+        """Whether all of them still are in the meeting that they had; others may have asked them to leave it."""
+        try:
+            facts = self._meetings.facts(self.ranks, ())
+        except WorkerLostError:
+            return False
+        return all(each.generation == self._generation for each in facts)
 
     def _take_told(self, notes: TaskNotes, tell: Tell[StepTold], place: int, told: StepTold) -> None:
         assert self._work is not None

@@ -115,8 +115,11 @@ class FakeWorker:
         raise WorkerLostError(f"worker {self._rank} is gone\n{self.log_tail()}", self._rank)
 
     def _facts(self, paths: Sequence[str] = ()) -> WorkerFacts:
+        generation = None if self._meeting is None else self._meeting[0].generation
         missing = tuple(path for path in self._pool.missing.get(self._rank, ()) if path in paths)
-        return replace(self._pool.facts, pid=self.pid, node=f"node-{self._rank}", missing=missing)
+        return replace(
+            self._pool.facts, pid=self.pid, node=f"node-{self._rank}", missing=missing, generation=generation
+        )
 
     def _free_port(self) -> int:
         return next(self._pool.ports)
@@ -133,8 +136,12 @@ class FakeWorker:
         met.come(meeting.timeout_s)
 
     def _leave(self) -> None:
-        if self._meeting is not None:
-            self._meeting[1].leave()
+        left, self._meeting = self._meeting, None
+        if left is not None:
+            left[1].leave()
+
+    def _close(self) -> None:
+        self._leave()
 
     def _stop(self, run_id: str) -> None:
         self._stopped.add(run_id)
@@ -148,13 +155,14 @@ class FakeWorker:
 
     def _take_steps(self, task: RunTask, on_told: Callable[[StepTold], None]) -> RunEnded:
         assert self._meeting is not None, "a task without a meeting"
+        meeting, votes = self._meeting
         course, began, taken = task.request.course(), time.perf_counter(), list[StepRecord]()
         state = task.resume or RunState(next_step=course.start_step, latents=task.request.noise, history={"steps": ()})
         assert task.until is not None
-        leads = self._meeting[0].rank == 0
+        leads = meeting.rank == 0
         for step in range(state.next_step, task.until):
             self._fail(step)
-            if self._meeting[1].vote(next(self._votes), task.run_id in self._stopped, self._meeting[0].timeout_s):
+            if votes.vote(next(self._votes), task.run_id in self._stopped, meeting.timeout_s):
                 raise Cancelled(step, 0)
             time.sleep(self._pool.step_s)
             expert = course.experts[step]

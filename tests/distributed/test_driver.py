@@ -252,6 +252,20 @@ def test_a_worker_that_died_between_two_runs_is_replaced_for_the_next(
     assert (pool.replaced, ran.restarts) == ([1], 0), "no loss of this run"
 
 
+def test_workers_that_were_led_away_meet_anew(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    """Closed by their host, or laid out by another driver in between."""
+    pool = fakes.FakePool(2)
+    first, second = driver_of(pool, Mesh(cfg=2)), driver_of(pool, Mesh(ulysses=2))
+    for driver in (first, second, first):
+        driver.denoise(experts_ref(), request_of(), LAYERWISE)
+    for asked in [worker.ask("close") for worker in pool.workers]:
+        asked.result(10)
+    first.denoise(experts_ref(), request_of(), LAYERWISE)
+    layouts = [str(meeting.mesh) for rank, meeting in pool.joined if rank == 1]
+    assert layouts == ["cfg 2", "ulysses 2", "cfg 2", "cfg 2"]
+    assert pool.replaced == []
+
+
 def test_a_queue_keeps_its_order_and_tells_what_is_done(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool, mesh = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, what="dies")]), Mesh(stage=2)
     requests = [request_of(1 + number % 2, seed=number, steps=STEPS + number) for number in range(5)]
