@@ -28,6 +28,8 @@ _KINDS = ("required", "optional")
 # Lists that grow while the server runs: a node with such an input looks for the file itself.
 _GROWING = ("image_upload", "video_upload", "audio_upload", "file_upload", "remote")
 _NESTED = "COMFY_"
+_COMPARED = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+"""What values of other types are, and whether they have a limit, their nodes know alone."""
 
 
 def sockets_of_server(info: ObjectInfo) -> Sockets:
@@ -57,7 +59,9 @@ def server_faults(prompt: Prompt, info: ObjectInfo, sockets: Sockets) -> list[st
 
 def _sockets(node: Mapping[str, Any]) -> Iterator[Socket]:
     for kind in _KINDS:
-        for name, (io_type, *rest) in node.get("input", {}).get(kind, {}).items():
+        # Packs describe their inputs as they like, also those that the workflow has nothing to do with.
+        described = (node.get("input") or {}).get(kind) or {}
+        for name, (io_type, *rest) in ((name, of) for name, of in described.items() if of and isinstance(of, list)):
             options = dict(rest[0]) if rest and isinstance(rest[0], Mapping) else {}
             if isinstance(io_type, list):  # the older way to describe a choice
                 io_type, options = "COMBO", {**options, "options": io_type}
@@ -85,6 +89,8 @@ def _constant_fault(socket: Socket, constant: object) -> Fault | None:
     value, found = converted(socket, constant)
     if found is not None or any(socket.options.get(key) for key in _GROWING):
         return found
+    if socket.io_type not in _COMPARED:
+        return None
     return value_fault(socket, value)
 
 

@@ -85,3 +85,19 @@ def test_classes_that_are_not_there() -> None:
         "node 5: there is no class KSampler here",
         "node 6: there is no class None here",
     ]
+
+
+def test_descriptions_that_are_none_cost_nobody_anything() -> None:
+    odd = {"input": {"required": {"a": [], "b": "INT", "c": None, "d": ["INT", {"max": 3}]}, "optional": None}}
+    info = {**INFO, "Odd": {**odd, "output": [], "output_node": True}, "Bare": {"input": None}}
+    sockets = sockets_of_server(info)
+    assert list(sockets["Odd"]) == ["d"]
+    assert sockets["Bare"] == {}
+    assert server_faults({"1": {"class_type": "Odd", "inputs": {"d": 3}}}, info, sockets) == []
+
+
+def test_a_limit_of_a_type_of_somebodys_own_is_left_to_the_server() -> None:
+    any_number = {"input": {"required": {"x": ["INT,FLOAT", {"min": 0}]}}, "output": [], "output_node": True}
+    info = {"Own": any_number}
+    workflow = {"1": {"class_type": "Own", "inputs": {"x": "seven"}}}
+    assert server_faults(workflow, info, sockets_of_server(info)) == []
