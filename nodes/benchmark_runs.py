@@ -13,6 +13,7 @@ import torch
 from ..host import ExpertsRef, host
 from ..metrics.report import Report, Trial, Variant
 from ..metrics.surroundings import surroundings
+from ..offload import NoRamError
 from ..plan import DoesNotFitError, OffloadPolicy, WorkersRef, plan_residency
 from ..plan.plan_reason import ram_words
 from ..plan.trial_matrix import Policy, TrialMatrix, policy_name
@@ -123,14 +124,15 @@ def measure(
         planned=len(candidates) * benchmark.times.runs,
     )
     keep(report)
-    steps = sum(len(candidate.request.course().steps) for candidate in candidates) * benchmark.times.runs
-    bar = _Bar(steps, node_id)
+    steps = [len(candidate.request.course().steps) * benchmark.times.runs for candidate in candidates]
+    bar = _Bar(sum(steps), node_id)
     for place, candidate in enumerate(candidates):
         for variant in _measured(candidate, benchmark, bar, run):
             variants = [*report.variants]
             variants[place] = variant
             report = replace(report, variants=tuple(variants))
             keep(report)
+        bar.reach(sum(steps[: place + 1]))
     return replace(report, finished=True)
 
 
@@ -180,7 +182,7 @@ def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar, run: RunExp
         for trial in trials(benchmark.times, once, check=host.raise_if_stopped):
             variant = _with_trial(variant, made.pop(), trial)
             yield variant
-    except (torch.OutOfMemoryError, DoesNotFitError) as err:
+    except (torch.OutOfMemoryError, DoesNotFitError, NoRamError) as err:
         yield replace(variant, failed=str(err))
 
 
@@ -201,8 +203,13 @@ class _Bar:
         self._done = 0
 
     def step(self, step: StepProgress) -> None:
-        self._done += 1
-        self._progress.update(self._done)
+        self.reach(self._done + 1)
+
+    def reach(self, done: int) -> None:
+        """So many steps are behind us, those too that a variant was to take and did not."""
+        if done != self._done:
+            self._done = done
+            self._progress.update(done)
 
 
 def _expert_words(ref: ExpertsRef) -> dict[str, str]:

@@ -15,6 +15,7 @@ from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError,
 from wanstream.metrics.report import Report
 from wanstream.nodes.benchmark_runs import Benchmark, measure, named_runs
 from wanstream.nodes.sampler_run import SamplerRun
+from wanstream.offload import NoRamError
 from wanstream.plan import AutoOffload, DoesNotFitError, Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
 from wanstream.plan.trial_matrix import MatrixError, TrialMatrix
 from wanstream.plan.version import VERSION
@@ -208,13 +209,18 @@ def test_the_report_is_kept_before_the_first_run_and_after_each(progress: list[N
     assert steps == [(done, 16) for done in range(1, 17)]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), DoesNotFitError("no room")])
-@pytest.mark.usefixtures("progress")
-def test_a_variant_without_room_is_noted_and_the_others_go_on(error: Exception) -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, DoesNotFitError, NoRamError])
+def test_a_variant_without_room_is_noted_and_the_others_go_on(
+    kind: type[Exception], progress: list[NodeProgress]
+) -> None:
+    error = kind("no room")
     experts = Experts(fails=lambda policy: error if policy.kind == "resident" else None)
     report = measured(benchmark(matrix=("resident, layerwise", "", ""), repeats=2), experts)
     assert [(variant.failed, len(variant.trials)) for variant in report.variants] == [("no room", 0), ("", 2)]
     assert report.finished
+    assert [told.done for told in progress if told.total == 16] == [*range(1, 5), *range(8, 17)], (
+        "the bar goes on behind it"
+    )
 
 
 @pytest.mark.usefixtures("progress")
