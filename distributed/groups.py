@@ -7,6 +7,7 @@ generation. A cell of one worker needs nobody: it meets at once, and nothing lis
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -21,14 +23,16 @@ import torch.distributed as dist
 
 from ..plan.mesh import Mesh
 from ..sampling.split import ALONE, Split
+from .connections import TcpSocket, connections_of, open_sockets, shut_down
 from .meeting_store import MeetingStore, interface_towards, worded
 from .peer_errors import GroupsOrderError, HungError, PeerLostError, is_of_peers, is_timeout
 from .tasks import Meeting
 
 ASK_S = 2.0
 """How long a worker that was let down waits for a sign of each of the others."""
-DEVICE_TIMEOUTS = 2
-"""Groups on a device wait so many times longer than the votes, which end a run in order; NCCL ends the process."""
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+LEFT_TO_US = "0"
+"""By default NCCL ends the whole process when another worker is lost."""
 
 
 class GroupsState(Enum):
@@ -71,6 +75,7 @@ class Groups:
         self._lock = threading.RLock()
         self._store: MeetingStore | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._connections: frozenset[TcpSocket] = frozenset()
 
     @property
     def state(self) -> GroupsState:
@@ -150,34 +155,40 @@ class Groups:
             raise self._told(doing, err) from err
 
     def leave(self) -> None:
-        """End the groups; for the others of the cell too, if they still use theirs. Leaving twice is allowed."""
-        self._part(dist.destroy_process_group)
+        """End the groups, from any thread. Leaving twice is allowed.
+
+        A collective that waits here raises PeerLostError, in `watched`; so does one of another worker when it comes to
+        need this one.
+        """
+        with self._lock:
+            self._state = GroupsState.LEFT
+            shut_down(self._connections)
+            if self._groups:
+                from torch.distributed.distributed_c10d import _abort_process_group  # of torch 2.6 and later
+
+                self._groups.clear()
+                _abort_process_group()
+            self._connections, self._store = frozenset(), None
 
     def _is_left(self) -> bool:
         return self._state is GroupsState.LEFT
 
-    def _part(self, end: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._is_left() and dist.is_initialized() and self._groups:
-                end()
-            self._state = GroupsState.LEFT
-            self._groups.clear()
-            self._store = None
-
     def _make_groups(self, store: MeetingStore) -> None:
         patience = timedelta(seconds=self.meeting.timeout_s)
-        hook = sys.excepthook
+        before, hook = open_sockets(), sys.excepthook
         dist.init_process_group("gloo", store=store.store, rank=self.place, world_size=self.size, timeout=patience)
         sys.excepthook = hook  # torch puts one of its own around it, for every meeting another
         assert dist.group.WORLD is not None
         self._groups["control"] = dist.group.WORLD
         on_gpu = self.device.type == "cuda"
-        backend, factor = ("nccl", DEVICE_TIMEOUTS) if on_gpu else ("gloo", 1)
+        if on_gpu:
+            os.environ.setdefault(NCCL_ERRORS, LEFT_TO_US)
         for name, every in cell_groups(self.cell).items():
             for ranks in every:
-                made = dist.new_group(list(ranks), backend=backend, timeout=factor * patience)
+                made = dist.new_group(list(ranks), backend="nccl" if on_gpu else "gloo", timeout=patience)
                 if self.place in ranks:
                     self._groups[name] = made
+        self._connections = connections_of(before, partial(store.exchange, "listens"))
 
     def _told(self, doing: str, error: RuntimeError) -> HungError | PeerLostError:
         """The error to raise, with those who give no sign of life; everybody who was let down leaves one."""

@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import psutil
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from .peer_errors import HungError, PeerLostError, is_timeout
 from .tasks import Meeting
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 LOOK_S = 0.05
 """How often a worker that waits looks whether somebody came, and whether it should still wait."""
@@ -39,6 +42,8 @@ class MeetingStore:
     """
 
     def __init__(self, meeting: Meeting, ranks: Sequence[int], should_end: Callable[[], bool]) -> None:
+        from torch._C._distributed_c10d import PrefixStore  # not every torch is built with it
+
         self._meeting, self._ranks, self._should_end = meeting, ranks, should_end
         self._deadline = time.monotonic() + meeting.timeout_s
         self._place = f"{meeting.host}:{meeting.port}"
@@ -48,7 +53,7 @@ class MeetingStore:
             self._wait_for_keeper()
             store = self._store(keeps=False)
         self.store = PrefixStore(f"wanstream/{meeting.generation}/{ranks[0]}", store)
-        self._come()
+        self.exchange("here", "")
 
     def missing(self, mark: str, within_s: float) -> list[int] | None:
         """Leave this worker's mark, and tell which of its cell have not left theirs; None: the store is gone."""
@@ -58,15 +63,17 @@ class MeetingStore:
         except dist.DistError:
             return None
 
-    def _come(self) -> None:
-        self.store.set(_key("here", self._meeting.rank), "1")
-        missing = self._wait_for("here", self._deadline)
+    def exchange(self, mark: str, said: str) -> list[str]:
+        """What every worker of the cell says; raises HungError where not all do."""
+        self.store.set(_key(mark, self._meeting.rank), said)
+        missing = self._wait_for(mark, self._deadline)
         if missing:
             at = f"{self._place} (generation {self._meeting.generation})"
             raise HungError(
                 f"{worded(missing)} did not come to the meeting at {at} within {self._meeting.timeout_s:g} s: see what "
                 "they do, or raise timeout_s"
             )
+        return [self.store.get(_key(mark, rank)).decode() for rank in self._ranks]
 
     def _wait_for(self, mark: str, deadline: float) -> list[int]:
         """Those who have not left `mark` at the deadline."""
@@ -105,6 +112,8 @@ class MeetingStore:
         return self._store(keeps=True, listening=listening.detach())
 
     def _store(self, *, keeps: bool, listening: int | None = None) -> TCPStore:
+        from torch._C._distributed_c10d import TCPStore
+
         try:
             return TCPStore(
                 self._meeting.host,
