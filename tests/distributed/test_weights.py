@@ -1,0 +1,194 @@
+"""Workers that keep a shard of every block each, in real processes over gloo: what one worker gives, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.cli.sample_gguf import matrices, save_expert_gguf
+from wanstream.cli.sample_loras import make_lora, save_lora
+from wanstream.distributed.peer_errors import PeerLostError
+from wanstream.distributed.tasks import Meeting, RunTask
+from wanstream.distributed.worker import Worker
+from wanstream.offload.gather import GatherBrokenError
+from wanstream.plan import ExpertsRef, LoraRef, Mesh, OffloadPolicy
+from wanstream.plan.workers_ref import WeightHome
+from wanstream.sampling import Cancelled
+
+CELL = Mesh(cfg=2)
+POLICIES = (
+    OffloadPolicy.layerwise(1),
+    OffloadPolicy.block_swap(2, 1),
+    OffloadPolicy.resident(),
+    OffloadPolicy.layerwise(1, source="pinned"),
+)
+CASES = tuple(zip(("plain",) * 4 + ("plain with LoRA", "fp8 with LoRA", "GGUF with LoRA"), POLICIES * 2, strict=False))
+"""Every policy with blocks as they are, and every other form with one of them."""
+SHORT_S = 20.0
+"""Far below the time that workers wait for each other, and far above what anything here takes."""
+
+Alone = Callable[[RunTask], torch.Tensor]
+MakeTask = Callable[..., RunTask]
+
+
+def job_join(here: SimpleNamespace, every: Sequence[Meeting]) -> int:
+    if not hasattr(here, "worker"):
+        here.worker = Worker("cpu", threads=1)
+    here.worker.join(every[here.number])
+    return os.getpid()
+
+
+def job_leave(here: SimpleNamespace) -> None:
+    here.worker.close()
+
+
+def job_run(here: SimpleNamespace, task: RunTask) -> dict[str, Any]:
+    ended = here.worker.run(task, lambda told: None)
+    return {"latents": ended.latents, "gathered": ended.gathered_bytes}
+
+
+def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
+    """Ask to stop when that many steps were told, on one worker; all of them stop."""
+    told = itertools.count(1)
+
+    def tell(_: Any) -> None:
+        if next(told) == after and here.number == 1:
+            here.worker.stop(task.run_id)
+
+    try:
+        here.worker.run(task, tell)
+    except Cancelled as stopped:
+        return str(stopped)
+    raise AssertionError("the run was not stopped")
+
+
+def job_run_and_fail(here: SimpleNamespace, task: RunTask, number: int, how: int | None) -> None:
+    """One worker raises, or gets a signal, when its first step is told."""
+
+    def tell(_: Any) -> None:
+        if here.number == number:
+            if how is not None:
+                os.kill(os.getpid(), how)
+            raise MemoryError("this rank has no room")
+
+    here.worker.run(task, tell)
+
+
+def job_leave_meeting(here: SimpleNamespace) -> list[str]:
+    here.worker.leave()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-gather")]
+
+
+@pytest.fixture(scope="module")
+def join(processes: Any, split_jobs: Any) -> Iterator[Callable[..., list[int]]]:
+    """`join(home, mesh=CELL)`: as many processes as it takes have met; experts stay open meanwhile."""
+
+    def meet(home: WeightHome, mesh: Mesh = CELL) -> list[int]:
+        every = [replace(meeting, weights=home) for meeting in split_jobs.meetings(mesh)]
+        return processes.all(job_join, every, count=mesh.size)
+
+    yield meet
+    processes.all(job_leave, count=2)
+
+
+@pytest.fixture(scope="module")
+def forms(
+    experts_ref: Callable[..., ExpertsRef], make_tiny_expert: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, ExpertsRef]:
+    """Experts in the forms that blocks are stored in, with a LoRA where they are not computed as they are stored."""
+    folder = tmp_path_factory.mktemp("forms")
+    save_lora(make_lora(make_tiny_expert(), seed=1), folder / "lora.safetensors", dtype=torch.float32)
+    lora = LoraRef(high_noise=folder / "lora.safetensors", low_noise=folder / "lora.safetensors")
+    for seed, name in enumerate(("high", "low")):
+        save_expert_gguf(make_tiny_expert(seed=seed), folder / f"{name}.gguf", types=matrices("Q8_0"), seed=seed)
+    gguf = ExpertsRef(high_noise=folder / "high.gguf", low_noise=folder / "low.gguf", compute_dtype="float32")
+    return {
+        "plain": experts_ref(),
+        "plain with LoRA": replace(experts_ref(), loras=(lora,)),
+        "fp8 with LoRA": replace(experts_ref(), storage="fp8", loras=(lora,)),
+        "GGUF with LoRA": replace(gguf, loras=(lora,)),
+    }
+
+
+@pytest.mark.parametrize(("home", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])])
+def test_shards_give_what_one_worker_gives(
+    processes: Any, join: Any, forms: dict[str, ExpertsRef], make_task: MakeTask, alone: Alone, home: Any, cases: Any
+) -> None:
+    pids = join(home)
+    assert len({*pids, os.getpid()}) == 3
+    for form, policy in cases:
+        task = make_task(experts=forms[form], policy=policy)
+        told = processes.all(job_run, task, count=2)
+        assert torch.equal(told[0]["latents"], alone(task)), (form, policy)
+        assert told[0]["gathered"] == told[1]["gathered"] > 10**6
+
+
+def test_four_ranks_gather_too(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
+    join("sharded", Mesh(cfg=2, ulysses=2))
+    task = make_task()
+    told = processes.all(job_run, task, count=4)
+    torch.testing.assert_close(told[0]["latents"], alone(task), rtol=0, atol=1e-5)
+    processes.all(job_leave, count=4)
+
+
+def test_whole_weights_gather_none_and_shards_follow_the_meeting(
+    processes: Any, join: Any, make_task: MakeTask, alone: Alone
+) -> None:
+    task = make_task(policy=POLICIES[3])
+    gathered = []
+    for home in ("full", "sharded", "full"):
+        join(home)
+        told = processes.all(job_run, task, count=2)
+        assert torch.equal(told[0]["latents"], alone(task))
+        gathered.append(told[0]["gathered"])
+    assert gathered[0] == gathered[2] < 10**5 < gathered[1]
+
+
+@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]])
+def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
+    processes: Any, join: Any, make_task: MakeTask, alone: Alone, policy: OffloadPolicy
+) -> None:
+    join("sharded")
+    for after in (1, 2, 3):
+        stopped = processes.all(job_run_and_stop, make_task(policy=policy), after, count=2, timeout=SHORT_S)
+        assert stopped[0] == stopped[1]
+    task = make_task(policy=policy)
+    assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
+
+
+def test_a_rank_that_fails_alone_holds_nobody_up(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
+    join("sharded")
+    task = make_task()
+    failed, other = (processes[number].start(job_run_and_fail, task, 1, None) for number in (1, 0))
+    with pytest.raises(MemoryError):
+        failed.result(SHORT_S)
+    with pytest.raises(GatherBrokenError, match="meet anew"):
+        processes[1].start(job_run, task).result(SHORT_S)
+    assert processes[1].start(job_leave_meeting).result(SHORT_S) in ([], ["wanstream-gather-left"])
+    with pytest.raises(PeerLostError):
+        other.result(SHORT_S)
+    join("sharded")
+    assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
+    assert processes[1].start(job_leave_meeting).result(SHORT_S) == []
+
+
+def test_a_rank_that_is_killed_is_missed_at_once(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
+    join("sharded")
+    task = make_task()
+    answers = [processes[number].start(job_run_and_fail, task, 1, signal.SIGKILL) for number in (0, 1)]
+    with pytest.raises(PeerLostError):
+        answers[0].result(SHORT_S)
+    with pytest.raises(RuntimeError, match="ended in the middle of a job"):
+        answers[1].result(SHORT_S)
+    processes.replace(1)
+    join("sharded")
+    assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
