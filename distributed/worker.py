@@ -16,10 +16,10 @@ from pathlib import Path
 import diffusers
 import torch
 
-from .. import __version__
 from ..metrics import compute_device, free_bytes
 from ..offload.gather import Sharded
 from ..plan import ExpertsRef
+from ..plan.version import VERSION
 from ..sampling import Part, StepProgress, denoise_part
 from ..sampling.shortage import forget, is_out_of_memory
 from ..sampling.split import ALONE
@@ -61,6 +61,7 @@ class Worker:
         device: "cuda:0" or "cpu", as this process sees it. Raises DeviceError if it is not there.
         address: where other workers reach this one.
         threads: CPU threads to compute with; None leaves this process as it is.
+        experts: keeps experts open; None: a registry of its own.
         tiles: makes what decodes tiles on the device.
     """
 
@@ -70,13 +71,14 @@ class Worker:
         *,
         address: str = LOOPBACK,
         threads: int | None = None,
+        experts: ExpertsRegistry | None = None,
         tiles: Callable[[torch.device], TileDecoder] = TileDecoder,
     ) -> None:
         self._device = compute_device(device)
         self._address = address
         if threads is not None:
             torch.set_num_threads(threads)
-        self._experts = ExpertsRegistry(partial(open_pair, shared=True))
+        self._experts = experts or ExpertsRegistry(partial(open_pair, shared=True))
         self._groups: Groups | None = None
         self._sharded: Sharded | None = None
         self._tiles = tiles(self._device)
@@ -97,7 +99,7 @@ class Worker:
             device=str(self._device),
             device_name=torch.cuda.get_device_name(self._device) if on_gpu else "CPU",
             free_bytes=free_bytes(self._device),
-            wanstream=__version__,
+            wanstream=VERSION,
             torch=torch.__version__,
             diffusers=diffusers.__version__,
             python=platform.python_version(),
