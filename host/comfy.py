@@ -31,6 +31,7 @@ from .workers_plan import SharedRun, WorkersPlan
 
 if TYPE_CHECKING:
     from ..distributed.driver import Driver
+    from ..distributed.pool import Pool
     from ..wan import ExpertPair
     from ..wan.registry import ExpertsRegistry
     from .comfy_patcher import ExpertsPatcher
@@ -153,11 +154,18 @@ class ComfyDoor:
         return self._workers.plan(run, machine)
 
     def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
+        self._make_room_for_workers()
+        return self._workers.get(ref, mesh, self.device())
+
+    def worker_pool(self, ref: WorkersRef) -> Pool:
+        self._make_room_for_workers()
+        return self._workers.pool(ref, self.device())
+
+    def _make_room_for_workers(self) -> None:
         self.free_experts()
         if self.device().type == "cuda":
             # One of the workers computes on the GPU of this process, whose models would be in its way.
             comfy.model_management.unload_all_models()
-        return self._workers.get(ref, mesh, self.device())
 
     def free_workers(self) -> None:
         self._workers.close()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed.driver import Driver
+    from ..distributed.pool import Pool
     from ..metrics.ledger import Ledger
     from ..plan import AutoOffload, ExpertShape, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef
     from ..wan import ExpertPair
@@ -124,6 +125,9 @@ class Door(Protocol):
         Makes room for them: this process gives back what its own models hold. Raises RayMissingError, and what starting
         workers raises.
         """
+
+    def worker_pool(self, ref: WorkersRef) -> Pool:
+        """The running workers that `ref` names, each for itself; kept, started and refused as of `workers`."""
 
     def free_workers(self) -> None:
         """End the workers, if there are any."""

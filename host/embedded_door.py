@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..distributed.driver import Driver
+    from ..distributed.pool import Pool
     from ..metrics.ledger import Ledger
     from ..plan import ExpertShape, Machine
     from ..wan import ExpertPair
@@ -221,6 +222,10 @@ class EmbeddedDoor:
     def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
         self.free_experts()
         return self._workers.get(ref, mesh, self.device())
+
+    def worker_pool(self, ref: WorkersRef) -> Pool:
+        self.free_experts()
+        return self._workers.pool(ref, self.device())
 
     def free_workers(self) -> None:
         self._workers.close()

@@ -47,7 +47,7 @@ def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
 
     if ref.address == IN_PROCESS:
         return InProcessPool(str(device))
-    return RayPool(ref)
+    return RayPool(ref, device.type)
 
 
 def drive(pool: Pool, ref: WorkersRef, mesh: Mesh) -> Driver:
@@ -91,17 +91,16 @@ class KeptWorkers:
 
         Raises RayMissingError, and what starting them raises.
         """
-        check_ray(ref)
-        same = _processes_of(ref)
         with self._lock:
-            held = self._held
-            if held is None or (held.ref, held.device) != (same, device):
-                self._close()
-                self._held = held = _Held(ref=same, device=device, pool=self._start(ref, device))
-                atexit.register(self.close)
+            held = self._there(ref, device)
             if held.driver is None or held.driver[:2] != (ref, mesh):
                 held.driver = (ref, mesh, self._drive(held.pool, ref, mesh))
             return held.driver[2]
+
+    def pool(self, ref: WorkersRef, device: torch.device) -> Pool:
+        """The workers that `ref` names, each for itself; otherwise as `get`."""
+        with self._lock:
+            return self._there(ref, device).pool
 
     def rest(self) -> None:
         """Let them give back the memory that weights take; they stay, and open their experts again when they run."""
@@ -115,6 +114,15 @@ class KeptWorkers:
         with self._lock:
             self._close()
 
+    def _there(self, ref: WorkersRef, device: torch.device) -> _Held:
+        check_ray(ref)
+        same = _processes_of(ref)
+        if self._held is None or (self._held.ref, self._held.device) != (same, device):
+            self._close()
+            self._held = _Held(ref=same, device=device, pool=self._start(ref, device))
+            atexit.register(self.close)
+        return self._held
+
     def _close(self) -> None:
         held, self._held = self._held, None
         if held is not None:
@@ -124,4 +132,4 @@ class KeptWorkers:
 
 def _processes_of(ref: WorkersRef) -> WorkersRef:
     """What of a reference makes processes what they are."""
-    return replace(ref, mesh=None, goal=GOALS[0], paths=(), restarts=0)
+    return replace(ref, mesh=None, goal=GOALS[0], restarts=0)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 
 from ..host import OutsideFolderError, host, io, ui
+from ..plan import WorkersRef
+from ..plan.shapes import PIXELS_PER_LATENT
+from ..plan.vae_tiles import Tiling, TilingError
 from ..wan.vae import open_vae
+from . import sockets
 from .latent_file import keep_latent_on_failure
+from .shared_decode import decode_shared
 from .video_file import write_mp4
 
 
@@ -28,16 +33,57 @@ class WanStreamVAEDecode(io.ComfyNode):
                     "loaded for this node alone (0.5 GB).",
                 ),
                 io.Latent.Input("latent", tooltip="From Wan Sampler."),
+                io.Int.Input(
+                    "tile_size",
+                    default=0,
+                    min=0,
+                    max=4096,
+                    step=PIXELS_PER_LATENT,
+                    optional=True,
+                    tooltip="Width of the tiles that are decoded one by one; 0: whole frames. 256 computes a "
+                    "fourteenth of a 1280x720 frame at once, and 1.65 times as much in all, because tiles overlap by a "
+                    "quarter, over which they are blended.",
+                ),
+                sockets.Workers.Input(
+                    "workers",
+                    optional=True,
+                    tooltip="From Wan Workers (many GPUs): they share the tiles, so tile_size is needed. The images "
+                    "are those of one device with the same tiles.",
+                ),
             ],
             outputs=[io.Image.Output(display_name="images")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, vae: str, latent: dict[str, torch.Tensor]) -> io.NodeOutput:
-        path, device = host.model_path(vae, "diffusers", "vae"), host.device()
-        with host.ledger().phase("decode", device), open_vae(path) as opened:
-            videos = opened.decode(latent["samples"], device=device)
+    def validate_inputs(cls, tile_size: int | None = None) -> bool | str:
+        try:
+            _tiling(tile_size)
+        except TilingError as err:
+            return str(err)
+        return True
+
+    @classmethod
+    def execute(
+        cls,
+        vae: str,
+        latent: dict[str, torch.Tensor],
+        tile_size: int = 0,
+        workers: WorkersRef | None = None,
+    ) -> io.NodeOutput:
+        path, device, tiling = host.model_path(vae, "diffusers", "vae"), host.device(), _tiling(tile_size)
+        with host.ledger().phase("decode", device):
+            if workers is not None:
+                videos = decode_shared(workers, path, latent["samples"], tiling, node_id=cls.hidden.unique_id)
+            else:
+                with open_vae(path) as opened:
+                    videos = opened.decode(latent["samples"], device=device, tiling=tiling)
         return io.NodeOutput(videos.flatten(0, 1))
+
+
+def _tiling(tile_size: int | None) -> Tiling | None:
+    """None: whole frames; a link, which is not known yet, is taken for that."""
+    return Tiling.of(tile_size) if tile_size else None
 
 
 class WanStreamSaveVideo(io.ComfyNode):

@@ -52,7 +52,7 @@ SNAPSHOT = {
         "experts positive negative boundary_ratio guidance_high guidance_low flow_shift policy",
         "GUIDER",
     ),
-    "WanStreamVAEDecode": ("vae latent", "IMAGE"),
+    "WanStreamVAEDecode": ("vae latent tile_size workers", "IMAGE"),
     "WanStreamSaveVideo": ("images fps filename_prefix crf latent", ""),
     "WanStreamBenchmark": (
         "run warm_up repeats cool_down_s policies prefetch steps filename_prefix trace run_b run_c run_d",

@@ -14,7 +14,11 @@ from wanstream.host.embedded_door import Folders, embedded_door
 from wanstream.nodes.latent import WanStreamImageToVideo
 from wanstream.nodes.text import WanStreamTextEncode
 from wanstream.nodes.video import WanStreamVAEDecode
+from wanstream.plan import WorkersRef
+from wanstream.plan.vae_tiles import Tiling, TilingError
+from wanstream.plan.workers_ref import IN_PROCESS
 from wanstream.wan import open_text_encoder
+from wanstream.wan.vae import open_vae
 
 FOLDER = "Wan2.2-I2V-A14B-Diffusers"
 ENCODER, VAE = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"
@@ -60,6 +64,31 @@ def test_a_file_decodes_what_the_folder_decodes() -> None:
 
     assert images.shape == (10, 16, 32, 3)
     assert torch.equal(images, WanStreamVAEDecode.execute(FOLDER, latent).args[0])
+
+
+def test_tiles_are_decoded_by_this_process_or_by_workers() -> None:
+    latent = {"samples": torch.randn(2, 16, 2, 9, 12, generator=torch.Generator().manual_seed(0))}
+    with open_vae(embedded_door.model_path(VAE, "vae")) as vae:
+        expected = vae.decode(latent["samples"], device="cpu", tiling=Tiling.of(64)).flatten(0, 1)
+
+    (alone,) = WanStreamVAEDecode.execute(VAE, latent, tile_size=64).args
+    assert torch.equal(alone, expected)
+    assert not torch.equal(alone, WanStreamVAEDecode.execute(VAE, latent).args[0])
+
+    workers = WorkersRef(count=1, address=IN_PROCESS)
+    try:
+        (shared,) = WanStreamVAEDecode.execute(VAE, latent, tile_size=64, workers=workers).args
+        with pytest.raises(TilingError, match="set tile_size"):
+            WanStreamVAEDecode.execute(VAE, latent, workers=workers)
+    finally:
+        embedded_door.free_workers()
+    assert torch.equal(shared, expected)
+
+
+@pytest.mark.parametrize(("tile_size", "said"), [(56, "give 64 or more"), (100, "multiple of 8")])
+def test_tiles_that_make_no_picture_are_refused_before_the_run(tile_size: int, said: str) -> None:
+    assert said in str(WanStreamVAEDecode.validate_inputs(tile_size))
+    assert all(WanStreamVAEDecode.validate_inputs(fine) is True for fine in (None, 0, 64, 256))
 
 
 def given(vae: str, start: torch.Tensor, end: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
