@@ -37,19 +37,15 @@ def import_ray() -> Any:
 
 
 @contextmanager
-def local_settings() -> Iterator[None]:
+def own_ray() -> Iterator[None]:
     """While this lasts, a Ray that is started listens on loopback only, reports nothing, and knows a token of its own.
 
     Where the user says how Ray knows whom to trust, that holds.
     """
-    values = {
-        ONE_MACHINE: "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
+    values = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     if not any(name in os.environ for name in TOKENS):
         values["RAY_AUTH_TOKEN"] = own_token()
-    with settings(values), _one_machine(), _quiet():
+    with settings(values), on_loopback():
         yield
 
 
@@ -57,6 +53,13 @@ def local_settings() -> Iterator[None]:
 def own_token() -> str:
     """Of this process: Ray reads its token once, so that a second Ray needs the same one."""
     return secrets.token_hex(32)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """While this lasts, Ray takes 127.0.0.1 for what it is, instead of putting this machine's outer address there."""
+    with settings({ONE_MACHINE: "0"}), _one_machine(), quiet():
+        yield
 
 
 @contextmanager
@@ -91,7 +94,7 @@ def _one_machine() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without Ray's remarks on threads and tokens, which are meant for whoever calls it."""
     logger = logging.getLogger("ray")
     kept = logger.level

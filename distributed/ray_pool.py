@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -11,6 +10,7 @@ from ..plan import WorkersRef
 from ..plan.workers_ref import LOCAL
 from .path_map import mapped
 from .ray_actor import FOLDER, PACKAGE, actor_class
+from .ray_cluster import is_loopback
 from .ray_errors import RaySetupError
 from .ray_handle import RayWorkerHandle
 from .ray_placement import Placement
@@ -118,7 +118,7 @@ class RayPool:
 
 def check_exposure(workers: Sequence[Started], *, beyond_loopback: bool) -> None:
     """Raise RaySetupError for workers on addresses that other machines reach, unless that is asked for and guarded."""
-    outside = [started for started in workers if not ipaddress.ip_address(started.facts.address).is_loopback]
+    outside = [started for started in workers if not is_loopback(started.facts.address)]
     if outside and not beyond_loopback:
         raise RaySetupError(
             f"workers of this cluster listen on {outside[0].facts.address}, which other machines reach: turn "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
-import socket
 import tempfile
 import threading
 from contextlib import ExitStack
@@ -17,7 +16,8 @@ import torch
 
 from ..plan import WorkersRef
 from ..plan.workers_ref import LOCAL
-from .ray_environment import import_ray, local_settings
+from .ray_cluster import check_answers, is_loopback
+from .ray_environment import import_ray, on_loopback, own_ray, quiet
 from .ray_errors import RaySetupError
 from .work_thread import WorkThread
 from .worker import LOOPBACK
@@ -28,7 +28,6 @@ LOCAL_CPUS = 16
 """What a Ray of ours counts for this machine."""
 OBJECT_STORE_BYTES = 1 << 30
 """Room for what is told after steps: five tensors of 19 MB for a sample of 1280x720x81."""
-CONNECT_TIMEOUT_S = 10.0
 FOLDER = "wanstream-ray-"
 
 
@@ -96,7 +95,7 @@ def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -
     folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
     undo.callback(shutil.rmtree, folder, ignore_errors=True)
     undo.callback(ray.shutdown)
-    with local_settings():
+    with own_ray():
         try:
             ray.init(
                 address="local",
@@ -116,18 +115,13 @@ def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -
 
 def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
     host, _, port = ref.address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as err:
-        raise RaySetupError(
-            f"no Ray cluster answers at {ref.address} ({err}): start one there (ray start --head), or give the address "
-            "that it has printed"
-        ) from err
-    undo.callback(ray.shutdown)
-    try:
-        ray.init(address=ref.address, log_to_driver=False, configure_logging=False)
-    except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
-        raise RaySetupError(f"Ray {ray.__version__} cannot join the cluster at {ref.address}: {err}") from err
+    with on_loopback() if is_loopback(host) else quiet():
+        check_answers(ref.address, host.strip("[]"), int(port))
+        undo.callback(ray.shutdown)
+        try:
+            ray.init(address=ref.address, log_to_driver=False, configure_logging=False)
+        except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
+            raise RaySetupError(f"Ray {ray.__version__} cannot join the cluster at {ref.address}: {err}") from err
 
 
 def _check_joinable(connected: str, asked: str) -> None:

@@ -1,0 +1,62 @@
+"""Whether a Ray cluster answers: asked by another process, as Ray itself waits for minutes and cannot be stopped."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import subprocess
+import sys
+
+from .ray_errors import RaySetupError
+
+CONNECT_TIMEOUT_S = 10.0
+JOIN_TIMEOUT_S = 40.0
+NEEDS_TOKEN = (
+    "a cluster that asks for a token needs RAY_AUTH_MODE=token, and the token, in the environment of this process too"
+)
+
+JOIN = """
+import sys
+import ray
+
+try:
+    ray.init(address=sys.argv[1], log_to_driver=False)
+except Exception as err:
+    sys.exit(f"{err} ({err.__cause__})")
+ray.shutdown()
+"""
+
+
+def check_answers(address: str, host: str, port: int) -> None:
+    """Raise RaySetupError unless a Ray of this version answers at `address` and takes this process in."""
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as err:
+        raise RaySetupError(
+            f"no Ray cluster answers at {address} ({err}): start one there (ray start --head), or give the address "
+            "that it has printed"
+        ) from err
+    try:
+        joined = subprocess.run(
+            [sys.executable, "-c", JOIN, address], capture_output=True, text=True, timeout=JOIN_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as err:
+        raise RaySetupError(
+            f"what listens at {address} did not take this process in within {JOIN_TIMEOUT_S:g} s: give the address of "
+            f"a Ray cluster; {NEEDS_TOKEN}"
+        ) from err
+    if joined.returncode != 0:
+        said = joined.stderr.strip().splitlines() or ["nothing"]
+        raise RaySetupError(
+            f"the Ray cluster at {address} does not take this process in: {NEEDS_TOKEN}. Ray says: {said[-1].strip()}"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether that is this machine's own address, which no other one reaches."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
