@@ -10,6 +10,7 @@ when its parent does.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -85,7 +86,8 @@ class Process:
     def __init__(self, source: Source, number: int) -> None:
         self.number = number
         self.pid, self._connection = source.fork(number)
-        self._alive = True
+        # Ids are given again when a process is gone, and the system reaps these.
+        self._handle = os.pidfd_open(self.pid)
 
     def start(self, job: Job, *args: Any) -> Answer:
         """Let it do a job, and return at once."""
@@ -100,7 +102,6 @@ class Process:
         try:
             value, error, trace = _receive(self._connection)
         except (EOFError, ConnectionResetError) as err:
-            self._alive = False
             raise ProcessGoneError(f"process {self.number} ended in the middle of a job") from err
         if trace:
             raise (error or JobFailedError(trace)) from JobFailedError(trace)
@@ -108,12 +109,13 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Send it a signal: SIGSTOP to let it hang, SIGCONT to let it go on, SIGKILL to lose it."""
-        os.kill(self.pid, number)
+        signal.pidfd_send_signal(self._handle, number)
 
     def end(self) -> None:
         """End it as `kill -9` does, unless it is gone already."""
-        if self._alive:
-            os.kill(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        os.close(self._handle)
         self._connection.close()
 
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,11 @@ def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
     return here.groups.state, len(listening)
 
 
+def job_leave_if_met(here: SimpleNamespace) -> None:
+    if hasattr(here, "groups"):
+        here.groups.leave()
+
+
 def job_vote(here: SimpleNamespace, wishes: list[list[bool]]) -> list[bool]:
     """Ask as often as there are wishes of this process."""
     own = iter(wishes[here.number])
@@ -69,6 +75,12 @@ def job_reduce(here: SimpleNamespace, name: str) -> list[int]:
     seen[here.groups.place] = 1
     torch.distributed.all_reduce(seen, group=group)
     return seen.nonzero().flatten().tolist()
+
+
+def job_leave_while_it_waits(here: SimpleNamespace, name: str) -> None:
+    threading.Timer(0.5, here.groups.leave).start()
+    with here.groups.watched("waited in vain"):
+        torch.distributed.all_reduce(torch.zeros(1), group=here.groups.group(name))
 
 
 def job_die(here: SimpleNamespace) -> None:
@@ -86,8 +98,7 @@ def met(processes: Processes) -> Any:
         return processes.all(job_meet, meetings(mesh, **changes), count=mesh.size)
 
     yield make
-    if count:
-        processes.all(job_leave, count=count)
+    processes.all(job_leave_if_met, count=count)
 
 
 def test_workers_meet_on_loopback_only_and_leave_nothing_behind(processes: Processes, met: Any) -> None:
@@ -156,6 +167,36 @@ def test_a_worker_that_hangs_is_named(processes: Processes, met: Any) -> None:
         processes[2].signal(signal.SIGCONT)
     assert all("no sign of rank 2" in str(error) for error in errors)
     assert any(isinstance(error, HungError) and f"waited {SHORT_S:g} s" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("name", ["control", "weights", "ulysses"])
+def test_a_worker_leaves_from_another_thread_while_it_waits_and_meets_again(
+    name: str, processes: Processes, met: Any
+) -> None:
+    met(Mesh(ulysses=3))
+    processes[2].signal(signal.SIGSTOP)
+    try:
+        waiting = [processes[rank].start(job_leave_while_it_waits, name) for rank in (0, 1)]
+        for answer in waiting:
+            with pytest.raises(PeerLostError, match="this worker has left the meeting|another worker broke"):
+                answer.result(LONG_S / 2)
+        assert processes[0].start(job_leave).result() == (GroupsState.LEFT, 0)
+    finally:
+        processes[2].signal(signal.SIGCONT)
+    processes.all(job_leave, count=3)
+    met(Mesh(ulysses=3))
+    assert processes.all(job_vote, [[False], [True], [False]], count=3) == [[True]] * 3
+
+
+def test_the_loss_of_who_keeps_the_store_is_told(processes: Processes, met: Any) -> None:
+    met(Mesh(ulysses=3))
+    processes[0].start(job_die)
+    answers = [processes[rank].start(job_vote, [[False]] * 3) for rank in (1, 2)]
+    for answer in answers:
+        with pytest.raises(PeerLostError, match="rank 0, which keeps the store, is gone"):
+            answer.result()
+    processes.replace(0)
+    processes.all(job_leave_if_met, count=3)
 
 
 def test_those_who_do_not_come_are_named(processes: Processes) -> None:
