@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from .fleet_exchange import gather_exchange, lane_exchange, step_exchange
 from .fleet_ways import Way, ways_of, why_not, worker_job, worker_machine
 from .links import Links
 from .machine import Machine
-from .memory_needs import DoesNotFitError
+from .memory_needs import DoesNotFitError, staging_slots
 from .mesh import Mesh
 from .offload_job import OffloadJob
 from .predict import predict, visit_seconds
-from .residency import OffloadPolicy
+from .program import compile_program
+from .ram import RunPrograms, compile_ram, plan_ram
+from .residency import OffloadPolicy, plan_residency
 from .timeline import StepRecord, Timeline
+from .visits import step_visits
 from .workers_ref import WeightHome
 
 HOMES: tuple[WeightHome, ...] = ("full", "sharded", "sharded in VRAM")
@@ -85,11 +89,30 @@ def _fastest(ways: list[Way]) -> _Simulated:
     for way in ways:
         if best is not None and way.least_s >= best.total_s:
             break
-        found = _Simulated(way=way, timeline=predict(way.job, way.machine, way.policy).timeline)
+        found = _Simulated(way=way, timeline=_timeline(way))
         if best is None or found.total_s < best.total_s:
             best = found
     assert best is not None, "there is a way"
     return best
+
+
+def _timeline(way: Way) -> Timeline:
+    job, policy = way.job, replace(way.policy, chunk_tokens=None)
+    residency, _ = plan_residency(policy, job.block_counts)
+    staging = staging_slots(job, way.machine, plan_ram(policy, residency, job.block_counts))
+    programs = _programs(job.experts_of_steps, tuple(job.block_counts.items()), policy, staging)
+    return predict(job, way.machine, way.policy, programs=programs).timeline
+
+
+@lru_cache(maxsize=8)
+def _programs(
+    experts_of_steps: tuple[str, ...], counts: tuple[tuple[str, int], ...], policy: OffloadPolicy, staging: int
+) -> RunPrograms:
+    """As of `compile_programs`. Cells of many meshes run the same programs, only faster or slower."""
+    residency, buffers = plan_residency(policy, dict(counts))
+    program = compile_program(step_visits(experts_of_steps, dict(counts)), residency, buffers)
+    homes = plan_ram(policy, residency, dict(counts))
+    return RunPrograms(device=program, ram=compile_ram(program, homes, staging=staging))
 
 
 def _costs(job: OffloadJob, links: Links, mesh: Mesh, steps: range, simulated: _Simulated) -> CellCosts:

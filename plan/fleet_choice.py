@@ -155,7 +155,9 @@ class _Cells:
         return queue_on(self._job, self._links, mesh, stages, self._samples)
 
     def _cell(self, mesh: Mesh, part: range) -> CellCosts:
-        place = (mesh.size, mesh.cfg, mesh.ring, mesh.ulysses, part)
+        # Beyond one machine, how many there are changes nothing inside a cell.
+        size = min(mesh.size, self._links.workers_per_machine + 1)
+        place = (size, mesh.cfg, mesh.ring, mesh.ulysses, part)
         if place not in self._costs:
             self._costs[place] = cell_costs(self._job, self._machine, self._links, mesh, part)
         return self._costs[place]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
+from math import inf
 
 from .mesh import MeshError
 
@@ -34,14 +35,10 @@ def stage_boundaries(experts_of_steps: Sequence[str], step_costs_s: Sequence[flo
             f"the expert changes {len(stretches) - 1} times, so stages of one expert each are {len(stretches)}, not "
             f"{stages}: use 1, or {len(stretches)} to {steps}"
         )
-    split: dict[range, tuple[range, ...]] = {stretch: (stretch,) for stretch in stretches}
+    cuts = [_Cuts(stretch, step_costs_s) for stretch in stretches]
     for _ in range(stages - len(stretches)):
-        slowest = max(
-            (stretch for stretch in stretches if len(split[stretch]) < len(stretch)),
-            key=lambda stretch: _slowest(split[stretch], step_costs_s),
-        )
-        split[slowest] = _balanced(slowest, step_costs_s, len(split[slowest]) + 1)
-    return tuple(part for stretch in stretches for part in split[stretch])
+        max((each for each in cuts if each.divisible), key=lambda each: each.slowest_s).divide()
+    return tuple(part for each in cuts for part in each.parts())
 
 
 def _stretches(experts_of_steps: Sequence[str]) -> list[range]:
@@ -50,27 +47,39 @@ def _stretches(experts_of_steps: Sequence[str]) -> list[range]:
     return [range(first, past) for first, past in zip([0, *ends], ends, strict=False)]
 
 
-def _slowest(parts: Sequence[range], costs: Sequence[float]) -> float:
-    return max(sum(costs[step] for step in part) for part in parts)
+class _Cuts:
+    """Steps in a row, cut into ever more parts of which the slowest is as short as can be."""
 
+    def __init__(self, steps: range, costs: Sequence[float]) -> None:
+        self._steps = steps
+        self._before = [0.0, *accumulate(costs[step] for step in steps)]
+        # Per number of parts and of steps from the first: the slowest part at best, and where the last one begins.
+        self._best = [[(cost, 0) for cost in self._before]]
 
-def _balanced(steps: range, costs: Sequence[float], parts: int) -> tuple[range, ...]:
-    """`steps` cut into that many parts of which the slowest is as short as can be."""
-    before = dict(
-        zip(range(steps.start, steps.stop + 1), accumulate((costs[s] for s in steps), initial=0.0), strict=True)
-    )
-    # Per number of steps from the first: the slowest part at best, and where the last part begins.
-    best = {past: (before[past], steps.start) for past in range(steps.start + 1, steps.stop + 1)}
-    begins = []
-    for count in range(2, parts + 1):
-        best = {
-            past: min(
-                (max(best[cut][0], before[past] - before[cut]), cut) for cut in range(steps.start + count - 1, past)
-            )
-            for past in range(steps.start + count, steps.stop + 1)
-        }
-        begins.append({past: cut for past, (_, cut) in best.items()})
-    cuts = [steps.stop]
-    for begin in reversed(begins):
-        cuts.append(begin[cuts[-1]])
-    return tuple(range(first, past) for first, past in pairwise([steps.start, *reversed(cuts)]))
+    @property
+    def divisible(self) -> bool:
+        return len(self._best) < len(self._steps)
+
+    @property
+    def slowest_s(self) -> float:
+        return self._best[-1][-1][0]
+
+    def divide(self) -> None:
+        """One part more."""
+        fewer, before, parts = self._best[-1], self._before, len(self._best)
+        too_few = [(inf, 0)] * (parts + 1)
+        self._best.append(
+            too_few
+            + [
+                min((max(fewer[cut][0], before[past] - before[cut]), cut) for cut in range(parts, past))
+                for past in range(parts + 1, len(before))
+            ]
+        )
+
+    def parts(self) -> tuple[range, ...]:
+        """The parts, in order."""
+        ends = [len(self._steps)]
+        for row in reversed(self._best):
+            ends.append(row[ends[-1]][1])
+        first = self._steps.start
+        return tuple(range(first + begin, first + end) for begin, end in pairwise(reversed(ends)))
