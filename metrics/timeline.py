@@ -41,9 +41,17 @@ class Recorder:
         device: what computes.
         observe: what is told beside the timeline.
         ranges: named stretches of time for a profiler; None: as `observe` says.
+        most_spans: no further step is told in full by a trace that has so many.
     """
 
-    def __init__(self, device: torch.device, *, observe: Observe | None = None, ranges: Ranges | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        observe: Observe | None = None,
+        ranges: Ranges | None = None,
+        most_spans: int = MOST_SPANS,
+    ) -> None:
         self.clock = clock_for(device)
         self.outer_bytes = 0
         self._observe = observe or Observe()
@@ -55,7 +63,7 @@ class Recorder:
         self._marks = StepMarks(self.clock)
         self._copy_rates, self._read_rates = RateCounter(), RateCounter()
         self._spans: list[TraceSpan] = []
-        self._traced_steps = 0
+        self._traced_steps, self._most_spans = 0, most_spans
         self._sampler: MemorySampler | None = None
         self._before: tuple[PhaseRecord, ...] = ()
         self._pinned_bytes: Callable[[], int] | None = None
@@ -128,7 +136,7 @@ class Recorder:
         )
         self._copy_rates.add(copies)
         self._read_rates.add((read.nbytes, read.ended - read.began) for read in reads)
-        if self._observe.trace is not None and len(self._spans) < MOST_SPANS:
+        if self._observe.trace is not None and len(self._spans) < self._most_spans:
             self._spans += marks.spans(expert, end, now, self._began)
             self._traced_steps = len(self._steps)
         self._mark_count += marks.count

@@ -68,8 +68,8 @@ class TrialMatrix:
     def settings(self, asked: Policy) -> tuple[Setting, ...]:
         """Every setting once, for a run that was asked for with the policy `asked`.
 
-        What `asked` says about RAM and about tokens at once holds for all policies. Raises MatrixError where a
-        prefetch depth is varied and no policy has one.
+        What `asked` says about RAM and about tokens at once holds for all policies but auto, which plans both itself.
+        Raises MatrixError where a prefetch depth is varied and no policy has one.
         """
         policies = [_policy(name, asked) for name in self.policies] or [asked]
         if self.prefetch and not any(_streams(policy) for policy in policies):
@@ -103,17 +103,22 @@ def _words(text: str) -> Iterator[str]:
 def _numbers(name: str, text: str, *, least: int, most: int) -> tuple[int, ...]:
     found = []
     for word in _words(text):
-        if not word.isascii() or not word.isdecimal() or not least <= int(word) <= most:
+        if not _is_number(word) or not least <= int(word) <= most:
             raise MatrixError(f"{name}: {word!r} is no number from {least} to {most}: write a list like 1, 2, 4")
         found.append(int(word))
     return tuple(dict.fromkeys(found))
+
+
+def _is_number(word: str) -> bool:
+    """Longer ones are no numbers of anything here, and Python reads only so many digits."""
+    return word.isascii() and word.isdecimal() and len(word) < 10
 
 
 def _check_policy(name: str) -> None:
     kind, _, number = name.partition(" ")
     if kind not in (*STREAMING, "resident", "auto"):
         raise MatrixError(f"{name!r} names no policy: write {POLICY_WORDS}, separated by commas")
-    if kind == "block_swap" and not (number.isascii() and number.isdecimal()):
+    if kind == "block_swap" and not _is_number(number):
         raise MatrixError(f"{name!r} does not say how many blocks are streamed: write block_swap 20, for example")
     if kind != "block_swap" and number:
         raise MatrixError(f"{name!r}: {kind} takes no {number!r} here (how many blocks lie ahead is said in prefetch)")

@@ -15,7 +15,6 @@ from wanstream.metrics import Observe, Recorder
 from wanstream.metrics.ledger import Ledger
 from wanstream.metrics.reading import ReadSpan
 from wanstream.metrics.step_marks import BlockArrival
-from wanstream.metrics.trace import MOST_SPANS
 
 CPU = torch.device("cpu")
 GB = 10**9
@@ -226,17 +225,17 @@ def test_a_trace_is_left_only_where_one_is_asked_for(tmp_path: Path, caplog: pyt
 
 
 def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path) -> None:
-    """Every step has 20,000 spans: a wait and a computation for each of its visits."""
-    recorder = Recorder(CPU, observe=Observe(trace=tmp_path))
+    """Every step has 20 spans: a wait and a computation for each of its visits."""
+    recorder = Recorder(CPU, observe=Observe(trace=tmp_path), most_spans=200)
     with recorder.watching():
         for index in range(12):
             with recorder.step(index, "high"):
-                for block in range(10_000):
+                for block in range(10):
                     recorder.visit(block, 0.0, 0.0, 0.0, 0.0)
     (file,) = tmp_path.iterdir()
     trace = json.loads(file.read_text(encoding="utf-8"))
     assert trace["otherData"] == {"visits and fetches": "of the first 10 of 12 steps"}
-    assert sum(event.get("cat") in ("wait", "compute") for event in trace["traceEvents"]) == MOST_SPANS
+    assert sum(event.get("cat") in ("wait", "compute") for event in trace["traceEvents"]) == 200
     assert sum(event.get("cat") == "steps" for event in trace["traceEvents"]) == 12
 
 
@@ -292,6 +291,22 @@ def test_a_step_on_a_device_takes_what_an_outside_clock_says() -> None:
         step = recorder.last
         assert (left - entered) * 0.98 <= step.wall_s <= (returned - called) * 1.02
         assert step.compute_s <= step.wall_s * 1.02
+
+
+@gpu
+@needs_cuda
+def test_a_step_ends_when_the_device_has_done_its_work() -> None:
+    """Nobody else waits: the host has given the work to the device and leaves the step."""
+    recorder = Recorder(torch.device("cuda", 0))
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    with recorder.step(0, "high"):
+        asked = recorder.clock.mark()
+        torch.cuda._sleep(50_000_000)
+        recorder.visit(0, asked, asked, asked, recorder.clock.mark())
+    step = recorder.last
+    assert step.compute_s > 0.005
+    assert step.wall_s >= step.compute_s * 0.98
 
 
 @gpu

@@ -69,6 +69,8 @@ def test_an_empty_matrix_is_the_run_itself() -> None:
         (("block_swap twenty", "", ""), "does not say how many"),
         (("block_swap -1", "", ""), "does not say how many"),
         (("block_swap \u0663", "", ""), "does not say how many"),
+        (("block_swap " + "9" * 5000, "", ""), "does not say how many"),
+        (("", "", "9" * 5000), "is no number from 1 to 1000"),
         (("", "9", ""), "prefetch: '9' is no number from 0 to 8"),
         (("", "1; 2", ""), "prefetch: '1; 2' is no number"),
         (("", "-1", ""), "prefetch: '-1' is no number"),
