@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -185,16 +186,22 @@ def _small(name: str) -> Prompt:
             node["inputs"] |= {"width": 32, "height": 32, "frames": 5}
         if "steps" in node["inputs"]:
             node["inputs"]["steps"] = 4
+        if "layout" in node["inputs"]:
+            # What the planner would choose, without measuring this machine.
+            node["inputs"] |= {"layout": "as set below", "cfg": 2, "threads": 1}
     return prompt
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: Path, tmp_path: Path) -> None:
+    if "WanStreamWorkers" in classes(prompt_of(name)) and find_spec("ray") is None:
+        pytest.skip(f'RAY IS NOT INSTALLED, SO THE WORKFLOW {name} DID NOT RUN: pip install "ray>=2.48"')
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "example.png")
     places = {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path}
     try:
         history = run_workflow(_small(name), nodes=[*NODES.values()], keep=["sampler"], **places)
     finally:
+        embedded_door.free_workers()
         embedded_door.free_experts()
     assert not history.node_errors
     latent, _ = history.results["sampler"]
@@ -206,4 +213,4 @@ def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: 
 
 
 def test_most_workflows_run_without_comfyui() -> None:
-    assert {"t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "benchmark"} == {*OURS}
+    assert {"t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "benchmark", "workers"} == {*OURS}

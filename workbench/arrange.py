@@ -22,8 +22,8 @@ class Place(NamedTuple):
     size: Size = Size(0, 0)
 
 
-NOTE, MODELS, PROMPTS, SIZE, PICTURES, START, SAMPLING, VIDEO, MEASURING = (
-    *("Read me", "Models", "Prompts", "Size", "Pictures", "Start", "Sampling", "Video", "Measuring"),
+NOTE, MODELS, PROMPTS, SIZE, PICTURES, START, WORKERS, SAMPLING, VIDEO, MEASURING = (
+    *("Read me", "Models", "Prompts", "Size", "Pictures", "Start", "Workers", "Sampling", "Video", "Measuring"),
 )
 WIDE, NARROW = Size(470, 0), Size(320, 0)
 
@@ -41,6 +41,7 @@ PLACES = {
     "EmptyHunyuanLatentVideo": Place(1, SIZE, Size(400, 0)),
     "LoadImage": Place(1, PICTURES, Size(400, 340)),
     "WanStreamImageToVideo": Place(2, START, NARROW),
+    "WanStreamWorkers": Place(2, WORKERS, NARROW),
     "RandomNoise": Place(3, SAMPLING, NARROW),
     "KSamplerSelect": Place(3, SAMPLING, NARROW),
     "WanStreamSigmas": Place(3, SAMPLING, NARROW),

@@ -154,7 +154,7 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def test_no_workflow_is_left_out() -> None:
     shipped = {path.stem for path in (ROOT / "workflows" / "api").glob("*.json")}
-    assert shipped == {*OURS, "native_mixed", "guider", "benchmark"}
+    assert shipped == {*OURS, "native_mixed", "guider", "benchmark", "workers"}
 
 
 @pytest.mark.parametrize("name", OURS)
