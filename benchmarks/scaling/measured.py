@@ -20,7 +20,7 @@ OFF = 0.15
 
 SEEN_BUS, SLOWED = 12.4e9, 1.395
 """What fetches got of the bus of those four H100 while nobody else used it, and how much longer collectives took beside
-them: a study with nsys of the same engine on such machines, published in February 2026."""
+them: a study with nsys of the same engine on such machines, published on 24 February 2026."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ class Report:
     """One document with measurements."""
 
     title: str
+    short: str
+    """For a bar's label."""
     setup: str
     points: tuple[Point, ...]
     words: str
@@ -95,6 +97,7 @@ def _h100_over_pcie() -> Report:
     moved = "20 s of the first step are warming up, and 27 s a blocking copy of the second expert, which we do not make"
     return Report(
         title="Layerwise offload against FSDP offload, sglang 0.5.8, 15 February 2026",
+        short="H100 PCIe",
         setup="4 x H100 PCIe, Wan2.2 T2V A14B, 1280x720x81, 27 steps (18 + 9), Ulysses 4, two passes over the weights",
         points=(
             _point("layerwise, step, makers' figures", 23.0, steps["made"], made),
@@ -117,7 +120,8 @@ def _earlier_h100_over_pcie() -> Report:
     steps = _h100_steps()
     return Report(
         title="The same before, under torch.profiler, 9 February 2026",
-        setup="as above with flow shift 3, so 9 + 18 steps",
+        short="H100 PCIe, profiled",
+        setup="As above with flow shift 3, so 9 + 18 steps",
         points=(
             _point("layerwise, step, bus as seen", 21.6, steps["full"]),
             _point("FSDP, step, bus as seen", 19.8, steps["sharded"]),
@@ -140,6 +144,7 @@ def _rtx_5090() -> Report:
 
     return Report(
         title="The official generate.py with FSDP and Ulysses, 16 September 2025",
+        short="RTX 5090",
         setup="1 and 8 x RTX 5090, Wan2.2 T2V A14B, said to be 832x480x81 with guidance",
         points=(
             _point("1 GPU, step (134 s for 20)", measured_alone, alone, impossible(measured_alone, 1)),
@@ -174,7 +179,8 @@ def _pipeline() -> Report:
 
     return Report(
         title="Pipeline over steps with a stand-in UNet, 8 February 2026",
-        setup="processes on one machine with gloo, 28 steps of a network that computes next to nothing",
+        short="UNet",
+        setup="Processes on one machine with gloo, 28 steps of a network that computes next to nothing",
         points=tuple(points()),
         words="One sample is in one stage at a time, so stages do not make it faster; the report shows the same. Its "
         "own time for one process is taken, and handing over is simulated; starting processes, which is most of these"
@@ -193,6 +199,7 @@ def _first_block_cache() -> Report:
     outside = f"some 40 s outside denoising are in it; {skips}"
     return Report(
         title="Context parallelism with a first-block cache, ParaAttention",
+        short="NVLink",
         setup="2 to 8 GPUs with NVLink, Wan2.1 I2V 14B (one expert of the same size), 81 frames, 30 steps, guidance "
         "assumed",
         points=(

@@ -220,9 +220,8 @@ def _measured_figure() -> str:
 
 
 def _pair(report: Report, point: Point) -> list[Bar]:
-    gpus = report.setup.split(",")[0]
     ratio = point.simulated / point.measured
     return [
-        Bar(label=f"{gpus}: {point.what}"[:54], parts=[point.measured], beside=1.0, highlighted=True),
-        Bar(label="   simulated", parts=[point.simulated], beside=ratio),
+        Bar(label=f"measured, {report.short}: {point.what}", parts=[point.measured], beside=1.0, highlighted=True),
+        Bar(label="simulated", parts=[point.simulated], beside=ratio),
     ]
