@@ -243,6 +243,25 @@ def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page,
     page.picture(f"overlay_subgraph_{renderer}")
 
 
+def test_a_run_that_begins_before_an_older_answer_comes_is_not_taken_for_lost(classic: Page) -> None:
+    held: list[Any] = []
+    classic.load()
+    classic.page.route("**/wanstream/runs", lambda route: held.append((route, route.fetch())))
+    classic.page.reload()
+    classic.page.wait_for_function(READY, timeout=WAIT_MS)
+    classic.load(steps=60)
+    classic.queue()
+    classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    assert held
+    for route, answer in held:
+        route.fulfill(response=answer)
+    classic.page.wait_for_timeout(500)
+    shown = classic.shown()
+    assert shown["ended"] == "false"
+    assert shown["line"].startswith("step ")
+    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+
+
 ALIVE = f"""import('/extensions/{PACK}/overlay/run_widget.mjs').then(module => module.RunWidget.prototype)"""
 
 

@@ -41,14 +41,14 @@ export function start(app, api) {
     name: "WanStream.Overlay",
     settings: [badgesSetting(showBadges)],
     bottomPanelTabs: [tableTab(table, store)],
-    async setup() {
+    setup() {
       addStyle()
       listen(api, store, renew)
       followCanvas(app, () => badges.follow(), refresh)
       store.subscribe(refresh)
       showBadges(app.extensionManager?.setting?.get(BADGES_SETTING) ?? true)
       setInterval(renew, RENEW_MS)
-      await catchUp(api, store)
+      catchUp(api, store) // the page need not wait for it
     },
     nodeCreated(node) {
       if (SHOWN_ON.includes(node.comfyClass)) attach(new RunWidget(node, page), widgets)
