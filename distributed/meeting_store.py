@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 0.05
 """How often a worker that waits looks whether somebody came, and whether it should still wait."""
+KEEPER_S = 1.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
@@ -45,7 +46,8 @@ class MeetingStore:
         from torch._C._distributed_c10d import PrefixStore  # not every torch is built with it
 
         self._meeting, self._ranks, self._should_end = meeting, ranks, should_end
-        self._deadline = time.monotonic() + meeting.timeout_s
+        # The keeper stays a little longer, so that the others can still see who is missing.
+        self._deadline = time.monotonic() + meeting.timeout_s + (KEEPER_S if meeting.rank == 0 else 0)
         self._place = f"{meeting.host}:{meeting.port}"
         if meeting.rank == 0:
             store = self._listening()
@@ -65,15 +67,17 @@ class MeetingStore:
 
     def exchange(self, mark: str, said: str) -> list[str]:
         """What every worker of the cell says; raises HungError where not all do."""
-        self.store.set(_key(mark, self._meeting.rank), said)
-        missing = self._wait_for(mark, self._deadline)
-        if missing:
-            at = f"{self._place} (generation {self._meeting.generation})"
-            raise HungError(
-                f"{worded(missing)} did not come to the meeting at {at} within {self._meeting.timeout_s:g} s: see what "
-                "they do, or raise timeout_s"
-            )
-        return [self.store.get(_key(mark, rank)).decode() for rank in self._ranks]
+        try:
+            self.store.set(_key(mark, self._meeting.rank), said)
+            missing = self._wait_for(mark, self._deadline)
+            if not missing:
+                return [self.store.get(_key(mark, rank)).decode() for rank in self._ranks]
+        except dist.DistError as err:
+            raise PeerLostError(f"the store at {self._place}, which rank 0 keeps, is gone ({err})") from err
+        raise HungError(
+            f"{worded(missing)} did not come to the meeting at {self._place} (generation {self._meeting.generation}) "
+            f"within {self._meeting.timeout_s:g} s: see what they do, or raise timeout_s"
+        )
 
     def _wait_for(self, mark: str, deadline: float) -> list[int]:
         """Those who have not left `mark` at the deadline."""

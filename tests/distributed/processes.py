@@ -61,7 +61,11 @@ class Source:
         ours, theirs = socket.socketpair()
         socket.send_fds(self._socket, [number.to_bytes(8, "little")], [theirs.fileno()])
         theirs.close()
-        return int.from_bytes(self._socket.recv(8), "little"), Connection(ours.detach())
+        pid = self._socket.recv(8)
+        if not pid:
+            ours.close()
+            raise ProcessGoneError("the process to fork from has ended: see what it wrote")
+        return int.from_bytes(pid, "little"), Connection(ours.detach())
 
     def close(self) -> None:
         self._popen.kill()
