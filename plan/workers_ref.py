@@ -13,6 +13,7 @@ LOCAL = "local"
 WeightHome = Literal["auto", "full", "sharded", "sharded in VRAM"]
 """Where the workers of a cell have their weights: all of them each, or 1/N each, which they gather block by block."""
 WHOLE_WEIGHTS: WeightHome = "full"
+SHARDED: WeightHome = "sharded"
 ON_DEVICE: WeightHome = "sharded in VRAM"
 WEIGHT_HOMES: tuple[WeightHome, ...] = ("auto", "full", "sharded", "sharded in VRAM")
 
