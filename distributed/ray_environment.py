@@ -20,7 +20,7 @@ from .ray_errors import RayMissingError
 
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for clusters; off, every port of Ray listens on loopback, on Linux too."""
-PREFIX = "RAY_"
+PREFIX, DEBUGGER = "RAY_", "PYTHONBREAKPOINT"
 TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Where a user says how Ray knows whom to trust."""
 
@@ -68,14 +68,18 @@ def settings(values: Mapping[str, str]) -> Iterator[None]:
 
     Ray leaves some of its own there, by which all that follows in this process would run with tokens.
     """
-    kept = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    kept = _of_ray()
     os.environ.update(values)
     try:
         yield
     finally:
-        for name in [name for name in os.environ if name.startswith(PREFIX) and name not in kept]:
+        for name in _of_ray().keys() - kept.keys():
             del os.environ[name]
         os.environ.update(kept)
+
+
+def _of_ray() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX) or name == DEBUGGER}
 
 
 @contextmanager

@@ -96,6 +96,8 @@ class RayWorkerHandle:
         if isinstance(error, self._ray.exceptions.RayTaskError):
             cause = error.cause
             return cause if isinstance(cause, Exception) else RuntimeError(str(error))
+        if isinstance(error, self._ray.exceptions.UnserializableException):
+            return RuntimeError(str(error))  # of a class that cannot be made again from its arguments
         return self._lost("it was ended from here" if self._killed else exit_words(str(error)))
 
     def _lost(self, how: str) -> WorkerLostError:

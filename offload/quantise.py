@@ -32,8 +32,11 @@ class NotFiniteError(ValueError):
     """A row holds NaN or an infinity. `row` counts from the first row that was given."""
 
     def __init__(self, row: int) -> None:
-        super().__init__(f"row {row} holds NaN or an infinity")
+        super().__init__(row)
         self.row = row
+
+    def __str__(self) -> str:
+        return f"row {self.row} holds NaN or an infinity"
 
 
 def work_memory(columns: int) -> torch.Tensor:

@@ -48,8 +48,11 @@ class CheckpointFileError(ValueError):
     """A file cannot be used as a checkpoint; the message names the file and the reason."""
 
     def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"{path}: {reason}")
+        super().__init__(path, reason)
         self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.args[1]}"
 
 
 class FileVersion(NamedTuple):

@@ -1,0 +1,38 @@
+"""Errors of this pack come out of another process as what they are."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from wanstream.distributed.peer_errors import HungError, PeerLostError
+from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.ray_errors import RaySetupError
+from wanstream.offload.quantise import NotFiniteError
+from wanstream.offload.safetensors_header import CheckpointFileError
+from wanstream.plan import OffloadPolicy
+from wanstream.sampling import Cancelled, NoRoomError, RequestError, SmallerPolicyError
+from wanstream.wan.stored import CheckpointError
+
+ERRORS = [
+    Cancelled(3, 5),
+    SmallerPolicyError("less", OffloadPolicy.layerwise(2)),
+    NoRoomError("no room"),
+    RequestError("no"),
+    CheckpointFileError(Path("/a"), "is gone"),
+    CheckpointError(Path("/a"), "is gone"),
+    NotFiniteError(7),
+    HungError("hangs"),
+    PeerLostError("lost"),
+    WorkerLostError("gone", 3),
+    RaySetupError("none"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_survives_its_way(error: Exception) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))

@@ -1,0 +1,251 @@
+"""Real workers behind a real Ray on this machine: they compute what one alone computes, die, and are replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.ray_errors import RaySetupError
+from wanstream.distributed.ray_pool import RayPool
+from wanstream.distributed.tasks import Meeting, RunTask, StepTold, WorkerFacts
+from wanstream.plan import ExpertsRef, Mesh, WorkersRef
+from wanstream.sampling import Cancelled, RequestError
+
+pytest.importorskip("ray")
+
+LIMIT_S = 120
+STORE_BYTES = 128 << 20
+LONG = {"steps": 1000, "switch_step": 500}
+"""Of a request that is still being computed when somebody ends it."""
+
+MakeTask = Callable[..., RunTask]
+MakeRef = Callable[..., ExpertsRef]
+Alone = Callable[[RunTask], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def untouched() -> tuple[dict[str, str], object]:
+    """The environment and the handler of SIGTERM before any worker was there."""
+    return dict(os.environ), signal.getsignal(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def pool(untouched: object) -> Iterator[RayPool]:
+    with RayPool(WorkersRef(count=2, threads=1), "cpu", store_bytes=STORE_BYTES) as pool:
+        yield pool
+
+
+def ignore(told: StepTold) -> None:
+    return
+
+
+def facts_of(pool: RayPool) -> list[WorkerFacts]:
+    return [worker.ask("facts").result(LIMIT_S) for worker in pool.workers]
+
+
+def meet(pool: RayPool, mesh: Mesh, generation: int) -> None:
+    port = pool.workers[0].ask("free_port").result(LIMIT_S)
+    meeting = {"mesh": mesh, "host": "127.0.0.1", "port": port, "generation": generation, "timeout_s": 60}
+    joining = [worker.ask("join", Meeting(rank=worker.rank, **meeting)) for worker in pool.workers]
+    for joined in joining:
+        joined.result(LIMIT_S)
+
+
+def leave(pool: RayPool) -> None:
+    for left in [worker.ask("leave") for worker in pool.workers]:
+        left.result(LIMIT_S)
+
+
+def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
+    facts = facts_of(pool)
+    assert len({each.pid for each in facts} | {os.getpid()}) == 3
+    assert [(each.address, each.device) for each in facts] == [("127.0.0.1", "cpu")] * 2
+    assert [worker.rank for worker in pool.workers] == [0, 1]
+    assert [each.missing for each in facts] == [(), ()]
+    asked = pool.workers[0].ask("facts", ["/", "/not there"]).result(LIMIT_S)
+    assert asked.missing == ("/not there",)
+
+
+def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+    meet(pool, Mesh(cfg=2), generation=1)
+    task, told = make_task(), list[StepTold]()
+    running = [worker.run(task, told.append) for worker in pool.workers]
+    ended = [run.result(LIMIT_S) for run in running]
+    assert torch.equal(ended[0].latents, alone(task))
+    assert ended[1].latents is None
+    assert sorted((step.rank, step.done) for step in told) == [(rank, done) for rank in (0, 1) for done in (1, 2, 3, 4)]
+    assert {step.rank for step in told if step.state is not None and step.denoised is not None} == {0}
+    velocity = task.request.noise.numel() * 4
+    assert [each.gathered_bytes for each in ended] == [4 * velocity] * 2
+    leave(pool)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_second_task_runs_what_it_says(
+    rank: int, pool: RayPool, make_task: MakeTask, experts_ref: MakeRef, alone: Alone
+) -> None:
+    worker = pool.workers[rank]
+    for task in (make_task(), make_task(seed=20), make_task(experts=experts_ref(high=2, low=1)), make_task(seed=20)):
+        assert torch.equal(worker.run(task, ignore).result(LIMIT_S).latents, alone(task))
+
+
+def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+    first, second = pool.workers
+    told: list[StepTold] = []
+    first.run(make_task(request={"solver": "unipc"}, until=2), told.append).result(LIMIT_S)
+    rest = make_task(request={"solver": "unipc"}, resume=told[-1].state)
+    whole = make_task(request={"solver": "unipc"})
+    assert torch.equal(second.run(rest, ignore).result(LIMIT_S).latents, alone(whole))
+
+
+def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+    worker, pids = pool.workers[0], []
+    task = make_task(request=LONG, wants_state=False)
+
+    def on_told(told: StepTold) -> None:
+        if told.done == 2:
+            pids.append(worker.ask("facts").result(LIMIT_S).pid)
+            worker.ask("stop", task.run_id).result(LIMIT_S)
+
+    with pytest.raises(Cancelled) as cancelled:
+        worker.run(task, on_told).result(LIMIT_S)
+    assert cancelled.value.step < LONG["steps"]
+    assert pids == [worker.started.facts.pid]
+    after = make_task()
+    assert torch.equal(worker.run(after, ignore).result(LIMIT_S).latents, alone(after))
+
+
+def test_errors_of_a_worker_come_out_as_they_are(pool: RayPool, make_task: MakeTask, tmp_path: Path) -> None:
+    worker = pool.workers[1]
+    gone = ExpertsRef(high_noise=tmp_path / "gone", low_noise=tmp_path / "gone")
+    with pytest.raises(ValueError, match="gone"):
+        worker.run(make_task(experts=gone), ignore).result(LIMIT_S)
+    with pytest.raises(RequestError, match="takes steps 0 to 4"):
+        worker.run(make_task(until=9), ignore).result(LIMIT_S)
+    with pytest.raises(AttributeError):
+        worker.ask("nonsense").result(LIMIT_S)
+
+
+def test_an_error_of_who_is_told_ends_the_run(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+    worker = pool.workers[1]
+    task = make_task(request=LONG, wants_state=False)
+    with pytest.raises(ZeroDivisionError):
+        worker.run(task, lambda told: 1 / 0).result(LIMIT_S)
+    after = make_task()
+    assert torch.equal(worker.run(after, ignore).result(LIMIT_S).latents, alone(after))
+
+
+def test_everything_listens_on_loopback(pool: RayPool) -> None:
+    meet(pool, Mesh(cfg=2), generation=2)
+    own = psutil.Process()
+    processes = [own, *own.children(recursive=True)]
+    listening = {
+        process.pid: [each.laddr.ip for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
+        for process in processes
+    }
+    names = {process.name() for process in processes}
+    assert {"gcs_server", "raylet"} <= names
+    pids = {each.pid for each in facts_of(pool)}
+    assert pids <= set(listening)
+    assert all(listening[pid] for pid in pids)
+    every = {ip for addresses in listening.values() for ip in addresses}
+    assert every <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    leave(pool)
+
+
+def test_the_user_finds_the_process_as_it_was(pool: RayPool, untouched: tuple[dict[str, str], object]) -> None:
+    environment, handler = untouched
+    kept = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    assert kept == {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> None:
+    with pytest.raises(RaySetupError, match="100 workers on CPUs, but Ray has slots for 32"):
+        RayPool(WorkersRef(count=100), "cpu")
+    with pytest.raises(RaySetupError, match="2 workers, but Ray has 0 GPUs"):
+        RayPool(WorkersRef(count=2), "cuda")
+    with pytest.raises(RaySetupError, match=r"at local, and can have others at 127\.0\.0\.1:6379 only when"):
+        RayPool(WorkersRef(count=2, address="127.0.0.1:6379"))
+    assert pool.workers[0].run(make_task(), ignore).result(LIMIT_S).sigma == 0
+
+
+def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+    worker, other = pool.workers
+    pid = worker.started.facts.pid
+
+    def on_told(told: StepTold) -> None:
+        if told.done == 2:
+            os.kill(pid, signal.SIGKILL)
+
+    task = make_task(request=LONG, wants_state=False)
+    with pytest.raises(WorkerLostError, match=rf"worker 0 \(process {pid} on .*, cpu\) is gone: .+") as lost:
+        worker.run(task, on_told).result(LIMIT_S)
+    assert lost.value.rank == 0
+    with pytest.raises(WorkerLostError):
+        worker.ask("facts").result(LIMIT_S)
+    with pytest.raises(WorkerLostError):
+        worker.run(make_task(), ignore).result(LIMIT_S)
+    again = pool.replace(0)
+    assert pool.workers == (again, other)
+    assert again.started.facts.pid not in (pid, other.started.facts.pid)
+    meet(pool, Mesh(cfg=2), generation=3)
+    task = make_task()
+    running = [each.run(task, ignore) for each in pool.workers]
+    assert torch.equal(running[0].result(LIMIT_S).latents, alone(task))
+    running[1].result(LIMIT_S)
+    leave(pool)
+
+
+def test_a_lost_worker_leaves_the_end_of_its_log(pool: RayPool) -> None:
+    worker = pool.workers[1]
+    process = psutil.Process(worker.started.facts.pid)
+    os.kill(process.pid, signal.SIGSEGV)
+    process.wait(LIMIT_S)
+    with pytest.raises(WorkerLostError, match="Fatal Python error: Segmentation fault"):
+        worker.ask("facts").result(LIMIT_S)
+    assert "Fatal Python error" in worker.log_tail()
+    assert ":actor_name:" not in worker.log_tail()
+    worker.kill()
+    worker.kill()
+    with pytest.raises(WorkerLostError, match="it was ended from here"):
+        worker.ask("facts").result(LIMIT_S)
+    assert pool.replace(1).ask("facts").result(LIMIT_S).pid != process.pid
+
+
+def test_killing_ends_the_process_in_the_middle_of_a_run(pool: RayPool, make_task: MakeTask) -> None:
+    worker = pool.workers[0]
+    process = psutil.Process(worker.started.facts.pid)
+    task = make_task(request=LONG, wants_state=False)
+    run = worker.run(task, lambda told: worker.kill())
+    with pytest.raises(WorkerLostError, match="it was ended from here"):
+        run.result(LIMIT_S)
+    process.wait(LIMIT_S)
+    with pytest.raises(WorkerLostError):
+        worker.run(make_task(), ignore).result(LIMIT_S)
+    pool.replace(0)
+
+
+def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> None:
+    own = psutil.Process()
+    children = own.children(recursive=True)
+    folders = {Path(log).parents[2] for worker in pool.workers for log in worker.started.logs}
+    assert folders
+    runs = [worker.run(make_task(request=LONG), ignore) for worker in pool.workers]
+    pool.close()
+    assert not wait(runs, timeout=LIMIT_S).not_done
+    assert all(isinstance(run.exception(), WorkerLostError) for run in runs)
+    _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
+    assert [process for process in alive if "ray" in " ".join(process.cmdline())] == []
+    assert not [folder for folder in folders if folder.exists()]
+    with pytest.raises(WorkerLostError):
+        pool.workers[0].ask("facts").result(LIMIT_S)
+    pool.close()
