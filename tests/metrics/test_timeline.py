@@ -142,6 +142,26 @@ def test_the_cost_of_measuring_is_counted() -> None:
     assert recorder.timeline().measuring_s > 5.0
 
 
+def test_a_later_step_takes_nothing_from_what_was_counted() -> None:
+    """A step with very many marks, and one with none."""
+    recorder = Recorder(CPU)
+    with recorder.step(0, "high"):
+        for block in range(20_000):
+            recorder.visit(block, 0.0, 0.0, 0.0, 0.0)
+    marked = recorder.timeline().measuring_s
+    with recorder.step(1, "high"):
+        pass
+    assert recorder.timeline().measuring_s > marked
+
+
+def test_bytes_read_ahead_are_those_of_every_run_of_the_engine() -> None:
+    """A run that gets fewer buffers on its way goes on in another run of the engine."""
+    recorder = Recorder(CPU)
+    for ahead_bytes in (5, 7):
+        recorder.run_ended(ahead_bytes=ahead_bytes, spent_s=0.0)
+    assert recorder.timeline().ahead_bytes == 12
+
+
 def test_pinned_bytes_are_those_of_the_run_that_goes_on() -> None:
     recorder = Recorder(CPU)
     take_step(recorder)
