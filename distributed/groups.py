@@ -191,7 +191,11 @@ class Groups:
         self._connections = connections_of(before, partial(store.exchange, "listens"))
 
     def _told(self, doing: str, error: RuntimeError) -> HungError | PeerLostError:
-        """The error to raise, with those who give no sign of life; everybody who was let down leaves one."""
+        """The error to raise, with those who give no sign of life; everybody who was let down leaves one.
+
+        Who waits for this worker is let down first, and need not wait for as long.
+        """
+        shut_down(self._connections)
         missing = None if self._store is None else self._store.missing("let down", ASK_S)
         if missing is None:
             who = "rank 0, which keeps the store, is gone"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import socket
-from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers.models import attention_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream.distributed.groups import meet
@@ -48,7 +46,8 @@ def job_meet(here: SimpleNamespace, every: list[Meeting]) -> int:
 
 
 def job_leave(here: SimpleNamespace) -> None:
-    here.groups.leave()
+    if hasattr(here, "groups"):
+        here.groups.leave()
 
 
 class Crossed(TorchDispatchMode):
@@ -119,9 +118,89 @@ def job_run_until(
     raise AssertionError("the run was not stopped")
 
 
-def with_loras(experts: ExpertsRef, loras: Any) -> ExpertsRef:
-    return replace(experts, loras=loras)
+def job_use_attention_with_lse(here: SimpleNamespace) -> None:
+    """Attention on a CPU that a ring can put together: diffusers' own gives no log-sum-exp there."""
+    registry = attention_dispatch._AttentionBackendRegistry
+    name = attention_dispatch.AttentionBackendName._NATIVE_FLASH
+    registry.register(name, constraints=[], supports_context_parallel=True)(attention_with_lse)
+    registry.set_active_backend(name)
 
 
-Run = Callable[..., Any]
-KILL, STOP, GO_ON = signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT
+def job_use_own_attention(here: SimpleNamespace) -> None:
+    attention_dispatch._AttentionBackendRegistry.set_active_backend(attention_dispatch.AttentionBackendName.NATIVE)
+
+
+def attention_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> torch.Tensor:
+    """See diffusers' backends: [B, S, heads, D] each."""
+    if _parallel_config is None:
+        return attended(query, key, value)[0]
+    return attention_dispatch._templated_context_parallel_attention(
+        query,
+        key,
+        value,
+        forward_op=lambda ctx, query, key, value, *rest, **named: attended(query, key, value),
+        backward_op=None,
+        _parallel_config=_parallel_config,
+    )
+
+
+def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and the log-sum-exp [B, S, heads] of its scores."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) / query.shape[-1] ** 0.5
+    lse = scores.logsumexp(-1)
+    result = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), value.float())
+    return result.to(query.dtype), lse.transpose(1, 2)
+
+
+def job_attach_and_detach(
+    here: SimpleNamespace, experts: ExpertsRef, policy: OffloadPolicy
+) -> tuple[list[str], list[str]]:
+    """What of the models is not as it was while their tokens are shared, and afterwards."""
+    here.experts = getattr(here, "experts", None) or ExpertsRegistry()
+    engine = here.experts.get(experts).engine(policy, torch.device("cpu"))
+    before = everything_of(engine)
+    with here.groups.split().attached(engine):
+        inside = everything_of(engine)
+    after = everything_of(engine)
+    return differing(before, inside), differing(before, after)
+
+
+def everything_of(engine: Any) -> dict[str, dict[str, Any]]:
+    """What every module and every processor has of its own."""
+    modules = {f"{e} {name}": m for e, model in engine.models.items() for name, m in model.named_modules()}
+    processors = {f"{name} processor": m.processor for name, m in modules.items() if hasattr(m, "processor")}
+    return {name: shallow(vars(each)) for name, each in {**modules, **processors}.items()}
+
+
+def shallow(own: dict[str, Any]) -> dict[str, Any]:
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in own.items()}
+
+
+def differing(one: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [
+        f"{thing}: {name}"
+        for thing in one
+        for name in sorted(one[thing].keys() | other[thing].keys())
+        if not same(one[thing].get(name, missing), other[thing].get(name, missing))
+    ]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether nothing was put there or taken away: the same things, however they compare."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+    return one is other or (isinstance(one, int | str | float | tuple) and one == other)
+
+
+missing = object()

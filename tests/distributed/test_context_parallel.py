@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import ExpertsRef, OffloadPolicy
-from wanstream.plan.mesh import Mesh
+from wanstream.cli.sample_loras import make_lora, save_lora
+from wanstream.distributed.attention_backends import backend_for
+from wanstream.distributed.peer_errors import HungError, PeerLostError
+from wanstream.plan import ExpertsRef, LoraRef, OffloadPolicy
+from wanstream.plan.mesh import Mesh, MeshError
 from wanstream.sampling import DenoiseRequest
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
@@ -72,17 +76,181 @@ def test_ulysses_gives_what_one_worker_gives(
     meet: Any,
     wide: Callable[..., ExpertsRef],
     ask: Callable[..., DenoiseRequest],
-    record_property: Callable[[str, object], None],
 ) -> None:
     meet(mesh)
     given = wide(), ask(), policy
     alone = processes[0].start(split_jobs.job_run_alone, *given).result()
     told = processes.all(split_jobs.job_run, *given, count=mesh.size)
-    figure = difference(told[0]["latents"], alone)
-    record_property("difference", figure)
-    assert figure <= SAME
+    assert difference(told[0]["latents"], alone) <= SAME
     for worker in told:
         assert torch.equal(worker["latents"], told[0]["latents"])
         assert worker["gathered"] == worker["crossed"] > 0
     again = processes[0].start(split_jobs.job_run_alone, *given).result()
     assert torch.equal(again, alone)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
+def test_images_and_loras_on_shared_tokens(
+    mesh: Mesh,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+    make_tiny_expert: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    meet(mesh)
+    loras = []
+    for seed in (1, 2):
+        path = tmp_path / f"{seed}.safetensors"
+        save_lora(make_lora(make_tiny_expert(heads=4, in_channels=36), seed=seed), path, dtype=torch.float32)
+        loras.append(LoraRef(high_noise=path, low_noise=path, strength_high=0.5 * seed))
+    experts = wide(in_channels=36)
+    image = torch.randn(1, 20, 2, 8, 12, generator=torch.Generator().manual_seed(21))
+    request = ask(shape=(2, 16, 2, 8, 12), image_condition=image, solver="unipc")
+    plain = processes[0].start(split_jobs.job_run_alone, experts, request, SWAP).result()
+    given = replace(experts, loras=tuple(loras)), request, SWAP
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
+        assert difference(worker["latents"], alone) <= SAME
+    assert difference(plain, alone) > 1e-3
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ring=2)], ids=str)
+def test_a_ring_gives_what_one_worker_gives(
+    mesh: Mesh,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    meet(mesh)
+    given = wide(), ask(), LAYERWISE
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    processes.all(split_jobs.job_use_attention_with_lse, count=mesh.size)
+    try:
+        told = processes.all(split_jobs.job_run, *given, count=mesh.size)
+    finally:
+        processes.all(split_jobs.job_use_own_attention, count=mesh.size)
+    for worker in told:
+        assert torch.equal(worker["latents"], told[0]["latents"])
+        assert difference(worker["latents"], alone) <= 2 * SAME
+        assert worker["gathered"] == worker["crossed"] > 0
+
+
+def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    mesh = Mesh(ring=2)
+    meet(mesh)
+    given = wide(dtype=torch.bfloat16), ask(), LAYERWISE
+    exact = processes[0].start(split_jobs.job_run_alone, wide(), *given[1:]).result()
+    processes.all(split_jobs.job_use_attention_with_lse, count=2)
+    try:
+        alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+        told = processes.all(split_jobs.job_run, *given, count=2)
+    finally:
+        processes.all(split_jobs.job_use_own_attention, count=2)
+    of_ring, of_one = (difference(each, exact) for each in (told[0]["latents"], alone))
+    assert of_ring <= 1.5 * of_one
+
+
+@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=str)
+def test_the_models_are_as_they_were(
+    mesh: Mesh, policy: OffloadPolicy, processes: Any, split_jobs: Any, meet: Any, wide: Callable[..., ExpertsRef]
+) -> None:
+    meet(mesh)
+    processes.all(split_jobs.job_use_attention_with_lse, count=2)
+    try:
+        told = processes.all(split_jobs.job_attach_and_detach, wide(), policy, count=2)
+    finally:
+        processes.all(split_jobs.job_use_own_attention, count=2)
+    for inside, after in told:
+        assert after == []
+        for changed in ("high rope: forward", "low blocks.0: forward", "low proj_out: forward"):
+            assert changed in inside
+        assert "high blocks.3.attn1 processor: _parallel_config" in inside
+        assert not [each for each in inside if "attn2" in each]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "heads", "said"),
+    [
+        (Mesh(ulysses=2), (1, 16, 1, 6, 6), 4, "ulysses 2 cannot share out 9 tokens evenly"),
+        (Mesh(ulysses=2), (1, 16, 2, 8, 12), 1, "ulysses 2 cannot share out 1 heads evenly"),
+        (Mesh(ring=2), (1, 16, 2, 8, 12), 4, "'native' gives no log-sum-exp on cpu in float32"),
+    ],
+    ids=["tokens", "heads", "ring"],
+)
+def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    heads: int,
+    said: str,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    tiny_expert_folder: Callable[..., Path],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    meet(mesh)
+    high, low = (tiny_expert_folder(seed=seed, heads=heads) for seed in (1, 2))
+    given = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32"), ask(shape=shape), LAYERWISE
+    for process in processes[:2]:
+        process.start(split_jobs.job_run, *given)
+    for process in processes[:2]:
+        with pytest.raises(MeshError, match=said):
+            process.receive(60)
+    assert processes[0].start(split_jobs.job_run_alone, *given).result().isfinite().all()
+
+
+def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
+    cpu, cuda, half = torch.device("cpu"), torch.device("cuda:0"), torch.bfloat16
+    assert backend_for(None, ring=1, ulysses=2, device=cpu, dtype=torch.float32) is None
+    assert backend_for(None, ring=2, ulysses=2, device=cuda, dtype=half) == "_native_flash"
+    assert backend_for("_native_cudnn", ring=2, ulysses=1, device=cuda, dtype=half) == "_native_cudnn"
+    with pytest.raises(MeshError, match="use ulysses 4 instead, or bf16 on a GPU"):
+        backend_for(None, ring=2, ulysses=2, device=cuda, dtype=torch.float32)
+    with pytest.raises(MeshError, match="'xformers' cannot be shared by workers; choose one of"):
+        backend_for("xformers", ring=1, ulysses=2, device=cuda, dtype=half)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2, ulysses=2)], ids=str)
+def test_a_wish_of_one_stops_all_before_the_same_block(
+    mesh: Mesh, processes: Any, split_jobs: Any, meet: Any, wide: Callable[..., ExpertsRef], ask: Callable[..., Any]
+) -> None:
+    meet(mesh)
+    given = wide(), ask(), LAYERWISE
+    stopped = processes.all(split_jobs.job_run_until, *given, {1: 9}, None, count=mesh.size)
+    assert stopped == [(2, 1)] * mesh.size
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
+        assert difference(worker["latents"], alone) <= SAME
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["lost", "hanging"])
+def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
+    sent: int, processes: Any, split_jobs: Any, meet: Any, wide: Callable[..., ExpertsRef], ask: Callable[..., Any]
+) -> None:
+    mesh = Mesh(cfg=2, ulysses=2)
+    meet(mesh, timeout_s=3.0)
+    given = wide(), ask(), LAYERWISE
+    answers = [process.start(split_jobs.job_run_until, *given, {3: 6}, sent) for process in processes[:4]]
+    try:
+        for answer in answers[:3]:
+            with pytest.raises((PeerLostError, HungError), match="no sign of rank 3 within"):
+                answer.result()
+    finally:
+        processes.replace(3)
+    processes.all(split_jobs.job_leave, count=4)
+    meet(mesh)
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    for worker in processes.all(split_jobs.job_run, *given, count=4):
+        assert difference(worker["latents"], alone) <= SAME
