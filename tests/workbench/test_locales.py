@@ -28,6 +28,7 @@ NAMES = english_names(NODES)
 ENGLISH, CHINESE = read_locale(LOCALES / "en") | {"nodeDefs": NAMES}, read_locale(LOCALES / "zh")
 MADE_FROM = read(LOCALES / "zh" / "made_from.json")
 PAGE = (LOCALES.parent / "web" / "overlay" / "page.mjs").read_text(encoding="utf-8")
+WORDS = (LOCALES.parent / "web" / "overlay" / "words.mjs").read_text(encoding="utf-8")
 
 # What is called the same in Chinese, or only by letters.
 SAME = {"VAE", "Latent", "Sigmas"}
@@ -82,7 +83,9 @@ def test_the_english_locale_has_what_the_page_registers() -> None:
     """ComfyUI looks for the texts of a setting and of the command that shows a panel under their ids."""
     ids = re.findall(r"""^const \w+_SETTING = "(.+)\"""", PAGE, re.MULTILINE)
     assert [*ENGLISH["settings"]] == [name.replace(".", "_") for name in ids]
-    (tab, title) = re.findall(r"""id: "([\w-]+)",\n +title: "(.+)\"""", PAGE)[0]
+    (tab,) = re.findall(r"""id: "([\w-]+)",\n +get title\(\)""", PAGE)
+    title, translated = re.findall(r"""^ +tab: "(.+)\"""", WORDS, re.MULTILINE)
+    assert translated in CHINESE["commands"][f"Workspace_ToggleBottomPanelTab_{tab}"]["label"]
     label = f"Toggle {title} Bottom Panel"
     assert ENGLISH["commands"] == {f"Workspace_ToggleBottomPanelTab_{tab}": {"label": label}}
     said = [text for setting in ENGLISH["settings"].values() for text in setting.values()]
