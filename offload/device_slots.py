@@ -79,6 +79,9 @@ class DeviceSlots:
         self._slots.pop(slot, None)
         return 0
 
+    def rest(self) -> None:
+        """Nothing is shared."""
+
     def close(self) -> None:
         """Free every slot and the piece of host memory. The slots can be filled again."""
         self._slots.clear()

@@ -46,6 +46,8 @@ class SlotMemory(Protocol):
 
     def drop(self, slot: int) -> int: ...
 
+    def rest(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -139,6 +141,11 @@ class HostSlots:
         if self._locked is not None:
             self._locked.remove(held.memory)
         return 0 if held.shared else in_pages(held.memory.numel())
+
+    def rest(self) -> None:
+        """No slot is in use: give up what ranks share, until the next `fill`."""
+        if self._shared is not None and not self._slots:
+            self._shared.rest()
 
     def close(self) -> None:
         """Unlock and unmap every slot. The slots can be filled again; shared memory belongs to whoever made it."""

@@ -128,6 +128,8 @@ class RamSlots:
         for index, slot in enumerate(slots):
             slot.index = index
         self._slots, self._homes = tuple(slots), homes
+        if not (homes.residency.permanent and homes.slots):
+            self._homes_memory.rest()
 
     def fill(self, slot: RamSlot, key: BlockKey, meter: ReadMeter | None = None) -> ReadSpan | None:
         """Read a block into a slot that nobody uses (read thread); waits for the copy that is still to leave it.

@@ -54,19 +54,14 @@ class SharedSegment:
             self._places[key] = range(end, end + nbytes)
             end += in_pages(nbytes)
         self._indexes = {key: index for index, key in enumerate(sizes)}
-        folder = folder or (SHM if SHM.is_dir() else Path(tempfile.gettempdir()))
+        folder = folder or _usual_folder()
         self.path = folder / f"{_prefix()}{_digest(identity, sizes)}"
-        try:
-            _sweep(folder, but=self.path)
-            lock = _opened(self.path, end)
-            mapping = _mapped(self.path, lock, end)
-        except OSError as err:
-            raise SourceError(f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {ALONE}") from err
-        with torch.inference_mode(False):
-            self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._lock = lock
+        self._nbytes = end
+        self._closed = False
         self._filled_here: set[BlockKey] = set()
-        self._leave = weakref.finalize(self, _leave, self.path, lock, os.getpid())
+        self._leave: weakref.finalize[..., SharedSegment] | None = None
+        self._memory: torch.Tensor
+        self._open()
 
     def __contains__(self, key: object) -> bool:
         """Whether the block has a place here."""
@@ -75,8 +70,9 @@ class SharedSegment:
     @property
     def filled_bytes(self) -> int:
         """Bytes of the blocks that some rank has filled so far."""
-        if not self._leave.alive:
+        if self._closed:
             return 0
+        self._open()
         marks = host_bytes(self._memory)[: len(self._places)]
         return sum(len(place) for place, mark in zip(self._places.values(), marks, strict=True) if mark)
 
@@ -88,8 +84,9 @@ class SharedSegment:
         Raises:
             SourceError: there is no room, the segment was closed, or `read` raised it; the next caller tries again.
         """
-        if not self._leave.alive:
+        if self._closed:
             raise SourceError(f"{self.path}: block {key.block} of {key.expert!r}: the segment was closed")
+        self._open()
         place = self._places[key]
         memory = self._memory[place.start : place.stop]
         if key not in self._filled_here:
@@ -104,10 +101,32 @@ class SharedSegment:
             self._filled_here.add(key)
         return memory
 
-    def close(self) -> None:
-        """Let go; the last one to do so removes the segment. Blocks stay readable for who still holds one."""
+    def rest(self) -> None:
+        """Let go until the next `fill`; as with `close`, the last one to do so removes the segment."""
+        assert self._leave is not None, "it was opened when it was made"
         self._leave()
         self._memory = self._memory[:0].clone()
+        self._filled_here.clear()
+
+    def close(self) -> None:
+        """Let go; the last one to do so removes the segment. Blocks stay readable for who still holds one."""
+        self.rest()
+        self._closed = True
+
+    def _open(self) -> None:
+        """Be a user of the segment, if this one is not already."""
+        if self._leave is not None and self._leave.alive:
+            return
+        try:
+            sweep(self.path.parent, but=self.path)
+            lock = _opened(self.path, self._nbytes)
+            mapping = _mapped(self.path, lock, self._nbytes)
+        except OSError as err:
+            raise SourceError(f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {ALONE}") from err
+        with torch.inference_mode(False):
+            self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._lock = lock
+        self._leave = weakref.finalize(self, _leave, self.path, lock, os.getpid())
 
     def _lock_of(self, key: BlockKey) -> FileLock:
         try:
@@ -172,8 +191,9 @@ def _leave(place: Path, lock: FileLock, user: int) -> None:
         lock.close()
 
 
-def _sweep(folder: Path, *, but: Path) -> None:
-    """Remove the segments of this user that nobody uses."""
+def sweep(folder: Path | None = None, *, but: Path | None = None) -> None:
+    """Remove the segments of this user that nobody uses, as those of ranks that were all killed at once."""
+    folder = folder or _usual_folder()
     for place in folder.glob(f"{_prefix()}*"):
         if place == but:
             continue
@@ -184,6 +204,10 @@ def _sweep(folder: Path, *, but: Path) -> None:
         if lock.try_exclude():
             shutil.rmtree(place, ignore_errors=True)
         lock.close()
+
+
+def _usual_folder() -> Path:
+    return SHM if SHM.is_dir() else Path(tempfile.gettempdir())
 
 
 def _prefix() -> str:

@@ -1,0 +1,141 @@
+"""Four workers of one machine with whole weights take little more host memory than one: RAM holds them once."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from wanstream.cli.sample_weights import ExpertShape, expert_config
+from wanstream.distributed.tasks import RunTask
+from wanstream.distributed.worker import Worker
+from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.wan.checkpoint import open_expert
+
+log = logging.getLogger(__name__)
+RANKS = 4
+MOST = 1.15
+SHAPE = ExpertShape(layers=128, heads=4, ffn_dim=2048)
+PINNED, FILE = OffloadPolicy.layerwise(1, source="pinned"), OffloadPolicy.layerwise(1)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system tells no PSS"),
+]
+
+
+def pss() -> int:
+    """Bytes of this process, of what it shares its part."""
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+
+
+def job_begin(here: SimpleNamespace) -> None:
+    here.worker = Worker("cpu", threads=1)
+    pss()
+
+
+def job_own(here: SimpleNamespace) -> None:
+    """What the process takes by itself, with everything imported."""
+    here.own = pss()
+
+
+def job_run(here: SimpleNamespace, task: RunTask) -> torch.Tensor:
+    return here.worker.run(task, lambda told: None).latents
+
+
+def job_taken(here: SimpleNamespace) -> int:
+    return pss() - here.own
+
+
+def job_close(here: SimpleNamespace) -> None:
+    here.worker.close()
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> ExpertsRef:
+    """Two experts of more than 1 GB each, all zeros: files with holes, which take no place on the disk."""
+    high, low = (_write_zeros(tmp_path_factory.mktemp("expert")) for _ in range(2))
+    for folder in (high, low):
+        weights = open_expert(folder).weights
+        assert sum(tensor.nbytes for tensor in weights.values()) > 10**9
+    return ExpertsRef(high_noise=high, low_noise=low)
+
+
+@pytest.fixture(scope="module")
+def begun(processes: Any) -> Iterator[Any]:
+    """Fresh processes that have imported everything and opened nothing."""
+    processes.at_least(RANKS)
+    for number in range(RANKS):
+        processes.replace(number)
+    processes.all(job_begin, count=RANKS)
+    processes.all(job_own, count=RANKS)
+    yield processes
+    processes.all(job_close, count=RANKS)
+    for number in range(RANKS):
+        processes.replace(number)
+
+
+def test_ranks_of_one_machine_hold_one_copy(begun: Any, experts: ExpertsRef, make_task: Callable[..., RunTask]) -> None:
+    for policy in (PINNED, FILE):
+        # What streams from files lies in the page cache, which no process is charged for.
+        def cached(policy: OffloadPolicy = policy) -> int:
+            return cached_bytes(experts) if policy is FILE else 0
+
+        task = make_task(experts=experts, policy=policy, request={"steps": 2, "switch_step": 1, "guidance": (1.0, 1.0)})
+        first = begun[0].start(job_run, task).result()
+        one = begun[0].start(job_taken).result() + cached()
+        others = [begun[number].start(job_run, task) for number in range(1, RANKS)]
+        assert all(torch.equal(other.result(), first) for other in others)
+        taken = begun.all(job_taken, count=RANKS)
+        every = sum(taken) + cached()
+        told = f"{policy.source}: one rank {one / 1e6:.0f} MB, {RANKS} ranks {every / 1e6:.0f} MB, PSS {taken}"
+        log.info(told)
+        assert one > 2 * 10**9, told
+        assert every <= MOST * one, told
+
+
+def cached_bytes(experts: ExpertsRef) -> int:
+    """Bytes of the experts' files in the page cache."""
+    assert experts.low_noise is not None
+    files = [*experts.high_noise.glob("*.safetensors"), *experts.low_noise.glob("*.safetensors")]
+    return sum(_cached(file) for file in files)
+
+
+def _cached(file: Path) -> int:
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapping:
+        pages = -(-len(mapping) // mmap.PAGESIZE)
+        seen = (ctypes.c_ubyte * pages)()
+        start = ctypes.c_ubyte.from_buffer(mapping)
+        libc = ctypes.CDLL(None, use_errno=True)
+        refused = libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapping)), seen)
+        del start
+        assert not refused, "the system does not tell what is cached"
+        return sum(page & 1 for page in bytes(seen)) * mmap.PAGESIZE
+
+
+def _write_zeros(folder: Path) -> Path:
+    with torch.device("meta"):
+        model = WanTransformer3DModel(**expert_config(SHAPE))
+    model.save_config(folder)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in model.state_dict().items():
+        start, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "diffusion_pytorch_model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
