@@ -35,7 +35,7 @@ class ReportFiles:
 
     def keep(self, report: Report) -> None:
         """Write what is known so far, in place of what was known before."""
-        self._write(".json", json_document(report).encode())
+        self._write(".json", _bytes(json_document(report)))
         self._kept = report
 
     def finish(self, report: Report) -> Image.Image:
@@ -45,8 +45,8 @@ class ReportFiles:
         pixels = io.BytesIO()
         chart.save(pixels, "PNG")
         self.keep(report)
-        self._write(".csv", csv_document(report).encode())
-        self._write(".html", html_document(report, drawing.svg()).encode())
+        self._write(".csv", _bytes(csv_document(report)))
+        self._write(".html", _bytes(html_document(report, drawing.svg())))
         self._write(".png", pixels.getvalue())
         return chart
 
@@ -89,3 +89,8 @@ class ReportFiles:
         if written.exists():
             return f"All runs before are in {written}: make room on the disk and queue again for the rest"
         return "Nothing was written: make room on the disk and queue again"
+
+
+def _bytes(text: str) -> bytes:
+    """UTF-8; what has no place in it, as in names of files that are in another encoding, becomes a question mark."""
+    return text.encode(errors="replace")

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ def test_the_last_report_takes_the_place_of_the_one_before(tmp_path: Path) -> No
     assert place.picture() == {"filename": "a_00001_.png", "subfolder": "sub", "type": "output"}
     assert place.traces() == tmp_path / "a_00001_traces"
     assert not place.traces().exists()
+
+
+def test_a_file_name_in_another_encoding_spoils_no_report(tmp_path: Path) -> None:
+    """As Linux gives them: a byte that is no UTF-8 is half of a character."""
+    (variant,) = report(3).variants
+    named = replace(variant, name="caf\udce9", settings={"Experts": "caf\udce9.safetensors"})
+    files(tmp_path).finish(replace(report(3), variants=(named,)))
+    assert "caf?.safetensors" in (tmp_path / "a_00001_.html").read_text(encoding="utf-8")
+    assert "caf?" in (tmp_path / "a_00001_.csv").read_text(encoding="utf-8")
 
 
 def test_what_a_stopped_benchmark_has_measured_is_left_in_all_files(tmp_path: Path) -> None:
