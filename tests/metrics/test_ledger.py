@@ -74,3 +74,19 @@ def test_a_queue_item_has_one_ledger_and_the_last_ones_are_kept() -> None:
     for number in range(KEPT_LEDGERS):
         ledgers.of(f"later {number}")
     assert ledgers.of("0").phases() == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_phase_ends_when_the_device_has_done_its_work() -> None:
+    """Nobody else waits: the host has given the work to the device and leaves the phase."""
+    ledger = Ledger()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    with ledger.phase("decode", torch.device("cuda", 0)):
+        began.record()
+        torch.cuda._sleep(50_000_000)
+        ended.record()
+    (phase,) = ledger.phases()
+    assert began.elapsed_time(ended) > 5, "milliseconds"
+    assert phase.wall_s >= began.elapsed_time(ended) / 1000 * 0.98
