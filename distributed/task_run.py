@@ -39,8 +39,8 @@ class TaskPhase(Enum):
 
 
 def silence_limit(timeout_s: float, slowest_s: float | None) -> float:
-    """After how many seconds without a word of any worker a cell counts as hung."""
-    return SLOWER * timeout_s if slowest_s is None else timeout_s + SLOWER * slowest_s
+    """After how many seconds without a word of any worker a cell counts as hung; later than its workers say so."""
+    return SLOWER * timeout_s if slowest_s is None else 2 * timeout_s + SLOWER * slowest_s
 
 
 class TaskRun:

@@ -99,6 +99,12 @@ def fakes() -> ModuleType:
     return _neighbour("fake_pool")
 
 
+@pytest.fixture(scope="session")
+def process_pools() -> ModuleType:
+    """`ProcessPool` of `process_pool.py`."""
+    return _neighbour("process_pool")
+
+
 def _neighbour(name: str) -> ModuleType:
     """A file beside this one that is no test; pytest's importlib mode has no folder to import it from."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))

@@ -1,0 +1,224 @@
+"""A pool of real workers in the processes of `processes.py`, without Ray: what the driver asks travels by a socket."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Client, Connection, Listener
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.tasks import RunEnded, RunTask, StepTold
+from wanstream.distributed.work_thread import WorkThread, on_own_thread
+from wanstream.distributed.worker import Worker
+from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.wan import ExpertPair
+from wanstream.wan.expert_engine import ExpertEngine
+from wanstream.wan.registry import ExpertsRegistry, open_pair
+
+WAIT_S = 60.0
+
+Processes = Any
+"""Of `processes.py`."""
+
+
+class ShortPair:
+    """Passes on to a pair; memory is short at one use of a block, counted from the first."""
+
+    def __init__(self, pair: ExpertPair, short_at: int) -> None:
+        self._pair, self._short_at, self._uses = pair, short_at, itertools.count()
+        self._hooked: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pair, name)
+
+    def engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine:
+        engine = self._pair.engine(policy, device)
+        for block in (block for blocks in engine.models.blocks.values() for block in blocks):
+            if id(block) not in self._hooked:
+                self._hooked.add(id(block))
+                block.register_forward_pre_hook(self._use)
+        return engine
+
+    def _use(self, block: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        if next(self._uses) == self._short_at:
+            raise torch.OutOfMemoryError("out of memory, as the test wants it")
+
+
+def serve(here: SimpleNamespace, address: str, key: bytes, rank: int, short_at: int | None) -> None:
+    """What a process does: a worker's calls, one thread each and one for its runs, until the driver hangs up."""
+
+    def opened(ref: ExpertsRef) -> Any:
+        pair = open_pair(ref)
+        return pair if short_at is None else ShortPair(pair, short_at)
+
+    worker, lock, runs = Worker("cpu", threads=1, experts=ExpertsRegistry(opened)), threading.Lock(), WorkThread("runs")
+    with Client(address, authkey=key) as connection:
+
+        def tell(number: int, kind: str, value: Any) -> None:
+            with lock:
+                connection.send_bytes(pickle.dumps((number, kind, value)))
+
+        def answer(number: int, done: Future[Any]) -> None:
+            error = done.exception()
+            tell(number, "value" if error is None else "error", done.result() if error is None else error)
+
+        tell(rank, "here", None)
+        while True:
+            number, method, args = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own test
+            if number < 0:
+                tell(number, "bye", None)
+                break
+            if method == "run":
+                done = runs.submit(worker.run, *args, partial(tell, number, "told"))
+            else:
+                done = on_own_thread("ask", getattr(worker, method), *args)
+            done.add_done_callback(partial(answer, number))
+    runs.close()
+    worker.close()
+
+
+class ProcessWorker:
+    """See `WorkerHandle`."""
+
+    def __init__(self, rank: int, process: Any, connection: Connection) -> None:
+        self._rank, self._process, self._connection = rank, process, connection
+        self.pid: int = process.pid
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._waiting: dict[int, tuple[Future[Any], Callable[[StepTold], None] | None]] = {}
+        self._gone = False
+        self._lost_one = True
+        self._listening = threading.Thread(target=self._listen, name=f"process {rank}", daemon=True)
+        self._listening.start()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def ask(self, method: str, *args: Any) -> Future[Any]:
+        return self._send(method, args, None)
+
+    def run(self, task: RunTask, on_told: Callable[[StepTold], None]) -> Future[RunEnded]:
+        return self._send("run", (task,), on_told)
+
+    def log_tail(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        with self._lock, suppress(ProcessLookupError):
+            if not self._gone:
+                self._process.signal(signal.SIGKILL)
+
+    def hang_up(self) -> bool:
+        """Let the process do something else; False where it is gone."""
+        with self._lock:
+            if not self._gone:
+                self._connection.send_bytes(pickle.dumps((-1, "", ())))
+        self._listening.join(WAIT_S)
+        self._connection.close()
+        return not self._lost_one
+
+    def _send(self, method: str, args: Sequence[Any], on_told: Callable[[StepTold], None] | None) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            if not self._gone:
+                self._waiting[number] = (future, on_told)
+                try:
+                    self._connection.send_bytes(pickle.dumps((number, method, tuple(args))))
+                except OSError:
+                    self._gone = True
+                    del self._waiting[number]
+        if self._gone and not future.done():
+            future.set_exception(self._lost())
+        return future
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                number, kind, value = pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from our own process
+            except (EOFError, OSError):
+                break
+            if kind == "bye":
+                self._lost_one = False
+                break
+            future, on_told = self._waiting[number]
+            if kind == "told":
+                assert on_told is not None
+                on_told(value)
+                continue
+            with self._lock:
+                del self._waiting[number]
+            if kind == "error":
+                future.set_exception(value)
+            else:
+                future.set_result(value)
+        with self._lock:
+            self._gone = True
+            waiting, self._waiting = self._waiting, {}
+        for future, _ in waiting.values():
+            future.set_exception(self._lost())
+
+    def _lost(self) -> WorkerLostError:
+        return WorkerLostError(f"worker {self._rank} (process {self.pid}) is gone", self._rank)
+
+
+class ProcessPool:
+    """See `Pool`; use with `with`, which leaves the processes to others.
+
+    Args:
+        first: the process that rank 0 has.
+        short_at: by rank: at which use of a block memory is short, in the first process that has this rank.
+    """
+
+    def __init__(
+        self, processes: Processes, count: int, *, first: int = 0, short_at: Mapping[int, int] | None = None
+    ) -> None:
+        self._processes, self._first, self._key = processes.at_least(first + count), first, os.urandom(16)
+        self._answers: dict[int, Any] = {}
+        self._listener = Listener(family="AF_UNIX", authkey=self._key)
+        for rank in range(count):
+            self._serve(rank, (short_at or {}).get(rank))
+        started = sorted((self._accept() for _ in range(count)), key=lambda worker: worker.rank)
+        self.workers = list(started)
+        self.replaced: list[int] = []
+
+    def replace(self, rank: int) -> ProcessWorker:
+        self.replaced.append(rank)
+        self._processes.replace(self._first + rank)
+        self._serve(rank, None)
+        self.workers[rank] = self._accept()
+        return self.workers[rank]
+
+    def close(self) -> None:
+        for rank, worker in enumerate(self.workers):
+            if worker.hang_up():
+                self._answers[rank].result(WAIT_S)
+            else:
+                self._processes.replace(self._first + rank)
+        self._listener.close()
+
+    def __enter__(self) -> ProcessPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _serve(self, rank: int, short_at: int | None) -> None:
+        process = self._processes[self._first + rank]
+        self._answers[rank] = process.start(serve, self._listener.address, self._key, rank, short_at)
+
+    def _accept(self) -> ProcessWorker:
+        connection = self._listener.accept()
+        rank, _, _ = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process
+        return ProcessWorker(rank, self._processes[self._first + rank], connection)

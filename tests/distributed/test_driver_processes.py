@@ -1,0 +1,192 @@
+"""The driver with real workers in real processes that meet over gloo: every mesh, and what goes wrong in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.driver import Driver
+from wanstream.distributed.tasks import RunTask
+from wanstream.distributed.worker_cell import WorkerFailedError
+from wanstream.plan import Mesh, OffloadPolicy, WorkersRef
+from wanstream.sampling import Cancelled, StepProgress
+
+WORKERS = 4
+SAME = 1e-6
+"""Relative difference up to which results of context parallelism in fp32 are the same."""
+
+MakeTask = Callable[..., RunTask]
+Alone = Callable[[RunTask], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def pool(processes: Any, process_pools: Any) -> Iterator[Any]:
+    with process_pools.ProcessPool(processes, WORKERS) as started:
+        yield started
+
+
+def driver_of(pool: Any, mesh: Mesh, *, timeout_s: float = 60.0, restarts: int = 3) -> Driver:
+    return Driver(pool, WorkersRef(count=mesh.size, timeout_s=timeout_s, restarts=restarts), mesh)
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def batch_task(make_task: MakeTask) -> MakeTask:
+    """`batch_task(batch=4, ...)`: a task of several samples, each with noise of its own."""
+
+    def make(batch: int = 4, *, request: dict[str, Any] | None = None, seed: int = 10, **changes: Any) -> RunTask:
+        return make_task(request={"noise": normal(batch, 16, 2, 4, 6, seed=seed), **(request or {})}, **changes)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(data=2),
+        Mesh(stage=2),
+        Mesh(cfg=2),
+        Mesh(ulysses=2),
+        Mesh(data=2, stage=2),
+        Mesh(data=2, cfg=2),
+        Mesh(stage=2, cfg=2),
+        Mesh(data=2, ulysses=2),
+        Mesh(stage=2, ulysses=2),
+        Mesh(cfg=2, ulysses=2),
+    ],
+    ids=str,
+)
+def test_every_mesh_gives_what_one_worker_gives(
+    mesh: Mesh, pool: Any, batch_task: MakeTask, alone: Alone, record_property: Any
+) -> None:
+    task = batch_task(4 if mesh.data * mesh.stage > 1 else 1)
+    ran = driver_of(pool, mesh).denoise(task.experts, task.request, task.policy)
+    wanted = alone(task)
+    if mesh.ulysses == 1:
+        assert torch.equal(ran.latents, wanted)
+    else:
+        difference = ((ran.latents - wanted).norm() / wanted.norm()).item()
+        record_property("difference", difference)
+        assert difference <= SAME
+    assert len({worker.pid for worker in pool.workers[: mesh.size]} - {os.getpid()}) == mesh.size
+    assert set(ran.timelines) == set(range(mesh.size)), "all of them have computed"
+    assert (ran.gathered_bytes > 0) == (mesh.cell_size > 1)
+    assert [step.index for step in ran.timeline.steps] == list(range(len(ran.timeline.steps)))
+
+
+def test_in_two_stages_no_worker_changes_its_expert(pool: Any, batch_task: MakeTask, alone: Alone) -> None:
+    driver, task = driver_of(pool, Mesh(stage=2)), batch_task(8)
+    before = driver.denoise(task.experts, batch_task(1).request, task.policy).expert_switches
+    ran = driver.denoise(task.experts, task.request, task.policy)
+    assert torch.equal(ran.latents, alone(task))
+    assert ran.expert_switches == before, "none after the first run has brought each worker its expert"
+    for rank, expert in enumerate(("high", "low")):
+        steps = ran.timelines[rank].steps
+        assert {step.expert for step in steps} == {expert}
+        assert [step.index for step in steps] == [2 * rank, 2 * rank + 1] * 8, "one video after the other"
+    first, second = (timeline.steps for timeline in ran.timelines.values())
+    assert first[-1].began_s > second[0].began_s, "both stages work at once"
+
+
+def test_another_seed_and_other_experts_are_what_the_next_queue_gets(
+    pool: Any, make_task: MakeTask, experts_ref: Callable[..., Any], alone: Alone
+) -> None:
+    driver, made = driver_of(pool, Mesh(stage=2)), []
+    swapped = experts_ref(high=2, low=1)
+    for task in (make_task(), make_task(seed=20), make_task(seed=20, experts=swapped), make_task()):
+        made.append(driver.denoise(task.experts, task.request, task.policy).latents)
+        assert torch.equal(made[-1], alone(task))
+    assert torch.equal(made[0], made[3])
+    assert not torch.equal(made[1], made[2])
+
+
+def test_a_queue_of_several_requests(pool: Any, make_task: MakeTask, alone: Alone) -> None:
+    tasks = [make_task(seed=number) for number in range(5)]
+    ran = driver_of(pool, Mesh(data=2, stage=2)).queue(
+        tasks[0].experts, [task.request for task in tasks], tasks[0].policy
+    )
+    for each, task in zip(ran, tasks, strict=True):
+        assert torch.equal(each.latents, alone(task))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(stage=2), Mesh(cfg=2)], ids=str)
+def test_a_killed_worker_is_replaced_and_no_bit_changes(
+    mesh: Mesh, pool: Any, batch_task: MakeTask, alone: Alone
+) -> None:
+    task, told = batch_task(2, request={"solver": "unipc"}), list[StepProgress]()
+
+    def on_step(step: StepProgress) -> None:
+        told.append(step)
+        if len(told) == 2:
+            os.kill(pool.workers[1].pid, signal.SIGKILL)
+
+    ran = driver_of(pool, mesh).denoise(task.experts, task.request, task.policy, on_step=on_step)
+    assert torch.equal(ran.latents, alone(task))
+    assert ran.restarts == 1
+    assert [step.done for step in told] == list(range(1, told[-1].total + 1))
+
+
+def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(pool: Any, batch_task: MakeTask, alone: Alone) -> None:
+    task, frozen = batch_task(1), pool.workers[1].pid
+
+    def on_step(step: StepProgress) -> None:
+        if step.done == 2:
+            os.kill(frozen, signal.SIGSTOP)
+
+    ran = driver_of(pool, Mesh(cfg=2), timeout_s=2.0).denoise(task.experts, task.request, task.policy, on_step=on_step)
+    assert torch.equal(ran.latents, alone(task))
+    assert ran.restarts == 1
+    assert pool.workers[1].pid != frozen
+    assert "waited 2 s" in ran.timeline.changes[0]
+
+
+def test_runs_are_stopped_between_blocks_and_workers_stay(pool: Any, batch_task: MakeTask, alone: Alone) -> None:
+    driver, task = driver_of(pool, Mesh(stage=2, cfg=2)), batch_task(3)
+    pids = [worker.pid for worker in pool.workers]
+    for at in (1, 3, 4):
+        stop = threading.Event()
+
+        def on_step(step: StepProgress, at: int = at, stop: threading.Event = stop) -> None:
+            if step.done == at:
+                stop.set()
+
+        with pytest.raises(Cancelled):
+            driver.denoise(task.experts, task.request, task.policy, on_step=on_step, should_stop=stop.is_set)
+    assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, alone(task))
+    assert [worker.pid for worker in pool.workers] == pids
+
+
+def test_a_file_that_is_broken_ends_the_run_and_names_the_worker(
+    pool: Any, make_task: MakeTask, experts_ref: Callable[..., Any], alone: Alone, tmp_path: Path
+) -> None:
+    driver, task = driver_of(pool, Mesh(cfg=2)), make_task()
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"nothing")
+    with pytest.raises(WorkerFailedError, match=r"worker \d \(.*, cpu\) failed: .*broken.safetensors"):
+        driver.denoise(replace(task.experts, high_noise=broken, low_noise=broken), task.request, task.policy)
+    assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, alone(task))
+
+
+def test_memory_that_is_short_on_one_rank_lets_all_of_its_cell_go_on_in_less(
+    processes: Any, process_pools: Any, make_task: MakeTask, alone: Alone
+) -> None:
+    task, blocks = make_task(policy=OffloadPolicy.layerwise(3)), 4
+    with process_pools.ProcessPool(processes, 2, first=WORKERS, short_at={1: 2 * blocks + 1}) as pool:
+        driver = driver_of(pool, Mesh(cfg=2), restarts=0)
+        ran = driver.denoise(task.experts, task.request, task.policy)
+        assert torch.equal(ran.latents, alone(task))
+        assert (ran.restarts, pool.replaced) == (0, [])
+        (change,) = ran.timeline.changes
+        assert change.startswith("worker 1 ")
+        assert "out of memory in step 2" in change
