@@ -18,9 +18,9 @@ from .ram import RunPrograms, compile_ram, plan_ram
 from .residency import OffloadPolicy, plan_residency
 from .timeline import StepRecord, Timeline
 from .visits import step_visits
-from .workers_ref import WeightHome
+from .workers_ref import ON_DEVICE, SHARDED, WHOLE_WEIGHTS, WeightHome
 
-HOMES: tuple[WeightHome, ...] = ("full", "sharded", "sharded in VRAM")
+HOMES: tuple[WeightHome, ...] = (WHOLE_WEIGHTS, SHARDED, ON_DEVICE)
 WORTH_IT = 1.01
 """Weights are spread over a cell only where that saves more than a hundredth."""
 
@@ -122,8 +122,8 @@ def _costs(job: OffloadJob, links: Links, mesh: Mesh, steps: range, simulated: _
     exchange = lane_exchange(job, mesh, links)
     visits = sum(way.job.lanes[step.expert] for step in following) * job.expert.blocks
     fetched = sum(step.bytes_moved for step in following)
-    spread = way.weights != "full"
-    own = 0 if way.weights == "sharded in VRAM" else fetched
+    spread = way.weights != WHOLE_WEIGHTS
+    own = 0 if way.weights == ON_DEVICE else fetched
     return CellCosts(
         steps=steps,
         weights=way.weights,

@@ -13,7 +13,7 @@ from .memory_needs import RAM_SHARE, Room, memory_needs, room_for
 from .mesh import Mesh
 from .offload_job import Budgets, OffloadJob
 from .residency import OffloadPolicy
-from .workers_ref import WeightHome
+from .workers_ref import ON_DEVICE, SHARDED, WHOLE_WEIGHTS, WeightHome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ def ways_of(
     job: OffloadJob, machine: Machine, links: Links, mesh: Mesh, steps: range, home: WeightHome
 ) -> Iterator[Way]:
     """Usual policies that fit, with weights out of RAM or from files."""
-    if home != "full" and (mesh.cell_size == 1 or machine.computes_on == "cpu"):
+    if home != WHOLE_WEIGHTS and (mesh.cell_size == 1 or machine.computes_on == "cpu"):
         return
     worker = _with_shards(worker_job(job, mesh, steps), mesh, home)
     # Both videos in one program, as the engine keeps its buffers between items of a queue.
@@ -41,7 +41,7 @@ def ways_of(
     rated = _with_weights(worker_machine(job, machine, links, mesh), job, links, mesh, home)
     room = _room(job, machine, links, mesh, steps, home)
     for from_file in (False, True):
-        if from_file and home == "sharded in VRAM":
+        if from_file and home == ON_DEVICE:
             continue
         reads = _reading(rated, links, mesh, home) if from_file else rated
         for policy, device_bytes in _fitting(worker, reads, room, from_file=from_file):
@@ -83,7 +83,7 @@ def worker_job(job: OffloadJob, mesh: Mesh, steps: range) -> OffloadJob:
 
 def _with_shards(worker: OffloadJob, mesh: Mesh, home: WeightHome) -> OffloadJob:
     """`worker` with its share of all blocks in device memory, where that is their home."""
-    if home != "sharded in VRAM":
+    if home != ON_DEVICE:
         return worker
     blocks = sum(worker.block_counts.values())
     return replace(worker, staying_bytes=worker.staying_bytes + blocks * worker.stored_bytes // mesh.cell_size)
@@ -115,10 +115,10 @@ def _bus(machine: Machine, links: Links, mesh: Mesh, *, busy: float) -> float | 
 
 def _with_weights(machine: Machine, job: OffloadJob, links: Links, mesh: Mesh, home: WeightHome) -> Machine:
     """`machine` with a bus as fast as blocks arrive that way."""
-    if home == "full" or machine.h2d_bytes_per_s is None:
+    if home == WHOLE_WEIGHTS or machine.h2d_bytes_per_s is None:
         return machine
     gather_s = gather_exchange(mesh, links, job.stored_bytes).seconds
-    own_s = job.stored_bytes / mesh.cell_size / machine.h2d_bytes_per_s if home == "sharded" else 0.0
+    own_s = job.stored_bytes / mesh.cell_size / machine.h2d_bytes_per_s if home == SHARDED else 0.0
     block_s = own_s + gather_s if links.shares_bus else max(own_s, gather_s)
     return replace(machine, h2d_bytes_per_s=job.stored_bytes / block_s)
 
@@ -127,7 +127,7 @@ def _reading(machine: Machine, links: Links, mesh: Mesh, home: WeightHome) -> Ma
     """`machine` with what one worker has of the disk, where workers read past the page cache."""
     here = _workers_here(links, mesh)
     # Who reads a share only reads that many bytes less.
-    readers = here if home == "full" else max(1, here // mesh.cell_size)
+    readers = here if home == WHOLE_WEIGHTS else max(1, here // mesh.cell_size)
     return replace(machine, disk_bytes_per_s=machine.disk_bytes_per_s / readers)
 
 
@@ -138,7 +138,7 @@ def _workers_here(links: Links, mesh: Mesh) -> int:
 def _room(job: OffloadJob, machine: Machine, links: Links, mesh: Mesh, steps: range, home: WeightHome) -> Room:
     """Of one worker. A machine keeps one copy of each expert, however many of its workers need it."""
     here = _workers_here(links, mesh)
-    if home == "sharded in VRAM":
+    if home == ON_DEVICE:
         return replace(room_for(machine, Budgets()), host=float("inf"))
     experts = set(job.experts_of_steps[steps.start : steps.stop])
     ram = RAM_SHARE * machine.ram_bytes * len(experts) / len(set(job.experts_of_steps))
