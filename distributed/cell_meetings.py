@@ -48,7 +48,7 @@ class CellMeetings:
                 port=self._answer(workers[0], "free_port"),
                 generation=next(GENERATIONS),
                 timeout_s=self._ref.timeout_s,
-                weights="full" if self._ref.weights == "auto" else self._ref.weights,
+                weights=self._ref.weights,
             )
             error = self._join(workers, meeting)
             if error is None:

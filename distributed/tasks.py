@@ -30,7 +30,7 @@ class Meeting:
     """Counts the meetings of these workers; nothing of a former one is heard in this."""
     timeout_s: float
     weights: WeightHome = "full"
-    """Never "auto": the driver has decided."""
+    """Left to the workers of each cell by "auto": they measure before their first run, and decide together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,20 +1,132 @@
-"""Where the workers of a cell keep their weights: what a meeting says becomes what their experts are told."""
+"""Where the workers of a cell keep their weights: as their meeting says, or as they find out together."""
 
 from __future__ import annotations
 
+import logging
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..metrics import free_bytes
+from ..offload.available_memory import available_bytes
 from ..offload.gather import Sharded
-from ..plan.workers_ref import ON_DEVICE, WHOLE_WEIGHTS
+from ..plan import OffloadPolicy
+from ..plan.weight_homes import HomeChoice, WeightFigures, choose_home
+from ..plan.workers_ref import ON_DEVICE, WHOLE_WEIGHTS, WeightHome
+from ..sampling import DenoiseRequest
+from ..sampling.offload_job import request_job
+from ..sampling.working_bytes import working_bytes
+from ..wan import ExpertPair
+from ..wan.probe import probe_block
 from .group_gather import GroupGather
 from .groups import Groups
+from .weights_probe import probe_weights
+
+COMPUTE_PROBE_S = 0.5
+"""How long a worker tries how fast it computes; with `probe_weights` that stays below two seconds."""
+
+log = logging.getLogger("wanstream.workers")
 
 
-def sharded_of(groups: Groups) -> Sharded | None:
-    """The shards that the workers of this cell keep, as their meeting says; None for whole weights.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptWeights:
+    """What a worker tells its experts before a run."""
 
-    Ask once in a meeting: another answer is another meeting to the experts.
+    sharded: Sharded | None = None
+    """None: whole weights."""
+    reason: str = ""
+    """Why, with the numbers, where the workers have decided."""
+
+
+class CellWeights:
+    """The weights of one worker in one meeting.
+
+    Where the meeting leaves it to them, the workers of a cell measure and decide before their first run with blocks of
+    a size, all of them the same, as they decide from the same figures. On CPUs weights stay whole: their RAM is what
+    they compute in, and holds them once for all workers of a machine.
     """
-    home = groups.meeting.weights
-    assert home != "auto", "the driver decides before a meeting"
-    if home == WHOLE_WEIGHTS or groups.size == 1:
-        return None
-    return Sharded(gather=GroupGather(groups), on_device=home == ON_DEVICE)
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        # One for each home: another object is another meeting to the experts.
+        self._sharded: dict[WeightHome, Sharded] = {}
+        self._choices: dict[int, HomeChoice] = {}
+
+    def of(self, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> KeptWeights:
+        """What to keep for a run, which all workers of the cell are about to begin.
+
+        Raises HungError and PeerLostError, as everything that workers do together.
+        """
+        home = self._groups.meeting.weights
+        if self._groups.size == 1 or home == WHOLE_WEIGHTS:
+            return KeptWeights()
+        if home != "auto":
+            return KeptWeights(sharded=self._in(home))
+        if self._groups.device.type == "cpu":
+            return KeptWeights()
+        choice = self._choices.get(pair.stored_bytes)
+        if choice is None:
+            choice = choose_home(measure(self._groups, pair, request, policy))
+            self._choices[pair.stored_bytes] = choice
+            log.info("%s", choice.reason)
+        return KeptWeights(sharded=self._in(choice.home), reason=choice.reason)
+
+    def abort(self) -> None:
+        """Let whoever waits in a gather leave it (any thread)."""
+        for sharded in self._sharded.values():
+            sharded.gather.abort()
+
+    def _in(self, home: WeightHome) -> Sharded | None:
+        if home == WHOLE_WEIGHTS:
+            return None
+        if home not in self._sharded:
+            self._sharded[home] = Sharded(gather=GroupGather(self._groups), on_device=home == ON_DEVICE)
+        return self._sharded[home]
+
+
+def measure(groups: Groups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> WeightFigures:
+    """The figures of this cell for runs like that one; the same for every worker. All of them call it at once.
+
+    Raises HungError and PeerLostError.
+    """
+    times = probe_weights(groups, pair.stored_bytes)
+    visit_s, lacking = _worst(groups, [_visit_s(groups, pair, request), -_free_bytes(groups, pair, request, policy)])
+    return WeightFigures(
+        workers=groups.size,
+        block_bytes=pair.stored_bytes,
+        blocks=pair.high.config.num_layers + pair.low.config.num_layers,
+        visit_s=visit_s,
+        free_bytes=max(0, int(-lacking)),
+        **asdict(times),
+    )
+
+
+def _visit_s(groups: Groups, pair: ExpertPair, request: DenoiseRequest) -> float:
+    """Seconds of this worker's share of one block."""
+    job = request_job(pair, request, groups.device)
+    cell = groups.cell
+    lanes = math.ceil(max(job.lanes.values()) / cell.cfg)
+    shares = cell.ring * cell.ulysses
+    tokens = math.ceil(job.tokens / shares)
+    rate = probe_block(job.expert, tokens, groups.device, most_s=COMPUTE_PROBE_S).flops_per_s
+    return lanes * job.expert.block_flops(job.tokens) / shares / rate
+
+
+def _free_bytes(groups: Groups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> float:
+    """Memory of the device beside what the run takes with whole weights; that of a CPU is RAM."""
+    free = free_bytes(groups.device)
+    if free is None:
+        free = available_bytes()
+    shape, guided = request.noise.shape, any(scale != 1 for scale in request.guidance)
+    working = working_bytes(pair, shape, guided=guided, chunk_tokens=policy.chunk_tokens)
+    return free + pair.loaded_bytes - pair.device_bytes(policy, device=groups.device) - working
+
+
+def _worst(groups: Groups, figures: list[float]) -> list[float]:
+    """The largest of each figure among the workers of the cell."""
+    own = torch.tensor(figures, dtype=torch.float64)
+    with groups.watched("compared what a run takes"):
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=groups.control)
+    return [float(value) for value in own]

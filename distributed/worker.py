@@ -17,7 +17,6 @@ import diffusers
 import torch
 
 from ..metrics import compute_device, free_bytes
-from ..offload.gather import Sharded
 from ..plan import ExpertsRef
 from ..plan.version import VERSION
 from ..sampling import Part, StepProgress, denoise_part
@@ -27,7 +26,7 @@ from ..wan.registry import ExpertsRegistry, open_pair
 from .groups import Groups
 from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
 from .vae_worker import DecodeTask, TileDecoder
-from .weights import sharded_of
+from .weights import CellWeights, KeptWeights
 
 LOOPBACK = "127.0.0.1"
 STOPS_KEPT = 64
@@ -80,7 +79,7 @@ class Worker:
             torch.set_num_threads(threads)
         self._experts = experts or ExpertsRegistry(partial(open_pair, shared=True))
         self._groups: Groups | None = None
-        self._sharded: Sharded | None = None
+        self._weights: CellWeights | None = None
         self._tiles = tiles(self._device)
         self._lock = threading.Lock()
         self._running: str | None = None
@@ -119,14 +118,14 @@ class Worker:
         # Known before it has met, so that `leave` can end the waiting.
         groups = self._groups = Groups(meeting, self._device)
         groups.meet()
-        self._sharded = sharded_of(groups)
+        self._weights = CellWeights(groups)
 
     def leave(self) -> None:
         """Have no place in a mesh any more; from any thread. What waits for others there raises PeerLostError."""
         groups, self._groups = self._groups, None
-        sharded, self._sharded = self._sharded, None
-        if sharded is not None:
-            sharded.gather.abort()
+        weights, self._weights = self._weights, None
+        if weights is not None:
+            weights.abort()
         if groups is not None:
             groups.leave()
 
@@ -136,11 +135,12 @@ class Worker:
         Raises as `denoise_part`: Cancelled after `stop` of any worker of its cell, HungError or PeerLostError where one
         of them does not come; and what opening the experts raises.
         """
-        groups, wish = self._groups, partial(self._is_stopped, task.run_id)
-        place = _Place.of(groups)
+        groups, weights, wish = self._groups, self._weights, partial(self._is_stopped, task.run_id)
         with self._running_as(task.run_id):
             pair = self._experts.get(task.experts)
-            pair.shard(self._sharded)
+            kept = KeptWeights() if weights is None else weights.of(pair, task.request, task.policy)
+            pair.shard(kept.sharded)
+            place = _Place.of(groups)
             ended = denoise_part(
                 pair,
                 task.request,
@@ -149,7 +149,7 @@ class Worker:
                 device=self._device,
                 on_step=partial(self._tell_step, task, place, tell),
                 should_stop=wish if groups is None else groups.voting(wish),
-            )
+            ).told_first(kept.reason)
         return RunEnded(
             run_id=task.run_id,
             rank=place.rank,

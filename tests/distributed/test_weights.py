@@ -16,13 +16,17 @@ import torch
 
 from wanstream.cli.sample_gguf import matrices, save_expert_gguf
 from wanstream.cli.sample_loras import make_lora, save_lora
+from wanstream.distributed.groups import meet
 from wanstream.distributed.peer_errors import PeerLostError
 from wanstream.distributed.tasks import Meeting, RunTask
+from wanstream.distributed.weights import measure
 from wanstream.distributed.worker import Worker
 from wanstream.offload.gather import GatherBrokenError
 from wanstream.plan import ExpertsRef, LoraRef, Mesh, OffloadPolicy
+from wanstream.plan.weight_homes import WeightFigures, choose_home
 from wanstream.plan.workers_ref import WeightHome
 from wanstream.sampling import Cancelled
+from wanstream.wan.registry import open_pair
 
 CELL = Mesh(cfg=2)
 POLICIES = (
@@ -48,7 +52,8 @@ def job_join(here: SimpleNamespace, every: Sequence[Meeting]) -> int:
 
 
 def job_leave(here: SimpleNamespace) -> None:
-    here.worker.close()
+    if hasattr(here, "worker"):
+        here.worker.close()
 
 
 def job_run(here: SimpleNamespace, task: RunTask) -> dict[str, Any]:
@@ -192,3 +197,30 @@ def test_a_rank_that_is_killed_is_missed_at_once(processes: Any, join: Any, make
     processes.replace(1)
     join("sharded")
     assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
+
+
+def job_measure(here: SimpleNamespace, task: RunTask, every: Sequence[Meeting]) -> WeightFigures:
+    with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
+        return measure(groups, pair, task.request, task.policy)
+
+
+def job_told(here: SimpleNamespace, task: RunTask) -> Any:
+    return here.worker.run(task, lambda told: None).timeline.changes
+
+
+def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Any, split_jobs: Any, make_task: MakeTask) -> None:
+    processes.at_least(2).all(job_leave, count=2)
+    figures = processes.all(job_measure, make_task(), split_jobs.meetings(CELL), count=2, timeout=SHORT_S)
+    assert figures[0] == figures[1]
+    assert figures[0].workers == 2
+    assert figures[0].blocks == 8
+    assert choose_home(figures[0]).reason
+
+
+def test_cpus_that_decide_keep_whole_weights(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
+    join("auto")
+    task = make_task()
+    told = processes.all(job_run, task, count=2)
+    assert torch.equal(told[0]["latents"], alone(task))
+    assert told[0]["gathered"] < 10**5
+    assert processes.all(job_told, task, count=2) == [(), ()]
