@@ -28,8 +28,8 @@ def check_mesh(
         workers: how many there are.
         heads: attention heads of the experts (A14B: 40).
         tokens: length of the sequence of one lane.
-        lanes: under each expert that runs, of what a cell computes at once: for one sample 1, or 2 where its guidance is
-            not 1; as many times that as samples go together.
+        lanes: under each expert that runs, of what a cell computes at once: for one sample 1, or 2 where its guidance
+            is not 1; as many times that as samples go together.
         steps: of the whole run.
         samples: videos that are made: samples of the request, or items of the queue.
         gpus: how many there are; None where workers compute on CPUs.
