@@ -1,0 +1,117 @@
+"""Timelines of several workers become one: nothing is lost, nothing counted twice, and times are those of the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from wanstream.distributed.merged_timeline import Computed, in_turn, over_leaders
+from wanstream.plan import MemorySample, PhaseRecord, StepRecord, Timeline
+from wanstream.plan.fetch_rates import RateRange
+
+
+def step(index: int, *, wall_s: float = 1.0, began_s: float | None = 0.0, expert: str = "high") -> StepRecord:
+    return StepRecord(
+        index=index,
+        expert=expert,
+        sigma=1.0 - index / 10,
+        wall_s=wall_s,
+        compute_s=wall_s / 2,
+        stall_s=wall_s / 4,
+        bytes_moved=100,
+        read_bytes=50,
+        copied_bytes=60,
+        rss_bytes=1000 + index,
+        began_s=began_s,
+    )
+
+
+def timeline(*steps: StepRecord, **more: object) -> Timeline:
+    return Timeline(kind="measured", steps=steps, **more)
+
+
+def computed(line: Timeline, *, rank: int = 0, data: int = 0, began_s: float = 0.0) -> Computed:
+    return Computed(rank=rank, data=data, began_s=began_s, timeline=line)
+
+
+def test_the_timeline_of_one_task_stays_what_it_is() -> None:
+    rich = timeline(
+        step(0),
+        step(1, began_s=1.0, expert="low"),
+        outer_bytes=7,
+        ahead_bytes=8,
+        first_block_s=0.1,
+        changes=("smaller",),
+        phases=(PhaseRecord(name="high", began_s=0.0, wall_s=1.0),),
+        memory=(MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=5),),
+        copy_rates=(RateRange(from_gb_per_s=1, fetches=2, nbytes=3, busy_s=0.4),),
+        measuring_s=0.01,
+    )
+    assert in_turn([computed(rich)]) == rich
+    assert over_leaders([computed(rich)]) == rich
+    assert over_leaders([computed(rich)], ["one lost"]) == replace(rich, changes=("smaller", "one lost"))
+
+
+def test_tasks_of_one_worker_follow_each_other_in_the_time_of_the_run() -> None:
+    first = timeline(step(0), outer_bytes=1, first_block_s=0.5, changes=("a",))
+    second = timeline(
+        step(0),
+        step(1, began_s=1.0),
+        outer_bytes=2,
+        first_block_s=0.25,
+        changes=("b",),
+        phases=(PhaseRecord(name="high", began_s=0.0, wall_s=2.0),),
+        memory=(MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=5),),
+    )
+    whole = in_turn([computed(second, began_s=10.0), computed(first, began_s=3.0)])
+    assert [(each.index, each.began_s) for each in whole.steps] == [(0, 3.0), (0, 10.0), (1, 11.0)]
+    assert (whole.outer_bytes, whole.first_block_s, whole.changes) == (3, 3.5, ("a", "b"))
+    assert (whole.phases[0].began_s, whole.memory[0].at_s) == (10.0, 10.5)
+    assert whole.bytes_moved == first.bytes_moved + second.bytes_moved
+
+
+def test_a_first_block_at_once_is_a_first_block() -> None:
+    assert in_turn([computed(timeline(step(0), first_block_s=0.0), began_s=2.0)]).first_block_s == 2.0
+    assert in_turn([computed(timeline(step(0)))]).first_block_s is None
+
+
+def test_videos_in_turn_add_up_and_workers_side_by_side_do_not() -> None:
+    """Row 0 takes two videos of 1 s per step, row 1 one of 1.5 s: the step took 2 s, and three times the bytes."""
+    merged = over_leaders(
+        [
+            computed(timeline(step(0)), began_s=0.0),
+            computed(timeline(step(0)), began_s=1.0),
+            computed(timeline(step(0, wall_s=1.5)), rank=1, data=1, began_s=0.5),
+        ]
+    )
+    (only,) = merged.steps
+    assert (only.wall_s, only.compute_s, only.stall_s) == (2.0, 1.0, 0.5)
+    assert (only.bytes_moved, only.read_bytes, only.copied_bytes) == (300, 150, 180)
+    assert (only.began_s, only.rss_bytes, only.device_bytes) == (0.0, 1000, None)
+
+
+def test_stages_become_the_steps_of_one_run() -> None:
+    high, low = timeline(step(0), step(1, began_s=1.0)), timeline(step(2, expert="low"), step(3, expert="low"))
+    merged = over_leaders(
+        [computed(low, rank=1, began_s=4.0), computed(high, began_s=0.0), computed(high, began_s=2.0)]
+    )
+    assert [each.index for each in merged.steps] == [0, 1, 2, 3]
+    assert merged.switch_step == 2
+    assert [each.wall_s for each in merged.steps] == [2.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("known", [(None, 5), (5, None), (None, None), (2, 3)])
+def test_what_is_not_known_of_all_is_told_as_far_as_it_is_known(known: tuple[int | None, int | None]) -> None:
+    parts = [
+        computed(timeline(replace(step(0), device_bytes=each, cached_bytes=each)), data=data)
+        for data, each in enumerate(known)
+    ]
+    (only,) = over_leaders(parts).steps
+    told = [each for each in known if each is not None]
+    assert only.device_bytes == (max(told) if told else None)
+    assert only.cached_bytes == (sum(told) if told else None)
+
+
+def test_steps_that_have_no_beginning_keep_none() -> None:
+    assert in_turn([computed(timeline(step(0, began_s=None)), began_s=3.0)]).steps[0].began_s is None

@@ -1,0 +1,73 @@
+"""What became of a task, from the errors of its workers: the one that made the others is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanstream.distributed.peer_errors import HungError, PeerLostError
+from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.task_run import silence_limit
+from wanstream.distributed.task_verdict import TaskVerdict, judge
+from wanstream.distributed.tasks import RunEnded
+from wanstream.plan import OffloadPolicy, Timeline
+from wanstream.sampling import Cancelled, NoRoomError, SmallerPolicyError
+
+GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), HungError("hung")
+SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
+WRONG, ASKED = NoRoomError("no room"), Cancelled(3, 4)
+ENDED = RunEnded(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
+
+LOST, FAILED, SMALLER, STOPPED = (
+    TaskVerdict.LOST,
+    TaskVerdict.FAILED,
+    TaskVerdict.SMALLER,
+    TaskVerdict.STOPPED,
+)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "killed", "verdict", "place"),
+    [
+        ([ENDED, GONE], (), LOST, 1),
+        ([PEER, GONE], (), LOST, 1),
+        ([RuntimeError("reset by peer"), GONE], (), LOST, 1),
+        ([SHORT, GONE], (), LOST, 1),
+        ([WRONG, PEER], (), FAILED, 0),
+        ([PEER, WRONG], (), FAILED, 1),
+        ([WRONG, GONE], (1,), FAILED, 0),
+        ([PEER, SHORT], (), SMALLER, 1),
+        ([SHORT, SHORT], (), SMALLER, 0),
+        ([SHORT, GONE], (1,), SMALLER, 0),
+        ([PEER, PEER], (), LOST, 0),
+        ([GONE, HUNG], (0,), LOST, 1),
+        ([GONE], (0,), LOST, 0),
+        ([ASKED, ASKED], (), STOPPED, 0),
+        ([PEER, ASKED], (), LOST, 0),
+    ],
+)
+def test_the_telling_error_is_told(
+    outcomes: list[RunEnded | BaseException], killed: tuple[int, ...], verdict: TaskVerdict, place: int
+) -> None:
+    end = judge(dict(enumerate(outcomes)), killed=killed, stopped=False)
+    assert (end.verdict, end.place) == (verdict, place)
+    assert end.error is outcomes[place]
+    assert end.policy == (SHORT.policy if verdict is SMALLER else None)
+    assert set(end.ended) == {at for at, each in enumerate(outcomes) if each is ENDED}
+
+
+@pytest.mark.parametrize("outcomes", [[ASKED, PEER], [WRONG, ASKED], [GONE, ASKED], [SHORT, ENDED], [GONE]])
+def test_of_a_task_that_was_stopped_nothing_else_matters(outcomes: list[RunEnded | BaseException]) -> None:
+    end = judge(dict(enumerate(outcomes)), killed=(), stopped=True)
+    assert end.verdict is STOPPED
+    assert (end.error is ASKED) == (ASKED in outcomes)
+
+
+def test_a_task_that_all_have_computed_is_ended_even_if_they_were_to_stop() -> None:
+    for stopped in (False, True):
+        end = judge({0: ENDED, 1: ENDED}, killed=(), stopped=stopped)
+        assert (end.verdict, end.error, set(end.ended)) == (TaskVerdict.ENDED, None, {0, 1})
+
+
+def test_silence_is_longer_than_any_step_and_than_what_workers_wait_for_each_other() -> None:
+    assert silence_limit(300, None) > silence_limit(300, 100) > 300 + 100
+    assert silence_limit(1, 60) > 600
