@@ -46,7 +46,8 @@ def in_turn(computed: Iterable[Computed]) -> Timeline:
         outer_bytes=sum(each.outer_bytes for each in timelines),
         ahead_bytes=sum(each.ahead_bytes for each in timelines),
         first_block_s=min(first_blocks, default=None),
-        changes=tuple(change for each in timelines for change in each.changes),
+        # Why weights are kept as they are, each task of a worker says again.
+        changes=tuple(dict.fromkeys(change for each in timelines for change in each.changes)),
         phases=tuple(
             replace(phase, began_s=part.began_s + phase.began_s) for part in parts for phase in part.timeline.phases
         ),

@@ -102,7 +102,7 @@ def test_cells_meet_apart_and_stay_together(fakes: Any, request_of: Any, experts
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
     met = sorted((rank, meeting.rank, meeting.mesh) for rank, meeting in pool.joined)
     assert met == [(rank, rank % 2, Mesh(cfg=2)) for rank in range(4)]
-    assert {meeting.weights for _, meeting in pool.joined} == {"full"}
+    assert {meeting.weights for _, meeting in pool.joined} == {"auto"}
     assert len({meeting.generation for _, meeting in pool.joined}) == 2
 
 

@@ -60,7 +60,7 @@ def test_tasks_of_one_worker_follow_each_other_in_the_time_of_the_run() -> None:
         step(1, began_s=1.0),
         outer_bytes=2,
         first_block_s=0.25,
-        changes=("b",),
+        changes=("a", "b"),
         phases=(PhaseRecord(name="high", began_s=0.0, wall_s=2.0),),
         memory=(MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=5),),
     )
