@@ -85,6 +85,26 @@ def test_shards_lighten_the_bus_of_a_worker(make_job: MakeJob, rate_machine: Mak
     assert simulate_fleet(job, machine, AT_ONCE, mesh).stages[0].weights != "full"
 
 
+def test_over_pcie_a_gather_takes_its_time_of_the_bus(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    """The two sides of the guidance exchange nothing in a block, so that only weights pass."""
+    job = make_job(lanes=GUIDED)
+    machine = _bus_bound(rate_machine, job)
+    assert machine.h2d_bytes_per_s is not None
+    as_fast = replace(AT_ONCE, peer_bytes_per_s=machine.h2d_bytes_per_s)
+    beside, shared = (
+        simulate_fleet(job, machine, replace(as_fast, shares_bus=shares), Mesh(cfg=2), weights=("sharded",)).stages[0]
+        for shares in (False, True)
+    )
+    assert shared.next_s == pytest.approx(2 * beside.next_s, rel=0.05)
+
+
+def test_a_ring_keeps_keys_and_values_of_all_in_device_memory(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    job, machine = make_job(), rate_machine()
+    ring, ulysses = (simulate_fleet(job, machine, AT_ONCE, mesh).stages[0] for mesh in (Mesh(ring=4), Mesh(ulysses=4)))
+    assert ring.policy == ulysses.policy
+    assert ring.device_bytes - ulysses.device_bytes == 2 * 3 * (job.tokens // 4) * job.expert.width * 2
+
+
 def test_shards_in_device_memory_leave_the_bus_alone(make_job: MakeJob, rate_machine: MakeMachine) -> None:
     job = make_job(lanes=GUIDED)
     machine = _bus_bound(rate_machine, job)
