@@ -38,6 +38,8 @@ def test_the_next_jobs_are_as_far_as_their_time_is_spent() -> None:
     assert pace.share(290.0) == pytest.approx(0.10), "text took 10 of 100 seconds: it is slower now"
     pace.report("sampler", 2, 4, 300.0)
     assert pace.share(300.0) == pytest.approx(0.10 + 0.30)
+    pace.report("sampler", 0, 4, 301.0)
+    assert pace.share(301.0) == pytest.approx(0.10 + 0.30), "a node that begins again takes nothing back"
     pace.report("frames", 0, 1, 400.0)
     assert pace.share(415.0) == pytest.approx(0.70 + 0.15)
 
