@@ -92,10 +92,9 @@ def _switch_over_steady_s(timeline: Timeline) -> float | None:
 
 
 def _whole_s(timeline: Timeline) -> float | None:
-    """Seconds from the start of the run to the end of its last step."""
-    if not timeline.steps or timeline.steps[-1].began_s is None:
-        return None
-    return timeline.steps[-1].began_s + timeline.steps[-1].wall_s
+    """Seconds from the start of the run to the end of its last phase, which is that of its last step."""
+    ends = [phase.began_s + phase.wall_s for phase in timeline.phases]
+    return max(ends) if ends and max(ends) > 0 else None
 
 
 def _first_s(timeline: Timeline) -> float | None:

@@ -17,7 +17,7 @@ from wanstream.metrics.report_figures import (
     steady_s,
     switch_record,
 )
-from wanstream.plan import MemorySample, Timeline
+from wanstream.plan import MemorySample, PhaseRecord, Timeline
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]
@@ -92,8 +92,10 @@ def test_figures_are_those_of_the_timelines(make_timeline: MakeTimeline, make_va
 def test_the_whole_run_has_what_lies_before_and_between_its_steps(make_timeline: MakeTimeline) -> None:
     run = make_timeline(2, 3)
     assert figure("Whole run, with what lies between steps").of(run) is None, "of old timelines it is not known"
-    began = zip(run.steps, (1.5, 4.0), strict=True)
-    run = replace(run, steps=tuple(replace(step, began_s=began_s) for step, began_s in began))
+    opened = PhaseRecord(name="open", began_s=-3.0, wall_s=2.0)
+    assert figure("Whole run, with what lies between steps").of(replace(run, phases=(opened,))) is None
+    phases = PhaseRecord(name="first block", began_s=0.0, wall_s=1.5), PhaseRecord(name="high", began_s=1.5, wall_s=5.5)
+    run = replace(run, phases=(opened, *phases))
     assert figure("Whole run, with what lies between steps").of(run) == 7.0
     assert figure("Total denoising").of(run) == 5.0
 
