@@ -74,6 +74,8 @@ class TaskRun:
         self._silence: HungError | None = None
         self.together = False
         """Whether the workers can take another task without meeting anew; known when it is over."""
+        self.leaving: list[Future[None]] = []
+        """What must be done before the workers meet again."""
         self._heard_s = 0.0
         self._slowest_s: float | None = None
         self._deadline_s = 0.0
@@ -151,8 +153,7 @@ class TaskRun:
         if self._left:
             return
         self._left = True
-        for worker in self._workers:
-            worker.ask("leave")
+        self.leaving = [worker.ask("leave") for worker in self._workers]
 
     def _kill(self) -> None:
         """End the processes of those that are late; of one that was killed long ago nothing more is expected."""

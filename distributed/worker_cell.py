@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ..plan import ExpertsRef, Mesh, OffloadPolicy
 from ..sampling import DenoiseRequest
-from .cell_meetings import CellMeetings
+from .cell_meetings import ANSWER_S, CellMeetings
 from .merged_timeline import moved
 from .pool import Pool, WorkerLostError
 from .run_notes import RunNotes, TaskNotes
@@ -114,6 +115,8 @@ class WorkerCell:
         """See `StageCell.mend`: replaces who is gone, and lets all meet. Does nothing for workers that are together."""
         with self._mending:
             if not self._together:
+                if self._task is not None:
+                    wait(self._task.leaving, timeout=ANSWER_S)
                 self._generation = self._meetings.meet(self.ranks, self._layout)
                 self.facts = tuple(self._meetings.facts(self.ranks, ()))
                 self._together = True

@@ -85,7 +85,8 @@ class FakeWorker:
         return self._rank
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        return on_own_thread("fake ask", self._alive, getattr(self, f"_{method}"), *args)
+        function = self._leave_late if method == "leave" else getattr(self, f"_{method}")
+        return on_own_thread("fake ask", self._alive, function, *args)
 
     def run(self, task: RunTask, on_told: Callable[[StepTold], None]) -> Future[RunEnded]:
         self._pool.sent.append((self._rank, task))
@@ -139,6 +140,10 @@ class FakeWorker:
         left, self._meeting = self._meeting, None
         if left is not None:
             left[1].leave()
+
+    def _leave_late(self) -> None:
+        time.sleep(self._pool.leave_s.get(self._rank, 0.0))
+        self._leave()
 
     def _close(self) -> None:
         self._leave()
@@ -229,6 +234,8 @@ class FakePool:
     count: int
     faults: list[Fault] = field(default_factory=list)
     step_s: float = 0.0
+    leave_s: dict[int, float] = field(default_factory=dict)
+    """By rank: how long it takes until a worker has left."""
     sent: list[tuple[int, RunTask]] = field(default_factory=list)
     joined: list[tuple[int, Meeting]] = field(default_factory=list)
     killed: list[int] = field(default_factory=list)

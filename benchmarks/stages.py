@@ -1,0 +1,128 @@
+"""Two stages, several videos: what a pipeline of two workers takes, simulated from its own step times and measured.
+
+python benchmarks/stages.py [videos]
+
+The workers are processes behind Ray on this machine with one thread each, and keep one expert each. A first queue
+calibrates: of each stage, what a video takes while the other stage computes too. From these two figures the planner's
+queue simulation foretells another queue, which is then measured, several times.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import record
+
+from wanstream.cli.sample_experts import save_expert_folder
+from wanstream.cli.sample_weights import ExpertShape, make_expert
+from wanstream.distributed.driver import Driver
+from wanstream.distributed.ran import Ran
+from wanstream.distributed.ray_pool import RayPool
+from wanstream.plan import ExpertsRef, Mesh, OffloadPolicy, Timeline, WorkersRef
+from wanstream.plan.fleet_queue import StageSeconds, run_queue
+from wanstream.sampling import DenoiseRequest, seeded_noise
+
+STEPS, SWITCH = 6, 3
+CALIBRATED = 5
+"""Videos of the queue that calibrates; the first and the last of each stage have no company and do not count."""
+RUNS = 5
+LATENT = (16, 3, 24, 24)
+SHAPE = ExpertShape(heads=4, ffn_dim=2048)
+
+
+def make_experts(folder: Path) -> ExpertsRef:
+    for seed, name in enumerate(("high", "low"), 1):
+        (folder / name).mkdir()
+        save_expert_folder(make_expert(SHAPE, seed=seed), folder / name, dtype=torch.float32)
+    return ExpertsRef(high_noise=folder / "high", low_noise=folder / "low", compute_dtype="float32")
+
+
+def queue_of(videos: int) -> list[DenoiseRequest]:
+    texts = torch.Generator().manual_seed(0)
+    positive, negative = (torch.randn(1, 32, 4096, generator=texts) for _ in range(2))
+    return [
+        DenoiseRequest(
+            noise=seeded_noise((1, *LATENT), seed),
+            positive=positive,
+            negative=negative,
+            steps=STEPS,
+            switch_step=SWITCH,
+            flow_shift=5.0,
+            guidance=(4.0, 3.0),
+        )
+        for seed in range(videos)
+    ]
+
+
+def stage_seconds(ran: list[Ran]) -> tuple[StageSeconds, ...]:
+    """What a video takes in each stage while both compute: the median of those in the middle of the queue."""
+    of_stage: dict[int, list[float]] = {}
+    for each in ran[1:-1]:
+        for rank, timeline in each.timelines.items():
+            of_stage.setdefault(rank, []).append(timeline.wall_s)
+    seconds = [statistics.median(own) for _, own in sorted(of_stage.items())]
+    return tuple(StageSeconds(first_s=each, next_s=each) for each in seconds)
+
+
+def switches(before: Mapping[int, int], after: Mapping[int, int]) -> int:
+    return sum(after[rank] - before[rank] for rank in after)
+
+
+def experts_of(timelines: list[Timeline]) -> list[str]:
+    return sorted({step.expert for timeline in timelines for step in timeline.steps})
+
+
+def measure(driver: Driver, experts: ExpertsRef, videos: int) -> dict[str, Any]:
+    """One calibration and one queue."""
+    policy = OffloadPolicy.resident()
+    calibrated = driver.queue(experts, queue_of(CALIBRATED), policy)
+    seconds = stage_seconds(calibrated)
+    simulated = run_queue(seconds, cells=1, videos=videos)
+    ran = driver.queue(experts, queue_of(videos), policy)
+    measured = max(each.wall_s for each in ran)
+    return {
+        "stage_s": [round(each.next_s, 3) for each in seconds],
+        "simulated_s": round(simulated.makespan_s, 2),
+        "measured_s": round(measured, 2),
+        "measured_to_simulated": round(measured / simulated.makespan_s, 3),
+        "one_after_the_other_s": round(videos * sum(each.next_s for each in seconds), 2),
+        "expert_switches": switches(calibrated[-1].expert_switches, ran[-1].expert_switches),
+        "experts": [experts_of([each.timelines[rank] for each in ran]) for rank in range(2)],
+    }
+
+
+def main(videos: int) -> None:
+    mesh = Mesh(stage=2)
+    ref = WorkersRef(count=mesh.size, threads=1, timeout_s=120.0)
+    with tempfile.TemporaryDirectory() as folder, RayPool(ref, store_bytes=256 << 20) as pool:
+        experts, driver = make_experts(Path(folder)), Driver(pool, ref, mesh)
+        driver.queue(experts, queue_of(2), OffloadPolicy.resident())  # opens the experts
+        runs = [measure(driver, experts, videos) for _ in range(RUNS)]
+    ratios = [run["measured_to_simulated"] for run in runs]
+    figures = {
+        "videos": videos,
+        "measured_to_simulated": {
+            "median": statistics.median(ratios),
+            "min": min(ratios),
+            "max": max(ratios),
+        },
+        "runs": runs,
+    }
+    method = (
+        f"{videos} videos of {STEPS} steps ({SWITCH} high-noise) over two workers behind Ray, one thread and one "
+        f"expert each, all blocks resident; latents {list(LATENT)}, {SHAPE.heads} heads, {SHAPE.layers} blocks, fp32. "
+        f"{RUNS} times: a queue of {CALIBRATED} gives the seconds of a video in each stage (median of those in the "
+        "middle, while both stages compute), plan/fleet_queue.py simulates the makespan from them, and the queue is "
+        "measured from its start to its last step"
+    )
+    print(record("stages", method=method, figures=figures).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 8)

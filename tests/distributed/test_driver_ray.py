@@ -1,0 +1,186 @@
+"""The driver with workers behind Ray: ten are killed, ten runs are stopped, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from wanstream.distributed.driver import Driver
+from wanstream.distributed.stages import GivenUpError
+from wanstream.distributed.tasks import RunTask
+from wanstream.plan import Mesh, WorkersRef
+from wanstream.sampling import Cancelled, StepProgress
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+WORKERS = 4
+STEPS, SWITCH = 8, 4
+MESH = Mesh(stage=2, cfg=2)
+TIMES = 10
+
+MakeTask = Callable[..., RunTask]
+Alone = Callable[[RunTask], torch.Tensor]
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ref_of(mesh: Mesh, **changes: Any) -> WorkersRef:
+    given = {"count": mesh.size, "threads": 1, "timeout_s": 60.0}
+    return WorkersRef(**{**given, **changes})
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Any]:
+    from wanstream.distributed.ray_pool import RayPool
+
+    before = _left_behind()
+    with RayPool(ref_of(MESH), store_bytes=200 << 20) as started:
+        yield started
+    deadline = time.monotonic() + 60
+    while (after := _left_behind() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not after, "nothing is left of it"
+
+
+@pytest.fixture(scope="module")
+def task(make_task: MakeTask) -> RunTask:
+    """Two videos of 8 steps, half of them of each expert."""
+    changes = {"noise": normal(2, 16, 2, 4, 6, seed=1), "steps": STEPS, "switch_step": SWITCH, "solver": "unipc"}
+    return make_task(request=changes)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(task: RunTask, alone: Alone) -> torch.Tensor:
+    return alone(task)
+
+
+@pytest.fixture(scope="module")
+def driver(pool: Any) -> Driver:
+    return Driver(pool, ref_of(MESH), MESH)
+
+
+def pid_of(pool: Any, rank: int) -> int:
+    return int(pool.workers[rank].started.facts.pid)
+
+
+@pytest.mark.parametrize(
+    "mesh", [MESH, Mesh(data=2, ulysses=2), Mesh(data=2, stage=2), Mesh(cfg=2, ulysses=2)], ids=str
+)
+def test_every_mesh_gives_what_one_worker_gives(
+    mesh: Mesh, pool: Any, task: RunTask, undisturbed: torch.Tensor
+) -> None:
+    ran = Driver(pool, ref_of(mesh), mesh).denoise(task.experts, task.request, task.policy)
+    if mesh.ulysses == 1:
+        assert torch.equal(ran.latents, undisturbed)
+    else:
+        assert (ran.latents - undisturbed).norm() / undisturbed.norm() <= 1e-6
+    assert len({pid_of(pool, rank) for rank in range(WORKERS)} - {os.getpid()}) == WORKERS
+    assert set(ran.timelines) == set(range(WORKERS))
+    assert (ran.gathered_bytes > 0) == (mesh.cell_size > 1)
+
+
+@pytest.mark.parametrize("time_", range(TIMES))
+def test_a_worker_that_is_killed_at_a_random_step_costs_no_video(
+    time_: int, pool: Any, driver: Driver, task: RunTask, undisturbed: torch.Tensor
+) -> None:
+    chance = random.Random(time_)
+    rank, at, after_s = chance.randrange(WORKERS), chance.randrange(1, 2 * STEPS), chance.uniform(0, 0.05)
+    killed, told = pid_of(pool, rank), list[StepProgress]()
+
+    def on_step(step: StepProgress) -> None:
+        told.append(step)
+        if step.done == at:
+            time.sleep(after_s)
+            os.kill(killed, signal.SIGKILL)
+
+    ran = driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
+    assert torch.equal(ran.latents, undisturbed)
+    assert [step.done for step in told] == list(range(1, 2 * STEPS + 1)), "no step that was told is taken again"
+    # A stage that had nothing left to do needs no other worker, until the next run.
+    assert ran.restarts <= 1
+    again = driver.denoise(task.experts, task.request, task.policy)
+    assert torch.equal(again.latents, undisturbed)
+    assert pid_of(pool, rank) != killed
+
+
+def test_ten_runs_that_are_stopped_anywhere_leave_workers_and_machine_as_they_were(
+    pool: Any, driver: Driver, task: RunTask, undisturbed: torch.Tensor
+) -> None:
+    driver.denoise(task.experts, task.request, task.policy)
+    pids = [pid_of(pool, rank) for rank in range(WORKERS)]
+    before = _open_things(pids)
+    chance = random.Random(0)
+    for _ in range(TIMES):
+        stop, at, after_s = threading.Event(), chance.randrange(0, 2 * STEPS - 1), chance.uniform(0, 0.1)
+        asked = threading.Timer(after_s, stop.set)
+
+        def on_step(step: StepProgress, at: int = at, asked: threading.Timer = asked) -> None:
+            if step.done == at:
+                asked.start()
+
+        if at == 0:
+            asked.start()
+        with pytest.raises(Cancelled):
+            driver.denoise(task.experts, task.request, task.policy, on_step=on_step, should_stop=stop.is_set)
+        asked.join()
+        assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, undisturbed)
+    assert [pid_of(pool, rank) for rank in range(WORKERS)] == pids
+    assert _open_things(pids) == before
+
+
+def test_a_worker_that_hangs_is_replaced(pool: Any, task: RunTask, undisturbed: torch.Tensor) -> None:
+    frozen = pid_of(pool, 1)
+
+    def on_step(step: StepProgress) -> None:
+        if step.done == 3:
+            os.kill(frozen, signal.SIGSTOP)
+
+    driver = Driver(pool, ref_of(MESH, timeout_s=3.0), MESH)
+    ran = driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
+    assert torch.equal(ran.latents, undisturbed)
+    assert ran.restarts == 1
+    assert pid_of(pool, 1) != frozen
+    assert not psutil.pid_exists(frozen)
+
+
+def test_one_loss_too_many_is_told_with_the_log_of_the_worker(pool: Any, task: RunTask) -> None:
+    def on_step(step: StepProgress) -> None:
+        if step.done == 1:
+            os.kill(pid_of(pool, 2), signal.SIGKILL)
+
+    with pytest.raises(GivenUpError, match=r"(?s)worker 2 \(process \d+ on .*\) is gone.*0 losses of one run"):
+        Driver(pool, ref_of(MESH, restarts=0), MESH).denoise(task.experts, task.request, task.policy, on_step=on_step)
+
+
+def _left_behind() -> set[str]:
+    """Processes below this one, what listens in them, and shared memory."""
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = {
+        f"port {each.laddr.port}"
+        for process in family
+        if process.is_running()
+        for each in process.net_connections()
+        if each.status == psutil.CONN_LISTEN
+    }
+    shared = {f"/dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()}
+    return {f"process {process.pid}" for process in family} | listening | shared
+
+
+def _open_things(pids: list[int]) -> dict[str, Any]:
+    """What would grow if a stopped run left something: sockets of the workers, shared memory, processes."""
+    family = psutil.Process().children(recursive=True)
+    connected = {pid: len(psutil.Process(pid).net_connections()) for pid in pids}
+    return {"processes": len(family), "connections": connected, "shared": sorted(Path("/dev/shm").iterdir())}
