@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .bench_parser import add_bench
 from .exit_codes import DONE, FAILED, INTERRUPTED
 
 
@@ -30,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sample_model(subcommands)
     _add_probe(subcommands)
     _add_plan(subcommands)
+    add_bench(subcommands)
     return parser
 
 

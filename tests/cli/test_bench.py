@@ -1,0 +1,168 @@
+"""`wanstream bench`: which cases there are, what is said of them, and the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.cli import main
+from wanstream.cli.bench_cases import BenchCase, Pair, bench_cases, mesh_of, usual_counts
+from wanstream.cli.bench_figures import figures
+from wanstream.cli.bench_runs import BenchRun, CaseRuns
+from wanstream.cli.bench_tables import report
+from wanstream.plan import MemorySample, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline
+from wanstream.plan.trial_matrix import TrialMatrix
+
+PAIR = Pair(heads=4, blocks=8, tokens=1600, guided=True, videos=1)
+LAYERWISE = OffloadPolicy.layerwise()
+TINY = ["--size", "32x32x5", "--steps", "2", "--repeats", "2", "--warm-up", "0"]
+
+
+def settings(policies: str = "layerwise", steps: str = "4") -> Any:
+    return TrialMatrix.parse(policies, "", steps).settings(LAYERWISE)
+
+
+def meshes(**changes: Any) -> list[str]:
+    pair = Pair(**{**PAIR.__dict__, **changes})
+    return [str(case.mesh) for case in bench_cases((1, 2, 4), (), settings(), pair).cases]
+
+
+def test_the_usual_layouts_share_one_video_and_spread_several() -> None:
+    assert meshes() == ["one worker", "cfg 2", "cfg 2 x ulysses 2"]
+    assert meshes(guided=False) == ["one worker", "ulysses 2", "ulysses 4"]
+    spread = [*("one worker", "cfg 2", "data 2", "stage 2"), *("cfg 2 x ulysses 2", "data 4", "stage 4")]
+    assert meshes(videos=4) == spread
+
+
+def test_workers_that_are_powers_of_two() -> None:
+    assert [usual_counts(most) for most in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8)]
+
+
+def test_what_cannot_be_is_left_out_with_its_reason() -> None:
+    asked = settings("layerwise, block_swap 9", "1, 4")
+    cases = bench_cases((1, 2), [Mesh(), Mesh(stage=2), Mesh(ulysses=8)], asked, PAIR)
+    assert [case.name for case in cases.cases] == [
+        "1 steps, 1 worker, layerwise, 1 ahead",
+        "4 steps, 1 worker, layerwise, 1 ahead",
+        "4 steps, 2 workers (stage 2), layerwise, 1 ahead",
+    ]
+    reasons = dict(cases.refused)
+    assert "the run has 1 step" in reasons["1 steps, 2 workers (stage 2), layerwise, 1 ahead"]
+    assert "only 8 blocks" in reasons["4 steps, 1 worker, block_swap 9, 1 ahead"]
+
+
+@pytest.mark.parametrize("words", ["cfg", "cfg 2 2", "cfg two", "depth 2", "cfg 2 x cfg 2", "cfg 2, data 2", ""])
+def test_words_that_are_no_layout(words: str) -> None:
+    assert mesh_of("data 2 x cfg 2") == Mesh(data=2, cfg=2)
+    with pytest.raises(MeshError):
+        mesh_of(words)
+
+
+def timeline(seconds: float, rss: int, experts: tuple[str, ...] = ("high", "high", "low")) -> Timeline:
+    steps = tuple(
+        StepRecord(
+            index=index,
+            expert=expert,
+            sigma=0.5,
+            wall_s=seconds,
+            compute_s=seconds,
+            stall_s=0,
+            bytes_moved=10,
+            rss_bytes=rss,
+        )
+        for index, expert in enumerate(experts)
+    )
+    memory = tuple(
+        MemorySample(at_s=at, device_bytes=None, device_used_bytes=None, rss_bytes=rss - 50 * at) for at in (0, 1)
+    )
+    return Timeline(steps=steps, kind="measured", first_block_s=0.25, memory=memory)
+
+
+def case_runs(mesh: Mesh, *seconds: float, warm: float = 99.0, latents: str = "same", start_s: float = 3.0) -> CaseRuns:
+    def run(wall_s: float, counts: bool) -> BenchRun:
+        ranks = {rank: timeline(wall_s / 3, 100 + rank) for rank in range(mesh.size)}
+        return BenchRun(wall_s=wall_s, timeline=ranks[0], ranks=ranks, latents=latents, gathered_bytes=7, counts=counts)
+
+    runs = (run(warm, False), *(run(each, True) for each in seconds))
+    return CaseRuns(case=BenchCase(mesh=mesh, policy=LAYERWISE, steps=3), start_s=start_s, runs=runs)
+
+
+def test_figures_are_of_runs_that_count_and_are_held_against_one_worker() -> None:
+    one, two = figures([case_runs(Mesh(), 10, 12, 11), case_runs(Mesh(cfg=2), 6, 5, 5.5, latents="other")])
+    assert (two.generation_s.least, two.generation_s.median, two.generation_s.most) == (5, 5.5, 6)
+    assert (two.speedup, two.efficiency) == (2.0, 1.0)
+    assert (one.speedup, one.same_latents, two.same_latents) == (1.0, True, False)
+    assert (two.load_s, two.total_s) == (0.25, 3.0 + 99.0)
+    assert [(memory.peak, memory.average) for memory in two.memory.values()] == [(100, 75), (101, 76)]
+    assert two.moved_bytes == 2 * 3 * 10
+    assert two.step_s == (5.5 / 3,) * 3
+
+
+def test_without_one_worker_there_is_no_speedup_and_a_case_without_runs_has_no_figures() -> None:
+    lone = figures([case_runs(Mesh(cfg=2), 5), CaseRuns(case=case_runs(Mesh()).case, start_s=1, failed="no room")])
+    ((speedup, efficiency, same),) = [(each.speedup, each.efficiency, each.same_latents) for each in lone]
+    assert (speedup, efficiency, same) == (None, None, None)
+
+
+def test_the_page_has_a_row_for_every_case_worker_and_step() -> None:
+    found = figures([case_runs(Mesh(), 10, 12), case_runs(Mesh(cfg=2), 6, 6)])
+    page = report("A page", found, method="by hand", machine={"Device": "CPU"}, without=[("8 workers", "too many")])
+    assert "* Device: CPU\n" in page
+    assert "Method: by hand\n" in page
+    rows = [line for line in page.splitlines() if line.startswith("| 3 steps, 2 workers (cfg 2)")]
+    assert len(rows) == 1 + 1 + 2
+    assert rows[0].endswith("| 6.00 | 102.0 | 101 B | 76 B | 1.83x | 92 % | equal |")
+    assert "| 3 | low | switch of experts |" in page
+    assert page.endswith("* 8 workers: too many\n")
+
+
+def test_it_measures_in_this_process_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *TINY, "--policies", "layerwise, resident", "--out", str(tmp_path)]) == 0
+    data, page = map(Path, capsys.readouterr().out.split())
+    result = json.loads(data.read_text())
+    assert [case["mode"] for case in result["figures"]] == ["layerwise, 1 ahead", "resident"]
+    assert {case["latents"] for case in result["figures"]} == {result["figures"][0]["latents"]}
+    assert all(len(case["step_s"]) == 2 and case["load_s"] > 0 for case in result["figures"])
+    assert result["method"].startswith("two random experts")
+    assert result["hardware"]["Commit"]
+    assert page.read_text().startswith("# Workers on ")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--distributed", "--workers", "1,two"], "'two' is no number"),
+        (["--distributed", "--workers", "65"], "65 workers: give 1 to 64"),
+        (["--distributed", "--address", "10.0.0.7:1"], "turn beyond_loopback on"),
+        (["--layouts", "cfg two"], "is no layout"),
+        (["--policies", "auto"], "name policies that stay the same"),
+        (["--steps", "0"], "steps"),
+        (["--repeats", "0"], "measure nothing"),
+        (["--size", "30x30"], "--size 30x30"),
+        (["--experts", "/nowhere/high", "/nowhere/low"], "/nowhere/high"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_runs(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options, "--out", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_workers_behind_ray_are_held_against_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray")
+    options = ["--distributed", "--workers", "1,2", "--device", "cpu", "--layouts", "cfg 2", "--out", str(tmp_path)]
+    assert main(["bench", *TINY, *options]) == 0
+    data, _ = map(Path, capsys.readouterr().out.split())
+    one, two = json.loads(data.read_text())["figures"]
+    assert (one["workers"], two["workers"], two["layout"]) == (1, 2, "cfg 2")
+    assert two["same_latents"] is True
+    assert two["gathered_bytes"] > 0
+    assert sorted(two["memory"]) == ["0", "1"]
+    assert two["start_s"] > 0
