@@ -191,7 +191,7 @@ def test_memory_that_is_short_lets_the_whole_cell_go_on_in_less(fakes: Any, requ
 
 def test_nobody_leaves_the_next_meeting_for_the_last(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     short = SmallerPolicyError("out of memory in step 4", OffloadPolicy.layerwise(0))
-    pool = fakes.FakePool(2, [fakes.Fault(rank=0, step=4, what=short)], step_s=0.1, leave_s={0: 0.15})
+    pool = fakes.FakePool(2, [fakes.Fault(rank=0, step=4, what=short)], step_s=0.2, leave_s={0: 0.1})
     ran = driver_of(pool, Mesh(cfg=2), restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
     assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
 
