@@ -17,6 +17,8 @@ NEEDS_TOKEN = (
 
 JOIN = """
 import sys
+
+sys.path.remove("")  # the folder that it is started in
 import ray
 
 try:

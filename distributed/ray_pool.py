@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
 from typing import Any
 
+from ..offload.shared_segment import sweep
 from ..plan import WorkersRef
 from ..plan.workers_ref import LOCAL
 from .path_map import mapped
@@ -21,6 +23,9 @@ from .worker import Worker
 
 START_TIMEOUT_S = 180.0
 """Importing torch takes its time, on all cores at once."""
+
+
+CLOSE_TIMEOUT_S = 5.0
 
 
 class RayPool:
@@ -49,6 +54,7 @@ class RayPool:
         assert ref.count >= 1, ref
         self._ref, self._timeout_s = ref, start_timeout_s
         with ExitStack() as undo:
+            undo.callback(sweep)  # last: workers that are killed leave the RAM behind that they shared
             self._ray = CONNECTION.enter(ref, store_bytes=store_bytes)
             undo.callback(CONNECTION.leave)
             on_gpus = device == "cuda" if ref.address == LOCAL and device else None
@@ -73,6 +79,8 @@ class RayPool:
 
     def close(self) -> None:
         """See `Pool.close`."""
+        # Workers of other machines give back there what they share, which nobody sweeps from here.
+        wait([worker.ask("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
         for worker in self._workers:
             worker.kill()
         self._undo.close()
@@ -94,6 +102,7 @@ class RayPool:
         for actor in actors:
             undo.callback(self._ray.kill, actor)
         every = [self._answer(rank, answer) for rank, answer in zip(ranks, answers, strict=True)]
+        CONNECTION.look()
         check_versions(Worker("cpu").facts(), [started.facts for started in every])
         check_exposure(every, beyond_loopback=self._ref.beyond_loopback)
         return [

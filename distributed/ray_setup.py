@@ -19,6 +19,7 @@ from ..plan.workers_ref import LOCAL
 from .ray_cluster import check_answers, is_loopback
 from .ray_environment import import_ray, on_loopback, own_ray, quiet
 from .ray_errors import RaySetupError
+from .ray_watch import RayWatch
 from .work_thread import WorkThread
 from .worker import LOOPBACK
 
@@ -39,6 +40,7 @@ class RayConnection:
         self._users = 0
         self._address = ""
         self._undo = ExitStack()
+        self._watch: RayWatch | None = None
 
     def enter(self, ref: WorkersRef, *, store_bytes: int = OBJECT_STORE_BYTES) -> Any:
         """The module `ray`, connected as `ref` says; every `enter` has its `leave`.
@@ -60,12 +62,19 @@ class RayConnection:
             self._users += 1
             return ray
 
+    def look(self) -> None:
+        """Note which processes Ray has started by now, to end them when this one is gone."""
+        with self._lock:
+            if self._watch is not None:
+                self._watch.look()
+
     def leave(self) -> None:
         """One pool less; with the last one, what `enter` has started ends with all its processes."""
         with self._lock:
             assert self._users > 0, "left more often than entered"
             self._users -= 1
             if self._users == 0:
+                self._watch = None
                 self._undo.close()
 
     def _connected(self, ray: Any, ref: WorkersRef, store_bytes: int) -> ExitStack:
@@ -78,7 +87,7 @@ class RayConnection:
             thread = WorkThread("wanstream ray")
             undo.callback(thread.close)
             start = _start_local if ref.address == LOCAL else _join_cluster
-            thread.submit(start, ray, ref, store_bytes, undo).result()
+            self._watch = thread.submit(start, ray, ref, store_bytes, undo).result()
             atexit.register(self._end_at_exit)
             undo.callback(atexit.unregister, self._end_at_exit)
             return undo.pop_all()
@@ -90,10 +99,11 @@ class RayConnection:
 CONNECTION = RayConnection()
 
 
-def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
+def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayWatch:
     _sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
-    undo.callback(shutil.rmtree, folder, ignore_errors=True)
+    watch = RayWatch(folder)
+    undo.callback(watch.close)
     undo.callback(ray.shutdown)
     with own_ray():
         try:
@@ -107,10 +117,13 @@ def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -
                 configure_logging=False,
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
-                _system_config={"prestart_worker_first_driver": False},
+                # This process would be ended by Ray so long after Ray's server is gone.
+                _system_config={"prestart_worker_first_driver": False, "gcs_rpc_server_reconnect_timeout_s": 600},
             )
         except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
             raise RaySetupError(f"Ray {ray.__version__} does not start on this machine: {err}") from err
+    watch.look()
+    return watch
 
 
 def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:

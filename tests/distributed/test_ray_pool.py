@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from pathlib import Path
 
 import psutil
@@ -231,7 +231,6 @@ def test_killing_ends_the_process_in_the_middle_of_a_run(pool: RayPool, make_tas
     process.wait(LIMIT_S)
     with pytest.raises(WorkerLostError):
         worker.run(make_task(), ignore).result(LIMIT_S)
-    pool.replace(0)
 
 
 def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> None:
@@ -239,10 +238,12 @@ def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> No
     children = own.children(recursive=True)
     folders = {Path(log).parents[2] for worker in pool.workers for log in worker.started.logs}
     assert folders
-    runs = [worker.run(make_task(request=LONG), ignore) for worker in pool.workers]
+    begun = threading.Event()
+    run = pool.workers[1].run(make_task(request=LONG), lambda told: begun.set())
+    assert begun.wait(LIMIT_S)
     pool.close()
-    assert not wait(runs, timeout=LIMIT_S).not_done
-    assert all(isinstance(run.exception(), WorkerLostError) for run in runs)
+    with pytest.raises(WorkerLostError):
+        run.result(LIMIT_S)
     _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
     assert [process for process in alive if "ray" in " ".join(process.cmdline())] == []
     assert not [folder for folder in folders if folder.exists()]
