@@ -11,6 +11,7 @@ import pytest
 from wanstream.plan import DoesNotFitError, Machine, Mesh, OffloadJob, OffloadPolicy, simulate_fleet
 from wanstream.plan.fleet_exchange import lane_exchange, step_exchange
 from wanstream.plan.links import LINKS
+from wanstream.plan.memory_needs import memory_needs
 from wanstream.plan.predict import predict
 
 MakeJob, MakeMachine = Callable[..., OffloadJob], Callable[..., Machine]
@@ -160,6 +161,26 @@ def test_one_copy_in_ram_serves_all_workers_of_a_machine(make_job: MakeJob, rate
     runs = [simulate_fleet(job, machine, AT_ONCE, Mesh(data=data)).stages[0] for data in (1, 8)]
     assert [run.policy.source for run in runs] == ["pinned", "pinned"]
     assert runs[0].first_s == runs[1].first_s > runs[0].next_s
+
+
+@pytest.mark.parametrize(("blocks", "source"), [(16, "pinned"), (12, "file")])
+def test_stages_of_one_machine_share_its_ram(
+    blocks: int, source: str, make_job: MakeJob, rate_machine: MakeMachine
+) -> None:
+    """Each stage has the eight blocks of its expert in RAM, and there must be room for both."""
+    job = make_job()
+    machine = _bus_bound(rate_machine, job, read=1.0, copy=0.01, ram_bytes=2 * blocks * job.stored_bytes)
+    run = simulate_fleet(job, machine, AT_ONCE, Mesh(stage=2))
+    assert [stage.policy.source for stage in run.stages] == [source, source]
+
+
+def test_workers_on_a_cpu_share_its_memory(make_job: MakeJob, rate_cpu: MakeMachine) -> None:
+    job, links = make_job(), LINKS["loopback"]
+    needed = memory_needs(job, rate_cpu(), OffloadPolicy.layerwise(1)).device_bytes
+    machine = rate_cpu(ram_bytes=3 * needed)
+    assert simulate_fleet(job, machine, links, Mesh()).stages[0].device_bytes >= needed
+    with pytest.raises(DoesNotFitError, match="one worker of data 2: needs 2 buffers"):
+        simulate_fleet(job, machine, links, Mesh(data=2))
 
 
 def test_workers_on_a_cpu_share_its_cores(make_job: MakeJob, rate_cpu: MakeMachine) -> None:
