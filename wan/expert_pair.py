@@ -8,8 +8,9 @@ from functools import cached_property
 
 import torch
 
-from ..offload.gather import Sharded
+from ..offload.gather import Sharded, shard_bytes
 from ..plan import OffloadPolicy, Storage
+from ..plan.memory_needs import RAW_SLOTS
 from .block_storage import BlockBytes, block_bytes, row_scale_bytes
 from .checkpoint import Expert
 from .device_bytes import device_bytes
@@ -136,11 +137,18 @@ class ExpertPair:
     def device_bytes(self, policy: OffloadPolicy, *, device: torch.device | str = "cuda") -> int:
         """Device memory that the weights take under `policy`; LoRAs come on top (30 MB for rank 64 in bf16).
 
+        Of shards that are gathered, those that are on their way to the device or stay there are among it.
+
         Raises:
             ValueError: the policy does not fit the number of blocks.
         """
-        decoding = 0 if torch.device(device).type == "cpu" else self._decoding_bytes
-        return decoding + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
+        on_gpu = torch.device(device).type != "cpu"
+        decoding = self._decoding_bytes if on_gpu else 0
+        return (
+            decoding
+            + self._shards_bytes(on_gpu=on_gpu)
+            + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
+        )
 
     @property
     def file_bytes(self) -> int:
@@ -220,6 +228,14 @@ class ExpertPair:
         """
         self._close_engine()
         self._factors.keep_only([])
+
+    def _shards_bytes(self, *, on_gpu: bool) -> int:
+        if self._sharded is None:
+            return 0
+        shard = shard_bytes(self.stored_bytes, self._sharded.gather.size)
+        if self._sharded.on_device:
+            return shard * (self.high.config.num_layers + self.low.config.num_layers)
+        return RAW_SLOTS * shard if on_gpu else 0
 
     def _meet(self) -> None:
         """Let the engine that is there gather with the ranks that were set, or free it."""

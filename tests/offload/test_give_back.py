@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from wanstream.offload import BlockPatch, OffloadHandle, WeightPatch, attach_offload
 from wanstream.offload.buffers import BufferOrderError
+from wanstream.offload.layout import block_format
 from wanstream.offload.module_source import ModuleSource
 from wanstream.plan import BlockKey, OffloadPolicy, step_visits
 
@@ -167,6 +168,34 @@ def test_only_what_a_run_fetches_into_is_allocated(stacks, fresh):
         assert handle.loaded_bytes == BLOCKS * BLOCK_BYTES
         run(handle, stacks)
         assert handle.loaded_bytes == 2 * BLOCKS * BLOCK_BYTES
+
+
+def test_a_device_without_room_for_the_buffers_says_so_when_a_run_begins():
+    width = 1 << 25
+    with torch.device("meta"):
+        blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2))
+
+    class Endless:
+        def __init__(self) -> None:
+            self.format = block_format({"weight": ((width, width), torch.float32)}, torch.float32)
+
+        def keys(self):
+            return [BlockKey("blocks", 0), BlockKey("blocks", 1)]
+
+        def block_format(self, key):
+            return self.format
+
+        def close(self):
+            pass
+
+    with attach_offload(blocks, policy=OffloadPolicy.resident(), device="cpu", source=Endless()) as handle:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="memory"), handle.run(handle.pass_visits(1, "blocks")):
+                raise AssertionError("it has begun")
+            assert (handle.running, handle.loaded_bytes) == (False, 0)
+        with pytest.raises(RuntimeError, match="memory"):
+            handle.take_buffers()
+        assert not handle.running
 
 
 def test_all_buffers_are_taken_at_once_for_who_reckons_with_them(stacks, expected):

@@ -258,6 +258,34 @@ def test_a_pool_that_finds_no_room_is_made_smaller_too(open_pair: OpenPair, make
     assert torch.equal(result.latents, _run(open_pair(), request, LAYERWISE(1)).latents)
 
 
+def test_buffers_that_find_no_room_when_a_run_begins_are_fewer_then(open_pair: OpenPair, make_request: Request) -> None:
+    request = make_request()
+
+    class NoRoomAtTheStart(ShortPair):
+        def engine(self, policy: OffloadPolicy, device: torch.device) -> Any:
+            engine = super().engine(policy, device)
+            return Beginning(engine) if policy.kind == "resident" else engine
+
+    class Beginning:
+        def __init__(self, engine: ExpertEngine) -> None:
+            self._engine = engine
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+        @contextmanager
+        def run(self, *visits: Any, **settings: Any) -> Iterator[Any]:
+            with self._engine.run(*visits, **settings):
+                raise torch.OutOfMemoryError("no room for the buffers")
+            yield
+
+    pair = NoRoomAtTheStart(open_pair(), _once())
+    result = _run(pair, request, RESIDENT())
+    assert [policy.kind for policy in pair.policies] == ["resident", "block_swap"]
+    assert result.timeline.changes[0].startswith("out of memory in step 0 (high-noise expert)")
+    assert torch.equal(result.latents, _run(open_pair(), request, LAYERWISE(1)).latents)
+
+
 @pytest.mark.parametrize("after", [LAYERWISE(2), BLOCK_SWAP(1), RESIDENT(), LAYERWISE(1, source="pinned")], ids=str)
 @pytest.mark.parametrize("before", [LAYERWISE(1), RESIDENT()], ids=str)
 def test_a_revised_policy_holds_from_the_second_step_on_and_changes_no_bit(

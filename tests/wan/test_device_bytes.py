@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.plan import T2V_A14B, OffloadPolicy
+from wanstream.offload.gather import Sharded
+from wanstream.plan import T2V_A14B, OffloadPolicy, step_visits
 from wanstream.wan import open_experts
 from wanstream.wan.detect import WanConfig
 from wanstream.wan.device_bytes import device_bytes
@@ -42,6 +43,42 @@ def test_the_real_model(policy: OffloadPolicy, buffers: int) -> None:
     staying = patch_and_output + 40 * small + tables
     assert staying == T2V_A14B.staying_bytes() + tables == 15_394_944
     assert device_bytes(A14B, compute_dtype=torch.bfloat16, policy=policy) == buffers * buffer + 2 * staying
+
+
+class Only:
+    """A group of one rank."""
+
+    rank, size = 0, 1
+
+    def compare(self, said: bytes) -> tuple[bytes, ...]:
+        return (said,)
+
+    def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
+        into.copy_(own)
+
+    def abort(self) -> None:
+        raise AssertionError("nobody fails here")
+
+
+def test_shards_that_stay_on_the_device_are_told_too(tiny_expert_file: Callable[..., Path]) -> None:
+    file, policy = tiny_expert_file(), OffloadPolicy.block_swap(2, 1)
+    with open_experts(file, file, compute_dtype=torch.float32) as pair:
+        plain = pair.device_bytes(policy, device="cpu")
+        pair.shard(Sharded(gather=Only(), on_device=True))
+        told = pair.device_bytes(policy, device="cpu")
+        assert told - plain == 2 * 4 * pair.stored_bytes
+        engine = pair.engine(policy, "cpu")
+        assert all(engine.models[name] for name in ("high", "low"))  # what does not stream is there now
+        visits = step_visits(["high", "low"], engine.block_counts)
+        with engine.run(visits) as run:
+            for visit in visits:
+                with run.visit(*visit):
+                    pass
+        assert pair.loaded_bytes == told
+        assert pair.host_bytes == 0
+        pair.shard(None)
+        assert pair.device_bytes(policy, device="cpu") == plain
+        assert pair.engine(policy, "cpu") is not engine
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
