@@ -72,6 +72,10 @@ class Driver:
     def state(self) -> DriverState:
         return self._state
 
+    @property
+    def is_running(self) -> bool:
+        return self._state is DriverState.RUNNING
+
     def denoise(
         self,
         experts: ExpertsRef,
