@@ -37,7 +37,7 @@ class MeshPlan:
     misfits: tuple[tuple[Mesh, str], ...]
     """Layouts for which there is too little memory, and why."""
     fewer: FleetRun | None
-    """One video on fewer of the workers, where that is faster: the others cost more than they bring."""
+    """The same videos on fewer of the workers, where that is faster: the others cost more than they bring."""
     reason: str
     """Why this one, in words with numbers; all of them simulated."""
 
@@ -105,8 +105,8 @@ def _faster_with_fewer(
     chosen: FleetRun, cells: _Cells, layouts_of: Callable[[int], tuple[Mesh, ...]]
 ) -> FleetRun | None:
     """The best run with fewer workers, though with more than half of them, where one is faster than `chosen`."""
-    if chosen.videos > 1:
-        return None
+    if chosen.videos >= chosen.mesh.size:
+        return None  # Every worker may have videos of its own.
     fewer = _Cells.like(cells)
     for count in range(chosen.mesh.size - 1, chosen.mesh.size // 2, -1):
         meshes = layouts_of(count)

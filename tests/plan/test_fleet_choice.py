@@ -96,6 +96,20 @@ def test_fewer_workers_are_named_where_they_are_faster(make_job: MakeJob, rate_m
     assert propose_mesh(7, make_job(tokens=840), rate_machine(visit=0.01), slow, 20, heads=4).fewer is None
 
 
+def test_two_videos_leave_some_of_seven_workers_out(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    slow = replace(PCIE, peer_bytes_per_s=1e7, latency_s=0.0)
+    plan = propose_mesh(7, make_job(lanes=GUIDED, tokens=840), rate_machine(visit=0.01), slow, 2, heads=4)
+    assert plan.mesh == Mesh(data=7)
+    assert plan.fewer is not None
+    assert plan.fewer.mesh == Mesh(data=2, cfg=2)
+
+
+def test_stages_are_not_proposed_where_experts_change_too_often(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    job = make_job(experts_of_steps=("high", "low", "high"), tokens=999)
+    assert {mesh.stage for mesh in layouts(6, job, heads=1, samples=9, rings=False)} == {1, 3}
+    assert propose_mesh(6, job, rate_machine(), NVLINK, 9, heads=1).mesh.stage in (1, 3)
+
+
 def test_rings_need_a_gpu(make_job: MakeJob, rate_machine: MakeMachine, rate_cpu: MakeMachine) -> None:
     job = make_job(high=1, low=1, tokens=999)
     assert propose_mesh(3, job, rate_machine(), NVLINK, heads=4).mesh == Mesh(ring=3)
