@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..sampling.split import Compute
+from ..sampling.split import Compute, Share
 from ..sampling.working_bytes import tokens_of
 from ..wan import ExpertEngine, Lane
 from .context_parallel import check_tokens, shared_tokens
@@ -25,6 +25,7 @@ class CellSplit:
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
+        self.share = Share(cfg=groups.cell.cfg, ring=groups.cell.ring, ulysses=groups.cell.ulysses)
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
         """See `Split.attached`.

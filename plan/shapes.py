@@ -138,7 +138,14 @@ class ExpertShape:
         return linear + self_attention + cross_attention
 
     def working_bytes(
-        self, tokens: int, *, lanes: int, value_bytes: int = BF16_BYTES, chunk_tokens: int | None = None
+        self,
+        tokens: int,
+        *,
+        lanes: int,
+        value_bytes: int = BF16_BYTES,
+        chunk_tokens: int | None = None,
+        ring: int = 1,
+        ulysses: int = 1,
     ) -> int:
         """Device memory that a step computes in, beside the weights: what is alive at once when most is.
 
@@ -147,16 +154,36 @@ class ExpertShape:
         block, which takes `chunk_tokens` at once where tokens do not meet (None: all of them). The latents themselves
         (a 100th of a hidden state) and the workspace of the attention kernel are not counted. It is at least what
         embeds the time, which is there before the blocks begin.
+
+        `ring` x `ulysses` workers share the tokens of every lane: each keeps its own of them, but of one lane at a time
+        all enter the first block, and the rotary tables stay whole.
         """
         width, value = self.width, value_bytes
+        own = tokens // (ring * ulysses)
         if chunk_tokens is None:
-            in_block = tokens * self._block_bytes_per_token(value)
+            in_block = own * self._block_bytes_per_token(value)
         else:
-            in_block = self._chunked_block_bytes(tokens, min(tokens, chunk_tokens + SHORT_CHUNK), value)
+            in_block = self._chunked_block_bytes(own, min(own, chunk_tokens + SHORT_CHUNK), value)
+        if own < tokens:
+            in_block = max(in_block, own * self._shared_bytes_per_token(value, chunk_tokens, ring, ulysses))
         rotary = tokens * 2 * HEAD_DIM * FP32_BYTES
-        waiting = (lanes - 1) * tokens + (2 * lanes + 2) * TEXT_TOKENS
+        waiting = (lanes - 1) * own + tokens - own + (2 * lanes + 2) * TEXT_TOKENS
         embedding = self._time_embedder * FP32_BYTES + self._time_projection * value
         return max(in_block + rotary + waiting * width * value, embedding)
+
+    def _shared_bytes_per_token(self, value: int, chunk_tokens: int | None, ring: int, ulysses: int) -> int:
+        """What a worker's token holds while workers share an attention, D values each, beside q, k and v of
+
+        * the block: its input and the norm of that, which v takes the place of in a chunked block;
+        * Ulysses: eight more, which are q, k and v as they are sent, as they come and in their new order, where some
+          of these are there at a time;
+        * a ring: k and v as they are sent, those of all its workers, q, k, v and the result as the kernel wants them,
+          and the result so far, this one and what lies between them in fp32.
+        """
+        narrow = 5 if chunk_tokens is None else 4
+        narrow += 8 if ulysses > 1 else 0
+        narrow += 2 * ring + 6 if ring > 1 else 0
+        return self.width * (narrow * value + (3 * FP32_BYTES if ring > 1 else 0))
 
     def _block_bytes_per_token(self, value: int) -> int:
         """The most that a token holds along diffusers' `WanTransformerBlock.forward`, of

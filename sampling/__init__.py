@@ -23,7 +23,7 @@ from .request import Course, DenoiseRequest
 from .run_state import RunState
 from .schedules import SCHEDULES, Schedule, explicit_schedule, make_schedule, simple_schedule, wan_schedule
 from .solvers import SOLVERS, Solver, make_solver
-from .split import Part, Split
+from .split import Part, Share, Split
 from .working_bytes import working_bytes
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "RequestError",
     "RunState",
     "Schedule",
+    "Share",
     "SmallerPolicyError",
     "Solver",
     "Split",

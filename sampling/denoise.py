@@ -113,7 +113,7 @@ def _denoise(
     check_channels(request, pair.in_channels)
     place = compute_device(device)
     guided = any(scale != 1 for scale in request.guidance)
-    going = RunPolicy(pair, policy, place, shape=request.noise.shape, guided=guided, alone=part.split.alone)
+    going = RunPolicy(pair, policy, place, shape=request.noise.shape, guided=guided, split=part.split)
     with torch.inference_mode():
         recorder = Recorder(place, observe=observe or Observe.asked(os.environ))
         denoising = Denoising(request, part, going, recorder, callbacks)

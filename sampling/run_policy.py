@@ -14,6 +14,7 @@ from ..plan.plan_reason import policy_words
 from ..plan.smaller import bytes_to_free, smaller_policy
 from ..wan import ExpertEngine, ExpertPair
 from .errors import NoRoomError, SmallerPolicyError
+from .split import ALONE, Split
 from .working_bytes import tokens_of, working_bytes
 
 Revise: TypeAlias = "Callable[[StepRecord], OffloadPolicy | None]"
@@ -28,7 +29,7 @@ class RunPolicy:
     Args:
         shape: of the latents [B, 16, T, h, w].
         guided: whether there are negative lanes.
-        alone: whether a step may be taken again under another policy without asking anybody.
+        split: how the steps are shared; who is not alone takes no step again without asking anybody.
     """
 
     def __init__(
@@ -39,13 +40,13 @@ class RunPolicy:
         *,
         shape: Sequence[int],
         guided: bool,
-        alone: bool = True,
+        split: Split = ALONE,
     ) -> None:
         self.policy = policy
         self.changes: list[str] = []
         """What was changed on the way, in words."""
         self._pair, self.device = pair, device
-        self._shape, self._guided, self._alone = shape, guided, alone
+        self._shape, self._guided, self._split = shape, guided, split
         self._tried = [policy]
 
     def engine(self) -> ExpertEngine:
@@ -76,19 +77,20 @@ class RunPolicy:
         Raises NoRoomError where none is smaller, and SmallerPolicyError, with that policy, in a run that is not alone.
         """
         chunk, free = self.policy.chunk_tokens, free_bytes(self.device)
-        working = working_bytes(self._pair, self._shape, guided=self._guided, chunk_tokens=chunk)
+        share = self._split.share
+        working = working_bytes(self._pair, self._shape, guided=self._guided, chunk_tokens=chunk, share=share)
         attempt = len(self._tried) - 1
         smaller = smaller_policy(
             self.policy,
             self._block_counts,
             missing=bytes_to_free(attempt, block=self._block, working_bytes=working, free_bytes=free),
-            tokens=tokens_of(self._shape),
+            tokens=tokens_of(self._shape) // (share.ring * share.ulysses),
             device_bytes=self._bytes,
         )
         if smaller is None:
             raise NoRoomError(self._no_room(where, said, working, free))
         text = f"out of memory in {where}: {self._words(smaller)} instead of {self._words(self.policy)}"
-        if not self._alone:
+        if not self._split.alone:
             raise SmallerPolicyError(f"{text} ({said})", smaller)
         same = "" if smaller.chunk_tokens != chunk else ", and the result is the same"
         log.warning("%s; this part is computed again%s (%s)", text, same, said)

@@ -16,12 +16,30 @@ Compute: TypeAlias = "Callable[[Sequence[Lane]], list[torch.Tensor]]"
 """Lanes -> the velocity of each."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Among how many workers the computing of a step is shared out, each of which needs memory for its share only."""
+
+    cfg: int = 1
+    """The lanes."""
+    ring: int = 1
+    ulysses: int = 1
+    """The tokens of every lane, in one way and in the other."""
+
+
+WHOLE_STEP = Share()
+
+
 class Split(Protocol):
     """What a run asks of those who compute it together. Every one of them runs the same steps."""
 
     @property
     def alone(self) -> bool:
         """Whether nobody else computes, so that a step may be tried again under another policy."""
+
+    @property
+    def share(self) -> Share:
+        """What of a step is computed here."""
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
         """While this lasts, the engine's models compute their share; afterwards they are as they were."""
@@ -34,6 +52,7 @@ class Alone:
     """No other worker: a run as it always was."""
 
     alone = True
+    share = WHOLE_STEP
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
         """See `Split.attached`."""

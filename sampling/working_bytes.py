@@ -7,20 +7,31 @@ from collections.abc import Sequence
 from ..plan import ExpertShape
 from ..plan.shapes import HEAD_DIM, PATCH
 from ..wan import ExpertPair
+from .split import WHOLE_STEP, Share
 
 
-def working_bytes(pair: ExpertPair, shape: Sequence[int], *, guided: bool, chunk_tokens: int | None = None) -> int:
+def working_bytes(
+    pair: ExpertPair,
+    shape: Sequence[int],
+    *,
+    guided: bool,
+    chunk_tokens: int | None = None,
+    share: Share = WHOLE_STEP,
+) -> int:
     """Memory beside the weights for steps on latents of `shape` [B, 16, T, h, w]; see `ExpertShape.working_bytes`.
 
-    `guided` counts a negative lane beside each positive one; `chunk_tokens` is the policy's.
+    `guided` counts a negative lane beside each positive one; `chunk_tokens` is the policy's, `share` the split's.
     """
     config = pair.high.config
     expert = ExpertShape(width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim)
+    lanes = shape[0] * (2 if guided else 1)
     return expert.working_bytes(
         tokens_of(shape),
-        lanes=shape[0] * (2 if guided else 1),
+        lanes=-(-lanes // share.cfg),
         value_bytes=pair.compute_dtype.itemsize,
         chunk_tokens=chunk_tokens,
+        ring=share.ring,
+        ulysses=share.ulysses,
     )
 
 

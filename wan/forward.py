@@ -61,10 +61,13 @@ def forward_lanes(
     conditions = [
         _conditions(model, lane, row, rotary[lane.latents.shape[2:]]) for lane, row in zip(lanes, rows, strict=True)
     ]
-    hidden = [_tokens(model, lane) for lane in lanes]
+    hidden: list[torch.Tensor] = []
     for index, block in enumerate(model.blocks):
         with visit(index):
             for at, lane in enumerate(conditions):
+                if index == 0:
+                    # Not before: where workers share the tokens, the first block leaves each of them its own only.
+                    hidden.append(_tokens(model, lanes[at]))
                 hidden[at] = block(hidden[at], lane.text, lane.modulation, lane.rotary)
     return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
 

@@ -4,13 +4,14 @@
     answer = processes[1].start(job, *args)
 
 A job is a plain function at the top of a test file, called as `job(here, *args)` in the process: `here` is a namespace
-that outlives it, `here.number` says which process it is. Arguments, answers and errors travel by pipes. A process ends
-when its parent does.
+that outlives it, `here.number` says which process it is, and `here.load` imports a file. Arguments, answers and errors
+travel by pipes. A process ends when its parent does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import os
@@ -191,13 +192,11 @@ def _serve(connection: Connection, number: int) -> None:
     """Do the jobs that come until nobody sends any more."""
     jobs = SimpleQueue[Asked]()
     threading.Thread(target=_listen, args=(connection, jobs), daemon=True).start()
-    here, modules = SimpleNamespace(number=number), dict[str, ModuleType]()
+    here = SimpleNamespace(number=number, load=functools.cache(_load))
     while True:
         file, name, args = jobs.get()
         try:
-            if file not in modules:
-                modules[file] = _load(file)
-            _send(connection, (getattr(modules[file], name)(here, *args), None, ""))
+            _send(connection, (getattr(here.load(file), name)(here, *args), None, ""))
         except Exception as error:  # noqa: BLE001 - every error of a job goes to the test
             text = traceback.format_exc()
             try:

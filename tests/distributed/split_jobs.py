@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,15 @@ import torch
 from diffusers.models import attention_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from wanstream import plan
+from wanstream.cli.sample_weights import ExpertShape, in_dtype, make_expert
 from wanstream.distributed.groups import meet
 from wanstream.distributed.tasks import Meeting
 from wanstream.plan import ExpertsRef, OffloadPolicy
 from wanstream.plan.mesh import Mesh
 from wanstream.sampling import Cancelled, DenoiseRequest, Part, denoise_part
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.chunked_block import ChunkedBlocks
 from wanstream.wan.registry import ExpertsRegistry
 
 LOOPBACK = "127.0.0.1"
@@ -116,6 +121,38 @@ def job_run_until(
     except Cancelled as stopped:
         return stopped.step, stopped.block
     raise AssertionError("the run was not stopped")
+
+
+def job_hold(
+    here: SimpleNamespace, counting: str, dtype: torch.dtype, lanes: int, chunk_tokens: int | None
+) -> tuple[int, int]:
+    """The most bytes that a forward pass holds at once here, by the `Alive` of that file; and the estimate of it."""
+    latent, text, width, ffn_dim = (5, 40, 56), 16, 512, 1382
+    model = in_dtype(make_expert(ExpertShape(heads=4, layers=2, ffn_dim=ffn_dim), seed=1), dtype)
+    inputs = [Lane(latents=torch.zeros(1, 16, *latent), text=torch.zeros(1, text, 4096, dtype=dtype))] * lanes
+    chunks = None if chunk_tokens is None else ChunkedBlocks(model.blocks, chunk_tokens)
+    besides = [*model.parameters(), *model.buffers(), inputs[0].text]
+    models = SimpleNamespace(models=SimpleNamespace(bare={"high": model}))
+    with (
+        here.groups.split().attached(models),
+        torch.no_grad(),
+        here.load(counting).Alive(besides) as alive,
+    ):
+        forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
+    if chunks is not None:
+        chunks.detach()
+    cell = here.groups.cell
+    shape = plan.ExpertShape(width=width, ffn_width=ffn_dim)
+    estimate = shape.working_bytes(
+        5 * 20 * 28,
+        lanes=lanes,
+        value_bytes=dtype.itemsize,
+        chunk_tokens=chunk_tokens,
+        ring=cell.ring,
+        ulysses=cell.ulysses,
+    )
+    # The estimate counts texts of 512 tokens, and those of the other expert too.
+    return alive.peak, estimate - (2 * lanes + 2) * 512 * width * dtype.itemsize
 
 
 def job_use_attention_with_lse(here: SimpleNamespace) -> None:
