@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .comfy_patcher import ExpertsPatcher
     from .comfy_preview import LatentPreview
     from .comfy_watch import ComfyWatch
+    from .comfy_workers import WorkersPatcher
 
 
 class _Bar:
@@ -70,6 +71,7 @@ class ComfyDoor:
         self._ledgers = Ledgers()
         self._watch: ComfyWatch | None = None
         self._workers = KeptWorkers()
+        self._workers_patcher: WorkersPatcher | None = None  # ComfyUI's list keeps none alive
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
 
@@ -162,10 +164,12 @@ class ComfyDoor:
         return self._workers.pool(ref, self.device())
 
     def _make_room_for_workers(self) -> None:
+        from .comfy_workers import WorkersPatcher
+
         self.free_experts()
-        if self.device().type == "cuda":
-            # One of the workers computes on the GPU of this process, whose models would be in its way.
-            comfy.model_management.unload_all_models()
+        self._workers_patcher = self._workers_patcher or WorkersPatcher(self._workers.rest, self.device())
+        # One of the workers computes on the GPU of this process, whose other models would be in its way.
+        self._workers_patcher.list_alone()
 
     def free_workers(self) -> None:
         self._workers.close()

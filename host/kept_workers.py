@@ -102,12 +102,20 @@ class KeptWorkers:
         with self._lock:
             return self._there(ref, device).pool
 
-    def rest(self) -> None:
-        """Let them give back the memory that weights take; they stay, and open their experts again when they run."""
+    def rest(self) -> bool:
+        """Let them give back the memory that weights take; they stay, and open their experts again when they run.
+
+        Workers that are running keep it; returns whether they were not.
+        """
         with self._lock:
-            if self._held is not None:
-                for asked in [worker.ask("close") for worker in self._held.pool.workers]:
-                    asked.result(REST_S)
+            held = self._held
+            if held is None:
+                return True
+            if held.driver is not None and held.driver[2].is_running:
+                return False
+            for asked in [worker.ask("close") for worker in held.pool.workers]:
+                asked.result(REST_S)
+            return True
 
     def close(self) -> None:
         """End the workers, if there are any."""

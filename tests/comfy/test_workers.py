@@ -153,3 +153,18 @@ def test_cancel_ends_the_run_and_leaves_the_workers(served: Server, alone: dict[
     history = served.run(prompt(SEEDS[0], workers=True, end_step=9998))
     assert torch.equal(latent_of(served, history), alone[SEEDS[0]])
     assert workers_of(served) == before
+
+
+def test_unloading_models_empties_the_workers_and_keeps_them(served: Server, alone: dict[int, torch.Tensor]) -> None:
+    """ComfyUI's memory manager knows what workers hold; the button of its menu posts the same."""
+    before = workers_of(served)
+    log = served.base / "server.log"
+    deadline = time.monotonic() + RUN_SECONDS
+    while "the workers have unloaded their experts" not in log.read_text(encoding="utf-8", errors="replace"):
+        # ComfyUI may sleep through one that comes as it falls asleep.
+        served.post("/free", {"unload_models": True})
+        assert time.monotonic() < deadline, "the workers were not asked"
+        time.sleep(1)
+    history = served.run(prompt(SEEDS[1], workers=True, end_step=9997))
+    assert torch.equal(latent_of(served, history), alone[SEEDS[1]])
+    assert workers_of(served) == before

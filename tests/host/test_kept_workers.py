@@ -50,11 +50,12 @@ class FakePool:
         self.said.append("end")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FakeDriver:
     pool: FakePool
     ref: WorkersRef
     mesh: Mesh
+    is_running: bool = False
 
 
 @pytest.fixture
@@ -101,11 +102,15 @@ def test_another_reference_ends_the_former_workers_first(
 
 
 def test_resting_keeps_them_and_closing_does_not(kept: KeptWorkers, started: list[FakePool]) -> None:
-    kept.rest()
+    assert kept.rest()
     kept.close()
     two = replace(ONE, count=2)
-    kept.get(two, Mesh(cfg=2), CPU)
-    kept.rest()
+    driver = kept.get(two, Mesh(cfg=2), CPU)
+    driver.is_running = True
+    assert not kept.rest()
+    assert started[0].said == [], "what runs is left alone"
+    driver.is_running = False
+    assert kept.rest()
     assert started[0].said == ["close", "close"], "each of them closes its experts"
     kept.get(two, Mesh(cfg=2), CPU)
     kept.close()

@@ -1,0 +1,145 @@
+"""Samplers with the workers node in front of them, in the embedded host; one worker in this process needs no Ray.
+
+Two workers behind Ray: `tests/test_workflows.py` and `tests/comfy/test_workers.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.host.embedded_door import NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
+from wanstream.nodes import WanStreamExtension
+from wanstream.plan import Timeline, WorkersRef
+
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "workers.json"
+HERE = {"count": 1, "address": "in-process"}
+
+Workflow = dict[str, dict[str, Any]]
+Run = Callable[..., History]
+
+
+def workflow(workers: Mapping[str, Any] | None, **sampler: Any) -> Workflow:
+    """The shipped workflow up to its latent, small; None: without workers."""
+    nodes: Workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    for name in ("frames", "save"):
+        del nodes[name]
+    nodes["latent"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
+    nodes["sampler"]["inputs"] |= {"steps": 4, **sampler}
+    if workers is None:
+        del nodes["workers"], nodes["sampler"]["inputs"]["workers"]
+    else:
+        nodes["workers"]["inputs"] |= workers
+    report = {"run": ["sampler", 1], "warm_up": 0, "repeats": 1, "cool_down_s": 0.0}
+    words = {"policies": "", "prefetch": "", "steps": "", "filename_prefix": "report"}
+    nodes["report"] = {"class_type": "WanStreamBenchmark", "inputs": {**report, **words}}
+    return nodes
+
+
+@pytest.fixture
+def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
+    def run(nodes: Workflow, **options: Any) -> History:
+        places = {"models": sample_models, "output": tmp_path, "input_dir": tmp_path}
+        return run_workflow(nodes, nodes=NODES, keep=["sampler"], **places, **options)
+
+    yield run
+    embedded_door.free_workers()
+    embedded_door.free_experts()
+
+
+def latent(history: History) -> torch.Tensor:
+    samples: torch.Tensor = history.results["sampler"][0]["samples"]
+    return samples
+
+
+def test_a_worker_computes_what_this_process_does_whatever_the_graph_says_next(run: Run) -> None:
+    seeds = (5, 6, 5)
+    alone = [latent(run(workflow(None, seed=seed))) for seed in seeds[:2]]
+    assert not torch.equal(*alone)
+    for seed in seeds:
+        history = run(workflow(HERE, seed=seed))
+        assert torch.equal(latent(history), alone[seeds.index(seed)])
+    experts = {name: value.replace("fp8_scaled", "fp16") for name, value in t2v_files().items()}
+    nodes, other = workflow(None, seed=5), workflow(HERE, seed=5)
+    for each in (nodes, other):
+        each["experts"]["inputs"] |= experts
+    expected = latent(run(nodes))
+    assert torch.equal(latent(run(other)), expected)
+    assert not torch.equal(expected, alone[0])
+
+
+def t2v_files() -> dict[str, str]:
+    inputs = json.loads(WORKFLOW.read_text(encoding="utf-8"))["experts"]["inputs"]
+    return {name: inputs[name] for name in ("high_noise", "low_noise")}
+
+
+def test_the_run_knows_its_workers_and_is_announced_with_what_each_did(run: Run) -> None:
+    told: list[tuple[str, Mapping[str, Any]]] = []
+    history = run(workflow(HERE), on_event=lambda event, payload: told.append((event, payload)))
+    ran = history.results["sampler"][1]
+    assert ran.workers == WorkersRef(count=1, address="in-process")
+    assert [event.removeprefix("wanstream.") for event, _ in told] == ["begin", *["step"] * 4, "end"]
+    end = told[-1][1]
+    assert end["ranks"].keys() == {"0"}
+    assert len(Timeline.from_dict(end["ranks"]["0"]).steps) == 4
+    (kept,) = history.outputs["sampler"]["wanstream_timeline"]
+    assert end["timeline"] == kept
+
+
+def test_progress_is_told_step_by_step(run: Run) -> None:
+    told: list[tuple[int, int]] = []
+    run(workflow(HERE), on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None)
+    assert [step for step in told if step[1] == 4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
+    def stop_after_the_first_step(progress: NodeProgress) -> None:
+        if progress.node_id == "sampler" and progress.total == 40:
+            embedded_door.stop()
+
+    with pytest.raises(RunStoppedError):
+        run(workflow(HERE, steps=40), on_progress=stop_after_the_first_step)
+    assert torch.equal(latent(run(workflow(HERE))), latent(run(workflow(None))))
+
+
+def test_this_process_holds_no_experts_while_workers_do(run: Run) -> None:
+    run(workflow(None))
+    ref = run(workflow(HERE)).results["sampler"][1].experts
+    assert embedded_door.experts(ref).loaded_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        ({"count": 3, "layout": "as set below", "cfg": 2}, "cfg x ring x ulysses is 1 x 1 x 2 x 1 x 1 = 2"),
+        ({"count": 3, "layout": "as set below", "ulysses": 3}, "ulysses 3 does not divide the 40 attention heads"),
+        ({"count": 2, "address": "in-process"}, "2 workers in this process"),
+        ({"address": "10.0.0.7:6379"}, "turn beyond_loopback on"),
+        ({"path_map": "/models to /data"}, "line 1 of the path map"),
+        ({"layout": "diagonal"}, "the layout is 'diagonal'"),
+    ],
+)
+def test_workers_that_cannot_be_are_refused_before_anything_runs(run: Run, workers: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidWorkflowError) as refused:
+        run(workflow(workers))
+    # As in ComfyUI, every input that the node looks at itself is marked.
+    errors = refused.value.verdict.node_errors["workers"]["errors"]
+    assert {error["type"] for error in errors} == {"custom_validation_failed"}
+    assert all(said in error["details"] for error in errors)
+
+
+def test_a_layout_that_does_not_suit_the_run_is_refused_before_workers_start(run: Run) -> None:
+    """Of guidance and heads nothing is known before the run; workers at this address would not answer."""
+    nowhere = {"count": 2, "layout": "as set below", "address": "127.0.0.1:1"}
+    with pytest.raises(NodeFailedError, match="guidance is 1 under every expert"):
+        run(workflow({**nowhere, "cfg": 2}, guidance_high=1.0, guidance_low=1.0))
+    with pytest.raises(NodeFailedError, match="ulysses 2 does not divide 1 heads"):
+        run(workflow({**nowhere, "ulysses": 2}))
