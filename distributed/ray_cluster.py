@@ -29,7 +29,7 @@ ray.shutdown()
 """
 
 
-def check_answers(address: str, host: str, port: int) -> None:
+def check_answers(address: str, host: str, port: int, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
     """Raise RaySetupError unless a Ray of this version answers at `address` and takes this process in."""
     try:
         socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
@@ -40,11 +40,11 @@ def check_answers(address: str, host: str, port: int) -> None:
         ) from err
     try:
         joined = subprocess.run(
-            [sys.executable, "-c", JOIN, address], capture_output=True, text=True, timeout=JOIN_TIMEOUT_S, check=False
+            [sys.executable, "-c", JOIN, address], capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as err:
         raise RaySetupError(
-            f"what listens at {address} did not take this process in within {JOIN_TIMEOUT_S:g} s: give the address of "
+            f"what listens at {address} did not take this process in within {timeout_s:g} s: give the address of "
             f"a Ray cluster; {NEEDS_TOKEN}"
         ) from err
     if joined.returncode != 0:

@@ -100,7 +100,7 @@ CONNECTION = RayConnection()
 
 
 def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayWatch:
-    _sweep()
+    sweep(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
     watch = RayWatch(folder)
     undo.callback(watch.close)
@@ -145,9 +145,9 @@ def _check_joinable(connected: str, asked: str) -> None:
         )
 
 
-def _sweep() -> None:
-    """Remove the folders of former processes that were ended too hard to do it themselves."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*-*"):
+def sweep(parent: Path) -> None:
+    """Remove the folders of former processes that left them there."""
+    for folder in parent.glob(f"{FOLDER}*-*"):
         pid = folder.name[len(FOLDER) :].split("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)

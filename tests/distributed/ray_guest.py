@@ -1,0 +1,48 @@
+"""A process that has workers in the cluster at ADDRESS, twice: `ray_guest.py ADDRESS`. Prints what it finds as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from wanstream.distributed.ray_environment import import_ray, on_loopback
+from wanstream.distributed.ray_errors import RaySetupError
+from wanstream.distributed.ray_pool import RayPool
+from wanstream.plan import WorkersRef
+
+address = sys.argv[1]
+
+
+def refusal(ref: WorkersRef) -> str:
+    try:
+        RayPool(ref).close()
+    except RaySetupError as err:
+        return str(err)
+    return ""
+
+
+def main() -> dict[str, object]:
+    cluster = WorkersRef(count=1, threads=1, address=address)
+    found: dict[str, object] = {}
+    try:
+        pool = RayPool(cluster)
+    except RaySetupError as err:
+        return {"refused": str(err)}
+    with pool:
+        found["too many"] = refusal(WorkersRef(count=3, address=address))
+        found["other Ray"] = refusal(WorkersRef(count=1))
+    ray = import_ray()
+    found["left"] = not ray.is_initialized()
+    with on_loopback():
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    found["foreign"] = refusal(WorkersRef(count=1))
+    with RayPool(cluster) as pool:
+        found["pids"] = [worker.ask("facts").result(60).pid for worker in pool.workers]
+    found["kept"] = ray.is_initialized()
+    found["own pid"] = os.getpid()
+    return found
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main()) + "\n")

@@ -1,0 +1,154 @@
+"""What is said where workers cannot be had: without Ray, with another Ray, at an address where there is none."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wanstream.distributed.ray_cluster import check_answers, is_loopback
+from wanstream.distributed.ray_environment import ONE_MACHINE, own_ray, own_token, settings
+from wanstream.distributed.ray_errors import RaySetupError
+from wanstream.distributed.ray_handle import exit_words, tail
+from wanstream.distributed.ray_pool import check_exposure
+from wanstream.distributed.ray_setup import FOLDER, sweep
+from wanstream.distributed.ray_worker import Started
+from wanstream.distributed.tasks import WorkerFacts
+
+LIMIT_S = 120
+
+WITHOUT_RAY = """
+import sys
+from wanstream.distributed.ray_errors import RayMissingError
+from wanstream.distributed.ray_pool import RayPool
+from wanstream.plan import WorkersRef
+print("ray" in sys.modules)
+sys.modules["ray"] = None
+try:
+    RayPool(WorkersRef(count=2))
+except RayMissingError as err:
+    print(err)
+"""
+
+
+def test_ray_is_imported_when_it_is_needed_and_where_it_is_missing_the_error_says_how_to_install_it(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+        cwd=tmp_path,
+    )
+    imported, told = done.stdout.splitlines()
+    assert imported == "False"
+    assert "which is not installed" in told
+    assert "wanstream[distributed]" in told
+
+
+def started(address: str, *, token: bool) -> Started:
+    facts = WorkerFacts(
+        pid=1,
+        node="rack",
+        address=address,
+        device="cpu",
+        device_name="CPU",
+        free_bytes=None,
+        wanstream="0",
+        torch="0",
+        diffusers="0",
+        python="0",
+    )
+    return Started(facts=facts, logs=(), token=token)
+
+
+def test_workers_on_loopback_need_no_token() -> None:
+    check_exposure([started("127.0.0.1", token=False)], beyond_loopback=False)
+    check_exposure([started("::1", token=False)], beyond_loopback=True)
+
+
+def test_workers_that_others_reach_are_refused_unless_asked_for_and_guarded() -> None:
+    outside = [started("127.0.0.1", token=True), started("192.0.2.7", token=True)]
+    with pytest.raises(RaySetupError, match=r"listen on 192\.0\.2\.7, which other machines reach: turn beyond_loop"):
+        check_exposure(outside, beyond_loopback=False)
+    check_exposure(outside, beyond_loopback=True)
+    with pytest.raises(RaySetupError, match=r"192\.0\.2\.7 and asks nobody for a token: .* RAY_AUTH_MODE=token"):
+        check_exposure([started("192.0.2.7", token=False)], beyond_loopback=True)
+
+
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [("127.0.0.1", True), ("localhost", True), ("[::1]", True), ("192.0.2.7", False), ("rack.example", False)],
+)
+def test_which_hosts_are_this_machine_alone(host: str, own: bool) -> None:
+    assert is_loopback(host) is own
+
+
+def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(RaySetupError, match=rf"no Ray cluster answers at 127\.0\.0\.1:{port} .*ray start --head"):
+        check_answers(f"127.0.0.1:{port}", "127.0.0.1", port)
+
+
+def test_what_is_no_ray_is_told_in_bounded_time() -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with (
+            settings({ONE_MACHINE: "0"}),
+            pytest.raises(RaySetupError, match="did not take this process in within 3 s"),
+        ):
+            check_answers(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=3)
+
+
+def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    before = dict(os.environ)
+    with own_ray():
+        assert os.environ[ONE_MACHINE] == "0"
+        assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+        assert os.environ["RAY_AUTH_TOKEN"] == own_token()
+        assert len(own_token()) == 64
+        os.environ["RAY_LEFT_BY_RAY"] = os.environ["PYTHONBREAKPOINT"] = "x"
+    assert dict(os.environ) == before
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/mine")
+    with own_ray():
+        assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_folders_of_processes_that_are_gone_are_swept(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(LIMIT_S)
+    gone, own, other = (tmp_path / name for name in (f"{FOLDER}{ended.pid}-a", f"{FOLDER}{os.getpid()}-a", "x-1-a"))
+    for folder in (gone, own, other):
+        folder.mkdir()
+    sweep(tmp_path)
+    assert [folder.exists() for folder in (gone, own, other)] == [False, True, True]
+
+
+def test_how_a_worker_ended_is_said_without_remarks() -> None:
+    told = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: X\nThe actor is dead because its "
+        "worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
+        "connection error code 2.\nEnd of file. Some common causes include: (1) the process was killed"
+    )
+    assert exit_words(told) == "Worker unexpectedly exits with a connection error code 2. End of file."
+    assert exit_words("The actor is\n unavailable") == "The actor is unavailable"
+    assert exit_words("") == "nobody knows why"
+
+
+def test_the_end_of_a_log_has_what_the_worker_wrote(tmp_path: Path) -> None:
+    log = tmp_path / "worker.err"
+    lines = [f"line {number}" for number in range(100)]
+    log.write_bytes("\n".join([":job_id:01", *lines, ":actor_name:X", "the end \N{BULLET}"]).encode() + b"\xff")
+    assert tail(log).splitlines()[0] == "line 71"
+    assert tail(log).splitlines()[-1].startswith("the end")
+    assert len(tail(log).splitlines()) == 30

@@ -1,0 +1,73 @@
+"""Driver and workers work together when they mean the same by what they send."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from wanstream.distributed.tasks import WorkerFacts
+from wanstream.distributed.versions import VersionsError, check_versions, series
+
+DRIVER = WorkerFacts(
+    pid=1,
+    node="desk",
+    address="127.0.0.1",
+    device="cpu",
+    device_name="CPU",
+    free_bytes=None,
+    wanstream="0.1.0",
+    torch="2.13.0+cu130",
+    diffusers="0.39.0",
+    python="3.11.7",
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"node": "rack", "device": "cuda:0", "pid": 7},
+        {"torch": "2.13.1"},
+        {"torch": "2.13.0+cpu"},
+        {"diffusers": "0.39.2"},
+        {"python": "3.11.9"},
+    ],
+)
+def test_what_differs_behind_the_second_number_fits(changes: dict[str, object]) -> None:
+    check_versions(DRIVER, [DRIVER, replace(DRIVER, **changes)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"wanstream": "0.1.1"},
+            "worker 1 on rack has WanStream 0.1.1, the driver on desk has WanStream 0.1.0: install the same versions",
+        ),
+        ({"torch": "2.12.0+cu130"}, "has torch 2.12.0+cu130, the driver on desk has torch 2.13.0+cu130"),
+        ({"torch": "3.13.0"}, "torch 3.13.0"),
+        ({"diffusers": "0.38.0"}, "diffusers 0.38.0, the driver on desk has diffusers 0.39.0"),
+        ({"diffusers": "0.390.0"}, "diffusers 0.390.0"),
+        ({"python": "3.12.1"}, "Python 3.12.1, the driver on desk has Python 3.11.7"),
+    ],
+)
+def test_other_versions_are_refused_by_name(changes: dict[str, str], told: str) -> None:
+    with pytest.raises(VersionsError) as refused:
+        check_versions(DRIVER, [DRIVER, replace(DRIVER, node="rack", **changes)])
+    assert told in str(refused.value)
+
+
+def test_every_difference_is_told() -> None:
+    other = replace(DRIVER, node="rack", torch="2.9.0", diffusers="0.36.0")
+    with pytest.raises(VersionsError) as refused:
+        check_versions(DRIVER, [other, DRIVER, other])
+    assert str(refused.value).count("worker 0") == str(refused.value).count("worker 2") == 2
+    assert "worker 1" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "first_two"), [("2.13.1+cu130", "2.13"), ("0.39.0.dev0", "0.39"), ("3.11", "3.11"), ("main", "main")]
+)
+def test_the_series_of_a_version(version: str, first_two: str) -> None:
+    assert series(version) == first_two
