@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import random
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 
 from wanstream.distributed.driver import Driver, DriverOrderError
 from wanstream.distributed.path_map import MissingPathError
+from wanstream.distributed.pool import WorkerLostError
 from wanstream.distributed.stages import GivenUpError
 from wanstream.distributed.tasks import RunTask
 from wanstream.distributed.worker_cell import WorkerFailedError
@@ -193,6 +195,38 @@ def test_nobody_leaves_the_next_meeting_for_the_last(fakes: Any, request_of: Any
     short = SmallerPolicyError("out of memory in step 4", OffloadPolicy.layerwise(0))
     pool = fakes.FakePool(2, [fakes.Fault(rank=0, step=4, what=short)], step_s=0.2, leave_s={0: 0.1})
     ran = driver_of(pool, Mesh(cfg=2), restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
+
+
+def test_an_error_is_told_even_where_another_worker_must_be_ended_for_it(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    broken = NonFiniteLatentError("the latent is NaN or infinite after step 3")
+    faults = [fakes.Fault(rank=0, step=3, what=broken), fakes.Fault(rank=1, step=3, what="hangs")]
+    pool = fakes.FakePool(2, faults)
+    with pytest.raises(WorkerFailedError, match=r"worker 0 .* failed: the latent is NaN"):
+        driver_of(pool, Mesh(cfg=2), timeout_s=0.3).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert pool.killed == [1]
+
+
+@pytest.mark.parametrize("failing", [2, 9])
+def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies")])
+    replace, tries = pool.replace, itertools.count()
+
+    def sometimes(rank: int) -> Any:
+        if next(tries) < failing:
+            raise WorkerLostError("it does not start", rank)
+        return replace(rank)
+
+    pool.replace = sometimes
+    driver = driver_of(pool, Mesh(cfg=2), restarts=3)
+    if failing > 3:
+        with pytest.raises(GivenUpError, match="it does not start\n3 losses"):
+            driver.denoise(experts_ref(), request_of(), LAYERWISE)
+        return
+    ran = driver.denoise(experts_ref(), request_of(), LAYERWISE)
+    assert ran.restarts == 3
     assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
 
 
