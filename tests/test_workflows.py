@@ -195,7 +195,7 @@ def _small(name: str) -> Prompt:
 @pytest.mark.parametrize("name", OURS)
 def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: Path, tmp_path: Path) -> None:
     if "WanStreamWorkers" in classes(prompt_of(name)) and find_spec("ray") is None:
-        pytest.skip(f'RAY IS NOT INSTALLED, SO THE WORKFLOW {name} DID NOT RUN: pip install "ray>=2.48"')
+        pytest.skip(f'RAY IS NOT INSTALLED, SO THE WORKFLOW {name} DID NOT RUN: pip install "ray>=2.52"')
     Image.linear_gradient("L").convert("RGB").save(tmp_path / "example.png")
     places = {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path}
     try:

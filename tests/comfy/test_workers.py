@@ -33,7 +33,7 @@ def with_ray(comfyui: ComfyUI) -> ComfyUI:
     looks = "from importlib.util import find_spec; print(find_spec('ray') is not None)"
     found = subprocess.run([comfyui.python, "-c", looks], capture_output=True, text=True, timeout=START_SECONDS)
     if found.stdout.strip() != "True":
-        pytest.skip(f'COMFYUI WITHOUT RAY, SO NO WORKERS RAN IN IT: {comfyui.python} -m pip install "ray>=2.48"')
+        pytest.skip(f'COMFYUI WITHOUT RAY, SO NO WORKERS RAN IN IT: {comfyui.python} -m pip install "ray>=2.52"')
     return comfyui
 
 

@@ -157,7 +157,7 @@ except ValueError as err:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.startswith("RayMissingError several workers need Ray, which is not installed")
-    assert 'pip install "ray>=2.48"' in done.stdout
+    assert 'pip install "ray>=2.52"' in done.stdout
 
 
 def test_looking_for_ray_does_not_import_it() -> None:
