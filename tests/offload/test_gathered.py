@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,17 @@ def test_a_run_that_fails_on_one_rank_breaks_the_group_until_they_meet_anew(stac
     assert sum(rank.files.bytes_read for rank in ranks) == 2 * BLOCKS * BLOCK_BYTES, "shards that were read stay"
 
 
+def test_a_rank_that_comes_anew_finds_the_others_with_empty_buffers(stack, path, make_ranks, thread_group):
+    expected = Rank(stack, path, POLICIES["resident"], None).run()
+    ranks = make_ranks(thread_group(2).ranks(), "resident")
+    together([rank.run for rank in ranks])
+    sharded = thread_group(2).ranks()
+    ranks[1] = Rank(stack, path, POLICIES["resident"], sharded[1])
+    ranks[0].handle.meet(sharded[0])
+    for result in together([rank.run for rank in ranks]):
+        assert torch.equal(result, expected)
+
+
 def test_ranks_with_other_programs_are_told_so_before_anything_is_gathered(stack, path, thread_group):
     group = thread_group(2)
     policies = ("layerwise", "resident")
@@ -226,6 +238,8 @@ def test_no_gather_is_more_than_a_few_blocks_ahead(make_ranks, thread_group):
     seen: list[int] = []
 
     def look(visit: int) -> None:
+        if visit in (0, 4):
+            time.sleep(0.2)  # whoever could go on has done so by then
         seen.append(max(group.gathers) - visit)
 
     together([lambda rank=rank: rank.run(before=look) for rank in ranks])

@@ -76,9 +76,13 @@ def test_shards_that_stay_on_the_device_are_told_too(tiny_expert_file: Callable[
                     pass
         assert pair.loaded_bytes == told
         assert pair.host_bytes == 0
-        pair.shard(None)
-        assert pair.device_bytes(policy, device="cpu") == plain
-        assert pair.engine(policy, "cpu") is not engine
+        pair.shard(Sharded(gather=Only(), on_device=True))
+        assert pair.engine(policy, "cpu") is engine, "another meeting with the same shards"
+        for other in (Sharded(gather=Only()), None):
+            pair.shard(other)
+            assert pair.device_bytes(policy, device="cpu") == plain
+            before, engine = engine, pair.engine(policy, "cpu")
+            assert engine is not before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
