@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,19 @@ def job_meet(here: SimpleNamespace, every: list[Meeting]) -> int:
     return os.getpid()
 
 
+def job_meet_on_gpu(here: SimpleNamespace, every: list[Meeting]) -> int:
+    here.groups = meet(every[here.number], f"cuda:{here.number}")
+    return os.getpid()
+
+
+def job_leave_while_it_waits(here: SimpleNamespace, name: str) -> None:
+    threading.Timer(0.5, here.groups.leave).start()
+    with here.groups.watched("waited in vain"):
+        given = torch.zeros(1, device=here.groups.device)
+        torch.distributed.all_reduce(given, group=here.groups.group(name))
+        given.item()
+
+
 def job_leave(here: SimpleNamespace) -> None:
     if hasattr(here, "groups"):
         here.groups.leave()
@@ -77,25 +91,34 @@ class Crossed(TorchDispatchMode):
 
 
 def compute(
-    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, part: Part, **asked: Any
+    here: SimpleNamespace,
+    experts: ExpertsRef,
+    request: DenoiseRequest,
+    policy: OffloadPolicy,
+    part: Part,
+    device: str = "cpu",
+    **asked: Any,
 ) -> torch.Tensor:
-    """The latents of a run; the process keeps its experts open."""
+    """The latents of a run, on "cpu" or on the "cuda" device of this process, which keeps its experts open."""
     here.experts = getattr(here, "experts", None) or ExpertsRegistry()
-    return denoise_part(here.experts.get(experts), request, part, policy=policy, device="cpu", **asked).latents
+    place = f"cuda:{here.number}" if device == "cuda" else device
+    return denoise_part(here.experts.get(experts), request, part, policy=policy, device=place, **asked).latents
 
 
-def job_run(here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy) -> dict:
+def job_run(
+    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, device: str = "cpu"
+) -> dict[str, Any]:
     """The share of this process; what came from others, as the groups count it and as torch sees it."""
     before = here.groups.gathered_bytes
     with Crossed() as crossed:
-        latents = compute(here, experts, request, policy, Part(split=here.groups.split()))
+        latents = compute(here, experts, request, policy, Part(split=here.groups.split()), device)
     return {"latents": latents, "gathered": here.groups.gathered_bytes - before, "crossed": crossed.nbytes}
 
 
 def job_run_alone(
-    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
+    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, device: str = "cpu"
 ) -> torch.Tensor:
-    return compute(here, experts, request, policy, Part())
+    return compute(here, experts, request, policy, Part(), device)
 
 
 def job_run_until(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import socket
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,24 +18,9 @@ from wanstream.distributed.tasks import Meeting
 from wanstream.plan.mesh import Mesh
 
 LOOPBACK = "127.0.0.1"
-SHORT_S, LONG_S = 2.0, 100.0
-GENERATIONS = itertools.count()
+SHORT_S, LONG_S = 2.0, 50.0
 
 Processes = Any
-
-
-def free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def meetings(mesh: Mesh, *, timeout_s: float = LONG_S, port: int | None = None) -> list[Meeting]:
-    """One for each rank."""
-    port, generation = port or free_port(), next(GENERATIONS)
-    return [
-        Meeting(rank=rank, mesh=mesh, host=LOOPBACK, port=port, generation=generation, timeout_s=timeout_s)
-        for rank in range(mesh.size)
-    ]
 
 
 # What the processes do.
@@ -77,25 +60,19 @@ def job_reduce(here: SimpleNamespace, name: str) -> list[int]:
     return seen.nonzero().flatten().tolist()
 
 
-def job_leave_while_it_waits(here: SimpleNamespace, name: str) -> None:
-    threading.Timer(0.5, here.groups.leave).start()
-    with here.groups.watched("waited in vain"):
-        torch.distributed.all_reduce(torch.zeros(1), group=here.groups.group(name))
-
-
 def job_die(here: SimpleNamespace) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture
-def met(processes: Processes) -> Any:
+def met(processes: Processes, split_jobs: Any) -> Any:
     """`met(mesh)`: as many processes as it takes have met; they leave after the test."""
     count = 0
 
     def make(mesh: Mesh, **changes: Any) -> list[dict[str, Any]]:
         nonlocal count
         count = max(count, mesh.size)
-        return processes.all(job_meet, meetings(mesh, **changes), count=mesh.size)
+        return processes.all(job_meet, split_jobs.meetings(mesh, **changes), count=mesh.size)
 
     yield make
     processes.all(job_leave_if_met, count=count)
@@ -171,15 +148,15 @@ def test_a_worker_that_hangs_is_named(processes: Processes, met: Any) -> None:
 
 @pytest.mark.parametrize("name", ["control", "weights", "ulysses"])
 def test_a_worker_leaves_from_another_thread_while_it_waits_and_meets_again(
-    name: str, processes: Processes, met: Any
+    name: str, processes: Processes, split_jobs: Any, met: Any
 ) -> None:
     met(Mesh(ulysses=3))
     processes[2].signal(signal.SIGSTOP)
     try:
-        waiting = [processes[rank].start(job_leave_while_it_waits, name) for rank in (0, 1)]
+        waiting = [processes[rank].start(split_jobs.job_leave_while_it_waits, name) for rank in (0, 1)]
         for answer in waiting:
-            with pytest.raises(PeerLostError, match="this worker has left the meeting|another worker broke"):
-                answer.result(LONG_S / 2)
+            with pytest.raises(PeerLostError, match=r"this worker has left the meeting|another worker broke"):
+                answer.result(LONG_S)
         assert processes[0].start(job_leave).result() == (GroupsState.LEFT, 0)
     finally:
         processes[2].signal(signal.SIGCONT)
@@ -199,34 +176,34 @@ def test_the_loss_of_who_keeps_the_store_is_told(processes: Processes, met: Any)
     processes.all(job_leave_if_met, count=3)
 
 
-def test_those_who_do_not_come_are_named(processes: Processes) -> None:
-    every = meetings(Mesh(ulysses=4), timeout_s=SHORT_S)
+def test_those_who_do_not_come_are_named(processes: Processes, split_jobs: Any) -> None:
+    every = split_jobs.meetings(Mesh(ulysses=4), timeout_s=SHORT_S)
     answers = [processes.at_least(4)[rank].start(job_meet, every) for rank in (0, 2)]
     for answer in answers:
         with pytest.raises(HungError, match=r"ranks 1 and 3 did not come .* within 2 s"):
             answer.result()
-    every = meetings(Mesh(ulysses=2), timeout_s=SHORT_S)
+    every = split_jobs.meetings(Mesh(ulysses=2), timeout_s=SHORT_S)
     with pytest.raises(HungError, match=f"no store answers at {LOOPBACK}:{every[0].port} after 2 s"):
         processes[1].start(job_meet, every).result()
 
 
-def test_a_port_that_is_taken_is_named(processes: Processes) -> None:
+def test_a_port_that_is_taken_is_named(processes: Processes, split_jobs: Any) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} at {LOOPBACK} is taken"):
-            processes.at_least(1)[0].start(job_meet, meetings(Mesh(cfg=2), port=port)).result()
+            processes.at_least(1)[0].start(job_meet, split_jobs.meetings(Mesh(cfg=2), port=port)).result()
 
 
-def test_a_cell_of_one_worker_needs_nobody() -> None:
-    with meet(meetings(Mesh(data=4, stage=2))[5], "cpu") as groups:
+def test_a_cell_of_one_worker_needs_nobody(split_jobs: Any) -> None:
+    with meet(split_jobs.meetings(Mesh(data=4, stage=2))[5], "cpu") as groups:
         assert groups.split().alone
         assert groups.voting(wish := lambda: True) is wish
         assert not torch.distributed.is_initialized()
     assert groups.state is GroupsState.LEFT
 
 
-def test_groups_out_of_order_are_refused() -> None:
-    groups = Groups(meetings(Mesh(cfg=2))[0], torch.device("cpu"))
+def test_groups_out_of_order_are_refused(split_jobs: Any) -> None:
+    groups = Groups(split_jobs.meetings(Mesh(cfg=2))[0], torch.device("cpu"))
     with pytest.raises(GroupsOrderError, match="have not met yet"):
         groups.control  # noqa: B018 - the look-up is what is tested
     groups.leave()
