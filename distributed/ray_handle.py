@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from .pool import OnTold, WorkerLostError
 from .ray_worker import Started
-from .tasks import RunEnded, RunTask
+from .tasks import RunEnded, RunTask, WorkerFacts
 from .work_thread import WorkThread
 
 TAIL_LINES = 30
+OF_RAYS_WORKERS = "ray::"
 OF_RAY = (":job_id:", ":actor_name:", ":task_name:")
 
 
@@ -25,6 +30,7 @@ class RayWorkerHandle:
         self._thread = WorkThread(f"wanstream worker {rank}")
         self._lock = threading.Lock()
         self._killed = False
+        self._process = _process_here(started.facts)
         self.started = started
 
     @property
@@ -66,6 +72,14 @@ class RayWorkerHandle:
             self._thread.close()
             if self._ray.is_initialized():
                 self._ray.kill(self._actor)
+            if self._process is not None:
+                with suppress(psutil.NoSuchProcess):
+                    self._process.kill()  # Ray asks it to end, which one that hangs does not hear
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until its process is gone, and its memory with it, if it is on this machine."""
+        if self._process is not None:
+            psutil.wait_procs([self._process], timeout=timeout_s)
 
     def _run(self, task: RunTask, on_told: OnTold) -> RunEnded:
         try:
@@ -109,6 +123,17 @@ class RayWorkerHandle:
         elif logs:
             where += f"; its log, which says nothing or is on its machine, is {logs}"
         return WorkerLostError(where, self._rank)
+
+
+def _process_here(facts: WorkerFacts) -> psutil.Process | None:
+    """The worker's process, where it is on this machine."""
+    if facts.node != platform.node():
+        return None
+    try:
+        process = psutil.Process(facts.pid)
+        return process if OF_RAYS_WORKERS in " ".join(process.cmdline()) else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 def exit_words(told: str) -> str:

@@ -23,6 +23,7 @@ from .worker import Worker
 
 START_TIMEOUT_S = 180.0
 """Importing torch takes its time, on all cores at once."""
+END_TIMEOUT_S = 20.0
 
 
 CLOSE_TIMEOUT_S = 5.0
@@ -72,6 +73,7 @@ class RayPool:
     def replace(self, rank: int) -> RayWorkerHandle:
         """See `Pool.replace`. Raises as `RayPool` if the new one does not start."""
         self._workers[rank].kill()
+        self._workers[rank].wait_for_end(END_TIMEOUT_S)
         with ExitStack() as undo:
             (self._workers[rank],) = self._start([rank], undo)
             undo.pop_all()
@@ -83,6 +85,8 @@ class RayPool:
         wait([worker.ask("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
         for worker in self._workers:
             worker.kill()
+        for worker in self._workers:
+            worker.wait_for_end(END_TIMEOUT_S)
         self._undo.close()
 
     def __enter__(self) -> RayPool:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import tempfile
 import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ..plan import WorkersRef
@@ -100,7 +98,6 @@ CONNECTION = RayConnection()
 
 
 def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayWatch:
-    sweep(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
     watch = RayWatch(folder)
     undo.callback(watch.close)
@@ -143,11 +140,3 @@ def _check_joinable(connected: str, asked: str) -> None:
             f"this process is connected to the Ray at {connected} already, by another node pack or script, and can "
             f"have only one: give {connected} as the address to use that, or end it first"
         )
-
-
-def sweep(parent: Path) -> None:
-    """Remove the folders of former processes that left them there."""
-    for folder in parent.glob(f"{FOLDER}*-*"):
-        pid = folder.name[len(FOLDER) :].split("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)

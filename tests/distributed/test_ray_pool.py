@@ -221,11 +221,15 @@ def test_a_lost_worker_leaves_the_end_of_its_log(pool: RayPool) -> None:
     assert pool.replace(1).ask("facts").result(LIMIT_S).pid != process.pid
 
 
-def test_killing_ends_the_process_in_the_middle_of_a_run(pool: RayPool, make_task: MakeTask) -> None:
+def test_killing_ends_a_process_that_hangs_in_the_middle_of_a_run(pool: RayPool, make_task: MakeTask) -> None:
     worker = pool.workers[0]
     process = psutil.Process(worker.started.facts.pid)
-    task = make_task(request=LONG, wants_state=False)
-    run = worker.run(task, lambda told: worker.kill())
+
+    def on_told(told: StepTold) -> None:
+        process.suspend()
+        worker.kill()
+
+    run = worker.run(make_task(request=LONG, wants_state=False), on_told)
     with pytest.raises(WorkerLostError, match="it was ended from here"):
         run.result(LIMIT_S)
     process.wait(LIMIT_S)
@@ -250,3 +254,18 @@ def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> No
     with pytest.raises(WorkerLostError):
         pool.workers[0].ask("facts").result(LIMIT_S)
     pool.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_worker_has_a_gpu_of_its_own(make_task: MakeTask) -> None:
+    gpus = torch.cuda.device_count()
+    with pytest.raises(RaySetupError, match=f"{gpus + 1} workers, but Ray has {gpus} GPU"):
+        RayPool(WorkersRef(count=gpus + 1), "cuda", store_bytes=STORE_BYTES)
+    with RayPool(WorkersRef(count=gpus), "cuda", store_bytes=STORE_BYTES) as pool:
+        assert [worker.started.facts.device for worker in pool.workers] == ["cuda:0"] * gpus
+        assert all(worker.started.facts.free_bytes for worker in pool.workers)
+        task = make_task()
+        running = [worker.run(task, ignore) for worker in pool.workers]
+        first, *rest = [run.result(LIMIT_S).latents for run in running]
+        assert all(torch.equal(first, latents) for latents in rest)

@@ -15,7 +15,6 @@ from wanstream.distributed.ray_environment import ONE_MACHINE, own_ray, own_toke
 from wanstream.distributed.ray_errors import RaySetupError
 from wanstream.distributed.ray_handle import exit_words, tail
 from wanstream.distributed.ray_pool import check_exposure
-from wanstream.distributed.ray_setup import FOLDER, sweep
 from wanstream.distributed.ray_worker import Started
 from wanstream.distributed.tasks import WorkerFacts
 
@@ -122,16 +121,6 @@ def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypat
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/mine")
     with own_ray():
         assert "RAY_AUTH_TOKEN" not in os.environ
-
-
-def test_folders_of_processes_that_are_gone_are_swept(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait(LIMIT_S)
-    gone, own, other = (tmp_path / name for name in (f"{FOLDER}{ended.pid}-a", f"{FOLDER}{os.getpid()}-a", "x-1-a"))
-    for folder in (gone, own, other):
-        folder.mkdir()
-    sweep(tmp_path)
-    assert [folder.exists() for folder in (gone, own, other)] == [False, True, True]
 
 
 def test_how_a_worker_ended_is_said_without_remarks() -> None:
