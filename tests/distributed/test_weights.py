@@ -16,6 +16,7 @@ import torch
 
 from wanstream.cli.sample_gguf import matrices, save_expert_gguf
 from wanstream.cli.sample_loras import make_lora, save_lora
+from wanstream.distributed.group_gather import GroupGather
 from wanstream.distributed.groups import meet
 from wanstream.distributed.peer_errors import PeerLostError
 from wanstream.distributed.tasks import Meeting, RunTask
@@ -184,6 +185,37 @@ def test_a_rank_that_fails_alone_holds_nobody_up(processes: Any, join: Any, make
     join("sharded")
     assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
     assert processes[1].start(job_leave_meeting).result(SHORT_S) == []
+
+
+def job_gather_alone(here: SimpleNamespace, every: Sequence[Meeting]) -> str:
+    """The first process leaves a gather that the second one never comes to, and the meeting with it."""
+    groups, said = meet(every[here.number], "cpu"), list[str]()
+    if here.number == 1:
+        with pytest.raises(PeerLostError) as lost:
+            groups.voting(lambda: False)()
+        groups.leave()
+        return type(lost.value).__name__
+    gather = GroupGather(groups)
+
+    def wait() -> None:
+        try:
+            gather.all_gather(torch.zeros(2 * 256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8))
+        except GatherBrokenError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    gather.abort()
+    waiting.join(SHORT_S)
+    groups.leave()
+    return "".join(said)
+
+
+def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes: Any, split_jobs: Any) -> None:
+    processes.at_least(2).all(job_leave, count=2)
+    told = processes.all(job_gather_alone, split_jobs.meetings(CELL), count=2, timeout=SHORT_S)
+    assert told == ["a run has ended while its weights were gathered", "PeerLostError"]
 
 
 def test_a_rank_that_is_killed_is_missed_at_once(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
