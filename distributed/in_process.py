@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from operator import methodcaller
 from typing import Any
 
 from .pool import OnTold, WorkerLostError
@@ -30,7 +31,7 @@ class InProcessWorker:
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """See `WorkerHandle.ask`."""
-        return on_own_thread("wanstream ask", self._alive, getattr(self._worker, method), *args)
+        return on_own_thread("wanstream ask", self._alive, methodcaller(method, *args), self._worker)
 
     def run(self, task: RunTask, on_told: OnTold) -> Future[RunEnded]:
         """See `WorkerHandle.run`."""

@@ -60,7 +60,7 @@ def test_errors_come_out_of_the_futures(pool: Pool, make_task: MakeTask) -> None
     with pytest.raises(Cancelled):
         pool.workers[0].run(task, ignore).result(LIMIT_S)
     with pytest.raises(AttributeError):
-        pool.workers[0].ask("nonsense")
+        pool.workers[0].ask("nonsense").result(LIMIT_S)
 
 
 def test_a_killed_worker_is_lost_and_can_be_replaced(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
