@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_workers_that_are_powers_of_two() -> None:
 
 def test_what_cannot_be_is_left_out_with_its_reason() -> None:
     asked = settings("layerwise, block_swap 9", "1, 4")
-    cases = bench_cases((1, 2), [Mesh(), Mesh(stage=2), Mesh(ulysses=8)], asked, PAIR)
+    cases = bench_cases((1, 2), [Mesh(stage=2), Mesh(ulysses=8)], asked, PAIR)
     assert [case.name for case in cases.cases] == [
         "1 steps, 1 worker, layerwise, 1 ahead",
         "4 steps, 1 worker, layerwise, 1 ahead",
@@ -116,7 +117,17 @@ def test_the_page_has_a_row_for_every_case_worker_and_step() -> None:
     assert len(rows) == 1 + 1 + 2
     assert rows[0].endswith("| 6.00 | 102.0 | 101 B | 76 B | 1.83x | 92 % | equal |")
     assert "| 3 | low | switch of experts |" in page
+    assert "| 3 steps, 2 workers (cfg 2), layerwise, 1 ahead | 1 | 1-3 | 101 B | 76 B |" in page
     assert page.endswith("* 8 workers: too many\n")
+
+
+def test_a_steady_step_is_neither_a_first_one_nor_the_switch() -> None:
+    (case,) = figures([case_runs(Mesh(), 10)])
+    taken, experts = (9.0, 8.0, 1.0, 7.0, 2.0, 1.5), ("high", "high", "high", "low", "low", "low")
+    varied = replace(case, steps=6, step_s=taken, experts=experts)
+    page = report("A page", [varied], method="by hand", machine={}, without=[])
+    row = page.split("## Policies head to head")[1].splitlines()[4]
+    assert row.split(" | ")[2:6] == ["9.00", "1.50", "7.00", "4.67"]
 
 
 def test_it_measures_in_this_process_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

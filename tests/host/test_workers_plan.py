@@ -21,7 +21,9 @@ from wanstream.plan import (
     VideoShape,
     WorkersRef,
 )
+from wanstream.plan.fleet_choice import propose_mesh
 from wanstream.plan.gpus import expected_machine
+from wanstream.plan.links import expected_links
 
 GPU = expected_machine("RTX 4090", ram_bytes=128 * 2**30, disk_bytes_per_s=5e9)
 LAYERWISE = OffloadPolicy.layerwise()
@@ -81,6 +83,12 @@ def test_one_video_is_shared_and_many_are_spread() -> None:
     assert now.mesh.cell_size == 2
     assert many.mesh.data * many.mesh.stage == 2
     assert now.reasons[0].startswith(f"laid out: {now.mesh}: one video in")
+
+
+def test_videos_that_go_separate_ways_are_planned_one_by_one() -> None:
+    many = plan_workers(a_run(WorkersRef(count=2, goal="many videos"), videos=4), lambda: GPU)
+    links = expected_links(GPU, workers_per_machine=2)
+    assert many.reasons == (f"laid out: {propose_mesh(2, a_job(), GPU, links, 4).reason}",)
 
 
 def test_a_policy_is_chosen_for_the_share_of_one_worker_within_the_budget() -> None:

@@ -101,12 +101,16 @@ def test_progress_is_told_step_by_step(run: Run) -> None:
 
 
 def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
+    steps: list[int] = []
+
     def stop_after_the_first_step(progress: NodeProgress) -> None:
-        if progress.node_id == "sampler" and progress.total == 40:
+        if progress.node_id == "sampler" and progress.total == 400:
+            steps.append(progress.done)
             embedded_door.stop()
 
     with pytest.raises(RunStoppedError):
-        run(workflow(HERE, steps=40), on_progress=stop_after_the_first_step)
+        run(workflow(HERE, steps=400), on_progress=stop_after_the_first_step)
+    assert max(steps) < 400
     assert torch.equal(latent(run(workflow(HERE))), latent(run(workflow(None))))
 
 
