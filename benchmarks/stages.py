@@ -4,7 +4,8 @@ python benchmarks/stages.py [videos]
 
 The workers are processes behind Ray on this machine with one thread each, and keep one expert each. A first queue
 calibrates: of each stage, what a video takes while the other stage computes too. From these two figures the planner's
-queue simulation foretells another queue, which is then measured, several times.
+queue simulation foretells another queue, which is measured. As the machine may do other things meanwhile, each measured
+queue lies between two that calibrate, and is simulated with the mean of both.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ from wanstream.sampling import DenoiseRequest, seeded_noise
 STEPS, SWITCH = 6, 3
 CALIBRATED = 5
 """Videos of the queue that calibrates; the first and the last of each stage have no company and do not count."""
-RUNS = 5
-LATENT = (16, 3, 24, 24)
+RUNS = 4
+LATENT = (16, 3, 20, 20)
 SHAPE = ExpertShape(heads=4, ffn_dim=2048)
+POLICY = OffloadPolicy.resident()
 
 
 def make_experts(folder: Path) -> ExpertsRef:
@@ -60,66 +61,62 @@ def queue_of(videos: int) -> list[DenoiseRequest]:
     ]
 
 
-def stage_seconds(ran: list[Ran]) -> tuple[StageSeconds, ...]:
-    """What a video takes in each stage while both compute: the median of those in the middle of the queue."""
+def calibrate(driver: Driver, experts: ExpertsRef) -> list[float]:
+    """What a video takes in each stage while both compute: the median of those in the middle of a queue."""
+    ran = driver.queue(experts, queue_of(CALIBRATED), POLICY)
     of_stage: dict[int, list[float]] = {}
     for each in ran[1:-1]:
         for rank, timeline in each.timelines.items():
             of_stage.setdefault(rank, []).append(timeline.wall_s)
-    seconds = [statistics.median(own) for _, own in sorted(of_stage.items())]
-    return tuple(StageSeconds(first_s=each, next_s=each) for each in seconds)
-
-
-def switches(before: Mapping[int, int], after: Mapping[int, int]) -> int:
-    return sum(after[rank] - before[rank] for rank in after)
+    return [statistics.median(own) for _, own in sorted(of_stage.items())]
 
 
 def experts_of(timelines: list[Timeline]) -> list[str]:
     return sorted({step.expert for timeline in timelines for step in timeline.steps})
 
 
-def measure(driver: Driver, experts: ExpertsRef, videos: int) -> dict[str, Any]:
-    """One calibration and one queue."""
-    policy = OffloadPolicy.resident()
-    calibrated = driver.queue(experts, queue_of(CALIBRATED), policy)
-    seconds = stage_seconds(calibrated)
-    simulated = run_queue(seconds, cells=1, videos=videos)
-    ran = driver.queue(experts, queue_of(videos), policy)
+def told(before: list[float], ran: list[Ran], after: list[float], *, switches: int) -> dict[str, Any]:
+    """One measured queue, and its simulation."""
+    seconds = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
+    simulated = run_queue([StageSeconds(first_s=each, next_s=each) for each in seconds], cells=1, videos=len(ran))
     measured = max(each.wall_s for each in ran)
     return {
-        "stage_s": [round(each.next_s, 3) for each in seconds],
+        "stage_s": [round(each, 3) for each in seconds],
         "simulated_s": round(simulated.makespan_s, 2),
         "measured_s": round(measured, 2),
         "measured_to_simulated": round(measured / simulated.makespan_s, 3),
-        "one_after_the_other_s": round(videos * sum(each.next_s for each in seconds), 2),
-        "expert_switches": switches(calibrated[-1].expert_switches, ran[-1].expert_switches),
+        "one_after_the_other_s": round(len(ran) * sum(seconds), 2),
+        "expert_switches": switches,
         "experts": [experts_of([each.timelines[rank] for each in ran]) for rank in range(2)],
     }
+
+
+def measure(driver: Driver, experts: ExpertsRef, videos: int) -> list[dict[str, Any]]:
+    (opened,) = driver.queue(experts, queue_of(1), POLICY)
+    switches, before, runs = dict(opened.expert_switches), calibrate(driver, experts), []
+    for _ in range(RUNS):
+        ran = driver.queue(experts, queue_of(videos), POLICY)
+        after = calibrate(driver, experts)
+        changed = sum(ran[-1].expert_switches[rank] - count for rank, count in switches.items())
+        runs.append(told(before, ran, after, switches=changed))
+        before = after
+    return runs
 
 
 def main(videos: int) -> None:
     mesh = Mesh(stage=2)
     ref = WorkersRef(count=mesh.size, threads=1, timeout_s=120.0)
     with tempfile.TemporaryDirectory() as folder, RayPool(ref, store_bytes=256 << 20) as pool:
-        experts, driver = make_experts(Path(folder)), Driver(pool, ref, mesh)
-        driver.queue(experts, queue_of(2), OffloadPolicy.resident())  # opens the experts
-        runs = [measure(driver, experts, videos) for _ in range(RUNS)]
+        runs = measure(Driver(pool, ref, mesh), make_experts(Path(folder)), videos)
     ratios = [run["measured_to_simulated"] for run in runs]
-    figures = {
-        "videos": videos,
-        "measured_to_simulated": {
-            "median": statistics.median(ratios),
-            "min": min(ratios),
-            "max": max(ratios),
-        },
-        "runs": runs,
-    }
+    spread = {"median": round(statistics.median(ratios), 3), "min": min(ratios), "max": max(ratios)}
+    figures = {"videos": videos, "measured_to_simulated": spread, "runs": runs}
     method = (
         f"{videos} videos of {STEPS} steps ({SWITCH} high-noise) over two workers behind Ray, one thread and one "
         f"expert each, all blocks resident; latents {list(LATENT)}, {SHAPE.heads} heads, {SHAPE.layers} blocks, fp32. "
-        f"{RUNS} times: a queue of {CALIBRATED} gives the seconds of a video in each stage (median of those in the "
-        "middle, while both stages compute), plan/fleet_queue.py simulates the makespan from them, and the queue is "
-        "measured from its start to its last step"
+        f"{RUNS} times, each between two queues of {CALIBRATED} that give the seconds of a video in each stage (median "
+        "of those in the middle, while both stages compute): plan/fleet_queue.py simulates the makespan from the mean "
+        "of both, and the queue is measured from its start to its last step"
     )
     print(record("stages", method=method, figures=figures).read_text(encoding="utf-8"))
 
