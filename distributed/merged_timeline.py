@@ -105,9 +105,7 @@ def _sums(steps: Sequence[StepRecord], names: Sequence[str]) -> dict[str, Any]:
     return {name: sum(getattr(step, name) for step in steps) for name in names}
 
 
-def _known(
-    steps: Sequence[StepRecord], fold: Callable[[list[int]], int], names: Sequence[str]
-) -> dict[str, Any]:
+def _known(steps: Sequence[StepRecord], fold: Callable[[list[int]], int], names: Sequence[str]) -> dict[str, Any]:
     """A figure that may be unknown: of all, as far as it is known."""
     found = {name: [value for step in steps if (value := getattr(step, name)) is not None] for name in names}
     return {name: fold(values) if values else None for name, values in found.items()}
