@@ -103,7 +103,9 @@ def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, 
     first.run(make_task(request={"solver": "unipc"}, until=2), told.append).result(LIMIT_S)
     rest = make_task(request={"solver": "unipc"}, resume=told[-1].state)
     whole = make_task(request={"solver": "unipc"})
-    assert torch.equal(second.run(rest, ignore).result(LIMIT_S).latents, alone(whole))
+    ended = second.run(rest, ignore).result(LIMIT_S)
+    assert torch.equal(ended.latents, alone(whole))
+    assert [step.index for step in ended.timeline.steps] == [2, 3]
 
 
 def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:

@@ -76,6 +76,7 @@ def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make
     assert ended.sigma == 0
     resumed = Worker("cpu").run(make_task(resume=told[1].state), ignore)
     assert torch.equal(resumed.latents, ended.latents)
+    assert [step.index for step in resumed.timeline.steps] == [2, 3]
     part = worker.run(make_task(until=2), ignore)
     assert torch.equal(part.latents, told[1].state.latents)
     assert part.sigma == task.request.course().schedule.sigmas[2]
