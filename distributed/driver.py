@@ -27,7 +27,7 @@ from .pool import Pool, WorkerLostError
 from .ran import Ran, make_ran
 from .run_notes import RunNotes
 from .schedule import Cell, Schedule
-from .stages import POLL_S, StageRun, Stepped
+from .stages import POLL_S, GivenUpError, StageRun, Stepped
 from .tasks import StepTold, WorkerFacts
 from .work_thread import on_own_thread
 from .worker_cell import Work, WorkerCell
@@ -189,7 +189,10 @@ class Driver:
         for _ in range(self._ref.restarts):
             with suppress(WorkerLostError):
                 return cell.gather(paths)
-        return cell.gather(paths)
+        try:
+            return cell.gather(paths)
+        except WorkerLostError as err:
+            raise GivenUpError.after(err, self._ref.restarts) from err
 
     @contextmanager
     def _running(self) -> Iterator[None]:

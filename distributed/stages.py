@@ -87,8 +87,13 @@ class StageCell(Protocol[S]):
         """Make it usable after Dropped; may take long. Raises WorkerLostError where that was lost too."""
 
 
-class GivenUpError(RuntimeError):
-    """More workers were lost in one run than may be replaced."""
+class GivenUpError(OSError):
+    """More workers were lost in one run than may be replaced; with what is known of the last loss."""
+
+    @classmethod
+    def after(cls, error: BaseException, restarts: int) -> GivenUpError:
+        """After that loss, one more than the `restarts` that are made good."""
+        return cls(f"{error}\n{restarts} losses of one run are made good; this was one more")
 
 
 class RunPhase(Enum):
@@ -230,7 +235,7 @@ class StageRun(Generic[S]):
     def _mend(self, cell: Cell, error: BaseException) -> None:
         """Mend a cell beside the others, or say that this was one loss too many."""
         if self.schedule.outcome is Outcome.GIVEN_UP:
-            raise GivenUpError(f"{error}\n{self.schedule.restarts} losses of one run are made good; this was one more")
+            raise GivenUpError.after(error, self.schedule.restarts)
         # Should the run end before, the cell is mended all the same, and its next user waits for that.
         future = on_own_thread("wanstream-mend", self._cells[cell].mend)
         future.add_done_callback(lambda done: self._events.put(_Mended(cell=cell, error=done.exception())))

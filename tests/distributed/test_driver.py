@@ -230,6 +230,19 @@ def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, reque
     assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
 
 
+def test_workers_that_never_start_end_a_run_before_it_begins(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(2)
+    pool.workers[1].kill()
+
+    def never(rank: int) -> Any:
+        raise WorkerLostError("it does not start", rank)
+
+    pool.replace = never
+    with pytest.raises(GivenUpError, match="it does not start"):
+        driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert pool.sent == []
+
+
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(cfg=2), Mesh(data=2)], ids=str)
 def test_an_error_of_a_worker_ends_the_run_and_names_it(
     mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any
