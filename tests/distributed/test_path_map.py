@@ -60,6 +60,8 @@ def test_every_path_of_the_experts_is_mapped_and_nothing_else() -> None:
     both = replace(experts, low_noise=Path("/models/low"))
     assert mapped_experts(both, (MODELS,)).low_noise == Path("/mnt/share/models/low")
     assert mapped_experts(both, ()) == both
+    low = replace(both, loras=(LoraRef(low_noise=Path("/models/l.safetensors")),))
+    assert mapped_experts(low, (MODELS,)).loras == (LoraRef(low_noise=Path("/mnt/share/models/l.safetensors")),)
 
 
 def test_paths_of_experts_are_told_once_each() -> None:
