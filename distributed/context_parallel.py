@@ -32,7 +32,7 @@ AXES = ("ring", "ulysses")
 class ContextMesh:
     """What diffusers asks of a DeviceMesh, answered by groups that exist already.
 
-    A DeviceMesh makes groups of its own when it is flattened, which nobody could abort or count.
+    A DeviceMesh makes groups of its own when it is flattened, at a time that is not ours.
     """
 
     def __init__(self, groups: Groups, axes: tuple[str, ...] = AXES) -> None:
