@@ -84,24 +84,34 @@ def bench(arguments: BenchArguments) -> int:
             return INVALID
         for name, why in cases.refused:
             print(f"left out: {name}: {why}", file=sys.stderr)
+        if not cases.cases:
+            print("nothing is left to be measured", file=sys.stderr)
+            return INVALID
         measured = list[CaseRuns]()
+        paths: tuple[Path, ...] = ()
         try:
             for runs in run_cases(prepared, cases.cases, _tell):
                 measured.append(runs)
+                paths = _saved(arguments, prepared, cases, measured)
                 _tell(f"{runs.case.name}: {runs.failed or 'measured'}")
         except (ValueError, OSError) as err:
             print(f"failed: {err}", file=sys.stderr)
             return FAILED
-    failed = tuple((runs.case.name, runs.failed) for runs in measured if runs.failed)
+    for path in paths:
+        print(path)
+    return FAILED if any(runs.failed for runs in measured) else DONE
+
+
+def _saved(arguments: BenchArguments, prepared: Bench, cases: Cases, measured: Sequence[CaseRuns]) -> tuple[Path, ...]:
+    """Write what is known by now, after each case: whole tables take hours on small machines."""
+    failed = ((runs.case.name, runs.failed) for runs in measured if runs.failed)
     record = Record(
         method=_method(arguments, prepared),
         figures=figures(measured),
         without=(*cases.refused, *failed),
         device=prepared.device,
     )
-    for path in save(record, arguments.output):
-        print(path)
-    return FAILED if failed else DONE
+    return save(record, arguments.output)
 
 
 def _tell(line: str) -> None:

@@ -164,6 +164,15 @@ def test_what_cannot_be_measured_is_said_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
+def test_where_every_case_is_refused_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--policies", "block_swap 9", "--out", str(tmp_path)]
+    assert main(["bench", *TINY, *options]) == 2
+    said = capsys.readouterr().err
+    assert "only 8 blocks" in said
+    assert "nothing is left to be measured" in said
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_workers_behind_ray_are_held_against_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
