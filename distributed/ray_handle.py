@@ -15,9 +15,10 @@ import psutil
 from .pool import OnTold, WorkerLostError
 from .ray_worker import Started
 from .tasks import RunEnded, RunTask, WorkerFacts
-from .work_thread import WorkThread
+from .work_thread import WorkThread, on_own_thread
 
 TAIL_LINES = 30
+GRACE_S = 3.0
 OF_RAYS_WORKERS = "ray::"
 OF_RAY = (":job_id:", ":actor_name:", ":task_name:")
 
@@ -73,8 +74,7 @@ class RayWorkerHandle:
             if self._ray.is_initialized():
                 self._ray.kill(self._actor)
             if self._process is not None:
-                with suppress(psutil.NoSuchProcess):
-                    self._process.kill()  # Ray asks it to end, which one that hangs does not hear
+                on_own_thread("wanstream end of a worker", _end, self._process)
 
     def wait_for_end(self, timeout_s: float) -> None:
         """Wait until its process is gone, and its memory with it, if it is on this machine."""
@@ -134,6 +134,13 @@ def _process_here(facts: WorkerFacts) -> psutil.Process | None:
         return process if OF_RAYS_WORKERS in " ".join(process.cmdline()) else None
     except psutil.NoSuchProcess:
         return None
+
+
+def _end(process: psutil.Process) -> None:
+    """End it if it does not hear Ray, which has asked it to; ended at once, Ray would tell the user of an accident."""
+    psutil.wait_procs([process], timeout=GRACE_S)
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
 
 
 def exit_words(told: str) -> str:
