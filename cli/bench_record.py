@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -34,21 +36,26 @@ class Record:
 
 def save(record: Record, folder: Path) -> tuple[Path, Path]:
     """Write `workers_<hardware>_<yyyymmdd>.json` and `.md` into `folder`; returns both paths."""
-    machine = {**surroundings(record.device), "Libraries": _libraries(), "Commit": _commit()}
+    machine = surroundings(record.device)
+    versions = {**_libraries(), "commit": _commit()}
     hardware = hardware_name(record.device)
     result = {
         "case": CASE,
         "method": record.method,
-        "figures": [figures.to_dict() for figures in record.figures],
-        "not_measured": [{"case": name, "because": why} for name, why in record.without],
+        "figures": {
+            "cases": [figures.to_dict() for figures in record.figures],
+            "not_measured": [{"case": name, "because": why} for name, why in record.without],
+        },
         "hardware": {"name": hardware, **machine},
+        "versions": versions,
         "date": date.today().isoformat(),
     }
     stem = f"{CASE}_{hardware}_{date.today():%Y%m%d}"
     data, page = folder / f"{stem}.json", folder / f"{stem}.md"
     data.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     title = f"Workers on {hardware}"
-    text = report(title, record.figures, method=record.method, machine=machine, without=record.without)
+    told = {**machine, **versions}
+    text = report(title, record.figures, method=record.method, machine=told, without=record.without)
     page.write_text(text, encoding="utf-8")
     return data, page
 
@@ -61,14 +68,13 @@ def hardware_name(device: torch.device) -> str:
     return f"cpu-{os.cpu_count()}-cores"
 
 
-def _libraries() -> str:
-    found = []
+def _libraries() -> dict[str, str]:
+    """What is installed of them."""
+    found = {"torch": torch.__version__, "python": platform.python_version()}
     for name in LIBRARIES:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            found.append(f"no {name}")
-    return ", ".join(found)
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _commit() -> str:

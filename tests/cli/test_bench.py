@@ -134,11 +134,11 @@ def test_it_measures_in_this_process_and_writes_both_files(tmp_path: Path, capsy
     assert main(["bench", *TINY, "--policies", "layerwise, resident", "--out", str(tmp_path)]) == 0
     data, page = map(Path, capsys.readouterr().out.split())
     result = json.loads(data.read_text())
-    assert [case["mode"] for case in result["figures"]] == ["layerwise, 1 ahead", "resident"]
-    assert {case["latents"] for case in result["figures"]} == {result["figures"][0]["latents"]}
-    assert all(len(case["step_s"]) == 2 and case["load_s"] > 0 for case in result["figures"])
+    assert [case["mode"] for case in result["figures"]["cases"]] == ["layerwise, 1 ahead", "resident"]
+    assert {case["latents"] for case in result["figures"]["cases"]} == {result["figures"]["cases"][0]["latents"]}
+    assert all(len(case["step_s"]) == 2 and case["load_s"] > 0 for case in result["figures"]["cases"])
     assert result["method"].startswith("two random experts")
-    assert result["hardware"]["Commit"]
+    assert result["versions"]["commit"]
     assert page.read_text().startswith("# Workers on ")
 
 
@@ -180,7 +180,7 @@ def test_two_workers_behind_ray_are_held_against_one(tmp_path: Path, capsys: pyt
     options = ["--distributed", "--workers", "1,2", "--device", "cpu", "--layouts", "cfg 2", "--out", str(tmp_path)]
     assert main(["bench", *TINY, *options]) == 0
     data, _ = map(Path, capsys.readouterr().out.split())
-    one, two = json.loads(data.read_text())["figures"]
+    one, two = json.loads(data.read_text())["figures"]["cases"]
     assert (one["workers"], two["workers"], two["layout"]) == (1, 2, "cfg 2")
     assert two["same_latents"] is True
     assert two["gathered_bytes"] > 0
