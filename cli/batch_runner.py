@@ -63,12 +63,13 @@ class Teller(Protocol):
 
 @dataclass(kw_only=True)
 class Flight:
-    """Rows that were posted under one id. `begun` None: not seen on the host yet."""
+    """Rows that were posted under one id. `begun` None: not seen on the host yet. `unanswered`: what its post met."""
 
     prompt_id: str
     rows: list[Row]
     saves: Mapping[str, frozenset[str] | None]
     begun: bool | None = None
+    unanswered: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +145,9 @@ class Runner:
             self.host.post(flight.prompt_id, job.prompt)
         except RefusedError as err:
             self._fail(flight, str(err))
+        except UnreachableError as err:
+            flight.unanswered = str(err)
+            raise
 
     def _look(self, flight: Flight) -> bool:
         """Act on what has become of a flight; whether anything has."""
@@ -202,7 +206,8 @@ class Runner:
             self._losses.update(row.hash for row in flight.rows)
         lost = [row for row in flight.rows if self._losses[row.hash] >= MOST_LOSSES]
         for row in lost:
-            self._fail_row(row, f"lost by the host {MOST_LOSSES} times")
+            last = f"; at the last post: {flight.unanswered}" if flight.unanswered else ""
+            self._fail_row(row, f"lost by the host {MOST_LOSSES} times{last}")
         self._waiting.extendleft(reversed(self.planner([row for row in flight.rows if row not in lost])))
 
     def _fail(self, flight: Flight, reason: str) -> None:

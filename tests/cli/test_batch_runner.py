@@ -336,6 +336,25 @@ def test_a_row_that_takes_the_server_down_fails_and_the_others_are_done(tmp_path
     assert f"failed 4: lost by the host {MOST_LOSSES} times" in bench.teller.told
 
 
+class Broken(World):
+    """Cannot take one of the rows: something in it breaks this server."""
+
+    def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+        if "4" in prompt:
+            raise UnreachableError("http://there answers with status 500")
+        super().post(prompt_id, prompt)
+
+
+def test_a_row_that_a_server_cannot_take_fails_with_what_the_server_said(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Broken())
+    bench.run()
+    bench.check(number for number in range(1, ROWS + 1) if number != 4)
+    (failed,) = [told for told in bench.teller.told if told.startswith("failed")]
+    assert failed == (
+        f"failed 4: lost by the host {MOST_LOSSES} times; at the last post: http://there answers with status 500"
+    )
+
+
 def test_rows_that_fail_together_are_tried_alone(tmp_path: Path) -> None:
     world = World()
     world.bad = lambda prompt: "too big" if "5" in prompt else None
