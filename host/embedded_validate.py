@@ -85,7 +85,8 @@ def _refused(prompt: Prompt, error: Fault) -> Verdict:
 
 def _missing_node(node_id: str, node: Mapping[str, Any]) -> Fault:
     class_type = node.get("class_type")
-    title = node.get("_meta", {}).get("title") or class_type or f"ID #{node_id}"
+    meta = node.get("_meta")
+    title = (meta.get("title") if isinstance(meta, Mapping) else None) or class_type or f"ID #{node_id}"
     problem = "not found. The embedded host has only the nodes of this pack" if class_type else "has no class_type"
     about = {"node_id": node_id, "class_type": class_type, "node_title": title}
     return fault("missing_node_type", f"Node '{title}' {problem}.", f"Node ID '#{node_id}'", about)

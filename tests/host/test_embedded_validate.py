@@ -88,6 +88,8 @@ def test_a_missing_input(validate: Callable[[Any], Verdict]) -> None:
         ({"1": GOOD["1"]}, "prompt_no_outputs"),
         ({**GOOD, "4": {"class_type": "Nobody", "inputs": {}}}, "missing_node_type"),
         ({**GOOD, "4": {"inputs": {}}}, "missing_node_type"),
+        ({**GOOD, "4": {"class_type": "Nobody", "inputs": {}, "_meta": None}}, "missing_node_type"),
+        ({**GOOD, "4": {"class_type": "Nobody", "inputs": {}, "_meta": "a title"}}, "missing_node_type"),
     ],
 )
 def test_faults_of_the_whole_workflow(validate: Callable[[Any], Verdict], prompt: Any, kind: str) -> None:
