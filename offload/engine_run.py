@@ -7,6 +7,7 @@ program's fetches in bus order; the read thread (`ram_run.py`) brings their bloc
 from __future__ import annotations
 
 import atexit
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -52,7 +53,11 @@ class EngineRun:
         self._progress = RunProgress()
         self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._progress.no_more)
         self._arrivals: list[Arrival | None] = [None] * len(self.program.fetches)
-        self._done: list[Mark] = []
+        self._latest: deque[Mark] = deque(maxlen=PACE)
+        """Ends of the last visits."""
+        self._awaited = frozenset(fetch.start_after for fetch in self.program.fetches)
+        self._freed: dict[int, Mark] = {}
+        """Ends of visits that a fetch to come waits for; no two wait for the same one, which frees one buffer."""
         self._next = 0
         self._going_on = False
 
@@ -149,7 +154,7 @@ class EngineRun:
             due = program.visits[number] if number < len(program.visits) else "the end of the program"
             raise VisitOrderError(f"visit {number} of the program is {due}, not {visit}")
         if number >= PACE:
-            self._clock.keep_pace(self._done[number - PACE])
+            self._clock.keep_pace(self._latest[0])
         if self._ranges is not None:
             self._range = self._ranges.start(f"{visit.expert} {visit.block}")
         fetch, key = program.visit_fetch[number], visit.key
@@ -174,8 +179,10 @@ class EngineRun:
     def end(self, buffer: BlockBuffer, asked: Mark, arrived: Mark, ready: Mark) -> bool:
         """The visit was given to the device; returns whether the block's tenancy is over."""
         done = self._clock.mark()
-        self._done.append(done)
         number = self._next
+        self._latest.append(done)
+        if number in self._awaited:
+            self._freed[number] = done
         last = number in self.program.last_use
         buffer.release(last=last)
         self._next += 1
@@ -214,7 +221,7 @@ class EngineRun:
         if self._engine.gathering is not None and number >= GATHERS_AHEAD:
             self._progress.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)
         self._progress.await_released(fetch.start_after)
-        after = self._origin if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
+        after = self._origin if fetch.start_after == AT_ONCE else self._freed.pop(fetch.start_after)
         buffer = self._engine.buffers[fetch.buffer]
         buffer.begin_fill(fetch.block)
         if slot is None:

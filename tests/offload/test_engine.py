@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from wanstream.metrics import Recorder
+from wanstream.metrics.device import CpuClock
 from wanstream.offload import attach_offload
 from wanstream.offload.engine_run import VisitOrderError
 from wanstream.offload.module_source import ModuleSource
@@ -100,6 +102,42 @@ def test_the_recorder_counts_the_bytes_of_the_program(make_stack: Callable[..., 
     assert timeline.first_block_s is not None
     for step in timeline.steps:
         assert step.wall_s >= step.compute_s + step.stall_s
+
+
+class Moment(float):
+    """A mark of a CPU; `alive` counts those that somebody holds."""
+
+    alive = 0
+
+    def __init__(self, _: float) -> None:
+        type(self).alive += 1
+
+    def __del__(self) -> None:
+        type(self).alive -= 1
+
+
+class CountedClock(CpuClock):
+    mark = staticmethod(lambda: Moment(time.perf_counter()))
+
+
+@pytest.mark.parametrize("policy", [OffloadPolicy.layerwise(2), OffloadPolicy.block_swap(2, 1)], ids=named)
+def test_a_long_run_holds_no_more_marks_than_a_short_one(
+    make_stack: Callable[..., nn.ModuleList], policy: OffloadPolicy
+) -> None:
+    """On a GPU each is an event, and a run may have 400,000 visits."""
+    stacks, steps = {"high": make_stack(4)}, 50
+    recorder = Recorder(CPU)
+    recorder.clock = CountedClock()
+    with attach_offload(stacks, policy=policy, device=CPU, follow_forward=False) as handle:
+        alive = []
+        with handle.run(step_visits(["high"] * steps, handle.counts), recorder=recorder) as run:
+            for step in range(steps):
+                with recorder.step(step, "high", sigma=0.5):
+                    for index in range(4):
+                        with run.visit(step, "high", index):
+                            pass
+                alive.append(Moment.alive)
+    assert 0 < max(alive) < 50, "those of the last visits, of 200"
 
 
 def test_a_visit_out_of_order_raises(make_stack: Callable[..., nn.ModuleList]) -> None:
