@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from ..distributed.stages import GivenUpError
+from ..distributed.worker_cell import WorkerFailedError
 from ..host import ExpertsRef, host
 from ..metrics.report import Report, Trial, Variant
 from ..metrics.surroundings import surroundings
@@ -111,8 +113,8 @@ def measure(
 ) -> Report:
     """Make all runs of `benchmark`, one after the other; `keep` is given the report before the first and after each.
 
-    A variant that finds no room in memory is noted as failed, and the others go on. Raises what `run` raises, and the
-    host's interrupt when the user stops it.
+    A variant that finds no room in memory, or whose workers fail or are lost too often, is noted as failed, and the
+    others go on. Raises what else `run` raises, and the host's interrupt when the user stops it.
     """
     report = _empty(benchmark)
     if not benchmark.runs_again:
@@ -182,7 +184,7 @@ def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar, run: RunExp
         for trial in trials(benchmark.times, once, check=host.raise_if_stopped):
             variant = _with_trial(variant, made.pop(), trial)
             yield variant
-    except (torch.OutOfMemoryError, DoesNotFitError, NoRamError) as err:
+    except (torch.OutOfMemoryError, DoesNotFitError, NoRamError, WorkerFailedError, GivenUpError) as err:
         yield replace(variant, failed=str(err))
 
 

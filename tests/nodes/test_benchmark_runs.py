@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.distributed.stages import GivenUpError
+from wanstream.distributed.worker_cell import WorkerFailedError
 from wanstream.host import ExpertsRef, LoraRef
 from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError, embedded_door
 from wanstream.metrics.report import Report
@@ -209,8 +211,8 @@ def test_the_report_is_kept_before_the_first_run_and_after_each(progress: list[N
     assert steps == [(done, 16) for done in range(1, 17)]
 
 
-@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, DoesNotFitError, NoRamError])
-def test_a_variant_without_room_is_noted_and_the_others_go_on(
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, DoesNotFitError, NoRamError, WorkerFailedError, GivenUpError])
+def test_a_variant_without_room_or_without_its_workers_is_noted_and_the_others_go_on(
     kind: type[Exception], progress: list[NodeProgress]
 ) -> None:
     error = kind("no room")
