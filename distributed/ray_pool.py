@@ -10,6 +10,7 @@ from typing import Any
 from ..offload.shared_segment import sweep
 from ..plan import WorkersRef
 from ..plan.workers_ref import LOCAL
+from ..plan.workers_text import check_address
 from .path_map import mapped
 from .ray_actor import FOLDER, PACKAGE, actor_class
 from .ray_cluster import is_loopback
@@ -42,6 +43,7 @@ class RayPool:
         RaySetupError: fewer GPUs or CPU slots than workers; a cluster that does not answer, or that other machines
             reach without a token; another Ray in this process; workers that do not start within `start_timeout_s`.
         VersionsError: a worker has another WanStream, torch, diffusers or Python.
+        WorkersError: an address that `beyond_loopback` does not go with.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class RayPool:
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         assert ref.count >= 1, ref
+        check_address(ref.address, beyond_loopback=ref.beyond_loopback)
         self._ref, self._timeout_s = ref, start_timeout_s
         with ExitStack() as undo:
             undo.callback(sweep)  # last: workers that are killed leave the RAM behind that they shared

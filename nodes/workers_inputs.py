@@ -64,7 +64,7 @@ def _check(*, gpus: int | None, **given: Any) -> None:
         raise WorkersError(f"the layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
     address = given.get("address", ANYWHERE)
     if address != ANYWHERE:
-        check_address(address.strip(), beyond_loopback=given.get("beyond_loopback", True))
+        check_address(address.strip(), beyond_loopback=given.get("beyond_loopback"))
     count, degrees = given.get("count"), {axis: given[axis] for axis in AXES if axis in given}
     if count is not None:
         check_count(count, address.strip(), gpus=gpus, most=MOST_WORKERS)

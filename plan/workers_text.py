@@ -43,9 +43,17 @@ def path_map_text(paths: tuple[PathMap, ...]) -> str:
     return "\n".join(f"{path.here} {ARROW} {path.there}" for path in paths)
 
 
-def check_address(address: str, *, beyond_loopback: bool) -> None:
-    """Raise WorkersError for what is no address, and for one that other machines reach where nobody asked for that."""
+def check_address(address: str, *, beyond_loopback: bool | None) -> None:
+    """Raise WorkersError for what is no address, and for one that other machines reach where nobody asked for that.
+
+    Neither for workers that are asked to be reached, and cannot be. `beyond_loopback` None: that is not known yet.
+    """
     if address in (LOCAL, IN_PROCESS):
+        if beyond_loopback:
+            raise WorkersError(
+                f"beyond_loopback is on, and workers at {address!r} listen on 127.0.0.1 only: turn it off, or give the "
+                "address of a Ray cluster, like 192.168.1.5:6379"
+            )
         return
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= HIGHEST_PORT:
@@ -55,7 +63,7 @@ def check_address(address: str, *, beyond_loopback: bool) -> None:
         )
     if any(letter.isspace() or letter in "/@" for letter in host):
         raise WorkersError(f"the address is {address!r}: give host:port alone, without a scheme, a user or a path")
-    if not beyond_loopback and not host.startswith(LOOPBACK):
+    if beyond_loopback is False and not host.startswith(LOOPBACK):
         raise WorkersError(
             f"{address} is another machine: turn beyond_loopback on if workers may listen on addresses that other "
             "machines reach. The cluster needs Ray's token authentication then"

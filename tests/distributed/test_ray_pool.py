@@ -17,6 +17,7 @@ from wanstream.distributed.ray_errors import RaySetupError
 from wanstream.distributed.ray_pool import RayPool
 from wanstream.distributed.tasks import Meeting, RunTask, StepTold, WorkerFacts
 from wanstream.plan import ExpertsRef, Mesh, WorkersRef
+from wanstream.plan.workers_text import WorkersError
 from wanstream.sampling import Cancelled, RequestError
 
 pytest.importorskip("ray")
@@ -177,6 +178,8 @@ def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> No
         RayPool(WorkersRef(count=2), "cuda")
     with pytest.raises(RaySetupError, match=r"at local, and can have others at 127\.0\.0\.1:6379 only when"):
         RayPool(WorkersRef(count=2, address="127.0.0.1:6379"))
+    with pytest.raises(WorkersError, match=r"workers at 'local' listen on 127\.0\.0\.1 only"):
+        RayPool(WorkersRef(count=2, beyond_loopback=True), "cpu")
     assert pool.workers[0].run(make_task(), ignore).result(LIMIT_S).sigma == 0
 
 

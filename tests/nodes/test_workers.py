@@ -55,6 +55,7 @@ def test_degrees_are_read_with_their_layout_only() -> None:
         ({"address": "next door"}, None, "the address is 'next door'"),
         ({"address": "10.0.0.7:6379"}, None, "turn beyond_loopback on"),
         ({"address": "in-process"}, None, "2 workers in this process"),
+        ({"beyond_loopback": True}, None, "workers at 'local' listen on 127.0.0.1 only"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run_and_in_it(

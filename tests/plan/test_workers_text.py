@@ -55,9 +55,17 @@ def test_addresses_of_this_machine_need_no_leave(address: str) -> None:
     check_address(address, beyond_loopback=False)
 
 
+@pytest.mark.parametrize("address", ["local", "in-process"])
+def test_what_listens_on_loopback_only_is_not_asked_for_more(address: str) -> None:
+    check_address(address, beyond_loopback=None)
+    with pytest.raises(WorkersError, match=f"workers at '{address}' listen on 127.0.0.1 only: turn it off, or"):
+        check_address(address, beyond_loopback=True)
+
+
 @pytest.mark.parametrize("address", ["192.168.1.5:6379", "node-3.lab:6379"])
 def test_another_machine_is_reached_only_when_asked_for(address: str) -> None:
     check_address(address, beyond_loopback=True)
+    check_address(address, beyond_loopback=None)
     with pytest.raises(WorkersError, match=f"{address} is another machine: turn beyond_loopback on"):
         check_address(address, beyond_loopback=False)
 
