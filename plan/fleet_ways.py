@@ -68,16 +68,16 @@ def _fitting(job: OffloadJob, machine: Machine, room: Room, *, from_file: bool) 
 
 def worker_job(job: OffloadJob, mesh: Mesh, steps: range) -> OffloadJob:
     """What one worker of a cell has to do of `steps`: some of the lanes, and some tokens of each."""
-    context = mesh.ring * mesh.ulysses
     experts = job.experts_of_steps[steps.start : steps.stop]
     lanes = {expert: -(-count // mesh.cfg) for expert, count in job.lanes.items() if expert in experts}
-    gathered = 2 * (mesh.ring - 1) * (job.tokens // context) * job.expert.width * job.value_bytes
     return replace(
         job,
-        tokens=job.tokens // context,
+        tokens=job.tokens // (mesh.ring * mesh.ulysses),
+        ring=mesh.ring,
+        ulysses=mesh.ulysses,
         lanes=lanes,
         experts_of_steps=experts,
-        staying_bytes=job.staying_bytes * len(lanes) // len(job.lanes) + gathered,
+        staying_bytes=job.staying_bytes * len(lanes) // len(job.lanes),
     )
 
 

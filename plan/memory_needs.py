@@ -127,8 +127,14 @@ def memory_needs(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> Me
 
 def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
     """What a step of the expert with the most lanes computes in, beside the weights."""
-    lanes = max(job.lanes.values())
-    return job.expert.working_bytes(job.tokens, lanes=lanes, value_bytes=job.value_bytes, chunk_tokens=chunk_tokens)
+    return job.expert.working_bytes(
+        job.tokens * job.ring * job.ulysses,
+        lanes=max(job.lanes.values()),
+        value_bytes=job.value_bytes,
+        chunk_tokens=chunk_tokens,
+        ring=job.ring,
+        ulysses=job.ulysses,
+    )
 
 
 def staging_slots(job: OffloadJob, machine: Machine, homes: RamHomes) -> int:

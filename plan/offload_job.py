@@ -18,7 +18,7 @@ class OffloadJob:
 
     expert: ExpertShape
     tokens: int
-    """Of one lane."""
+    """Of one lane; where workers share them, those of one worker."""
     lanes: Mapping[str, int]
     """Lanes of each expert of the pair, also of one that no step runs."""
     experts_of_steps: tuple[str, ...]
@@ -36,13 +36,16 @@ class OffloadJob:
     """RAM beside the slots for as long as the run goes: factors of LoRAs, what waits for the next expert."""
     converts: bool = False
     """Whether blocks arrive in another form of the same size: fp16 where bf16 is computed with."""
+    ring: int = 1
+    ulysses: int = 1
+    """`ring` x `ulysses` workers share the tokens of every lane."""
 
     def __post_init__(self) -> None:
         if not self.experts_of_steps:
             raise ValueError("the run has no steps; there is nothing to plan")
         if unknown := sorted(set(self.experts_of_steps) - set(self.lanes)):
             raise ValueError(f"no lanes for the {unknown[0]!r} expert: lanes names {sorted(self.lanes)}")
-        for name in ("tokens", "stored_bytes", "file_bytes", "computed_bytes", "value_bytes"):
+        for name in ("tokens", "stored_bytes", "file_bytes", "computed_bytes", "value_bytes", "ring", "ulysses"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be 1 or more")
         if min(self.lanes.values()) < 1:

@@ -13,6 +13,7 @@ from wanstream.plan.fleet_exchange import lane_exchange, step_exchange
 from wanstream.plan.links import LINKS
 from wanstream.plan.memory_needs import memory_needs
 from wanstream.plan.predict import predict
+from wanstream.plan.residency import plan_residency
 
 MakeJob, MakeMachine = Callable[..., OffloadJob], Callable[..., Machine]
 NVLINK = LINKS["nvlink"]
@@ -99,11 +100,37 @@ def test_over_pcie_a_gather_takes_its_time_of_the_bus(make_job: MakeJob, rate_ma
     assert shared.next_s == pytest.approx(2 * beside.next_s, rel=0.05)
 
 
-def test_a_ring_keeps_keys_and_values_of_all_in_device_memory(make_job: MakeJob, rate_machine: MakeMachine) -> None:
-    job, machine = make_job(), rate_machine()
-    ring, ulysses = (simulate_fleet(job, machine, AT_ONCE, mesh).stages[0] for mesh in (Mesh(ring=4), Mesh(ulysses=4)))
-    assert ring.policy == ulysses.policy
-    assert ring.device_bytes - ulysses.device_bytes == 2 * 3 * (job.tokens // 4) * job.expert.width * 2
+@pytest.mark.parametrize(
+    "mesh", [Mesh(), Mesh(ulysses=4), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ulysses=2)]
+)
+def test_what_workers_send_each_other_takes_device_memory(
+    mesh: Mesh, make_job: MakeJob, rate_machine: MakeMachine
+) -> None:
+    job, machine = make_job(lanes=GUIDED), rate_machine()
+    (stage,) = simulate_fleet(job, machine, AT_ONCE, mesh).stages
+    working = job.expert.working_bytes(
+        job.tokens,
+        lanes=2 // mesh.cfg,
+        chunk_tokens=stage.policy.chunk_tokens,
+        ring=mesh.ring,
+        ulysses=mesh.ulysses,
+    )
+    _, buffers = plan_residency(stage.policy, job.block_counts)
+    assert stage.device_bytes == buffers * job.computed_bytes + job.staying_bytes + working
+
+
+@pytest.mark.parametrize(("missing", "at_once"), [(0, True), (1_000_000, False)])
+def test_a_worker_takes_as_many_tokens_at_once_as_fit_beside_what_is_sent(
+    missing: int, at_once: bool, make_job: MakeJob, rate_machine: MakeMachine
+) -> None:
+    """Room for the share of its tokens alone is not room for Ulysses, which holds q, k and v several times."""
+    job = make_job(tokens=100_000)
+    working = job.expert.working_bytes(job.tokens, lanes=1, ulysses=4)
+    assert job.expert.working_bytes(job.tokens // 4, lanes=1) < working - missing
+    room = 2 * job.computed_bytes + job.staying_bytes + working - missing
+    machine = rate_machine(vram_bytes=int((room + 600_000_000) / 0.95) + 1)
+    (stage,) = simulate_fleet(job, machine, AT_ONCE, Mesh(ulysses=4)).stages
+    assert (stage.policy.chunk_tokens is None) == at_once
 
 
 def test_shards_in_device_memory_leave_the_bus_alone(make_job: MakeJob, rate_machine: MakeMachine) -> None:
