@@ -146,7 +146,7 @@ def _place_inputs() -> list[io.Input]:
             default=WEIGHT_HOMES[0],
             tooltip="full: every worker copies all blocks, out of RAM that they share on one machine. sharded: 1/N of "
             "each, and the workers gather the rest from each other; costs bytes between them, saves bytes from RAM or "
-            "disk. sharded in VRAM: 1/N stays there. auto: measured.",
+            "disk. sharded in VRAM: 1/N stays there. auto: measured on GPUs, full on a CPU.",
         ),
         io.Int.Input(
             "threads",
@@ -170,7 +170,7 @@ def _place_inputs() -> list[io.Input]:
             default=False,
             optional=True,
             tooltip="On: workers may listen on addresses that other machines reach, for a cluster that has Ray's token "
-            "authentication on. Off: nothing outside this machine can reach them.",
+            "authentication on; not for local. Off: nothing outside this machine can reach them.",
         ),
     ]
 
