@@ -209,6 +209,13 @@ class Driver:
 def _shown_apart(
     requests: Sequence[DenoiseRequest], on_step: Callable[[int, StepProgress], None]
 ) -> Callable[[int, StepTold], None]:
-    """Each request's steps as those of a run of its own."""
-    bars = [Progress([request], partial(on_step, number)) for number, request in enumerate(requests)]
-    return lambda number, told: bars[number].show(0, told)
+    """Each request's steps as those of a run of its own; what is shown of a request is kept until its last step."""
+    going: dict[int, Progress] = {}
+
+    def show(number: int, told: StepTold) -> None:
+        progress = going.pop(number, None) or Progress([requests[number]], partial(on_step, number))
+        if told.done < told.total:
+            going[number] = progress
+        progress.show(0, told)
+
+    return show

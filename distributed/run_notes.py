@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..plan import StepRecord, Timeline
 from .merged_timeline import Computed, in_turn, over_leaders
@@ -84,7 +84,8 @@ class RunNotes:
     def ended(self, task: TaskNotes, end: TaskEnd) -> None:
         """No worker computes the task any more."""
         with self._lock:
-            task.ended = dict(end.ended)
+            # Latents are handed on with the steps; those of a long queue must not be kept here.
+            task.ended = {place: replace(each, latents=None) for place, each in end.ended.items()}
 
     def changed(self, item: int, words: str) -> None:
         """Something was changed on the way; it goes into the log too."""

@@ -138,7 +138,8 @@ class StageRun(Generic[S]):
     """One run through stages; see `run_stages`. Used once, on one thread.
 
     Args:
-        on_done: told (item, its last state) on this thread, as soon as it is done; what it raises ends the run.
+        on_done: told (item, its last state) on this thread, as soon as it is done; what it raises ends the run. The
+            state is its own then: nothing of it is kept here, and `go` returns none of those that were told.
     """
 
     def __init__(
@@ -219,6 +220,7 @@ class StageRun(Generic[S]):
         state = self._states[item]
         if self.schedule.items[item].is_done and self._on_done is not None and self._phase is RunPhase.GOING:
             assert state is not None
+            self._states[item] = None
             self._on_done(item, state)
 
     def _take_mended(self, cell: Cell, error: BaseException | None) -> None:

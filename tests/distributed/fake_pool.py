@@ -205,7 +205,7 @@ class FakeWorker:
             run_id=task.run_id,
             rank=0,
             timeline=Timeline(steps=tuple(taken), kind="measured"),
-            latents=None,
+            latents=state.latents if leads else None,
             sigma=0.0,
             gathered_bytes=7,
             expert_switches=self._switches,
