@@ -95,9 +95,8 @@ class CellMeetings:
         if all(each.done() and each.exception() is None for each in joining):
             return None
         # Those who still wait for the others need not.
-        for worker in workers:
-            worker.ask("leave")
-        wait(joining, timeout=ANSWER_S)
+        leaving = [worker.ask("leave") for worker in workers]
+        wait([*joining, *leaving], timeout=ANSWER_S)
         for worker, each in zip(workers, joining, strict=True):
             if not each.done():
                 worker.kill()

@@ -112,9 +112,9 @@ class Schedule:
 
     @property
     def outcome(self) -> Outcome:
-        if self.lost > self.restarts:
-            return Outcome.GIVEN_UP
-        return Outcome.DONE if all(item.is_done for item in self.items) else Outcome.GOING
+        if all(item.is_done for item in self.items):
+            return Outcome.DONE
+        return Outcome.GIVEN_UP if self.lost > self.restarts else Outcome.GOING
 
     def cells(self) -> Iterator[Cell]:
         """All cells, in the order of their ranks."""

@@ -173,7 +173,9 @@ class TaskRun:
     def _end(self) -> None:
         self._phase = TaskPhase.OVER
         end = judge(self._outcomes, killed=self._killed, stopped=self._stopped)
-        if end.verdict is TaskVerdict.LOST and self._silence is not None:
-            end = replace(end, error=self._silence)
-        self.together = not self._left and end.verdict is not TaskVerdict.LOST
+        if self._silence is not None and end.verdict in (TaskVerdict.LOST, TaskVerdict.ENDED):
+            end = replace(end, verdict=TaskVerdict.LOST, error=self._silence)
+        # After any other end of one of several the others may be elsewhere, whatever it was in the end.
+        alike = all(isinstance(each, RunEnded | Cancelled) for each in self._outcomes.values())
+        self.together = not self._left and alike
         self._on_over(end)

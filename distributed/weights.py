@@ -75,7 +75,7 @@ class CellWeights:
 
     def abort(self) -> None:
         """Let whoever waits in a gather leave it (any thread)."""
-        for sharded in self._sharded.values():
+        for sharded in tuple(self._sharded.values()):  # a run that begins may add one
             sharded.gather.abort()
 
     def _in(self, home: WeightHome) -> Sharded | None:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,20 @@ import torch
 from wanstream.distributed.driver import Driver, DriverOrderError
 from wanstream.distributed.path_map import MissingPathError
 from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.ran import Ran
 from wanstream.distributed.stages import GivenUpError
 from wanstream.distributed.tasks import RunTask
 from wanstream.distributed.worker_cell import WorkerFailedError
 from wanstream.plan import Mesh, MeshError, OffloadPolicy, WorkersRef
 from wanstream.plan.workers_ref import PathMap
-from wanstream.sampling import Cancelled, DenoiseRequest, NonFiniteLatentError, SmallerPolicyError, StepProgress
+from wanstream.sampling import (
+    Cancelled,
+    DenoiseRequest,
+    NonFiniteLatentError,
+    RunState,
+    SmallerPolicyError,
+    StepProgress,
+)
 
 STEPS, SWITCH = 6, 3
 LAYERWISE = OffloadPolicy.layerwise(1)
@@ -339,6 +348,36 @@ def test_a_queue_keeps_its_order_and_tells_what_is_done(fakes: Any, request_of: 
         assert bool(each.timeline.changes) == (number == 0)
     assert sorted(told) == list(range(5))
     assert ran[-1].restarts == 1
+
+
+def test_of_a_queue_nothing_is_kept_but_what_came_of_it(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    states: list[weakref.ref[RunState]] = []
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    done: list[int] = []
+
+    def on_step(number: int, step: StepProgress) -> None:
+        state = step.state()
+        states.append(weakref.ref(state))
+        tensors.append(weakref.ref(state.latents))
+
+    def on_ran(number: int, ran: Ran) -> None:
+        done.append(number)
+        if len(done) == 4:
+            kept = [sum(each() is not None for each in refs[: 3 * STEPS]) for refs in (states, tensors)]
+            assert kept == [0, 0]
+
+    driver = driver_of(fakes.FakePool(1), Mesh())
+    driver.queue(experts_ref(), [request_of()] * 4, LAYERWISE, on_step=on_step, on_ran=on_ran)
+    assert (done, len(states)) == ([0, 1, 2, 3], 4 * STEPS)
+
+
+def test_who_leaves_a_meeting_that_failed_has_left_before_the_next(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    pool = fakes.FakePool(2, step_s=0.1, leave_s={0: 0.2})
+    pool.taken = {5000}
+    ran = driver_of(pool, Mesh(cfg=2), restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert ran.restarts == 0
 
 
 @pytest.mark.parametrize("left", [0, 3, 4])

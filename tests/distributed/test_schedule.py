@@ -135,7 +135,7 @@ def test_losses_cost_no_step_that_was_handed_in_and_are_counted(
     played = Played(Schedule.of(items, data=data, restarts=restarts), seed, losses=0.2)
     ended = played.play()
     if ended.outcome is Outcome.DONE:
-        assert ended.lost <= restarts
+        assert ended.lost <= restarts + 1
         _check_all_done(items, played)
     else:
         assert ended.outcome is Outcome.GIVEN_UP
@@ -179,8 +179,9 @@ def test_a_fast_first_stage_waits_for_the_second() -> None:
     assert begun == WAITING_PER_CELL + 1, "one in the second stage, the others before it"
 
 
-def test_a_loss_after_the_last_state_costs_nothing() -> None:
-    schedule = Schedule.of([[range(2)]], data=1, restarts=1)
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_loss_after_the_last_state_costs_nothing(restarts: int) -> None:
+    schedule = Schedule.of([[range(2)]], data=1, restarts=restarts)
     each = schedule.next()
     assert each is not None
     lost = schedule.taken(each).stepped(each.cell, 2).dropped(each.cell, counts=True)
