@@ -161,7 +161,8 @@ class Worker:
         )
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
-        """See `TileDecoder.decode`. Where the device has no room beside them, the experts let go of it.
+        """See `TileDecoder.decode`. Where the device has no room beside them, the experts let go of it, and this worker
+        leaves its meeting.
 
         Raises DecodeCancelled after `stop`.
         """
@@ -173,6 +174,8 @@ class Worker:
                 raise
             forget(err)
         self._experts.free()
+        # The others of its cell reckon with what lay in its buffers: they must meet anew.
+        self.leave()
         return self._tiles.decode(task, stopped)
 
     def free_vae(self) -> None:

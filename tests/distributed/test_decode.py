@@ -13,10 +13,11 @@ import torch
 
 from wanstream.distributed.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
 from wanstream.distributed.pool import OnTold, WorkerHandle, WorkerLostError
-from wanstream.distributed.tasks import RunEnded, RunTask
+from wanstream.distributed.tasks import Meeting, RunEnded, RunTask
 from wanstream.distributed.vae_worker import DecodeCancelled, DecodeTask, TileDecoder
 from wanstream.distributed.worker import Worker
 from wanstream.offload.safetensors_header import CheckpointFileError
+from wanstream.plan import Mesh
 from wanstream.plan.vae_tiles import Tiling
 from wanstream.wan.vae import VaeInputError, open_vae
 
@@ -258,7 +259,9 @@ def test_a_worker_decodes_where_its_experts_have_made_room(
     tile = DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=latents[:1, :, :, :4, :4])
     try:
         before = worker.run(make_task(), lambda told: None).latents
+        worker.join(Meeting(rank=0, mesh=Mesh(), host="127.0.0.1", port=1, generation=5, timeout_s=10))
         decoded = worker.decode_tile(tile)
+        assert worker.facts().generation is None, "its cell must not go on without what lay in its buffers"
         assert torch.equal(decoded, TileDecoder(torch.device("cpu")).decode(tile, lambda: False))
         after = worker.run(make_task(), lambda told: None).latents
         assert before is not None
