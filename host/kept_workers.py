@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias
@@ -113,8 +114,11 @@ class KeptWorkers:
                 return True
             if held.driver is not None and held.driver[2].is_running:
                 return False
+            from ..distributed.pool import WorkerLostError
+
             for asked in [worker.ask("close") for worker in held.pool.workers]:
-                asked.result(REST_S)
+                with suppress(WorkerLostError):  # who is gone keeps nothing
+                    asked.result(REST_S)
             return True
 
     def close(self) -> None:
