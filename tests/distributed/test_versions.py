@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 
+from wanstream.distributed.ray_actor import FOLDER
+from wanstream.distributed.ray_pool import RayPool
 from wanstream.distributed.tasks import WorkerFacts
 from wanstream.distributed.versions import VersionsError, check_versions, series
+from wanstream.plan import PathMap, WorkersRef
+from wanstream.plan.version import VERSION
+
+LIMIT_S = 120
+STORE_BYTES = 128 << 20
 
 DRIVER = WorkerFacts(
     pid=1,
@@ -71,3 +81,22 @@ def test_every_difference_is_told() -> None:
 )
 def test_the_series_of_a_version(version: str, first_two: str) -> None:
     assert series(version) == first_two
+
+
+@pytest.mark.slow
+def test_a_worker_that_starts_with_another_wanstream_is_refused_and_ended(tmp_path: Path) -> None:
+    """It takes the code from where the path map says, as on another machine."""
+    pytest.importorskip("ray")
+    there = tmp_path / "wanstream"
+    there.mkdir()
+    for part in ("__init__.py", "metrics", "offload", "wan", "sampling", "distributed"):
+        (there / part).symlink_to(FOLDER / part)
+    shutil.copytree(FOLDER / "plan", there / "plan")
+    (there / "plan" / "version.py").write_text('VERSION = "0.0.1"\n', encoding="utf-8")
+    ref = WorkersRef(count=1, threads=1, paths=(PathMap(here=str(FOLDER), there=str(there)),))
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with pytest.raises(VersionsError, match=rf"worker 0 on .* has WanStream 0\.0\.1, the driver on .* {VERSION}: inst"):
+        RayPool(ref, "cpu", store_bytes=STORE_BYTES)
+    started = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    _, left = psutil.wait_procs(started, timeout=LIMIT_S)
+    assert left == []
