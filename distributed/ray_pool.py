@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -57,6 +58,8 @@ class RayPool:
         assert ref.count >= 1, ref
         check_address(ref.address, beyond_loopback=ref.beyond_loopback)
         self._ref, self._timeout_s = ref, start_timeout_s
+        self._replacing, self._closed = threading.Lock(), False
+        self._starting: list[Any] = []
         with ExitStack() as undo:
             undo.callback(sweep)  # last: workers that are killed leave the RAM behind that they shared
             self._ray = CONNECTION.enter(ref, store_bytes=store_bytes)
@@ -74,16 +77,23 @@ class RayPool:
         return tuple(self._workers)
 
     def replace(self, rank: int) -> RayWorkerHandle:
-        """See `Pool.replace`. Raises as `RayPool` if the new one does not start."""
-        self._workers[rank].kill()
-        self._workers[rank].wait_for_end(END_TIMEOUT_S)
-        with ExitStack() as undo:
-            (self._workers[rank],) = self._start([rank], undo)
-            undo.pop_all()
-        return self._workers[rank]
+        """See `Pool.replace`. Raises as `RayPool` if the new one does not start, and after `close`."""
+        with self._replacing:
+            self._workers[rank].kill()
+            self._workers[rank].wait_for_end(END_TIMEOUT_S)
+            with ExitStack() as undo:
+                (self._workers[rank],) = self._start([rank], undo)
+                undo.pop_all()
+            return self._workers[rank]
 
     def close(self) -> None:
-        """See `Pool.close`."""
+        """See `Pool.close`. A worker that is about to be replaced on another thread is not."""
+        self._closed = True
+        self._kill(self._starting)
+        with self._replacing:
+            self._end_all()
+
+    def _end_all(self) -> None:
         # Workers of other machines give back there what they share, which nobody sweeps from here.
         wait([worker.ask("close") for worker in self._workers], timeout=CLOSE_TIMEOUT_S)
         for worker in self._workers:
@@ -101,14 +111,17 @@ class RayPool:
     def _start(self, ranks: Sequence[int], undo: ExitStack) -> list[RayWorkerHandle]:
         """Workers in these places, all at once."""
         folders = [str(mapped(FOLDER, self._ref.paths)), str(FOLDER)]
+        self._check_open()
         actors = [self._class.options(**self._placement.options(rank)).remote() for rank in ranks]
         answers = [
             actor.start.remote(PACKAGE, folders, self._ref.threads, self._placement.workers_beside(rank))
             for actor, rank in zip(actors, ranks, strict=True)
         ]
-        for actor in actors:
-            undo.callback(self._ray.kill, actor)
+        undo.callback(self._kill, actors)
+        self._starting = actors
+        self._check_open()
         every = [self._answer(rank, answer) for rank, answer in zip(ranks, answers, strict=True)]
+        self._starting = []
         CONNECTION.look()
         check_versions(Worker("cpu").facts(), [started.facts for started in every])
         check_exposure(every, beyond_loopback=self._ref.beyond_loopback)
@@ -116,6 +129,16 @@ class RayPool:
             RayWorkerHandle(self._ray, actor, rank, started)
             for actor, rank, started in zip(actors, ranks, every, strict=True)
         ]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RaySetupError("these workers were ended while one of them was replaced: start others")
+
+    def _kill(self, actors: Sequence[Any]) -> None:
+        # Asked after its end, Ray would start once more, with none of our settings.
+        if self._ray.is_initialized():
+            for actor in actors:
+                self._ray.kill(actor)
 
     def _answer(self, rank: int, answer: Any) -> Started:
         errors = self._ray.exceptions

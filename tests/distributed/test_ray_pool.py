@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from wanstream.distributed.pool import WorkerLostError
 from wanstream.distributed.ray_errors import RaySetupError
 from wanstream.distributed.ray_pool import RayPool
 from wanstream.distributed.tasks import Meeting, RunTask, StepTold, WorkerFacts
+from wanstream.distributed.work_thread import on_own_thread
 from wanstream.plan import ExpertsRef, Mesh, WorkersRef
 from wanstream.plan.workers_text import WorkersError
 from wanstream.sampling import Cancelled, RequestError
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 
 LIMIT_S = 120
 STORE_BYTES = 128 << 20
@@ -250,7 +252,16 @@ def test_closing_leaves_nothing_behind(pool: RayPool, make_task: MakeTask) -> No
     begun = threading.Event()
     run = pool.workers[1].run(make_task(request=LONG), lambda told: begun.set())
     assert begun.wait(LIMIT_S)
+    replacing = on_own_thread("replace", pool.replace, 0)
+    deadline = time.monotonic() + LIMIT_S
+    while set(own.children(recursive=True)) <= {*children} and time.monotonic() < deadline:
+        time.sleep(0.05)
     pool.close()
+    with pytest.raises(RaySetupError):
+        replacing.result(LIMIT_S)
+    with pytest.raises(RaySetupError, match="were ended"):
+        pool.replace(0)
+    assert not ray.is_initialized(), "Ray starts anew when it is asked for something after its end"
     with pytest.raises(WorkerLostError):
         run.result(LIMIT_S)
     _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
