@@ -119,9 +119,15 @@ def _free_bytes(groups: Groups, pair: ExpertPair, request: DenoiseRequest, polic
     free = free_bytes(groups.device)
     if free is None:
         free = available_bytes()
+    return free + pair.loaded_bytes - taken_bytes(groups, pair, request, policy)
+
+
+def taken_bytes(groups: Groups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
+    """Memory of the device that this worker takes for its share of a run, with whole weights."""
     shape, guided = request.noise.shape, any(scale != 1 for scale in request.guidance)
-    working = working_bytes(pair, shape, guided=guided, chunk_tokens=policy.chunk_tokens)
-    return free + pair.loaded_bytes - pair.device_bytes(policy, device=groups.device) - working
+    share = groups.split().share
+    working = working_bytes(pair, shape, guided=guided, chunk_tokens=policy.chunk_tokens, share=share)
+    return pair.device_bytes(policy, device=groups.device) + working
 
 
 def _worst(groups: Groups, figures: list[float]) -> list[float]:

@@ -20,13 +20,13 @@ from wanstream.distributed.group_gather import GroupGather
 from wanstream.distributed.groups import meet
 from wanstream.distributed.peer_errors import PeerLostError
 from wanstream.distributed.tasks import Meeting, RunTask
-from wanstream.distributed.weights import measure
+from wanstream.distributed.weights import measure, taken_bytes
 from wanstream.distributed.worker import Worker
 from wanstream.offload.gather import GatherBrokenError
 from wanstream.plan import ExpertsRef, LoraRef, Mesh, OffloadPolicy
 from wanstream.plan.weight_homes import WeightFigures, choose_home
 from wanstream.plan.workers_ref import WeightHome
-from wanstream.sampling import Cancelled
+from wanstream.sampling import Cancelled, Share, working_bytes
 from wanstream.wan.registry import open_pair
 
 CELL = Mesh(cfg=2)
@@ -247,6 +247,27 @@ def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Any, split_
     assert figures[0].workers == 2
     assert figures[0].blocks == 8
     assert choose_home(figures[0]).reason
+
+
+def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[Meeting]) -> int:
+    with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
+        return taken_bytes(groups, pair, task.request, task.policy)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
+def test_a_worker_reckons_with_its_share_of_a_step(
+    mesh: Mesh, processes: Any, split_jobs: Any, make_task: MakeTask
+) -> None:
+    """What it takes beside the weights decides whether shards fit into the same memory."""
+    task, share = make_task(), Share(cfg=mesh.cfg, ulysses=mesh.ulysses)
+    processes.at_least(2).all(job_leave, count=2)
+    taken = processes.all(job_taken, task, split_jobs.meetings(mesh), count=2, timeout=SHORT_S)
+    with open_pair(task.experts) as pair:
+        weights = pair.device_bytes(task.policy, device=torch.device("cpu"))
+        own = working_bytes(pair, task.request.noise.shape, guided=True, share=share)
+        whole = working_bytes(pair, task.request.noise.shape, guided=True)
+    assert taken == [weights + own] * 2
+    assert own < whole
 
 
 def test_cpus_that_decide_keep_whole_weights(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
