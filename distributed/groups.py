@@ -196,7 +196,8 @@ class Groups:
         Who waits for this worker is let down first, and need not wait for as long.
         """
         shut_down(self._connections)
-        missing = None if self._store is None else self._store.missing("let down", ASK_S)
+        store = self._store  # another thread may leave now
+        missing = None if store is None else store.missing("let down", ASK_S)
         if missing is None:
             who = "rank 0, which keeps the store, is gone"
         elif missing:

@@ -178,4 +178,6 @@ class TaskRun:
         # After any other end of one of several the others may be elsewhere, whatever it was in the end.
         alike = all(isinstance(each, RunEnded | Cancelled) for each in self._outcomes.values())
         self.together = not self._left and alike
+        # A cell keeps its last task, which need not keep latents and states.
+        self._tasks, self._outcomes = (), {}
         self._on_over(end)

@@ -33,6 +33,7 @@ class WorkThread:
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
+            del call  # and what it was given: the next one may come much later
 
 
 def on_own_thread(name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -102,3 +103,18 @@ def test_who_was_silent_for_too_long_has_left_whatever_came_then(make_task: Call
     assert (end.verdict, task.together) == (TaskVerdict.LOST, False)
     assert isinstance(end.error, HungError)
     assert dict(end.ended) == {0: ENDED}
+
+
+def test_a_task_that_is_over_keeps_no_tensors(make_task: Callable[..., RunTask]) -> None:
+    ends: list[TaskEnd] = []
+    task, handle = make_task(), Handle(0)
+    sent = weakref.ref(task)
+    run = TaskRun([handle], [task], timeout_s=60, on_told=lambda place, told: None, on_over=ends.append)
+    run.begin()
+    del task
+    assert sent() is not None
+    handle.end(ENDED)
+    assert len(ends) == 1
+    assert sent() is None
+    run.stop()
+    run.look()
