@@ -28,6 +28,16 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread here as in the workers of these tests: on a CPU, sums in another number of threads end in other
+    bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def experts_ref(tiny_expert_folder: Folder) -> Callable[..., ExpertsRef]:
     """`experts_ref(high=1, low=2)`: the tiny experts with those seeds."""
