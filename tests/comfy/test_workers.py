@@ -42,7 +42,10 @@ def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """A server with the sample model. It ends as by Ctrl-C, and takes whatever its tests have started."""
     base = tmp_path_factory.mktemp("workers")
     furnish(base)
+    # A shell in the background lets its programs ignore Ctrl-C, and so would the server.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with running_server(with_ray, base) as server:
+        signal.signal(signal.SIGINT, before)
         yield server
         comfyui, workers = psutil.Process(server.process_id), workers_of(server)
         family = comfyui.children(recursive=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -35,6 +36,7 @@ def job_meet(here: SimpleNamespace, every: list[Meeting]) -> dict[str, Any]:
 def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
     here.groups.leave()
     here.groups.leave()
+    gc.collect()  # groups of runs before, which errors and hooks hold in circles
     listening = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     return here.groups.state, len(listening)
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-BLOCKS, WIDTH = 8, 2048  # 16 MiB per block in fp32
+# Of blocks of less than 32 MiB glibc gives nothing back, as we let it keep that.
+BLOCKS, WIDTH, MIB = 6, 3072, 36  # MiB per block, in fp32
+    6,
+    3072,
+    36,
+)  # per block, in fp32; of less than 32 MiB glibc gives nothing back, as we let it keep that
 
 RUN = """
 import sys
@@ -78,8 +83,8 @@ def test_peak_memory_follows_the_policy_and_is_given_back(checkpoint: Path) -> N
     seen = [_peak_and_given_back_mib(checkpoint, policy) for policy in policies]
     peaks = [peak for peak, _ in seen]
     assert peaks == sorted(peaks), dict(zip(policies, peaks, strict=True))
-    blocks = [2, 4, 6, 16]
+    blocks = [2, 4, 5, 12]
     for policy, (peak, given_back), count in zip(policies, seen, blocks, strict=True):
-        # 16 MiB per buffer, and little else: within half a block of what the policy says.
-        assert abs(peak - 16 * count) < 8, (policy, peak)
-        assert abs(given_back - 16 * count) < 1, (policy, given_back)
+        # Buffers, and little else: within half a block of what the policy says.
+        assert abs(peak - MIB * count) < MIB / 2, (policy, peak)
+        assert abs(given_back - MIB * count) < 1, (policy, given_back)
