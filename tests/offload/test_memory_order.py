@@ -12,10 +12,6 @@ from safetensors.torch import save_file
 
 # Of blocks of less than 32 MiB glibc gives nothing back, as we let it keep that.
 BLOCKS, WIDTH, MIB = 6, 3072, 36  # MiB per block, in fp32
-    6,
-    3072,
-    36,
-)  # per block, in fp32; of less than 32 MiB glibc gives nothing back, as we let it keep that
 
 RUN = """
 import sys
