@@ -247,6 +247,7 @@ def test_no_gather_is_more_than_a_few_blocks_ahead(make_ranks, thread_group):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
