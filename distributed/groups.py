@@ -189,6 +189,8 @@ class Groups:
                 if self.place in ranks:
                     self._groups[name] = made
         self._connections = connections_of(before, partial(store.exchange, "listens"))
+        # Nobody leaves before all have met: the store goes with its keeper, and others may still read it.
+        dist.barrier(group=self._groups["control"])
 
     def _told(self, doing: str, error: RuntimeError) -> HungError | PeerLostError:
         """The error to raise, with those who give no sign of life; everybody who was let down leaves one.

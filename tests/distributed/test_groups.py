@@ -33,6 +33,14 @@ def job_meet(here: SimpleNamespace, every: list[Meeting]) -> dict[str, Any]:
     return {"pid": os.getpid(), "state": here.groups.state, "listening": listening}
 
 
+def job_meet_and_leave_at_once(here: SimpleNamespace, every: list[list[Meeting]]) -> list[GroupsState]:
+    states = []
+    for meeting in every:
+        with meet(meeting[here.number], "cpu") as groups:
+            states.append(groups.state)
+    return states
+
+
 def job_leave(here: SimpleNamespace) -> tuple[GroupsState, int]:
     here.groups.leave()
     here.groups.leave()
@@ -86,6 +94,12 @@ def test_workers_meet_on_loopback_only_and_leave_nothing_behind(processes: Proce
     assert all(each["state"] is GroupsState.MET for each in told)
     assert {address for each in told for address in each["listening"]} == {LOOPBACK}
     assert processes.all(job_leave, count=2) == [(GroupsState.LEFT, 0)] * 2
+
+
+def test_who_leaves_at_once_leaves_after_all_have_met(processes: Processes, split_jobs: Any) -> None:
+    every = [split_jobs.meetings(Mesh(ulysses=3)) for _ in range(8)]
+    processes.at_least(3)
+    assert processes.all(job_meet_and_leave_at_once, every, count=3, timeout=LONG_S) == [[GroupsState.MET] * 8] * 3
 
 
 def test_every_group_has_the_workers_of_its_axis(processes: Processes, met: Any) -> None:
