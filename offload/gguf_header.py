@@ -39,6 +39,8 @@ from .safetensors_header import (
 # Version 1 counted in 32 bits.
 VERSIONS = (2, 3)
 
+TOO_MANY_VALUES = 2**56
+"""More than any file holds, and so few that their bytes can be counted in 64 bits."""
 # A tensor of more dimensions than ggml has may be stored in another shape; a field of this name then holds its own.
 SHAPE_FIELD = "comfy.gguf.orig_shape."
 ALIGNMENT_FIELD = "general.alignment"
@@ -167,6 +169,9 @@ def _entry(cursor: HeaderCursor, name: str) -> _Entry:
         raise cursor.refuse(
             f"{name} is stored as {stored_as}, which cannot be unpacked: use a file of {', '.join(READABLE_TYPES)}"
         )
+    # One size of 0 makes nothing of the others, which torch multiplies all the same; what is there must fit the file.
+    if 0 in shape and prod(max(size, 1) for size in shape) >= TOO_MANY_VALUES:
+        raise cursor.damaged(f"the shape {list(shape)} for tensor {name!r}")
     if packing is not None and (not shape or shape[-1] % packing.values):
         raise cursor.damaged(f"a tensor {name!r} {list(shape)} that is {packing.name}, in packs of {packing.values}")
     dtype = torch.uint8 if packing is not None else PLAIN_TYPES[kind]

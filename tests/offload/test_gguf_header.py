@@ -290,6 +290,7 @@ SOUND = file_bytes(
     length=st.integers(0, len(SOUND)) | st.just(len(SOUND)),
 )
 @example(flips=[], length=len(SOUND))
+@example(flips=[(192, 32)], length=640)
 def test_damage_of_any_kind_is_refused_or_harmless(tmp_path, flips, length):
     """No error of another family, no endless loop; what is still read lies inside the file."""
     content = bytearray(SOUND)
