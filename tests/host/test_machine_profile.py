@@ -64,7 +64,8 @@ def test_what_is_measured(measured: Profile, models: Path) -> None:
     assert machine.name
     assert measured.notes[0] == f"read: {models / 'diffusion_models' / 'large.safetensors'}"
     assert measured.notes[1].startswith("disk: ")
-    assert len(measured.notes) == 2  # all 300 tokens were computed
+    # All 300 tokens were computed, or a busy machine was given fewer and that is told.
+    assert len(measured.notes) == 2 or measured.notes[2].startswith("compute: measured with "), measured.notes
 
 
 def test_fewer_tokens_than_wanted_are_told(models: Path, tmp_path: Path) -> None:
