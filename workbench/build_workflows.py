@@ -21,7 +21,7 @@ from PIL import Image
 from .arrange import NOTE, NOTE_TYPE, columns, least_size, models_of, note
 from .base_directory import ROOT, furnish
 from .comfyui import NoComfyUIError, find_comfyui, running_server
-from .frontend import Frontend, NoBrowserError, opened_frontend
+from .frontend import Frontend, NoBrowserError, opened_frontend, running_browser
 from .graphs import numbered
 from .layout import Box, Layout, Size, place
 
@@ -99,11 +99,11 @@ def main(names: Sequence[str]) -> int:
 def build(files: Sequence[Path], base: Path) -> None:
     """Build each of these API files, with a server whose base directory is `base`."""
     furnish(base)
-    with running_server(find_comfyui(), base) as server:
+    with running_browser() as browser, running_server(find_comfyui(), base) as server:
         server.post("/settings", BARE)
         width, height = VIEW
         for file in files:
-            with opened_frontend(server, width=width, height=height) as frontend:
+            with opened_frontend(browser, server, width=width, height=height) as frontend:
                 frontend.page.evaluate(HIDE)
                 frontend.page.add_style_tag(content=HIDDEN)
                 _build_one(frontend, file)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .comfyui import Server
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
 
 START_MS = 90_000
 LOAD_MS = 30_000
@@ -108,27 +108,39 @@ def find_chromium() -> Path:
 
 
 @contextmanager
-def opened_frontend(
-    server: Server, *, width: int = 1600, height: int = 900, settings: Mapping[str, object] = {}
-) -> Iterator[Frontend]:
-    """The frontend of `server` in a browser of its own, `width` x `height` pixels, with an empty graph.
-
-    `settings` are ComfyUI's, by their ids; the others are those of a first start.
-    It remembers nothing of another one, above all no pictures that nodes of the same ids showed. Raises NoBrowserError.
-    """
+def running_browser() -> Iterator[Browser]:
+    """The Chromium of this machine, headless. Raises NoBrowserError."""
     chromium = find_chromium()
     from playwright.sync_api import sync_playwright
 
-    status, _ = server.post("/settings", {**SETTINGS, **settings})
-    assert status == 200
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
         try:
-            page = browser.new_page(viewport={"width": width, "height": height})
-            page.goto(server.url)
-            page.wait_for_function(READY, timeout=START_MS)
-            frontend = Frontend(page)
-            frontend.load_workflow(EMPTY)
-            yield frontend
+            yield browser
         finally:
             browser.close()
+
+
+@contextmanager
+def opened_frontend(
+    browser: Browser,
+    server: Server,
+    *,
+    width: int = 1600,
+    height: int = 900,
+    settings: Mapping[str, object] = {},
+) -> Iterator[Frontend]:
+    """The frontend of `server` in a profile of its own, `width` x `height` pixels, with an empty graph.
+
+    `settings` are ComfyUI's, by their ids; the others are those of a first start.
+    It remembers nothing of another one, above all no pictures that nodes of the same ids showed.
+    """
+    status, _ = server.post("/settings", {**SETTINGS, **settings})
+    assert status == 200
+    with browser.new_context(viewport={"width": width, "height": height}) as profile:
+        page = profile.new_page()
+        page.goto(server.url)
+        page.wait_for_function(READY, timeout=START_MS)
+        frontend = Frontend(page)
+        frontend.load_workflow(EMPTY)
+        yield frontend

@@ -6,20 +6,32 @@ Where one of them is missing on this machine, these tests are skipped and say wh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from wanstream.workbench.base_directory import furnish
 from wanstream.workbench.comfyui import NoComfyUIError, Server, find_comfyui, running_server
-from wanstream.workbench.frontend import Frontend, NoBrowserError, find_chromium, opened_frontend
+from wanstream.workbench.frontend import Frontend, NoBrowserError, opened_frontend, running_browser
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    try:
+        with running_browser() as browser:
+            yield browser
+    except NoBrowserError as err:
+        pytest.skip(str(err))
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
-        find_chromium()
         comfyui = find_comfyui()
-    except (NoBrowserError, NoComfyUIError) as err:
+    except NoComfyUIError as err:
         pytest.skip(str(err))
     base = tmp_path_factory.mktemp("browser")
     furnish(base)
@@ -30,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def frontend(server: Server) -> Iterator[Frontend]:
+def frontend(browser: Browser, server: Server) -> Iterator[Frontend]:
     """The frontend as a user finds it at the first start, with an empty graph."""
-    with opened_frontend(server) as frontend:
+    with opened_frontend(browser, server) as frontend:
         yield frontend

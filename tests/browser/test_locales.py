@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from wanstream.workbench.comfyui import Server
 from wanstream.workbench.frontend import GRAPH, Frontend, opened_frontend
 from wanstream.workbench.graphs import by_title, numbered
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -30,10 +33,10 @@ SAID = f"""() => Object.fromEntries({GRAPH}.nodes.map(node => [node.type, {{
 
 
 @pytest.fixture
-def chinese(server: Server) -> Iterator[Frontend]:
+def chinese(browser: Browser, server: Server) -> Iterator[Frontend]:
     server.post("/settings", {"Comfy.Locale": "zh"})
     try:
-        with opened_frontend(server) as frontend:
+        with opened_frontend(browser, server) as frontend:
             yield frontend
     finally:
         server.post("/settings", {"Comfy.Locale": "en"})

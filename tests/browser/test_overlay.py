@@ -13,7 +13,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from PIL import Image
@@ -24,6 +24,9 @@ from wanstream.workbench.base_directory import PACK
 from wanstream.workbench.comfyui import Server, find_comfyui
 from wanstream.workbench.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
 from wanstream.workbench.graphs import numbered
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -146,14 +149,14 @@ def renderer(request: pytest.FixtureRequest, server: Server) -> str:
 
 
 @pytest.fixture
-def page(server: Server, renderer: str) -> Iterator[Page]:
-    with opened_frontend(server, settings=RENDERERS[renderer]) as frontend:
+def page(browser: Browser, server: Server, renderer: str) -> Iterator[Page]:
+    with opened_frontend(browser, server, settings=RENDERERS[renderer]) as frontend:
         yield Page(frontend, server)
 
 
 @pytest.fixture
-def classic(server: Server) -> Iterator[Page]:
-    with opened_frontend(server) as frontend:
+def classic(browser: Browser, server: Server) -> Iterator[Page]:
+    with opened_frontend(browser, server) as frontend:
         yield Page(frontend, server)
 
 
@@ -290,9 +293,9 @@ def test_overlays_of_graphs_that_are_gone_are_gone(classic: Page) -> None:
     assert widgets_alive(classic) <= 3
 
 
-def test_the_overlay_speaks_chinese_where_comfyui_does(server: Server) -> None:
+def test_the_overlay_speaks_chinese_where_comfyui_does(browser: Browser, server: Server) -> None:
     try:
-        with opened_frontend(server, settings={"Comfy.Locale": "zh"}) as frontend:
+        with opened_frontend(browser, server, settings={"Comfy.Locale": "zh"}) as frontend:
             page = Page(frontend, server)
             page.load(steps=4)
             assert page.shown()["line"] == "WanStream：尚无运行"
@@ -546,9 +549,11 @@ def test_without_badges_there_is_no_layer_and_with_them_every_node_has_one(class
 
 
 @pytest.mark.parametrize("palette", ["dark", "light"])
-def test_the_overlay_can_be_read_in_both_themes_at_half_size(server: Server, renderer: str, palette: str) -> None:
+def test_the_overlay_can_be_read_in_both_themes_at_half_size(
+    browser: Browser, server: Server, renderer: str, palette: str
+) -> None:
     settings = {**RENDERERS[renderer], "Comfy.ColorPalette": palette}
-    with opened_frontend(server, settings=settings) as frontend:
+    with opened_frontend(browser, server, settings=settings) as frontend:
         page = Page(frontend, server)
         page.load(steps=8)
         page.run()

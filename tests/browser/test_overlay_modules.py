@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +12,9 @@ from wanstream.plan.figure_words import rate_text, seconds_text, share_text, siz
 from wanstream.workbench.base_directory import PACK
 from wanstream.workbench.comfyui import Server
 from wanstream.workbench.frontend import Frontend, opened_frontend
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
@@ -29,8 +32,8 @@ Event = tuple[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def opened(server: Server) -> Iterator[Frontend]:
-    with opened_frontend(server) as frontend:
+def opened(browser: Browser, server: Server) -> Iterator[Frontend]:
+    with opened_frontend(browser, server) as frontend:
         yield frontend
 
 
