@@ -93,7 +93,9 @@ def usual_counts(most: int) -> tuple[int, ...]:
 
 
 def _check(case: BenchCase, pair: Pair) -> None:
-    lanes = 2 if pair.guided else 1
+    from ..distributed.driver_steps import part_sizes
+
+    lanes = max(part_sizes(pair.videos, case.mesh)) * (2 if pair.guided else 1)
     check_mesh(
         case.mesh,
         workers=case.workers,
