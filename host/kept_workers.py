@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -25,7 +27,9 @@ StartPool: TypeAlias = "Callable[[WorkersRef, torch.device], Pool]"
 Drive: TypeAlias = "Callable[[Pool, WorkersRef, Mesh], Driver]"
 
 REST_S = 60.0
-"""How long workers may take to give memory back before that is an error."""
+"""How long workers may take to give memory back before they are ended, which gives it back too."""
+
+log = logging.getLogger("wanstream.workers")
 
 
 def check_ray(ref: WorkersRef) -> None:
@@ -72,10 +76,11 @@ class KeptWorkers:
     Args:
         start: starts the workers that a reference names.
         drive: lays them out for a run.
+        rest_s: how long they may take to give memory back.
     """
 
-    def __init__(self, start: StartPool = start_pool, drive: Drive = drive) -> None:
-        self._start, self._drive = start, drive
+    def __init__(self, start: StartPool = start_pool, drive: Drive = drive, *, rest_s: float = REST_S) -> None:
+        self._start, self._drive, self._rest_s = start, drive, rest_s
         self._lock = threading.Lock()
         self._held: _Held | None = None
         self._planned = PlannedOnce()
@@ -106,7 +111,8 @@ class KeptWorkers:
     def rest(self) -> bool:
         """Let them give back the memory that weights take; they stay, and open their experts again when they run.
 
-        Workers that are running keep it; returns whether they were not.
+        One that does not answer is ended, and replaced in the next run. Workers that are running keep their memory;
+        returns whether they were not.
         """
         with self._lock:
             held = self._held
@@ -116,9 +122,14 @@ class KeptWorkers:
                 return False
             from ..distributed.pool import WorkerLostError
 
-            for asked in [worker.ask("close") for worker in held.pool.workers]:
+            asked = {worker.ask("close"): worker for worker in held.pool.workers}
+            done, late = wait(asked, timeout=self._rest_s)
+            for each in late:
+                log.warning("worker %d kept its memory for %g s and is ended", asked[each].rank, self._rest_s)
+                asked[each].kill()
+            for each in done:
                 with suppress(WorkerLostError):  # who is gone keeps nothing
-                    asked.result(REST_S)
+                    each.result()
             return True
 
     def close(self) -> None:

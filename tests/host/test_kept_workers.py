@@ -29,17 +29,22 @@ ONE = WorkersRef(count=1, address="in-process")
 class FakeWorker:
     """Answers at once, or never."""
 
-    def __init__(self, pool: FakePool) -> None:
-        self._pool = pool
+    def __init__(self, pool: FakePool, rank: int) -> None:
+        self._pool, self.rank = pool, rank
 
     def ask(self, method: str) -> Future[None]:
         self._pool.said.append(method)
         answer: Future[None] = Future()
+        if self._pool.hangs:
+            return answer
         if self._pool.is_gone:
             answer.set_exception(WorkerLostError("gone", 0))
         else:
             answer.set_result(None)
         return answer
+
+    def kill(self) -> None:
+        self._pool.said.append("kill")
 
 
 class FakePool:
@@ -48,8 +53,8 @@ class FakePool:
     def __init__(self, ref: WorkersRef, device: torch.device) -> None:
         self.ref, self.device = ref, device
         self.said: list[str] = []
-        self.is_gone = False
-        self.workers = [FakeWorker(self) for _ in range(ref.count)]
+        self.is_gone = self.hangs = False
+        self.workers = [FakeWorker(self, rank) for rank in range(ref.count)]
 
     def close(self) -> None:
         self.said.append("end")
@@ -126,6 +131,23 @@ def test_resting_keeps_them_and_closing_does_not(kept: KeptWorkers, started: lis
     assert started[0].said == ["end"]
     kept.get(two, Mesh(cfg=2), CPU)
     assert len(started) == 2
+
+
+def test_a_worker_that_does_not_give_its_memory_back_is_ended(
+    started: list[FakePool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """ComfyUI asks for it when it loads another model, which must not fail because a worker hangs."""
+
+    def start(ref: WorkersRef, device: torch.device) -> FakePool:
+        started.append(FakePool(ref, device))
+        return started[-1]
+
+    kept = KeptWorkers(start, FakeDriver, rest_s=0.05)
+    kept.get(replace(ONE, count=2), Mesh(cfg=2), CPU)
+    started[0].hangs = True
+    assert kept.rest()
+    assert sorted(started[0].said) == ["close", "close", "kill", "kill"]
+    assert "worker 1 kept its memory for 0.05 s and is ended" in caplog.text
 
 
 def test_a_start_that_fails_leaves_nothing_behind() -> None:
