@@ -86,6 +86,7 @@ class Worker:
         self._stopped: deque[str] = deque(maxlen=STOPS_KEPT)
         self._last: tuple[ExpertsRef, str] | None = None
         self._switches = 0
+        self._begun = 0
 
     def facts(self, paths: Sequence[str] = ()) -> WorkerFacts:
         """What this worker is, and which of `paths` are not on its machine."""
@@ -186,6 +187,10 @@ class Worker:
         """Let the run with that id end before its next block, with Cancelled; also one that has not begun yet."""
         self._stopped.append(run_id)
 
+    def pulse(self) -> int:
+        """How many blocks, and latent frames of tiles, this worker has begun since it was started."""
+        return self._begun
+
     def close(self) -> None:
         """Leave the others and close experts and VAE. Closing twice is allowed; a closed worker may be used again."""
         self.leave()
@@ -203,6 +208,8 @@ class Worker:
             self._running = None
 
     def _is_stopped(self, run_id: str) -> bool:
+        """Asked before every block of a run, and before every frame of a tile."""
+        self._begun += 1
         return run_id in self._stopped
 
     def _tell_step(self, task: RunTask, place: _Place, tell: Tell, step: StepProgress) -> None:

@@ -79,6 +79,7 @@ class FakeWorker:
         self._meeting: tuple[Meeting, FakeMeeting] | None = None
         self._busy = threading.Lock()
         self._expert, self._switches, self._votes = "", 0, itertools.count()
+        self._begun = 0
 
     @property
     def rank(self) -> int:
@@ -148,6 +149,9 @@ class FakeWorker:
     def _close(self) -> None:
         self._leave()
 
+    def _pulse(self) -> int:
+        return self._begun
+
     def _stop(self, run_id: str) -> None:
         self._stopped.add(run_id)
 
@@ -167,6 +171,7 @@ class FakeWorker:
         leads = meeting.rank == 0
         for step in range(state.next_step, task.until):
             self._fail(step)
+            self._begun += 1
             if votes.vote(next(self._votes), task.run_id in self._stopped, meeting.timeout_s):
                 raise Cancelled(step, 0)
             time.sleep(self._pool.step_s)
