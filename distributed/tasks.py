@@ -45,6 +45,8 @@ class RunTask:
     resume: RunState | None = None
     until: int | None = None
     """As of `Part`."""
+    generation: int | None = None
+    """Of the meeting in which it is to be computed; None: in whichever there is, or alone."""
     wants_state: bool = True
     """Whether the leader tells the state after every step; without it nobody can go on after a loss."""
 

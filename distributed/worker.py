@@ -24,6 +24,7 @@ from ..sampling.shortage import forget, is_out_of_memory
 from ..sampling.split import ALONE
 from ..wan.registry import ExpertsRegistry, open_pair
 from .groups import Groups
+from .peer_errors import PeerLostError
 from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
 from .vae_worker import DecodeTask, TileDecoder
 from .weights import CellWeights, KeptWeights
@@ -134,10 +135,11 @@ class Worker:
         """Compute `task`, and tell every step, on the calling thread.
 
         Raises as `denoise_part`: Cancelled after `stop` of any worker of its cell, HungError or PeerLostError where one
-        of them does not come; and what opening the experts raises.
+        of them does not come, or this one has left; and what opening the experts raises.
         """
         groups, weights, wish = self._groups, self._weights, partial(self._is_stopped, task.run_id)
         with self._running_as(task.run_id):
+            _check_meeting(task, groups)
             pair = self._experts.get(task.experts)
             kept = KeptWeights() if weights is None else weights.of(pair, task.request, task.policy)
             pair.shard(kept.sharded)
@@ -228,3 +230,11 @@ class Worker:
                 state=step.state() if place.leads and task.wants_state else None,
             )
         )
+
+
+def _check_meeting(task: RunTask, groups: Groups | None) -> None:
+    """Refuse a task of a meeting that this worker is not in any more: alone it would compute what its cell shares."""
+    here = None if groups is None else groups.meeting.generation
+    if task.generation not in (None, here):
+        where = "none" if here is None else f"meeting {here}"
+        raise PeerLostError(f"run {task.run_id} is for meeting {task.generation}, but this worker is in {where}")

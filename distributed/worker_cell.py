@@ -88,6 +88,7 @@ class WorkerCell:
                 policy=self._policy,
                 resume=None if state is None else state.state,
                 until=given.steps.stop,
+                generation=self._generation,
             )
             for _ in self.ranks
         ]

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import wanstream
+from wanstream.distributed.peer_errors import PeerLostError
 from wanstream.distributed.tasks import Meeting, RunTask, StepTold
+from wanstream.distributed.vae_worker import DecodeTask
 from wanstream.distributed.worker import Worker
 from wanstream.metrics import DeviceError
 from wanstream.plan import ExpertsRef, LoraRef, Mesh
@@ -148,6 +150,30 @@ def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None
     assert (facts.wanstream, facts.torch) == (wanstream.__version__, torch.__version__)
     with socket.socket() as listening:
         listening.bind((facts.address, worker.free_port()))
+
+
+def test_its_pulse_counts_blocks_and_frames(
+    worker: Worker, make_task: MakeTask, tiny_pipeline: Callable[[], Path]
+) -> None:
+    told: list[int] = []
+    worker.run(make_task(), lambda step: told.append(worker.pulse()))
+    assert told == [4, 8, 12, 16], "4 blocks a step"
+    worker.decode_tile(DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=torch.zeros(1, 16, 2, 4, 4)))
+    assert worker.pulse() >= 18, "2 frames"
+
+
+def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(worker: Worker, make_task: MakeTask) -> None:
+    told: list[StepTold] = []
+    here, other = make_task(generation=0), make_task(generation=7)
+    worker.join(place(0, Mesh()))
+    worker.run(here, told.append)
+    with pytest.raises(PeerLostError, match="for meeting 7, but this worker is in meeting 0"):
+        worker.run(other, told.append)
+    worker.leave()
+    with pytest.raises(PeerLostError, match="for meeting 0, but this worker is in none"):
+        worker.run(here, told.append)
+    assert len(told) == 4
+    worker.run(make_task(), ignore)
 
 
 def test_one_run_at_a_time(worker: Worker, make_task: MakeTask) -> None:
