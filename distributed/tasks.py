@@ -51,6 +51,8 @@ class RunTask:
     """Whether the leader tells the state after every step; without it nobody can go on after a loss."""
 
 
+    hold_fetches: bool = False
+    """As of `WorkersRef`; the same for all workers of the cell."""
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTold:
     """A worker has finished a step."""

@@ -144,6 +144,7 @@ class Worker:
             kept = KeptWeights() if weights is None else weights.of(pair, task.request, task.policy)
             pair.shard(kept.sharded)
             place = _Place.of(groups)
+            pair.hold_fetches(task.hold_fetches and groups is not None and groups.cell.ring * groups.cell.ulysses > 1)
             ended = denoise_part(
                 pair,
                 task.request,

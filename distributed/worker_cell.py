@@ -37,6 +37,8 @@ class Work:
     notes: RunNotes
 
 
+    hold_fetches: bool = False
+    """As of `WorkersRef`."""
 class WorkerCell:
     """The workers of one data and one stage coordinate. What it is handed, and hands on, is what its leader told last.
 
@@ -91,6 +93,7 @@ class WorkerCell:
                 generation=self._generation,
             )
             for _ in self.ranks
+                hold_fetches=work.hold_fetches,
         ]
         notes = work.notes.sent(given, self.ranks)
         self._task = TaskRun(
