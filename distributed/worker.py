@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import socket
@@ -17,13 +18,14 @@ import diffusers
 import torch
 
 from ..metrics import compute_device, free_bytes
-from ..plan import ExpertsRef
+from ..plan import ExpertsRef, PathMap
 from ..plan.version import VERSION
 from ..sampling import Part, StepProgress, denoise_part
 from ..sampling.shortage import forget, is_out_of_memory
 from ..sampling.split import ALONE
 from ..wan.registry import ExpertsRegistry, open_pair
 from .groups import Groups
+from .path_map import located, located_experts
 from .peer_errors import PeerLostError
 from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
 from .vae_worker import DecodeTask, TileDecoder
@@ -89,8 +91,8 @@ class Worker:
         self._switches = 0
         self._begun = 0
 
-    def facts(self, paths: Sequence[str] = ()) -> WorkerFacts:
-        """What this worker is, and which of `paths` are not on its machine."""
+    def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
+        """What this worker is, and which of `paths`, as `maps` say where they may lie, are not on its machine."""
         on_gpu = self._device.type == "cuda"
         groups = self._groups
         return WorkerFacts(
@@ -104,7 +106,7 @@ class Worker:
             torch=torch.__version__,
             diffusers=diffusers.__version__,
             python=platform.python_version(),
-            missing=tuple(path for path in paths if not Path(path).exists()),
+            missing=tuple(path for path in paths if not located(Path(path), maps).exists()),
             generation=None if groups is None else groups.meeting.generation,
         )
 
@@ -117,6 +119,8 @@ class Worker:
     def join(self, meeting: Meeting) -> None:
         """Take a place in a mesh, instead of a former one; blocks until all of its cell are there. Raises as `meet`."""
         self.leave()
+        # Errors of the last meeting hold its groups in circles, and those its sockets.
+        gc.collect()
         # Known before it has met, so that `leave` can end the waiting.
         groups = self._groups = Groups(meeting, self._device)
         groups.meet()
@@ -140,11 +144,11 @@ class Worker:
         groups, weights, wish = self._groups, self._weights, partial(self._is_stopped, task.run_id)
         with self._running_as(task.run_id):
             _check_meeting(task, groups)
-            pair = self._experts.get(task.experts)
+            pair = self._experts.get(located_experts(task.experts, task.paths))
             kept = KeptWeights() if weights is None else weights.of(pair, task.request, task.policy)
             pair.shard(kept.sharded)
-            place = _Place.of(groups)
             pair.hold_fetches(task.hold_fetches and groups is not None and groups.cell.ring * groups.cell.ulysses > 1)
+            place = _Place.of(groups)
             ended = denoise_part(
                 pair,
                 task.request,
