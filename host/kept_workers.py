@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ..distributed.pool import Pool
 
 StartPool: TypeAlias = "Callable[[WorkersRef, torch.device], Pool]"
-Drive: TypeAlias = "Callable[[Pool, WorkersRef, Mesh], Driver]"
+Drive: TypeAlias = "Callable[[Pool, WorkersRef, Mesh, Driver | None], Driver]"
+"""The last one had the workers before."""
 
 REST_S = 60.0
 """How long workers may take to give memory back before they are ended, which gives it back too."""
@@ -55,11 +56,11 @@ def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
     return RayPool(ref, device.type)
 
 
-def drive(pool: Pool, ref: WorkersRef, mesh: Mesh) -> Driver:
-    """What has the workers of `pool` compute runs together."""
+def drive(pool: Pool, ref: WorkersRef, mesh: Mesh, former: Driver | None) -> Driver:
+    """What has the workers of `pool` compute runs together, as `former` did before."""
     from ..distributed.driver import Driver
 
-    return Driver(pool, ref, mesh)
+    return Driver(pool, ref, mesh, follows=former)
 
 
 @dataclass(kw_only=True)
@@ -100,7 +101,8 @@ class KeptWorkers:
         with self._lock:
             held = self._there(ref, device)
             if held.driver is None or held.driver[:2] != (ref, mesh):
-                held.driver = (ref, mesh, self._drive(held.pool, ref, mesh))
+                former = None if held.driver is None else held.driver[2]
+                held.driver = (ref, mesh, self._drive(held.pool, ref, mesh, former))
             return held.driver[2]
 
     def pool(self, ref: WorkersRef, device: torch.device) -> Pool:

@@ -65,6 +65,7 @@ class FakeDriver:
     pool: FakePool
     ref: WorkersRef
     mesh: Mesh
+    former: FakeDriver | None
     is_running: bool = False
 
 
@@ -97,6 +98,7 @@ def test_another_layout_is_another_driver_of_the_same_workers(kept: KeptWorkers,
     patient = kept.get(replace(two, mesh=Mesh(stage=2), restarts=9, goal="many videos"), Mesh(stage=2), CPU)
     assert len({id(driver) for driver in (sides, stages, patient)}) == 3
     assert sides.pool is stages.pool is patient.pool
+    assert (sides.former, stages.former, patient.former) == (None, sides, stages)
     assert patient.ref.restarts == 9
     assert (len(started), started[0].said) == (1, [])
 
@@ -165,7 +167,7 @@ def test_they_end_with_the_process() -> None:
     code = f"""{SETUP}
 class Pool:
     def close(self): print("ended")
-kept = KeptWorkers(lambda ref, device: Pool(), lambda pool, ref, mesh: None)
+kept = KeptWorkers(lambda ref, device: Pool(), lambda *given: None)
 kept.get(ONE, Mesh(), torch.device("cpu"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
