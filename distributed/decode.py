@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..plan import PathMap
 from ..plan.vae_tiles import Tiling
 from ..wan.vae import check_latents
 from ..wan.vae_tiles import Mosaic, crop, empty_frames
@@ -23,9 +24,6 @@ LOOK_S = 0.05
 """How often the driver looks whether the user has stopped it while it waits for tiles."""
 EARLY_TILES = 2
 """Tiles for each worker that may be done before the one that is due."""
-
-VaePath = Callable[[WorkerHandle], Path]
-"""Worker -> where the VAE lies on its machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +41,12 @@ class DecodeJob:
     latents: torch.Tensor
     """[B, 16, T, h, w], raw."""
     tiling: Tiling
-    vae: VaePath
+    vae: Path
+    """Of its file or folder, as it is here."""
     run_id: str
     """By which the workers are told to stop."""
+    paths: tuple[PathMap, ...] = ()
+    """Where the VAE lies on the machines of workers."""
 
 
 def decode_on_workers(
@@ -120,7 +121,7 @@ class _Decode:
             number = self._waiting.pop(0)
             video, tile = self._tiles[number]
             part = crop(self._videos[video], tile).contiguous()
-            task = DecodeTask(run_id=self._job.run_id, vae=self._job.vae(worker), latents=part)
+            task = DecodeTask(run_id=self._job.run_id, vae=self._job.vae, latents=part, paths=self._job.paths)
             self._under_way[worker.ask("decode_tile", task)] = (number, worker)
 
     def _due(self) -> int:

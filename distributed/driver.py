@@ -22,7 +22,7 @@ from ..plan import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from ..sampling import Cancelled, DenoiseRequest, StepProgress, apart
 from .cell_meetings import CellMeetings
 from .driver_steps import Progress, part_sizes, stage_steps
-from .path_map import check_paths, mapped_experts, paths_of
+from .path_map import check_paths, paths_of
 from .pool import Pool, WorkerLostError
 from .ran import Ran, make_ran
 from .run_notes import RunNotes
@@ -170,8 +170,14 @@ class Driver:
     def _work(
         self, experts: ExpertsRef, requests: Sequence[DenoiseRequest], policy: OffloadPolicy, notes: RunNotes
     ) -> Work:
-        there = mapped_experts(experts, self._ref.paths)
-        return Work(requests=requests, experts=there, policy=policy, notes=notes)
+        return Work(
+            requests=requests,
+            experts=experts,
+            paths=self._ref.paths,
+            policy=policy,
+            notes=notes,
+            hold_fetches=self._ref.hold_fetches,
+        )
 
     def _compute(self, run: StageRun[StepTold], work: Work, should_stop: ShouldStop | None) -> list[StepTold]:
         """Bring the workers together, and let them compute."""

@@ -8,6 +8,9 @@ from typing import Any
 from .ray_errors import RaySetupError
 from .ray_setup import CPU_SLOT
 
+CREATED = "CREATED"
+"""Ray's word for places of which each is on a machine that answers."""
+
 
 class Placement:
     """Places for `count` workers, held until `close`; ranks of one machine follow each other.
@@ -48,6 +51,16 @@ class Placement:
             "scheduling_strategy": strategy,
         }
 
+    def late_words(self) -> str:
+        """What keeps a worker from starting, and what to do about it."""
+        state = self._ray.util.placement_group_table(self._group)["state"]
+        if state == CREATED:
+            return "see whether its machine is busy"
+        return (
+            f"its machine is gone from the cluster, and no other one has a place for it ({_counts(self._ray)}): bring "
+            "it back, or add another"
+        )
+
     def close(self) -> None:
         """Give the places back."""
         if self._ray.is_initialized():
@@ -76,6 +89,10 @@ def _check_room(ray: Any, count: int, *, on_gpus: bool) -> None:
 
 
 def _free_words(ray: Any) -> str:
+    return f"{_counts(ray)}. Close other workers, or end what else uses this cluster"
+
+
+def _counts(ray: Any) -> str:
     free, every = ray.available_resources(), ray.cluster_resources()
     counts = ", ".join(f"{free.get(name, 0):g} of {every.get(name, 0):g} {name}s" for name in ("GPU", "CPU"))
-    return f"{counts} are free. Close other workers, or end what else uses this cluster"
+    return f"{counts} are free"

@@ -12,7 +12,7 @@ from ..offload.shared_segment import sweep
 from ..plan import WorkersRef
 from ..plan.workers_ref import LOCAL
 from ..plan.workers_text import check_address
-from .path_map import mapped
+from .path_map import places
 from .ray_actor import FOLDER, PACKAGE, actor_class
 from .ray_cluster import is_loopback
 from .ray_errors import RaySetupError
@@ -110,7 +110,7 @@ class RayPool:
 
     def _start(self, ranks: Sequence[int], undo: ExitStack) -> list[RayWorkerHandle]:
         """Workers in these places, all at once."""
-        folders = [str(mapped(FOLDER, self._ref.paths)), str(FOLDER)]
+        folders = [str(place) for place in places(FOLDER, self._ref.paths)]
         self._check_open()
         actors = [self._class.options(**self._placement.options(rank)).remote() for rank in ranks]
         answers = [
@@ -146,7 +146,7 @@ class RayPool:
             started: Started = self._ray.get(answer, timeout=self._timeout_s)
         except errors.GetTimeoutError as err:
             raise RaySetupError(
-                f"worker {rank} did not start within {self._timeout_s:g} s: see whether its machine is busy"
+                f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.late_words()}"
             ) from err
         except errors.RayTaskError as err:
             raise RaySetupError(f"worker {rank} does not start: {err.cause or err}") from err

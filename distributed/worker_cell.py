@@ -9,7 +9,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..plan import ExpertsRef, Mesh, OffloadPolicy
+from ..plan import ExpertsRef, Mesh, OffloadPolicy, PathMap
 from ..sampling import DenoiseRequest
 from .cell_meetings import ANSWER_S, CellMeetings
 from .merged_timeline import moved
@@ -33,12 +33,14 @@ class Work:
     requests: Sequence[DenoiseRequest]
     """Of each item."""
     experts: ExpertsRef
+    paths: tuple[PathMap, ...]
+    """Where their files lie on the machines of workers."""
     policy: OffloadPolicy
     notes: RunNotes
-
-
     hold_fetches: bool = False
     """As of `WorkersRef`."""
+
+
 class WorkerCell:
     """The workers of one data and one stage coordinate. What it is handed, and hands on, is what its leader told last.
 
@@ -86,14 +88,15 @@ class WorkerCell:
             RunTask(
                 run_id=run_id,
                 experts=work.experts,
+                paths=work.paths,
                 request=work.requests[given.job.item],
                 policy=self._policy,
                 resume=None if state is None else state.state,
                 until=given.steps.stop,
+                hold_fetches=work.hold_fetches,
                 generation=self._generation,
             )
             for _ in self.ranks
-                hold_fetches=work.hold_fetches,
         ]
         notes = work.notes.sent(given, self.ranks)
         self._task = TaskRun(

@@ -21,7 +21,7 @@ from wanstream.distributed.peer_errors import HungError, PeerLostError
 from wanstream.distributed.pool import WorkerLostError
 from wanstream.distributed.tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
 from wanstream.distributed.work_thread import on_own_thread
-from wanstream.plan import StepRecord, Timeline
+from wanstream.plan import PathMap, StepRecord, Timeline
 from wanstream.sampling import Cancelled, RunState
 
 Failing = Literal["dies", "hangs", "dies when all is told"] | Exception
@@ -116,7 +116,7 @@ class FakeWorker:
                     return result
         raise WorkerLostError(f"worker {self._rank} is gone\n{self.log_tail()}", self._rank)
 
-    def _facts(self, paths: Sequence[str] = ()) -> WorkerFacts:
+    def _facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
         generation = None if self._meeting is None else self._meeting[0].generation
         missing = tuple(path for path in self._pool.missing.get(self._rank, ()) if path in paths)
         return replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 import torch
 
 from wanstream.distributed.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
-from wanstream.distributed.pool import OnTold, WorkerHandle, WorkerLostError
+from wanstream.distributed.pool import OnTold, WorkerLostError
 from wanstream.distributed.tasks import Meeting, RunEnded, RunTask
 from wanstream.distributed.vae_worker import DecodeCancelled, DecodeTask, TileDecoder
 from wanstream.distributed.worker import Worker
 from wanstream.offload.safetensors_header import CheckpointFileError
-from wanstream.plan import Mesh
+from wanstream.plan import Mesh, PathMap
 from wanstream.plan.vae_tiles import Tiling
 from wanstream.wan.vae import VaeInputError, open_vae
 
@@ -116,7 +117,7 @@ def alone(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> torch.Ten
 @pytest.fixture
 def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeJob:
     folder = tiny_pipeline()
-    return DecodeJob(latents=latents, tiling=TILING, vae=lambda worker: folder, run_id="decode")
+    return DecodeJob(latents=latents, tiling=TILING, vae=folder, run_id="decode")
 
 
 def _decode(pool: ThreadPool, job: DecodeJob, **changes: Any) -> torch.Tensor:
@@ -220,12 +221,18 @@ def test_a_worker_that_does_not_stop_is_ended(pool: Callable[..., ThreadPool], j
 def test_what_is_wrong_with_the_vae_is_told_once(
     pool: Callable[..., ThreadPool], job: DecodeJob, tmp_path: Path
 ) -> None:
-    def nowhere(worker: WorkerHandle) -> Path:
-        return tmp_path / "nothing"
-
-    bad = DecodeJob(latents=job.latents, tiling=job.tiling, vae=nowhere, run_id="bad")
+    bad = DecodeJob(latents=job.latents, tiling=job.tiling, vae=tmp_path / "nothing", run_id="bad")
     with pytest.raises(CheckpointFileError, match="nothing"):
         _decode(pool(2), bad)
+
+
+def test_the_vae_is_found_where_the_path_map_says(
+    pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+) -> None:
+    here = Path("/nowhere/models")
+    maps = (PathMap(here=str(here), there=str(job.vae.parent)),)
+    elsewhere = replace(job, vae=here / job.vae.name, paths=maps)
+    assert torch.equal(_decode(pool(2), elsewhere), alone)
 
 
 def test_latents_of_another_shape_are_refused_before_anybody_is_asked(

@@ -18,7 +18,7 @@ from wanstream.distributed.tasks import Meeting, RunTask, StepTold
 from wanstream.distributed.vae_worker import DecodeTask
 from wanstream.distributed.worker import Worker
 from wanstream.metrics import DeviceError
-from wanstream.plan import ExpertsRef, LoraRef, Mesh
+from wanstream.plan import ExpertsRef, LoraRef, Mesh, PathMap
 from wanstream.sampling import Cancelled, RequestError
 
 MakeTask = Callable[..., RunTask]
@@ -50,6 +50,19 @@ def test_the_second_task_runs_what_it_says(
     for task in (first, reseeded, swapped, other, first):
         assert torch.equal(worker.run(task, ignore).latents, alone(task))
     assert len({alone(task).sum().item() for task in (first, reseeded, swapped, other)}) == 4
+
+
+def test_experts_are_opened_where_the_path_map_says(
+    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: Alone
+) -> None:
+    task = make_task()
+    low = task.experts.low_noise
+    assert low is not None
+    maps = (PathMap(here="/nowhere/high", there=str(task.experts.high_noise)), PathMap(here=str(low), there="/nowhere"))
+    elsewhere = dataclasses.replace(task.experts, high_noise=Path("/nowhere/high"))
+    assert torch.equal(worker.run(make_task(experts=elsewhere, paths=maps), ignore).latents, alone(task))
+    with pytest.raises(ValueError, match="/nowhere/high"):
+        worker.run(make_task(experts=elsewhere), ignore)
 
 
 def test_files_that_were_replaced_are_opened_anew(
@@ -146,6 +159,8 @@ def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None
     facts = worker.facts([str(there), str(gone)])
     assert facts.pid == os.getpid()
     assert facts.missing == (str(gone),)
+    elsewhere = worker.facts(["/nowhere/there", "/nowhere/gone"], (PathMap(here="/nowhere", there=str(tmp_path)),))
+    assert elsewhere.missing == ("/nowhere/gone",)
     assert (facts.address, facts.device, facts.free_bytes) == ("127.0.0.1", "cpu", None)
     assert (facts.wanstream, facts.torch) == (wanstream.__version__, torch.__version__)
     with socket.socket() as listening:
