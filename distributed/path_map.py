@@ -11,7 +11,7 @@ from .tasks import WorkerFacts
 
 
 class MissingPathError(OSError):
-    """A path of the experts is missing on the machine of a worker; the message says which, and where."""
+    """A path of the experts, or of the VAE, is missing on the machine of a worker; says which, and where."""
 
 
 def places(path: Path, maps: Sequence[PathMap]) -> tuple[Path, ...]:
