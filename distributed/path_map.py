@@ -14,6 +14,10 @@ class MissingPathError(OSError):
     """A path of the experts, or of the VAE, is missing on the machine of a worker; says which, and where."""
 
 
+class DifferentFilesError(OSError):
+    """Under one path the machines of workers have different weights; says which have how many bytes."""
+
+
 def places(path: Path, maps: Sequence[PathMap]) -> tuple[Path, ...]:
     """Where `path` may lie on the machine of a worker: as each map says whose folder holds it, then where it is here.
 
@@ -43,6 +47,13 @@ def located_experts(experts: ExpertsRef, maps: Sequence[PathMap]) -> ExpertsRef:
     )
 
 
+def weight_bytes(path: Path) -> int:
+    """Bytes of the weights in that file, or directly in that folder."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
+
+
 def paths_of(experts: ExpertsRef) -> tuple[Path, ...]:
     """Every path that the experts and their LoRAs need, each once."""
     loras = (path for lora in experts.loras for path in _paths_of_lora(lora))
@@ -51,7 +62,10 @@ def paths_of(experts: ExpertsRef) -> tuple[Path, ...]:
 
 
 def check_paths(workers: Sequence[WorkerFacts], maps: Sequence[PathMap]) -> None:
-    """Raise MissingPathError for workers, given by rank, that were asked about paths and do not have them all."""
+    """Raise MissingPathError for workers, given by rank, that were asked about paths and do not have them all.
+
+    Raises DifferentFilesError where they do not have the same weights there, as far as sizes tell.
+    """
     gone: dict[str, list[str]] = {}
     for worker in workers:
         for path in worker.missing:
@@ -59,6 +73,7 @@ def check_paths(workers: Sequence[WorkerFacts], maps: Sequence[PathMap]) -> None
             if worker.node not in machines:
                 machines.append(worker.node)
     if not gone:
+        _check_sizes(workers)
         return
     told = "; ".join(
         f"{' or '.join(map(str, places(Path(path), maps)))} is not there on {' and '.join(machines)}"
@@ -68,6 +83,20 @@ def check_paths(workers: Sequence[WorkerFacts], maps: Sequence[PathMap]) -> None
     raise MissingPathError(
         f"{told}: put the file there, or say in the path map of the workers where it is (the map is {known})"
     )
+
+
+def _check_sizes(workers: Sequence[WorkerFacts]) -> None:
+    found: dict[str, dict[int, str]] = {}
+    for worker in workers:
+        for path, nbytes in worker.sizes:
+            found.setdefault(path, {}).setdefault(nbytes, worker.node)
+    for path, machines in found.items():
+        if len(machines) > 1:
+            told = " and ".join(f"{nbytes} bytes on {node}" for nbytes, node in machines.items())
+            raise DifferentFilesError(
+                f"the weights of {path} have {told}: workers would compute with different ones. Put the same files on "
+                "all machines"
+            )
 
 
 def _paths_of_lora(lora: LoraRef) -> tuple[Path | None, Path | None]:

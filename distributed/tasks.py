@@ -107,5 +107,7 @@ class WorkerFacts:
     python: str
     missing: tuple[str, ...] = field(default=())
     """Of the paths that were asked about, those that are in none of their places there."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """(path, bytes of its weights) of those that are there; see `weight_bytes`."""
     generation: int | None = None
     """Of the meeting that it is in; None outside one."""

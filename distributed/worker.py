@@ -25,7 +25,7 @@ from ..sampling.shortage import forget, is_out_of_memory
 from ..sampling.split import ALONE
 from ..wan.registry import ExpertsRegistry, open_pair
 from .groups import Groups
-from .path_map import located, located_experts
+from .path_map import located, located_experts, weight_bytes
 from .peer_errors import PeerLostError
 from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
 from .vae_worker import DecodeTask, TileDecoder
@@ -92,7 +92,11 @@ class Worker:
         self._begun = 0
 
     def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
-        """What this worker is, and which of `paths`, as `maps` say where they may lie, are not on its machine."""
+        """What this worker is, and which of `paths`, as `maps` say where they may lie, are not on its machine.
+
+        Raises OSError for one that is there and cannot be looked at.
+        """
+        there = {path: located(Path(path), maps) for path in paths}
         on_gpu = self._device.type == "cuda"
         groups = self._groups
         return WorkerFacts(
@@ -106,7 +110,8 @@ class Worker:
             torch=torch.__version__,
             diffusers=diffusers.__version__,
             python=platform.python_version(),
-            missing=tuple(path for path in paths if not located(Path(path), maps).exists()),
+            missing=tuple(path for path, place in there.items() if not place.exists()),
+            sizes=tuple((path, weight_bytes(place)) for path, place in there.items() if place.exists()),
             generation=None if groups is None else groups.meeting.generation,
         )
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.distributed.path_map import MissingPathError, check_paths, located, located_experts, paths_of, places
+from wanstream.distributed.path_map import (
+    DifferentFilesError,
+    MissingPathError,
+    check_paths,
+    located,
+    located_experts,
+    paths_of,
+    places,
+    weight_bytes,
+)
 from wanstream.distributed.tasks import WorkerFacts
 from wanstream.plan import ExpertsRef, LoraRef, PathMap
 
@@ -106,3 +115,24 @@ def test_a_missing_path_is_told_with_its_machines() -> None:
         check_paths(workers, ())
     with pytest.raises(MissingPathError, match=r"^/mnt/share/models/high or /models/high is not there on rack: "):
         check_paths([replace(FACTS, missing=("/models/high",))], (MODELS,))
+
+
+def test_the_weights_of_a_path_are_its_file_or_those_directly_in_its_folder(tmp_path: Path) -> None:
+    for name, nbytes in (("a.safetensors", 3), ("b.gguf", 4), ("notes.md", 50)):
+        (tmp_path / name).write_bytes(bytes(nbytes))
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "c.safetensors").write_bytes(bytes(100))
+    assert weight_bytes(tmp_path) == 7
+    assert weight_bytes(tmp_path / "a.safetensors") == 3
+
+
+def test_machines_with_other_weights_under_one_path_are_told_apart() -> None:
+    """Each of them alone would compute, and their videos, or the sides of one, would not fit together."""
+    desk = replace(FACTS, node="desk", sizes=(("/models/high", 28), ("/models/low", 30)))
+    rack = replace(FACTS, node="rack", sizes=(("/models/high", 28), ("/models/low", 30)))
+    check_paths([desk, rack, desk], ())
+    other = replace(rack, sizes=(("/models/high", 28), ("/models/low", 31)))
+    with pytest.raises(
+        DifferentFilesError, match=r"/models/low have 30 bytes on desk and 31 bytes on rack: .*same files"
+    ):
+        check_paths([desk, desk, other], ())

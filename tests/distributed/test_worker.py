@@ -155,10 +155,11 @@ def test_only_the_leader_of_a_cell_tells_latents(worker: Worker, make_task: Make
 
 def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None:
     there, gone = tmp_path / "there", tmp_path / "gone"
-    there.touch()
+    there.write_bytes(b"abc")
     facts = worker.facts([str(there), str(gone)])
     assert facts.pid == os.getpid()
     assert facts.missing == (str(gone),)
+    assert facts.sizes == ((str(there), 3),)
     elsewhere = worker.facts(["/nowhere/there", "/nowhere/gone"], (PathMap(here="/nowhere", there=str(tmp_path)),))
     assert elsewhere.missing == ("/nowhere/gone",)
     assert (facts.address, facts.device, facts.free_bytes) == ("127.0.0.1", "cpu", None)
