@@ -98,7 +98,10 @@ CONNECTION = RayConnection()
 
 
 def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayWatch:
-    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+    except OSError as err:
+        raise _not_started(ray, err) from err
     watch = RayWatch(folder)
     undo.callback(watch.close)
     undo.callback(ray.shutdown)
@@ -118,9 +121,18 @@ def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -
                 _system_config={"prestart_worker_first_driver": False, "gcs_rpc_server_reconnect_timeout_s": 600},
             )
         except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
-            raise RaySetupError(f"Ray {ray.__version__} does not start on this machine: {err}") from err
-    watch.look()
+            raise _not_started(ray, err) from err
+        finally:
+            watch.look()  # Ray leaves behind what it has started before it failed
     return watch
+
+
+def _not_started(ray: Any, error: Exception) -> RaySetupError:
+    said = str(error).rstrip(".")
+    return RaySetupError(
+        f"Ray {ray.__version__} does not start on this machine: {said}. See that disk, RAM and shared memory have "
+        "room, and that the folder for temporary files (TMPDIR) is there, has a short name and can be written to"
+    )
 
 
 def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
