@@ -14,8 +14,8 @@ least:
 Full is kept wherever nothing is faster by more than what the figures are worth: it needs nobody else.
 
 Whether fetches wait for a part of a block in which attention exchanges nothing is asked apart (`hold_fetches` of
-`WorkersRef`); what that costs and spares is reckoned in docs/scaling.md. What is measured here are fetches that wait for
-nothing.
+`WorkersRef`); what that costs and spares is reckoned in docs/scaling.md. What is measured here are fetches that wait
+for nothing.
 """
 
 from __future__ import annotations
