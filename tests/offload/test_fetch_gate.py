@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +227,21 @@ def test_gathered_blocks_are_held_back_by_every_rank(stack, thread_group, policy
         rank.join(LIMIT_S)
         assert not rank.is_alive(), "a rank hangs"
     assert all(torch.equal(results[rank], expected) for rank in range(2))
+
+
+def test_nothing_is_gathered_behind_a_closed_gate(stack, thread_group) -> None:
+    group, stacks = thread_group(1), split(stack)
+    (sharded,) = group.ranks()
+    with attach(stacks, "layerwise", sharded=sharded) as handle:
+        handle.gate.close()
+        with handle.run(step_visits(STEPS, handle.counts)) as run:
+            time.sleep(QUIET_S)
+            assert group.gathers == [0]
+            handle.gate.open()
+            for visit in run.program.visits:
+                with run.visit(*visit):
+                    pass
+        assert group.gathers == [len(run.program.fetches)]
 
 
 def test_an_error_behind_a_closed_gate_ends_the_run_and_the_next_one_is_whole(stack) -> None:
