@@ -142,7 +142,8 @@ class KeptWorkers:
     def _there(self, ref: WorkersRef, device: torch.device) -> _Held:
         check_ray(ref)
         same = _processes_of(ref)
-        if self._held is None or (self._held.ref, self._held.device) != (same, device):
+        held = self._held
+        if held is None or (held.ref, held.device) != (same, device) or not held.pool.usable:
             self._close()
             self._held = _Held(ref=same, device=device, pool=self._start(ref, device))
             atexit.register(self.close)

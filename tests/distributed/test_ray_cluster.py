@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ def environment(**changes: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", **changes}
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("ray")
+def start_head(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """A Ray, and its address."""
     head = subprocess.Popen(
         [sys.executable, str(HERE / "ray_head.py"), str(folder)],
         stdin=subprocess.PIPE,
@@ -40,7 +40,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         env=environment(**TOKEN),
     )
     assert head.stdout is not None
-    yield head.stdout.readline().strip()
+    return head, head.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    head, found = start_head(tmp_path_factory.mktemp("ray"))
+    yield found
     children = psutil.Process(head.pid).children(recursive=True)
     head.communicate(timeout=LIMIT_S)
     _, alive = psutil.wait_procs(children, timeout=10)
@@ -117,3 +123,58 @@ def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) ->
         assert reason in found[case]
         assert "See that disk, RAM and shared memory have room" in found[case]
     assert (found["left"], found["left at the end"], found["folders"]) == ([], [], [])
+
+
+SURVIVOR = """
+import os, sys, time
+from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.ray_errors import RaySetupError
+from wanstream.distributed.ray_pool import RayPool
+from wanstream.plan import WorkersRef
+pool = RayPool(WorkersRef(count=1, threads=1, address=sys.argv[1]))
+print("joined", pool.usable, flush=True)
+input()
+time.sleep(6)
+try:
+    pool.workers[0].ask("facts").result(60)
+except WorkerLostError:
+    print("lost", flush=True)
+try:
+    pool.replace(0)
+except RaySetupError as err:
+    print(err, flush=True)
+print("usable", pool.usable, flush=True)
+os._exit(7)
+"""
+
+
+def test_a_cluster_that_ends_takes_nobody_with_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """By itself Ray ends every process that has lost its server, after the seconds that are set here to 3."""
+    folder = tmp_path_factory.mktemp("ends")
+    head, address = start_head(folder)
+    children = psutil.Process(head.pid).children(recursive=True)
+    limit = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
+    guest = subprocess.Popen(
+        [sys.executable, "-c", SURVIVOR, address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment(**TOKEN, **limit),
+    )
+    try:
+        assert guest.stdout is not None
+        assert guest.stdout.readline() == "joined True\n"
+        head.kill()
+        for process in children:
+            with suppress(psutil.NoSuchProcess):  # whose parent was that process too
+                process.kill()
+        told, _ = guest.communicate("\n", timeout=LIMIT_S)
+        assert guest.returncode == 7
+        lost, refused, usable = told.splitlines()
+        assert (lost, usable) == ("lost", "usable False")
+        assert refused.startswith(f"the Ray at {address} has ended or cannot be reached")
+    finally:
+        guest.kill()
+        guest.communicate(timeout=LIMIT_S)
+        head.communicate(timeout=LIMIT_S)

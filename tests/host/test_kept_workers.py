@@ -54,6 +54,7 @@ class FakePool:
         self.ref, self.device = ref, device
         self.said: list[str] = []
         self.is_gone = self.hangs = False
+        self.usable = True
         self.workers = [FakeWorker(self, rank) for rank in range(ref.count)]
 
     def close(self) -> None:
@@ -111,6 +112,15 @@ def test_another_reference_ends_the_former_workers_first(
     kept.get(other[0], Mesh(), other[1])
     assert [pool.said for pool in started] == [["end"], []]
     assert (started[1].ref, started[1].device) == other
+
+
+def test_workers_that_cannot_be_replaced_any_more_are_started_anew(kept: KeptWorkers, started: list[FakePool]) -> None:
+    """As those of a cluster that has ended."""
+    kept.get(ONE, Mesh(), CPU)
+    started[0].usable = False
+    driver = kept.get(ONE, Mesh(), CPU)
+    assert driver.pool is started[1]
+    assert (started[0].said, len(started)) == (["end"], 2)
 
 
 def test_resting_keeps_them_and_closing_does_not(kept: KeptWorkers, started: list[FakePool]) -> None:
