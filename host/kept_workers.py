@@ -143,11 +143,12 @@ class KeptWorkers:
         check_ray(ref)
         same = _processes_of(ref)
         held = self._held
-        if held is None or (held.ref, held.device) != (same, device) or not held.pool.usable:
-            self._close()
-            self._held = _Held(ref=same, device=device, pool=self._start(ref, device))
-            atexit.register(self.close)
-        return self._held
+        if held is not None and (held.ref, held.device) == (same, device) and held.pool.usable:
+            return held
+        self._close()
+        self._held = held = _Held(ref=same, device=device, pool=self._start(ref, device))
+        atexit.register(self.close)
+        return held
 
     def _close(self) -> None:
         held, self._held = self._held, None
