@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plan import Mesh, MeshError, OffloadPolicy, plan_residency
 from ..plan.mesh_checks import check_mesh
@@ -28,6 +28,8 @@ class BenchCase:
     mesh: Mesh
     policy: OffloadPolicy
     steps: int
+    hold_fetches: bool = False
+    """As of `WorkersRef`."""
 
     @property
     def workers(self) -> int:
@@ -42,7 +44,8 @@ class BenchCase:
     def name(self) -> str:
         count = f"{self.workers} worker{'s' * (self.workers != 1)}"
         layout = f" ({self.mesh})" if self.workers > 1 else ""
-        return f"{self.steps} steps, {count}{layout}, {self.mode}"
+        held = ", fetches held back" if self.hold_fetches else ""
+        return f"{self.steps} steps, {count}{layout}, {self.mode}{held}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +56,18 @@ class Cases:
     refused: tuple[tuple[str, str], ...]
 
 
-def bench_cases(counts: Sequence[int], layouts: Sequence[Mesh], settings: Sequence[Setting], pair: Pair) -> Cases:
+def bench_cases(
+    counts: Sequence[int],
+    layouts: Sequence[Mesh],
+    settings: Sequence[Setting],
+    pair: Pair,
+    *,
+    held: Sequence[bool] = (False,),
+) -> Cases:
     """Every setting on every layout that has one of these numbers of workers.
 
     `layouts` empty: for one video those that share its lanes and tokens, for several also those that spread them. One
-    worker has its own.
+    worker has its own. Where workers share tokens, each is measured with fetches held back or not, as `held` says.
     """
     cases, refused = list[BenchCase](), dict[str, str]()
     for count in counts:
@@ -72,7 +82,8 @@ def bench_cases(counts: Sequence[int], layouts: Sequence[Mesh], settings: Sequen
                 except ValueError as err:
                     refused[case.name] = str(err)
                 else:
-                    cases.append(case)
+                    ways = held if mesh.ring * mesh.ulysses > 1 else (False,)
+                    cases += [replace(case, hold_fetches=way) for way in ways]
     return Cases(cases=tuple(dict.fromkeys(cases)), refused=tuple(refused.items()))
 
 
@@ -93,7 +104,9 @@ def usual_counts(most: int) -> tuple[int, ...]:
 
 
 def _check(case: BenchCase, pair: Pair) -> None:
-    lanes = 2 if pair.guided else 1
+    from ..distributed.driver_steps import part_sizes
+
+    lanes = max(part_sizes(pair.videos, case.mesh)) * (2 if pair.guided else 1)
     check_mesh(
         case.mesh,
         workers=case.workers,

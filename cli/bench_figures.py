@@ -84,6 +84,7 @@ def _figures(runs: CaseRuns, alone: CaseRuns | None) -> CaseFigures:
     usual = sorted(counted, key=lambda run: run.wall_s)[(len(counted) - 1) // 2]
     speedup = None if alone is None else Spread.of(run.wall_s for run in _counted(alone)).median / spread.median
     digests = {run.latents for run in runs.runs}
+    ranks = sorted({rank for run in counted for rank in run.ranks})
     return CaseFigures(
         name=case.name,
         workers=case.workers,
@@ -96,7 +97,8 @@ def _figures(runs: CaseRuns, alone: CaseRuns | None) -> CaseFigures:
         total_s=runs.start_s + first.wall_s,
         step_s=tuple(step.wall_s for step in usual.timeline.steps),
         experts=tuple(step.expert for step in usual.timeline.steps),
-        memory={rank: _memory([run.ranks[rank] for run in counted]) for rank in sorted(usual.ranks)},
+        # Of cells of one stage a faster one may take all videos of a run.
+        memory={rank: _memory([run.ranks[rank] for run in counted if rank in run.ranks]) for rank in ranks},
         moved_bytes=sum(each.bytes_moved for each in usual.ranks.values()),
         gathered_bytes=usual.gathered_bytes,
         latents=usual.latents,
@@ -123,7 +125,7 @@ def _memory(timelines: Sequence[Timeline]) -> WorkerMemory:
         for sample in each.memory
     ]
     held = [nbytes for step in steps if (nbytes := _held(step)) is not None]
-    taken = tuple(dict.fromkeys(step.index for step in timelines[0].steps))
+    taken = tuple(dict.fromkeys(step.index for step in steps))
     return WorkerMemory(
         peak=max([*samples, *held], default=0), average=round(mean(samples or held or [0])), steps=taken
     )

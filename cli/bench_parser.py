@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+HOLDING = {"off": (False,), "on": (True,), "both": (False, True)}
+
 
 def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
@@ -40,6 +42,12 @@ def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench.add_argument("--address", default="local", help="local, or host:port of a Ray cluster (default: local)")
     bench.add_argument("--beyond-loopback", action="store_true", help="workers may listen where others reach them")
     bench.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads of a worker (on a CPU: 1)")
+    bench.add_argument(
+        "--hold-fetches",
+        choices=list(HOLDING),
+        default="off",
+        help="no fetches of weights while workers exchange tokens: on, off (default), or both, side by side",
+    )
     bench.add_argument("--device", choices=["cpu", "cuda"], help="what computes (default: GPUs if there are any)")
     bench.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for both files")
     bench.set_defaults(subcommand=_bench)
@@ -73,6 +81,7 @@ def _bench(parsed: argparse.Namespace) -> int:
             address=parsed.address,
             beyond_loopback=parsed.beyond_loopback,
             threads=parsed.threads,
+            held=HOLDING[parsed.hold_fetches],
             device=parsed.device,
             output=parsed.out,
         )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from ..host.kept_workers import StartPool, start_pool
 from ..plan import ExpertsRef, Timeline, WorkersRef
 from ..sampling import DenoiseRequest
 from ..sampling.trials import TrialTimes, pause, tensor_digest, with_steps
@@ -62,17 +63,17 @@ class Bench:
     device: torch.device
 
 
-def run_cases(bench: Bench, cases: Sequence[BenchCase], tell: Callable[[str], None]) -> Iterator[CaseRuns]:
+def run_cases(
+    bench: Bench, cases: Sequence[BenchCase], tell: Callable[[str], None], start: StartPool = start_pool
+) -> Iterator[CaseRuns]:
     """Run all cases, in their order; workers are started once for all cases with the same number of them.
 
     A case that cannot run says so in `failed`, and the next ones go on. Raises what starting workers raises.
     """
-    from ..host.kept_workers import start_pool
-
     for count, group in groupby(cases, key=lambda case: case.workers):
         tell(f"starting {count} worker{'s' * (count != 1)}")
         begun = time.monotonic()
-        with closing(start_pool(replace(bench.workers, count=count), bench.device)) as pool:
+        with closing(start(replace(bench.workers, count=count), bench.device)) as pool:
             start_s = time.monotonic() - begun
             for case in group:
                 yield _run_case(bench, case, pool, start_s, tell)
@@ -80,11 +81,13 @@ def run_cases(bench: Bench, cases: Sequence[BenchCase], tell: Callable[[str], No
 
 def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, tell: Callable[[str], None]) -> CaseRuns:
     from ..distributed.driver import Driver
+    from ..distributed.pool import WorkerLostError
 
-    ref = replace(bench.workers, count=case.workers, mesh=case.mesh)
+    ref = replace(bench.workers, count=case.workers, mesh=case.mesh, hold_fetches=case.hold_fetches)
     driver, request = Driver(pool, ref, case.mesh), with_steps(bench.request, case.steps)
     for asked in [worker.ask("close") for worker in pool.workers]:
-        asked.result(ANSWER_S)
+        with suppress(WorkerLostError):  # in the case before; the driver replaces it
+            asked.result(ANSWER_S)
     runs = list[BenchRun]()
     for number in range(bench.times.runs):
         tell(f"{case.name}: run {number + 1} of {bench.times.runs}")

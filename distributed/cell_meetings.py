@@ -71,7 +71,7 @@ class CellMeetings:
             return self._facts(worker)
 
     def _facts(self, worker: WorkerHandle, paths: Sequence[str] = ()) -> WorkerFacts:
-        facts = self._answer(worker, "facts", paths)
+        facts = self._answer(worker, "facts", paths, self._ref.paths)
         assert isinstance(facts, WorkerFacts)
         return facts
 

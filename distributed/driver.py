@@ -22,7 +22,7 @@ from ..plan import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from ..sampling import Cancelled, DenoiseRequest, StepProgress, apart
 from .cell_meetings import CellMeetings
 from .driver_steps import Progress, part_sizes, stage_steps
-from .path_map import check_paths, mapped_experts, paths_of
+from .path_map import check_paths, paths_of
 from .pool import Pool, WorkerLostError
 from .ran import Ran, make_ran
 from .run_notes import RunNotes
@@ -53,13 +53,14 @@ class Driver:
     Args:
         pool: at least as many workers as the mesh has.
         ref: how long workers wait for each other, how many losses a run survives, and where their files are.
+        follows: had these workers before and computes nothing more; what it still mends is waited for.
     """
 
-    def __init__(self, pool: Pool, ref: WorkersRef, mesh: Mesh) -> None:
+    def __init__(self, pool: Pool, ref: WorkersRef, mesh: Mesh, *, follows: Driver | None = None) -> None:
         if mesh.size > len(pool.workers):
             raise ValueError(f"{mesh}: a layout of {mesh.size} workers, but there are {len(pool.workers)}")
         self.mesh = mesh
-        self._ref = ref
+        self._ref, self._follows = ref, follows
         self._state = DriverState.IDLE
         self._lock = threading.Lock()
         self._meetings, layout = CellMeetings(pool, ref), replace(mesh, data=1, stage=1)
@@ -137,6 +138,11 @@ class Driver:
             self._compute(run, self._work(experts, requests, policy, notes), should_stop)
         return [made[number] for number in range(len(requests))]
 
+    def retire(self) -> None:
+        """Mend no cell any more, as the workers are another driver's; waits for what is being mended now."""
+        for cell in self._cells.values():
+            cell.retire()
+
     def _run(
         self,
         parts: Sequence[DenoiseRequest],
@@ -164,8 +170,14 @@ class Driver:
     def _work(
         self, experts: ExpertsRef, requests: Sequence[DenoiseRequest], policy: OffloadPolicy, notes: RunNotes
     ) -> Work:
-        there = mapped_experts(experts, self._ref.paths)
-        return Work(requests=requests, experts=there, policy=policy, notes=notes)
+        return Work(
+            requests=requests,
+            experts=experts,
+            paths=self._ref.paths,
+            policy=policy,
+            notes=notes,
+            hold_fetches=self._ref.hold_fetches,
+        )
 
     def _compute(self, run: StageRun[StepTold], work: Work, should_stop: ShouldStop | None) -> list[StepTold]:
         """Bring the workers together, and let them compute."""
@@ -186,6 +198,10 @@ class Driver:
 
     def _gather_cell(self, cell: WorkerCell, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
         """As often as losses are made good; these count for no run."""
+        former = self._follows
+        if former is not None:
+            former.retire()
+            self._follows = None
         for _ in range(self._ref.restarts):
             with suppress(WorkerLostError):
                 return cell.gather(paths)

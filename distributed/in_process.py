@@ -96,6 +96,11 @@ class InProcessPool:
         """The one worker."""
         return (self._worker,)
 
+    @property
+    def usable(self) -> bool:
+        """See `Pool.usable`."""
+        return True
+
     def replace(self, rank: int) -> InProcessWorker:
         """See `Pool.replace`."""
         assert rank == 0, f"rank {rank} of one worker"

@@ -1,4 +1,4 @@
-"""Paths of experts as they are on the machine of a worker, and what is said of those that are not there."""
+"""Where files lie on the machine of a worker, and what is said of those that are not there."""
 
 from __future__ import annotations
 
@@ -11,32 +11,47 @@ from .tasks import WorkerFacts
 
 
 class MissingPathError(OSError):
-    """A path of the experts is missing on the machine of a worker; the message says which, and where."""
+    """A path of the experts, or of the VAE, is missing on the machine of a worker; says which, and where."""
 
 
-def mapped(path: Path, maps: Sequence[PathMap]) -> Path:
-    """Where `path` lies on the machine of a worker: as the first map says whose folder holds it, else where it is."""
-    for each in maps:
-        here = type(path)(each.here)
-        if path == here or here in path.parents:
-            # A worker's machine may write paths in another way, which `there` shows.
-            there = _pure(each.there).joinpath(*path.relative_to(here).parts)
-            return Path(str(there))
-    return path
+class DifferentFilesError(OSError):
+    """Under one path the machines of workers have different weights; says which have how many bytes."""
 
 
-def mapped_experts(experts: ExpertsRef, maps: Sequence[PathMap]) -> ExpertsRef:
-    """The same experts and LoRAs under their paths on the machine of a worker."""
+def places(path: Path, maps: Sequence[PathMap]) -> tuple[Path, ...]:
+    """Where `path` may lie on the machine of a worker: as each map says whose folder holds it, then where it is here.
 
-    def there(path: Path | None) -> Path | None:
-        return None if path is None else mapped(path, maps)
+    Machines differ, and the driver's own may be one of them.
+    """
+    found = [there for each in maps if (there := _mapped(path, each)) is not None]
+    return tuple(dict.fromkeys((*found, path)))
+
+
+def located(path: Path, maps: Sequence[PathMap]) -> Path:
+    """Where `path` lies on this machine: the first of its places that is there, or the first one where none is."""
+    every = places(path, maps)
+    return next((place for place in every if place.exists()), every[0])
+
+
+def located_experts(experts: ExpertsRef, maps: Sequence[PathMap]) -> ExpertsRef:
+    """The same experts and LoRAs under their paths on this machine."""
+
+    def here(path: Path | None) -> Path | None:
+        return None if path is None else located(path, maps)
 
     loras = tuple(
-        replace(lora, high_noise=there(lora.high_noise), low_noise=there(lora.low_noise)) for lora in experts.loras
+        replace(lora, high_noise=here(lora.high_noise), low_noise=here(lora.low_noise)) for lora in experts.loras
     )
     return replace(
-        experts, high_noise=mapped(experts.high_noise, maps), low_noise=there(experts.low_noise), loras=loras
+        experts, high_noise=located(experts.high_noise, maps), low_noise=here(experts.low_noise), loras=loras
     )
+
+
+def weight_bytes(path: Path) -> int:
+    """Bytes of the weights in that file, or directly in that folder."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
 
 
 def paths_of(experts: ExpertsRef) -> tuple[Path, ...]:
@@ -47,7 +62,10 @@ def paths_of(experts: ExpertsRef) -> tuple[Path, ...]:
 
 
 def check_paths(workers: Sequence[WorkerFacts], maps: Sequence[PathMap]) -> None:
-    """Raise MissingPathError for workers, given by rank, that were asked about paths and do not have them all."""
+    """Raise MissingPathError for workers, given by rank, that were asked about paths and do not have them all.
+
+    Raises DifferentFilesError where they do not have the same weights there, as far as sizes tell.
+    """
     gone: dict[str, list[str]] = {}
     for worker in workers:
         for path in worker.missing:
@@ -55,16 +73,43 @@ def check_paths(workers: Sequence[WorkerFacts], maps: Sequence[PathMap]) -> None
             if worker.node not in machines:
                 machines.append(worker.node)
     if not gone:
+        _check_sizes(workers)
         return
-    told = "; ".join(f"{path} is not there on {' and '.join(machines)}" for path, machines in gone.items())
+    told = "; ".join(
+        f"{' or '.join(map(str, places(Path(path), maps)))} is not there on {' and '.join(machines)}"
+        for path, machines in gone.items()
+    )
     known = ", ".join(f"{each.here} -> {each.there}" for each in maps) or "empty"
     raise MissingPathError(
         f"{told}: put the file there, or say in the path map of the workers where it is (the map is {known})"
     )
 
 
+def _check_sizes(workers: Sequence[WorkerFacts]) -> None:
+    found: dict[str, dict[int, str]] = {}
+    for worker in workers:
+        for path, nbytes in worker.sizes:
+            found.setdefault(path, {}).setdefault(nbytes, worker.node)
+    for path, machines in found.items():
+        if len(machines) > 1:
+            told = " and ".join(f"{nbytes} bytes on {node}" for nbytes, node in machines.items())
+            raise DifferentFilesError(
+                f"the weights of {path} have {told}: workers would compute with different ones. Put the same files on "
+                "all machines"
+            )
+
+
 def _paths_of_lora(lora: LoraRef) -> tuple[Path | None, Path | None]:
     return lora.high_noise, lora.low_noise
+
+
+def _mapped(path: Path, each: PathMap) -> Path | None:
+    """Where that map says it lies; None where its folder does not hold it."""
+    here = type(path)(each.here)
+    if path != here and here not in path.parents:
+        return None
+    # A worker's machine may write paths in another way, which `there` shows.
+    return Path(str(_pure(each.there).joinpath(*path.relative_to(here).parts)))
 
 
 def _pure(path: str) -> PurePath:

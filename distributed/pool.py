@@ -52,6 +52,10 @@ class Pool(Protocol):
     def workers(self) -> Sequence[WorkerHandle]:
         """By rank."""
 
+    @property
+    def usable(self) -> bool:
+        """Whether those that are lost can be replaced; otherwise only another pool helps."""
+
     def replace(self, rank: int) -> WorkerHandle:
         """Start another worker in the place of one that is lost or was killed; blocks until it answers."""
 

@@ -3,6 +3,7 @@
 ValueError
   RaySetupError      workers cannot be had as they were asked for; the message says what to change
     RayMissingError  Ray is not installed
+    LostAtStartError a worker, or its machine, is gone before it has answered
 """
 
 from __future__ import annotations
@@ -23,3 +24,7 @@ class RayMissingError(RaySetupError):
             f"for the Python at {sys.executable}, or set the address of the workers to in-process for one worker "
             "without it"
         )
+
+
+class LostAtStartError(RaySetupError):
+    """The process of a worker, or its machine, is gone before it has answered; the message says what is known."""

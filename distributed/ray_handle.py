@@ -43,7 +43,8 @@ class RayWorkerHandle:
         """See `WorkerHandle.ask`."""
         future: Future[Any] = Future()
         with self._lock:
-            if self._killed:
+            # Asked without a connection, Ray would start once more, with none of our settings.
+            if self._killed or not self._ray.is_initialized():
                 future.set_exception(self._lost("it was ended from here"))
                 return future
             answer = self._actor.ask.remote(method, args).future()

@@ -6,7 +6,10 @@ from collections import Counter
 from typing import Any
 
 from .ray_errors import RaySetupError
-from .ray_setup import CPU_SLOT
+from .ray_setup import CONNECTION, CPU_SLOT
+
+CREATED = "CREATED"
+"""Ray's word for places of which each is on a machine that answers."""
 
 
 class Placement:
@@ -32,6 +35,11 @@ class Placement:
         self._bundles = sorted(range(count), key=lambda bundle: (firsts.index(nodes[bundle]), bundle))
         self._nodes = [nodes[bundle] for bundle in self._bundles]
 
+    def node_of(self, rank: int) -> str | None:
+        """The machine that has that place now, by Ray's name for it; None while Ray looks for another one."""
+        table = self._ray.util.placement_group_table(self._group)
+        return str(table["bundles_to_node_id"][self._bundles[rank]]) if table["state"] == CREATED else None
+
     def workers_beside(self, rank: int) -> int:
         """How many of the workers the machine of that one has, itself among them."""
         return Counter(self._nodes)[self._nodes[rank]]
@@ -48,9 +56,18 @@ class Placement:
             "scheduling_strategy": strategy,
         }
 
+    def late_words(self) -> str:
+        """What keeps a worker from starting, and what to do about it."""
+        if self.node_of(0) is not None:
+            return "see whether its machine is busy"
+        return (
+            f"its machine is gone from the cluster, and no other one has a place for it ({_counts(self._ray)}): bring "
+            "it back, or add another"
+        )
+
     def close(self) -> None:
-        """Give the places back."""
-        if self._ray.is_initialized():
+        """Give the places back; with a Ray that is gone they are gone."""
+        if CONNECTION.is_there():
             self._ray.util.remove_placement_group(self._group)
 
     @property
@@ -76,6 +93,10 @@ def _check_room(ray: Any, count: int, *, on_gpus: bool) -> None:
 
 
 def _free_words(ray: Any) -> str:
+    return f"{_counts(ray)}. Close other workers, or end what else uses this cluster"
+
+
+def _counts(ray: Any) -> str:
     free, every = ray.available_resources(), ray.cluster_resources()
     counts = ", ".join(f"{free.get(name, 0):g} of {every.get(name, 0):g} {name}s" for name in ("GPU", "CPU"))
-    return f"{counts} are free. Close other workers, or end what else uses this cluster"
+    return f"{counts} are free"

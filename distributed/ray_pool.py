@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -12,11 +13,11 @@ from ..offload.shared_segment import sweep
 from ..plan import WorkersRef
 from ..plan.workers_ref import LOCAL
 from ..plan.workers_text import check_address
-from .path_map import mapped
+from .path_map import places
 from .ray_actor import FOLDER, PACKAGE, actor_class
 from .ray_cluster import is_loopback
-from .ray_errors import RaySetupError
-from .ray_handle import RayWorkerHandle
+from .ray_errors import LostAtStartError, RaySetupError
+from .ray_handle import RayWorkerHandle, exit_words
 from .ray_placement import Placement
 from .ray_setup import CONNECTION, OBJECT_STORE_BYTES
 from .ray_worker import Started
@@ -76,14 +77,17 @@ class RayPool:
         """See `Pool.workers`."""
         return tuple(self._workers)
 
+    @property
+    def usable(self) -> bool:
+        """See `Pool.usable`."""
+        return not self._closed and CONNECTION.is_there()
+
     def replace(self, rank: int) -> RayWorkerHandle:
         """See `Pool.replace`. Raises as `RayPool` if the new one does not start, and after `close`."""
         with self._replacing:
             self._workers[rank].kill()
             self._workers[rank].wait_for_end(END_TIMEOUT_S)
-            with ExitStack() as undo:
-                (self._workers[rank],) = self._start([rank], undo)
-                undo.pop_all()
+            self._workers[rank] = self._started_again(rank)
             return self._workers[rank]
 
     def close(self) -> None:
@@ -110,7 +114,7 @@ class RayPool:
 
     def _start(self, ranks: Sequence[int], undo: ExitStack) -> list[RayWorkerHandle]:
         """Workers in these places, all at once."""
-        folders = [str(mapped(FOLDER, self._ref.paths)), str(FOLDER)]
+        folders = [str(place) for place in places(FOLDER, self._ref.paths)]
         self._check_open()
         actors = [self._class.options(**self._placement.options(rank)).remote() for rank in ranks]
         answers = [
@@ -130,9 +134,31 @@ class RayPool:
             for actor, rank, started in zip(actors, ranks, every, strict=True)
         ]
 
+    def _started_again(self, rank: int) -> RayWorkerHandle:
+        """Ray hears late of a machine that is gone: what it still puts there is lost; the next one goes elsewhere."""
+        until = time.monotonic() + self._timeout_s
+        while True:
+            self._check_open()  # asked after its end, Ray would start once more
+            node = self._placement.node_of(rank)
+            try:
+                with ExitStack() as undo:
+                    (worker,) = self._start([rank], undo)
+                    undo.pop_all()
+            except LostAtStartError:
+                stays = node is not None and self._placement.node_of(rank) == node
+                if stays or time.monotonic() > until:
+                    raise
+            else:
+                return worker
+
     def _check_open(self) -> None:
         if self._closed:
             raise RaySetupError("these workers were ended while one of them was replaced: start others")
+        if not CONNECTION.is_there():
+            raise RaySetupError(
+                f"the Ray at {self._ref.address} has ended or cannot be reached, and its workers with it: see that it "
+                "runs, and start this again"
+            )
 
     def _kill(self, actors: Sequence[Any]) -> None:
         # Asked after its end, Ray would start once more, with none of our settings.
@@ -146,10 +172,12 @@ class RayPool:
             started: Started = self._ray.get(answer, timeout=self._timeout_s)
         except errors.GetTimeoutError as err:
             raise RaySetupError(
-                f"worker {rank} did not start within {self._timeout_s:g} s: see whether its machine is busy"
+                f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.late_words()}"
             ) from err
         except errors.RayTaskError as err:
             raise RaySetupError(f"worker {rank} does not start: {err.cause or err}") from err
+        except errors.RayActorError as err:
+            raise LostAtStartError(f"worker {rank} does not start: {exit_words(str(err))}") from err
         except errors.RayError as err:
             raise RaySetupError(f"worker {rank} does not start: {err}") from err
         return started

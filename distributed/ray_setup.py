@@ -15,8 +15,9 @@ import torch
 from ..plan import WorkersRef
 from ..plan.workers_ref import LOCAL
 from .ray_cluster import check_answers, is_loopback
-from .ray_environment import import_ray, on_loopback, own_ray, quiet
+from .ray_environment import PREFIX, import_ray, on_loopback, own_ray, quiet, settings
 from .ray_errors import RaySetupError
+from .ray_server import RECONNECT, RECONNECT_S, answers, server_of
 from .ray_watch import RayWatch
 from .work_thread import WorkThread
 from .worker import LOOPBACK
@@ -36,7 +37,7 @@ class RayConnection:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._address = ""
+        self._address = self._server = ""
         self._undo = ExitStack()
         self._watch: RayWatch | None = None
 
@@ -51,7 +52,7 @@ class RayConnection:
             ray = import_ray()
             if self._users == 0:
                 self._undo = self._connected(ray, ref, store_bytes)
-                self._address = ref.address
+                self._address, self._server = ref.address, server_of(ray)
             elif self._address != ref.address:
                 raise RaySetupError(
                     f"this process has workers at {self._address}, and can have others at {ref.address} only when "
@@ -59,6 +60,10 @@ class RayConnection:
                 )
             self._users += 1
             return ray
+
+    def is_there(self) -> bool:
+        """Whether this process is still connected to the same Ray, and that answers."""
+        return server_of(import_ray()) == self._server and answers(self._server)
 
     def look(self) -> None:
         """Note which processes Ray has started by now, to end them when this one is gone."""
@@ -98,7 +103,10 @@ CONNECTION = RayConnection()
 
 
 def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayWatch:
-    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+    except OSError as err:
+        raise _not_started(ray, err) from err
     watch = RayWatch(folder)
     undo.callback(watch.close)
     undo.callback(ray.shutdown)
@@ -114,18 +122,26 @@ def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -
                 configure_logging=False,
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
-                # This process would be ended by Ray so long after Ray's server is gone.
-                _system_config={"prestart_worker_first_driver": False, "gcs_rpc_server_reconnect_timeout_s": 600},
+                _system_config={"prestart_worker_first_driver": False, RECONNECT: RECONNECT_S},
             )
         except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
-            raise RaySetupError(f"Ray {ray.__version__} does not start on this machine: {err}") from err
-    watch.look()
+            raise _not_started(ray, err) from err
+        finally:
+            watch.look()  # Ray leaves behind what it has started before it failed
     return watch
+
+
+def _not_started(ray: Any, error: Exception) -> RaySetupError:
+    said = str(error).rstrip(".")
+    return RaySetupError(
+        f"Ray {ray.__version__} does not start on this machine: {said}. See that disk, RAM and shared memory have "
+        "room, and that the folder for temporary files (TMPDIR) is there, has a short name and can be written to"
+    )
 
 
 def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
     host, _, port = ref.address.rpartition(":")
-    with on_loopback() if is_loopback(host) else quiet():
+    with on_loopback() if is_loopback(host) else quiet(), settings({f"{PREFIX}{RECONNECT}": str(RECONNECT_S)}):
         check_answers(ref.address, host.strip("[]"), int(port))
         undo.callback(ray.shutdown)
         try:

@@ -17,12 +17,10 @@ from functools import partial
 from ..sampling import Cancelled
 from .peer_errors import HungError
 from .pool import WorkerHandle, WorkerLostError
+from .pulse import Pulse, silence_limit
 from .task_verdict import TaskEnd, TaskVerdict, judge
 from .tasks import RunEnded, RunTask, StepTold
 
-SLOWER = 10.0
-"""A step may take so many times as long as the slowest so far before its workers count as hung, and the first one, of
-which nothing is known, so many times as long as workers wait for each other."""
 HUNG_GRACE_S = 5.0
 """How long those may still take to end, at most, of whom others have waited in vain."""
 KILL_S = 30.0
@@ -36,11 +34,6 @@ class TaskPhase(Enum):
     RUNNING = "is computed"
     ENDING = "is being ended"
     OVER = "is over"
-
-
-def silence_limit(timeout_s: float, slowest_s: float | None) -> float:
-    """After how many seconds without a word of any worker a cell counts as hung; later than its workers say so."""
-    return SLOWER * timeout_s if slowest_s is None else 2 * timeout_s + SLOWER * slowest_s
 
 
 class TaskRun:
@@ -76,8 +69,8 @@ class TaskRun:
         """Whether the workers can take another task without meeting anew; known when it is over."""
         self.leaving: list[Future[None]] = []
         """What must be done before the workers meet again."""
-        self._heard_s = 0.0
-        self._slowest_s: float | None = None
+        self._pulse = Pulse(workers, timeout_s)
+        self._slowest_s = 0.0
         self._deadline_s = 0.0
 
     def begin(self) -> None:
@@ -85,7 +78,6 @@ class TaskRun:
         with self._lock:
             assert self._phase is TaskPhase.NEW, f"this task {self._phase.value}"
             self._phase = TaskPhase.RUNNING
-            self._heard_s = time.monotonic()
         # All have it before any can end.
         pairs = zip(self._workers, self._tasks, strict=True)
         futures = [worker.run(task, partial(self._told, place)) for place, (worker, task) in enumerate(pairs)]
@@ -100,12 +92,13 @@ class TaskRun:
                 self._end_within(self._timeout_s)
 
     def look(self) -> None:
-        """End it where nobody has said anything for too long, and kill those that do not end in their time."""
+        """End it where nobody goes on for too long, and kill those that do not end in their time."""
         with self._lock:
             now = time.monotonic()
             if self._phase is TaskPhase.RUNNING:
-                limit = silence_limit(self._timeout_s, self._slowest_s)
-                if now - self._heard_s > limit:
+                self._pulse.look()
+                limit = silence_limit(self._timeout_s, begun=self._pulse.begun, slowest_s=self._slowest_s)
+                if self._pulse.silence_s > limit:
                     ranks = ", ".join(str(worker.rank) for worker in self._workers)
                     self._silence = HungError(f"nothing was heard of worker {ranks} for {limit:g} s")
                     self._leave()
@@ -117,8 +110,8 @@ class TaskRun:
         with self._lock:
             if self._phase is TaskPhase.OVER:
                 return
-            self._heard_s = time.monotonic()
-            self._slowest_s = max(self._slowest_s or 0.0, told.record.wall_s)
+            self._pulse.heard()
+            self._slowest_s = max(self._slowest_s, told.record.wall_s)
             self._on_told(place, told)
 
     def _take_end(self, place: int, future: Future[RunEnded]) -> None:
@@ -126,7 +119,7 @@ class TaskRun:
         with self._lock:
             if self._phase is TaskPhase.OVER:
                 return
-            self._heard_s = time.monotonic()
+            self._pulse.heard()
             self._outcomes[place] = future.result() if error is None else error
             if len(self._outcomes) == len(self._workers):
                 self._end()
@@ -173,7 +166,12 @@ class TaskRun:
     def _end(self) -> None:
         self._phase = TaskPhase.OVER
         end = judge(self._outcomes, killed=self._killed, stopped=self._stopped)
-        if self._silence is not None and end.verdict in (TaskVerdict.LOST, TaskVerdict.ENDED):
+        if (
+            self._silence is not None
+            and not self._stopped
+            and end.verdict not in (TaskVerdict.FAILED, TaskVerdict.SMALLER)
+        ):
+            # Those who heard the stop in the end have Cancelled, which nobody wished.
             end = replace(end, verdict=TaskVerdict.LOST, error=self._silence)
         # After any other end of one of several the others may be elsewhere, whatever it was in the end.
         alike = all(isinstance(each, RunEnded | Cancelled) for each in self._outcomes.values())

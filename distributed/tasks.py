@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..plan import ExpertsRef, OffloadPolicy, StepRecord, Timeline
+from ..plan import ExpertsRef, OffloadPolicy, PathMap, StepRecord, Timeline
 from ..plan.mesh import Mesh
 from ..plan.workers_ref import WeightHome
 from ..sampling import DenoiseRequest, RunState
@@ -39,14 +39,20 @@ class RunTask:
 
     run_id: str
     experts: ExpertsRef
-    """Paths as they are on the worker's machine."""
+    """Paths as they are on the driver's machine."""
     request: DenoiseRequest
     policy: OffloadPolicy
+    paths: tuple[PathMap, ...] = ()
+    """Where these lie on the worker's machine."""
     resume: RunState | None = None
     until: int | None = None
     """As of `Part`."""
+    generation: int | None = None
+    """Of the meeting in which it is to be computed; None: in whichever there is, or alone."""
     wants_state: bool = True
     """Whether the leader tells the state after every step; without it nobody can go on after a loss."""
+    hold_fetches: bool = False
+    """As of `WorkersRef`; the same for all workers of the cell."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +106,8 @@ class WorkerFacts:
     diffusers: str
     python: str
     missing: tuple[str, ...] = field(default=())
-    """Of the paths that were asked about, those that are not there."""
+    """Of the paths that were asked about, those that are in none of their places there."""
+    sizes: tuple[tuple[str, int], ...] = ()
+    """(path, bytes of its weights) of those that are there; see `weight_bytes`."""
     generation: int | None = None
     """Of the meeting that it is in; None outside one."""

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from ..plan import PathMap
 from ..wan.vae import WanVae, open_vae
+from .path_map import located
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -18,9 +20,11 @@ class DecodeTask:
 
     run_id: str
     vae: Path
-    """Of the VAE's file or folder, as it is on the worker's machine."""
+    """Of the VAE's file or folder, as it is on the driver's machine."""
     latents: torch.Tensor
     """[1, 16, T, h, w], raw: the tile's part of the video, on the CPU."""
+    paths: tuple[PathMap, ...] = ()
+    """Where the VAE lies on the worker's machine."""
 
 
 class DecodeCancelled(Exception):
@@ -49,7 +53,7 @@ class TileDecoder:
                 raise DecodeCancelled(f"the decode {task.run_id} was stopped")
 
         with self._lock:
-            return self._vae(task.vae).decode_tile(task.latents, device=self._device, check=check)
+            return self._vae(located(task.vae, task.paths)).decode_tile(task.latents, device=self._device, check=check)
 
     def free(self) -> None:
         """Let go of the weights. Freeing twice is allowed, and so is decoding again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import socket
@@ -17,13 +18,15 @@ import diffusers
 import torch
 
 from ..metrics import compute_device, free_bytes
-from ..plan import ExpertsRef
+from ..plan import ExpertsRef, PathMap
 from ..plan.version import VERSION
 from ..sampling import Part, StepProgress, denoise_part
 from ..sampling.shortage import forget, is_out_of_memory
 from ..sampling.split import ALONE
 from ..wan.registry import ExpertsRegistry, open_pair
 from .groups import Groups
+from .path_map import located, located_experts, weight_bytes
+from .peer_errors import PeerLostError
 from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
 from .vae_worker import DecodeTask, TileDecoder
 from .weights import CellWeights, KeptWeights
@@ -86,9 +89,14 @@ class Worker:
         self._stopped: deque[str] = deque(maxlen=STOPS_KEPT)
         self._last: tuple[ExpertsRef, str] | None = None
         self._switches = 0
+        self._begun = 0
 
-    def facts(self, paths: Sequence[str] = ()) -> WorkerFacts:
-        """What this worker is, and which of `paths` are not on its machine."""
+    def facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
+        """What this worker is, and which of `paths`, as `maps` say where they may lie, are not on its machine.
+
+        Raises OSError for one that is there and cannot be looked at.
+        """
+        there = {path: located(Path(path), maps) for path in paths}
         on_gpu = self._device.type == "cuda"
         groups = self._groups
         return WorkerFacts(
@@ -102,7 +110,8 @@ class Worker:
             torch=torch.__version__,
             diffusers=diffusers.__version__,
             python=platform.python_version(),
-            missing=tuple(path for path in paths if not Path(path).exists()),
+            missing=tuple(path for path, place in there.items() if not place.exists()),
+            sizes=tuple((path, weight_bytes(place)) for path, place in there.items() if place.exists()),
             generation=None if groups is None else groups.meeting.generation,
         )
 
@@ -115,6 +124,8 @@ class Worker:
     def join(self, meeting: Meeting) -> None:
         """Take a place in a mesh, instead of a former one; blocks until all of its cell are there. Raises as `meet`."""
         self.leave()
+        # Errors of the last meeting hold its groups in circles, and those its sockets.
+        gc.collect()
         # Known before it has met, so that `leave` can end the waiting.
         groups = self._groups = Groups(meeting, self._device)
         groups.meet()
@@ -133,13 +144,15 @@ class Worker:
         """Compute `task`, and tell every step, on the calling thread.
 
         Raises as `denoise_part`: Cancelled after `stop` of any worker of its cell, HungError or PeerLostError where one
-        of them does not come; and what opening the experts raises.
+        of them does not come, or this one has left; and what opening the experts raises.
         """
         groups, weights, wish = self._groups, self._weights, partial(self._is_stopped, task.run_id)
         with self._running_as(task.run_id):
-            pair = self._experts.get(task.experts)
+            _check_meeting(task, groups)
+            pair = self._experts.get(located_experts(task.experts, task.paths))
             kept = KeptWeights() if weights is None else weights.of(pair, task.request, task.policy)
             pair.shard(kept.sharded)
+            pair.hold_fetches(task.hold_fetches and groups is not None and groups.cell.ring * groups.cell.ulysses > 1)
             place = _Place.of(groups)
             ended = denoise_part(
                 pair,
@@ -186,6 +199,10 @@ class Worker:
         """Let the run with that id end before its next block, with Cancelled; also one that has not begun yet."""
         self._stopped.append(run_id)
 
+    def pulse(self) -> int:
+        """How many blocks, and latent frames of tiles, this worker has begun since it was started."""
+        return self._begun
+
     def close(self) -> None:
         """Leave the others and close experts and VAE. Closing twice is allowed; a closed worker may be used again."""
         self.leave()
@@ -203,6 +220,8 @@ class Worker:
             self._running = None
 
     def _is_stopped(self, run_id: str) -> bool:
+        """Asked before every block of a run, and before every frame of a tile."""
+        self._begun += 1
         return run_id in self._stopped
 
     def _tell_step(self, task: RunTask, place: _Place, tell: Tell, step: StepProgress) -> None:
@@ -221,3 +240,11 @@ class Worker:
                 state=step.state() if place.leads and task.wants_state else None,
             )
         )
+
+
+def _check_meeting(task: RunTask, groups: Groups | None) -> None:
+    """Refuse a task of a meeting that this worker is not in any more: alone it would compute what its cell shares."""
+    here = None if groups is None else groups.meeting.generation
+    if task.generation not in (None, here):
+        where = "none" if here is None else f"meeting {here}"
+        raise PeerLostError(f"run {task.run_id} is for meeting {task.generation}, but this worker is in {where}")

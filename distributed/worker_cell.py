@@ -9,7 +9,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..plan import ExpertsRef, Mesh, OffloadPolicy
+from ..plan import ExpertsRef, Mesh, OffloadPolicy, PathMap
 from ..sampling import DenoiseRequest
 from .cell_meetings import ANSWER_S, CellMeetings
 from .merged_timeline import moved
@@ -33,8 +33,12 @@ class Work:
     requests: Sequence[DenoiseRequest]
     """Of each item."""
     experts: ExpertsRef
+    paths: tuple[PathMap, ...]
+    """Where their files lie on the machines of workers."""
     policy: OffloadPolicy
     notes: RunNotes
+    hold_fetches: bool = False
+    """As of `WorkersRef`."""
 
 
 class WorkerCell:
@@ -54,7 +58,7 @@ class WorkerCell:
         """Of the workers that met last, by place."""
         self._pool, self._layout, self._meetings, self._timeout_s = pool, layout, meetings, timeout_s
         self._mending = threading.Lock()
-        self._together = False
+        self._together = self._retired = False
         self._generation = 0
         self._work: Work | None = None
         self._policy: OffloadPolicy | None = None
@@ -84,10 +88,13 @@ class WorkerCell:
             RunTask(
                 run_id=run_id,
                 experts=work.experts,
+                paths=work.paths,
                 request=work.requests[given.job.item],
                 policy=self._policy,
                 resume=None if state is None else state.state,
                 until=given.steps.stop,
+                hold_fetches=work.hold_fetches,
+                generation=self._generation,
             )
             for _ in self.ranks
         ]
@@ -114,12 +121,17 @@ class WorkerCell:
     def mend(self) -> None:
         """See `StageCell.mend`: replaces who is gone, and lets all meet. Does nothing for workers that are together."""
         with self._mending:
-            if not self._together:
+            if not self._together and not self._retired:
                 if self._task is not None:
                     wait(self._task.leaving, timeout=ANSWER_S)
                 self._generation = self._meetings.meet(self.ranks, self._layout)
                 self.facts = tuple(self._meetings.facts(self.ranks, ()))
                 self._together = True
+
+    def retire(self) -> None:
+        """Mend nothing any more; waits for what is being mended now."""
+        with self._mending:
+            self._retired = True
 
     def _are_together(self) -> bool:
         """Whether all of them still are in the meeting that they had; others may have asked them to leave it."""

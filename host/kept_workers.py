@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -22,10 +24,13 @@ if TYPE_CHECKING:
     from ..distributed.pool import Pool
 
 StartPool: TypeAlias = "Callable[[WorkersRef, torch.device], Pool]"
-Drive: TypeAlias = "Callable[[Pool, WorkersRef, Mesh], Driver]"
+Drive: TypeAlias = "Callable[[Pool, WorkersRef, Mesh, Driver | None], Driver]"
+"""The last one had the workers before."""
 
 REST_S = 60.0
-"""How long workers may take to give memory back before that is an error."""
+"""How long workers may take to give memory back before they are ended, which gives it back too."""
+
+log = logging.getLogger("wanstream.workers")
 
 
 def check_ray(ref: WorkersRef) -> None:
@@ -51,11 +56,11 @@ def start_pool(ref: WorkersRef, device: torch.device) -> Pool:
     return RayPool(ref, device.type)
 
 
-def drive(pool: Pool, ref: WorkersRef, mesh: Mesh) -> Driver:
-    """What has the workers of `pool` compute runs together."""
+def drive(pool: Pool, ref: WorkersRef, mesh: Mesh, former: Driver | None) -> Driver:
+    """What has the workers of `pool` compute runs together, as `former` did before."""
     from ..distributed.driver import Driver
 
-    return Driver(pool, ref, mesh)
+    return Driver(pool, ref, mesh, follows=former)
 
 
 @dataclass(kw_only=True)
@@ -72,10 +77,11 @@ class KeptWorkers:
     Args:
         start: starts the workers that a reference names.
         drive: lays them out for a run.
+        rest_s: how long they may take to give memory back.
     """
 
-    def __init__(self, start: StartPool = start_pool, drive: Drive = drive) -> None:
-        self._start, self._drive = start, drive
+    def __init__(self, start: StartPool = start_pool, drive: Drive = drive, *, rest_s: float = REST_S) -> None:
+        self._start, self._drive, self._rest_s = start, drive, rest_s
         self._lock = threading.Lock()
         self._held: _Held | None = None
         self._planned = PlannedOnce()
@@ -95,7 +101,8 @@ class KeptWorkers:
         with self._lock:
             held = self._there(ref, device)
             if held.driver is None or held.driver[:2] != (ref, mesh):
-                held.driver = (ref, mesh, self._drive(held.pool, ref, mesh))
+                former = None if held.driver is None else held.driver[2]
+                held.driver = (ref, mesh, self._drive(held.pool, ref, mesh, former))
             return held.driver[2]
 
     def pool(self, ref: WorkersRef, device: torch.device) -> Pool:
@@ -106,7 +113,8 @@ class KeptWorkers:
     def rest(self) -> bool:
         """Let them give back the memory that weights take; they stay, and open their experts again when they run.
 
-        Workers that are running keep it; returns whether they were not.
+        One that does not answer is ended, and replaced in the next run. Workers that are running keep their memory;
+        returns whether they were not.
         """
         with self._lock:
             held = self._held
@@ -116,9 +124,14 @@ class KeptWorkers:
                 return False
             from ..distributed.pool import WorkerLostError
 
-            for asked in [worker.ask("close") for worker in held.pool.workers]:
+            asked = {worker.ask("close"): worker for worker in held.pool.workers}
+            done, late = wait(asked, timeout=self._rest_s)
+            for each in late:
+                log.warning("worker %d kept its memory for %g s and is ended", asked[each].rank, self._rest_s)
+                asked[each].kill()
+            for each in done:
                 with suppress(WorkerLostError):  # who is gone keeps nothing
-                    asked.result(REST_S)
+                    each.result()
             return True
 
     def close(self) -> None:
@@ -129,11 +142,13 @@ class KeptWorkers:
     def _there(self, ref: WorkersRef, device: torch.device) -> _Held:
         check_ray(ref)
         same = _processes_of(ref)
-        if self._held is None or (self._held.ref, self._held.device) != (same, device):
-            self._close()
-            self._held = _Held(ref=same, device=device, pool=self._start(ref, device))
-            atexit.register(self.close)
-        return self._held
+        held = self._held
+        if held is not None and (held.ref, held.device) == (same, device) and held.pool.usable:
+            return held
+        self._close()
+        self._held = held = _Held(ref=same, device=device, pool=self._start(ref, device))
+        atexit.register(self.close)
+        return held
 
     def _close(self) -> None:
         held, self._held = self._held, None
@@ -144,4 +159,4 @@ class KeptWorkers:
 
 def _processes_of(ref: WorkersRef) -> WorkersRef:
     """What of a reference makes processes what they are."""
-    return replace(ref, mesh=None, goal=GOALS[0], restarts=0)
+    return replace(ref, mesh=None, goal=GOALS[0], restarts=0, hold_fetches=False)

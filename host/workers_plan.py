@@ -54,7 +54,7 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
     # Where weights are measured at the start, what takes most RAM must fit.
     home: WeightHome = "full" if run.workers.weights == "auto" else run.workers.weights
     links = _links(run.workers, machine)
-    fleet = simulate_fleet(_one_video(run), _within(machine, run.asked), links, mesh, weights=(home,))
+    fleet = simulate_fleet(_of_cell(run, mesh), _within(machine, run.asked), links, mesh, weights=(home,))
     # All workers run under one policy: that of the stage with the most steps.
     policy = max(fleet.stages, key=lambda stage: len(stage.steps)).policy
     chosen = f"chosen for each worker: {policy_words(policy, run.job.expert.blocks)}, {ram_words(policy)}"
@@ -63,8 +63,9 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
 
 
 def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tuple[str, ...]]:
-    count, mesh, job = run.workers.count, run.workers.mesh, _one_video(run)
+    count, mesh = run.workers.count, run.workers.mesh
     if mesh is not None:
+        job = _of_cell(run, mesh)
         return mesh, check_mesh(
             mesh,
             workers=count,
@@ -78,18 +79,28 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
         return Mesh(), ()
     machine = machine_of()
     videos = run.videos if run.workers.goal == "many videos" else 1
-    plan = propose_mesh(count, job, machine, _links(run.workers, machine), videos)
+    plan = propose_mesh(count, _one_video(run), machine, _links(run.workers, machine), videos)
     LOG.info("%s", plan.reason)
     return plan.mesh, (f"laid out: {plan.reason}",)
 
 
 def _one_video(run: SharedRun) -> OffloadJob:
     """The job of one of the videos where they go separate ways, else of all together."""
-    mesh = run.workers.mesh
-    together = run.workers.goal != "many videos" if mesh is None else mesh.data == mesh.stage == 1
-    if together or run.videos == 1:
-        return run.job
-    return replace(run.job, lanes={expert: lanes // run.videos for expert, lanes in run.job.lanes.items()})
+    if run.workers.mesh is None and run.workers.goal == "many videos":
+        return _of_videos(run, 1)
+    return run.job
+
+
+def _of_cell(run: SharedRun, mesh: Mesh) -> OffloadJob:
+    """The job of the videos that a cell of `mesh` computes at once."""
+    from ..distributed.driver_steps import part_sizes
+
+    return _of_videos(run, max(part_sizes(run.videos, mesh)))
+
+
+def _of_videos(run: SharedRun, count: int) -> OffloadJob:
+    """The job of so many of the videos."""
+    return replace(run.job, lanes={expert: count * lanes // run.videos for expert, lanes in run.job.lanes.items()})
 
 
 def _links(workers: WorkersRef, machine: Machine) -> Links:

@@ -16,7 +16,7 @@ from ..host import ExpertsRef, host
 from ..metrics.report import Report, Trial, Variant
 from ..metrics.surroundings import surroundings
 from ..offload import NoRamError
-from ..plan import DoesNotFitError, OffloadPolicy, WorkersRef, plan_residency
+from ..plan import DoesNotFitError, MeshError, OffloadPolicy, WorkersRef, plan_residency
 from ..plan.plan_reason import ram_words
 from ..plan.trial_matrix import Policy, TrialMatrix, policy_name
 from ..plan.version import VERSION
@@ -113,8 +113,8 @@ def measure(
 ) -> Report:
     """Make all runs of `benchmark`, one after the other; `keep` is given the report before the first and after each.
 
-    A variant that finds no room in memory, or whose workers fail or are lost too often, is noted as failed, and the
-    others go on. Raises what else `run` raises, and the host's interrupt when the user stops it.
+    A variant that finds no room in memory, or whose workers fail, cannot share its steps or are lost too often, is
+    noted as failed, and the others go on. Raises what else `run` raises, and the host's interrupt where the user stops.
     """
     report = _empty(benchmark)
     if not benchmark.runs_again:
@@ -174,7 +174,7 @@ def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar, run: RunExp
             candidate.asked,
             workers=candidate.workers,
             node_id=bar.node_id,
-            on_step=bar.step,
+            on_step=bar.of_run(len(candidate.request.course().steps)),
             traces=benchmark.traces,
         )
         made.append(ran)
@@ -184,7 +184,7 @@ def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar, run: RunExp
         for trial in trials(benchmark.times, once, check=host.raise_if_stopped):
             variant = _with_trial(variant, made.pop(), trial)
             yield variant
-    except (torch.OutOfMemoryError, DoesNotFitError, NoRamError, WorkerFailedError, GivenUpError) as err:
+    except (torch.OutOfMemoryError, DoesNotFitError, NoRamError, MeshError, WorkerFailedError, GivenUpError) as err:
         yield replace(variant, failed=str(err))
 
 
@@ -204,8 +204,14 @@ class _Bar:
         self._progress = host.progress(total, node_id)
         self._done = 0
 
-    def step(self, step: StepProgress) -> None:
-        self.reach(self._done + 1)
+    def of_run(self, steps: int) -> OnStep:
+        """Takes the steps of a run, which workers may tell once for each part of it."""
+        before = self._done
+
+        def on_step(step: StepProgress) -> None:
+            self.reach(before + step.done * steps // step.total)
+
+        return on_step
 
     def reach(self, done: int) -> None:
         """So many steps are behind us, those too that a variant was to take and did not."""

@@ -24,14 +24,12 @@ def decode_shared(
     Raises TilingError without tiles, and what starting the workers raises.
     """
     from ..distributed.decode import DecodeJob, decode_on_workers
-    from ..distributed.path_map import mapped
     from ..distributed.vae_worker import DecodeCancelled
 
     if tiling is None:
         raise TilingError("workers share a video by its tiles: set tile_size, for example to 256, or take workers off")
     pool = host.worker_pool(ref)
-    there = mapped(vae, ref.paths)
-    job = DecodeJob(latents=latents, tiling=tiling, vae=lambda worker: there, run_id=uuid.uuid4().hex)
+    job = DecodeJob(latents=latents, tiling=tiling, vae=vae, run_id=uuid.uuid4().hex, paths=ref.paths)
     bar = host.progress(latents.shape[0] * len(tiling.tiles(*latents.shape[3:])), node_id)
 
     def show(tile: TileDone) -> None:

@@ -52,11 +52,12 @@ class WanStreamWorkers(io.ComfyNode):
         beyond_loopback: bool = False,
         restarts: int = 3,
         timeout_s: float = 300.0,
+        hold_fetches: bool = False,
         **settings: Any,
     ) -> io.NodeOutput:
         place = {"path_map": path_map, "beyond_loopback": beyond_loopback, "threads": threads}
         life = {"restarts": restarts, "timeout_s": timeout_s}
-        ref = workers_ref(gpus=gpus_of(host.device()), **settings, **place, **life)
+        ref = workers_ref(gpus=gpus_of(host.device()), **settings, **place, **life, hold_fetches=hold_fetches)
         # Asked here so that what is missing is said on the node that wants it.
         check_ray(ref)
         return io.NodeOutput(ref)

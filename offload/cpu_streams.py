@@ -11,6 +11,7 @@ import torch
 from ..metrics import Mark
 from ..plan import BlockKey
 from .decode import decode_block
+from .fetch_gate import Held
 from .host_memory import keep_freed_memory
 from .layout import BlockFormat, host_bytes
 from .patches import HeldPatches
@@ -24,6 +25,7 @@ class CpuStreams:
     torch arithmetic on the fetch thread would start a second pool of threads that fights the first one for the cores.
     """
 
+    ahead = False
     device_bytes = 0
 
     def __init__(self, source: BlockSource, formats: Mapping[BlockKey, BlockFormat], patches: HeldPatches) -> None:
@@ -36,7 +38,13 @@ class CpuStreams:
         return
 
     def land(
-        self, key: BlockKey, stored: torch.Tensor | None, into: torch.Tensor, after: Mark, leave: Leave
+        self,
+        key: BlockKey,
+        stored: torch.Tensor | None,
+        into: torch.Tensor,
+        after: Mark,
+        leave: Leave,
+        held: Held | None = None,
     ) -> Arrival:
         fmt = self._formats[key]
         patch = self._patches.get(key)
@@ -47,8 +55,7 @@ class CpuStreams:
             decode = self._decoding(key, stored, into, leave)
         elif stored is not None:
             began = time.perf_counter()
-            # numpy copies on this thread alone; torch would call its thread pool for it.
-            np.copyto(host_bytes(into[: fmt.stored.nbytes]), host_bytes(stored))
+            _copy(stored, into[: fmt.stored.nbytes], held)
             copied = (began, time.perf_counter())
             leave()
         if patch is None:
@@ -81,3 +88,13 @@ class CpuStreams:
 
     def close(self) -> None:
         return
+
+
+def _copy(stored: torch.Tensor, into: torch.Tensor, held: Held | None) -> None:
+    # numpy copies on this thread alone; torch would call its thread pool for it.
+    source, target = host_bytes(stored), host_bytes(into)
+    if held is None:
+        np.copyto(target, source)
+        return
+    for part in held.gate.pieces(into.numel()):
+        np.copyto(target[part.start : part.stop], source[part.start : part.stop])

@@ -11,6 +11,7 @@ import torch
 from ..metrics import Mark
 from ..plan import BlockKey
 from .cpu_streams import CpuStreams
+from .fetch_gate import Held
 from .gathered_scales import GatheredScales
 from .gathering import GATHERS_AHEAD, Gathering
 from .layout import BlockFormat, allocate_flat
@@ -26,6 +27,8 @@ class GatheredCpuStreams:
     Args:
         inner: decodes and patches what was gathered.
     """
+
+    ahead = False
 
     def __init__(
         self, inner: CpuStreams, shards: ShardSource, formats: Mapping[BlockKey, BlockFormat], gathering: Gathering
@@ -45,11 +48,19 @@ class GatheredCpuStreams:
             self._raw_slots = [allocate_flat(max(largest), "cpu") for _ in range(GATHERS_AHEAD)]
 
     def land(
-        self, key: BlockKey, stored: torch.Tensor | None, into: torch.Tensor, after: Mark, leave: Leave
+        self,
+        key: BlockKey,
+        stored: torch.Tensor | None,
+        into: torch.Tensor,
+        after: Mark,
+        leave: Leave,
+        held: Held | None = None,
     ) -> Arrival:
         assert stored is not None, f"the shard of {key} lies in no slot"
         raw = self._formats[key].is_raw
         target = into if raw else self._next_raw_slot()
+        if held is not None:
+            held.gate.wait()
         self._scales.complete(key)
         began = time.perf_counter()
         self._gathering.all_gather(target[: self._size * stored.numel()], stored)

@@ -17,6 +17,7 @@ from ..plan import BlockKey
 from ..plan.memory_needs import RAW_SLOTS
 from .decode import decode_block
 from .device_scales import DeviceScales
+from .fetch_gate import Held
 from .gathered_scales import GatheredScales
 from .gathering import Gathering
 from .layout import BlockFormat, allocate_flat
@@ -56,8 +57,9 @@ class GatheredCudaStreams:
     """Blocks that are computed as they are stored are gathered straight into their buffer, others into a raw slot.
 
     A shard that lies in RAM is copied to the device before; one that lies there is gathered from where it is.
-
     """
+
+    ahead = True
 
     def __init__(
         self,
@@ -94,9 +96,18 @@ class GatheredCudaStreams:
             stream.wait_stream(current)
 
     def land(
-        self, key: BlockKey, stored: torch.Tensor | None, into: torch.Tensor, after: Mark, leave: Leave
+        self,
+        key: BlockKey,
+        stored: torch.Tensor | None,
+        into: torch.Tensor,
+        after: Mark,
+        leave: Leave,
+        held: Held | None = None,
     ) -> Arrival:
         assert stored is not None, f"the shard of {key} lies in no slot"
+        if held is not None and held.behind is not None:
+            for stream in (self._copies, self._gathers):
+                stream.wait_event(cast(torch.cuda.Event, held.behind))
         free = cast(torch.cuda.Event, after)
         slot = self._slots[self._turn % RAW_SLOTS]
         self._turn += 1

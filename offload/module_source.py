@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..plan import BlockKey
-from .layout import BlockFormat, allocate_flat, block_format, host_bytes, streamed_names, tensor_views
+from .layout import BlockFormat, block_format, host_bytes, streamed_names, tensor_views
 
 
 class ModuleSource:
@@ -54,9 +54,13 @@ class ModuleSource:
         return len(wanted)
 
     def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
-        whole = allocate_flat(self._formats[key].stored.nbytes, "cpu")
-        self.read_block(key, whole)
-        np.copyto(host_bytes(into[: len(wanted)]), host_bytes(whole[wanted.start : wanted.stop]))
+        target = host_bytes(into)
+        for place in self._formats[key].stored.tensors:
+            start, stop = max(place.offset, wanted.start), min(place.offset + place.nbytes, wanted.stop)
+            if start < stop:
+                weight = host_bytes(self._weights[key][place.name].cpu().contiguous()).reshape(-1)
+                part = weight[start - place.offset : stop - place.offset]
+                np.copyto(target[start - wanted.start : stop - wanted.start], part)
 
     def close(self) -> None:
         """Let go of the weights; the formats stay known."""

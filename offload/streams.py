@@ -14,6 +14,7 @@ import torch
 
 from ..metrics import Mark
 from ..plan import BlockKey
+from .fetch_gate import Held
 
 
 def nothing_left() -> None:
@@ -44,15 +45,26 @@ class Arrival:
 class Streams(Protocol):
     """Moves the blocks of one source to one device."""
 
+    @property
+    def ahead(self) -> bool:
+        """Whether the device is told ahead of time, and works in the order of marks; otherwise `land` itself copies."""
+
     def begin_run(self) -> None:
         """A run begins (computing thread)."""
 
     def land(
-        self, key: BlockKey, stored: torch.Tensor | None, into: torch.Tensor, after: Mark, leave: Leave
+        self,
+        key: BlockKey,
+        stored: torch.Tensor | None,
+        into: torch.Tensor,
+        after: Mark,
+        leave: Leave,
+        held: Held | None = None,
     ) -> Arrival:
         """The buffer `into` is free once the device has passed `after`; issue the copy into it (fetch thread).
 
-        `stored` are the bytes in RAM; None: they were read straight into the buffer.
+        `stored` are the bytes in RAM; None: they were read straight into the buffer. `held` says how the copy keeps out
+        of the way; None: not at all.
         """
 
     def end_run(self) -> None:

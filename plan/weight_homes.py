@@ -13,14 +13,9 @@ least:
 
 Full is kept wherever nothing is faster by more than what the figures are worth: it needs nobody else.
 
-Fetches do not wait for a part of a block in which attention sends nothing. Reckoned for A14B at 832x480x81 by Ulysses
-over 8 workers, 26 ms for both lanes of a block (400 TFLOP/s): its exchanges are 294 MB each way, a block is 703 MB.
-
-* Where both go over PCIe at 25 GB/s they take 11.7 and 28.1 ms of the same link. In whatever order, that is 39.8 ms for
-  26 ms of computing, so the link is never idle; it would be, if one of them were held back for the other. Nor is there
-  a part to wait for: the feed-forward takes 2.9 ms of each lane, and a block is one copy.
-* Over NVLink (200 GB/s) exchanges take 1.5 ms, gathers 3.1 and the bus is another link. A gather is under way for 12 %
-  of the time; sharing the link, exchanges take at most twice their time in it: 0.2 ms of 26.
+Whether fetches wait for a part of a block in which attention exchanges nothing is asked apart (`hold_fetches` of
+`WorkersRef`); what that costs and spares is reckoned in docs/scaling.md. What is measured here are fetches that wait
+for nothing.
 """
 
 from __future__ import annotations

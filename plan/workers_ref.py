@@ -45,7 +45,7 @@ class WorkersRef:
     Ray cluster that runs already ("host:port")."""
     weights: WeightHome = "auto"
     paths: tuple[PathMap, ...] = ()
-    """For workers on other machines; the first one that fits a path is used."""
+    """For workers on other machines: each worker takes the first under which a file is there, else the path here."""
     threads: int | None = None
     """CPU threads of each worker; None: the cores of the machine shared out between its workers."""
     beyond_loopback: bool = False
@@ -55,3 +55,5 @@ class WorkersRef:
     """How many lost workers are replaced in one run."""
     timeout_s: float = 300.0
     """How long a worker waits for the others of its cell before it says that one hangs."""
+    hold_fetches: bool = False
+    """Whether no fetch of weights begins while a worker exchanges tokens (ring, ulysses)."""

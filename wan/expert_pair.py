@@ -47,6 +47,7 @@ class ExpertPair:
         self._direct = False if direct is None and shared else direct
         self._shared = shared
         self._sharded: Sharded | None = None
+        self._holds_fetches = False
         self._engine: ExpertEngine | None = None
         self._engine_for: tuple[OffloadPolicy, torch.device] | None = None
         self._engine_sharded: Sharded | None = None
@@ -93,6 +94,13 @@ class ExpertPair:
         """
         self._sharded = sharded
 
+    def hold_fetches(self, on: bool) -> None:
+        """Keep fetches out of a part of each visit, which whoever computes it tells to the engine's `gate`.
+
+        Takes effect when the engine is asked for the next time.
+        """
+        self._holds_fetches = on
+
     def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
         """Return the engine for `policy` on `device`, with the LoRAs set.
 
@@ -101,7 +109,7 @@ class ExpertPair:
         Raises:
             ValueError: the policy does not fit the number of blocks, or a factor of a LoRA is not finite.
             OSError: a LoRA cannot be read, or its factors or the blocks to be kept in RAM do not fit there.
-            RuntimeError: the engine runs, and another one or other LoRAs are asked for.
+            RuntimeError: the engine runs, and another one, other LoRAs or another way to fetch are asked for.
         """
         place = torch.device(device)
         self._meet()
@@ -128,6 +136,7 @@ class ExpertPair:
         assert self._engine is not None
         self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
         self._engine.set_loras(self._active_loras(), self._factors)
+        self._engine.hold_fetches(self._holds_fetches)
         return self._engine
 
     def present_engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine | None:

@@ -9,6 +9,7 @@ from wanstream.plan.figure_words import share_text, size_text
 
 from ..performance.bars import Bar, Panels, bar_figure
 from ..performance.markdown import NOTHING, number, table
+from .held_section import held_section
 from .homes_section import homes_section
 from .measured import OFF, Point, Report, reports
 from .setups import COUNTS, DISK_GB_S, MANY, RAM_GIB, SETUPS, SIZE, STEPS, SWITCH, Setup, job_of, many_videos, one_video
@@ -50,7 +51,7 @@ def page() -> str:
     parts = [HEAD, _short(), "![One video on 1 to 64 GPUs](scaling.svg)\n"]
     for setup in SETUPS:
         parts += [f"## {setup.name} (simulated)\n", _proposals(setup), *_splits(setup)]
-    parts += [homes_section(), *_measured(), MODEL + _links()]
+    parts += [homes_section(), held_section(), *_measured(), MODEL + _links()]
     return "\n".join(parts)
 
 

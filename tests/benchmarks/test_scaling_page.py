@@ -7,6 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from wanstream.benchmarks.scaling.held_section import COUNTS as SHARING
+from wanstream.benchmarks.scaling.held_section import SIZES, Block, block_of
 from wanstream.benchmarks.scaling.measured import OFF, reports
 from wanstream.benchmarks.scaling.page import figures, page
 from wanstream.benchmarks.scaling.setups import COUNTS, SETUPS, job_of, many_videos, one_video
@@ -92,3 +94,23 @@ def test_figures_are_drawings(files: dict[str, str]) -> None:
         assert root.tag.endswith("svg")
         words = [element.text for element in root.iter() if element.tag.endswith("text")]
         assert any("simulated" in word for word in words if word)
+
+
+def test_holding_fetches_back_costs_what_the_rest_of_a_block_does_not_hide() -> None:
+    over, beside = SETUPS
+    hidden, short = block_of(over, "1280x720x81", 2), block_of(over, "832x480x17", 8)
+    assert hidden.held_s == hidden.first_s < hidden.halved_s
+    assert short.held_s > short.halved_s
+    assert short.held_s - short.compute_s - short.exchange_s == pytest.approx(short.fetch_s - short.rest_s)
+    for setup in (over, beside):
+        for size in SIZES:
+            for count in SHARING:
+                block = block_of(setup, size, count)
+                assert block.first_s <= block.halved_s
+                assert block.first_s <= block.held_s
+                assert block.rest_s < block.compute_s
+
+
+def test_two_that_share_wires_take_no_less_than_what_passes_them() -> None:
+    block = Block(compute_s=1.0, exchange_s=2.0, rest_s=0.5, fetch_s=5.0, bus_s=5.0)
+    assert (block.first_s, block.halved_s, block.held_s) == (7.0, 7.0, 7.5)

@@ -8,14 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from wanstream.cli import main
 from wanstream.cli.bench_cases import BenchCase, Pair, bench_cases, mesh_of, usual_counts
+from wanstream.cli.bench_experts import bench_request, small_experts
 from wanstream.cli.bench_figures import figures
-from wanstream.cli.bench_runs import BenchRun, CaseRuns
+from wanstream.cli.bench_runs import Bench, BenchRun, CaseRuns, run_cases
 from wanstream.cli.bench_tables import report
-from wanstream.plan import MemorySample, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline
+from wanstream.distributed.in_process import InProcessPool
+from wanstream.plan import (
+    MemorySample,
+    Mesh,
+    MeshError,
+    OffloadPolicy,
+    StepRecord,
+    Timeline,
+    VideoShape,
+    WorkersRef,
+)
 from wanstream.plan.trial_matrix import TrialMatrix
+from wanstream.sampling.trials import TrialTimes
 
 PAIR = Pair(heads=4, blocks=8, tokens=1600, guided=True, videos=1)
 LAYERWISE = OffloadPolicy.layerwise()
@@ -38,8 +51,29 @@ def test_the_usual_layouts_share_one_video_and_spread_several() -> None:
     assert meshes(videos=4) == spread
 
 
+def test_holding_fetches_back_is_measured_where_tokens_are_shared() -> None:
+    layouts = [Mesh(cfg=2), Mesh(ulysses=2)]
+    cases = bench_cases((1, 2), layouts, settings(), PAIR, held=(False, True)).cases
+    assert [case.name for case in cases] == [
+        "4 steps, 1 worker, layerwise, 1 ahead",
+        "4 steps, 2 workers (cfg 2), layerwise, 1 ahead",
+        "4 steps, 2 workers (ulysses 2), layerwise, 1 ahead",
+        "4 steps, 2 workers (ulysses 2), layerwise, 1 ahead, fetches held back",
+    ]
+    assert [case.hold_fetches for case in cases] == [False, False, False, True]
+
+
 def test_workers_that_are_powers_of_two() -> None:
     assert [usual_counts(most) for most in (1, 2, 3, 8, 9)] == [(1,), (1, 2), (1, 2), (1, 2, 4, 8), (1, 2, 4, 8)]
+
+
+def test_videos_of_a_cell_are_lanes_that_two_sides_share() -> None:
+    asked = Pair(**{**PAIR.__dict__, "guided": False, "videos": 4})
+    layouts = [Mesh(cfg=2), Mesh(data=2, cfg=2), Mesh(data=4, cfg=2)]
+    cases = bench_cases((2, 4, 8), layouts, settings(), asked)
+    assert [str(case.mesh) for case in cases.cases] == ["cfg 2", "data 2 x cfg 2"]
+    ((_, why),) = cases.refused
+    assert "guidance is 1" in why
 
 
 def test_what_cannot_be_is_left_out_with_its_reason() -> None:
@@ -106,6 +140,40 @@ def test_without_one_worker_there_is_no_speedup_and_a_case_without_runs_has_no_f
     lone = figures([case_runs(Mesh(cfg=2), 5), CaseRuns(case=case_runs(Mesh()).case, start_s=1, failed="no room")])
     ((speedup, efficiency, same),) = [(each.speedup, each.efficiency, each.same_latents) for each in lone]
     assert (speedup, efficiency, same) == (None, None, None)
+
+
+def test_a_worker_that_did_nothing_in_one_run_has_the_memory_of_the_others() -> None:
+    """Of two cells of a stage the faster one may take every video of a run."""
+    runs = case_runs(Mesh(data=2, stage=2), 6, 6, 6)
+    idle = [
+        replace(run, ranks={rank: run.ranks[rank] for rank in kept})
+        for run, kept in zip(runs.runs, (range(4), (0, 1), (0, 1, 3), (0, 1)), strict=True)
+    ]
+    (case,) = figures([replace(runs, runs=tuple(idle))])
+    assert {rank: memory.peak for rank, memory in case.memory.items()} == {0: 100, 1: 101, 3: 103}
+
+
+def test_a_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path: Path) -> None:
+    asked = bench_request(VideoShape(width=32, height=32, frames=5), videos=1, guidance=1.0, in_channels=16)
+    bench = Bench(
+        experts=small_experts(tmp_path),
+        request=asked,
+        times=TrialTimes(repeats=1, warm_up=0),
+        workers=WorkersRef(count=1, address="in-process", restarts=0),
+        device=torch.device("cpu"),
+    )
+    cases = [BenchCase(mesh=Mesh(), policy=LAYERWISE, steps=steps) for steps in (1, 2)]
+    pools: list[InProcessPool] = []
+
+    def start(ref: WorkersRef, device: torch.device) -> InProcessPool:
+        pools.append(InProcessPool(str(device)))
+        return pools[-1]
+
+    runs = run_cases(bench, cases, lambda line: None, start)
+    assert not next(runs).failed
+    pools[0].workers[0].kill()
+    (after,) = runs
+    assert (after.failed, len(after.runs)) == ("", 1)
 
 
 def test_the_page_has_a_row_for_every_case_worker_and_step() -> None:

@@ -115,6 +115,12 @@ def process_pools() -> ModuleType:
     return _neighbour("process_pool")
 
 
+@pytest.fixture(scope="session")
+def namespaces() -> ModuleType:
+    """`Machines` of `machines.py`, and why there can be none."""
+    return _neighbour("machines")
+
+
 def _neighbour(name: str) -> ModuleType:
     """A file beside this one that is no test; pytest's importlib mode has no folder to import it from."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))

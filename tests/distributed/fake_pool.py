@@ -21,7 +21,7 @@ from wanstream.distributed.peer_errors import HungError, PeerLostError
 from wanstream.distributed.pool import WorkerLostError
 from wanstream.distributed.tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
 from wanstream.distributed.work_thread import on_own_thread
-from wanstream.plan import StepRecord, Timeline
+from wanstream.plan import PathMap, StepRecord, Timeline
 from wanstream.sampling import Cancelled, RunState
 
 Failing = Literal["dies", "hangs", "dies when all is told"] | Exception
@@ -79,6 +79,7 @@ class FakeWorker:
         self._meeting: tuple[Meeting, FakeMeeting] | None = None
         self._busy = threading.Lock()
         self._expert, self._switches, self._votes = "", 0, itertools.count()
+        self._begun = 0
 
     @property
     def rank(self) -> int:
@@ -115,7 +116,7 @@ class FakeWorker:
                     return result
         raise WorkerLostError(f"worker {self._rank} is gone\n{self.log_tail()}", self._rank)
 
-    def _facts(self, paths: Sequence[str] = ()) -> WorkerFacts:
+    def _facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
         generation = None if self._meeting is None else self._meeting[0].generation
         missing = tuple(path for path in self._pool.missing.get(self._rank, ()) if path in paths)
         return replace(
@@ -148,6 +149,9 @@ class FakeWorker:
     def _close(self) -> None:
         self._leave()
 
+    def _pulse(self) -> int:
+        return self._begun
+
     def _stop(self, run_id: str) -> None:
         self._stopped.add(run_id)
 
@@ -167,6 +171,7 @@ class FakeWorker:
         leads = meeting.rank == 0
         for step in range(state.next_step, task.until):
             self._fail(step)
+            self._begun += 1
             if votes.vote(next(self._votes), task.run_id in self._stopped, meeting.timeout_s):
                 raise Cancelled(step, 0)
             time.sleep(self._pool.step_s)

@@ -155,7 +155,7 @@ def job_hold(
     inputs = [Lane(latents=torch.zeros(1, 16, *latent), text=torch.zeros(1, text, 4096, dtype=dtype))] * lanes
     chunks = None if chunk_tokens is None else ChunkedBlocks(model.blocks, chunk_tokens)
     besides = [*model.parameters(), *model.buffers(), inputs[0].text]
-    models = SimpleNamespace(models=SimpleNamespace(bare={"high": model}))
+    models = SimpleNamespace(models=SimpleNamespace(bare={"high": model}), gate=None)
     with (
         here.groups.split().attached(models),
         torch.no_grad(),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,20 @@ import pytest
 import torch
 
 from wanstream.distributed.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
-from wanstream.distributed.pool import OnTold, WorkerHandle, WorkerLostError
-from wanstream.distributed.tasks import Meeting, RunEnded, RunTask
+from wanstream.distributed.path_map import MissingPathError
+from wanstream.distributed.pool import OnTold, WorkerLostError
+from wanstream.distributed.tasks import Meeting, RunEnded, RunTask, WorkerFacts
 from wanstream.distributed.vae_worker import DecodeCancelled, DecodeTask, TileDecoder
 from wanstream.distributed.worker import Worker
 from wanstream.offload.safetensors_header import CheckpointFileError
-from wanstream.plan import Mesh
+from wanstream.plan import Mesh, PathMap
 from wanstream.plan.vae_tiles import Tiling
 from wanstream.wan.vae import VaeInputError, open_vae
 
 TILING = Tiling(pixels=64, stride=48)
 LIMIT_S = 60.0
 
+FACTS = Worker("cpu")
 Before = Callable[["ThreadWorker", DecodeTask], None]
 
 
@@ -34,7 +38,9 @@ class ThreadWorker:
         self.rank = rank
         self.killed = False
         self.freed = 0
-        self.tiles = 0
+        self.tiles = self.given = self.begun = 0
+        self.hangs = False
+        self.missing: tuple[str, ...] = ()
         self._before = before
         self._decoder = TileDecoder(torch.device("cpu"))
         self.stopped: set[str] = set()
@@ -42,16 +48,26 @@ class ThreadWorker:
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
         if method == "decode_tile":
+            self.given += 1
             return self._thread.submit(self._decode, *args)
         answer: Future[Any] = Future()
-        if method == "stop":
-            self.stopped.add(args[0])
-        else:
-            assert method == "free_vae"
-            self.freed += 1
-            self._decoder.free()
-        answer.set_result(None)
+        answer.set_result(getattr(self, f"_{method}")(*args))
         return answer
+
+    def _stop(self, run_id: str) -> None:
+        self.stopped.add(run_id)
+
+    def _free_vae(self) -> None:
+        self.freed += 1
+        self._decoder.free()
+
+    def _pulse(self) -> int:
+        self.begun += not self.hangs
+        return self.begun
+
+    def _facts(self, paths: Sequence[str], maps: Sequence[PathMap]) -> WorkerFacts:
+        facts = FACTS.facts(paths, maps)
+        return replace(facts, node=f"node-{self.rank}", missing=(*facts.missing, *self.missing))
 
     def _decode(self, task: DecodeTask) -> torch.Tensor:
         self._before(self, task)
@@ -116,7 +132,7 @@ def alone(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> torch.Ten
 @pytest.fixture
 def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeJob:
     folder = tiny_pipeline()
-    return DecodeJob(latents=latents, tiling=TILING, vae=lambda worker: folder, run_id="decode")
+    return DecodeJob(latents=latents, tiling=TILING, vae=folder, run_id="decode")
 
 
 def _decode(pool: ThreadPool, job: DecodeJob, **changes: Any) -> torch.Tensor:
@@ -144,14 +160,15 @@ def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
     early: list[int] = []
 
     def before(worker: ThreadWorker, task: DecodeTask) -> None:
-        if not ahead.is_set():
+        if worker.rank == 0 and not ahead.is_set():
             ahead.set()
             assert go_on.wait(LIMIT_S), "nobody stopped to hand out tiles"
 
     def looked() -> bool:
-        # As often as the driver looks, with nothing new: everything that may be handed out was.
-        done.append(workers.workers[1].tiles)
-        if len(done) > 20 and len(set(done[-20:])) == 1 and not go_on.is_set():
+        # The driver looks once more and gives an idle worker nothing: everything that may be handed out was.
+        worker = workers.workers[1]
+        done.append(worker.tiles if worker.tiles == worker.given else -1)
+        if ahead.is_set() and len(done) > 3 and done[-1] == done[-2] == done[-3] >= 0 and not go_on.is_set():
             early.append(done[-1])
             go_on.set()
         return False
@@ -220,12 +237,61 @@ def test_a_worker_that_does_not_stop_is_ended(pool: Callable[..., ThreadPool], j
 def test_what_is_wrong_with_the_vae_is_told_once(
     pool: Callable[..., ThreadPool], job: DecodeJob, tmp_path: Path
 ) -> None:
-    def nowhere(worker: WorkerHandle) -> Path:
-        return tmp_path / "nothing"
-
-    bad = DecodeJob(latents=job.latents, tiling=job.tiling, vae=nowhere, run_id="bad")
-    with pytest.raises(CheckpointFileError, match="nothing"):
+    bad = DecodeJob(latents=job.latents, tiling=job.tiling, vae=tmp_path / "nothing", run_id="bad")
+    with pytest.raises(MissingPathError, match="nothing is not there on node-0 and node-1"):
         _decode(pool(2), bad)
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"nothing")
+    with pytest.raises(CheckpointFileError, match="broken"):
+        _decode(pool(2), replace(job, vae=broken))
+
+
+def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded(
+    pool: Callable[..., ThreadPool], job: DecodeJob
+) -> None:
+    workers = pool(2)
+    workers.workers[1].missing = (str(job.vae),)
+    with pytest.raises(MissingPathError, match=rf"{job.vae} is not there on node-1: put the file there"):
+        _decode(workers, job)
+    assert [worker.tiles for worker in workers.workers] == [0, 0]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
+    restarts: int, pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+) -> None:
+    """Not in its first tile, and after it has begun some frames of that one."""
+    go_on = threading.Event()
+
+    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+        if worker.rank == 1 and worker.tiles == 1:
+            enough, until = worker.begun + 3, time.monotonic() + LIMIT_S
+            while worker.begun < enough and time.monotonic() < until:
+                time.sleep(0.01)
+            worker.hangs = True
+            go_on.wait(LIMIT_S)
+
+    workers = pool(2, before)
+    hung, one = workers.workers[1], replace(job, latents=job.latents[:1])
+    try:
+        if restarts:
+            assert torch.equal(_decode(workers, one, timeout_s=0.04, restarts=1), alone[:1])
+            assert len(workers.all) == 3
+        else:
+            with pytest.raises(WorkerLostError, match=r"worker 1 began no frame for 0\.08 s and was ended"):
+                _decode(workers, one, timeout_s=0.04, restarts=0)
+        assert hung.killed
+    finally:
+        go_on.set()
+
+
+def test_the_vae_is_found_where_the_path_map_says(
+    pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+) -> None:
+    here = Path("/nowhere/models")
+    maps = (PathMap(here=str(here), there=str(job.vae.parent)),)
+    elsewhere = replace(job, vae=here / job.vae.name, paths=maps)
+    assert torch.equal(_decode(pool(2), elsewhere), alone)
 
 
 def test_latents_of_another_shape_are_refused_before_anybody_is_asked(

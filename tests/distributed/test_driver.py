@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.distributed.cell_meetings import CellMeetings
 from wanstream.distributed.driver import Driver, DriverOrderError
 from wanstream.distributed.path_map import MissingPathError
 from wanstream.distributed.pool import WorkerLostError
 from wanstream.distributed.ran import Ran
+from wanstream.distributed.schedule import Cell
 from wanstream.distributed.stages import GivenUpError
 from wanstream.distributed.tasks import RunTask
-from wanstream.distributed.worker_cell import WorkerFailedError
+from wanstream.distributed.work_thread import on_own_thread
+from wanstream.distributed.worker_cell import WorkerCell, WorkerFailedError
 from wanstream.plan import Mesh, MeshError, OffloadPolicy, WorkersRef
 from wanstream.plan.workers_ref import PathMap
 from wanstream.sampling import (
@@ -329,6 +332,40 @@ def test_workers_that_were_led_away_meet_anew(fakes: Any, request_of: Any, exper
     assert pool.replaced == []
 
 
+def test_what_a_former_driver_still_mends_is_waited_for(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    """Both would replace the same worker, and lead it out of the other's meeting."""
+    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies")])
+    replace, mending, go_on = pool.replace, threading.Event(), threading.Event()
+
+    def slowly(rank: int) -> Any:
+        mending.set()
+        assert go_on.wait(60)
+        return replace(rank)
+
+    pool.replace = slowly
+    first = driver_of(pool, Mesh(cfg=2))
+    with pytest.raises(Cancelled):
+        first.denoise(experts_ref(), request_of(), LAYERWISE, should_stop=mending.is_set)
+    second = Driver(pool, WorkersRef(count=2, timeout_s=20.0, restarts=0), Mesh(ulysses=2), follows=first)
+    running = on_own_thread("second", second.denoise, experts_ref(), request_of(), LAYERWISE)
+    threading.Timer(0.3, go_on.set).start()
+    ran = running.result(60)
+    assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
+    assert (ran.restarts, pool.replaced) == (0, [1])
+    assert [str(meeting.mesh) for rank, meeting in pool.joined if rank == 0] == ["cfg 2", "cfg 2", "ulysses 2"]
+
+
+def test_a_cell_that_comes_to_mend_too_late_mends_nothing(fakes: Any) -> None:
+    pool, mesh = fakes.FakePool(2), Mesh(cfg=2)
+    meetings = CellMeetings(pool, WorkersRef(count=2, timeout_s=20.0))
+    late, now = (WorkerCell(Cell(0, 0), pool, (0, 1), mesh, meetings, 20.0) for _ in range(2))
+    late.retire()
+    late.mend()
+    assert pool.joined == []
+    now.mend()
+    assert sorted(rank for rank, _ in pool.joined) == [0, 1]
+
+
 def test_a_queue_keeps_its_order_and_tells_what_is_done(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool, mesh = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, what="dies")]), Mesh(stage=2)
     requests = [request_of(1 + number % 2, seed=number, steps=STEPS + number) for number in range(5)]
@@ -398,14 +435,14 @@ def test_files_that_are_missing_on_a_machine_are_named_before_anything_is_sent(
 ) -> None:
     pool, experts = fakes.FakePool(2), experts_ref()
     there = str(experts.high_noise.parent).replace("/", "/x", 1)
-    pool.missing = {1: (f"{there}/{experts.high_noise.name}",)}
+    pool.missing = {1: (str(experts.high_noise),)}
     maps = (PathMap(here=str(experts.high_noise.parent), there=there),)
-    with pytest.raises(MissingPathError, match="is not there on node-1"):
+    with pytest.raises(MissingPathError, match=rf"^{there}/.* or {experts.high_noise} is not there on node-1"):
         driver_of(pool, Mesh(data=2), paths=maps).denoise(experts, request_of(2), LAYERWISE)
     assert pool.sent == []
     pool.missing = {}
     driver_of(pool, Mesh(data=2), paths=maps).denoise(experts, request_of(2), LAYERWISE)
-    assert {str(task.experts.high_noise.parent) for _, task in pool.sent} == {there}
+    assert {(task.experts, task.paths) for _, task in pool.sent} == {(experts, maps)}, "each worker finds its own"
 
 
 def test_what_does_not_fit_is_refused(fakes: Any, request_of: Any, experts_ref: Any) -> None:

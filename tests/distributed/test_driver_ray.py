@@ -1,4 +1,4 @@
-"""The driver with workers behind Ray: ten are killed, ten runs are stopped, and nothing is left behind."""
+"""The driver with workers behind Ray: ten are killed, ten runs are stopped, and nothing is left behind. And tiles."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,15 @@ import psutil
 import pytest
 import torch
 
+from wanstream.distributed.decode import DecodeJob, TileDone, decode_on_workers
 from wanstream.distributed.driver import Driver
 from wanstream.distributed.stages import GivenUpError
 from wanstream.distributed.tasks import RunTask
+from wanstream.distributed.vae_worker import DecodeCancelled
 from wanstream.plan import Mesh, WorkersRef
+from wanstream.plan.vae_tiles import Tiling
 from wanstream.sampling import Cancelled, StepProgress
+from wanstream.wan.vae import open_vae
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -165,6 +170,79 @@ def test_one_loss_too_many_is_told_with_the_log_of_the_worker(pool: Any, task: R
 
     with pytest.raises(GivenUpError, match=r"(?s)worker 2 \(process \d+ on .*\) is gone.*0 losses of one run"):
         Driver(pool, ref_of(MESH, restarts=0), MESH).denoise(task.experts, task.request, task.policy, on_step=on_step)
+
+
+class TwoOf:
+    """The first two workers of a pool; counts the tiles that each is given."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool, self.tiles = pool, Counter[int]()
+
+    @property
+    def workers(self) -> list[Any]:
+        return [Counting(worker, self.tiles) for worker in self._pool.workers[:2]]
+
+    def replace(self, rank: int) -> Any:
+        return self._pool.replace(rank)
+
+
+class Counting:
+    """A worker that counts the tiles that it is given."""
+
+    def __init__(self, worker: Any, tiles: Counter[int]) -> None:
+        self._worker, self._tiles = worker, tiles
+        self.rank, self.kill = worker.rank, worker.kill
+
+    def ask(self, method: str, *args: Any) -> Any:
+        self._tiles[self.rank] += method == "decode_tile"
+        return self._worker.ask(method, *args)
+
+
+@pytest.fixture(scope="module")
+def tiles(tiny_pipeline: Callable[[], Path]) -> DecodeJob:
+    """Two videos in some tiles."""
+    latents = 3 * normal(2, 16, 2, 13, 14, seed=0)
+    return DecodeJob(latents=latents, tiling=Tiling(pixels=64, stride=48), vae=tiny_pipeline(), run_id="tiles")
+
+
+@pytest.fixture(scope="module")
+def frames(tiles: DecodeJob) -> torch.Tensor:
+    """What one VAE alone makes of them."""
+    with open_vae(tiles.vae) as vae:
+        return vae.decode(tiles.latents, device="cpu", tiling=tiles.tiling)
+
+
+def decode(pool: Any, job: DecodeJob, **given: Any) -> torch.Tensor:
+    return decode_on_workers(pool, job, **{"restarts": 1, "timeout_s": 60.0, **given})
+
+
+def test_tiles_of_two_workers_are_those_of_one(pool: Any, tiles: DecodeJob, frames: torch.Tensor) -> None:
+    two = TwoOf(pool)
+    told: list[TileDone] = []
+    assert torch.equal(decode(two, tiles, on_tile=told.append), frames)
+    assert set(two.tiles) == {0, 1}
+    assert sum(two.tiles.values()) == told[-1].total == len(told)
+
+
+def test_a_worker_that_is_killed_at_a_tile_costs_no_frame(pool: Any, tiles: DecodeJob, frames: torch.Tensor) -> None:
+    two, killed = TwoOf(pool), pid_of(pool, 1)
+
+    def on_tile(tile: TileDone) -> None:
+        if tile.done == 2:
+            os.kill(killed, signal.SIGKILL)
+
+    assert torch.equal(decode(two, replace(tiles, run_id="killed"), on_tile=on_tile), frames)
+    assert pid_of(pool, 1) != killed
+
+
+def test_a_decode_that_is_stopped_leaves_workers_that_decode(
+    pool: Any, tiles: DecodeJob, frames: torch.Tensor, task: RunTask, driver: Driver, undisturbed: torch.Tensor
+) -> None:
+    done: list[TileDone] = []
+    with pytest.raises(DecodeCancelled, match=r"after [1-9]\d* of"):
+        decode(pool, replace(tiles, run_id="stopped"), on_tile=done.append, should_stop=lambda: bool(done))
+    assert torch.equal(decode(pool, replace(tiles, run_id="again")), frames)
+    assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, undisturbed)
 
 
 def _left_behind() -> set[str]:

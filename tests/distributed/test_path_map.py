@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.distributed.path_map import MissingPathError, check_paths, mapped, mapped_experts, paths_of
+from wanstream.distributed.path_map import (
+    DifferentFilesError,
+    MissingPathError,
+    check_paths,
+    located,
+    located_experts,
+    paths_of,
+    places,
+    weight_bytes,
+)
 from wanstream.distributed.tasks import WorkerFacts
 from wanstream.plan import ExpertsRef, LoraRef, PathMap
 
@@ -33,35 +42,53 @@ FACTS = WorkerFacts(
 @pytest.mark.parametrize(
     ("path", "maps", "there"),
     [
-        ("/models/a/high.safetensors", (), "/models/a/high.safetensors"),
-        ("/models/a/high.safetensors", (MODELS,), "/mnt/share/models/a/high.safetensors"),
-        ("/models", (MODELS,), "/mnt/share/models"),
-        ("/models2/high.safetensors", (MODELS,), "/models2/high.safetensors"),
-        ("/models/loras/l.safetensors", (LORAS, MODELS), "/fast/loras/l.safetensors"),
-        ("/models/loras/l.safetensors", (MODELS, LORAS), "/mnt/share/models/loras/l.safetensors"),
-        ("/models/high.safetensors", (LORAS, MODELS), "/mnt/share/models/high.safetensors"),
-        ("/anything", (MODELS, ROOT), "/net/desk/anything"),
-        ("/models/a/high.safetensors", (WINDOWS,), "D:\\models\\a\\high.safetensors"),
+        ("/models/a/high.safetensors", (), []),
+        ("/models/a/high.safetensors", (MODELS,), ["/mnt/share/models/a/high.safetensors"]),
+        ("/models", (MODELS,), ["/mnt/share/models"]),
+        ("/models2/high.safetensors", (MODELS,), []),
+        (
+            "/models/loras/l.safetensors",
+            (LORAS, MODELS),
+            ["/fast/loras/l.safetensors", "/mnt/share/models/loras/l.safetensors"],
+        ),
+        ("/models/high.safetensors", (LORAS, MODELS), ["/mnt/share/models/high.safetensors"]),
+        ("/anything", (MODELS, ROOT), ["/net/desk/anything"]),
+        ("/models/a/high.safetensors", (WINDOWS,), ["D:\\models\\a\\high.safetensors"]),
+        ("/models/high", (MODELS, replace(MODELS, there="/data"), MODELS), ["/mnt/share/models/high", "/data/high"]),
+        ("/models/high", (PathMap(here="/models", there="/models"),), []),
     ],
 )
-def test_the_first_map_whose_folder_holds_a_path_counts(path: str, maps: tuple[PathMap, ...], there: str) -> None:
-    assert str(mapped(Path(path), maps)) == there
+def test_a_path_has_a_place_for_each_map_whose_folder_holds_it_and_its_own(
+    path: str, maps: tuple[PathMap, ...], there: list[str]
+) -> None:
+    assert [str(place) for place in places(Path(path), maps)] == [*there, path]
 
 
-def test_every_path_of_the_experts_is_mapped_and_nothing_else() -> None:
+def test_a_path_is_where_the_first_of_its_places_is_there(tmp_path: Path) -> None:
+    here, first, second = (tmp_path / name for name in ("here", "first", "second"))
+    maps = tuple(PathMap(here=str(here), there=str(there)) for there in (first, second))
+    assert located(here / "high", maps) == first / "high", "what is nowhere is told by where it should be"
+    for folder in (here, second, first):
+        folder.mkdir()
+        (folder / "high").touch()
+        assert located(here / "high", maps) == folder / "high"
+    assert located(here / "high", ()) == here / "high"
+
+
+def test_every_path_of_the_experts_is_located_and_nothing_else(tmp_path: Path) -> None:
+    maps = (PathMap(here="/models", there=str(tmp_path)),)
+    for name in ("pair", "low", "l.safetensors"):
+        (tmp_path / name).touch()
     lora = LoraRef(high_noise=Path("/models/l.safetensors"), strength_high=0.5)
     experts = ExpertsRef(high_noise=Path("/models/pair"), compute_dtype="float32", storage="fp8", loras=(lora,))
-    there = mapped_experts(experts, (MODELS,))
-    assert there == replace(
-        experts,
-        high_noise=Path("/mnt/share/models/pair"),
-        loras=(replace(lora, high_noise=Path("/mnt/share/models/l.safetensors")),),
+    assert located_experts(experts, maps) == replace(
+        experts, high_noise=tmp_path / "pair", loras=(replace(lora, high_noise=tmp_path / "l.safetensors"),)
     )
     both = replace(experts, low_noise=Path("/models/low"))
-    assert mapped_experts(both, (MODELS,)).low_noise == Path("/mnt/share/models/low")
-    assert mapped_experts(both, ()) == both
+    assert located_experts(both, maps).low_noise == tmp_path / "low"
+    assert located_experts(both, ()) == both
     low = replace(both, loras=(LoraRef(low_noise=Path("/models/l.safetensors")),))
-    assert mapped_experts(low, (MODELS,)).loras == (LoraRef(low_noise=Path("/mnt/share/models/l.safetensors")),)
+    assert located_experts(low, maps).loras == (LoraRef(low_noise=tmp_path / "l.safetensors"),)
 
 
 def test_paths_of_experts_are_told_once_each() -> None:
@@ -86,3 +113,26 @@ def test_a_missing_path_is_told_with_its_machines() -> None:
     assert "the map is /models -> /mnt/share/models" in told
     with pytest.raises(MissingPathError, match="the map is empty"):
         check_paths(workers, ())
+    with pytest.raises(MissingPathError, match=r"^/mnt/share/models/high or /models/high is not there on rack: "):
+        check_paths([replace(FACTS, missing=("/models/high",))], (MODELS,))
+
+
+def test_the_weights_of_a_path_are_its_file_or_those_directly_in_its_folder(tmp_path: Path) -> None:
+    for name, nbytes in (("a.safetensors", 3), ("b.gguf", 4), ("notes.md", 50)):
+        (tmp_path / name).write_bytes(bytes(nbytes))
+    (tmp_path / "deeper").mkdir()
+    (tmp_path / "deeper" / "c.safetensors").write_bytes(bytes(100))
+    assert weight_bytes(tmp_path) == 7
+    assert weight_bytes(tmp_path / "a.safetensors") == 3
+
+
+def test_machines_with_other_weights_under_one_path_are_told_apart() -> None:
+    """Each of them alone would compute, and their videos, or the sides of one, would not fit together."""
+    desk = replace(FACTS, node="desk", sizes=(("/models/high", 28), ("/models/low", 30)))
+    rack = replace(FACTS, node="rack", sizes=(("/models/high", 28), ("/models/low", 30)))
+    check_paths([desk, rack, desk], ())
+    other = replace(rack, sizes=(("/models/high", 28), ("/models/low", 31)))
+    with pytest.raises(
+        DifferentFilesError, match=r"/models/low have 30 bytes on desk and 31 bytes on rack: .*same files"
+    ):
+        check_paths([desk, desk, other], ())

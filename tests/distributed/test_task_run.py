@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 
 from wanstream.distributed.peer_errors import HungError, PeerLostError
+from wanstream.distributed.pulse import Pulse, silence_limit
 from wanstream.distributed.task_run import TaskRun
 from wanstream.distributed.task_verdict import TaskEnd, TaskVerdict
-from wanstream.distributed.tasks import RunEnded, RunTask
-from wanstream.plan import OffloadPolicy, Timeline
+from wanstream.distributed.tasks import RunEnded, RunTask, StepTold
+from wanstream.plan import OffloadPolicy, StepRecord, Timeline
 from wanstream.sampling import Cancelled, SmallerPolicyError
 
 ENDED = RunEnded(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
 ASKED, PEER = Cancelled(3, 4), PeerLostError("peer")
+RECORD = StepRecord(index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0)
+TOLD = StepTold(run_id="", rank=0, record=RECORD, done=1, total=2)
+LIMIT_S = 60.0
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
 
 
@@ -29,14 +33,20 @@ class Handle:
         self.rank = rank
         self.ended: Future[RunEnded] = Future()
         self.asked: list[str] = []
+        self.begun = self.pulses = 0
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        self.asked.append(method)
         answer: Future[Any] = Future()
+        if method == "pulse":
+            self.pulses += 1
+            answer.set_result(self.begun)
+            return answer
+        self.asked.append(method)
         answer.set_result(None)
         return answer
 
-    def run(self, task: RunTask, on_told: object) -> Future[RunEnded]:
+    def run(self, task: RunTask, on_told: Callable[[StepTold], None]) -> Future[RunEnded]:
+        self.tell = on_told
         return self.ended
 
     def log_tail(self) -> str:
@@ -93,16 +103,65 @@ def test_workers_stay_together_where_all_have_ended_alike(
     assert (end.verdict, task.together) == (verdict, together)
 
 
-def test_who_was_silent_for_too_long_has_left_whatever_came_then(make_task: Callable[..., RunTask]) -> None:
+@pytest.mark.parametrize("outcome", [ENDED, ASKED, PEER], ids=["ended", "stopped", "peer"])
+def test_who_was_silent_for_too_long_has_left_whatever_came_then(
+    make_task: Callable[..., RunTask], outcome: RunEnded | BaseException
+) -> None:
     task, (handle,), ends = begun(make_task, 1, timeout_s=0.01)
+    handle.tell(TOLD)
     time.sleep(0.15)
     task.look()
     assert handle.asked == ["leave", "stop"]
-    handle.end(ENDED)
+    handle.end(outcome)
     (end,) = ends
     assert (end.verdict, task.together) == (TaskVerdict.LOST, False)
     assert isinstance(end.error, HungError)
-    assert dict(end.ended) == {0: ENDED}
+    assert dict(end.ended) == ({0: ENDED} if outcome is ENDED else {})
+
+
+def test_who_begins_blocks_is_not_silent_however_long_its_step_takes(make_task: Callable[..., RunTask]) -> None:
+    task, handles, ends = begun(make_task, 2, timeout_s=0.1)
+    handles[0].tell(TOLD)
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        handles[1].begun += 1
+        task.look()
+        time.sleep(0.01)
+    assert [handle.asked for handle in handles] == [[], []]
+    assert handles[0].pulses <= 20, "asked now and then"
+    while not handles[0].asked and time.monotonic() < until + LIMIT_S:
+        task.look()
+        time.sleep(0.01)
+    for handle in handles:
+        handle.end(ASKED)
+    (end,) = ends
+    assert isinstance(end.error, HungError)
+
+
+def test_silence_is_longer_than_what_workers_wait_for_each_other_and_not_much() -> None:
+    """Whoever has nobody that waits for it is missed after ten minutes, where others would be after five."""
+    assert silence_limit(300, begun=True) == 600
+    assert 600 < silence_limit(300, begun=False) < 900
+    assert silence_limit(1, begun=False) > 60, "opening files takes its time, however short blocks are"
+    assert silence_limit(1, begun=True, slowest_s=60) >= 600
+
+
+def test_a_worker_that_does_not_answer_is_asked_once(make_task: Callable[..., RunTask]) -> None:
+    asked: list[Future[int]] = []
+
+    class Silent(Handle):
+        def ask(self, method: str, *args: Any) -> Future[Any]:
+            asked.append(Future())
+            return asked[-1]
+
+    pulse = Pulse([Silent(0)], timeout_s=0.02)
+    for count in (1, 1, 2):
+        time.sleep(0.03)
+        pulse.look()
+        assert len(asked) == count
+        if count == 1 and len(asked) == 1 and pulse.silence_s > 0.05:
+            asked[0].set_exception(PEER)
+    assert not pulse.begun
 
 
 def test_a_task_that_is_over_keeps_no_tensors(make_task: Callable[..., RunTask]) -> None:

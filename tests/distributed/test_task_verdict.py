@@ -6,7 +6,6 @@ import pytest
 
 from wanstream.distributed.peer_errors import HungError, PeerLostError
 from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.task_run import silence_limit
 from wanstream.distributed.task_verdict import TaskVerdict, judge
 from wanstream.distributed.tasks import RunEnded
 from wanstream.plan import OffloadPolicy, Timeline
@@ -66,8 +65,3 @@ def test_a_task_that_all_have_computed_is_ended_even_if_they_were_to_stop() -> N
     for stopped in (False, True):
         end = judge({0: ENDED, 1: ENDED}, killed=(), stopped=stopped)
         assert (end.verdict, end.error, set(end.ended)) == (TaskVerdict.ENDED, None, {0, 1})
-
-
-def test_silence_is_longer_than_any_step_and_than_what_workers_wait_for_each_other() -> None:
-    assert silence_limit(300, None) > silence_limit(300, 100) > 300 + 100
-    assert silence_limit(1, 60) > 600

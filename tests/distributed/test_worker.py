@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import wanstream
+from wanstream.distributed.peer_errors import PeerLostError
 from wanstream.distributed.tasks import Meeting, RunTask, StepTold
+from wanstream.distributed.vae_worker import DecodeTask
 from wanstream.distributed.worker import Worker
 from wanstream.metrics import DeviceError
-from wanstream.plan import ExpertsRef, LoraRef, Mesh
+from wanstream.plan import ExpertsRef, LoraRef, Mesh, PathMap
 from wanstream.sampling import Cancelled, RequestError
 
 MakeTask = Callable[..., RunTask]
@@ -48,6 +50,19 @@ def test_the_second_task_runs_what_it_says(
     for task in (first, reseeded, swapped, other, first):
         assert torch.equal(worker.run(task, ignore).latents, alone(task))
     assert len({alone(task).sum().item() for task in (first, reseeded, swapped, other)}) == 4
+
+
+def test_experts_are_opened_where_the_path_map_says(
+    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: Alone
+) -> None:
+    task = make_task()
+    low = task.experts.low_noise
+    assert low is not None
+    maps = (PathMap(here="/nowhere/high", there=str(task.experts.high_noise)), PathMap(here=str(low), there="/nowhere"))
+    elsewhere = dataclasses.replace(task.experts, high_noise=Path("/nowhere/high"))
+    assert torch.equal(worker.run(make_task(experts=elsewhere, paths=maps), ignore).latents, alone(task))
+    with pytest.raises(ValueError, match="/nowhere/high"):
+        worker.run(make_task(experts=elsewhere), ignore)
 
 
 def test_files_that_were_replaced_are_opened_anew(
@@ -140,14 +155,41 @@ def test_only_the_leader_of_a_cell_tells_latents(worker: Worker, make_task: Make
 
 def test_facts_are_those_of_this_process(worker: Worker, tmp_path: Path) -> None:
     there, gone = tmp_path / "there", tmp_path / "gone"
-    there.touch()
+    there.write_bytes(b"abc")
     facts = worker.facts([str(there), str(gone)])
     assert facts.pid == os.getpid()
     assert facts.missing == (str(gone),)
+    assert facts.sizes == ((str(there), 3),)
+    elsewhere = worker.facts(["/nowhere/there", "/nowhere/gone"], (PathMap(here="/nowhere", there=str(tmp_path)),))
+    assert elsewhere.missing == ("/nowhere/gone",)
     assert (facts.address, facts.device, facts.free_bytes) == ("127.0.0.1", "cpu", None)
     assert (facts.wanstream, facts.torch) == (wanstream.__version__, torch.__version__)
     with socket.socket() as listening:
         listening.bind((facts.address, worker.free_port()))
+
+
+def test_its_pulse_counts_blocks_and_frames(
+    worker: Worker, make_task: MakeTask, tiny_pipeline: Callable[[], Path]
+) -> None:
+    told: list[int] = []
+    worker.run(make_task(), lambda step: told.append(worker.pulse()))
+    assert told == [4, 8, 12, 16], "4 blocks a step"
+    worker.decode_tile(DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=torch.zeros(1, 16, 2, 4, 4)))
+    assert worker.pulse() >= 18, "2 frames"
+
+
+def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(worker: Worker, make_task: MakeTask) -> None:
+    told: list[StepTold] = []
+    here, other = make_task(generation=0), make_task(generation=7)
+    worker.join(place(0, Mesh()))
+    worker.run(here, told.append)
+    with pytest.raises(PeerLostError, match="for meeting 7, but this worker is in meeting 0"):
+        worker.run(other, told.append)
+    worker.leave()
+    with pytest.raises(PeerLostError, match="for meeting 0, but this worker is in none"):
+        worker.run(here, told.append)
+    assert len(told) == 4
+    worker.run(make_task(), ignore)
 
 
 def test_one_run_at_a_time(worker: Worker, make_task: MakeTask) -> None:

@@ -29,17 +29,22 @@ ONE = WorkersRef(count=1, address="in-process")
 class FakeWorker:
     """Answers at once, or never."""
 
-    def __init__(self, pool: FakePool) -> None:
-        self._pool = pool
+    def __init__(self, pool: FakePool, rank: int) -> None:
+        self._pool, self.rank = pool, rank
 
     def ask(self, method: str) -> Future[None]:
         self._pool.said.append(method)
         answer: Future[None] = Future()
+        if self._pool.hangs:
+            return answer
         if self._pool.is_gone:
             answer.set_exception(WorkerLostError("gone", 0))
         else:
             answer.set_result(None)
         return answer
+
+    def kill(self) -> None:
+        self._pool.said.append("kill")
 
 
 class FakePool:
@@ -48,8 +53,9 @@ class FakePool:
     def __init__(self, ref: WorkersRef, device: torch.device) -> None:
         self.ref, self.device = ref, device
         self.said: list[str] = []
-        self.is_gone = False
-        self.workers = [FakeWorker(self) for _ in range(ref.count)]
+        self.is_gone = self.hangs = False
+        self.usable = True
+        self.workers = [FakeWorker(self, rank) for rank in range(ref.count)]
 
     def close(self) -> None:
         self.said.append("end")
@@ -60,6 +66,7 @@ class FakeDriver:
     pool: FakePool
     ref: WorkersRef
     mesh: Mesh
+    former: FakeDriver | None
     is_running: bool = False
 
 
@@ -89,9 +96,11 @@ def test_another_layout_is_another_driver_of_the_same_workers(kept: KeptWorkers,
     two = replace(ONE, count=2)
     sides = kept.get(two, Mesh(cfg=2), CPU)
     stages = kept.get(two, Mesh(stage=2), CPU)
-    patient = kept.get(replace(two, mesh=Mesh(stage=2), restarts=9, goal="many videos"), Mesh(stage=2), CPU)
+    held = {"restarts": 9, "goal": "many videos", "hold_fetches": True}
+    patient = kept.get(replace(two, mesh=Mesh(stage=2), **held), Mesh(stage=2), CPU)
     assert len({id(driver) for driver in (sides, stages, patient)}) == 3
     assert sides.pool is stages.pool is patient.pool
+    assert (sides.former, stages.former, patient.former) == (None, sides, stages)
     assert patient.ref.restarts == 9
     assert (len(started), started[0].said) == (1, [])
 
@@ -104,6 +113,15 @@ def test_another_reference_ends_the_former_workers_first(
     kept.get(other[0], Mesh(), other[1])
     assert [pool.said for pool in started] == [["end"], []]
     assert (started[1].ref, started[1].device) == other
+
+
+def test_workers_that_cannot_be_replaced_any_more_are_started_anew(kept: KeptWorkers, started: list[FakePool]) -> None:
+    """As those of a cluster that has ended."""
+    kept.get(ONE, Mesh(), CPU)
+    started[0].usable = False
+    driver = kept.get(ONE, Mesh(), CPU)
+    assert driver.pool is started[1]
+    assert (started[0].said, len(started)) == (["end"], 2)
 
 
 def test_resting_keeps_them_and_closing_does_not(kept: KeptWorkers, started: list[FakePool]) -> None:
@@ -128,6 +146,23 @@ def test_resting_keeps_them_and_closing_does_not(kept: KeptWorkers, started: lis
     assert len(started) == 2
 
 
+def test_a_worker_that_does_not_give_its_memory_back_is_ended(
+    started: list[FakePool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """ComfyUI asks for it when it loads another model, which must not fail because a worker hangs."""
+
+    def start(ref: WorkersRef, device: torch.device) -> FakePool:
+        started.append(FakePool(ref, device))
+        return started[-1]
+
+    kept = KeptWorkers(start, FakeDriver, rest_s=0.05)
+    kept.get(replace(ONE, count=2), Mesh(cfg=2), CPU)
+    started[0].hangs = True
+    assert kept.rest()
+    assert sorted(started[0].said) == ["close", "close", "kill", "kill"]
+    assert "worker 1 kept its memory for 0.05 s and is ended" in caplog.text
+
+
 def test_a_start_that_fails_leaves_nothing_behind() -> None:
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         raise OSError("the port is taken")
@@ -143,7 +178,7 @@ def test_they_end_with_the_process() -> None:
     code = f"""{SETUP}
 class Pool:
     def close(self): print("ended")
-kept = KeptWorkers(lambda ref, device: Pool(), lambda pool, ref, mesh: None)
+kept = KeptWorkers(lambda ref, device: Pool(), lambda *given: None)
 kept.get(ONE, Mesh(), torch.device("cpu"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

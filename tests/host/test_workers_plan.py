@@ -91,6 +91,27 @@ def test_videos_that_go_separate_ways_are_planned_one_by_one() -> None:
     assert many.reasons == (f"laid out: {propose_mesh(2, a_job(), GPU, links, 4).reason}",)
 
 
+def test_videos_of_a_cell_are_lanes_of_one_pass() -> None:
+    """Two videos without guidance are two lanes, which two sides can share."""
+    both = a_run(WorkersRef(count=4, mesh=Mesh(data=2, cfg=2)), videos=4, job=a_job(4, lanes=1))
+    assert plan_workers(both, nobody).reasons == ()
+    one_each = a_run(WorkersRef(count=4, mesh=Mesh(data=2, cfg=2)), videos=2, job=a_job(2, lanes=1))
+    with pytest.raises(MeshError, match="guidance is 1"):
+        plan_workers(one_each, nobody)
+
+
+@pytest.mark.parametrize(("mesh", "vram_gb"), [(Mesh(data=2), 9.5), (Mesh(data=2, cfg=2), 7)], ids=str)
+def test_a_policy_leaves_room_for_all_videos_of_a_cell(mesh: Mesh, vram_gb: float) -> None:
+    def chosen(videos: int, on: Mesh) -> OffloadPolicy:
+        asked = AutoOffload(budgets=Budgets(vram_bytes=int(vram_gb * 1e9)))
+        return plan_workers(
+            a_run(WorkersRef(count=on.size, mesh=on), videos, job=a_job(videos), asked=asked), lambda: GPU
+        ).policy
+
+    alone = replace(mesh, data=1)
+    assert chosen(16, mesh) == chosen(8, alone) != chosen(1, alone)
+
+
 def test_a_policy_is_chosen_for_the_share_of_one_worker_within_the_budget() -> None:
     def chosen(**budgets: int) -> OffloadPolicy:
         asked = AutoOffload(budgets=Budgets(**budgets))

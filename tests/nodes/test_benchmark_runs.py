@@ -18,7 +18,16 @@ from wanstream.metrics.report import Report
 from wanstream.nodes.benchmark_runs import Benchmark, measure, named_runs
 from wanstream.nodes.sampler_run import SamplerRun
 from wanstream.offload import NoRamError
-from wanstream.plan import AutoOffload, DoesNotFitError, Mesh, OffloadPolicy, StepRecord, Timeline, WorkersRef
+from wanstream.plan import (
+    AutoOffload,
+    DoesNotFitError,
+    Mesh,
+    MeshError,
+    OffloadPolicy,
+    StepRecord,
+    Timeline,
+    WorkersRef,
+)
 from wanstream.plan.trial_matrix import MatrixError, TrialMatrix
 from wanstream.plan.version import VERSION
 from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
@@ -84,7 +93,10 @@ def _no_state() -> RunState:
 class Experts:
     """Runs nothing, keeps what it was asked for, and fails where `fails` says so."""
 
-    def __init__(self, fails: Callable[[OffloadPolicy], Exception | None] = lambda policy: None) -> None:
+    def __init__(
+        self, fails: Callable[[OffloadPolicy], Exception | None] = lambda policy: None, *, parts: int = 1
+    ) -> None:
+        self._parts = parts
         self.asked: list[tuple[ExpertsRef, int, OffloadPolicy | AutoOffload]] = []
         self.traces: set[Path | None] = set()
         self.workers: set[WorkersRef | None] = set()
@@ -107,8 +119,9 @@ class Experts:
         self.traces.add(traces)
         self.workers.add(workers)
         made = result(request, seconds=len(self.asked))
-        for done, record in enumerate(made.timeline.steps, start=1):
-            total = len(made.timeline.steps)
+        told = [record for record in made.timeline.steps for _ in range(self._parts)]
+        for done, record in enumerate(told, start=1):
+            total = len(told)
             on_step(StepProgress(record=record, done=done, total=total, denoised=LATENTS, state=_no_state))
         if (error := self._fails(asked)) is not None:
             raise error
@@ -211,7 +224,15 @@ def test_the_report_is_kept_before_the_first_run_and_after_each(progress: list[N
     assert steps == [(done, 16) for done in range(1, 17)]
 
 
-@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, DoesNotFitError, NoRamError, WorkerFailedError, GivenUpError])
+def test_steps_that_workers_tell_once_for_each_part_are_counted_once(progress: list[NodeProgress]) -> None:
+    measured(benchmark(matrix=("", "1, 2", ""), repeats=1), Experts(parts=3))
+    steps = [(told.done, told.total) for told in progress if told.total != 1]
+    assert steps == [(done, 8) for done in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.OutOfMemoryError, DoesNotFitError, NoRamError, MeshError, WorkerFailedError, GivenUpError]
+)
 def test_a_variant_without_room_or_without_its_workers_is_noted_and_the_others_go_on(
     kind: type[Exception], progress: list[NodeProgress]
 ) -> None:

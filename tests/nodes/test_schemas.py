@@ -26,7 +26,8 @@ SNAPSHOT = {
         "WANSTREAM_POLICY",
     ),
     "WanStreamWorkers": (
-        "count layout data stage cfg ring ulysses address weights threads path_map beyond_loopback restarts timeout_s",
+        "count layout data stage cfg ring ulysses address weights threads path_map beyond_loopback restarts timeout_s "
+        "hold_fetches",
         "WANSTREAM_WORKERS",
     ),
     "WanStreamTextEncode": ("text_encoder positive negative", "CONDITIONING CONDITIONING"),

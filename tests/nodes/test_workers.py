@@ -19,7 +19,7 @@ def test_as_it_is_it_names_two_workers_that_the_planner_lays_out() -> None:
 def test_every_setting_reaches_the_value() -> None:
     set_below = {"layout": "as set below", "count": 8, "data": 2, "cfg": 2, "ulysses": 2}
     place = {"address": " 10.0.0.7:6379 ", "beyond_loopback": True, "path_map": "/a -> /b", "weights": "sharded"}
-    life = {"threads": 3, "restarts": 0, "timeout_s": 60.0}
+    life = {"threads": 3, "restarts": 0, "timeout_s": 60.0, "hold_fetches": True}
     assert workers_ref(gpus=1, **{**AS_IT_IS, **set_below, **place, **life}) == WorkersRef(
         count=8,
         mesh=Mesh(data=2, cfg=2, ulysses=2),
@@ -30,6 +30,7 @@ def test_every_setting_reaches_the_value() -> None:
         beyond_loopback=True,
         restarts=0,
         timeout_s=60.0,
+        hold_fetches=True,
     )
 
 
@@ -70,7 +71,7 @@ def test_what_cannot_be_is_refused_before_the_run_and_in_it(
     assert str(raised.value) == refused
 
 
-NOT_ASKED = ("weights", "threads", "restarts", "timeout_s")
+NOT_ASKED = ("weights", "threads", "restarts", "timeout_s", "hold_fetches")
 
 
 @pytest.mark.parametrize("linked", ["count", "layout", "address", "ulysses"])

@@ -1,0 +1,116 @@
+"""Drives workers of a cluster from one of its machines, as it is told line by line: `machine_driver.py MODELS`.
+
+A line of the input is `["run", {...}]`: a function below and what it is given. Lines of the output are what it says
+meanwhile, then `{"answer": ...}`, or `{"error": ..., "says": ...}` for an error that a user would see.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wanstream.distributed.driver import Driver
+from wanstream.distributed.ray_pool import RayPool
+from wanstream.plan import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from wanstream.plan.workers_text import path_maps
+from wanstream.sampling import DenoiseRequest, StepProgress, denoise
+from wanstream.sampling.trials import tensor_digest
+from wanstream.wan.registry import ExpertsRegistry
+
+STORE_BYTES = 128 << 20
+models = Path(sys.argv[1])
+experts = ExpertsRef(high_noise=models / "high", low_noise=models / "low", compute_dtype="float32")
+policy = OffloadPolicy.layerwise(1)
+held: dict[str, Any] = {}
+
+
+def say(**told: Any) -> None:
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def request(videos: int, steps: int) -> DenoiseRequest:
+    return DenoiseRequest(
+        noise=normal(videos, 16, 2, 8, 8, seed=10),
+        positive=normal(1, 7, 4096, seed=11),
+        negative=normal(1, 5, 4096, seed=12),
+        steps=steps,
+        switch_step=steps // 2,
+        flow_shift=5.0,
+        solver="unipc",
+        guidance=(4.0, 3.0),
+    )
+
+
+def begin(count: int, address: str, **settings: Any) -> dict[str, Any]:
+    """Start workers; where they are."""
+    end()
+    held["ref"] = WorkersRef(count=count, address=address, threads=1, timeout_s=60.0, **settings)
+    held["pool"] = RayPool(held["ref"], store_bytes=STORE_BYTES)
+    return {"nodes": nodes(), "addresses": [worker.started.facts.address for worker in held["pool"].workers]}
+
+
+def end() -> None:
+    """End the workers, if there are any."""
+    if "pool" in held:
+        held.pop("pool").close()
+
+
+def nodes() -> list[str]:
+    """The machine of each worker."""
+    return [worker.started.facts.node for worker in held["pool"].workers]
+
+
+def alone(videos: int, steps: int) -> dict[str, Any]:
+    """What one process makes, without workers."""
+    registry = ExpertsRegistry()
+    held["alone"] = denoise(registry.get(experts), request(videos, steps), policy=policy, device="cpu").latents
+    registry.free()
+    return {"digest": tensor_digest(held["alone"])}
+
+
+def run(mesh: dict[str, int], videos: int, steps: int, path_map: str) -> dict[str, Any]:
+    """Compute with the workers, and compare with what `alone` made; says every step."""
+    began, ref = time.monotonic(), replace(held["ref"], paths=path_maps(path_map))
+
+    def on_step(step: StepProgress) -> None:
+        say(step=step.done, of=step.total, at_s=round(time.monotonic() - began, 2))
+
+    ran = Driver(held["pool"], ref, Mesh(**mesh)).denoise(experts, request(videos, steps), policy, on_step)
+    wanted = held["alone"]
+    return {
+        "digest": tensor_digest(ran.latents),
+        "difference": ((ran.latents - wanted).norm() / wanted.norm()).item(),
+        "nodes": nodes(),
+        "ranks": sorted(ran.timelines),
+        "gathered_bytes": ran.gathered_bytes,
+        "restarts": ran.restarts,
+        "changes": list(ran.timeline.changes),
+        "wall_s": round(time.monotonic() - began, 2),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    jobs = {job.__name__: job for job in (begin, alone, run)}
+    for line in sys.stdin:
+        name, given = json.loads(line)
+        try:
+            say(answer=jobs[name](**given))
+        except (ValueError, OSError, RuntimeError) as err:
+            say(error=type(err).__name__, says=str(err))
+    end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A process on a network of its own, with a Ray that other machines would reach there: `ray_exposed.py FOLDER`.
+
+Prints as JSON what is said to those who take it for their workers. It is started in a network namespace, so that
+nothing of it is seen outside.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from wanstream.distributed.ray_errors import RaySetupError
+from wanstream.distributed.ray_pool import RayPool
+from wanstream.plan import WorkersRef
+
+ADDRESS, PORT = "198.18.9.1", 6379
+LIMIT_S = 120
+
+
+def lay_network() -> None:
+    """The only device there is, with one address that is none of loopback's."""
+    for words in ("link set lo up", f"addr add {ADDRESS}/32 dev lo"):
+        subprocess.run(["ip", *words.split()], check=True)
+
+
+def start_ray(folder: Path) -> None:
+    program = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head"]
+    place = ["--node-ip-address", ADDRESS, "--port", str(PORT), "--temp-dir", str(folder)]
+    small = ["--num-cpus", "1", "--num-gpus", "0", "--object-store-memory", str(100 << 20)]
+    plain = ["--include-dashboard=false", "--disable-usage-stats"]
+    subprocess.run([*program, *place, *small, *plain], check=True, stdout=sys.stderr, timeout=LIMIT_S)
+
+
+def refusal(**changes: object) -> str:
+    try:
+        RayPool(WorkersRef(count=1, threads=1, **changes)).close()
+    except RaySetupError as err:
+        return str(err)
+    return ""
+
+
+def main(folder: Path) -> dict[str, str]:
+    lay_network()
+    start_ray(folder)
+    return {
+        "without a token": refusal(address=f"{ADDRESS}:{PORT}", beyond_loopback=True),
+        "by way of loopback": refusal(address=f"127.0.0.1:{PORT}"),
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(Path(sys.argv[1]))) + "\n")

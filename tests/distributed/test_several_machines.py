@@ -1,0 +1,213 @@
+"""A cluster of two machines and a third that joins it, made of namespaces of Linux: what their workers compute, and
+what a machine that is switched off costs.
+
+The first machine has the driver, Ray's server and places for two workers, as the others have. Models lie elsewhere on
+these. Ray asks for a token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+LIMIT_S = 240.0
+PORT = 6379
+PLACES = ("/srv", "/media", "/media")
+MAP = "/srv -> /media"
+HEADS = 4
+WORKERS = 4
+SAME = 1e-6
+RAY_START = ("start", "--num-cpus", "1", "--num-gpus", "0", "--object-store-memory", str(128 << 20), "--block")
+
+
+class RefusedError(Exception):
+    """What the driver was told to do ended in an error that a user would see."""
+
+
+class Program:
+    """A program on a machine; its lines are read as they come."""
+
+    def __init__(self, machine: Any, command: Sequence[str], **environment: str) -> None:
+        kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+        given = {**kept, "HOME": "/tmp/home", "OMP_NUM_THREADS": "1", **environment}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self._process = machine.start(command, given, **pipes)
+        self._lines = queue.SimpleQueue[str]()
+        self.said: list[str] = []
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def wait_for(self, words: str) -> None:
+        """Until a line has them."""
+        while words not in self._next():
+            pass
+
+    def ask(self, job: str, on_step: Callable[[int], None] = lambda step: None, **given: Any) -> Any:
+        """Let `machine_driver.py` do a job; raises RefusedError."""
+        self._process.stdin.write(json.dumps([job, given]) + "\n")
+        self._process.stdin.flush()
+        while True:
+            line = self._next()
+            told = json.loads(line) if line.startswith("{") else {}
+            if "step" in told:
+                on_step(told["step"])
+            if "error" in told:
+                raise RefusedError(f"{told['error']}: {told['says']}")
+            if "answer" in told:
+                return told["answer"]
+
+    def end(self) -> None:
+        """Close its input, at which it ends, and wait. One whose machine has ended is gone already."""
+        self._process.stdin.close()
+        try:
+            self._process.wait(LIMIT_S)
+        finally:
+            self._process.kill()
+            self._process.wait(LIMIT_S)
+            self._reading.join(LIMIT_S)
+            self._process.stdout.close()
+
+    def _next(self) -> str:
+        try:
+            line = self._lines.get(timeout=LIMIT_S)
+        except queue.Empty:
+            pytest.fail(f"nothing for {LIMIT_S:g} s after:\n{''.join(self.said[-40:])}")
+        if not line:
+            pytest.fail(f"it ended after:\n{''.join(self.said[-40:])}")
+        self.said.append(line)
+        return line
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+
+@pytest.fixture(scope="module")
+def machines(
+    namespaces: ModuleType, tiny_expert_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    if why := namespaces.refusal():
+        pytest.skip(f"no machines can be made here: {why}")
+    folder = tmp_path_factory.mktemp("machines")
+    with namespaces.Machines(folder, PLACES) as every:
+        for machine in every:
+            for seed, name in enumerate(("high", "low"), 1):
+                shutil.copytree(tiny_expert_folder(seed=seed, heads=HEADS), folder / machine.name / "models" / name)
+            machine.write("home/.ray/auth_token", "ab" * 32)
+        yield every
+
+
+@pytest.fixture(scope="module")
+def join(machines: Any) -> Iterator[Callable[[int], str]]:
+    """`join(number)`: that machine joins the cluster of the first one; the address of the cluster."""
+    head = f"{machines[0].address}:{PORT}"
+    started: list[Program] = []
+
+    def start(number: int) -> str:
+        first = ("--head", "--port", str(PORT), "--include-dashboard", "false", "--disable-usage-stats")
+        where = ("--address", head) if number else first
+        command = [str(Path(sys.executable).with_name("ray")), *RAY_START, *where]
+        machine = machines[number]
+        started.append(Program(machine, [*command, "--node-ip-address", machine.address], RAY_AUTH_MODE="token"))
+        started[-1].wait_for("Ray runtime started.")
+        return head
+
+    yield start
+    for machine in machines:
+        machine.end()
+    for program in started:
+        program.end()
+
+
+@pytest.fixture(scope="module")
+def address(join: Callable[[int], str]) -> str:
+    """Of a cluster of the first two machines."""
+    join(0)
+    return join(1)
+
+
+@pytest.fixture(scope="module")
+def driver(machines: Any, address: str) -> Iterator[Program]:
+    """With four workers, two on the first machine and two on another."""
+    command = [sys.executable, str(HERE / "machine_driver.py"), str(machines[0].models)]
+    program = Program(machines[0], command, RAY_AUTH_MODE="token")
+    yield program
+    program.end()
+
+
+@pytest.fixture(scope="module")
+def begun(driver: Program, address: str) -> Any:
+    return driver.ask("begin", count=WORKERS, address=address, beyond_loopback=True)
+
+
+def test_workers_are_on_two_machines_and_listen_there(begun: Any, machines: Any) -> None:
+    one, other = begun["nodes"][::2]
+    assert begun["nodes"] == [one, one, other, other], "ranks of a machine follow each other"
+    assert {one, other} == {"machine-0", "machine-1"}
+    at = {machine.name: machine.address for machine in machines}
+    assert begun["addresses"] == [at[name] for name in begun["nodes"]]
+
+
+def test_what_is_missing_is_told_with_its_machine(begun: Any, driver: Program) -> None:
+    with pytest.raises(RefusedError, match=r"^MissingPathError: /srv/high is not there on machine-1; /srv/low is not"):
+        driver.ask("run", mesh={"data": 2, "stage": 2}, videos=1, steps=2, path_map="")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "crosses"),
+    [
+        ({"data": 4}, False),
+        ({"data": 2, "stage": 2}, False),
+        ({"cfg": 2, "ulysses": 2}, True),
+        ({"ulysses": 4}, True),
+        ({"data": 2, "cfg": 2}, True),
+    ],
+    ids=str,
+)
+def test_several_machines_make_what_one_worker_makes(
+    mesh: dict[str, int], crosses: bool, begun: Any, driver: Program
+) -> None:
+    alone = driver.ask("alone", videos=4, steps=4)
+    ran = driver.ask("run", mesh=mesh, videos=4, steps=4, path_map=MAP)
+    if "ulysses" in mesh:
+        assert ran["difference"] <= SAME
+    else:
+        assert ran["digest"] == alone["digest"]
+    assert ran["ranks"] == list(range(WORKERS))
+    assert (ran["gathered_bytes"] > 0) == crosses
+    assert ran["restarts"] == 0
+
+
+def test_a_machine_that_is_switched_off_is_made_good_by_another(
+    begun: Any, machines: Any, driver: Program, join: Callable[[int], str]
+) -> None:
+    join(2)
+    driver.ask("alone", videos=1, steps=8)
+    ran = driver.ask(
+        "run",
+        mesh={"cfg": 2, "ulysses": 2},
+        videos=1,
+        steps=8,
+        path_map=MAP,
+        on_step=lambda step: machines[1].end() if step == 3 else None,
+    )
+    assert ran["difference"] <= SAME
+    assert ran["restarts"] == 1
+    assert "its video goes on from step" in ran["changes"][0]
+    assert ran["nodes"] == [{"machine-1": "machine-2"}.get(node, node) for node in begun["nodes"]]
