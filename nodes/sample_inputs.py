@@ -63,8 +63,9 @@ def _step_inputs() -> list[io.Input]:
             "solver",
             options=list(SOLVERS),
             default="unipc",
-            tooltip="The rule of a step. unipc: second order, needs fewer steps. euler: first order, for distilled "
-            "LoRAs. Neither costs time worth naming.",
+            tooltip="The rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
+            "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. None costs time worth "
+            "naming.",
         ),
         io.Combo.Input(
             "schedule",

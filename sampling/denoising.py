@@ -17,6 +17,7 @@ from ..wan import ExpertEngine, forward_lanes
 from .errors import NonFiniteLatentError
 from .lanes import LaneInputs, cancellable, foretell
 from .mask import KeptPart
+from .noise import step_seeds
 from .request import DenoiseRequest
 from .run_policy import Revise, RunPolicy
 from .run_state import RunState, own_steps
@@ -79,7 +80,8 @@ class Denoising:
         self._recorder = recorder
         self._inputs = LaneInputs(request, place)
         self._kept = _kept_part(request, place)
-        self._solver = make_solver(request.solver, self.course.schedule, request.start_step)
+        seeds = step_seeds(request.noise, request.latent)
+        self._solver = make_solver(request.solver, self.course.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
             self.latents = _starting_latents(request, self.course.start_sigma).to(place)
         else:

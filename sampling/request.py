@@ -75,7 +75,7 @@ class DenoiseRequest:
     steps: int | None = None
     """Steps of the whole schedule; None: 40, or what `sigmas` make."""
     solver: str = "unipc"
-    """One of `SOLVERS`: "euler" or "unipc"."""
+    """One of `SOLVERS`: "euler", "unipc", "dpm++" or "lcm"."""
     schedule: str = "wan"
     """One of `SCHEDULES`: "simple" (ComfyUI's) or "wan" (diffusers'); not used where `sigmas` are given."""
     sigmas: Sequence[float] | torch.Tensor | None = None
