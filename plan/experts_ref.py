@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 Storage = Literal["as stored", "fp8"]
 """In which form blocks are kept on their way to the model."""
+
+Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "xformers"]
+"""Whose kernel computes attention: "default" leaves it to diffusers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,3 +36,11 @@ class ExpertsRef:
     compute_dtype: str = "bfloat16"
     storage: Storage = "as stored"
     loras: tuple[LoraRef, ...] = ()
+    attention: Attention = "default"
+    compile: bool = False
+    """Whether the blocks are compiled (`torch.compile`)."""
+
+    @property
+    def opened(self) -> ExpertsRef:
+        """What of it is opened: the same without all that another run may change while the experts stay open."""
+        return replace(self, loras=(), attention="default", compile=False)
