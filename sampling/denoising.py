@@ -12,6 +12,7 @@ import torch
 
 from ..metrics import Recorder
 from ..offload.attach import OffloadRun
+from ..offload.shortage import forget, is_out_of_memory
 from ..plan import StepRecord, Timeline, step_visits
 from ..wan import ExpertEngine, forward_lanes
 from .errors import NonFiniteLatentError
@@ -22,7 +23,6 @@ from .request import DenoiseRequest
 from .run_policy import Revise, RunPolicy
 from .run_state import RunState, own_steps
 from .schedules import PURE_NOISE
-from .shortage import forget, is_out_of_memory
 from .solvers import Solver, make_solver
 from .split import Part
 

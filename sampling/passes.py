@@ -21,12 +21,12 @@ import torch
 
 from ..metrics import Recorder
 from ..offload.attach import OffloadRun
+from ..offload.shortage import forget, is_out_of_memory
 from ..plan import step_visits
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..wan import ExpertEngine, Lane, forward_lanes
 from .lanes import cancellable
 from .run_policy import Revise, RunPolicy
-from .shortage import forget, is_out_of_memory
 
 AHEAD = 8
 """Calls of one expert that are expected where nothing is predicted; what they fetch in vain is the prefetch depth."""
