@@ -124,9 +124,9 @@ def _free_bytes(groups: Groups, pair: ExpertPair, request: DenoiseRequest, polic
 
 def taken_bytes(groups: Groups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
     """Memory of the device that this worker takes for its share of a run, with whole weights."""
-    shape, guided = request.noise.shape, any(scale != 1 for scale in request.guidance)
-    share = groups.split().share
-    working = working_bytes(pair, shape, guided=guided, chunk_tokens=policy.chunk_tokens, share=share)
+    shape, share = request.noise.shape, groups.split().share
+    chunk, cache = policy.chunk_tokens, request.cache
+    working = working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, share=share, cache=cache)
     return pair.device_bytes(policy, device=groups.device) + working
 
 

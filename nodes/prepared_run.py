@@ -54,8 +54,10 @@ def prepare_here(
 ) -> PreparedRun:
     """A run on the host's device; the host's Cancel ends it before the next block."""
     choice = host.choose_policy(ref, asked, job)
-    guided = any(scale != 1 for scale in request.guidance)
-    needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=choice.policy.chunk_tokens)
+    chunk = choice.policy.chunk_tokens
+    needed = working_bytes(
+        pair, request.noise.shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache
+    )
     pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
     check_room(pair, request, policy, device)
     machine = host.known_machine(ref, job.expert)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -59,6 +60,21 @@ def check_course(steps: int, *, start_step: int, switch_step: int | None, end_st
         raise RequestError(f"start step {start_step} of {steps} steps{cut}: give 0 to {min(steps, end_step) - 1}")
     if switch_step is not None and not 0 <= switch_step <= steps:
         raise RequestError(f"switch step {switch_step} of {steps} steps: give 0 to {steps}")
+
+
+def check_guidance(guidance: tuple[float, float], of_steps: Sequence[float] | None, *, steps: int) -> None:
+    """Refuse CFG scales that are not two numbers, or not one for each of the first of `steps` steps."""
+    is_pair = not isinstance(guidance, int | float) and len(guidance) == 2
+    if not is_pair or not all(math.isfinite(scale) for scale in guidance):
+        raise RequestError(f"guidance {guidance}: give two numbers, for the high and the low expert")
+    if of_steps is None:
+        return
+    if not of_steps or not all(math.isfinite(scale) for scale in of_steps):
+        raise RequestError(f"guidance_steps {tuple(of_steps)}: give a number for each step, the last one for the rest")
+    if len(of_steps) > steps:
+        raise RequestError(
+            f"guidance_steps has {len(of_steps)} numbers for {steps} steps: leave out the last {len(of_steps) - steps}"
+        )
 
 
 def check_noise(noise: torch.Tensor) -> None:

@@ -112,8 +112,15 @@ def _denoise(
 ) -> DenoiseResult:
     check_channels(request, pair.in_channels)
     place = compute_device(device)
-    guided = any(scale != 1 for scale in request.guidance)
-    going = RunPolicy(pair, policy, place, shape=request.noise.shape, guided=guided, split=part.split)
+    going = RunPolicy(
+        pair,
+        policy,
+        place,
+        shape=request.noise.shape,
+        guided=request.guided,
+        split=part.split,
+        cache=request.cache,
+    )
     with torch.inference_mode():
         recorder = Recorder(place, observe=observe or Observe.asked(os.environ))
         denoising = Denoising(request, part, going, recorder, callbacks)

@@ -130,7 +130,8 @@ class Denoising:
     def _foretell(self, engine: ExpertEngine) -> None:
         """Tell the engine all timesteps and texts of this request, those of steps taken too: the next may be equal."""
         timesteps = self.course.schedule.timesteps
-        guided = {expert: self._request.guidance_of(expert) != 1 for _, expert in self._steps}
+        with_negative = {expert for step, expert in self._steps if self.course.guidance[step] != 1}
+        guided = {expert: expert in with_negative for _, expert in self._steps}
         foretell(engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided)
 
     def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
@@ -145,18 +146,39 @@ class Denoising:
     def _count_outer_bytes(self, engine: ExpertEngine, before: int) -> None:
         self._recorder.outer_bytes += engine.outer_bytes - before
 
-    def _take(self, engine: ExpertEngine, run: OffloadRun) -> _Taken:
+    def _lane_counts(self) -> dict[int, tuple[str, int]]:
+        """The expert of each step, and how many lanes it has."""
+        batch, guidance = self._request.batch, self.course.guidance
+        return {step: (expert, batch * (2 if guidance[step] != 1 else 1)) for step, expert in self._steps}
+
+    def _velocities(
+        self, engine: ExpertEngine, runs: StepRuns, lanes: Sequence[Lane], timestep: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What the expert of the next step makes of each lane; or of some, and of what it made before."""
+        step, expert = self._steps[self._done]
+        visit = cancellable(partial(runs.visit, step, expert), step, self._callbacks.should_stop)
+        model = engine.models[expert]
+        shortcut = None if self._cache is None else self._cache.begin(step, expert, len(lanes), model)
+        compute = partial(forward_lanes, model, timestep=timestep, visit=visit, shortcut=shortcut)
+        velocities = self._split.forward(lanes, compute)
+        if shortcut is not None:
+            blocks = engine.block_counts[expert]
+            if shortcut.leaves_rest:
+                runs.leave_step()
+            skipped = blocks if shortcut.whole else blocks - 1 if shortcut.leaves_rest else 0
+            self._recorder.cached(lanes=shortcut.cached_lanes, visits=skipped)
+        return velocities
+
+    def _take(self, engine: ExpertEngine, runs: StepRuns) -> _Taken:
         """Compute the next step and leave everything as it is."""
         step, expert = self._steps[self._done]
-        schedule, guidance = self.course.schedule, self._request.guidance_of(expert)
+        schedule, guidance = self.course.schedule, self.course.guidance[step]
         sigma, latents, solver = schedule.sigmas[step], self.latents, self._solver.copy()
         with self._recorder.step(step, expert, sigma):
             timestep = torch.tensor([schedule.timesteps[step]])
             shown = latents if self._kept is None else self._kept.shown(latents, sigma)
             lanes = self._inputs.lanes(shown, with_negative=guidance != 1)
-            visit = cancellable(partial(run.visit, step, expert), step, self._callbacks.should_stop)
-            compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit)
-            velocity = _guided(self._split.forward(lanes, compute), guidance)
+            velocity = _guided(self._velocities(engine, runs, lanes, timestep), guidance)
             denoised = shown - sigma * velocity
             if self._kept is not None:
                 denoised = self._kept.ended(denoised)

@@ -29,12 +29,11 @@ def joined(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
     for number, other in enumerate(others, 2):
         _check_fits(number, _traits(other), _traits(first))
     batches = [request.batch for request in requests]
-    guided = any(scale != 1 for scale in first.guidance)
     return replace(
         first,
         noise=torch.cat([request.noise for request in requests]),
         positive=_texts([request.positive for request in requests], batches),
-        negative=_texts([request.negative for request in requests], batches) if guided else None,
+        negative=_texts([request.negative for request in requests], batches) if first.guided else None,
         image_condition=_stacked([request.image_condition for request in requests], batches),
         latent=_stacked([request.latent for request in requests], batches),
         mask=_stacked([request.mask for request in requests], batches),
@@ -66,6 +65,7 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
         **{f"sigma before step {step}": sigma for step, sigma in enumerate(course.schedule.sigmas)},
         **{f"timestep of step {step}": time for step, time in enumerate(course.schedule.timesteps)},
         **{name: "none" if tensor is None else "given" for name, tensor in given.items()},
+        **{f"guidance of step {step}": course.guidance[step] for step in course.steps},
     }
 
 

@@ -38,11 +38,10 @@ def check_room(
         return
     smallest, chunk = _smallest(pair, policy, tokens_of(request.noise.shape), device)
     weights = pair.device_bytes(smallest, device=device)
-    guided = any(scale != 1 for scale in request.guidance)
 
     def needed(samples: int) -> int:
         shape = (samples, *request.noise.shape[1:])
-        return working_bytes(pair, shape, guided=guided, chunk_tokens=chunk)
+        return working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
 
     room = (_free(pair, device) if free is None else free) - weights
     fitting = next(count for count in range(request.batch, -1, -1) if count == 0 or needed(count) <= room)

@@ -17,9 +17,17 @@ from .working_bytes import tokens_of
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
     """The job of `request`, computed on `device`."""
     course = request.course()
-    guided = {expert: request.guidance_of(expert) != 1 for expert in ("high", "low")}
     experts = [course.experts[step] for step in course.steps]
+    guided = {expert: _guided(request, expert) for expert in ("high", "low")}
     return offload_job(pair, request.noise.shape, device, experts_of_steps=experts, guided=guided)
+
+
+def _guided(request: DenoiseRequest, expert: str) -> bool:
+    """Whether a step of this expert may have negative lanes."""
+    if request.guidance_steps is None:
+        return request.guidance_of(expert) != 1
+    course = request.course()
+    return any(course.guidance[step] != 1 for step in course.steps if course.experts[step] == expert)
 
 
 def offload_job(
@@ -43,7 +51,7 @@ def offload_job(
             in_channels=config.in_channels,
         ),
         tokens=tokens_of(shape),
-        lanes={expert: shape[0] * (2 if negative else 1) for expert, negative in guided.items()},
+        lanes={expert: shape[0] * (2 if guided[expert] else 1) for expert in pair.block_counts},
         experts_of_steps=tuple(experts_of_steps),
         stored_bytes=pair.stored_bytes,
         file_bytes=pair.file_bytes,

@@ -5,7 +5,6 @@ Latents, noise and image condition are in the model's normalised space (see `wan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,8 @@ from .checks import (
     Texts,
     check_course,
     check_latent,
+    check_guidance,
+    check_image_embedding,
     check_noise,
     check_start,
     check_texts,
@@ -29,12 +30,14 @@ from .solvers import SOLVERS
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """The steps of a run: noise levels, and the expert that takes each step."""
+    """The steps of a run: noise levels, and the expert and the guidance of each step."""
 
     schedule: Schedule
     experts: tuple[str, ...]
     """Of every step of the schedule: "high" or "low"."""
     start_step: int
+    guidance: tuple[float, ...]
+    """CFG scale of every step of the schedule."""
 
     @property
     def start_sigma(self) -> float:
@@ -99,6 +102,12 @@ class DenoiseRequest:
     latent_sigma: float | None = None
     """Noise level at which another run left `latent`, where that is known; a run that does not fit is refused."""
 
+    image_embedding: torch.Tensor | None = None
+    """[1 or B, N, 1280]: what CLIP sees in the start image, for a model with an image branch (Wan2.1 I2V)."""
+    guidance_steps: tuple[float, ...] | None = None
+    """CFG scale of each step of the schedule, which wins over `guidance`; the last one holds for all after it."""
+    cache: CacheSettings | None = None
+    """What steps may take over from the ones before; None: every step computes all of its blocks."""
     def __post_init__(self) -> None:
         check_noise(self.noise)
         check_texts("positive", self.positive, self.batch)
@@ -112,7 +121,13 @@ class DenoiseRequest:
             check_latent("latent", self.latent, self.noise, (LATENT_CHANNELS,), (self.batch,))
         if self.mask is not None:
             check_latent("mask", self.mask, self.noise, (1, LATENT_CHANNELS), (1, self.batch))
-        self._check_guidance()
+        if self.image_embedding is not None:
+            check_image_embedding(self.image_embedding, self.batch)
+        check_guidance(self.guidance, self.guidance_steps, steps=self._schedule().steps)
+        if self.negative is None and self.guided:
+            remedy = "set guidance to (1, 1)" if self.guidance_steps is None else "give guidance_steps of 1 only"
+            scales = self.guidance_steps or self.guidance
+            raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
         if self.solver not in SOLVERS:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
         check_start(
@@ -137,6 +152,11 @@ class DenoiseRequest:
         """Noise levels and experts of the steps."""
         schedule = self._schedule()
         end = schedule.steps if self.end_step is None else self.end_step
+    @property
+    def guided(self) -> bool:
+        """Whether a step may have negative lanes."""
+        return any(scale != 1 for scale in self.guidance_steps or self.guidance)
+
         check_course(schedule.steps, start_step=self.start_step, switch_step=self.switch_step, end_step=end)
         switch = self._switch(schedule)
         experts = ("high",) * switch + ("low",) * (schedule.steps - switch)
@@ -147,9 +167,15 @@ class DenoiseRequest:
         )
 
     def _schedule(self) -> Schedule:
+            guidance=tuple(self._scale(step, expert) for step, expert in enumerate(experts[:end])),
         if self.sigmas is None:
             return make_schedule(self.schedule, 40 if self.steps is None else self.steps, self.flow_shift)
         schedule = explicit_schedule(self.sigmas)
+    def _scale(self, step: int, expert: str) -> float:
+        if self.guidance_steps is None:
+            return self.guidance_of(expert)
+        return self.guidance_steps[min(step, len(self.guidance_steps) - 1)]
+
         if self.steps not in (None, schedule.steps):
             raise RequestError(
                 f"{schedule.steps + 1} sigmas make {schedule.steps} steps, not {self.steps}: leave steps out"
@@ -164,13 +190,6 @@ class DenoiseRequest:
         if self.switch_step is None:
             return split_at_boundary(schedule.timesteps, self.boundary_ratio)
         return self.switch_step
-
-    def _check_guidance(self) -> None:
-        is_pair = not isinstance(self.guidance, int | float) and len(self.guidance) == 2
-        if not is_pair or not all(math.isfinite(scale) for scale in self.guidance):
-            raise RequestError(f"guidance {self.guidance}: give two numbers, for the high and the low expert")
-        if self.negative is None and any(scale != 1 for scale in self.guidance):
-            raise RequestError(f"guidance {self.guidance} needs a negative text: give one, or set guidance to (1, 1)")
 
 
 def check_channels(request: DenoiseRequest, in_channels: int) -> None:

@@ -114,7 +114,6 @@ def request_words(request: DenoiseRequest) -> dict[str, str]:
     _, _, frames, height, width = request.noise.shape
     course = request.course()
     taken = [course.experts[step] for step in course.steps]
-    high, low = (request.guidance_of(expert) for expert in ("high", "low"))
     levels = f"{request.schedule}, flow shift {request.flow_shift:g}" if request.sigmas is None else "from another node"
     return {
         "Size": f"{width * PIXELS_PER_LATENT}x{height * PIXELS_PER_LATENT}, {_frames(frames)} frames",
@@ -122,8 +121,15 @@ def request_words(request: DenoiseRequest) -> dict[str, str]:
         "Steps": f"{len(taken)}: {taken.count('high')} high-noise, {taken.count('low')} low-noise",
         "Solver": request.solver,
         "Sigmas": levels,
-        "Guidance": f"{high:g} high-noise, {low:g} low-noise",
+        "Guidance": _guidance(request),
     }
+
+
+def _guidance(request: DenoiseRequest) -> str:
+    if request.guidance_steps is not None:
+        return ", ".join(f"{scale:g}" for scale in request.guidance_steps) + ", step by step"
+    high, low = request.guidance
+    return f"{high:g} high-noise, {low:g} low-noise"
 
 
 def _frames(latent_frames: int) -> int:

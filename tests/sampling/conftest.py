@@ -15,7 +15,8 @@ from wanstream.metrics import Recorder
 from wanstream.offload.attach import OffloadRun
 from wanstream.plan import OffloadPolicy, Visit
 from wanstream.sampling import DenoiseRequest, make_solver
-from wanstream.wan import ExpertPair, open_experts
+from wanstream.sampling.noise import step_seeds
+from wanstream.wan import ExpertPair, open_experts, open_one_expert
 from wanstream.wan.expert_engine import ExpertEngine
 
 SHAPE = (1, 16, 2, 4, 6)
@@ -89,11 +90,12 @@ def plain_denoise() -> Callable[[Models, DenoiseRequest], torch.Tensor]:
         latents = request.noise
         if request.latent is not None:
             latents = first * request.noise + (1 - first) * request.latent
-        solver = make_solver(request.solver, course.schedule, request.start_step)
+        seeds = step_seeds(request.noise, request.latent)
+        solver = make_solver(request.solver, course.schedule, request.start_step, seeds=seeds)
         for step in course.steps:
             expert, time = course.experts[step], course.schedule.timesteps[step]
             velocity = plain_velocity(models[expert], request, latents, time, request.positive)
-            scale = request.guidance_of(expert)
+            scale = course.guidance[step]
             if scale != 1:
                 negative = plain_velocity(models[expert], request, latents, time, request.negative)
                 velocity = negative + scale * (velocity - negative)
