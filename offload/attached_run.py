@@ -44,6 +44,10 @@ class OffloadRun:
         """
         return VisitContext(self._run, Visit(step, expert, block), self._handle.bind, self._handle.unbind)
 
+    def leave(self) -> None:
+        """Keep what was issued for visits that will not come: the run ends next, before its last visit."""
+        self._run.leave()
+
     def __enter__(self) -> OffloadRun:
         self._run.__enter__()
         return self
