@@ -25,18 +25,24 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """What tells one sample expert from another; 36 input channels make an image-to-video model."""
+    """What tells one sample expert from another; 36 input channels make an image-to-video model.
+
+    `image_dim` is the width of image embeddings, for an image branch as Wan2.1 I2V has it; 0: none.
+    """
 
     layers: int = 4
     heads: int = 2
     in_channels: int = 16
     ffn_dim: int = 512
     text_dim: int = TEXT_DIM
+    image_dim: int = 0
 
 
 def expert_config(shape: ExpertShape) -> dict[str, int]:
     """The arguments of the diffusers model of that shape."""
+    image = {"image_dim": shape.image_dim, "added_kv_proj_dim": shape.heads * HEAD_DIM} if shape.image_dim else {}
     return {
+        **image,
         "num_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "attention_head_dim": HEAD_DIM,

@@ -96,7 +96,7 @@ def measure(groups: Groups, pair: ExpertPair, request: DenoiseRequest, policy: O
     return WeightFigures(
         workers=groups.size,
         block_bytes=pair.stored_bytes,
-        blocks=pair.high.config.num_layers + pair.low.config.num_layers,
+        blocks=sum(pair.block_counts.values()),
         visit_s=visit_s,
         free_bytes=max(0, int(-lacking)),
         **asdict(times),

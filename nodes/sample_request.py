@@ -66,6 +66,7 @@ def _request(
         inputs.positive,
         negative=inputs.negative,
         image_condition=inputs.image_condition,
+        image_embedding=inputs.image_embedding,
         latent=inputs.latent,
         latent_sigma=inputs.latent_sigma,
         mask=inputs.mask,

@@ -27,8 +27,8 @@ class LoraRef:
 class ExpertsRef:
     """Names a pair of experts by value, so that it can travel along a graph edge and be compared.
 
-    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts. `loras` are added
-    to the experts' weights, all of them.
+    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts; or, with `one`, that
+    `high_noise` is one expert, which runs every step. `loras` are added to the experts' weights, all of them.
     """
 
     high_noise: Path
@@ -36,6 +36,7 @@ class ExpertsRef:
     compute_dtype: str = "bfloat16"
     storage: Storage = "as stored"
     loras: tuple[LoraRef, ...] = ()
+    one: bool = False
     attention: Attention = "default"
     compile: bool = False
     """Whether the blocks are compiled (`torch.compile`)."""

@@ -112,6 +112,16 @@ def _check_text(name: str, text: torch.Tensor, batch: int) -> None:
         raise RequestError(f"{name} is {text.dtype}: give floating point embeddings, not token numbers")
 
 
+def check_image_embedding(image: torch.Tensor, batch: int) -> None:
+    shape = list(image.shape)
+    if image.ndim != 3 or 0 in shape or shape[0] not in (1, batch) or not image.is_floating_point():
+        wanted = " or ".join(str(size) for size in sorted({1, batch}))
+        raise RequestError(
+            f"image_embedding is {shape} ({image.dtype}): give the hidden states of CLIP before its last layer, "
+            f"[{wanted}, tokens, width]"
+        )
+
+
 def check_latent(
     name: str, value: torch.Tensor, noise: torch.Tensor, channels: tuple[int, ...], batches: tuple[int, ...]
 ) -> None:

@@ -18,7 +18,8 @@ from ..metrics import Observe, Recorder, compute_device
 from ..plan import OffloadPolicy, Timeline
 from ..wan import ExpertPair
 from .denoising import Callbacks, Denoising, StepProgress
-from .request import DenoiseRequest, check_channels
+from .fits import check_fits
+from .request import DenoiseRequest
 from .run_policy import Revise, RunPolicy
 from .split import WHOLE, Part
 
@@ -110,7 +111,7 @@ def _denoise(
     device: torch.device | str,
     observe: Observe | None,
 ) -> DenoiseResult:
-    check_channels(request, pair.in_channels)
+    check_fits(request, pair)
     place = compute_device(device)
     going = RunPolicy(
         pair,

@@ -63,8 +63,9 @@ def _smallest(
     pair: ExpertPair, policy: OffloadPolicy, tokens: int, device: torch.device
 ) -> tuple[OffloadPolicy, int | None]:
     """The smallest policy that a run would try in place of `policy`, and how many tokens it takes at once."""
-    blocks = {"high": pair.high.config.num_layers, "low": pair.low.config.num_layers}
-    smallest = fit_policy(policy, blocks, budget=0, device_bytes=lambda each: pair.device_bytes(each, device=device))
+    smallest = fit_policy(
+        policy, pair.block_counts, budget=0, device_bytes=lambda each: pair.device_bytes(each, device=device)
+    )
     fewest = min(chunk for chunk in CHUNKS if chunk is not None)
     at_once = tokens if policy.chunk_tokens is None else policy.chunk_tokens
     chunk = fewest if fewest < at_once else policy.chunk_tokens

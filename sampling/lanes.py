@@ -30,6 +30,7 @@ class LaneInputs:
 
         self._positive, self._negative = samples(request.positive), samples(request.negative)
         self._image = samples(request.image_condition)
+        self._embedding = samples(request.image_embedding)
 
     def texts(self, *, with_negative: bool) -> list[torch.Tensor]:
         """The texts of the lanes that `lanes` gives."""
@@ -41,7 +42,12 @@ class LaneInputs:
         if self._image:
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
         sides = (self._positive, self._negative) if with_negative else (self._positive,)
-        return [Lane(latents=state, text=text) for texts in sides for state, text in zip(states, texts, strict=True)]
+        embeddings = self._embedding or (None,) * len(states)
+        return [
+            Lane(latents=state, text=text, image=image)
+            for texts in sides
+            for state, text, image in zip(states, texts, embeddings, strict=True)
+        ]
 
 
 def foretell(

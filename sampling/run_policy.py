@@ -82,7 +82,7 @@ class RunPolicy:
         attempt = len(self._tried) - 1
         smaller = smaller_policy(
             self.policy,
-            self._block_counts,
+            self._pair.block_counts,
             missing=bytes_to_free(attempt, block=self._block, working_bytes=working, free_bytes=free),
             tokens=tokens_of(self._shape) // (share.ring * share.ulysses),
             device_bytes=self._bytes,
@@ -102,16 +102,12 @@ class RunPolicy:
         return self._pair.device_bytes(policy, device=self.device)
 
     @property
-    def _block_counts(self) -> dict[str, int]:
-        return {"high": self._pair.high.config.num_layers, "low": self._pair.low.config.num_layers}
-
-    @property
     def _block(self) -> int:
         return self._bytes(OffloadPolicy.layerwise(1)) - self._bytes(OffloadPolicy.layerwise(0))
 
     def _words(self, policy: OffloadPolicy) -> str:
         chunk = "" if policy.chunk_tokens is None else f", {policy.chunk_tokens} tokens at once"
-        blocks = min(self._block_counts.values())
+        blocks = min(self._pair.block_counts.values())
         return f"{_size(self._bytes(policy))} of weights ({policy_words(policy, blocks)}{chunk})"
 
     def _no_room(self, where: str, said: str, working: int, free: int | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .checkpoint import Expert
 from .expert_engine import ExpertEngine
-from .experts import ExpertPair, open_experts
+from .experts import ExpertPair, open_experts, open_one_expert
 from .forward import Lane, forward_lanes
 from .lora import LoraFile, open_lora
 from .stored import CheckpointError
@@ -25,6 +25,7 @@ __all__ = [
     "normalise",
     "open_experts",
     "open_lora",
+    "open_one_expert",
     "open_text_encoder",
     "open_vae",
 ]

@@ -1,4 +1,4 @@
-"""The pair of experts that Wan2.2 A14B is made of, and the engine that streams them."""
+"""The pair of experts that Wan2.2 A14B is made of, or one expert in its place, and the engine that streams them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from .projections import part_of
 
 
 class ExpertPair:
-    """Two experts that belong together, and the engine that streams them.
+    """Two experts that belong together, and the engine that streams them; or one, which runs every step.
+
+    One expert has the place "high"; `low` is then that same expert, and no step is its own.
 
     The engine is made when it is first asked for and survives the runs that use it; `close()` or `with` frees it. A
     closed pair may be used again.
@@ -54,6 +56,21 @@ class ExpertPair:
         self._factors = LoraFactors()
 
     @property
+    def is_one(self) -> bool:
+        """Whether one expert runs every step."""
+        return self.low is self.high
+
+    @property
+    def experts(self) -> dict[str, Expert]:
+        """The experts by their place: "high" and "low", or "high" alone."""
+        return {"high": self.high} if self.is_one else {"high": self.high, "low": self.low}
+
+    @property
+    def block_counts(self) -> dict[str, int]:
+        """How many blocks the expert of each place has."""
+        return {name: expert.config.num_layers for name, expert in self.experts.items()}
+
+    @property
     def in_channels(self) -> int:
         """Channels of the model's input: 16 (text to video), or 36 (image to video: latents, mask, condition)."""
         return self.high.config.in_channels
@@ -81,8 +98,13 @@ class ExpertPair:
 
         Raises:
             CheckpointError: a LoRA does not fit its expert. The former LoRAs stay.
-            ValueError: a strength is no finite number. The former LoRAs stay.
+            ValueError: a strength is no finite number, or one expert is given LoRAs for late steps. The former ones stay.
         """
+        if self.is_one and low:
+            raise ValueError(
+                f"{self.high.path} is one expert, which runs every step: give {low[0][0].path} as the LoRA of the "
+                "high-noise expert, and none for the low-noise expert"
+            )
         self._loras = {"high": _fitted(high, self.high), "low": _fitted(low, self.low)}
 
     def shard(self, sharded: Sharded | None) -> None:
@@ -107,11 +129,10 @@ class ExpertPair:
         self._meet()
         if self._engine is None or self._engine_for is None or self._engine_for[1] != place:
             self._close_engine()
-            experts = {"high": self.high, "low": self.low}
             # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
             with torch.inference_mode(False):
                 self._engine = ExpertEngine(
-                    experts,
+                    self.experts,
                     compute_dtype=self.compute_dtype,
                     policy=policy,
                     device=place,
@@ -147,7 +168,7 @@ class ExpertPair:
         return (
             decoding
             + self._shards_bytes(on_gpu=on_gpu)
-            + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
+            + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy, experts=self.experts)
         )
 
     @property
@@ -172,12 +193,12 @@ class ExpertPair:
 
     @cached_property
     def _block_bytes(self) -> BlockBytes:
-        return block_bytes((self.high, self.low), self.compute_dtype, self.storage)
+        return block_bytes(self.experts.values(), self.compute_dtype, self.storage)
 
     @cached_property
     def _decoding_bytes(self) -> int:
         """What a GPU keeps for decoding: the stored form of blocks that arrive, and the scales of every row."""
-        return self._block_bytes.decoded + row_scale_bytes((self.high, self.low), self.storage)
+        return self._block_bytes.decoded + row_scale_bytes(self.experts.values(), self.storage)
 
     @property
     def running(self) -> bool:
@@ -204,7 +225,7 @@ class ExpertPair:
         """Host memory of a run beside its slots, about: LoRAs in their two forms, and an embedder that waits."""
         embedders = [
             sum(tensor.nbytes for name, tensor in expert.weights.items() if part_of(name) is not None)
-            for expert in (self.high, self.low)
+            for expert in self.experts.values()
         ]
         loras = [lora for stack in self._active_loras().values() for lora, _ in stack]
         factors = [tensor for lora in loras for tensor in lora.tensors.values()]
@@ -234,7 +255,7 @@ class ExpertPair:
             return 0
         shard = shard_bytes(self.stored_bytes, self._sharded.gather.size)
         if self._sharded.on_device:
-            return shard * (self.high.config.num_layers + self.low.config.num_layers)
+            return shard * sum(self.block_counts.values())
         return RAW_SLOTS * shard if on_gpu else 0
 
     def _meet(self) -> None:
@@ -255,7 +276,7 @@ class ExpertPair:
             self._engine = None
 
     def _active_loras(self) -> dict[str, LoraStack]:
-        return {name: [(lora, by) for lora, by in stack if by != 0] for name, stack in self._loras.items()}
+        return {name: [(lora, by) for lora, by in self._loras[name] if by != 0] for name in self.experts}
 
     def __enter__(self) -> ExpertPair:
         return self

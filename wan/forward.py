@@ -26,18 +26,21 @@ class Lane:
     """One hidden state of a step: a sample under one prompt.
 
     `latents` is [1, C, T, h, w] in the model's space (C is 16, or 36 with the image condition), `text` is
-    [1, L, 4096]. Any floating dtype; both are cast to the model's compute dtype.
+    [1, L, 4096], and `image` [1, N, 1280] is what CLIP sees in the start image. Any floating dtype; all are cast to the
+    model's compute dtype. A model with an image branch needs the image and a text of 512 tokens; another one does not
+    look at it, as in ComfyUI.
     """
 
     latents: torch.Tensor
     text: torch.Tensor
+    image: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Conditions:
     """What a lane brings to every block besides its hidden state."""
 
-    text: torch.Tensor  # [1, L, dim]
+    text: torch.Tensor  # [1, L, dim]; with an image branch, the image's N rows come first
     time: torch.Tensor  # [1, dim]
     modulation: torch.Tensor  # [1, 6, dim]
     rotary: tuple[torch.Tensor, torch.Tensor]
@@ -94,6 +97,10 @@ def _conditions(
     frames, height, width = lane.latents.shape[2:]
     patch_frames, patch_height, patch_width = model.config.patch_size
     time, modulation, text = rows
+    embed_image = model.condition_embedder.image_embedder
+    if embed_image is not None:
+        assert lane.image is not None, "requests without an image are refused"
+        text = torch.cat([embed_image(lane.image.to(text.device, text.dtype)), text], dim=1)
     return _Conditions(
         text=text,
         time=time,

@@ -9,13 +9,15 @@ from dataclasses import replace
 import torch
 
 from ..plan import ExpertsRef, LoraRef
-from .experts import ExpertPair, open_experts
+from .experts import ExpertPair, open_experts, open_one_expert
 from .lora import open_lora
 
 
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
     """Open the experts that `ref` names, without its LoRAs: reads headers only. `shared` as for `open_experts`."""
     dtype = getattr(torch, ref.compute_dtype)
+    if ref.one:
+        return open_one_expert(ref.high_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
     return open_experts(ref.high_noise, ref.low_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
 
 

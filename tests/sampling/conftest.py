@@ -65,6 +65,20 @@ def open_pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[...,
 
 
 @pytest.fixture
+def open_one(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., ExpertPair]]:
+    """`open_one(seed=1, **shape)`: one expert, closed after the test."""
+    opened: list[ExpertPair] = []
+
+    def make(*, seed: int = HIGH, **shape: int) -> ExpertPair:
+        opened.append(open_one_expert(tiny_expert_folder(seed=seed, **shape), compute_dtype=torch.float32))
+        return opened[-1]
+
+    yield make
+    for pair in opened:
+        pair.close()
+
+
+@pytest.fixture
 def plain_models(tiny_expert_folder: Callable[..., Path]) -> Callable[..., Models]:
     """The same experts, loaded by diffusers as a whole."""
 
@@ -125,6 +139,7 @@ class WatchedPair:
     def __init__(self, pair: ExpertPair) -> None:
         self.pair, self.runs = pair, list[OffloadRun]()
         self.in_channels, self.compute_dtype = pair.in_channels, pair.compute_dtype
+        self.high, self.is_one = pair.high, pair.is_one
 
     def engine(self, policy: OffloadPolicy, device: torch.device) -> WatchedEngine:
         return WatchedEngine(self.pair.engine(policy, device), self.runs)
