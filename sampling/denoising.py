@@ -14,7 +14,7 @@ from ..metrics import Recorder
 from ..offload.attach import OffloadRun
 from ..offload.shortage import forget, is_out_of_memory
 from ..plan import StepRecord, Timeline, step_visits
-from ..wan import ExpertEngine, forward_lanes
+from ..wan import ExpertEngine, Lane, forward_lanes
 from .errors import NonFiniteLatentError
 from .lanes import LaneInputs, cancellable, foretell
 from .mask import KeptPart
@@ -25,6 +25,8 @@ from .run_state import RunState, own_steps
 from .schedules import PURE_NOISE
 from .solvers import Solver, make_solver
 from .split import Part
+from .step_cache import StepCache, step_cache
+from .step_runs import StepRuns
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +71,13 @@ class Denoising:
     """How far a run is: the latents, and the solver with its history. Both change only when a step is whole."""
 
     def __init__(
-        self, request: DenoiseRequest, part: Part, policy: RunPolicy, recorder: Recorder, callbacks: Callbacks
+        self,
+        request: DenoiseRequest,
+        part: Part,
+        policy: RunPolicy,
+        recorder: Recorder,
+        callbacks: Callbacks,
+        cache: StepCache | None = None,
     ) -> None:
         place = policy.device
         self.course = request.course()
@@ -80,6 +88,8 @@ class Denoising:
         self._recorder = recorder
         self._inputs = LaneInputs(request, place)
         self._kept = _kept_part(request, place)
+        self._cache = cache or step_cache(request.cache, part.split)
+        self._skips = frozenset[int]() if self._cache is None else self._cache.known_skips(self._lane_counts())
         seeds = step_seeds(request.noise, request.latent)
         self._solver = make_solver(request.solver, self.course.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
@@ -107,7 +117,7 @@ class Denoising:
         with ExitStack() as ending:
             try:
                 engine = self._policy.engine()
-                run = ending.enter_context(self._run_of(engine))
+                runs = ending.enter_context(StepRuns(partial(self._run_of, engine)))
                 ending.callback(self._count_outer_bytes, engine, engine.outer_bytes)
                 ending.enter_context(self._split.attached(engine))
             except RuntimeError as err:
@@ -116,7 +126,7 @@ class Denoising:
                 short = forget(err)
             while short is None and not self.is_done and self._policy.policy == policy:
                 try:
-                    taken = self._take(engine, run)
+                    taken = self._take(engine, runs)
                 except RuntimeError as err:
                     if not is_out_of_memory(err):
                         raise
@@ -137,7 +147,8 @@ class Denoising:
     def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
         """A run of all steps that are left; behind it RAM is made ready for the same request once more."""
         experts = [expert for _, expert in self._steps[self._done :]]
-        visits = step_visits(experts, engine.block_counts, first_step=self._steps[self._done][0])
+        first = self._steps[self._done][0]
+        visits = step_visits(experts, engine.block_counts, first_step=first, skipped=self._skips)
         first_step, first_expert = self._steps[0]
         self._foretell(engine)
         then = step_visits([first_expert], engine.block_counts, first_step=first_step)

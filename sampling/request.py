@@ -12,13 +12,14 @@ import torch
 
 from ..plan import split_at_boundary
 from ..wan.vae import LATENT_CHANNELS
+from .cache_settings import CacheSettings, MagCache
 from .checks import (
     IMAGE_CONDITION_CHANNELS,
     Texts,
     check_course,
-    check_latent,
     check_guidance,
     check_image_embedding,
+    check_latent,
     check_noise,
     check_start,
     check_texts,
@@ -35,9 +36,9 @@ class Course:
     schedule: Schedule
     experts: tuple[str, ...]
     """Of every step of the schedule: "high" or "low"."""
-    start_step: int
     guidance: tuple[float, ...]
     """CFG scale of every step of the schedule."""
+    start_step: int
 
     @property
     def start_sigma(self) -> float:
@@ -101,13 +102,13 @@ class DenoiseRequest:
     as ComfyUI's samplers do with a latent that another sampler left noise in."""
     latent_sigma: float | None = None
     """Noise level at which another run left `latent`, where that is known; a run that does not fit is refused."""
-
     image_embedding: torch.Tensor | None = None
     """[1 or B, N, 1280]: what CLIP sees in the start image, for a model with an image branch (Wan2.1 I2V)."""
     guidance_steps: tuple[float, ...] | None = None
     """CFG scale of each step of the schedule, which wins over `guidance`; the last one holds for all after it."""
     cache: CacheSettings | None = None
     """What steps may take over from the ones before; None: every step computes all of its blocks."""
+
     def __post_init__(self) -> None:
         check_noise(self.noise)
         check_texts("positive", self.positive, self.batch)
@@ -130,8 +131,11 @@ class DenoiseRequest:
             raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
         if self.solver not in SOLVERS:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
+        course = self.course()
+        if isinstance(self.cache, MagCache):
+            self.cache.table.check_course(self._schedule().sigmas, course.experts)
         check_start(
-            self.course().start_sigma,
+            course.start_sigma,
             step=self.start_step,
             add_noise=self.add_noise,
             has_latent=self.latent is not None,
@@ -144,38 +148,38 @@ class DenoiseRequest:
         return self.noise.shape[0]
 
     def guidance_of(self, expert: str) -> float:
-        """The CFG scale of the expert "high" or "low"."""
+        """The CFG scale of the expert "high" or "low", where no step has one of its own."""
         high, low = self.guidance
         return high if expert == "high" else low
 
-    def course(self) -> Course:
-        """Noise levels and experts of the steps."""
-        schedule = self._schedule()
-        end = schedule.steps if self.end_step is None else self.end_step
     @property
     def guided(self) -> bool:
         """Whether a step may have negative lanes."""
         return any(scale != 1 for scale in self.guidance_steps or self.guidance)
 
+    def course(self) -> Course:
+        """Noise levels and experts of the steps."""
+        schedule = self._schedule()
+        end = schedule.steps if self.end_step is None else self.end_step
         check_course(schedule.steps, start_step=self.start_step, switch_step=self.switch_step, end_step=end)
         switch = self._switch(schedule)
         experts = ("high",) * switch + ("low",) * (schedule.steps - switch)
         return Course(
             schedule=schedule.until(end, leftover_noise=self.leftover_noise),
             experts=experts[:end],
+            guidance=tuple(self._scale(step, expert) for step, expert in enumerate(experts[:end])),
             start_step=self.start_step,
         )
 
-    def _schedule(self) -> Schedule:
-            guidance=tuple(self._scale(step, expert) for step, expert in enumerate(experts[:end])),
-        if self.sigmas is None:
-            return make_schedule(self.schedule, 40 if self.steps is None else self.steps, self.flow_shift)
-        schedule = explicit_schedule(self.sigmas)
     def _scale(self, step: int, expert: str) -> float:
         if self.guidance_steps is None:
             return self.guidance_of(expert)
         return self.guidance_steps[min(step, len(self.guidance_steps) - 1)]
 
+    def _schedule(self) -> Schedule:
+        if self.sigmas is None:
+            return make_schedule(self.schedule, 40 if self.steps is None else self.steps, self.flow_shift)
+        schedule = explicit_schedule(self.sigmas)
         if self.steps not in (None, schedule.steps):
             raise RequestError(
                 f"{schedule.steps + 1} sigmas make {schedule.steps} steps, not {self.steps}: leave steps out"

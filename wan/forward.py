@@ -16,6 +16,7 @@ import torch
 
 from ..plan.shapes import OUTPUT_TOKENS
 from .projections import ProjectedEmbedder, Rows
+from .shortcut import Shortcut
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -52,11 +53,13 @@ def forward_lanes(
     lanes: Sequence[Lane],
     timestep: torch.Tensor,
     visit: Callable[[int], AbstractContextManager[object]],
+    shortcut: Shortcut | None = None,
 ) -> list[torch.Tensor]:
     """Return each lane's velocity [1, 16, T, h, w], in the model's compute dtype.
 
     `timestep` is [1], shared by the lanes; an engine's model takes it from the CPU best, as it reads the value. Inside
     `visit(i)` block i must be ready to compute; the context is entered once per block, whatever the number of lanes.
+    With a `shortcut`, lanes leave out the blocks that it says, and blocks that none needs are not visited.
     """
     # Lanes of one shape share their positions: 77 MB at 1280x720x81.
     rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}
@@ -64,15 +67,46 @@ def forward_lanes(
     conditions = [
         _conditions(model, lane, row, rotary[lane.latents.shape[2:]]) for lane, row in zip(lanes, rows, strict=True)
     ]
+    hidden = _through_blocks(model, lanes, conditions, visit, shortcut)
+    return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
+
+
+def _through_blocks(
+    model: WanTransformer3DModel,
+    lanes: Sequence[Lane],
+    conditions: Sequence[_Conditions],
+    visit: Callable[[int], AbstractContextManager[object]],
+    shortcut: Shortcut | None,
+) -> list[torch.Tensor]:
+    """The tokens of each lane behind the last block."""
+    if shortcut is not None and shortcut.whole:
+        return [shortcut.without_blocks(at, _tokens(model, lane)) for at, lane in enumerate(lanes)]
     hidden: list[torch.Tensor] = []
+    going: Sequence[int] = range(len(lanes))
     for index, block in enumerate(model.blocks):
         with visit(index):
-            for at, lane in enumerate(conditions):
-                if index == 0:
-                    # Not before: where workers share the tokens, the first block leaves each of them its own only.
-                    hidden.append(_tokens(model, lanes[at]))
-                hidden[at] = block(hidden[at], lane.text, lane.modulation, lane.rotary)
-    return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
+            for at in going:
+                lane = conditions[at]
+                # Not before: where workers share the tokens, the first block leaves each of them its own only.
+                tokens = _tokens(model, lanes[at]) if index == 0 else hidden[at]
+                passed = block(tokens, lane.text, lane.modulation, lane.rotary)
+                if index > 0:
+                    hidden[at] = passed
+                    continue
+                hidden.append(passed)
+                if shortcut is not None:
+                    shortcut.entered(at, tokens, passed)
+        if index == 0 and shortcut is not None:
+            going, visits = shortcut.choose()
+            if not visits:
+                break
+    if shortcut is not None:
+        for at, tokens in enumerate(hidden):
+            if at in going:
+                shortcut.ended(at, tokens)
+            else:
+                hidden[at] = shortcut.from_first(at, tokens)
+    return hidden
 
 
 def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
