@@ -124,7 +124,7 @@ def _free_bytes(groups: Groups, pair: ExpertPair, request: DenoiseRequest, polic
 
 def taken_bytes(groups: Groups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
     """Memory of the device that this worker takes for its share of a run, with whole weights."""
-    shape, share = request.noise.shape, groups.split().share
+    shape, share = request.computed_shape, groups.split().share
     chunk, cache = policy.chunk_tokens, request.cache
     working = working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, share=share, cache=cache)
     return pair.device_bytes(policy, device=groups.device) + working

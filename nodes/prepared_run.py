@@ -56,7 +56,7 @@ def prepare_here(
     choice = host.choose_policy(ref, asked, job)
     chunk = choice.policy.chunk_tokens
     needed = working_bytes(
-        pair, request.noise.shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache
+        pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache
     )
     pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
     check_room(pair, request, policy, device)

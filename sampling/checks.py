@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 import torch
 
+from ..plan.context_windows import ContextWindows
 from ..wan.vae import LATENT_CHANNELS
 from .errors import RequestError
 from .schedules import PURE_NOISE
@@ -74,6 +75,19 @@ def check_guidance(guidance: tuple[float, float], of_steps: Sequence[float] | No
     if len(of_steps) > steps:
         raise RequestError(
             f"guidance_steps has {len(of_steps)} numbers for {steps} steps: leave out the last {len(of_steps) - steps}"
+        )
+
+
+def check_windows(windows: ContextWindows, frames: int, *, cached: bool) -> None:
+    """Refuse context windows that are longer than the video of `frames` latent frames, or that a cache would mix up."""
+    try:
+        windows.check_video(frames)
+    except ValueError as err:
+        raise RequestError(str(err)) from err
+    if cached:
+        raise RequestError(
+            "context windows are other pieces of the video in every step, and a cache takes a piece over from the step "
+            "before: disconnect the cache, or the windows"
         )
 
 

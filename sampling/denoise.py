@@ -117,7 +117,7 @@ def _denoise(
         pair,
         policy,
         place,
-        shape=request.noise.shape,
+        shape=request.computed_shape,
         guided=request.guided,
         split=part.split,
         cache=request.cache,

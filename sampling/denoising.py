@@ -27,6 +27,7 @@ from .solvers import Solver, make_solver
 from .split import Part
 from .step_cache import StepCache, step_cache
 from .step_runs import StepRuns
+from .windows import StepWindows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,6 +163,10 @@ class Denoising:
         batch, guidance = self._request.batch, self.course.guidance
         return {step: (expert, batch * (2 if guidance[step] != 1 else 1)) for step, expert in self._steps}
 
+    def _windows(self, step: int) -> StepWindows | None:
+        settings = self._request.windows
+        return None if settings is None else StepWindows(settings, step, self._request.noise.shape[2])
+
     def _velocities(
         self, engine: ExpertEngine, runs: StepRuns, lanes: Sequence[Lane], timestep: torch.Tensor
     ) -> list[torch.Tensor]:
@@ -188,8 +193,10 @@ class Denoising:
         with self._recorder.step(step, expert, sigma):
             timestep = torch.tensor([schedule.timesteps[step]])
             shown = latents if self._kept is None else self._kept.shown(latents, sigma)
-            lanes = self._inputs.lanes(shown, with_negative=guidance != 1)
-            velocity = _guided(self._velocities(engine, runs, lanes, timestep), guidance)
+            windows = self._windows(step)
+            lanes = self._inputs.lanes(shown, with_negative=guidance != 1, windows=windows)
+            velocities = self._velocities(engine, runs, lanes, timestep)
+            velocity = _guided(velocities if windows is None else windows.whole(velocities), guidance)
             denoised = shown - sigma * velocity
             if self._kept is not None:
                 denoised = self._kept.ended(denoised)

@@ -61,6 +61,7 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
         "steps": len(course.steps),
         "start step": course.start_step,
         "solver": request.solver,
+        "context windows": request.windows,
         "guidance": tuple(request.guidance),
         "image embedding": "none" if seen is None else f"{seen.shape[1]} x {seen.shape[2]}",
         "noise": "added" if request.add_noise else "not added",

@@ -36,11 +36,12 @@ def check_room(
     """
     if request.batch == 1:
         return
-    smallest, chunk = _smallest(pair, policy, tokens_of(request.noise.shape), device)
+    smallest, chunk = _smallest(pair, policy, tokens_of(request.computed_shape), device)
     weights = pair.device_bytes(smallest, device=device)
 
     def needed(samples: int) -> int:
-        shape = (samples, *request.noise.shape[1:])
+        lanes, *size = request.computed_shape
+        shape = (samples * lanes // request.batch, *size)
         return working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
 
     room = (_free(pair, device) if free is None else free) - weights

@@ -12,6 +12,7 @@ from ..wan import ExpertEngine, Lane
 from .checks import Texts
 from .errors import Cancelled
 from .request import DenoiseRequest
+from .windows import StepWindows
 
 EnterBlock: TypeAlias = "Callable[[int], AbstractContextManager[object]]"
 """Block -> the context in which it is there to compute."""
@@ -36,17 +37,22 @@ class LaneInputs:
         """The texts of the lanes that `lanes` gives."""
         return [*self._positive, *(self._negative if with_negative else ())]
 
-    def lanes(self, latents: torch.Tensor, *, with_negative: bool) -> list[Lane]:
-        """One lane per sample under its positive text, then one per sample under its negative text."""
+    def lanes(self, latents: torch.Tensor, *, with_negative: bool, windows: StepWindows | None = None) -> list[Lane]:
+        """One lane per sample under its positive text, then one per sample under its negative text.
+
+        With `windows`, each of these is as many lanes as there are windows, one after the other.
+        """
         states = list(latents.split(1))
         if self._image:
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
         sides = (self._positive, self._negative) if with_negative else (self._positive,)
         embeddings = self._embedding or (None,) * len(states)
+        parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
         return [
-            Lane(latents=state, text=text, image=image)
+            Lane(latents=part, text=text, image=image)
             for texts in sides
-            for state, text, image in zip(states, texts, embeddings, strict=True)
+            for own, text, image in zip(parts, texts, embeddings, strict=True)
+            for part in own
         ]
 
 

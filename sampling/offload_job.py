@@ -19,7 +19,7 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
     course = request.course()
     experts = [course.experts[step] for step in course.steps]
     guided = {expert: _guided(request, expert) for expert in ("high", "low")}
-    return offload_job(pair, request.noise.shape, device, experts_of_steps=experts, guided=guided)
+    return offload_job(pair, request.computed_shape, device, experts_of_steps=experts, guided=guided)
 
 
 def _guided(request: DenoiseRequest, expert: str) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..plan import split_at_boundary
+from ..plan.context_windows import ContextWindows
 from ..wan.vae import LATENT_CHANNELS
 from .cache_settings import CacheSettings, MagCache
 from .checks import (
@@ -23,6 +24,7 @@ from .checks import (
     check_noise,
     check_start,
     check_texts,
+    check_windows,
 )
 from .errors import RequestError
 from .schedules import Schedule, explicit_schedule, make_schedule
@@ -108,6 +110,8 @@ class DenoiseRequest:
     """CFG scale of each step of the schedule, which wins over `guidance`; the last one holds for all after it."""
     cache: CacheSettings | None = None
     """What steps may take over from the ones before; None: every step computes all of its blocks."""
+    windows: ContextWindows | None = None
+    """How a video that is too long for the experts is looked at in pieces; None: as a whole."""
 
     def __post_init__(self) -> None:
         check_noise(self.noise)
@@ -129,6 +133,8 @@ class DenoiseRequest:
             remedy = "set guidance to (1, 1)" if self.guidance_steps is None else "give guidance_steps of 1 only"
             scales = self.guidance_steps or self.guidance
             raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
+        if self.windows is not None:
+            check_windows(self.windows, self.noise.shape[2], cached=self.cache is not None)
         if self.solver not in SOLVERS:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
         course = self.course()
@@ -156,6 +162,20 @@ class DenoiseRequest:
     def guided(self) -> bool:
         """Whether a step may have negative lanes."""
         return any(scale != 1 for scale in self.guidance_steps or self.guidance)
+
+    @property
+    def computed_shape(self) -> tuple[int, ...]:
+        """[lanes of one side, 16, T, h, w] in the step with most of them: those of samples, or of windows of them."""
+        batch, channels, frames, height, width = self.noise.shape
+        if self.windows is None:
+            return batch, channels, frames, height, width
+        most = self.windows.most(self.course().steps, frames)
+        return batch * most, channels, self.windows.frames, height, width
+
+    def lanes_at(self, step: int) -> int:
+        """How many lanes a step of the whole schedule has for each sample."""
+        sides = 1 if self.course().guidance[step] == 1 else 2
+        return sides if self.windows is None else sides * len(self.windows.at(step, self.noise.shape[2]))
 
     def course(self) -> Course:
         """Noise levels and experts of the steps."""

@@ -122,6 +122,7 @@ def request_words(request: DenoiseRequest) -> dict[str, str]:
         "Solver": request.solver,
         "Sigmas": levels,
         "Guidance": _guidance(request),
+        **_windows(request),
     }
 
 
@@ -130,6 +131,15 @@ def _guidance(request: DenoiseRequest) -> str:
         return ", ".join(f"{scale:g}" for scale in request.guidance_steps) + ", step by step"
     high, low = request.guidance
     return f"{high:g} high-noise, {low:g} low-noise"
+
+
+def _windows(request: DenoiseRequest) -> dict[str, str]:
+    windows = request.windows
+    if windows is None:
+        return {}
+    stride = "" if windows.stride == 1 else f", stride {windows.stride}"
+    said = f"{_frames(windows.frames)} frames, {windows.overlap} latent frames shared{stride}, {windows.fuse}"
+    return {"Context windows": said}
 
 
 def _frames(latent_frames: int) -> int:
