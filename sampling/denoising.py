@@ -14,7 +14,7 @@ from ..metrics import Recorder
 from ..offload.attach import OffloadRun
 from ..offload.shortage import forget, is_out_of_memory
 from ..plan import StepRecord, Timeline, step_visits
-from ..wan import ExpertEngine, Lane, forward_lanes
+from ..wan import ExpertEngine, Lane, forward_lanes, held_against
 from .errors import NonFiniteLatentError
 from .lanes import LaneInputs, cancellable, foretell
 from .mask import KeptPart
@@ -121,6 +121,8 @@ class Denoising:
                 runs = ending.enter_context(StepRuns(partial(self._run_of, engine)))
                 ending.callback(self._count_outer_bytes, engine, engine.outer_bytes)
                 ending.enter_context(self._split.attached(engine))
+                if self._request.nag is not None:
+                    ending.enter_context(held_against(engine.models.bare.values(), self._request.nag))
             except RuntimeError as err:
                 if not is_out_of_memory(err):
                     raise
@@ -141,7 +143,8 @@ class Denoising:
     def _foretell(self, engine: ExpertEngine) -> None:
         """Tell the engine all timesteps and texts of this request, those of steps taken too: the next may be equal."""
         timesteps = self.course.schedule.timesteps
-        with_negative = {expert for step, expert in self._steps if self.course.guidance[step] != 1}
+        nag = self._request.nag is not None
+        with_negative = {expert for step, expert in self._steps if nag or self.course.guidance[step] != 1}
         guided = {expert: expert in with_negative for _, expert in self._steps}
         foretell(engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided)
 
@@ -194,7 +197,8 @@ class Denoising:
             timestep = torch.tensor([schedule.timesteps[step]])
             shown = latents if self._kept is None else self._kept.shown(latents, sigma)
             windows = self._windows(step)
-            lanes = self._inputs.lanes(shown, with_negative=guidance != 1, windows=windows)
+            held = guidance == 1 and self._request.nag is not None
+            lanes = self._inputs.lanes(shown, with_negative=guidance != 1, held_against=held, windows=windows)
             velocities = self._velocities(engine, runs, lanes, timestep)
             velocity = _guided(velocities if windows is None else windows.whole(velocities), guidance)
             denoised = shown - sigma * velocity

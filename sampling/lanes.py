@@ -37,21 +37,30 @@ class LaneInputs:
         """The texts of the lanes that `lanes` gives."""
         return [*self._positive, *(self._negative if with_negative else ())]
 
-    def lanes(self, latents: torch.Tensor, *, with_negative: bool, windows: StepWindows | None = None) -> list[Lane]:
+    def lanes(
+        self,
+        latents: torch.Tensor,
+        *,
+        with_negative: bool,
+        held_against: bool = False,
+        windows: StepWindows | None = None,
+    ) -> list[Lane]:
         """One lane per sample under its positive text, then one per sample under its negative text.
 
-        With `windows`, each of these is as many lanes as there are windows, one after the other.
+        Where it is `held_against` the positive one, the negative text makes no lanes of its own. With `windows`, each
+        of these is as many lanes as there are windows, one after the other.
         """
         states = list(latents.split(1))
         if self._image:
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
         sides = (self._positive, self._negative) if with_negative else (self._positive,)
         embeddings = self._embedding or (None,) * len(states)
+        held = self._negative if held_against else (None,) * len(states)
         parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
         return [
-            Lane(latents=part, text=text, image=image)
+            Lane(latents=part, text=text, image=image, against=against)
             for texts in sides
-            for own, text, image in zip(parts, texts, embeddings, strict=True)
+            for own, text, image, against in zip(parts, texts, embeddings, held, strict=True)
             for part in own
         ]
 

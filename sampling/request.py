@@ -12,6 +12,7 @@ import torch
 
 from ..plan import split_at_boundary
 from ..plan.context_windows import ContextWindows
+from ..wan import Nag
 from ..wan.vae import LATENT_CHANNELS
 from .cache_settings import CacheSettings, MagCache
 from .checks import (
@@ -110,10 +111,16 @@ class DenoiseRequest:
     """CFG scale of each step of the schedule, which wins over `guidance`; the last one holds for all after it."""
     cache: CacheSettings | None = None
     """What steps may take over from the ones before; None: every step computes all of its blocks."""
+    nag: Nag | None = None
+    """Holds `negative` against `positive` in the steps of guidance 1; None: nothing does."""
     windows: ContextWindows | None = None
     """How a video that is too long for the experts is looked at in pieces; None: as a whole."""
 
     def __post_init__(self) -> None:
+        self._check_tensors()
+        self._check_steps()
+
+    def _check_tensors(self) -> None:
         check_noise(self.noise)
         check_texts("positive", self.positive, self.batch)
         if self.negative is not None:
@@ -128,11 +135,15 @@ class DenoiseRequest:
             check_latent("mask", self.mask, self.noise, (1, LATENT_CHANNELS), (1, self.batch))
         if self.image_embedding is not None:
             check_image_embedding(self.image_embedding, self.batch)
+
+    def _check_steps(self) -> None:
         check_guidance(self.guidance, self.guidance_steps, steps=self._schedule().steps)
         if self.negative is None and self.guided:
             remedy = "set guidance to (1, 1)" if self.guidance_steps is None else "give guidance_steps of 1 only"
             scales = self.guidance_steps or self.guidance
             raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
+        if self.nag is not None:
+            check_nag(self.course(), has_negative=self.negative is not None)
         if self.windows is not None:
             check_windows(self.windows, self.noise.shape[2], cached=self.cache is not None)
         if self.solver not in SOLVERS:
@@ -157,6 +168,11 @@ class DenoiseRequest:
         """The CFG scale of the expert "high" or "low", where no step has one of its own."""
         high, low = self.guidance
         return high if expert == "high" else low
+
+    @property
+    def reads_negative(self) -> bool:
+        """Whether a step may need the negative text."""
+        return self.guided or self.nag is not None
 
     @property
     def guided(self) -> bool:
@@ -214,6 +230,17 @@ class DenoiseRequest:
         if self.switch_step is None:
             return split_at_boundary(schedule.timesteps, self.boundary_ratio)
         return self.switch_step
+
+
+def check_nag(course: Course, *, has_negative: bool) -> None:
+    """Refuse to hold a text that is not there against another one, and to do so in no step."""
+    if not has_negative:
+        raise RequestError("NAG needs a negative text to hold against the positive one: give one, or leave NAG out")
+    if all(course.guidance[step] != 1 for step in course.steps):
+        raise RequestError(
+            "NAG acts in steps of guidance 1, and this run has none: set the guidance of an expert or a step to 1, or "
+            "leave NAG out"
+        )
 
 
 def check_channels(request: DenoiseRequest, in_channels: int) -> None:

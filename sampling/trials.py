@@ -12,6 +12,7 @@ import torch
 
 from ..metrics.report import Trial
 from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from ..wan import Nag
 from .denoise import DenoiseResult
 from .errors import RequestError
 from .request import DenoiseRequest
@@ -122,6 +123,7 @@ def request_words(request: DenoiseRequest) -> dict[str, str]:
         "Solver": request.solver,
         "Sigmas": levels,
         "Guidance": _guidance(request),
+        **({} if request.nag is None else {"NAG": _nag(request.nag)}),
         **_windows(request),
     }
 
@@ -131,6 +133,10 @@ def _guidance(request: DenoiseRequest) -> str:
         return ", ".join(f"{scale:g}" for scale in request.guidance_steps) + ", step by step"
     high, low = request.guidance
     return f"{high:g} high-noise, {low:g} low-noise"
+
+
+def _nag(nag: Nag) -> str:
+    return f"scale {nag.scale:g}, tau {nag.tau:g}, alpha {nag.alpha:g}, in steps of guidance 1"
 
 
 def _windows(request: DenoiseRequest) -> dict[str, str]:

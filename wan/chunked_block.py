@@ -85,7 +85,7 @@ class ChunkedAttention:
     """
 
     def __init__(self, chunk_tokens: int) -> None:
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._attention_backend: object = None
         self._parallel_config: object = None
 
@@ -101,7 +101,7 @@ class ChunkedAttention:
             states = self._of_itself(attn, hidden_states, rotary_emb)
             attended = self._attended(attn, *states, attention_mask, shared=True)
         else:
-            image, text = _image_and_text(attn, encoder_hidden_states)
+            image, text = image_and_text(attn, encoder_hidden_states)
             states = self._of_text(attn, hidden_states, text)
             attended = self._attended(attn, *states, attention_mask)
             if image is not None:
@@ -109,7 +109,7 @@ class ChunkedAttention:
                 attended += self._attended(attn, states[0], key, value, None)
         del states
         projection, dropout = attn.to_out
-        for part in _parts(attended, self._chunk_tokens):
+        for part in parts_of(attended, self.chunk_tokens):
             attended[:, part] = dropout(projection(attended[:, part]))
         return attended
 
@@ -138,7 +138,7 @@ class ChunkedAttention:
         self, attn: WanAttention, hidden: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key = torch.empty_like(hidden), torch.empty_like(hidden)
-        for part in _parts(hidden, self._chunk_tokens):
+        for part in parts_of(hidden, self.chunk_tokens):
             tokens = hidden[:, part]
             _put_rotated(attn.norm_q(attn.to_q(tokens)), rotary, part, attn.heads, into=query)
             _put_rotated(attn.norm_k(attn.to_k(tokens)), rotary, part, attn.heads, into=key)
@@ -148,7 +148,7 @@ class ChunkedAttention:
     def _of_text(
         self, attn: WanAttention, hidden: torch.Tensor, text: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        for part in _parts(hidden, self._chunk_tokens):
+        for part in parts_of(hidden, self.chunk_tokens):
             hidden[:, part] = attn.norm_q(attn.to_q(hidden[:, part]))
         return hidden, attn.norm_k(attn.to_k(text)), attn.to_v(text)
 
@@ -162,7 +162,7 @@ def _chunked_forward(
     rotary_emb: Rotary,
 ) -> torch.Tensor:
     """What the block's own forward returns for `temb` [B, 6, D], in memory of its own."""
-    parts = list(_parts(hidden_states, chunk_tokens))
+    parts = list(parts_of(hidden_states, chunk_tokens))
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (block.scale_shift_table + temb.float()).chunk(6, dim=1)
 
     normed = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
@@ -184,14 +184,14 @@ def _chunked_forward(
     return state
 
 
-def _image_and_text(attn: WanAttention, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+def image_and_text(attn: WanAttention, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Where a block attends to images, as in Wan2.1 I2V, the last 512 rows are the text's: diffusers counts so too."""
     if attn.add_k_proj is None:
         return None, rows
     return rows[:, :-TEXT_TOKENS], rows[:, -TEXT_TOKENS:]
 
 
-def _parts(tokens: torch.Tensor, at_once: int) -> Iterator[slice]:
+def parts_of(tokens: torch.Tensor, at_once: int) -> Iterator[slice]:
     """Slices along dim 1, in order, of `at_once` tokens; fewer than `LEAST_TOKENS` at the end join those before."""
     start, count = 0, tokens.shape[1]
     while start < count:

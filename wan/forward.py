@@ -7,7 +7,7 @@ model's submodules are called as the model calls them: hooks on `rope`, `blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ from .shortcut import Shortcut
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
+
+    from .nag import Texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +37,15 @@ class Lane:
     latents: torch.Tensor
     text: torch.Tensor
     image: torch.Tensor | None = None
+    against: torch.Tensor | None = None
+    """A text that is held against `text`, of any length; for models inside `held_against`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Conditions:
     """What a lane brings to every block besides its hidden state."""
 
-    text: torch.Tensor  # [1, L, dim]; with an image branch, the image's N rows come first
+    text: torch.Tensor | Texts  # [1, L, dim]; with an image branch, the image's N rows come first
     time: torch.Tensor  # [1, dim]
     modulation: torch.Tensor  # [1, 6, dim]
     rotary: tuple[torch.Tensor, torch.Tensor]
@@ -63,9 +67,12 @@ def forward_lanes(
     """
     # Lanes of one shape share their positions: 77 MB at 1280x720x81.
     rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}
-    rows = _embedded(model, lanes, timestep)
+    held = [lane.against for lane in lanes if lane.against is not None]
+    rows = _embedded(model, [*(lane.text for lane in lanes), *held], timestep)
+    own, against = rows[: len(lanes)], iter(rows[len(lanes) :])
     conditions = [
-        _conditions(model, lane, row, rotary[lane.latents.shape[2:]]) for lane, row in zip(lanes, rows, strict=True)
+        _conditions(model, lane, row, against, rotary[lane.latents.shape[2:]])
+        for lane, row in zip(lanes, own, strict=True)
     ]
     hidden = _through_blocks(model, lanes, conditions, visit, shortcut)
     return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
@@ -116,18 +123,22 @@ def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
     return patches.flatten(2).transpose(1, 2)
 
 
-def _embedded(model: WanTransformer3DModel, lanes: Sequence[Lane], timestep: torch.Tensor) -> list[Rows]:
-    """The embedded timestep and text of each lane."""
+def _embedded(model: WanTransformer3DModel, texts: Sequence[torch.Tensor], timestep: torch.Tensor) -> list[Rows]:
+    """The timestep and each of the texts, embedded."""
     embedder = model.condition_embedder
     if isinstance(embedder, ProjectedEmbedder):
-        return embedder.rows(timestep, [lane.text for lane in lanes])
-    texts = (lane.text.to(model.patch_embedding.weight.dtype) for lane in lanes)
-    return [embedder(timestep, text, None)[:3] for text in texts]
+        return embedder.rows(timestep, texts)
+    return [embedder(timestep, text.to(model.patch_embedding.weight.dtype), None)[:3] for text in texts]
 
 
 def _conditions(
-    model: WanTransformer3DModel, lane: Lane, rows: Rows, rotary: tuple[torch.Tensor, torch.Tensor]
+    model: WanTransformer3DModel,
+    lane: Lane,
+    rows: Rows,
+    against: Iterator[Rows],
+    rotary: tuple[torch.Tensor, torch.Tensor],
 ) -> _Conditions:
+    """`against` gives the next text that a lane holds against its own."""
     frames, height, width = lane.latents.shape[2:]
     patch_frames, patch_height, patch_width = model.config.patch_size
     time, modulation, text = rows
@@ -136,7 +147,7 @@ def _conditions(
         assert lane.image is not None, "requests without an image are refused"
         text = torch.cat([embed_image(lane.image.to(text.device, text.dtype)), text], dim=1)
     return _Conditions(
-        text=text,
+        text=text if lane.against is None else (text, next(against)[2]),
         time=time,
         modulation=modulation.unflatten(1, (6, -1)),
         rotary=rotary,
