@@ -57,14 +57,14 @@ def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
     """A random expert in fp32, in eval mode and without gradients."""
     with torch.random.fork_rng(devices=[]):
         model = WanTransformer3DModel(**expert_config(shape))
-    return _randomised(model, seed)
+    return randomised(model, seed)
 
 
 def make_vae(*, seed: int, base_dim: int = 16) -> AutoencoderKLWan:
     """A random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
     with torch.random.fork_rng(devices=[]):
         vae = AutoencoderKLWan(base_dim=base_dim)
-    return _randomised(vae, seed)
+    return randomised(vae, seed)
 
 
 def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5EncoderModel:
@@ -81,7 +81,7 @@ def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5Enc
     )
     with torch.random.fork_rng(devices=[]):
         encoder = UMT5EncoderModel(config)
-    return _randomised(encoder, seed)
+    return randomised(encoder, seed)
 
 
 def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
@@ -92,7 +92,8 @@ def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
     return model
 
 
-def _randomised(model: ModelT, seed: int) -> ModelT:
+def randomised(model: ModelT, seed: int) -> ModelT:
+    """The model itself, its parameters drawn anew from that seed, in eval mode and without gradients."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.copy_(random_values(name, parameter.shape, generator))

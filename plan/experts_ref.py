@@ -27,8 +27,8 @@ class LoraRef:
 class ExpertsRef:
     """Names a pair of experts by value, so that it can travel along a graph edge and be compared.
 
-    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts; or, with `one`, that
-    `high_noise` is one expert, which runs every step. `loras` are added to the experts' weights, all of them.
+    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts; or, with `one`,
+    that `high_noise` is one expert, which runs every step. `loras` are added to the experts' weights, all of them.
     """
 
     high_noise: Path

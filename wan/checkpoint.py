@@ -44,7 +44,8 @@ def open_expert(path: Path) -> Expert:
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
-        CheckpointError: the tensors are not those of one expert of Wan2.1 or Wan2.2 A14B; names the first that is wrong.
+        CheckpointError: the tensors are not those of one expert of Wan2.1 or Wan2.2 A14B; names the first
+            that is wrong.
     """
     stored = read_stored(path)
     if is_gguf(path):

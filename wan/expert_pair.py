@@ -98,7 +98,8 @@ class ExpertPair:
 
         Raises:
             CheckpointError: a LoRA does not fit its expert. The former LoRAs stay.
-            ValueError: a strength is no finite number, or one expert is given LoRAs for late steps. The former ones stay.
+            ValueError: a strength is no finite number, or one expert is given LoRAs for late steps. The former LoRAs
+                stay.
         """
         if self.is_one and low:
             raise ValueError(

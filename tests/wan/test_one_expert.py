@@ -211,7 +211,7 @@ def test_what_is_no_single_expert_is_refused(
     with pytest.raises(CheckpointError, match="does not exist"):
         open_one_expert(tmp_path / "nothing")
     image = tiny_expert_file(**IMAGE)
-    with pytest.raises(CheckpointError, match="has an image branch, .* open it as one expert"):
+    with pytest.raises(CheckpointError, match=r"has an image branch, .* open it as one expert"):
         open_experts(image, image)
     for settings in ({"compute_dtype": torch.float64}, {"storage": "fp4"}):
         with pytest.raises(ValueError, match=r"compute_dtype is|storage is"):
@@ -222,6 +222,8 @@ def test_a_lora_for_late_steps_alone_is_refused(tiny_expert_folder: Folder, lora
     path: Any = lora_file()
     registry = ExpertsRegistry()
     ref = ExpertsRef(high_noise=tiny_expert_folder(), one=True, loras=(LoraRef(low_noise=path),))
-    with pytest.raises(ValueError, match="is one expert, which runs every step: give .* as the LoRA of the high-noise"):
+    with pytest.raises(
+        ValueError, match=r"is one expert, which runs every step: give .* as the LoRA of the high-noise"
+    ):
         registry.get(ref)
     registry.free()
