@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from ..plan.vae_tiles import Tiling
+from ..wan.mosaic import Mosaic
 from ..wan.vae import check_latents
-from ..wan.vae_tiles import Mosaic, crop, empty_frames
+from ..wan.vae_tiles import crop, empty_frames
 from .pool import Pool, WorkerHandle, WorkerLostError
 from .vae_worker import DecodeCancelled, DecodeTask
 

@@ -239,6 +239,15 @@ class ComfyDoor:
 
         return dynamic_bytes()
 
+    def make_room(self, wanted: int) -> int:
+        from .working_room import working_room
+
+        device = self.device()
+        reserved = int(comfy.model_management.minimum_inference_memory())
+        comfy.model_management.free_memory(wanted + reserved, device)
+        free = int(comfy.model_management.get_free_memory(device))
+        return working_room(device, free=free, reserved=reserved)
+
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         patcher = self.patcher(ref, policy)
         comfy.model_management.load_models_gpu(

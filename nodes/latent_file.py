@@ -1,13 +1,19 @@
-"""Owns the safety copy of a latent: a disk that is full when the video is saved must not cost hours of sampling."""
+"""Owns the safety copy of a latent: no end of a decode, and no full disk, must cost hours of sampling."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
 import torch
+
+from ..plan.vae_room import VaeRoomError
+from ..wan.smaller_tiles import NoRoomToDecodeError
+
+LOG = logging.getLogger("wanstream.nodes")
 
 
 class VideoNotSavedError(OSError):
@@ -40,6 +46,34 @@ def keep_latent_on_failure(
     finally:
         if not keep:
             path.unlink()
+
+
+@contextmanager
+def keep_latent_until_done(samples: torch.Tensor, path: Path, *, spare_folder: Callable[[], Path]) -> Iterator[None]:
+    """Hold `samples` in the file `path`, or in `spare_folder()`, until the block ends well.
+
+    However else it ends, the file stays: an error, a Cancel, the end of the process. The log says where it is, and so
+    does a VaeRoomError, which becomes a NoRoomToDecodeError. Where neither place has room, the block runs without one,
+    because it may not need any; the log says so.
+    """
+    try:
+        kept: Path | None = _write_somewhere(path, samples, spare_folder)
+    except OSError as err:
+        kept = None
+        LOG.warning("the latent could not be saved before it is decoded: %s", err)
+    done = False
+    try:
+        yield
+        done = True
+    except VaeRoomError as err:
+        if kept is None:
+            raise
+        raise NoRoomToDecodeError(f"{err}. The latent is kept in {kept}") from err
+    finally:
+        if kept is not None and done:
+            kept.unlink(missing_ok=True)
+        elif kept is not None:
+            LOG.warning("the latent that was not decoded is kept in %s", kept)
 
 
 def _write_somewhere(path: Path, samples: torch.Tensor, spare_folder: Callable[[], Path] | None) -> Path:

@@ -1,0 +1,44 @@
+"""What decoding with a VAE takes beside its weights, counted on the `meta` device: nothing is computed for it.
+
+The decoder is convolutions from end to end, so what it takes goes with the area of what it decodes at once. A small
+latent takes a little more for its size than a large one, because of the lines around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan
+
+from ..plan.vae_tiles import LEAST_LATENT
+from .live_tensors import LiveTensors
+from .vae_tiles import decoded_frames
+
+STEADY_AFTER = 3
+"""Latent frames after which every further one takes the same."""
+
+
+def decode_pixel_bytes(config: Mapping[str, Any], latent_frames: int) -> int:
+    """Bytes for each latent pixel that is decoded at once, fp32, in a video of so many latent frames.
+
+    Counted are all tensors beside the weights, and one copy of what a convolution reads and writes: its library may
+    order both anew (oneDNN and cuDNN do).
+    """
+    sizes = {name: value for name, value in config.items() if not name.startswith("_")}
+    return _counted(json.dumps(sizes, sort_keys=True), min(latent_frames, STEADY_AFTER))
+
+
+@functools.cache
+def _counted(config: str, latent_frames: int) -> int:
+    # Inference mode shows fewer operations, and so less of what they make on their way.
+    with torch.inference_mode(False), torch.device("meta"), torch.no_grad():
+        vae = AutoencoderKLWan.from_config(json.loads(config)).eval()
+        latents = torch.empty(1, vae.config.z_dim, latent_frames, LEAST_LATENT, LEAST_LATENT)
+        with LiveTensors() as counted:
+            for frames in decoded_frames(vae, latents):
+                del frames
+    return -(-counted.convolution_peak // LEAST_LATENT**2)
