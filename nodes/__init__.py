@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..host import ComfyExtension, io
 from .auto_offload import WanStreamAutoOffload
 from .benchmark import WanStreamBenchmark
+from .decode_video import WanStreamDecodeVideo
 from .guider import WanStreamGuider, WanStreamSigmas
 from .lanes import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
 from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
@@ -39,5 +40,6 @@ class WanStreamExtension(ComfyExtension):
             WanStreamGuider,
             WanStreamVAEDecode,
             WanStreamSaveVideo,
+            WanStreamDecodeVideo,
             WanStreamBenchmark,
         ]

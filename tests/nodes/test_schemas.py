@@ -52,8 +52,9 @@ SNAPSHOT = {
         "experts positive negative boundary_ratio guidance_high guidance_low flow_shift policy",
         "GUIDER",
     ),
-    "WanStreamVAEDecode": ("vae latent tile_size workers", "IMAGE"),
+    "WanStreamVAEDecode": ("vae latent tile_size workers memory_gb", "IMAGE"),
     "WanStreamSaveVideo": ("images fps filename_prefix crf latent", ""),
+    "WanStreamDecodeVideo": ("vae latent fps filename_prefix crf tile_size memory_gb", ""),
     "WanStreamBenchmark": (
         "run warm_up repeats cool_down_s policies prefetch steps filename_prefix trace run_b run_c run_d",
         "IMAGE STRING",
