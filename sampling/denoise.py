@@ -22,6 +22,7 @@ from .fits import check_fits
 from .request import DenoiseRequest
 from .run_policy import Revise, RunPolicy
 from .split import WHOLE, Part
+from .step_cache import StepCache
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,6 +102,22 @@ def denoise_part(
     return _denoise(pair, request, part, callbacks, policy=policy, device=device, observe=observe)
 
 
+def denoise_measured(
+    pair: ExpertPair,
+    request: DenoiseRequest,
+    cache: StepCache,
+    *,
+    policy: OffloadPolicy,
+    device: torch.device | str,
+    on_step: Callable[[StepProgress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    observe: Observe | None = None,
+) -> DenoiseResult:
+    """As `denoise`, with `cache` in place of what the request asks for: one that looks at every step."""
+    callbacks = Callbacks(on_step=on_step, should_stop=should_stop)
+    return _denoise(pair, request, WHOLE, callbacks, policy=policy, device=device, observe=observe, cache=cache)
+
+
 def _denoise(
     pair: ExpertPair,
     request: DenoiseRequest,
@@ -110,6 +127,7 @@ def _denoise(
     policy: OffloadPolicy,
     device: torch.device | str,
     observe: Observe | None,
+    cache: StepCache | None = None,
 ) -> DenoiseResult:
     check_fits(request, pair)
     place = compute_device(device)
@@ -124,7 +142,7 @@ def _denoise(
     )
     with torch.inference_mode():
         recorder = Recorder(place, observe=observe or Observe.asked(os.environ))
-        denoising = Denoising(request, part, going, recorder, callbacks)
+        denoising = Denoising(request, part, going, recorder, callbacks, cache)
         with recorder.watching():
             while not denoising.is_done:
                 denoising.take_steps()
