@@ -5,7 +5,9 @@ from __future__ import annotations
 from ..host import ComfyExtension, io
 from .auto_offload import WanStreamAutoOffload
 from .benchmark import WanStreamBenchmark
+from .context_windows import WanStreamContextWindows
 from .decode_video import WanStreamDecodeVideo
+from .guidance import WanStreamGuidance
 from .guider import WanStreamGuider, WanStreamSigmas
 from .lanes import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
 from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
@@ -34,6 +36,8 @@ class WanStreamExtension(ComfyExtension):
             WanStreamImageToVideo,
             WanStreamSampler,
             WanStreamLane,
+            WanStreamGuidance,
+            WanStreamContextWindows,
             WanStreamLaneSampler,
             WanStreamLaneLatent,
             WanStreamSigmas,

@@ -37,3 +37,21 @@ def workers_input() -> io.Input:
         tooltip="From Wan Workers (many GPUs): they compute the run. The result is the same; starting them costs some "
         "seconds, once. Without it: this process alone.",
     )
+
+
+def guidance_input() -> io.Input:
+    return sockets.Guidance.Input(
+        "guidance",
+        optional=True,
+        tooltip="From Wan Guidance: a guidance for each step, or a negative prompt in steps without. Without it: "
+        "guidance_high and guidance_low.",
+    )
+
+
+def windows_input() -> io.Input:
+    return sockets.Windows.Input(
+        "windows",
+        optional=True,
+        tooltip="From Wan Context Windows, for videos of more than 81 frames. Windows share the weights, not the "
+        "compute. Without it: the video as a whole.",
+    )

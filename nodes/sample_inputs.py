@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from ..host import io
 from ..sampling import SCHEDULES, SOLVERS
-from .expert_inputs import boundary_input, experts_input, policy_input, workers_input
+from .expert_inputs import (
+    boundary_input,
+    experts_input,
+    guidance_input,
+    policy_input,
+    windows_input,
+    workers_input,
+)
 
 FROM_BOUNDARY = -1
 """The `switch_step` that leaves the switch to `boundary_ratio`."""
@@ -168,3 +175,5 @@ def _optional_inputs() -> list[io.Input]:
         ),
         workers_input(),
     ]
+        guidance_input(),
+        windows_input(),

@@ -36,14 +36,18 @@ SNAPSHOT = {
         "CONDITIONING CONDITIONING LATENT",
     ),
     "WanStreamSampler": (
+    "WanStreamGuidance": ("guidance_steps nag_scale nag_tau nag_alpha", "WANSTREAM_GUIDANCE"),
+    "WanStreamContextWindows": ("frames overlap stride fuse repeat_image", "WANSTREAM_WINDOWS"),
         "experts positive negative latent seed steps solver schedule flow_shift boundary_ratio switch_step "
-        "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas workers",
+        "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas workers "
+        "guidance windows",
         "LATENT WANSTREAM_RUN",
     ),
     "WanStreamLane": ("positive negative latent seed lanes", "WANSTREAM_LANES"),
     "WanStreamLaneSampler": (
         "experts lanes steps solver schedule flow_shift boundary_ratio switch_step guidance_high guidance_low "
-        "start_step end_step add_noise leftover_noise policy sigmas workers",
+        "start_step end_step add_noise leftover_noise policy sigmas workers "
+        "guidance windows",
         "WANSTREAM_LANE_LATENTS WANSTREAM_RUN",
     ),
     "WanStreamLaneLatent": ("latents index", "LATENT"),
