@@ -65,7 +65,10 @@ def decode_images(
 
     Until the frames are there the latents lie in the output folder, see `keep_latent_until_done`.
     """
-    copy = host.output_file(LATENT_PREFIX, "latent").path
+
+    def copy() -> Path:
+        return host.output_file(LATENT_PREFIX, "latent").path
+
     with keep_latent_until_done(latents, copy, spare_folder=host.temp_folder):
         if workers is not None:
             return decode_shared(workers, settings.vae, latents, settings.tiling, node_id=node_id), []
@@ -91,7 +94,7 @@ def decode_to_file(
         first = next(parts)  # reads the VAE's file: its errors are not those of the video's
         write_mp4(file.path, chain.from_iterable(chain([first], parts)), **encoding)
 
-    with keep_latent_until_done(latents, file.path.with_suffix(".latent"), spare_folder=host.temp_folder):
+    with keep_latent_until_done(latents, lambda: file.path.with_suffix(".latent"), spare_folder=host.temp_folder):
         decode_here(settings, latents, decode, to_file=True, node_id=node_id)
     return file
 

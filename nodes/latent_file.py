@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,31 +50,47 @@ def keep_latent_on_failure(
 
 
 @contextmanager
-def keep_latent_until_done(samples: torch.Tensor, path: Path, *, spare_folder: Callable[[], Path]) -> Iterator[None]:
-    """Hold `samples` in the file `path`, or in `spare_folder()`, until the block ends well.
+def keep_latent_until_done(
+    samples: torch.Tensor, place: Callable[[], Path], *, spare_folder: Callable[[], Path]
+) -> Iterator[None]:
+    """Hold `samples` in the file `place()`, or else in `spare_folder()`, until the block ends well.
 
     However else it ends, the file stays: an error, a Cancel, the end of the process. The log says where it is, and so
     does a VaeRoomError, which becomes a NoRoomToDecodeError. Where neither place has room, the block runs without one,
     because it may not need any; the log says so.
     """
-    try:
-        kept: Path | None = _write_somewhere(path, samples, spare_folder)
-    except OSError as err:
-        kept = None
-        LOG.warning("the latent could not be saved before it is decoded: %s", err)
+    kept = _write_early(samples, place, spare_folder)
+    if kept is None:
+        yield
+        return
     done = False
     try:
         yield
         done = True
     except VaeRoomError as err:
-        if kept is None:
-            raise
         raise NoRoomToDecodeError(f"{err}. The latent is kept in {kept}") from err
     finally:
-        if kept is not None and done:
+        if done:
             kept.unlink(missing_ok=True)
-        elif kept is not None:
-            LOG.warning("the latent that was not decoded is kept in %s", kept)
+        else:
+            LOG.warning("the video was not decoded; its latent is kept in %s", kept)
+
+
+def _write_early(samples: torch.Tensor, place: Callable[[], Path], spare_folder: Callable[[], Path]) -> Path | None:
+    """Where the latent lies now; None where there is no room for it."""
+    try:
+        path = place()
+        write_latent(path, samples)
+        return path
+    except OSError as err:
+        said = str(err)
+    try:
+        path = spare_folder() / f"WanStream_{uuid.uuid4().hex}.latent"
+        write_latent(path, samples)
+    except OSError as err:
+        LOG.warning("the latent could not be saved before it is decoded: %s; %s", said, err)
+        return None
+    return path
 
 
 def _write_somewhere(path: Path, samples: torch.Tensor, spare_folder: Callable[[], Path] | None) -> Path:
