@@ -14,6 +14,7 @@ from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
 from .load import WanStreamExperts
 from .lora import WanStreamLora
 from .offload import WanStreamBlockSwap, WanStreamLayerwise
+from .one_expert import WanStreamOneExpert
 from .sample import WanStreamSampler
 from .text import WanStreamTextEncode
 from .video import WanStreamSaveVideo, WanStreamVAEDecode
@@ -26,6 +27,7 @@ class WanStreamExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
             WanStreamExperts,
+            WanStreamOneExpert,
             WanStreamLora,
             WanStreamLayerwise,
             WanStreamBlockSwap,

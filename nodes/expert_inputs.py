@@ -7,7 +7,7 @@ from . import sockets
 
 
 def experts_input() -> io.Input:
-    return sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed).")
+    return sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed) or Wan One Expert (streamed).")
 
 
 def boundary_input() -> io.Input:
@@ -18,7 +18,8 @@ def boundary_input() -> io.Input:
         max=1.0,
         step=0.001,
         tooltip="The noise level below which the low-noise expert takes over: 0.875 for text-to-video, 0.9 for "
-        "image-to-video. The switch itself costs nothing: the next expert's blocks are fetched ahead.",
+        "image-to-video. The switch itself costs nothing: the next expert's blocks are fetched ahead. Not used by one "
+        "expert, which runs every step.",
     )
 
 

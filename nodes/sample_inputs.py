@@ -114,7 +114,8 @@ def _guidance_inputs() -> list[io.Input]:
             max=100.0,
             step=0.1,
             tooltip="How strongly the high-noise expert follows the prompt. Anything but 1 computes the negative as "
-            "well and doubles the compute of its steps; the bytes that are moved stay the same.",
+            "well and doubles the compute of its steps; the bytes that are moved stay the same. One expert follows it "
+            "in every step.",
         ),
         io.Float.Input(
             "guidance_low",
@@ -122,7 +123,7 @@ def _guidance_inputs() -> list[io.Input]:
             min=1.0,
             max=100.0,
             step=0.1,
-            tooltip="The same for the low-noise expert. 1 halves the compute of its steps.",
+            tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by one expert.",
         ),
     ]
 
