@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 from ..host import io
+from ..wan.kernels import ATTENTIONS
 from . import sockets
 
 
 def experts_input() -> io.Input:
     return sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed) or Wan One Expert (streamed).")
+
+
+def attention_input() -> io.Input:
+    return io.Combo.Input(
+        "attention",
+        options=list(ATTENTIONS),
+        default="default",
+        optional=True,
+        tooltip="Whose kernel computes attention, most of the time of a long video. default: what diffusers chooses, "
+        "which is sdpa, torch's own. The others need a GPU and bf16 or fp16 (xformers fp32 too), and all but cudnn a "
+        "package of that name. All round differently; sage also computes in 8 bits, which costs some precision.",
+    )
+
+
+def compile_input() -> io.Input:
+    return io.Boolean.Input(
+        "compile",
+        default=False,
+        optional=True,
+        tooltip="Compile the blocks with torch.compile, for faster steps. Costs a wait in the first step after a "
+        "start, and once more for a second video size; not for the other expert, another LoRA or another run. Last "
+        "digits of the result differ. Needs Triton on a GPU, a C++ compiler on a CPU.",
+    )
 
 
 def boundary_input() -> io.Input:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from ..host import ExpertsRef, host, io
-from ..plan import Storage
+from ..plan import Attention, Storage
 from ..wan.block_storage import STORAGES
 from . import sockets
+from .expert_inputs import attention_input, compile_input
 
 SAME_FOLDER = "from the same pipeline folder"
 
@@ -42,21 +43,32 @@ class WanStreamExperts(io.ComfyNode):
                 ),
                 dtype_input(),
                 storage_input(),
+                attention_input(),
+                compile_input(),
             ],
             outputs=[sockets.Experts.Output(display_name="experts")],
         )
 
     @classmethod
     def execute(
-        cls, high_noise: str, low_noise: str, compute_dtype: str, storage: Storage = "as stored"
+        cls,
+        high_noise: str,
+        low_noise: str,
+        compute_dtype: str,
+        storage: Storage = "as stored",
+        attention: Attention = "default",
+        compile: bool = False,
     ) -> io.NodeOutput:
         ref = ExpertsRef(
             high_noise=host.model_path(high_noise, *FOLDERS),
             low_noise=None if low_noise == SAME_FOLDER else host.model_path(low_noise, *FOLDERS),
             compute_dtype=DTYPES[compute_dtype],
             storage=storage,
+            attention=attention,
+            compile=compile,
         )
-        # Opened here so that a bad file is reported on the node that names it. The sampler finds the pair open.
+        # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
+        # the pair open.
         with host.ledger().phase("open", host.device()):
             host.experts(ref)
         return io.NodeOutput(ref)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..host import ExpertsRef, host, io
-from ..plan import Storage
+from ..plan import Attention, Storage
 from ..sampling import RequestError
 from . import sockets
+from .expert_inputs import attention_input, compile_input
 from .load import DTYPES, FOLDERS, dtype_input, storage_input
 from .sample_inputs import FROM_BOUNDARY
 
@@ -34,16 +35,31 @@ class WanStreamOneExpert(io.ComfyNode):
                 ),
                 dtype_input(),
                 storage_input(),
+                attention_input(),
+                compile_input(),
             ],
             outputs=[sockets.Experts.Output(display_name="experts")],
         )
 
     @classmethod
-    def execute(cls, file: str, compute_dtype: str, storage: Storage = "as stored") -> io.NodeOutput:
+    def execute(
+        cls,
+        file: str,
+        compute_dtype: str,
+        storage: Storage = "as stored",
+        attention: Attention = "default",
+        compile: bool = False,
+    ) -> io.NodeOutput:
         ref = ExpertsRef(
-            high_noise=host.model_path(file, *FOLDERS), compute_dtype=DTYPES[compute_dtype], storage=storage, one=True
+            high_noise=host.model_path(file, *FOLDERS),
+            compute_dtype=DTYPES[compute_dtype],
+            storage=storage,
+            one=True,
+            attention=attention,
+            compile=compile,
         )
-        # Opened here so that a bad file is reported on the node that names it. The sampler finds it open.
+        # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
+        # it open.
         with host.ledger().phase("open", host.device()):
             host.experts(ref)
         return io.NodeOutput(ref)

@@ -64,8 +64,8 @@ def denoise(
     Args:
         on_step: called after each step, on the calling thread.
         should_stop: asked before every block.
-        revise: told once how the first step went, where it went undisturbed; the policy that it answers with holds for
-            the rest of the run, None changes nothing.
+        revise: told once how the first step went, where it went undisturbed (memory was not short, nothing was
+            compiled); the policy that it answers with holds for the rest of the run, None changes nothing.
         observe: what is told beside the timeline; by default what the environment asks for (see `Observe.asked`).
 
     Raises:

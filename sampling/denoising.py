@@ -66,6 +66,8 @@ class _Taken(NamedTuple):
     solver: Solver
     denoised: torch.Tensor
     finite: torch.Tensor
+    compiled: bool
+    """Whether blocks were compiled on the way."""
 
 
 class Denoising:
@@ -193,6 +195,7 @@ class Denoising:
         step, expert = self._steps[self._done]
         schedule, guidance = self.course.schedule, self.course.guidance[step]
         sigma, latents, solver = schedule.sigmas[step], self.latents, self._solver.copy()
+        graphs = engine.graphs
         with self._recorder.step(step, expert, sigma):
             timestep = torch.tensor([schedule.timesteps[step]])
             shown = latents if self._kept is None else self._kept.shown(latents, sigma)
@@ -207,7 +210,7 @@ class Denoising:
                 velocity = (latents - denoised) / sigma
             latents = solver.step(velocity, latents)
             finite = latents.isfinite().all()
-        return _Taken(latents=latents, solver=solver, denoised=denoised, finite=finite)
+        return _Taken(latents=latents, solver=solver, denoised=denoised, finite=finite, compiled=engine.graphs > graphs)
 
     def _accept(self, taken: _Taken) -> None:
         """The next step is whole: tell it, and ask after the first one whether to go on in the same way."""
@@ -227,7 +230,7 @@ class Denoising:
             done, total = before + self._done, len(self.course.steps)
             told = StepProgress(record=record, done=done, total=total, denoised=taken.denoised, state=state)
             self._callbacks.on_step(told)
-        if self._callbacks.revise is not None and self._done == 1 and not self.is_done:
+        if self._callbacks.revise is not None and self._done == 1 and not (self.is_done or taken.compiled):
             self._policy.revise(self._callbacks.revise, record)
 
 

@@ -15,6 +15,7 @@ from .block_storage import BlockBytes, block_bytes, row_scale_bytes
 from .checkpoint import Expert
 from .device_bytes import device_bytes
 from .expert_engine import ExpertEngine
+from .kernels import Kernels
 from .lora import LoraFile
 from .lora_factors import LoraFactors, LoraStack
 from .lora_fit import fitted
@@ -48,6 +49,8 @@ class ExpertPair:
         # Read past the page cache, every rank would read the whole files.
         self._direct = False if direct is None and shared else direct
         self._shared = shared
+        self.kernels = Kernels()
+        """What computes the blocks, from the next time on that the engine is asked for."""
         self._sharded: Sharded | None = None
         self._engine: ExpertEngine | None = None
         self._engine_for: tuple[OffloadPolicy, torch.device] | None = None
@@ -77,9 +80,10 @@ class ExpertPair:
 
     @property
     def identity(self) -> Hashable:
-        """What names this pair on a graph edge: equal for the same files, dtype, storage, LoRAs and strengths."""
+        """What names this pair on a graph edge: equal for the same files, dtype, storage, kernels, LoRAs, strengths."""
         loras = tuple(stack_identity(stack) for stack in self._active_loras().values())
-        return (self.high.path.resolve(), self.low.path.resolve(), self.compute_dtype, self.storage, loras)
+        paths = (self.high.path.resolve(), self.low.path.resolve())
+        return (*paths, self.compute_dtype, self.storage, self.kernels, loras)
 
     def is_current(self) -> bool:
         """Whether the files on disk are still those that were opened; open the pair again where they are not."""
@@ -122,9 +126,10 @@ class ExpertPair:
         One for another policy takes on this one, and keeps every block that both keep; one on another device is freed.
 
         Raises:
-            ValueError: the policy does not fit the number of blocks, or a factor of a LoRA is not finite.
+            ValueError: the policy does not fit the number of blocks, a factor of a LoRA is not finite, or the kernels
+                are not installed or do not serve this device or dtype.
             OSError: a LoRA cannot be read, or its factors or the blocks to be kept in RAM do not fit there.
-            RuntimeError: the engine runs, and another one or other LoRAs are asked for.
+            RuntimeError: the engine runs, and another one, other kernels or other LoRAs are asked for.
         """
         place = torch.device(device)
         self._meet()
@@ -148,6 +153,7 @@ class ExpertPair:
             self._engine.set_policy(policy)
             self._engine_for = (policy, place)
         assert self._engine is not None
+        self._engine.set_kernels(self.kernels)
         self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
         self._engine.set_loras(self._active_loras(), self._factors)
         return self._engine

@@ -154,6 +154,10 @@ class WatchedEngine:
         self.expect = engine.expect
 
     @property
+    def graphs(self) -> int:
+        return self._engine.graphs
+
+    @property
     def outer_bytes(self) -> int:
         return self._engine.outer_bytes
 
