@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..host import ComfyExtension, io
 from .auto_offload import WanStreamAutoOffload
 from .benchmark import WanStreamBenchmark
+from .cache import WanStreamCache, WanStreamCacheCalibration
 from .context_windows import WanStreamContextWindows
 from .decode_video import WanStreamDecodeVideo
 from .guidance import WanStreamGuidance
@@ -33,13 +34,14 @@ class WanStreamExtension(ComfyExtension):
             WanStreamBlockSwap,
             WanStreamAutoOffload,
             WanStreamWorkers,
+            WanStreamCache,
             WanStreamTextEncode,
             WanStreamEmptyLatent,
             WanStreamImageToVideo,
-            WanStreamSampler,
-            WanStreamLane,
             WanStreamGuidance,
             WanStreamContextWindows,
+            WanStreamSampler,
+            WanStreamLane,
             WanStreamLaneSampler,
             WanStreamLaneLatent,
             WanStreamSigmas,
@@ -48,4 +50,5 @@ class WanStreamExtension(ComfyExtension):
             WanStreamSaveVideo,
             WanStreamDecodeVideo,
             WanStreamBenchmark,
+            WanStreamCacheCalibration,
         ]

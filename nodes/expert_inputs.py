@@ -80,3 +80,12 @@ def windows_input() -> io.Input:
         tooltip="From Wan Context Windows, for videos of more than 81 frames. Windows share the weights, not the "
         "compute. Without it: the video as a whole.",
     )
+
+
+def cache_input() -> io.Input:
+    return sockets.Cache.Input(
+        "cache",
+        optional=True,
+        tooltip="From Wan Cache: steps that are much like the one before are left out. Saves their time and bytes, and "
+        "costs quality. Without it: every step computes all of its blocks.",
+    )

@@ -6,6 +6,7 @@ from ..host import io
 from ..sampling import SCHEDULES, SOLVERS
 from .expert_inputs import (
     boundary_input,
+    cache_input,
     experts_input,
     guidance_input,
     policy_input,
@@ -175,6 +176,7 @@ def _optional_inputs() -> list[io.Input]:
             "they end above 0, that noise is left over.",
         ),
         workers_input(),
-    ]
+        cache_input(),
         guidance_input(),
         windows_input(),
+    ]

@@ -27,3 +27,6 @@ Guidance = io.Custom("WANSTREAM_GUIDANCE")
 
 Windows = io.Custom("WANSTREAM_WINDOWS")
 """`ContextWindows`: how a long video is cut into pieces."""
+
+Cache = io.Custom("WANSTREAM_CACHE")
+"""`CacheSettings`: which steps may take over what a step before has computed."""

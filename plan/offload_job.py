@@ -39,6 +39,10 @@ class OffloadJob:
     ring: int = 1
     ulysses: int = 1
     """`ring` x `ulysses` workers share the tokens of every lane."""
+    kept_states: int = 0
+    """Tensors of the size of a hidden state that a cache keeps of every lane."""
+    skipped_steps: frozenset[int] = frozenset()
+    """Steps of `experts_of_steps`, from 0, that a cache is known to take over: no block is visited in them."""
 
     def __post_init__(self) -> None:
         if not self.experts_of_steps:
@@ -57,7 +61,7 @@ class OffloadJob:
 
     @property
     def visits(self) -> tuple[Visit, ...]:
-        return step_visits(self.experts_of_steps, self.block_counts)
+        return step_visits(self.experts_of_steps, self.block_counts, skipped=self.skipped_steps)
 
     @property
     def decodes(self) -> bool:

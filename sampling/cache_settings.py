@@ -52,7 +52,10 @@ class MagCache:
     @property
     def words(self) -> str:
         rule = self.rule
-        return f"magnitudes, threshold {rule.threshold:g}, at most {rule.most_in_a_row} in a row"
+        return (
+            f"magnitudes, threshold {rule.threshold:g}, at most {rule.most_in_a_row} in a row, retention "
+            f"{rule.retention:g}; {self.table.source}"
+        )
 
 
 CacheSettings: TypeAlias = FirstBlockCache | MagCache
@@ -63,5 +66,5 @@ def cached_policy(policy: OffloadPolicy, cache: CacheSettings | None) -> Offload
     return replace(policy, keeps_first=True) if isinstance(cache, FirstBlockCache) else policy
 
 
-PRESETS = {"careful": 0.03, "usual": 0.05, "fast": 0.1}
+PRESETS = {"careful": 0.03, "usual": 0.05, "fast": 0.1, "faster": 0.15, "fastest": 0.2}
 """Thresholds of a first-block cache that others have used; `docs/caching.md` says where and what they saw."""

@@ -63,6 +63,7 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
         "solver": request.solver,
         "NAG": request.nag,
         "context windows": request.windows,
+        "cache": "none" if request.cache is None else request.cache.words,
         "guidance": tuple(request.guidance),
         "image embedding": "none" if seen is None else f"{seen.shape[1]} x {seen.shape[2]}",
         "noise": "added" if request.add_noise else "not added",

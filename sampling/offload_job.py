@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from ..plan import ExpertShape, OffloadJob, OffloadPolicy
 from ..plan.memory_needs import RAW_SLOTS
 from ..plan.shapes import HEAD_DIM
 from ..wan import ExpertPair
+from .cache_settings import FirstBlockCache
 from .request import DenoiseRequest
 from .working_bytes import tokens_of
 
@@ -19,7 +21,12 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
     course = request.course()
     experts = [course.experts[step] for step in course.steps]
     guided = {expert: _guided(request, expert) for expert in ("high", "low")}
-    return offload_job(pair, request.computed_shape, device, experts_of_steps=experts, guided=guided)
+    job = offload_job(pair, request.computed_shape, device, experts_of_steps=experts, guided=guided)
+    if request.cache is None:
+        return job
+    # The block that is asked in every step stays; where others stay too, this is one buffer too many.
+    first = pair.computed_bytes if isinstance(request.cache, FirstBlockCache) else 0
+    return replace(job, kept_states=request.cache.kept_states, staying_bytes=job.staying_bytes + first)
 
 
 def _guided(request: DenoiseRequest, expert: str) -> bool:

@@ -125,6 +125,7 @@ def request_words(request: DenoiseRequest) -> dict[str, str]:
         "Guidance": _guidance(request),
         **({} if request.nag is None else {"NAG": _nag(request.nag)}),
         **_windows(request),
+        **({} if request.cache is None else {"Cache": request.cache.words}),
     }
 
 

@@ -30,25 +30,27 @@ SNAPSHOT = {
         "count layout data stage cfg ring ulysses address weights threads path_map beyond_loopback restarts timeout_s",
         "WANSTREAM_WORKERS",
     ),
+    "WanStreamCache": ("kind preset threshold calibration most_in_a_row retention", "WANSTREAM_CACHE"),
+    "WanStreamCacheCalibration": ("run filename_prefix", "STRING"),
     "WanStreamTextEncode": ("text_encoder positive negative", "CONDITIONING CONDITIONING"),
     "WanStreamEmptyLatent": ("width height frames batch_size", "LATENT"),
     "WanStreamImageToVideo": (
         "positive negative vae image width height frames batch_size end_image clip_vision clip_crop",
         "CONDITIONING CONDITIONING LATENT",
     ),
-    "WanStreamSampler": (
     "WanStreamGuidance": ("guidance_steps nag_scale nag_tau nag_alpha", "WANSTREAM_GUIDANCE"),
     "WanStreamContextWindows": ("frames overlap stride fuse repeat_image", "WANSTREAM_WINDOWS"),
+    "WanStreamSampler": (
         "experts positive negative latent seed steps solver schedule flow_shift boundary_ratio switch_step "
         "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas workers "
-        "guidance windows",
+        "cache guidance windows",
         "LATENT WANSTREAM_RUN",
     ),
     "WanStreamLane": ("positive negative latent seed lanes", "WANSTREAM_LANES"),
     "WanStreamLaneSampler": (
         "experts lanes steps solver schedule flow_shift boundary_ratio switch_step guidance_high guidance_low "
         "start_step end_step add_noise leftover_noise policy sigmas workers "
-        "guidance windows",
+        "cache guidance windows",
         "WANSTREAM_LANE_LATENTS WANSTREAM_RUN",
     ),
     "WanStreamLaneLatent": ("latents index", "LATENT"),
