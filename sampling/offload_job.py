@@ -22,6 +22,9 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
     experts = [course.experts[step] for step in course.steps]
     guided = {expert: _guided(request, expert) for expert in ("high", "low")}
     job = offload_job(pair, request.computed_shape, device, experts_of_steps=experts, guided=guided)
+    lanes = tuple(request.batch * request.lanes_at(step) for step in course.steps)
+    if any(job.lanes[expert] != count for expert, count in zip(experts, lanes, strict=True)):
+        job = replace(job, lanes_of_steps=lanes)
     if request.cache is None:
         return job
     # The block that is asked in every step stays; where others stay too, this is one buffer too many.

@@ -62,7 +62,7 @@ def _simulated(
     """`places` are number and noise level of each step."""
     engine = pair.present_engine(policy, compute_device(device))
     programs = None if engine is None else engine.programs(job.visits)
-    simulated = predict(job, machine, policy, programs=programs).timeline
+    simulated = predict(job, machine, policy, programs=programs, by_step=True).timeline
     found = {step.index: step for step in simulated.steps}
     whole = [found.get(number) or _without_blocks(job, number) for number in range(len(job.experts_of_steps))]
     numbered = zip(places, whole, strict=True)

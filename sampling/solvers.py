@@ -116,19 +116,24 @@ def euler(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> S
 def unipc(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
     """UniPC of order 2 (bh2), configured as in the Wan pipelines of diffusers."""
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    # At a sigma of exactly 1 its log(1 - sigma) is infinite; diffusers steps down from 1 in the same way.
+    sigmas = [min(sigma, HIGHEST_BELOW_ONE) for sigma in schedule.sigmas]
     return DiffusersSolver(
         scheduler,
-        _below_one(schedule),
+        sigmas,
         start_step,
         remembers=("_step_index", "model_outputs", "timestep_list", "last_sample", "lower_order_nums", "this_order"),
     )
 
 
 def dpm_plus_plus(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
-    """DPM-Solver++ of order 2 (midpoint), the multistep kind, on flow sigmas; the last step is of first order."""
+    """DPM-Solver++ of order 2 (midpoint), the multistep kind, on flow sigmas; the last step is of first order.
+
+    So is the one behind a sigma of exactly 1: seen from there, what comes before lies infinitely far away.
+    """
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     remembers = ("_step_index", "model_outputs", "lower_order_nums")
-    return DiffusersSolver(scheduler, _below_one(schedule), start_step, remembers=remembers)
+    return DiffusersSolver(scheduler, schedule.sigmas, start_step, remembers=remembers)
 
 
 def lcm(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
@@ -140,11 +145,6 @@ def lcm(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Sol
         raise RequestError("the solver lcm draws noise in every step: give a seed for each sample")
     scheduler = FlowMatchLCMScheduler()
     return DiffusersSolver(scheduler, schedule.sigmas, start_step, remembers=("_step_index",), seeds=seeds)
-
-
-def _below_one(schedule: Schedule) -> list[float]:
-    """The sigmas for a solver that takes log(1 - sigma), which is infinite at 1; diffusers steps down in this way."""
-    return [min(sigma, HIGHEST_BELOW_ONE) for sigma in schedule.sigmas]
 
 
 SOLVERS: Mapping[str, Callable[[Schedule, int, Sequence[int] | None], Solver]] = {

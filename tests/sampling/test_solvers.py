@@ -93,7 +93,11 @@ def test_dpm_plus_plus_is_the_multistep_scheduler_to_the_bit(latents: torch.Tens
 def test_a_first_sigma_of_one_leaves_no_infinity(latents: torch.Tensor, solver: str) -> None:
     schedule = simple_schedule(4, 5.0)
     assert schedule.sigmas[0] == 1.0
-    assert _run(make_solver(solver, schedule, seeds=SEEDS), schedule, latents).isfinite().all()
+    ended = _run(make_solver(solver, schedule, seeds=SEEDS), schedule, latents)
+    nearly = explicit_schedule([1 - 1e-6, *schedule.sigmas[1:]])
+    torch.testing.assert_close(
+        ended, _run(make_solver(solver, nearly, seeds=SEEDS), schedule, latents), rtol=1e-2, atol=1e-2
+    )
 
 
 def test_dpm_plus_plus_is_of_second_order() -> None:
