@@ -89,24 +89,6 @@ def test_ulysses_gives_what_one_worker_gives(
     assert torch.equal(again, alone)
 
 
-def test_compiled_blocks_on_shared_tokens(
-    processes: Any,
-    split_jobs: Any,
-    meet: Any,
-    wide: Callable[..., ExpertsRef],
-    ask: Callable[..., DenoiseRequest],
-) -> None:
-    """The pieces around an exchange are graphs; what was gathered is counted in each run, traced or not."""
-    meet(Mesh(ulysses=2))
-    given = wide(layers=2), ask(), LAYERWISE
-    for plain, first, second in processes.all(split_jobs.job_run_compiled, *given, count=2):
-        assert torch.equal(first["latents"], plain["latents"])
-        assert torch.equal(second["latents"], plain["latents"])
-        assert plain["gathered"] == first["gathered"] == second["gathered"] > 0
-        assert (plain["graphs"], second["graphs"]) == (0, 0)
-        assert first["graphs"] > 0
-
-
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
 def test_images_and_loras_on_shared_tokens(
     mesh: Mesh,
@@ -133,6 +115,25 @@ def test_images_and_loras_on_shared_tokens(
     for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
         assert difference(worker["latents"], alone) <= SAME
     assert difference(plain, alone) > 1e-3
+
+
+@pytest.mark.slow
+def test_compiled_blocks_on_shared_tokens(
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    """The pieces around an exchange are graphs; what was gathered is counted in each run, traced or not."""
+    meet(Mesh(ulysses=2))
+    given = wide(layers=2), ask(), LAYERWISE
+    for plain, first, second in processes.all(split_jobs.job_run_compiled, *given, count=2):
+        assert torch.equal(first["latents"], plain["latents"])
+        assert torch.equal(second["latents"], plain["latents"])
+        assert plain["gathered"] == first["gathered"] == second["gathered"] > 0
+        assert (plain["graphs"], second["graphs"]) == (0, 0)
+        assert first["graphs"] > 0
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ring=2)], ids=str)
