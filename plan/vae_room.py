@@ -18,8 +18,8 @@ FRAMES_AT_ONCE = 4
 """Frames that one latent frame makes, and that are on their way to their reader together."""
 NEARLY_LARGEST = 0.75
 """A tile of that part of the largest that fits is as good, if it computes less."""
-HEAP_BYTES = 300_000_000
-"""Where the device computes in RAM: what the C library keeps of tensors that have ended, up to 0.25 GB in glibc."""
+HEAP_BYTES = 500_000_000
+"""Where the device computes in RAM: what the C library keeps of tensors that have ended; up to 0.34 GB in glibc."""
 GB = 1e9
 
 
