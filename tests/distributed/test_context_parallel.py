@@ -15,8 +15,10 @@ from wanstream.cli.sample_loras import make_lora, save_lora
 from wanstream.distributed.attention_backends import backend_for
 from wanstream.distributed.peer_errors import HungError, PeerLostError
 from wanstream.plan import ExpertsRef, LoraRef, OffloadPolicy
+from wanstream.plan.context_windows import ContextWindows
 from wanstream.plan.mesh import Mesh, MeshError
 from wanstream.sampling import DenoiseRequest
+from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
@@ -87,6 +89,26 @@ def test_ulysses_gives_what_one_worker_gives(
         assert worker["gathered"] == worker["crossed"] > 0
     again = processes[0].start(split_jobs.job_run_alone, *given).result()
     assert torch.equal(again, alone)
+
+
+@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
+def test_windows_and_nag_on_shared_tokens(
+    policy: OffloadPolicy,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    """Tokens of a window are shared out as those of a video; attention to both texts is local."""
+    meet(Mesh(ulysses=2))
+    windows = ContextWindows(frames=2, overlap=1)
+    request = ask(shape=(1, 16, 3, 8, 12), guidance=(4.0, 1.0), nag=Nag(), windows=windows)
+    given = wide(), request, policy
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    told = processes.all(split_jobs.job_run, *given, count=2)
+    assert difference(told[0]["latents"], alone) <= SAME
+    assert torch.equal(told[1]["latents"], told[0]["latents"])
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
