@@ -1,8 +1,8 @@
 """What decoding a video takes of RAM beside the VAE's weights, where it is given a budget for it.
 
 Each case runs in a process of its own, straight into an MP4, in the tiles that the budget allows. The peak is the
-kernel's own (VmHWM, reset before the decode). Every tile takes the same, so a decode may be ended early; the result says
-how far it came. What tiles change is told against whole frames where those fit.
+kernel's own (VmHWM, reset before the decode). Every tile takes the same, so a decode may be ended early; the result
+says how far it came. What tiles change is told against whole frames where those fit.
 
 python benchmarks/vae_memory.py tiny|full|difference ... [--budget GB] [--seconds N]
 """
