@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class BlockCompiler:
         self.graphs = 0
         """Graphs that this process has compiled for blocks so far."""
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         compile_graph = torch._dynamo.lookup_backend(self.name)
         began = time.perf_counter()
         compiled: Callable[..., Any] = compile_graph(graph, inputs)
