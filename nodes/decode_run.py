@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..host import OutputFile, host
 from ..plan import WorkersRef
 from ..plan.shapes import PIXELS_PER_LATENT
-from ..plan.vae_room import GB, DecodeNeeds, fitting_tiling
+from ..plan.vae_room import GB, HEAP_BYTES, DecodeNeeds, fitting_tiling
 from ..plan.vae_tiles import Tiling
 from ..wan.smaller_tiles import in_words, with_smaller_tiles
 from ..wan.vae import WanVae, open_vae
@@ -97,6 +97,23 @@ def decode_to_file(
     with keep_latent_until_done(latents, lambda: file.path.with_suffix(".latent"), spare_folder=host.temp_folder):
         decode_here(settings, latents, decode, to_file=True, node_id=node_id)
     return file
+
+
+def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
+    """Frames [F, H, W, 3] in 0..1 -> raw latents [1, 16, T, h, w], in the tiles that the free memory allows.
+
+    Raises VaeRoomError where no tile fits, and as of `WanVae.encode`.
+    """
+    with open_vae(vae) as opened:
+        needs, device = opened.encode_needs(video), host.device()
+        wanted = opened.weight_bytes + needs.device_bytes(None) + needs.host_bytes(None)
+        # The video lies where it is encoded.
+        tiling = fitting_tiling(needs, host.make_room(wanted + HEAP_BYTES) - opened.weight_bytes, shared=True)
+        if tiling is not None:
+            LOG.info("encoded in %s: there is no memory for whole frames", in_words(tiling))
+        return with_smaller_tiles(
+            lambda tiling: opened.encode(video, device=device, tiling=tiling), needs, tiling, LOG.info
+        )
 
 
 def decode_here(

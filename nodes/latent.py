@@ -12,7 +12,7 @@ from ..plan.shapes import VideoShape
 from ..sampling.conditioning import IMAGE_SEEN
 from ..sampling.first_frame import framed_video, start_end_mask, start_mask
 from ..wan.image_encoder import open_image_encoder
-from ..wan.vae import open_vae
+from .decode_run import encode_here
 
 Conditioning = list[list[Any]]
 """ComfyUI's: pairs of an embedding [1, L, 4096] and a dictionary of what belongs to it."""
@@ -184,8 +184,7 @@ class WanStreamImageToVideo(io.ComfyNode):
         video = framed_video(image, end_image, shape)
         known = len(image)
         mask = start_mask(known, shape) if end_image is None else start_end_mask(known, len(end_image), shape)
-        with open_vae(host.model_path(vae, "diffusers", "vae")) as opened:
-            encoded = opened.encode(video, device=host.device())
+        encoded = encode_here(host.model_path(vae, "diffusers", "vae"), video)
         given: dict[str, object] = {"concat_latent_image": encoded, "concat_mask": mask}
         if clip_vision != NONE:
             encoder = open_image_encoder(host.model_path(clip_vision, "diffusers", "clip_vision"))

@@ -42,6 +42,8 @@ class DecodeNeeds:
     keeps_frames: bool
     """Whether all frames stay in RAM. Tiles keep them in any case: a frame is done with its last tile only."""
     per_latent: int = PIXELS_PER_LATENT
+    doing: str = "decoding"
+    """For messages."""
 
     def device_bytes(self, tiling: Tiling | None) -> int:
         """What is computed at once: a tile, or the whole frame."""
@@ -115,7 +117,7 @@ def too_little(needs: DecodeNeeds, budget: int, *, shared: bool) -> str:
         f" and {(needs.host_bytes(least) + HEAP_BYTES) / GB:.2f} GB around its {needs.frames} frames" if shared else ""
     )
     return (
-        f"decoding {width}x{height} frames in tiles of {least.pixels} pixels, the smallest, takes "
+        f"{needs.doing} {width}x{height} frames in tiles of {least.pixels} pixels, the smallest, takes "
         f"{needs.device_bytes(least) / GB:.2f} GB to compute in{beside}; {budget / GB:.2f} GB given: "
         "give it more memory, or unload other models"
     )

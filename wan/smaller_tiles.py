@@ -44,8 +44,8 @@ def with_smaller_tiles(
             said = forget(err)
         smaller = smaller_tiling(needs, tiling)
         if smaller is None:
-            raise NoRoomToDecodeError(f"no memory to decode {in_words(tiling)}, the least that can be: {said}")
-        on_change(f"no memory to decode {in_words(tiling)}: goes on with {in_words(smaller)}")
+            raise NoRoomToDecodeError(f"no memory for {needs.doing} {in_words(tiling)}, the least that can be: {said}")
+        on_change(f"no memory for {needs.doing} {in_words(tiling)}: goes on with {in_words(smaller)}")
         tiling = smaller
 
 

@@ -7,6 +7,7 @@ channel with mean 0 and deviation 1 over the training videos.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from ..plan.vae_tiles import Tiling
 from .component import component_folder
 from .meta_model import set_parameters
 from .vae_decode import Check, tiled_frames, whole_frames
-from .vae_memory import decode_pixel_bytes
+from .vae_memory import decode_pixel_bytes, encode_pixel_bytes
 from .vae_tiles import decode_tile, empty_frames
 from .vae_weights import VaeWeights, open_vae_file, open_vae_folder
 
@@ -76,8 +77,26 @@ class WanVae:
         self._opened = opened
         self._loaded: AutoencoderKLWan | None = None
 
-    def encode(self, video: torch.Tensor, *, device: torch.device | str) -> torch.Tensor:
-        """Encode frames [F, H, W, 3] in 0..1, F = 4n + 1, H and W multiples of 8.
+    def encode_needs(self, video: torch.Tensor) -> DecodeNeeds:
+        """What encoding frames [F, H, W, 3] takes beside the weights; all of them lie on the device meanwhile.
+
+        Raises:
+            VaeInputError: the video has another shape.
+        """
+        _check_video(video)
+        frames, height, width, _ = video.shape
+        return DecodeNeeds(
+            height=height // PIXELS_PER_LATENT,
+            width=width // PIXELS_PER_LATENT,
+            frames=frames,
+            pixel_bytes=encode_pixel_bytes(self._opened.config, (frames - 1) // FRAMES_PER_LATENT + 1),
+            value_bytes=FP32_BYTES,
+            keeps_frames=True,
+            doing="encoding",
+        )
+
+    def encode(self, video: torch.Tensor, *, device: torch.device | str, tiling: Tiling | None = None) -> torch.Tensor:
+        """Encode frames [F, H, W, 3] in 0..1, F = 4n + 1, H and W multiples of 8; whole, or in tiles as diffusers does.
 
         Returns the most likely raw latents, fp32 [1, 16, (F - 1) / 4 + 1, H / 8, W / 8], on the CPU.
 
@@ -87,7 +106,7 @@ class WanVae:
         _check_video(video)
         vae = self._on(torch.device(device))
         pixels = video.to(device, torch.float32).movedim(-1, 0)[None] * 2 - 1
-        with torch.no_grad():
+        with torch.no_grad(), _tiled(vae, tiling):
             raw: torch.Tensor = vae.encode(pixels).latent_dist.mode()
         return raw.cpu()
 
@@ -209,6 +228,19 @@ class WanVae:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def _tiled(vae: AutoencoderKLWan, tiling: Tiling | None) -> Iterator[None]:
+    """Diffusers' own tiles inside the `with`."""
+    if tiling is None:
+        yield
+        return
+    vae.enable_tiling(tiling.pixels, tiling.pixels, tiling.stride, tiling.stride)
+    try:
+        yield
+    finally:
+        vae.disable_tiling()
 
 
 def _check_video(video: torch.Tensor) -> None:

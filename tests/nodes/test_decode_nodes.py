@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded_door import NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError, embedded_door
 from wanstream.host.embedded_run import History, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.decode_run import encode_here
 from wanstream.nodes.latent_file import keep_latent_until_done
 from wanstream.nodes.video_file import VideoFileError, write_mp4
-from wanstream.plan.vae_room import HEAP_BYTES, VaeRoomError
+from wanstream.plan.vae_room import HEAP_BYTES, VaeRoomError, too_little
 from wanstream.plan.vae_tiles import Tiling
-from wanstream.wan.smaller_tiles import NoRoomToDecodeError
+from wanstream.wan.smaller_tiles import NoRoomToDecodeError, with_smaller_tiles
 from wanstream.wan.vae import open_vae
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -176,7 +177,7 @@ def test_memory_that_runs_out_leads_to_smaller_tiles(
     if class_type == "WanStreamVAEDecode":
         assert torch.equal(history.results["decode"][0], frames[64])
         assert history.outputs["decode"]["text"] == [
-            "no memory to decode whole frames: goes on with tiles of 64 pixels"
+            "no memory for decoding whole frames: goes on with tiles of 64 pixels"
         ]
     else:
         write_mp4(tmp_path / "expected.mp4", frames[64], fps=16, crf=1, metadata={})
@@ -245,3 +246,23 @@ def test_a_video_that_cannot_be_written_leaves_its_latent(decode: Decode, output
         )
     assert isinstance(no.value.__cause__, VideoFileError)
     assert (output / "video_00001_.latent").exists()
+
+
+def test_a_start_image_is_encoded_in_the_tiles_that_fit(sample_models: Path, tmp_path: Path) -> None:
+    video = torch.rand(5, 72, 96, 3, generator=torch.Generator().manual_seed(0))
+    path = sample_models / "vae" / VAE
+    with embedded_door.opened(
+        Folders(models=sample_models, output=tmp_path, input=tmp_path), device=torch.device("cpu")
+    ):
+        made = encode_here(path, video)
+    with open_vae(path) as vae:
+        assert torch.equal(made, vae.encode(video, device="cpu")), "whole where it fits"
+        assert "encoding 96x72 frames" in too_little(vae.encode_needs(video), 0, shared=True)
+
+        def encode(tiling: Tiling | None) -> torch.Tensor:
+            if tiling is None:
+                raise torch.OutOfMemoryError
+            return vae.encode(video, device="cpu", tiling=tiling)
+
+        tiled = with_smaller_tiles(encode, vae.encode_needs(video), None)
+        assert torch.equal(tiled, vae.encode(video, device="cpu", tiling=Tiling.of(64)))

@@ -40,8 +40,8 @@ def test_tiles_get_smaller_until_they_fit() -> None:
     assert with_smaller_tiles(tries, NEEDS, None, told.append) == "made in 64"
     assert tries.sizes == [0, 88, 64]
     assert told == [
-        "no memory to decode whole frames: goes on with tiles of 88 pixels",
-        "no memory to decode tiles of 88 pixels: goes on with tiles of 64 pixels",
+        "no memory for decoding whole frames: goes on with tiles of 88 pixels",
+        "no memory for decoding tiles of 88 pixels: goes on with tiles of 64 pixels",
     ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.wan.live_tensors import LiveTensors
-from wanstream.wan.vae_memory import decode_pixel_bytes
+from wanstream.wan.vae_memory import decode_pixel_bytes, encode_pixel_bytes
 from wanstream.wan.vae_tiles import decoded_frames
 
 REAL_WIDTH = 96
@@ -66,3 +66,13 @@ def test_the_same_is_counted_on_a_device_that_computes(tiny_pipeline: Callable[[
     with torch.no_grad():
         taken = _taken(vae, latents)
     assert taken == pytest.approx(decode_pixel_bytes(vae.config, 3) * 64, rel=0.01)
+
+
+@given(st.integers(8, 20), st.integers(8, 20), st.integers(1, 4))
+@settings(max_examples=4, deadline=None)
+def test_an_encode_never_takes_more_than_is_reckoned_either(height: int, width: int, count: int) -> None:
+    video = torch.empty(1, 3, 4 * (count - 1) + 1, 8 * height, 8 * width, device="meta")
+    with torch.no_grad(), LiveTensors() as counted:
+        THIN.encode(video)
+    reckoned = encode_pixel_bytes(THIN.config, count) * height * width
+    assert 0.85 * reckoned <= counted.convolution_peak <= reckoned
