@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 Texts = tuple[torch.Tensor, torch.Tensor]
 """The text of a lane [1, L, D], and the one that is held against it [1, M, D]."""
 
-COMBINED_TOKENS = 1024
-"""Tokens that are combined at once: what is computed in fp32 is there for these only."""
+PARTS = 8
+"""In how many parts the tokens attend to the negative text: what comes of one, in fp32 too, is there for a moment, and
+takes less than one value of all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +107,11 @@ class NagAttention:
         positive, negative = encoder_hidden_states
         image, positive = image_and_text(attn, positive)
         query = self._query(attn, hidden_states)
-        attended, against = self._attended(attn, query, positive), self._attended(attn, query, negative)
-        for part in parts_of(attended, COMBINED_TOKENS):
-            attended[:, part] = combined(attended[:, part], against[:, part], self._nag)
-        del against
+        attended = self._attend(attn, query, *_keys_and_values(attn, positive))
+        held = _keys_and_values(attn, negative)
+        for part in parts_of(attended, -(-attended.shape[1] // PARTS)):
+            against = self._attend(attn, query[:, part], *held)
+            attended[:, part] = combined(attended[:, part], against, self._nag)
         if image is not None:
             key, value = attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)
             attended += self._attend(attn, query, key, value)
@@ -130,9 +132,6 @@ class NagAttention:
             hidden[:, part] = attn.norm_q(attn.to_q(hidden[:, part]))
         return hidden
 
-    def _attended(self, attn: WanAttention, query: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        return self._attend(attn, query, attn.norm_k(attn.to_k(text)), attn.to_v(text))
-
     def _attend(self, attn: WanAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         attended: torch.Tensor = dispatch_attention_fn(
             *(tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value)),
@@ -146,11 +145,15 @@ class NagAttention:
         return attended.flatten(2, 3).type_as(query)
 
 
+def _keys_and_values(attn: WanAttention, text: torch.Tensor) -> Texts:
+    return attn.norm_k(attn.to_k(text)), attn.to_v(text)
+
+
 def combined(positive: torch.Tensor, negative: torch.Tensor, nag: Nag) -> torch.Tensor:
     """What tokens make of both texts, [1, S, D] each, computed in fp32; returned in the dtype of `positive`."""
-    kept, against = positive.float(), negative.float()
-    guided = nag.scale * kept - (nag.scale - 1) * against
-    size = guided.abs().sum(dim=-1, keepdim=True)
-    most = nag.tau * kept.abs().sum(dim=-1, keepdim=True)
+    kept = positive.float()
+    guided = (negative.float() * (1 - nag.scale)).add_(kept, alpha=nag.scale)
+    size = torch.linalg.vector_norm(guided, ord=1, dim=-1, keepdim=True)
+    most = nag.tau * torch.linalg.vector_norm(kept, ord=1, dim=-1, keepdim=True)
     guided *= torch.where(size > most, most / size, 1.0)
-    return (nag.alpha * guided + (1 - nag.alpha) * kept).type_as(positive)
+    return guided.mul_(nag.alpha).add_(kept, alpha=1 - nag.alpha).type_as(positive)

@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 
 from wanstream.wan import Nag, held_against
 from wanstream.wan.chunked_block import ChunkedAttention, ChunkedBlocks
-from wanstream.wan.nag import COMBINED_TOKENS, NagAttention, combined
+from wanstream.wan.nag import NagAttention, combined
 
 HEADS, WIDTH = 2, 256
 STRONG = Nag(scale=5.0, tau=1.5, alpha=0.5)
@@ -115,7 +115,7 @@ def by_hand(attn: WanAttention, hidden: torch.Tensor, positive: torch.Tensor, im
 
 
 class TestAttention:
-    @pytest.mark.parametrize("tokens", [40, COMBINED_TOKENS + 300])
+    @pytest.mark.parametrize("tokens", [3, 40, 1327])
     def test_it_is_two_attentions_combined_before_the_output(self, tokens: int) -> None:
         block, hidden = block_of(), normal(1, tokens, WIDTH, seed=8)
         before = hidden.clone()
