@@ -47,10 +47,10 @@ def ask(make_request: Request) -> Request:
 
 
 class ShortOnce:
-    """Passes on to a pair; at one use of a block, counted over the run, memory is short."""
+    """Passes on to a pair; at one use of a block, or behind the blocks, counted over the run, memory is short."""
 
-    def __init__(self, pair: ExpertPair, use: int) -> None:
-        self._pair, self._left = pair, use
+    def __init__(self, pair: ExpertPair, use: int, *, behind: bool = False) -> None:
+        self._pair, self._left, self._behind = pair, use, behind
         self._hooked = False
 
     def __getattr__(self, name: str) -> Any:
@@ -60,9 +60,9 @@ class ShortOnce:
         engine = self._pair.engine(policy, device)
         if not self._hooked:
             self._hooked = True
-            for blocks in engine.models.blocks.values():
-                for block in blocks:
-                    block.register_forward_pre_hook(self._use)
+            for model in engine.models.bare.values():
+                for module in [model.proj_out] if self._behind else model.blocks:
+                    module.register_forward_pre_hook(self._use)
         return engine
 
     def _use(self, *given: object) -> None:
@@ -189,6 +189,17 @@ def test_a_step_that_memory_was_short_in_decides_as_it_would_have(open_pair: Ope
         disturbed = run(pair, request, OffloadPolicy.layerwise(3))
         assert torch.equal(disturbed.latents, whole.latents), use
         assert len(disturbed.timeline.changes) == 1
+
+
+def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
+    open_pair: OpenPair, ask: Request
+) -> None:
+    request = ask(cache=SOME)
+    whole = run(open_pair(), request, OffloadPolicy.layerwise(3))
+    for use in (1, 2 * SWITCH + 1):  # the second lane of the first step of each expert
+        disturbed = run(ShortOnce(open_pair(), use, behind=True), request, OffloadPolicy.layerwise(3))
+        assert torch.equal(disturbed.latents, whole.latents)
+        assert skipped(disturbed) == skipped(whole)
 
 
 @pytest.mark.parametrize("asked", [1, LAYERS + 1, LAYERS + 2, 3 * LAYERS])
