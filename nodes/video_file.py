@@ -48,6 +48,8 @@ def _encode(
 ) -> None:
     frames = iter(frames)
     first = next(frames, None)
+    if first is None:
+        raise ValueError("a video needs frames [H, W, 3], and there are none")
     height, width = _size(first)
     with av.open(str(path), "w", format="mp4", options={"movflags": _MOVFLAGS}) as container:
         for key, value in metadata.items():
@@ -60,11 +62,10 @@ def _encode(
         container.mux(stream.encode(None))
 
 
-def _size(first: torch.Tensor | None) -> tuple[int, int]:
+def _size(first: torch.Tensor) -> tuple[int, int]:
     """Height and width of the video that begins with this frame."""
-    if first is None or first.ndim != 3 or first.shape[-1] != 3:
-        shape = "none" if first is None else list(first.shape)
-        raise ValueError(f"a video needs frames [H, W, 3], not {shape}")
+    if first.ndim != 3 or first.shape[-1] != 3:
+        raise ValueError(f"a video needs frames [H, W, 3], not {list(first.shape)}")
     height, width, _ = first.shape
     if height % 2 or width % 2:
         raise ValueError(f"H.264 needs an even width and height, not {width}x{height}: crop or scale the images")

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isqrt
 
-from .vae_tiles import LEAST_LATENT, OVERLAP, PIXELS_PER_LATENT, Tiling
+from .shapes import FP32_BYTES, PIXELS_PER_LATENT
+from .vae_tiles import LEAST_LATENT, OVERLAP, Tiling
 
 CHANNELS = 3
-FP32_BYTES = 4
 FRAMES_AT_ONCE = 4
 """Frames that one latent frame makes, and that are on their way to their reader together."""
 NEARLY_LARGEST = 0.75

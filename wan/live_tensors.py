@@ -21,7 +21,7 @@ class LiveTensors(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         """Bytes that are alive."""
         self.peak = 0

@@ -43,7 +43,8 @@ def _key(config: Mapping[str, Any]) -> str:
 
 def _decode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
     latents = torch.empty(1, vae.config.z_dim, latent_frames, LEAST_LATENT, LEAST_LATENT)
-    with LiveTensors() as counted:
+    counted = LiveTensors()
+    with counted:
         for frames in decoded_frames(vae, latents):
             del frames
     return counted
@@ -52,7 +53,8 @@ def _decode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
 def _encode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
     side = LEAST_LATENT * vae.spatial_compression_ratio
     video = torch.empty(1, 3, FRAMES_PER_LATENT * (latent_frames - 1) + 1, side, side)
-    with LiveTensors() as counted:
+    counted = LiveTensors()
+    with counted:
         vae.encode(video)
     return counted
 
