@@ -29,9 +29,10 @@ class WanStreamContextWindows(io.ComfyNode):
     ) -> bool | str:
         # What is linked is None here and known only at the run.
         given = {"frames": frames, "overlap": overlap, "stride": stride}
-        known = {name: value for name, value in given.items() if isinstance(value, int)}
+        usual = {"frames": 81, "overlap": 0, "stride": 1}
+        size = usual | {name: value for name, value in given.items() if isinstance(value, int)}
         try:
-            windows_of(**{"frames": 81, "overlap": 0, "stride": 1, **known})
+            windows_of(frames=size["frames"], overlap=size["overlap"], stride=size["stride"])
         except ValueError as err:
             return str(err)
         return True
