@@ -42,6 +42,7 @@ _SCALES: dict[str, tuple[int, int | None, float]] = {
 
 MOST_DIMENSIONS = 4
 PATCHES = "patch_embedding.weight"
+IMAGE_NORMS = ("img_emb.proj.0.", "img_emb.proj.4.")
 
 TypeOf = Callable[[str], str]
 """The name of the type that a tensor gets, by its native name."""
@@ -135,4 +136,6 @@ def _put_half(packs: npt.NDArray[np.uint8], at: int, number: float) -> None:
 
 def _is_matrix(name: str) -> bool:
     parts: Sequence[str] = name.split(".")
+    if name.startswith(IMAGE_NORMS):
+        return False
     return name.endswith(".weight") and name != PATCHES and not any(part.startswith("norm") for part in parts)

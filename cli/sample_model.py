@@ -1,20 +1,16 @@
 """A models folder for trying the pack out: ComfyUI's layout, real file names, tiny random weights.
 
-Names and depth are those of Wan2.2 A14B, so every workflow runs on it unchanged; width is one attention head instead of
-forty, so it takes a third of a gigabyte and its videos show noise. The weights follow from fixed seeds.
+Names and depth are those of Wan2.2 A14B and Wan2.1, so every workflow runs on it unchanged; width is one attention head
+instead of forty, so it takes 0.37 GB and its videos show noise. The weights follow from fixed seeds.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from diffusers import UniPCMultistepScheduler, __version__
 from safetensors import SafetensorError
 
 from ..plan.figure_words import size_text
@@ -23,19 +19,20 @@ from .sample_experts import save_expert_file, save_expert_folder
 from .sample_folder import SampleFolder, SampleModelError
 from .sample_fp8 import Fp8Layout
 from .sample_loras import make_lora, save_lora
+from .sample_pipeline import link_shared, write_settings
 from .sample_tokenizer import VOCABULARY
+from .sample_wan21 import write_wan21
 from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae
 
 __all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
 
 A14B_LAYERS = 40
-RECIPE = 2  # raised when other files are written, so that an older sample model is replaced
+RECIPE = 3  # raised when other files are written, so that an older sample model is replaced
 
 VAE_SEED, TEXT_SEED = 1, 2
 LORA_SEED = 100  # added to that of its expert
 VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
 TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
-SHARED = ("vae", "text_encoder", "tokenizer")  # the same in both pipelines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +48,8 @@ class Family:
     """Of the high-noise and the low-noise expert."""
     lora_version: str
     """Of the 4-step LoRAs."""
+    more_components: dict[str, tuple[None, None]] = field(default_factory=dict)
+    """That its pipeline lists and does not have."""
 
     @property
     def pipeline(self) -> Path:
@@ -81,6 +80,7 @@ I2V = Family(
     pipeline_class="WanImageToVideoPipeline",
     seeds=(20, 21),
     lora_version="v1",
+    more_components={"image_encoder": (None, None), "image_processor": (None, None)},
 )
 
 
@@ -133,15 +133,21 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
     save_text_encoder_file(encoder, folder / TEXT_ENCODER_FILE, dtype=torch.float16, fp8=Fp8Layout())
     save_vae_folder(vae, folder / T2V.pipeline / "vae")
     save_text_encoder_folders(encoder, folder / T2V.pipeline, dtype=torch.bfloat16)
-    for component in SHARED:
-        _link_files(folder / T2V.pipeline / component, folder / I2V.pipeline / component)
+    link_shared(folder / T2V.pipeline, folder / I2V.pipeline)
     for family in (T2V, I2V):
-        _write_pipeline_settings(family, folder / family.pipeline)
+        write_settings(
+            folder / family.pipeline,
+            kind=family.pipeline_class,
+            flow_shift=family.flow_shift,
+            boundary_ratio=family.boundary_ratio,
+            more=family.more_components,
+        )
         for expert, seed in zip(("high", "low"), family.seeds, strict=True):
             on_progress(f"{family.name} {expert}-noise expert")
             _write_expert(
                 family, expert, folder, ExpertShape(layers=layers, heads=1, in_channels=family.in_channels), seed
             )
+    write_wan21(folder, folder / T2V.pipeline, layers, on_progress)
 
 
 def _write_expert(family: Family, expert: str, folder: Path, shape: ExpertShape, seed: int) -> None:
@@ -152,37 +158,3 @@ def _write_expert(family: Family, expert: str, folder: Path, shape: ExpertShape,
     save_expert_file(model, folder / family.single_file(expert, "fp16"), dtype=torch.float16)
     save_expert_file(model, folder / family.single_file(expert, "fp8_scaled"), dtype=torch.float16, fp8=Fp8Layout())
     save_lora(make_lora(model, seed=seed + LORA_SEED), folder / family.lora(expert), dtype=torch.bfloat16)
-
-
-def _write_pipeline_settings(family: Family, pipeline: Path) -> None:
-    """The scheduler, and the list of components that diffusers opens a pipeline by."""
-    UniPCMultistepScheduler(
-        num_train_timesteps=1000, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=family.flow_shift
-    ).save_pretrained(pipeline / "scheduler")
-    index = {
-        "_class_name": family.pipeline_class,
-        "_diffusers_version": __version__,
-        "boundary_ratio": family.boundary_ratio,
-        "expand_timesteps": False,
-        "image_encoder": [None, None],
-        "image_processor": [None, None],
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "T5TokenizerFast"],
-        "transformer": ["diffusers", "WanTransformer3DModel"],
-        "transformer_2": ["diffusers", "WanTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-    }
-    if family is T2V:
-        del index["image_encoder"], index["image_processor"]
-    (pipeline / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Give every file of `source` a second name in `target`, or a copy where the file system has no second names."""
-    target.mkdir(parents=True)
-    for file in sorted(source.iterdir()):
-        try:
-            os.link(file, target / file.name)
-        except OSError:
-            shutil.copyfile(file, target / file.name)

@@ -25,18 +25,24 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """What tells one sample expert from another; 36 input channels make an image-to-video model."""
+    """What tells one sample expert from another; 36 input channels make an image-to-video model.
+
+    `image_dim` is the width of image embeddings, for an image branch as Wan2.1 I2V has it; 0: none.
+    """
 
     layers: int = 4
     heads: int = 2
     in_channels: int = 16
     ffn_dim: int = 512
     text_dim: int = TEXT_DIM
+    image_dim: int = 0
 
 
 def expert_config(shape: ExpertShape) -> dict[str, int]:
     """The arguments of the diffusers model of that shape."""
+    image = {"image_dim": shape.image_dim, "added_kv_proj_dim": shape.heads * HEAD_DIM} if shape.image_dim else {}
     return {
+        **image,
         "num_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "attention_head_dim": HEAD_DIM,
@@ -51,14 +57,14 @@ def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
     """A random expert in fp32, in eval mode and without gradients."""
     with torch.random.fork_rng(devices=[]):
         model = WanTransformer3DModel(**expert_config(shape))
-    return _randomised(model, seed)
+    return randomised(model, seed)
 
 
 def make_vae(*, seed: int, base_dim: int = 16) -> AutoencoderKLWan:
     """A random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
     with torch.random.fork_rng(devices=[]):
         vae = AutoencoderKLWan(base_dim=base_dim)
-    return _randomised(vae, seed)
+    return randomised(vae, seed)
 
 
 def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5EncoderModel:
@@ -75,7 +81,7 @@ def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5Enc
     )
     with torch.random.fork_rng(devices=[]):
         encoder = UMT5EncoderModel(config)
-    return _randomised(encoder, seed)
+    return randomised(encoder, seed)
 
 
 def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
@@ -86,7 +92,8 @@ def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
     return model
 
 
-def _randomised(model: ModelT, seed: int) -> ModelT:
+def randomised(model: ModelT, seed: int) -> ModelT:
+    """The model itself, its parameters drawn anew from that seed, in eval mode and without gradients."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.copy_(random_values(name, parameter.shape, generator))

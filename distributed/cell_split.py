@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..sampling.split import Compute, Share
+from ..sampling.split import Agreed, Compute, Share
 from ..sampling.working_bytes import tokens_of
 from ..wan import ExpertEngine, Lane
 from .context_parallel import check_tokens, shared_tokens
 from .split_cfg import forward_shared
+from .votes import told_by_all
 
 if TYPE_CHECKING:
     from .groups import Groups
@@ -49,3 +50,27 @@ class CellSplit:
             if self._groups.cell.cfg == 1:
                 return compute(lanes)
             return forward_shared(self._groups, lanes, compute)
+
+    def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Split.own_tokens`: as diffusers' context parallelism cuts them in front of the first block."""
+        shares = self._tokens_shared_by
+        if shares == 1:
+            return tokens
+        return tokens.chunk(shares, dim=1)[self._groups.place % shares]
+
+    def agreed(self, sums: torch.Tensor) -> Agreed:
+        """See `Split.agreed`.
+
+        Raises:
+            HungError: not all came within the meeting's timeout.
+            PeerLostError: one of them is gone.
+        """
+        told, shares = told_by_all(self._groups, sums), self._tokens_shared_by
+        # Added up in one order, so that all come to the same.
+        sides = [torch.stack(told[first : first + shares]).sum(dim=0) for first in range(0, len(told), shares)]
+        return Agreed(sides[self._groups.place // shares], torch.cat(sides))
+
+    @property
+    def _tokens_shared_by(self) -> int:
+        """How many workers share the tokens of a lane: neighbours in the cell."""
+        return self._groups.cell.ring * self._groups.cell.ulysses

@@ -17,8 +17,9 @@ import torch
 
 from ..plan import PathMap
 from ..plan.vae_tiles import Tiling
+from ..wan.mosaic import Mosaic
 from ..wan.vae import check_latents
-from ..wan.vae_tiles import Mosaic, crop, empty_frames
+from ..wan.vae_tiles import crop, empty_frames
 from .path_map import check_paths
 from .pool import Pool, WorkerHandle, WorkerLostError
 from .pulse import Pulse, silence_limit

@@ -32,7 +32,7 @@ def stage_steps(request: DenoiseRequest, stages: int) -> list[range]:
     """
     course = request.course()
     experts = [course.experts[step] for step in course.steps]
-    lanes = [1.0 if request.guidance_of(expert) == 1 else 2.0 for expert in experts]
+    lanes = [float(request.lanes_at(step)) for step in course.steps]
     first = course.start_step
     return [range(first + each.start, first + each.stop) for each in stage_boundaries(experts, lanes, stages)]
 

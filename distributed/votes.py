@@ -26,3 +26,14 @@ def vote(groups: Groups, wish: bool) -> bool:
     with groups.watched("waited for a vote"):
         dist.all_reduce(wished, op=dist.ReduceOp.MAX, group=groups.control)
     return bool(wished.item())
+
+
+def told_by_all(groups: Groups, values: torch.Tensor) -> list[torch.Tensor]:
+    """The `values` of every worker of the cell, by its place in it; they lie on the CPU and have one shape.
+
+    Blocks and raises as `vote`. What each makes of them in the same order is the same, to the bit.
+    """
+    every = [torch.empty_like(values) for _ in range(groups.size)]
+    with groups.watched("waited for a vote"):
+        dist.all_gather(every, values.contiguous(), group=groups.control)
+    return every

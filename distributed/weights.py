@@ -96,7 +96,7 @@ def measure(groups: Groups, pair: ExpertPair, request: DenoiseRequest, policy: O
     return WeightFigures(
         workers=groups.size,
         block_bytes=pair.stored_bytes,
-        blocks=pair.high.config.num_layers + pair.low.config.num_layers,
+        blocks=sum(pair.block_counts.values()),
         visit_s=visit_s,
         free_bytes=max(0, int(-lacking)),
         **asdict(times),
@@ -124,9 +124,9 @@ def _free_bytes(groups: Groups, pair: ExpertPair, request: DenoiseRequest, polic
 
 def taken_bytes(groups: Groups, pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
     """Memory of the device that this worker takes for its share of a run, with whole weights."""
-    shape, guided = request.noise.shape, any(scale != 1 for scale in request.guidance)
-    share = groups.split().share
-    working = working_bytes(pair, shape, guided=guided, chunk_tokens=policy.chunk_tokens, share=share)
+    shape, share = request.computed_shape, groups.split().share
+    chunk, cache = policy.chunk_tokens, request.cache
+    working = working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, share=share, cache=cache)
     return pair.device_bytes(policy, device=groups.device) + working
 
 

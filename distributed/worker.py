@@ -18,10 +18,10 @@ import diffusers
 import torch
 
 from ..metrics import compute_device, free_bytes
+from ..offload.shortage import forget, is_out_of_memory
 from ..plan import ExpertsRef, PathMap
 from ..plan.version import VERSION
 from ..sampling import Part, StepProgress, denoise_part
-from ..sampling.shortage import forget, is_out_of_memory
 from ..sampling.split import ALONE
 from ..wan.registry import ExpertsRegistry, open_pair
 from .groups import Groups

@@ -167,7 +167,7 @@ class AutoPlanner:
 
 def _better(plan: OffloadPlan, job: OffloadJob, machine: Machine, budgets: Budgets) -> OffloadPolicy | None:
     """Another policy for the steps behind the first, where it saves enough of their time."""
-    rest = replace(job, experts_of_steps=job.experts_of_steps[1:])
+    rest = replace(job, experts_of_steps=job.experts_of_steps[1:], lanes_of_steps=job.lanes_of_steps[1:])
     present = predict(rest, machine, plan.policy)
     try:
         better = plan_offload(rest, machine, budgets)

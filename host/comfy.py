@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +143,7 @@ class ComfyDoor:
             return self._experts.get(ref)
         finally:
             self._count_pins()
-            self._patcher = self._patchers.get(replace(ref, loras=()))
+            self._patcher = self._patchers.get(ref.opened)
 
     def free_experts(self) -> None:
         self._experts.free()
@@ -183,11 +182,10 @@ class ComfyDoor:
         from .comfy_patcher import ExpertsModel, ExpertsPatcher
         from .comfy_sigmas import FlowSampling
 
-        plain = replace(ref, loras=())
-        root = self._patchers.get(plain)
+        root = self._patchers.get(ref.opened)
         if root is None:
             root = ExpertsPatcher(ExpertsModel(ref, self.experts), self.device(), torch.device("cpu"))
-            self._patchers[plain] = self._patcher = root
+            self._patchers[ref.opened] = self._patcher = root
         patcher = root.clone()
         patcher.ref, patcher.policy = ref, policy
         patcher.model_size()  # refuses a policy that does not fit now, and not while ComfyUI rebuilds its list
@@ -238,6 +236,15 @@ class ComfyDoor:
         from .comfy_dynamic import dynamic_bytes
 
         return dynamic_bytes()
+
+    def make_room(self, wanted: int) -> int:
+        from .working_room import working_room
+
+        device = self.device()
+        reserved = int(comfy.model_management.minimum_inference_memory())
+        comfy.model_management.free_memory(wanted + reserved, device)
+        free = int(comfy.model_management.get_free_memory(device))
+        return working_room(device, free=free, reserved=reserved)
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         patcher = self.patcher(ref, policy)

@@ -30,8 +30,8 @@ from ..sampling import (
     offload_job,
 )
 from ..sampling.conditioning import single_entry
+from ..sampling.fits import check_fits
 from ..sampling.lanes import LaneInputs, foretell
-from ..sampling.request import check_channels
 from ..sampling.run_policy import RunPolicy
 from .announced_run import AnnouncedRun
 from .auto_offload import Choice
@@ -153,7 +153,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         """A run that is asked for the noise levels `asked`, in that order; nothing is fetched yet."""
         pair, policy, place = self.model_patcher.loaded_experts()
         request = self._request(noise, denoise_mask)
-        check_channels(request, pair.in_channels)
+        check_fits(request, pair)
         engine, experts = pair.engine(policy, place), [self.settings.expert(sigma) for sigma in asked]
         guided = {expert: self.settings.scale(expert) != 1 for expert in ("high", "low")}
         going = RunPolicy(pair, policy, engine.device, shape=noise.shape, guided=any(guided.values()))
@@ -240,6 +240,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             inputs.positive,
             negative=inputs.negative,
             image_condition=inputs.image_condition,
+            image_embedding=inputs.image_embedding,
             boundary_ratio=self.settings.boundary_ratio,
             guidance=self.settings.guidance,
         )

@@ -64,7 +64,7 @@ class ExpertsModel(torch.nn.Module):
     @property
     def block_counts(self) -> Mapping[str, int]:
         """Blocks of each expert."""
-        return {"high": self.pair.high.config.num_layers, "low": self.pair.low.config.num_layers}
+        return self.pair.block_counts
 
     def open(self, ref: ExpertsRef) -> None:
         """Since the last run other experts may have been opened, or other LoRAs set."""

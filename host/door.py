@@ -160,6 +160,12 @@ class Door(Protocol):
     def dynamic_bytes(self) -> int | None:
         """Bytes of the device that the host's own dynamic VRAM holds for other models; None where there is none."""
 
+    def make_room(self, wanted: int) -> int:
+        """Bytes of the device that a node may compute in now; of RAM on a CPU.
+
+        Other models go until there are as many as `wanted`, or none of them is left.
+        """
+
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         """The pair that `ref` names, with room made for its weights and for `working_bytes` to compute in.
 

@@ -20,6 +20,7 @@ from ..plan import AutoOffload, ExpertsRef, Mesh, OffloadJob, OffloadPolicy, Wor
 from ..plan.memory_needs import VRAM_RESERVE
 from .auto_offload import AutoPlanner, Choice, Room, room_beside
 from .door import LoadedExperts, NeedsComfyUIError, OutputFile, Progress
+from .embedded_bar import EmbeddedBar
 from .folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
@@ -69,17 +70,6 @@ class NodeProgress:
     class_type: str
     done: int
     total: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Bar:
-    """The progress bar of one node; hands every change on."""
-
-    report: Callable[[int, int], None]
-    total: int
-
-    def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
-        self.report(done, self.total)
 
 
 class EmbeddedDoor:
@@ -199,7 +189,7 @@ class EmbeddedDoor:
         return self._temp
 
     def progress(self, total: int, node_id: str | None) -> Progress:
-        return _Bar(report=self._report, total=total)
+        return EmbeddedBar(report=self._report, total=total)
 
     def should_stop(self) -> bool:
         return self._stop.is_set()
@@ -270,6 +260,13 @@ class EmbeddedDoor:
 
     def dynamic_bytes(self) -> int | None:
         return None
+
+    def make_room(self, wanted: int) -> int:
+        from .working_room import working_room
+
+        if working_room(self.device()) < wanted:
+            self.free_experts()
+        return working_room(self.device())
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         # No other models live here, so the room is what it is.

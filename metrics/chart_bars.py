@@ -19,7 +19,8 @@ EVERY = (1, 5, 10, 20, 50)
 def bars(steps: Sequence[StepRecord], most: int = MOST_BARS) -> tuple[StepRecord, ...]:
     """The steps, or where there are more than `most`, neighbours of one expert as one, their number that of the first.
 
-    Such a bar has the mean of their seconds and the most of their memory. Equal schedules give equal bars.
+    Such a bar has the mean of their seconds, the most of their memory and all visits that were left out. Equal
+    schedules give equal bars.
     """
     if len(steps) <= most:
         return tuple(steps)
@@ -47,6 +48,7 @@ def _one(steps: Sequence[StepRecord]) -> StepRecord:
         stall_s=fmean(step.stall_s for step in steps),
         device_bytes=_most(step.device_bytes for step in steps),
         rss_bytes=_most(step.rss_bytes for step in steps),
+        skipped_visits=sum(step.skipped_visits for step in steps),
     )
 
 

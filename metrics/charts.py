@@ -20,6 +20,9 @@ STRIP = 34
 LABELS = 300
 """Width that the names of the variants take in the overview."""
 
+CACHED = 3
+"""Height of the mark under the bar of a step in which a cache left blocks out."""
+
 MOST_PANELS = 4
 """Variants whose steps are drawn; the page of the report has the tables of all."""
 
@@ -99,6 +102,9 @@ def _legend() -> Iterator[Shape]:
     x += 160
     yield Box(x=x, y=62, width=11, height=11, colour="ink", outline=True)
     yield Text(x=x + 16, y=72, text="predicted")
+    x += 84
+    yield Box(x=x, y=67, width=11, height=CACHED, colour="soft")
+    yield Text(x=x + 16, y=72, text="blocks left out by a cache")
 
 
 def _overview(report: Report) -> Iterator[Shape]:
@@ -163,6 +169,8 @@ def _panel(variant: Variant, top: float, most: _Most) -> Iterator[Shape]:
     for place, (step, *runs) in enumerate(zip(steps, *(bars(run.steps) for run in variant.measured), strict=True)):
         x = left + place * pitch
         yield from _bar(step, [run.wall_s for run in runs], x=x, pitch=pitch, floor=floor, scale=scale)
+        if step.skipped_visits:
+            yield Box(x=x + 1, y=floor + 1, width=pitch - 2, height=CACHED, colour="soft")
         if (place + 1) % every == 0 or place == 0:
             yield Text(x=x + pitch / 2, y=floor + 16, text=str(step.index + 1), anchor="middle", colour="soft")
         if step.index == switch:

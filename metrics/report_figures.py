@@ -109,6 +109,12 @@ def _measuring_share(timeline: Timeline) -> float | None:
     return timeline.measuring_s / timeline.wall_s if timeline.measuring_s > 0 else None
 
 
+def _cached_share(timeline: Timeline) -> float | None:
+    """None where no cache took anything over."""
+    used = any(step.cached_lanes for step in timeline.steps)
+    return timeline.cached_steps / len(timeline.steps) if used else None
+
+
 def _most(name: str) -> Callable[[Timeline], float | None]:
     """The largest value of a field of bytes, over all steps and all samples between them."""
 
@@ -146,6 +152,7 @@ FIGURES = (
     Figure(name="Most VRAM of ComfyUI's other models", unit="bytes", of=_most("dynamic_bytes")),
     Figure(name="Most RAM of the process", unit="bytes", of=_most("rss_bytes")),
     Figure(name="Most page-locked RAM", unit="bytes", of=_most("pinned_bytes")),
+    Figure(name="Steps in which a cache left blocks out", unit="share", of=_cached_share),
     Figure(
         name="Time spent measuring",
         unit="share",

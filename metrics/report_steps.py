@@ -15,7 +15,7 @@ from .report_table import Table
 
 HEAD = (
     *("Step", "Expert", "Cumulative (s)", "Delta (s)", "Spread (s)", "Compute (s)", "Stall (s)", "Stall, files (s)"),
-    *("Moved", "To buffers", "Read", "From files", "Hidden", "VRAM peak", "RAM", "Phase"),
+    *("Moved", "To buffers", "Read", "From files", "Hidden", "VRAM peak", "RAM", "Left out", "Phase"),
 )
 
 ROUTES: tuple[tuple[str, Callable[[Timeline], Sequence[RateRange]]], ...] = (
@@ -72,8 +72,15 @@ def _row(steps: Sequence[StepRecord], ends: Sequence[float], phase: str, digits:
         cell(share_text, lambda step: step.overlap),
         cell(size_text, lambda step: step.device_bytes),
         cell(size_text, lambda step: step.rss_bytes),
+        _left_out(steps),
         phase,
     )
+
+
+def _left_out(steps: Sequence[StepRecord]) -> str:
+    """`39 blocks, 2 lanes`: what a cache took over in a step, in the run that it took most."""
+    most = max(steps, key=lambda step: (step.skipped_visits, step.cached_lanes))
+    return f"{most.skipped_visits} blocks, {most.cached_lanes} lanes" if most.cached_lanes else ""
 
 
 def _phase(runs: Sequence[Timeline], place: int, switch: int | None, digits: int) -> str:

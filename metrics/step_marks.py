@@ -42,6 +42,7 @@ class StepMarks:
     def __init__(self, clock: Clock) -> None:
         self.visits: list[VisitMarks] = []
         self.arrivals: list[BlockArrival] = []
+        self.cached_lanes = self.skipped_visits = 0
         self._seconds = clock.seconds
 
     @property

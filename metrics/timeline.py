@@ -132,6 +132,8 @@ class Recorder:
                 device_used_bytes=self._memory.used_bytes(),
                 dynamic_bytes=self._observe.dynamic_bytes(),
                 pinned_bytes=None if self._pinned_bytes is None else self._pinned_bytes(),
+                cached_lanes=marks.cached_lanes,
+                skipped_visits=marks.skipped_visits,
             )
         )
         self._copy_rates.add(copies)
@@ -168,6 +170,10 @@ class Recorder:
         entered = time.perf_counter()
         self._marks.visits.append((block, asked, arrived, ready, done))
         self._spent_s += time.perf_counter() - entered
+
+    def cached(self, *, lanes: int, visits: int) -> None:
+        """A cache took over what `lanes` lanes would have computed, which left out `visits` visits of the step."""
+        self._marks.cached_lanes, self._marks.skipped_visits = lanes, visits
 
     @property
     def last(self) -> StepRecord:

@@ -229,6 +229,10 @@ def _expert_words(ref: ExpertsRef) -> dict[str, str]:
         if path is not None
     ]
     words = {"Experts": " and ".join(files), "Computed in": ref.compute_dtype, "Kept in RAM": ref.storage}
+    if ref.attention != "default":
+        words["Attention"] = ref.attention
+    if ref.compile:
+        words["Blocks"] = "compiled"
     return {**words, "LoRAs": ", ".join(loras)} if loras else words
 
 

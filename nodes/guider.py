@@ -8,6 +8,7 @@ from typing import Any
 from ..host import ExpertsRef, host, io
 from ..plan import AutoOffload, OffloadPolicy
 from .expert_inputs import boundary_input, experts_input, policy_input
+from .one_expert import settings_for
 
 
 class WanStreamGuider(io.ComfyNode):
@@ -38,12 +39,14 @@ class WanStreamGuider(io.ComfyNode):
         flow_shift: float,
         policy: OffloadPolicy | AutoOffload | None = None,
     ) -> io.NodeOutput:
+        given = {"boundary_ratio": boundary_ratio, "guidance_high": guidance_high, "guidance_low": guidance_low}
+        own = settings_for(experts, given)
         guider = host.guider(
             experts,
             positive,
             negative,
-            boundary_ratio=boundary_ratio,
-            guidance=(guidance_high, guidance_low),
+            boundary_ratio=own["boundary_ratio"],
+            guidance=(own["guidance_high"], own["guidance_low"]),
             flow_shift=flow_shift,
             policy=policy or OffloadPolicy.layerwise(),
         )
@@ -87,9 +90,14 @@ def _number_inputs() -> list[io.Input]:
             "guidance_high",
             4.0,
             "How strongly the high-noise expert follows the prompt. Anything but 1 computes the negative as well and "
-            "doubles the compute of its calls; the bytes that are moved stay the same.",
+            "doubles the compute of its calls; the bytes that are moved stay the same. One expert follows it in every "
+            "call.",
         ),
-        _guidance_input("guidance_low", 3.0, "The same for the low-noise expert. 1 halves the compute of its calls."),
+        _guidance_input(
+            "guidance_low",
+            3.0,
+            "The same for the low-noise expert. 1 halves the compute of its calls. Not used by one expert.",
+        ),
         _shift_input("What some samplers reckon with beside the sigmas: give it the value the sigmas were made with."),
     ]
 

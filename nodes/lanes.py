@@ -11,6 +11,7 @@ from ..plan import AutoOffload, OffloadPolicy, WorkersRef
 from ..sampling import DenoiseRequest, DenoiseResult, RequestError, joined, native_latent
 from . import sockets
 from .expert_inputs import experts_input
+from .one_expert import settings_for
 from .sample import TIMELINE
 from .sample_inputs import seed_input, setting_inputs
 from .sample_request import NOT_CONNECTED, course_refusal, request_of
@@ -119,7 +120,8 @@ class WanStreamLaneSampler(io.ComfyNode):
         workers: WorkersRef | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        requests = [_request(number, lane, settings) for number, lane in enumerate(lanes, 1)]
+        own = settings_for(experts, settings)
+        requests = [_request(number, lane, own) for number, lane in enumerate(lanes, 1)]
         asked = policy or OffloadPolicy.layerwise()
         run = run_experts(experts, joined(requests), asked, node_id=cls.hidden.unique_id, workers=workers)
         latents, timeline = _apart(run.result, lanes, requests), run.timeline

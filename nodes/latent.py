@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ..host import host, io
 from ..plan.shapes import VideoShape
+from ..sampling.conditioning import IMAGE_SEEN
 from ..sampling.first_frame import framed_video, start_end_mask, start_mask
-from ..wan.vae import open_vae
+from ..wan.image_encoder import open_image_encoder
+from .decode_run import encode_here
 
 Conditioning = list[list[Any]]
 """ComfyUI's: pairs of an embedding [1, L, 4096] and a dictionary of what belongs to it."""
 
 
+NONE = "none"
+CROPS = {"none": False, "center": True}
 LARGEST = {"width": 4096, "height": 4096, "frames": 1025}
 
 
@@ -113,7 +118,7 @@ class WanStreamImageToVideo(io.ComfyNode):
             display_name="Wan Image to Video",
             category="WanStream",
             description="Encodes a start image, and an end image if there is one, and hands them to the sampler with "
-            "both prompts. Needs the I2V experts.",
+            "both prompts. Needs I2V experts.",
             inputs=[
                 io.Conditioning.Input("positive", tooltip="From Wan Text Encode; goes on to the sampler."),
                 io.Conditioning.Input("negative", tooltip="From Wan Text Encode; goes on to the sampler."),
@@ -130,6 +135,23 @@ class WanStreamImageToVideo(io.ComfyNode):
                     optional=True,
                     tooltip="The last frame; several images are the last frames in order. Costs nothing: the video is "
                     "encoded whole in any case.",
+                ),
+                io.Combo.Input(
+                    "clip_vision",
+                    options=[NONE, *host.model_names("diffusers", "clip_vision")],
+                    default=NONE,
+                    optional=True,
+                    tooltip="For Wan2.1 I2V: clip_vision_h.safetensors, or the diffusers pipeline folder that holds "
+                    "the image encoder. Its layers are streamed (0.2 GB of device memory, 1.3 GB read). Wan2.2 needs "
+                    "none.",
+                ),
+                io.Combo.Input(
+                    "clip_crop",
+                    options=list(CROPS),
+                    default="none",
+                    optional=True,
+                    tooltip="What CLIP sees of the start image. none: all of it, pressed into a square, as in Wan's "
+                    "own code. center: the square in its middle, as in diffusers. Costs nothing.",
                 ),
             ],
             outputs=[
@@ -154,18 +176,22 @@ class WanStreamImageToVideo(io.ComfyNode):
         image: torch.Tensor,
         batch_size: int,
         end_image: torch.Tensor | None = None,
+        clip_vision: str = NONE,
+        clip_crop: str = "none",
         **size: int,
     ) -> io.NodeOutput:
         shape = _video_shape(**size)
         video = framed_video(image, end_image, shape)
         known = len(image)
         mask = start_mask(known, shape) if end_image is None else start_end_mask(known, len(end_image), shape)
-        with open_vae(host.model_path(vae, "diffusers", "vae")) as opened:
-            encoded = opened.encode(video, device=host.device())
-        given = {"concat_latent_image": encoded, "concat_mask": mask}
+        encoded = encode_here(host.model_path(vae, "diffusers", "vae"), video)
+        given: dict[str, object] = {"concat_latent_image": encoded, "concat_mask": mask}
+        if clip_vision != NONE:
+            encoder = open_image_encoder(host.model_path(clip_vision, "diffusers", "clip_vision"))
+            given[IMAGE_SEEN] = encoder.encode(image[:1], device=host.device(), crop=CROPS[clip_crop])
         return io.NodeOutput(_with(positive, given), _with(negative, given), _empty(shape, batch_size))
 
 
-def _with(conditioning: Conditioning, values: dict[str, torch.Tensor]) -> Conditioning:
+def _with(conditioning: Conditioning, values: Mapping[str, object]) -> Conditioning:
     """A copy that also carries `values`: ComfyUI may hold the original in a cache."""
     return [[embedding, {**belongings, **values}] for embedding, belongings in conditioning]

@@ -1,13 +1,20 @@
-"""Owns the safety copy of a latent: a disk that is full when the video is saved must not cost hours of sampling."""
+"""Owns the safety copy of a latent: no end of a decode, and no full disk, must cost hours of sampling."""
 
 from __future__ import annotations
 
+import logging
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
 import torch
+
+from ..plan.vae_room import VaeRoomError
+from ..wan.smaller_tiles import NoRoomToDecodeError
+
+LOG = logging.getLogger("wanstream.nodes")
 
 
 class VideoNotSavedError(OSError):
@@ -40,6 +47,50 @@ def keep_latent_on_failure(
     finally:
         if not keep:
             path.unlink()
+
+
+@contextmanager
+def keep_latent_until_done(
+    samples: torch.Tensor, place: Callable[[], Path], *, spare_folder: Callable[[], Path]
+) -> Iterator[None]:
+    """Hold `samples` in the file `place()`, or else in `spare_folder()`, until the block ends well.
+
+    However else it ends, the file stays: an error, a Cancel, the end of the process. The log says where it is, and so
+    does a VaeRoomError, which becomes a NoRoomToDecodeError. Where neither place has room, the block runs without one,
+    because it may not need any; the log says so.
+    """
+    kept = _write_early(samples, place, spare_folder)
+    if kept is None:
+        yield
+        return
+    done = False
+    try:
+        yield
+        done = True
+    except VaeRoomError as err:
+        raise NoRoomToDecodeError(f"{err}. The latent is kept in {kept}") from err
+    finally:
+        if done:
+            kept.unlink(missing_ok=True)
+        else:
+            LOG.warning("the video was not decoded; its latent is kept in %s", kept)
+
+
+def _write_early(samples: torch.Tensor, place: Callable[[], Path], spare_folder: Callable[[], Path]) -> Path | None:
+    """Where the latent lies now; None where there is no room for it."""
+    try:
+        path = place()
+        write_latent(path, samples)
+        return path
+    except OSError as err:
+        said = str(err)
+    try:
+        path = spare_folder() / f"WanStream_{uuid.uuid4().hex}.latent"
+        write_latent(path, samples)
+    except OSError as err:
+        LOG.warning("the latent could not be saved before it is decoded: %s; %s", said, err)
+        return None
+    return path
 
 
 def _write_somewhere(path: Path, samples: torch.Tensor, spare_folder: Callable[[], Path] | None) -> Path:

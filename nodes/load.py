@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from ..host import ExpertsRef, host, io
-from ..plan import Storage
+from ..plan import Attention, Storage
 from ..wan.block_storage import STORAGES
 from . import sockets
+from .expert_inputs import attention_input, compile_input
 
 SAME_FOLDER = "from the same pipeline folder"
 
-_FOLDERS = ("diffusion_models", "diffusers")
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+FOLDERS = ("diffusion_models", "diffusers")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class WanStreamExperts(io.ComfyNode):
@@ -18,7 +19,7 @@ class WanStreamExperts(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        names = host.model_names(*_FOLDERS)
+        names = host.model_names(*FOLDERS)
         return io.Schema(
             node_id="WanStreamExperts",
             display_name="Wan Experts (streamed)",
@@ -40,38 +41,57 @@ class WanStreamExperts(io.ComfyNode):
                     tooltip="The expert of the later steps. A diffusers pipeline folder chosen as high_noise holds "
                     "both.",
                 ),
-                io.Combo.Input(
-                    "compute_dtype",
-                    options=list(_DTYPES),
-                    default="bf16",
-                    tooltip="What the blocks compute in, whatever the file holds. bf16: 0.70 GB per buffer. fp16: as "
-                    "large, for devices without bf16. fp32: twice the memory and time, for comparisons on a "
-                    "CPU.",
-                ),
-                io.Combo.Input(
-                    "storage",
-                    options=list(STORAGES),
-                    default="as stored",
-                    optional=True,
-                    tooltip="What blocks are kept in. fp8 quantises a bf16, fp16 or fp32 file while it is read: half "
-                    "the RAM and half the bytes over the bus of bf16, as many from the disk, 0.33 s of one core per "
-                    "block, and 2.7 % of each weight's size as error. fp8 and GGUF files stay as they are.",
-                ),
+                dtype_input(),
+                storage_input(),
+                attention_input(),
+                compile_input(),
             ],
             outputs=[sockets.Experts.Output(display_name="experts")],
         )
 
     @classmethod
     def execute(
-        cls, high_noise: str, low_noise: str, compute_dtype: str, storage: Storage = "as stored"
+        cls,
+        high_noise: str,
+        low_noise: str,
+        compute_dtype: str,
+        storage: Storage = "as stored",
+        attention: Attention = "default",
+        compile: bool = False,
     ) -> io.NodeOutput:
         ref = ExpertsRef(
-            high_noise=host.model_path(high_noise, *_FOLDERS),
-            low_noise=None if low_noise == SAME_FOLDER else host.model_path(low_noise, *_FOLDERS),
-            compute_dtype=_DTYPES[compute_dtype],
+            high_noise=host.model_path(high_noise, *FOLDERS),
+            low_noise=None if low_noise == SAME_FOLDER else host.model_path(low_noise, *FOLDERS),
+            compute_dtype=DTYPES[compute_dtype],
             storage=storage,
+            attention=attention,
+            compile=compile,
         )
-        # Opened here so that a bad file is reported on the node that names it. The sampler finds the pair open.
+        # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
+        # the pair open.
         with host.ledger().phase("open", host.device()):
             host.experts(ref)
         return io.NodeOutput(ref)
+
+
+def dtype_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "compute_dtype",
+        options=list(DTYPES),
+        default="bf16",
+        tooltip="What the blocks compute in, whatever the file holds. bf16: 0.70 GB per buffer. fp16: as "
+        "large, for devices without bf16. fp32: twice the memory and time, for comparisons on a "
+        "CPU.",
+    )
+
+
+def storage_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "storage",
+        options=list(STORAGES),
+        default="as stored",
+        optional=True,
+        tooltip="What blocks are kept in. fp8 quantises a bf16, fp16 or fp32 file while it is read: half "
+        "the RAM and half the bytes over the bus of bf16, as many from the disk, 0.33 s of one core per "
+        "block, and 2.7 % of each weight's size as error. fp8 and GGUF files stay as they are.",
+    )

@@ -22,9 +22,12 @@ class WanStreamLora(io.ComfyNode):
             display_name="Wan LoRA (pair)",
             category="WanStream",
             description="Adds a LoRA to each expert's weights as they arrive on the device. Several of these nodes in "
-            "a row add up; another LoRA or strength reloads no expert.",
+            "a row add up; another LoRA or strength reloads no expert. The LoRA of a model of one expert is high_noise.",
             inputs=[
-                sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed), or another Wan LoRA (pair)."),
+                sockets.Experts.Input(
+                    "experts",
+                    tooltip="From Wan Experts (streamed), Wan One Expert (streamed) or another Wan LoRA (pair).",
+                ),
                 _file("high_noise", "early, noisy steps"),
                 _file("low_noise", "later steps"),
                 _strength("strength_high"),

@@ -11,6 +11,7 @@ from ..host import ExpertsRef, host
 from ..host.observed import observed
 from ..plan import AutoOffload, OffloadPolicy, Timeline
 from ..sampling import DenoiseRequest, DenoiseResult, StepProgress, check_room, denoise, working_bytes
+from ..sampling.cache_settings import cached_policy
 from ..sampling.predicted import predicted_timeline
 
 if TYPE_CHECKING:
@@ -54,8 +55,9 @@ def prepare_here(
 ) -> PreparedRun:
     """A run on the host's device; the host's Cancel ends it before the next block."""
     choice = host.choose_policy(ref, asked, job)
-    guided = any(scale != 1 for scale in request.guidance)
-    needed = working_bytes(pair, request.noise.shape, guided=guided, chunk_tokens=choice.policy.chunk_tokens)
+    choice = replace(choice, policy=cached_policy(choice.policy, request.cache))
+    chunk = choice.policy.chunk_tokens
+    needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
     pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
     check_room(pair, request, policy, device)
     machine = host.known_machine(ref, job.expert)

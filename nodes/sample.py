@@ -9,6 +9,7 @@ from ..host import ExpertsRef, io
 from ..plan import AutoOffload, OffloadPolicy, WorkersRef
 from ..sampling import native_latent
 from . import sockets
+from .one_expert import settings_for
 from .sample_inputs import sampler_inputs
 from .sample_request import NOT_CONNECTED, course_refusal, request_of
 from .sampler_run import run_experts
@@ -55,7 +56,7 @@ class WanStreamSampler(io.ComfyNode):
         workers: WorkersRef | None = None,
         **settings: Any,
     ) -> io.NodeOutput:
-        request = request_of(positive, negative, latent, **settings)
+        request = request_of(positive, negative, latent, **settings_for(experts, settings))
         asked = policy or OffloadPolicy.layerwise()
         run = run_experts(experts, request, asked, node_id=cls.hidden.unique_id, workers=workers)
         timeline, left = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)

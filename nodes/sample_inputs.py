@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from ..host import io
 from ..sampling import SCHEDULES, SOLVERS
-from .expert_inputs import boundary_input, experts_input, policy_input, workers_input
+from .expert_inputs import (
+    boundary_input,
+    cache_input,
+    experts_input,
+    guidance_input,
+    policy_input,
+    windows_input,
+    workers_input,
+)
 
 FROM_BOUNDARY = -1
 """The `switch_step` that leaves the switch to `boundary_ratio`."""
@@ -63,8 +71,9 @@ def _step_inputs() -> list[io.Input]:
             "solver",
             options=list(SOLVERS),
             default="unipc",
-            tooltip="The rule of a step. unipc: second order, needs fewer steps. euler: first order, for distilled "
-            "LoRAs. Neither costs time worth naming.",
+            tooltip="The rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
+            "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. None costs time worth "
+            "naming.",
         ),
         io.Combo.Input(
             "schedule",
@@ -106,7 +115,8 @@ def _guidance_inputs() -> list[io.Input]:
             max=100.0,
             step=0.1,
             tooltip="How strongly the high-noise expert follows the prompt. Anything but 1 computes the negative as "
-            "well and doubles the compute of its steps; the bytes that are moved stay the same.",
+            "well and doubles the compute of its steps; the bytes that are moved stay the same. One expert follows it "
+            "in every step.",
         ),
         io.Float.Input(
             "guidance_low",
@@ -114,7 +124,7 @@ def _guidance_inputs() -> list[io.Input]:
             min=1.0,
             max=100.0,
             step=0.1,
-            tooltip="The same for the low-noise expert. 1 halves the compute of its steps.",
+            tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by one expert.",
         ),
     ]
 
@@ -166,4 +176,7 @@ def _optional_inputs() -> list[io.Input]:
             "they end above 0, that noise is left over.",
         ),
         workers_input(),
+        cache_input(),
+        guidance_input(),
+        windows_input(),
     ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..sampling import DenoiseRequest, NativeInputs, RequestError, native_inputs
 from ..sampling.checks import check_course
+from ..sampling.guidance import Guidance
 from ..sampling.schedules import check_steps
 from .sample_inputs import FROM_BOUNDARY, TO_THE_END
 
@@ -37,15 +38,22 @@ def course_refusal(steps: object, start_step: object, switch_step: object, end_s
 
 
 def request_of(
-    positive: Sequence[Any], negative: Sequence[Any], latent: Mapping[str, Any], **settings: Any
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    latent: Mapping[str, Any],
+    guidance: Guidance | None = None,
+    **settings: Any,
 ) -> DenoiseRequest:
     """The run that native values and the widgets of a sampler describe.
 
     Raises RequestError for what the experts cannot use, and for settings that do not fit together.
     """
     # Without guidance nothing reads the negative, whatever it carries.
-    used = negative if any(settings[f"guidance_{expert}"] != 1 for expert in ("high", "low")) else None
-    return _request(native_inputs(positive, used, latent), **settings)
+    said = guidance or Guidance()
+    scales = said.steps or (settings["guidance_high"], settings["guidance_low"])
+    used = negative if said.nag is not None or any(scale != 1 for scale in scales) else None
+    inputs = native_inputs(positive, used, latent)
+    return _request(inputs, guidance_steps=said.steps, nag=said.nag, **settings)
 
 
 def _request(
@@ -66,6 +74,7 @@ def _request(
         inputs.positive,
         negative=inputs.negative,
         image_condition=inputs.image_condition,
+        image_embedding=inputs.image_embedding,
         latent=inputs.latent,
         latent_sigma=inputs.latent_sigma,
         mask=inputs.mask,

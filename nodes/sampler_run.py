@@ -60,7 +60,6 @@ def run_experts(
     """
     pair = host.experts(ref)
     job = request_job(pair, request, host.device())
-    blocks = {"high": pair.high.config.num_layers, "low": pair.low.config.num_layers}
     if workers is None:
         prepared = prepare_here(pair, job, ref, request, asked, traces=traces)
     else:
@@ -91,7 +90,7 @@ def run_experts(
         device=prepared.device,
         result=told,
         node_id=node_id,
-        block_counts=blocks,
+        block_counts=pair.block_counts,
         workers=workers,
         ranks=ranks,
     )

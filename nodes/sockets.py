@@ -21,3 +21,12 @@ LaneLatents = io.Custom("WANSTREAM_LANE_LATENTS")
 
 Workers = io.Custom("WANSTREAM_WORKERS")
 """A `WorkersRef`: which workers compute a run, and how they share it."""
+
+Guidance = io.Custom("WANSTREAM_GUIDANCE")
+"""A `Guidance`: a scale for each step, and how the negative prompt acts in steps without one."""
+
+Windows = io.Custom("WANSTREAM_WINDOWS")
+"""`ContextWindows`: how a long video is cut into pieces."""
+
+Cache = io.Custom("WANSTREAM_CACHE")
+"""`CacheSettings`: which steps may take over what a step before has computed."""

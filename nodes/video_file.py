@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 
 import av
@@ -23,14 +24,15 @@ class VideoFileError(OSError):
     """The video could not be written; `errno` is that of the failed call."""
 
 
-def write_mp4(path: Path, frames: torch.Tensor, *, fps: float, crf: int, metadata: Mapping[str, object]) -> None:
-    """Write `frames` ([N, H, W, 3], 0..1, H and W even) to `path` as H.264, 4:2:0, 8 bit.
+def write_mp4(
+    path: Path, frames: Iterable[torch.Tensor], *, fps: float, crf: int, metadata: Mapping[str, object]
+) -> None:
+    """Write frames [H, W, 3], in 0..1 or uint8, H and W even, to `path` as H.264, 4:2:0, 8 bit.
 
-    `metadata` goes into the container as one JSON text per key, where ComfyUI looks for `prompt` and `workflow`.
-    The file appears under its name only when it is complete. Raises `ValueError` for frames that H.264 cannot hold and
-    `VideoFileError` when the file cannot be written.
+    They are taken one by one, so that they may still be in the making. `metadata` goes into the container as one JSON
+    text per key, where ComfyUI looks for `prompt` and `workflow`. The file appears under its name only when it is
+    complete. Raises `ValueError` for frames that H.264 cannot hold, `VideoFileError` when the file cannot be written.
     """
-    _check_frames(frames)
     unfinished = path.with_name(path.name + ".part")
     try:
         _encode(unfinished, frames, fps=fps, crf=crf, metadata=metadata)
@@ -41,25 +43,33 @@ def write_mp4(path: Path, frames: torch.Tensor, *, fps: float, crf: int, metadat
         unfinished.unlink(missing_ok=True)
 
 
-def _check_frames(frames: torch.Tensor) -> None:
-    if frames.ndim != 4 or frames.shape[-1] != 3 or len(frames) == 0:
-        raise ValueError(f"a video needs frames [N, H, W, 3], not {list(frames.shape)}")
-    _, height, width, _ = frames.shape
-    if height % 2 or width % 2:
-        raise ValueError(f"H.264 needs an even width and height, not {width}x{height}: crop or scale the images")
-
-
-def _encode(path: Path, frames: torch.Tensor, *, fps: float, crf: int, metadata: Mapping[str, object]) -> None:
-    _, height, width, _ = frames.shape
+def _encode(
+    path: Path, frames: Iterable[torch.Tensor], *, fps: float, crf: int, metadata: Mapping[str, object]
+) -> None:
+    frames = iter(frames)
+    first = next(frames, None)
+    if first is None:
+        raise ValueError("a video needs frames [H, W, 3], and there are none")
+    height, width = _size(first)
     with av.open(str(path), "w", format="mp4", options={"movflags": _MOVFLAGS}) as container:
         for key, value in metadata.items():
             container.metadata[key] = json.dumps(value)
         stream = container.add_stream("libx264", rate=Fraction(round(fps * 1000), 1000), options={"crf": str(crf)})
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         _tag_bt709(stream.codec_context)
-        for frame in _video_frames(frames):
-            container.mux(stream.encode(frame))
+        for frame in chain([first], frames):
+            container.mux(stream.encode(_picture(frame)))
         container.mux(stream.encode(None))
+
+
+def _size(first: torch.Tensor) -> tuple[int, int]:
+    """Height and width of the video that begins with this frame."""
+    if first.ndim != 3 or first.shape[-1] != 3:
+        raise ValueError(f"a video needs frames [H, W, 3], not {list(first.shape)}")
+    height, width, _ = first.shape
+    if height % 2 or width % 2:
+        raise ValueError(f"H.264 needs an even width and height, not {width}x{height}: crop or scale the images")
+    return height, width
 
 
 def _tag_bt709(codec: av.VideoCodecContext) -> None:
@@ -67,8 +77,7 @@ def _tag_bt709(codec: av.VideoCodecContext) -> None:
     codec.color_range = _LIMITED_RANGE
 
 
-def _video_frames(frames: torch.Tensor) -> Iterable[av.VideoFrame]:
-    for frame in frames:
-        pixels = frame.float().clamp(0, 1).mul(255).round().to("cpu", torch.uint8).numpy()
-        picture = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-        yield picture.reformat(format="yuv420p", dst_colorspace="ITU709", dst_color_range="MPEG")
+def _picture(frame: torch.Tensor) -> av.VideoFrame:
+    pixels = frame if frame.dtype == torch.uint8 else frame.float().clamp(0, 1).mul(255).round().to("cpu", torch.uint8)
+    picture = av.VideoFrame.from_ndarray(pixels.numpy(), format="rgb24")
+    return picture.reformat(format="yuv420p", dst_colorspace="ITU709", dst_color_range="MPEG")

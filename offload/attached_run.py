@@ -6,7 +6,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..plan import Fetch, RunPrograms, TransferProgram, Visit
-from .engine_run import EngineRun, VisitContext
+from .engine_run import EngineRun
+from .visit_context import VisitContext
 
 if TYPE_CHECKING:
     from .handle import OffloadHandle
@@ -43,6 +44,10 @@ class OffloadRun:
             VisitOrderError: on entering, if another visit is due.
         """
         return VisitContext(self._run, Visit(step, expert, block), self._handle.bind, self._handle.unbind)
+
+    def leave(self) -> None:
+        """Keep what was issued for visits that will not come: the run ends next, before its last visit."""
+        self._run.leave()
 
     def __enter__(self) -> OffloadRun:
         self._run.__enter__()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from ..metrics import Clock, Mark, Recorder, clock_for
 from ..metrics.nvtx import Ranges, ranged
 from ..metrics.reading import ReadMeter
 from ..metrics.step_marks import BlockArrival
-from ..plan import AT_ONCE, KEPT, BlockKey, Fetch, RunPrograms, Visit
+from ..plan import AT_ONCE, KEPT, Fetch, RunPrograms, Visit
 from .buffers import BlockBuffer
 from .fetch_gate import Holding
 from .gather import StoppedAlike
@@ -64,6 +63,7 @@ class EngineRun:
         """Ends of visits that a fetch to come waits for; no two wait for the same one, which frees one buffer."""
         self._next = 0
         self._going_on = False
+        self._leaves_early = False
 
     @property
     def reads(self) -> list[Fetch]:
@@ -113,6 +113,8 @@ class EngineRun:
         try:
             try:
                 self._end_threads(alike=alike)
+                if alike and self._leaves_early:
+                    self._settle_issued()
             finally:  # also when interrupted again: nothing may be overwritten under visits that are under way
                 self._engine.streams.end_run()
         finally:
@@ -151,6 +153,40 @@ class EngineRun:
             self._end_threads()
             raise
 
+    def leave(self) -> None:
+        """No more visits of this program will come, and what was fetched for them is wanted soon: end the run next.
+
+        Every block that was issued is then there for the next program to keep. Its bytes count for the open step.
+        """
+        assert self._going_on, "a run is left before it is over"
+        self._leaves_early = True
+
+    def _settle_issued(self) -> None:
+        """Do what visits would have done with the blocks that were issued and that none has asked for."""
+        for number, arrival in enumerate(self._arrivals):
+            if arrival is None:
+                continue
+            fetch = self.program.fetches[number]
+            asked = self._clock.mark()
+            arrival.wait()
+            arrived = ready = self._clock.mark()
+            if arrival.unpack is not None:
+                arrival.unpack()
+                ready = self._clock.mark()
+            self._note_arrival(number, arrival, (asked, arrived, ready))
+            buffer = self._engine.buffers[fetch.buffer]
+            buffer.acquire(fetch.block)
+            buffer.release(last=True)
+
+    def _note_arrival(self, number: int, arrival: Arrival, marks: tuple[Mark, Mark, Mark]) -> None:
+        if self._recorder is None:
+            return
+        asked, arrived, ready = marks
+        key = self.program.fetches[number].block
+        decoded = (arrived, ready) if arrival.unpack is not None else arrival.decoded
+        nbytes, read = self._engine.fetch_bytes(key), self._ram.read_for(number)
+        self._recorder.block_arrived(BlockArrival(key.block, nbytes, asked, arrived, read, arrival.copied, decoded))
+
     def begin(self, visit: Visit) -> tuple[BlockBuffer, Mark, Mark, Mark]:
         """Wait for the block of `visit`; returns its buffer and the marks 'asked', 'arrived' and 'ready'."""
         number, program = self._next, self.program
@@ -172,12 +208,8 @@ class EngineRun:
         if arrival is not None and arrival.unpack is not None:
             arrival.unpack()
             ready = self._clock.mark()
-        if arrival is not None and self._recorder is not None:
-            decoded = (arrived, ready) if arrival.unpack is not None else arrival.decoded
-            nbytes, read = self._engine.fetch_bytes(key), self._ram.read_for(fetch)
-            self._recorder.block_arrived(
-                BlockArrival(visit.block, nbytes, asked, arrived, read, arrival.copied, decoded)
-            )
+        if arrival is not None:
+            self._note_arrival(fetch, arrival, (asked, arrived, ready))
         buffer = self._engine.buffers[program.visit_buffer[number]]
         buffer.acquire(key)
         return buffer, asked, arrived, ready
@@ -244,31 +276,3 @@ class EngineRun:
         buffer.issued()
         self.fetched.append(fetch._replace(block=key, buffer=buffer.index))
         self._progress.note_issued(number)
-
-
-BindBlock = Callable[[BlockKey, BlockBuffer], None]
-UnbindBlock = Callable[[BlockKey], None]
-
-
-class VisitContext:
-    """`with` around the work of one visit. A class, not a generator: it is entered once per block and step.
-
-    `bind(key, buffer)` is called when the block is there, `unbind(key)` when its tenancy is over.
-    """
-
-    __slots__ = ("_begun", "_bind", "_run", "_unbind", "_visit")
-
-    def __init__(self, run: EngineRun, visit: Visit, bind: BindBlock, unbind: UnbindBlock) -> None:
-        self._run, self._visit, self._bind, self._unbind = run, visit, bind, unbind
-
-    def __enter__(self) -> None:
-        self._begun = self._run.begin(self._visit)
-        buffer = self._begun[0]
-        assert buffer.key is not None, "a visit begins with its block"
-        self._bind(buffer.key, buffer)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None and self._run.end(*self._begun):
-            self._unbind(self._visit.key)

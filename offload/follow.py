@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..plan import Visit
-from .engine_run import VisitContext, VisitOrderError
+from .engine_run import VisitOrderError
+from .visit_context import VisitContext
 
 if TYPE_CHECKING:
     from .attached_run import OffloadRun

@@ -6,7 +6,7 @@ from .check import check_program, check_ram
 from .correction import corrected
 from .eviction import eviction_order
 from .experts import split_at_boundary
-from .experts_ref import ExpertsRef, LoraRef, Storage
+from .experts_ref import Attention, ExpertsRef, LoraRef, Storage
 from .fit import fit_policy, stay_near
 from .fleet import FleetRun, simulate_fleet
 from .fleet_choice import MeshPlan, propose_mesh
@@ -36,6 +36,7 @@ __all__ = [
     "KEPT",
     "PHASES",
     "T2V_A14B",
+    "Attention",
     "AutoOffload",
     "BlockKey",
     "Budgets",

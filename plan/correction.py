@@ -28,6 +28,7 @@ def corrected(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: St
     to the device, disk or bus, gets the rate with which the simulation agrees. A step that did not wait says only how
     fast they are at least. Raises ValueError when `measured` is not such a step.
     """
+    job = _of_first_step(job)
     first = plan.timeline.steps[0]
     if (measured.index, measured.expert) != (first.index, first.expert):
         raise ValueError(
@@ -52,8 +53,16 @@ def _flops_per_s(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured:
     return flops / max(visit_s - added_s, visit_s / 2)
 
 
+def _of_first_step(job: OffloadJob) -> OffloadJob:
+    """The job of the first step alone, with the lanes that it has."""
+    lanes = dict(job.lanes)
+    if job.lanes_of_steps:
+        lanes[job.experts_of_steps[0]] = job.lanes_of_steps[0]
+    return replace(job, experts_of_steps=job.experts_of_steps[:1], lanes=lanes, lanes_of_steps=())
+
+
 def _first_step(machine: Machine, job: OffloadJob, plan: OffloadPlan) -> StepRecord:
-    return predict(replace(job, experts_of_steps=job.experts_of_steps[:1]), machine, plan.policy).timeline.steps[0]
+    return predict(job, machine, plan.policy).timeline.steps[0]
 
 
 def _ways(machine: Machine, job: OffloadJob, measured: StepRecord) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 Storage = Literal["as stored", "fp8"]
 """In which form blocks are kept on their way to the model."""
+
+Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "xformers"]
+"""Whose kernel computes attention: "default" leaves it to diffusers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +27,8 @@ class LoraRef:
 class ExpertsRef:
     """Names a pair of experts by value, so that it can travel along a graph edge and be compared.
 
-    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts. `loras` are added
-    to the experts' weights, all of them.
+    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts; or, with `one`,
+    that `high_noise` is one expert, which runs every step. `loras` are added to the experts' weights, all of them.
     """
 
     high_noise: Path
@@ -33,3 +36,12 @@ class ExpertsRef:
     compute_dtype: str = "bfloat16"
     storage: Storage = "as stored"
     loras: tuple[LoraRef, ...] = ()
+    one: bool = False
+    attention: Attention = "default"
+    compile: bool = False
+    """Whether the blocks are compiled (`torch.compile`)."""
+
+    @property
+    def opened(self) -> ExpertsRef:
+        """What of it is opened: the same without all that another run may change while the experts stay open."""
+        return replace(self, loras=(), attention="default", compile=False)

@@ -76,6 +76,7 @@ def worker_job(job: OffloadJob, mesh: Mesh, steps: range) -> OffloadJob:
         ring=mesh.ring,
         ulysses=mesh.ulysses,
         lanes=lanes,
+        lanes_of_steps=(),
         experts_of_steps=experts,
         staying_bytes=job.staying_bytes * len(lanes) // len(job.lanes),
     )

@@ -18,6 +18,8 @@ class Hardware:
     """Bytes that one fetch of a block of this expert moves."""
     visit_s: Mapping[str, float]
     """Seconds that all lanes together spend in one block of this expert."""
+    step_visit_s: Mapping[int, float] = field(default_factory=dict)
+    """The same of single steps, by number, which is then not that of their expert."""
     step_overhead_s: float = 0.0
     """Seconds of each step outside the blocks (output layers, solver), spent after the last block."""
     disk_bytes_per_s: float | None = None
@@ -35,7 +37,7 @@ class Hardware:
             if rate is not None and not rate > 0:
                 raise ValueError(f"{name} is {rate}, it must be above 0")
         sizes = (*self.block_bytes.values(), *(self.file_bytes or {}).values())
-        times = (self.step_overhead_s, *self.visit_s.values(), *self.decode_s.values())
+        times = (self.step_overhead_s, *self.visit_s.values(), *self.step_visit_s.values(), *self.decode_s.values())
         smallest = min((*sizes, *times))
         if smallest < 0:
             raise ValueError(f"bytes and seconds must be 0 or more, one is {smallest}")

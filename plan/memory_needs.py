@@ -134,6 +134,7 @@ def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
         chunk_tokens=chunk_tokens,
         ring=job.ring,
         ulysses=job.ulysses,
+        kept_states=job.kept_states,
     )
 
 

@@ -39,6 +39,13 @@ class OffloadJob:
     ring: int = 1
     ulysses: int = 1
     """`ring` x `ulysses` workers share the tokens of every lane."""
+    kept_states: int = 0
+    """Tensors of the size of a hidden state that a cache keeps of every lane."""
+    lanes_of_steps: tuple[int, ...] = ()
+    """Of each step, where steps of an expert have more or fewer; () where not. The planner reckons with `lanes`, the
+    most: they are for what is foretold of a plan, and for what a first step tells."""
+    skipped_steps: frozenset[int] = frozenset()
+    """Steps of `experts_of_steps`, from 0, that a cache is known to take over: no block is visited in them."""
 
     def __post_init__(self) -> None:
         if not self.experts_of_steps:
@@ -48,6 +55,10 @@ class OffloadJob:
         for name in ("tokens", "stored_bytes", "file_bytes", "computed_bytes", "value_bytes", "ring", "ulysses"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be 1 or more")
+        if self.lanes_of_steps and len(self.lanes_of_steps) != len(self.experts_of_steps):
+            raise ValueError(
+                f"{len(self.lanes_of_steps)} lanes of {len(self.experts_of_steps)} steps: give all or none"
+            )
         if min(self.lanes.values()) < 1:
             raise ValueError(f"lanes are {dict(self.lanes)}, each must be 1 or more")
 
@@ -57,7 +68,7 @@ class OffloadJob:
 
     @property
     def visits(self) -> tuple[Visit, ...]:
-        return step_visits(self.experts_of_steps, self.block_counts)
+        return step_visits(self.experts_of_steps, self.block_counts, skipped=self.skipped_steps)
 
     @property
     def decodes(self) -> bool:

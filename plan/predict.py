@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median
@@ -81,6 +81,13 @@ def hardware_of(job: OffloadJob, machine: Machine, chunk_tokens: int | None) -> 
     )
 
 
+def step_seconds(job: OffloadJob, hardware: Hardware) -> dict[int, float]:
+    """What `Hardware.step_visit_s` is to be for the lanes of each step of `job`."""
+    lane_s = {expert: seconds / job.lanes[expert] for expert, seconds in hardware.visit_s.items()}
+    steps = zip(job.lanes_of_steps, job.experts_of_steps, strict=False)
+    return {number: lanes * lane_s[expert] for number, (lanes, expert) in enumerate(steps)}
+
+
 def visit_seconds(job: OffloadJob, machine: Machine, expert: str, chunk_tokens: int | None) -> float:
     """All lanes in one block. Every chunk but the first reads the feed-forward weights from device memory again."""
     lane_s = job.expert.block_flops(job.tokens) / machine.flops_per_s
@@ -96,12 +103,21 @@ def read_seconds(job: OffloadJob, machine: Machine) -> float:
 
 
 def predict(
-    job: OffloadJob, machine: Machine, policy: OffloadPolicy, *, programs: RunPrograms | None = None
+    job: OffloadJob,
+    machine: Machine,
+    policy: OffloadPolicy,
+    *,
+    programs: RunPrograms | None = None,
+    by_step: bool = False,
 ) -> Prediction:
     """Simulate the run of `job` on `machine` under `policy`, whether it fits or not, from the `programs` of it.
+
+    `by_step`: with the lanes that each step has, where the job tells them, and not with the most of its expert.
 
     Raises ValueError when the policy does not fit the blocks, ProgramError when it has too few buffers.
     """
     programs = programs or compile_programs(job, machine, policy)
     hardware = hardware_of(job, machine, policy.chunk_tokens)
+    if by_step:
+        hardware = replace(hardware, step_visit_s=step_seconds(job, hardware))
     return Prediction(policy=policy, timeline=simulate(programs.device, hardware, programs.ram))

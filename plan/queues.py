@@ -77,7 +77,7 @@ class Queues:
                         self._free_slot(fetch, self._now)
             if computed_from is None:
                 computed_from = self._now
-            visit_s = hardware.visit_s[expert]
+            visit_s = hardware.step_visit_s.get(program.visits[number].step, hardware.visit_s[expert])
             self._now += visit_s
             compute_s += visit_s
             self._done.append(self._now)

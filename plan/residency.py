@@ -44,6 +44,8 @@ class OffloadPolicy:
     all, and the next one takes them over at the switch."""
     chunk_tokens: int | None = None
     """Tokens that go through feed-forward and norms at once; None: all of them."""
+    keeps_first: bool = False
+    """Whether the first block of an expert stays as long as that runs, for a cache that asks it in every step."""
 
     def __post_init__(self) -> None:
         self._check_words()
@@ -113,8 +115,10 @@ def plan_residency(policy: OffloadPolicy, block_counts: Mapping[str, int]) -> tu
         residents = {expert: frozenset(range(blocks)) for expert, blocks in block_counts.items()}
         return Residency(residents=residents, permanent=True), distinct_blocks
 
+    least = 1 if policy.keeps_first else 0
     residents = {
-        expert: spread_evenly(_kept_blocks(policy, expert, blocks), blocks) for expert, blocks in block_counts.items()
+        expert: spread_evenly(max(least, _kept_blocks(policy, expert, blocks)), blocks)
+        for expert, blocks in block_counts.items()
     }
     buffers = max(
         blocks if len(residents[expert]) == blocks else len(residents[expert]) + policy.prefetch_blocks + 1

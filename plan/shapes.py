@@ -146,6 +146,7 @@ class ExpertShape:
         chunk_tokens: int | None = None,
         ring: int = 1,
         ulysses: int = 1,
+        kept_states: int = 0,
     ) -> int:
         """Device memory that a step computes in, beside the weights: what is alive at once when most is.
 
@@ -156,7 +157,8 @@ class ExpertShape:
         embeds the time, which is there before the blocks begin.
 
         `ring` x `ulysses` workers share the tokens of every lane: each keeps its own of them, but of one lane at a time
-        all enter the first block, and the rotary tables stay whole.
+        all enter the first block, and the rotary tables stay whole. A cache keeps `kept_states` tensors of the size of
+        each lane's hidden state.
         """
         width, value = self.width, value_bytes
         own = tokens // (ring * ulysses)
@@ -168,6 +170,7 @@ class ExpertShape:
             in_block = max(in_block, own * self._shared_bytes_per_token(value, chunk_tokens, ring, ulysses))
         rotary = tokens * 2 * HEAD_DIM * FP32_BYTES
         waiting = (lanes - 1) * own + tokens - own + (2 * lanes + 2) * TEXT_TOKENS
+        waiting += kept_states * lanes * own
         embedding = self._time_embedder * FP32_BYTES + self._time_projection * value
         return max(in_block + rotary + waiting * width * value, embedding)
 

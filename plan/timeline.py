@@ -61,6 +61,10 @@ class StepRecord:
     """Bytes of the device that ComfyUI's dynamic VRAM held for other models at the end of the step."""
     pinned_bytes: int | None = None
     """Bytes of RAM that were page-locked for streaming at the end of the step; None where no engine told."""
+    cached_lanes: int = 0
+    """Lanes that took over what blocks had added in a step before, instead of computing them (Wan Cache)."""
+    skipped_visits: int = 0
+    """Blocks that no lane needed for that reason; they were neither visited nor fetched."""
 
     @property
     def overlap(self) -> float | None:
@@ -167,6 +171,16 @@ class Timeline:
     def read_bytes(self) -> int:
         """Bytes read from files for the blocks of this run."""
         return sum(step.read_bytes for step in self.steps)
+
+    @property
+    def skipped_visits(self) -> int:
+        """Visits that a cache left out."""
+        return sum(step.skipped_visits for step in self.steps)
+
+    @property
+    def cached_steps(self) -> int:
+        """Steps in which a cache left visits out."""
+        return sum(step.skipped_visits > 0 for step in self.steps)
 
     @property
     def stall_file_s(self) -> float:

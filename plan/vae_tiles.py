@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from .shapes import PIXELS_PER_LATENT
 
-LEAST_PIXELS = 8 * PIXELS_PER_LATENT
+LEAST_LATENT = 8
+"""No tile is smaller, in latent pixels: it would be seams."""
+LEAST_PIXELS = LEAST_LATENT * PIXELS_PER_LATENT
 OVERLAP = 4
 """One part in so many of a tile lies over the next one."""
 
@@ -32,26 +34,28 @@ class Tile:
 class Tiling:
     """Square tiles of `pixels`, one every `stride` pixels of the decoded picture.
 
-    Raises TilingError for sizes that are no multiples of 8, or leave gaps.
+    Raises TilingError for sizes that are no multiples of a latent pixel's, or leave gaps.
     """
 
     pixels: int
     stride: int
+    per_latent: int = PIXELS_PER_LATENT
+    """Pixels of the picture for each latent pixel, along either side."""
 
     def __post_init__(self) -> None:
         for word, size in (("tiles", self.pixels), ("the stride", self.stride)):
-            if size % PIXELS_PER_LATENT or size < PIXELS_PER_LATENT:
-                raise TilingError(f"{word} of {size} pixels: give a multiple of {PIXELS_PER_LATENT}")
+            if size % self.per_latent or size < self.per_latent:
+                raise TilingError(f"{word} of {size} pixels: give a multiple of {self.per_latent}")
         if self.stride > self.pixels:
             raise TilingError(f"tiles of {self.pixels} pixels, one every {self.stride}: give a stride up to that size")
 
     @classmethod
-    def of(cls, pixels: int) -> Tiling:
-        """Tiles of that size that overlap by a quarter. Raises TilingError for less than 64 pixels."""
-        if pixels < LEAST_PIXELS:
-            raise TilingError(f"tiles of {pixels} pixels: give {LEAST_PIXELS} or more, 0 for none")
-        overlap = pixels // OVERLAP // PIXELS_PER_LATENT * PIXELS_PER_LATENT
-        return cls(pixels=pixels, stride=pixels - overlap)
+    def of(cls, pixels: int, per_latent: int = PIXELS_PER_LATENT) -> Tiling:
+        """Tiles of that size that overlap by a quarter. Raises TilingError for less than 8 latent pixels."""
+        if pixels < LEAST_LATENT * per_latent:
+            raise TilingError(f"tiles of {pixels} pixels: give {LEAST_LATENT * per_latent} or more, 0 for none")
+        overlap = pixels // OVERLAP // per_latent * per_latent
+        return cls(pixels=pixels, stride=pixels - overlap, per_latent=per_latent)
 
     @property
     def blended(self) -> int:
@@ -62,7 +66,7 @@ class Tiling:
         """The tiles of a latent of that size, row by row. One tile where it is no larger than a tile."""
         if not self.cuts(height, width):
             return (Tile(row=0, column=0, rows=range(height), columns=range(width)),)
-        size, stride = self.pixels // PIXELS_PER_LATENT, self.stride // PIXELS_PER_LATENT
+        size, stride = self.pixels // self.per_latent, self.stride // self.per_latent
         return tuple(
             Tile(
                 row=row,
@@ -76,4 +80,8 @@ class Tiling:
 
     def cuts(self, height: int, width: int) -> bool:
         """Whether a latent of that size is more than one tile."""
-        return max(height, width) > self.pixels // PIXELS_PER_LATENT
+        return max(height, width) > self.pixels // self.per_latent
+
+    def computed(self, height: int, width: int) -> int:
+        """Latent pixels of all tiles of a latent of that size together; overlaps count as often as they are decoded."""
+        return sum(len(tile.rows) * len(tile.columns) for tile in self.tiles(height, width))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -26,16 +26,22 @@ class Visit(NamedTuple):
 
 
 def step_visits(
-    experts_of_steps: Sequence[str], block_counts: Mapping[str, int], *, first_step: int = 0
+    experts_of_steps: Sequence[str],
+    block_counts: Mapping[str, int],
+    *,
+    first_step: int = 0,
+    skipped: Collection[int] = (),
 ) -> tuple[Visit, ...]:
     """Visits of steps that each pass once through all blocks of their expert.
 
-    `experts_of_steps[i]` runs in step `first_step + i`. Raises ValueError for an expert without a block count.
+    `experts_of_steps[i]` runs in step `first_step + i`; the steps that `skipped` names need no block. Raises ValueError
+    for an expert without a block count.
     """
     if unknown := sorted(set(experts_of_steps) - set(block_counts)):
         raise ValueError(f"no block count for {unknown[0]!r}: block_counts names {sorted(block_counts)}")
     return tuple(
         Visit(step, expert, block)
         for step, expert in enumerate(experts_of_steps, start=first_step)
+        if step not in skipped
         for block in range(block_counts[expert])
     )

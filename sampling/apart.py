@@ -39,6 +39,7 @@ def _part(request: DenoiseRequest, samples: slice) -> DenoiseRequest:
         image_condition=_tensor(request.image_condition, samples),
         latent=_tensor(request.latent, samples),
         mask=_tensor(request.mask, samples),
+        image_embedding=_tensor(request.image_embedding, samples),
     )
 
 

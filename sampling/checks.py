@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 
+from ..plan.context_windows import ContextWindows
 from ..wan.vae import LATENT_CHANNELS
 from .errors import RequestError
 from .schedules import PURE_NOISE
@@ -61,6 +63,34 @@ def check_course(steps: int, *, start_step: int, switch_step: int | None, end_st
         raise RequestError(f"switch step {switch_step} of {steps} steps: give 0 to {steps}")
 
 
+def check_guidance(guidance: tuple[float, float], of_steps: Sequence[float] | None, *, steps: int) -> None:
+    """Refuse CFG scales that are not two numbers, or not one for each of the first of `steps` steps."""
+    is_pair = not isinstance(guidance, int | float) and len(guidance) == 2
+    if not is_pair or not all(math.isfinite(scale) for scale in guidance):
+        raise RequestError(f"guidance {guidance}: give two numbers, for the high and the low expert")
+    if of_steps is None:
+        return
+    if not of_steps or not all(math.isfinite(scale) for scale in of_steps):
+        raise RequestError(f"guidance_steps {tuple(of_steps)}: give a number for each step, the last one for the rest")
+    if len(of_steps) > steps:
+        raise RequestError(
+            f"guidance_steps has {len(of_steps)} numbers for {steps} steps: leave out the last {len(of_steps) - steps}"
+        )
+
+
+def check_windows(windows: ContextWindows, frames: int, *, cached: bool) -> None:
+    """Refuse context windows that are longer than the video of `frames` latent frames, or that a cache would mix up."""
+    try:
+        windows.check_video(frames)
+    except ValueError as err:
+        raise RequestError(str(err)) from err
+    if cached:
+        raise RequestError(
+            "context windows are other pieces of the video in every step, and a cache takes a piece over from the step "
+            "before: disconnect the cache, or the windows"
+        )
+
+
 def check_noise(noise: torch.Tensor) -> None:
     if noise.ndim != 5 or noise.shape[1] != LATENT_CHANNELS or 0 in noise.shape:
         raise RequestError(f"noise is {list(noise.shape)}: give [B, {LATENT_CHANNELS}, T, h, w]")
@@ -94,6 +124,16 @@ def _check_text(name: str, text: torch.Tensor, batch: int) -> None:
         raise RequestError(f"{name} has {shape[0]} texts for {batch} samples: give 1 or {batch}")
     if not text.is_floating_point():
         raise RequestError(f"{name} is {text.dtype}: give floating point embeddings, not token numbers")
+
+
+def check_image_embedding(image: torch.Tensor, batch: int) -> None:
+    shape = list(image.shape)
+    if image.ndim != 3 or 0 in shape or shape[0] not in (1, batch) or not image.is_floating_point():
+        wanted = " or ".join(str(size) for size in sorted({1, batch}))
+        raise RequestError(
+            f"image_embedding is {shape} ({image.dtype}): give the hidden states of CLIP before its last layer, "
+            f"[{wanted}, tokens, width]"
+        )
 
 
 def check_latent(

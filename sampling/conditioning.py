@@ -20,11 +20,13 @@ from .mask import latent_mask
 from .noise import seeded_noise
 
 MASK_CHANNELS = 4
+IMAGE_SEEN = "clip_vision_output"
+"""Where image-to-video nodes put what CLIP sees in the start image; the name is ComfyUI's."""
 SIZE_HINT = "downscale_ratio_spacial"
 """Where an empty LATENT says how many pixels of a side it stands for; the name is ComfyUI's."""
 
 # What a native node may write beside the text and native sampling would obey, but A14B experts or this sampler cannot.
-# Keys that native sampling ignores for these experts too (clip_vision_output, reference_latents) are not listed.
+# Keys that native sampling ignores for these experts too (reference_latents) are not listed.
 REFUSED = {
     "control": "a ControlNet",
     "hooks": "hooks",
@@ -56,6 +58,8 @@ class NativeInputs:
     positive: torch.Tensor
     negative: torch.Tensor | None
     image_condition: torch.Tensor | None
+    image_embedding: torch.Tensor | None
+    """[1 or B, N, width] of CLIP's hidden states before its last layer."""
     latent: torch.Tensor | None
     """Normalised; None for an empty latent, whose zeros stand for "nothing yet" and not for grey."""
     mask: torch.Tensor | None
@@ -78,10 +82,11 @@ def native_inputs(positive: Conditioning, negative: Conditioning | None, latent:
     noise_mask = latent.get("noise_mask")
     mask = None if noise_mask is None else latent_mask(noise_mask, samples.shape)
     text, image = _side("positive", positive, samples.shape, mask)
+    seen = _image_seen(positive)
     negative_text = None
     if negative is not None:
         negative_text, negative_image = _side("negative", negative, samples.shape, mask)
-        if not _same(image, negative_image):
+        if not _same(image, negative_image) or not _same(seen, _image_seen(negative)):
             raise ConditioningError(
                 "positive and negative carry different start images: connect both outputs of one image-to-video node"
             )
@@ -89,6 +94,7 @@ def native_inputs(positive: Conditioning, negative: Conditioning | None, latent:
         positive=text,
         negative=negative_text,
         image_condition=image,
+        image_embedding=None if seen is None else _repeated(seen, samples.shape[0]),
         latent=normalise(samples) if torch.count_nonzero(samples) else None,
         mask=mask,
         latent_sigma=left_at(latent),
@@ -175,6 +181,20 @@ def _side(
     _check_image_size(name, image, shape)
     # Without a mask of its own, ComfyUI tells an I2V expert by the noise mask what of the image is known.
     return _repeated(text, shape[0]), image_condition(image, options.get("concat_mask", mask))
+
+
+def _image_seen(conditioning: Conditioning) -> torch.Tensor | None:
+    """The hidden states before CLIP's last layer, which ComfyUI carries in an object of its own."""
+    output = conditioning[0][1].get(IMAGE_SEEN)
+    if output is None:
+        return None
+    states = getattr(output, "penultimate_hidden_states", None)
+    if not isinstance(states, torch.Tensor):
+        raise ConditioningError(
+            f"{IMAGE_SEEN} is a {type(output).__name__} without penultimate_hidden_states: connect the output of "
+            "CLIP Vision Encode"
+        )
+    return states
 
 
 def single_entry(name: str, conditioning: Conditioning) -> tuple[torch.Tensor, Mapping[str, Any]]:

@@ -18,9 +18,11 @@ from ..metrics import Observe, Recorder, compute_device
 from ..plan import OffloadPolicy, Timeline
 from ..wan import ExpertPair
 from .denoising import Callbacks, Denoising, StepProgress
-from .request import DenoiseRequest, check_channels
+from .fits import check_fits
+from .request import DenoiseRequest
 from .run_policy import Revise, RunPolicy
 from .split import WHOLE, Part
+from .step_cache import StepCache
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,8 +64,8 @@ def denoise(
     Args:
         on_step: called after each step, on the calling thread.
         should_stop: asked before every block.
-        revise: told once how the first step went, where it went undisturbed; the policy that it answers with holds for
-            the rest of the run, None changes nothing.
+        revise: told once how the first step went, where it went undisturbed (memory was not short, nothing was
+            compiled); the policy that it answers with holds for the rest of the run, None changes nothing.
         observe: what is told beside the timeline; by default what the environment asks for (see `Observe.asked`).
 
     Raises:
@@ -100,6 +102,22 @@ def denoise_part(
     return _denoise(pair, request, part, callbacks, policy=policy, device=device, observe=observe)
 
 
+def denoise_measured(
+    pair: ExpertPair,
+    request: DenoiseRequest,
+    cache: StepCache,
+    *,
+    policy: OffloadPolicy,
+    device: torch.device | str,
+    on_step: Callable[[StepProgress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    observe: Observe | None = None,
+) -> DenoiseResult:
+    """As `denoise`, with `cache` in place of what the request asks for: one that looks at every step."""
+    callbacks = Callbacks(on_step=on_step, should_stop=should_stop)
+    return _denoise(pair, request, WHOLE, callbacks, policy=policy, device=device, observe=observe, cache=cache)
+
+
 def _denoise(
     pair: ExpertPair,
     request: DenoiseRequest,
@@ -109,14 +127,22 @@ def _denoise(
     policy: OffloadPolicy,
     device: torch.device | str,
     observe: Observe | None,
+    cache: StepCache | None = None,
 ) -> DenoiseResult:
-    check_channels(request, pair.in_channels)
+    check_fits(request, pair)
     place = compute_device(device)
-    guided = any(scale != 1 for scale in request.guidance)
-    going = RunPolicy(pair, policy, place, shape=request.noise.shape, guided=guided, split=part.split)
+    going = RunPolicy(
+        pair,
+        policy,
+        place,
+        shape=request.computed_shape,
+        guided=request.guided,
+        split=part.split,
+        cache=request.cache,
+    )
     with torch.inference_mode():
         recorder = Recorder(place, observe=observe or Observe.asked(os.environ))
-        denoising = Denoising(request, part, going, recorder, callbacks)
+        denoising = Denoising(request, part, going, recorder, callbacks, cache)
         with recorder.watching():
             while not denoising.is_done:
                 denoising.take_steps()

@@ -12,18 +12,22 @@ import torch
 
 from ..metrics import Recorder
 from ..offload.attach import OffloadRun
+from ..offload.shortage import forget, is_out_of_memory
 from ..plan import StepRecord, Timeline, step_visits
-from ..wan import ExpertEngine, forward_lanes
+from ..wan import ExpertEngine, Lane, forward_lanes, held_against
 from .errors import NonFiniteLatentError
 from .lanes import LaneInputs, cancellable, foretell
 from .mask import KeptPart
+from .noise import step_seeds
 from .request import DenoiseRequest
 from .run_policy import Revise, RunPolicy
 from .run_state import RunState, own_steps
 from .schedules import PURE_NOISE
-from .shortage import forget, is_out_of_memory
 from .solvers import Solver, make_solver
 from .split import Part
+from .step_cache import StepCache, step_cache
+from .step_runs import StepRuns
+from .windows import StepWindows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,13 +66,21 @@ class _Taken(NamedTuple):
     solver: Solver
     denoised: torch.Tensor
     finite: torch.Tensor
+    compiled: bool
+    """Whether blocks were compiled on the way."""
 
 
 class Denoising:
     """How far a run is: the latents, and the solver with its history. Both change only when a step is whole."""
 
     def __init__(
-        self, request: DenoiseRequest, part: Part, policy: RunPolicy, recorder: Recorder, callbacks: Callbacks
+        self,
+        request: DenoiseRequest,
+        part: Part,
+        policy: RunPolicy,
+        recorder: Recorder,
+        callbacks: Callbacks,
+        cache: StepCache | None = None,
     ) -> None:
         place = policy.device
         self.course = request.course()
@@ -79,7 +91,10 @@ class Denoising:
         self._recorder = recorder
         self._inputs = LaneInputs(request, place)
         self._kept = _kept_part(request, place)
-        self._solver = make_solver(request.solver, self.course.schedule, request.start_step)
+        self._cache = cache or step_cache(request.cache, part.split)
+        self._skips = frozenset[int]() if self._cache is None else self._cache.known_skips(self._lane_counts())
+        seeds = step_seeds(request.noise, request.latent)
+        self._solver = make_solver(request.solver, self.course.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
             self.latents = _starting_latents(request, self.course.start_sigma).to(place)
         else:
@@ -105,16 +120,18 @@ class Denoising:
         with ExitStack() as ending:
             try:
                 engine = self._policy.engine()
-                run = ending.enter_context(self._run_of(engine))
+                runs = ending.enter_context(StepRuns(partial(self._run_of, engine)))
                 ending.callback(self._count_outer_bytes, engine, engine.outer_bytes)
                 ending.enter_context(self._split.attached(engine))
+                if self._request.nag is not None:
+                    ending.enter_context(held_against(engine.models.bare.values(), self._request.nag))
             except RuntimeError as err:
                 if not is_out_of_memory(err):
                     raise
                 short = forget(err)
             while short is None and not self.is_done and self._policy.policy == policy:
                 try:
-                    taken = self._take(engine, run)
+                    taken = self._take(engine, runs)
                 except RuntimeError as err:
                     if not is_out_of_memory(err):
                         raise
@@ -128,13 +145,16 @@ class Denoising:
     def _foretell(self, engine: ExpertEngine) -> None:
         """Tell the engine all timesteps and texts of this request, those of steps taken too: the next may be equal."""
         timesteps = self.course.schedule.timesteps
-        guided = {expert: self._request.guidance_of(expert) != 1 for _, expert in self._steps}
+        nag = self._request.nag is not None
+        with_negative = {expert for step, expert in self._steps if nag or self.course.guidance[step] != 1}
+        guided = {expert: expert in with_negative for _, expert in self._steps}
         foretell(engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided)
 
     def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
         """A run of all steps that are left; behind it RAM is made ready for the same request once more."""
         experts = [expert for _, expert in self._steps[self._done :]]
-        visits = step_visits(experts, engine.block_counts, first_step=self._steps[self._done][0])
+        first = self._steps[self._done][0]
+        visits = step_visits(experts, engine.block_counts, first_step=first, skipped=self._skips)
         first_step, first_expert = self._steps[0]
         self._foretell(engine)
         then = step_visits([first_expert], engine.block_counts, first_step=first_step)
@@ -143,25 +163,54 @@ class Denoising:
     def _count_outer_bytes(self, engine: ExpertEngine, before: int) -> None:
         self._recorder.outer_bytes += engine.outer_bytes - before
 
-    def _take(self, engine: ExpertEngine, run: OffloadRun) -> _Taken:
+    def _lane_counts(self) -> dict[int, tuple[str, int]]:
+        """The expert of each step, and how many lanes it has."""
+        batch, guidance = self._request.batch, self.course.guidance
+        return {step: (expert, batch * (2 if guidance[step] != 1 else 1)) for step, expert in self._steps}
+
+    def _windows(self, step: int) -> StepWindows | None:
+        settings = self._request.windows
+        return None if settings is None else StepWindows(settings, step, self._request.noise.shape[2])
+
+    def _velocities(
+        self, engine: ExpertEngine, runs: StepRuns, lanes: Sequence[Lane], timestep: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What the expert of the next step makes of each lane; or of some, and of what it made before."""
+        step, expert = self._steps[self._done]
+        visit = cancellable(partial(runs.visit, step, expert), step, self._callbacks.should_stop)
+        model = engine.models[expert]
+        shortcut = None if self._cache is None else self._cache.begin(step, expert, len(lanes), model)
+        compute = partial(forward_lanes, model, timestep=timestep, visit=visit, shortcut=shortcut)
+        velocities = self._split.forward(lanes, compute)
+        if shortcut is not None:
+            blocks = engine.block_counts[expert]
+            if shortcut.leaves_rest:
+                runs.leave_step()
+            skipped = blocks if shortcut.whole else blocks - 1 if shortcut.leaves_rest else 0
+            self._recorder.cached(lanes=shortcut.cached_lanes, visits=skipped)
+        return velocities
+
+    def _take(self, engine: ExpertEngine, runs: StepRuns) -> _Taken:
         """Compute the next step and leave everything as it is."""
         step, expert = self._steps[self._done]
-        schedule, guidance = self.course.schedule, self._request.guidance_of(expert)
+        schedule, guidance = self.course.schedule, self.course.guidance[step]
         sigma, latents, solver = schedule.sigmas[step], self.latents, self._solver.copy()
+        graphs = engine.graphs
         with self._recorder.step(step, expert, sigma):
             timestep = torch.tensor([schedule.timesteps[step]])
             shown = latents if self._kept is None else self._kept.shown(latents, sigma)
-            lanes = self._inputs.lanes(shown, with_negative=guidance != 1)
-            visit = cancellable(partial(run.visit, step, expert), step, self._callbacks.should_stop)
-            compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit)
-            velocity = _guided(self._split.forward(lanes, compute), guidance)
+            windows = self._windows(step)
+            held = guidance == 1 and self._request.nag is not None
+            lanes = self._inputs.lanes(shown, with_negative=guidance != 1, held_against=held, windows=windows)
+            velocities = self._velocities(engine, runs, lanes, timestep)
+            velocity = _guided(velocities if windows is None else windows.whole(velocities), guidance)
             denoised = shown - sigma * velocity
             if self._kept is not None:
                 denoised = self._kept.ended(denoised)
                 velocity = (latents - denoised) / sigma
             latents = solver.step(velocity, latents)
             finite = latents.isfinite().all()
-        return _Taken(latents=latents, solver=solver, denoised=denoised, finite=finite)
+        return _Taken(latents=latents, solver=solver, denoised=denoised, finite=finite, compiled=engine.graphs > graphs)
 
     def _accept(self, taken: _Taken) -> None:
         """The next step is whole: tell it, and ask after the first one whether to go on in the same way."""
@@ -181,7 +230,7 @@ class Denoising:
             done, total = before + self._done, len(self.course.steps)
             told = StepProgress(record=record, done=done, total=total, denoised=taken.denoised, state=state)
             self._callbacks.on_step(told)
-        if self._callbacks.revise is not None and self._done == 1 and not self.is_done:
+        if self._callbacks.revise is not None and self._done == 1 and not (self.is_done or taken.compiled):
             self._policy.revise(self._callbacks.revise, record)
 
 

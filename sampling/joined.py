@@ -29,15 +29,15 @@ def joined(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
     for number, other in enumerate(others, 2):
         _check_fits(number, _traits(other), _traits(first))
     batches = [request.batch for request in requests]
-    guided = any(scale != 1 for scale in first.guidance)
     return replace(
         first,
         noise=torch.cat([request.noise for request in requests]),
         positive=_texts([request.positive for request in requests], batches),
-        negative=_texts([request.negative for request in requests], batches) if guided else None,
+        negative=_texts([request.negative for request in requests], batches) if first.reads_negative else None,
         image_condition=_stacked([request.image_condition for request in requests], batches),
         latent=_stacked([request.latent for request in requests], batches),
         mask=_stacked([request.mask for request in requests], batches),
+        image_embedding=_stacked([request.image_embedding for request in requests], batches),
     )
 
 
@@ -55,14 +55,20 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
     """What requests that are joined have in common, by its name in words."""
     course = request.course()
     given = {"start image": request.image_condition, "latent": request.latent, "noise mask": request.mask}
+    seen = request.image_embedding
     return {
         "size": video_text(request.noise.shape),
         "steps": len(course.steps),
         "start step": course.start_step,
         "solver": request.solver,
+        "NAG": request.nag,
+        "context windows": request.windows,
+        "cache": "none" if request.cache is None else request.cache.words,
         "guidance": tuple(request.guidance),
+        "image embedding": "none" if seen is None else f"{seen.shape[1]} x {seen.shape[2]}",
         "noise": "added" if request.add_noise else "not added",
         **{f"expert of step {step}": course.experts[step] for step in course.steps},
+        **{f"guidance of step {step}": course.guidance[step] for step in course.steps},
         **{f"sigma before step {step}": sigma for step, sigma in enumerate(course.schedule.sigmas)},
         **{f"timestep of step {step}": time for step, time in enumerate(course.schedule.timesteps)},
         **{name: "none" if tensor is None else "given" for name, tensor in given.items()},

@@ -36,13 +36,13 @@ def check_room(
     """
     if request.batch == 1:
         return
-    smallest, chunk = _smallest(pair, policy, tokens_of(request.noise.shape), device)
+    smallest, chunk = _smallest(pair, policy, tokens_of(request.computed_shape), device)
     weights = pair.device_bytes(smallest, device=device)
-    guided = any(scale != 1 for scale in request.guidance)
 
     def needed(samples: int) -> int:
-        shape = (samples, *request.noise.shape[1:])
-        return working_bytes(pair, shape, guided=guided, chunk_tokens=chunk)
+        lanes, *size = request.computed_shape
+        shape = (samples * lanes // request.batch, *size)
+        return working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
 
     room = (_free(pair, device) if free is None else free) - weights
     fitting = next(count for count in range(request.batch, -1, -1) if count == 0 or needed(count) <= room)
@@ -64,8 +64,9 @@ def _smallest(
     pair: ExpertPair, policy: OffloadPolicy, tokens: int, device: torch.device
 ) -> tuple[OffloadPolicy, int | None]:
     """The smallest policy that a run would try in place of `policy`, and how many tokens it takes at once."""
-    blocks = {"high": pair.high.config.num_layers, "low": pair.low.config.num_layers}
-    smallest = fit_policy(policy, blocks, budget=0, device_bytes=lambda each: pair.device_bytes(each, device=device))
+    smallest = fit_policy(
+        policy, pair.block_counts, budget=0, device_bytes=lambda each: pair.device_bytes(each, device=device)
+    )
     fewest = min(chunk for chunk in CHUNKS if chunk is not None)
     at_once = tokens if policy.chunk_tokens is None else policy.chunk_tokens
     chunk = fewest if fewest < at_once else policy.chunk_tokens

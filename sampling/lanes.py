@@ -12,6 +12,7 @@ from ..wan import ExpertEngine, Lane
 from .checks import Texts
 from .errors import Cancelled
 from .request import DenoiseRequest
+from .windows import StepWindows
 
 EnterBlock: TypeAlias = "Callable[[int], AbstractContextManager[object]]"
 """Block -> the context in which it is there to compute."""
@@ -30,18 +31,38 @@ class LaneInputs:
 
         self._positive, self._negative = samples(request.positive), samples(request.negative)
         self._image = samples(request.image_condition)
+        self._embedding = samples(request.image_embedding)
 
     def texts(self, *, with_negative: bool) -> list[torch.Tensor]:
         """The texts of the lanes that `lanes` gives."""
         return [*self._positive, *(self._negative if with_negative else ())]
 
-    def lanes(self, latents: torch.Tensor, *, with_negative: bool) -> list[Lane]:
-        """One lane per sample under its positive text, then one per sample under its negative text."""
+    def lanes(
+        self,
+        latents: torch.Tensor,
+        *,
+        with_negative: bool,
+        held_against: bool = False,
+        windows: StepWindows | None = None,
+    ) -> list[Lane]:
+        """One lane per sample under its positive text, then one per sample under its negative text.
+
+        Where it is `held_against` the positive one, the negative text makes no lanes of its own. With `windows`, each
+        of these is as many lanes as there are windows, one after the other.
+        """
         states = list(latents.split(1))
         if self._image:
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
         sides = (self._positive, self._negative) if with_negative else (self._positive,)
-        return [Lane(latents=state, text=text) for texts in sides for state, text in zip(states, texts, strict=True)]
+        embeddings = self._embedding or (None,) * len(states)
+        held = self._negative if held_against else (None,) * len(states)
+        parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
+        return [
+            Lane(latents=part, text=text, image=image, against=against)
+            for texts in sides
+            for own, text, image, against in zip(parts, texts, embeddings, held, strict=True)
+            for part in own
+        ]
 
 
 def foretell(

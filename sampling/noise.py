@@ -1,7 +1,11 @@
-"""Seeded starting noise: the numbers ComfyUI draws for the same seed, without touching torch's global generator."""
+"""Seeded noise: to start from, the numbers ComfyUI draws for the same seed; on the way, some of each sample's own.
+
+Torch's global generator is never touched.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -24,3 +28,19 @@ def seeded_noise(shape: Sequence[int], seed: int, *, batch_index: Sequence[int] 
     one = (1, *shape[1:])
     draws = [torch.randn(one, generator=generator) for _ in range(max(batch_index) + 1)]
     return torch.cat([draws[k] for k in batch_index])
+
+
+def step_seeds(*starts: torch.Tensor | None) -> tuple[int, ...]:
+    """A seed for each sample, for noise that is drawn on the way, from the tensors [B, ...] that it starts from.
+
+    So it is the sample's own: the same whichever others it is computed with, and wherever.
+    """
+    given = [start.detach().to("cpu", torch.float32) for start in starts if start is not None]
+    return tuple(_seed(sample) for sample in zip(*given, strict=True))
+
+
+def _seed(tensors: Sequence[torch.Tensor]) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")

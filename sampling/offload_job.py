@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,6 +11,7 @@ from ..plan import ExpertShape, OffloadJob, OffloadPolicy
 from ..plan.memory_needs import RAW_SLOTS
 from ..plan.shapes import HEAD_DIM
 from ..wan import ExpertPair
+from .cache_settings import FirstBlockCache
 from .request import DenoiseRequest
 from .working_bytes import tokens_of
 
@@ -17,9 +19,25 @@ from .working_bytes import tokens_of
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
     """The job of `request`, computed on `device`."""
     course = request.course()
-    guided = {expert: request.guidance_of(expert) != 1 for expert in ("high", "low")}
     experts = [course.experts[step] for step in course.steps]
-    return offload_job(pair, request.noise.shape, device, experts_of_steps=experts, guided=guided)
+    guided = {expert: _guided(request, expert) for expert in ("high", "low")}
+    job = offload_job(pair, request.computed_shape, device, experts_of_steps=experts, guided=guided)
+    lanes = tuple(request.batch * request.lanes_at(step) for step in course.steps)
+    if any(job.lanes[expert] != count for expert, count in zip(experts, lanes, strict=True)):
+        job = replace(job, lanes_of_steps=lanes)
+    if request.cache is None:
+        return job
+    # The block that is asked in every step stays; where others stay too, this is one buffer too many.
+    first = pair.computed_bytes if isinstance(request.cache, FirstBlockCache) else 0
+    return replace(job, kept_states=request.cache.kept_states, staying_bytes=job.staying_bytes + first)
+
+
+def _guided(request: DenoiseRequest, expert: str) -> bool:
+    """Whether a step of this expert may have negative lanes."""
+    if request.guidance_steps is None:
+        return request.guidance_of(expert) != 1
+    course = request.course()
+    return any(course.guidance[step] != 1 for step in course.steps if course.experts[step] == expert)
 
 
 def offload_job(
@@ -43,7 +61,7 @@ def offload_job(
             in_channels=config.in_channels,
         ),
         tokens=tokens_of(shape),
-        lanes={expert: shape[0] * (2 if negative else 1) for expert, negative in guided.items()},
+        lanes={expert: shape[0] * (2 if guided[expert] else 1) for expert in pair.block_counts},
         experts_of_steps=tuple(experts_of_steps),
         stored_bytes=pair.stored_bytes,
         file_bytes=pair.file_bytes,

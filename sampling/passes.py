@@ -21,12 +21,12 @@ import torch
 
 from ..metrics import Recorder
 from ..offload.attach import OffloadRun
+from ..offload.shortage import forget, is_out_of_memory
 from ..plan import step_visits
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..wan import ExpertEngine, Lane, forward_lanes
 from .lanes import cancellable
 from .run_policy import Revise, RunPolicy
-from .shortage import forget, is_out_of_memory
 
 AHEAD = 8
 """Calls of one expert that are expected where nothing is predicted; what they fetch in vain is the prefetch depth."""
@@ -92,6 +92,7 @@ class Passes:
         self._run: AbstractContextManager[OffloadRun] | None = None
         self._enter_visit: Callable[[int, str, int], AbstractContextManager[object]] | None = None
         self._watching = ExitStack()
+        self._compiled = False
         self.calls = 0
         """Passes that were asked for so far."""
         self.recompiled = 0
@@ -128,6 +129,7 @@ class Passes:
         """What `call` gives; or what was said where memory was short. Then, as after any error, the run is over."""
         assert self._enter_visit is not None
         expert, self._state = self._expected[0], PassState.COMPUTING
+        graphs = self._engine.graphs
         visit = cancellable(partial(self._enter_visit, call, expert), call, self._should_stop)
         with ExitStack() as ending:
             ending.push(self._end_run)
@@ -140,6 +142,7 @@ class Passes:
                     raise
                 return forget(err)
             ending.pop_all()
+        self._compiled = self._engine.graphs > graphs
         return velocities
 
     def _go_on(self) -> None:
@@ -147,7 +150,7 @@ class Passes:
         self._state = PassState.STREAMING
         if not self._expected:
             self._end_run(None, None, None)
-        elif self._revise is not None and self._policy is not None and self.calls == 1:
+        elif self._revise is not None and self._policy is not None and self.calls == 1 and not self._compiled:
             before = self._policy.policy
             self._policy.revise(self._revise, self._recorder.last)
             if self._policy.policy != before:

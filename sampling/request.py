@@ -5,22 +5,27 @@ Latents, noise and image condition are in the model's normalised space (see `wan
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..plan import split_at_boundary
+from ..plan.context_windows import ContextWindows
+from ..wan import Nag
 from ..wan.vae import LATENT_CHANNELS
+from .cache_settings import CacheSettings, MagCache
 from .checks import (
     IMAGE_CONDITION_CHANNELS,
     Texts,
     check_course,
+    check_guidance,
+    check_image_embedding,
     check_latent,
     check_noise,
     check_start,
     check_texts,
+    check_windows,
 )
 from .errors import RequestError
 from .schedules import Schedule, explicit_schedule, make_schedule
@@ -29,11 +34,13 @@ from .solvers import SOLVERS
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """The steps of a run: noise levels, and the expert that takes each step."""
+    """The steps of a run: noise levels, and the expert and the guidance of each step."""
 
     schedule: Schedule
     experts: tuple[str, ...]
     """Of every step of the schedule: "high" or "low"."""
+    guidance: tuple[float, ...]
+    """CFG scale of every step of the schedule."""
     start_step: int
 
     @property
@@ -75,7 +82,7 @@ class DenoiseRequest:
     steps: int | None = None
     """Steps of the whole schedule; None: 40, or what `sigmas` make."""
     solver: str = "unipc"
-    """One of `SOLVERS`: "euler" or "unipc"."""
+    """One of `SOLVERS`: "euler", "unipc", "dpm++" or "lcm"."""
     schedule: str = "wan"
     """One of `SCHEDULES`: "simple" (ComfyUI's) or "wan" (diffusers'); not used where `sigmas` are given."""
     sigmas: Sequence[float] | torch.Tensor | None = None
@@ -98,8 +105,22 @@ class DenoiseRequest:
     as ComfyUI's samplers do with a latent that another sampler left noise in."""
     latent_sigma: float | None = None
     """Noise level at which another run left `latent`, where that is known; a run that does not fit is refused."""
+    image_embedding: torch.Tensor | None = None
+    """[1 or B, N, 1280]: what CLIP sees in the start image, for a model with an image branch (Wan2.1 I2V)."""
+    guidance_steps: tuple[float, ...] | None = None
+    """CFG scale of each step of the schedule, which wins over `guidance`; the last one holds for all after it."""
+    cache: CacheSettings | None = None
+    """What steps may take over from the ones before; None: every step computes all of its blocks."""
+    nag: Nag | None = None
+    """Holds `negative` against `positive` in the steps of guidance 1; None: nothing does."""
+    windows: ContextWindows | None = None
+    """How a video that is too long for the experts is looked at in pieces; None: as a whole."""
 
     def __post_init__(self) -> None:
+        self._check_tensors()
+        self._check_steps()
+
+    def _check_tensors(self) -> None:
         check_noise(self.noise)
         check_texts("positive", self.positive, self.batch)
         if self.negative is not None:
@@ -112,11 +133,26 @@ class DenoiseRequest:
             check_latent("latent", self.latent, self.noise, (LATENT_CHANNELS,), (self.batch,))
         if self.mask is not None:
             check_latent("mask", self.mask, self.noise, (1, LATENT_CHANNELS), (1, self.batch))
-        self._check_guidance()
+        if self.image_embedding is not None:
+            check_image_embedding(self.image_embedding, self.batch)
+
+    def _check_steps(self) -> None:
+        check_guidance(self.guidance, self.guidance_steps, steps=self._schedule().steps)
+        if self.negative is None and self.guided:
+            remedy = "set guidance to (1, 1)" if self.guidance_steps is None else "give guidance_steps of 1 only"
+            scales = self.guidance_steps or self.guidance
+            raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
+        if self.nag is not None:
+            check_nag(self.course(), has_negative=self.negative is not None)
+        if self.windows is not None:
+            check_windows(self.windows, self.noise.shape[2], cached=self.cache is not None)
         if self.solver not in SOLVERS:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
+        course = self.course()
+        if isinstance(self.cache, MagCache):
+            self.cache.table.check_course(self._schedule().sigmas, course.experts)
         check_start(
-            self.course().start_sigma,
+            course.start_sigma,
             step=self.start_step,
             add_noise=self.add_noise,
             has_latent=self.latent is not None,
@@ -129,9 +165,33 @@ class DenoiseRequest:
         return self.noise.shape[0]
 
     def guidance_of(self, expert: str) -> float:
-        """The CFG scale of the expert "high" or "low"."""
+        """The CFG scale of the expert "high" or "low", where no step has one of its own."""
         high, low = self.guidance
         return high if expert == "high" else low
+
+    @property
+    def reads_negative(self) -> bool:
+        """Whether a step may need the negative text."""
+        return self.guided or self.nag is not None
+
+    @property
+    def guided(self) -> bool:
+        """Whether a step may have negative lanes."""
+        return any(scale != 1 for scale in self.guidance_steps or self.guidance)
+
+    @property
+    def computed_shape(self) -> tuple[int, ...]:
+        """[lanes of one side, 16, T, h, w] in the step with most of them: those of samples, or of windows of them."""
+        batch, channels, frames, height, width = self.noise.shape
+        if self.windows is None:
+            return batch, channels, frames, height, width
+        most = self.windows.most(self.course().steps, frames)
+        return batch * most, channels, self.windows.frames, height, width
+
+    def lanes_at(self, step: int) -> int:
+        """How many lanes a step of the whole schedule has for each sample."""
+        sides = 1 if self.course().guidance[step] == 1 else 2
+        return sides if self.windows is None else sides * len(self.windows.at(step, self.noise.shape[2]))
 
     def course(self) -> Course:
         """Noise levels and experts of the steps."""
@@ -143,8 +203,14 @@ class DenoiseRequest:
         return Course(
             schedule=schedule.until(end, leftover_noise=self.leftover_noise),
             experts=experts[:end],
+            guidance=tuple(self._scale(step, expert) for step, expert in enumerate(experts[:end])),
             start_step=self.start_step,
         )
+
+    def _scale(self, step: int, expert: str) -> float:
+        if self.guidance_steps is None:
+            return self.guidance_of(expert)
+        return self.guidance_steps[min(step, len(self.guidance_steps) - 1)]
 
     def _schedule(self) -> Schedule:
         if self.sigmas is None:
@@ -165,12 +231,16 @@ class DenoiseRequest:
             return split_at_boundary(schedule.timesteps, self.boundary_ratio)
         return self.switch_step
 
-    def _check_guidance(self) -> None:
-        is_pair = not isinstance(self.guidance, int | float) and len(self.guidance) == 2
-        if not is_pair or not all(math.isfinite(scale) for scale in self.guidance):
-            raise RequestError(f"guidance {self.guidance}: give two numbers, for the high and the low expert")
-        if self.negative is None and any(scale != 1 for scale in self.guidance):
-            raise RequestError(f"guidance {self.guidance} needs a negative text: give one, or set guidance to (1, 1)")
+
+def check_nag(course: Course, *, has_negative: bool) -> None:
+    """Refuse to hold a text that is not there against another one, and to do so in no step."""
+    if not has_negative:
+        raise RequestError("NAG needs a negative text to hold against the positive one: give one, or leave NAG out")
+    if all(course.guidance[step] != 1 for step in course.steps):
+        raise RequestError(
+            "NAG acts in steps of guidance 1, and this run has none: set the guidance of an expert or a step to 1, or "
+            "leave NAG out"
+        )
 
 
 def check_channels(request: DenoiseRequest, in_channels: int) -> None:

@@ -13,6 +13,7 @@ from ..plan import OffloadPolicy, StepRecord
 from ..plan.plan_reason import policy_words
 from ..plan.smaller import bytes_to_free, smaller_policy
 from ..wan import ExpertEngine, ExpertPair
+from .cache_settings import CacheSettings, cached_policy
 from .errors import NoRoomError, SmallerPolicyError
 from .split import ALONE, Split
 from .working_bytes import tokens_of, working_bytes
@@ -30,6 +31,7 @@ class RunPolicy:
         shape: of the latents [B, 16, T, h, w].
         guided: whether there are negative lanes.
         split: how the steps are shared; who is not alone takes no step again without asking anybody.
+        cache: takes steps over; what it keeps lies on the device too.
     """
 
     def __init__(
@@ -41,13 +43,15 @@ class RunPolicy:
         shape: Sequence[int],
         guided: bool,
         split: Split = ALONE,
+        cache: CacheSettings | None = None,
     ) -> None:
-        self.policy = policy
+        self._cache = cache
+        self.policy = self._own(policy)
         self.changes: list[str] = []
         """What was changed on the way, in words."""
         self._pair, self.device = pair, device
         self._shape, self._guided, self._split = shape, guided, split
-        self._tried = [policy]
+        self._tried = [self.policy]
 
     def engine(self) -> ExpertEngine:
         """The pair's engine, under the policy as it is now. No run may be going on."""
@@ -62,8 +66,9 @@ class RunPolicy:
         """Ask `revise` about the first step; not where memory was short in it, which no reckoning foresaw."""
         if self.changes:
             return
-        policy = revise(record)
-        if policy is None or policy == self.policy:
+        revised = revise(record)
+        policy = self.policy if revised is None else self._own(revised)
+        if policy == self.policy:
             return
         text = f"after the first step: {self._words(policy)} instead of {self._words(self.policy)}"
         log.info("%s", text)
@@ -78,11 +83,13 @@ class RunPolicy:
         """
         chunk, free = self.policy.chunk_tokens, free_bytes(self.device)
         share = self._split.share
-        working = working_bytes(self._pair, self._shape, guided=self._guided, chunk_tokens=chunk, share=share)
+        working = working_bytes(
+            self._pair, self._shape, guided=self._guided, chunk_tokens=chunk, share=share, cache=self._cache
+        )
         attempt = len(self._tried) - 1
         smaller = smaller_policy(
             self.policy,
-            self._block_counts,
+            self._pair.block_counts,
             missing=bytes_to_free(attempt, block=self._block, working_bytes=working, free_bytes=free),
             tokens=tokens_of(self._shape) // (share.ring * share.ulysses),
             device_bytes=self._bytes,
@@ -98,12 +105,11 @@ class RunPolicy:
         self.policy = smaller
         self._tried.append(smaller)
 
+    def _own(self, policy: OffloadPolicy) -> OffloadPolicy:
+        return cached_policy(policy, self._cache)
+
     def _bytes(self, policy: OffloadPolicy) -> int:
         return self._pair.device_bytes(policy, device=self.device)
-
-    @property
-    def _block_counts(self) -> dict[str, int]:
-        return {"high": self._pair.high.config.num_layers, "low": self._pair.low.config.num_layers}
 
     @property
     def _block(self) -> int:
@@ -111,7 +117,7 @@ class RunPolicy:
 
     def _words(self, policy: OffloadPolicy) -> str:
         chunk = "" if policy.chunk_tokens is None else f", {policy.chunk_tokens} tokens at once"
-        blocks = min(self._block_counts.values())
+        blocks = min(self._pair.block_counts.values())
         return f"{_size(self._bytes(policy))} of weights ({policy_words(policy, blocks)}{chunk})"
 
     def _no_room(self, where: str, said: str, working: int, free: int | None) -> str:

@@ -12,11 +12,19 @@ from copy import copy
 from typing import Any, Protocol
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchLCMScheduler,
+    UniPCMultistepScheduler,
+)
 
 from ..plan.experts import TRAIN_TIMESTEPS
 from .errors import RequestError
 from .schedules import HIGHEST_BELOW_ONE, Schedule
+
+SEEDS = 2**64
+"""How many seeds a generator knows."""
 
 
 class Solver(Protocol):
@@ -38,10 +46,19 @@ class Solver(Protocol):
 class DiffusersSolver:
     """A diffusers scheduler that follows the given sigmas (steps + 1 values) from step `start_step` on.
 
-    `remembers` names the attributes in which it keeps what it needs of former steps.
+    `remembers` names the attributes in which it keeps what it needs of former steps. Where `seeds` are given, one for
+    each sample, the scheduler draws noise in every step, on the CPU, from nothing but the seed and the step's number.
     """
 
-    def __init__(self, scheduler: Any, sigmas: Sequence[float], start_step: int, *, remembers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        sigmas: Sequence[float],
+        start_step: int,
+        *,
+        remembers: Sequence[str],
+        seeds: Sequence[int] | None = None,
+    ) -> None:
         levels = torch.tensor(sigmas, dtype=torch.float32)
         scheduler.set_timesteps(len(sigmas) - 1)
         scheduler.sigmas = levels
@@ -50,12 +67,19 @@ class DiffusersSolver:
         scheduler.set_begin_index(start_step)
         self._scheduler = scheduler
         self._timestep = scheduler.timesteps[start_step]
-        self._remembers = tuple(remembers)
+        self._remembers, self._start, self._seeds = tuple(remembers), start_step, seeds
 
     def step(self, velocity: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
         """See `Solver.step`."""
-        after: torch.Tensor = self._scheduler.step(velocity, self._timestep, latents, return_dict=False)[0]
+        drawn = {} if self._seeds is None else {"generator": self._generators(self._seeds)}
+        after: torch.Tensor = self._scheduler.step(velocity, self._timestep, latents, return_dict=False, **drawn)[0]
         return after
+
+    def _generators(self, seeds: Sequence[int]) -> list[torch.Generator]:
+        """For each sample one that has drawn nothing: a step that is taken again, or elsewhere, draws the same."""
+        index = self._scheduler.step_index
+        step = self._start if index is None else index
+        return [torch.Generator().manual_seed((seed + step) % SEEDS) for seed in seeds]
 
     def copy(self) -> DiffusersSolver:
         """See `Solver.copy`. Schedulers replace the tensors of their history and shift the lists that hold them."""
@@ -84,12 +108,12 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def euler(schedule: Schedule, start_step: int) -> Solver:
+def euler(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
     """First order: one straight line per step."""
     return DiffusersSolver(FlowMatchEulerDiscreteScheduler(), schedule.sigmas, start_step, remembers=("_step_index",))
 
 
-def unipc(schedule: Schedule, start_step: int) -> Solver:
+def unipc(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
     """UniPC of order 2 (bh2), configured as in the Wan pipelines of diffusers."""
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     # At a sigma of exactly 1 its log(1 - sigma) is infinite; diffusers steps down from 1 in the same way.
@@ -102,12 +126,41 @@ def unipc(schedule: Schedule, start_step: int) -> Solver:
     )
 
 
-SOLVERS: Mapping[str, Callable[[Schedule, int], Solver]] = {"euler": euler, "unipc": unipc}
-"""Solvers by name: (schedule, first step) -> Solver."""
+def dpm_plus_plus(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
+    """DPM-Solver++ of order 2 (midpoint), the multistep kind, on flow sigmas; the last step is of first order.
+
+    So is the one behind a sigma of exactly 1: seen from there, what comes before lies infinitely far away.
+    """
+    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    remembers = ("_step_index", "model_outputs", "lower_order_nums")
+    return DiffusersSolver(scheduler, schedule.sigmas, start_step, remembers=remembers)
 
 
-def make_solver(name: str, schedule: Schedule, start_step: int = 0) -> Solver:
-    """A solver of that name with no history; raises `RequestError` for an unknown name."""
+def lcm(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
+    """Goes to the estimated end in every step, and back up to the next level with fresh noise.
+
+    Raises `RequestError` without seeds.
+    """
+    if seeds is None:
+        raise RequestError("the solver lcm draws noise in every step: give a seed for each sample")
+    scheduler = FlowMatchLCMScheduler()
+    return DiffusersSolver(scheduler, schedule.sigmas, start_step, remembers=("_step_index",), seeds=seeds)
+
+
+SOLVERS: Mapping[str, Callable[[Schedule, int, Sequence[int] | None], Solver]] = {
+    "euler": euler,
+    "unipc": unipc,
+    "dpm++": dpm_plus_plus,
+    "lcm": lcm,
+}
+"""Solvers by name: (schedule, first step, a seed for each sample or None) -> Solver."""
+
+
+def make_solver(name: str, schedule: Schedule, start_step: int = 0, *, seeds: Sequence[int] | None = None) -> Solver:
+    """A solver of that name with no history; `seeds`, one for each sample, are for those that draw noise.
+
+    Raises `RequestError` for an unknown name, and for one that lacks seeds.
+    """
     if name not in SOLVERS:
         raise RequestError(f"unknown solver {name!r}: choose one of {', '.join(SOLVERS)}")
-    return SOLVERS[name](schedule, start_step)
+    return SOLVERS[name](schedule, start_step, seeds)

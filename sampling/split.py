@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -30,6 +30,15 @@ class Share:
 WHOLE_STEP = Share()
 
 
+class Agreed(NamedTuple):
+    """Sums of all workers that compute a step together, the same to the bit for each of them."""
+
+    own: torch.Tensor
+    """[L, 2] of the lanes that are computed here, in their order."""
+    every: torch.Tensor
+    """[N, 2] of the lanes that are computed anywhere."""
+
+
 class Split(Protocol):
     """What a run asks of those who compute it together. Every one of them runs the same steps."""
 
@@ -47,6 +56,15 @@ class Split(Protocol):
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """The velocity of every lane, in their order, of which `compute` gives those that it is called with."""
 
+    def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of a lane's tokens [1, S, dim], those that are computed here."""
+
+    def agreed(self, sums: torch.Tensor) -> Agreed:
+        """`sums` [L, 2], float64 on the CPU, of the lanes in `compute`, each added up over those who share its tokens.
+
+        Blocks until all have been asked; all ask at the same points.
+        """
+
 
 class Alone:
     """No other worker: a run as it always was."""
@@ -61,6 +79,14 @@ class Alone:
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
         """See `Split.forward`."""
         return compute(lanes)
+
+    def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Split.own_tokens`."""
+        return tokens
+
+    def agreed(self, sums: torch.Tensor) -> Agreed:
+        """See `Split.agreed`."""
+        return Agreed(sums, sums)
 
 
 ALONE = Alone()

@@ -12,6 +12,7 @@ import torch
 
 from ..metrics.report import Trial
 from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from ..wan import Nag
 from .denoise import DenoiseResult
 from .errors import RequestError
 from .request import DenoiseRequest
@@ -114,7 +115,6 @@ def request_words(request: DenoiseRequest) -> dict[str, str]:
     _, _, frames, height, width = request.noise.shape
     course = request.course()
     taken = [course.experts[step] for step in course.steps]
-    high, low = (request.guidance_of(expert) for expert in ("high", "low"))
     levels = f"{request.schedule}, flow shift {request.flow_shift:g}" if request.sigmas is None else "from another node"
     return {
         "Size": f"{width * PIXELS_PER_LATENT}x{height * PIXELS_PER_LATENT}, {_frames(frames)} frames",
@@ -122,8 +122,31 @@ def request_words(request: DenoiseRequest) -> dict[str, str]:
         "Steps": f"{len(taken)}: {taken.count('high')} high-noise, {taken.count('low')} low-noise",
         "Solver": request.solver,
         "Sigmas": levels,
-        "Guidance": f"{high:g} high-noise, {low:g} low-noise",
+        "Guidance": _guidance(request),
+        **({} if request.nag is None else {"NAG": _nag(request.nag)}),
+        **_windows(request),
+        **({} if request.cache is None else {"Cache": request.cache.words}),
     }
+
+
+def _guidance(request: DenoiseRequest) -> str:
+    if request.guidance_steps is not None:
+        return ", ".join(f"{scale:g}" for scale in request.guidance_steps) + ", step by step"
+    high, low = request.guidance
+    return f"{high:g} high-noise, {low:g} low-noise"
+
+
+def _nag(nag: Nag) -> str:
+    return f"scale {nag.scale:g}, tau {nag.tau:g}, alpha {nag.alpha:g}, in steps of guidance 1"
+
+
+def _windows(request: DenoiseRequest) -> dict[str, str]:
+    windows = request.windows
+    if windows is None:
+        return {}
+    stride = "" if windows.stride == 1 else f", stride {windows.stride}"
+    said = f"{_frames(windows.frames)} frames, {windows.overlap} latent frames shared{stride}, {windows.fuse}"
+    return {"Context windows": said}
 
 
 def _frames(latent_frames: int) -> int:

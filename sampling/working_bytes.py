@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..plan import ExpertShape
 from ..plan.shapes import HEAD_DIM, PATCH
 from ..wan import ExpertPair
+from .cache_settings import CacheSettings
 from .split import WHOLE_STEP, Share
 
 
@@ -17,10 +18,12 @@ def working_bytes(
     guided: bool,
     chunk_tokens: int | None = None,
     share: Share = WHOLE_STEP,
+    cache: CacheSettings | None = None,
 ) -> int:
     """Memory beside the weights for steps on latents of `shape` [B, 16, T, h, w]; see `ExpertShape.working_bytes`.
 
-    `guided` counts a negative lane beside each positive one; `chunk_tokens` is the policy's, `share` the split's.
+    `guided` counts a negative lane beside each positive one; `chunk_tokens` is the policy's, `share` the split's. What a
+    cache keeps from step to step is among it.
     """
     config = pair.high.config
     expert = ExpertShape(width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim)
@@ -32,6 +35,7 @@ def working_bytes(
         chunk_tokens=chunk_tokens,
         ring=share.ring,
         ulysses=share.ulysses,
+        kept_states=0 if cache is None else cache.kept_states,
     )
 
 

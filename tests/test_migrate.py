@@ -30,10 +30,12 @@ def test_every_node_it_names_in_bold_is_ours() -> None:
 
 
 def test_every_setting_that_a_table_maps_to_is_an_input_of_ours() -> None:
-    inputs = {socket.id for schema in NODES for socket in schema.inputs}
+    sockets = [socket for schema in NODES for socket in schema.inputs]
+    inputs = {socket.id for socket in sockets}
+    options = {str(option) for socket in sockets for option in socket.as_dict().get("options", ())}
     titles = re.findall(r"^## (From .*)$", PAGE, re.MULTILINE)
     named = {word for title in titles for row in rows(title) for word in re.findall(r"`(\w+)`", row[1])}
-    assert named <= inputs | {"guider"}
+    assert named <= inputs | options | {"guider"}
     assert len(named) > 20
 
 

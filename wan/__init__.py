@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from .checkpoint import Expert
 from .expert_engine import ExpertEngine
-from .experts import ExpertPair, open_experts
+from .experts import ExpertPair, open_experts, open_one_expert
 from .forward import Lane, forward_lanes
 from .lora import LoraFile, open_lora
+from .nag import Nag, held_against
 from .stored import CheckpointError
 from .text_encoder import TextEncoder, open_text_encoder
 from .vae import WanVae, denormalise, normalise, open_vae
@@ -18,13 +19,16 @@ __all__ = [
     "ExpertPair",
     "Lane",
     "LoraFile",
+    "Nag",
     "TextEncoder",
     "WanVae",
     "denormalise",
     "forward_lanes",
+    "held_against",
     "normalise",
     "open_experts",
     "open_lora",
+    "open_one_expert",
     "open_text_encoder",
     "open_vae",
 ]

@@ -44,7 +44,8 @@ def open_expert(path: Path) -> Expert:
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
-        CheckpointError: the tensors are not those of one expert of Wan2.2 A14B; names the first that is wrong.
+        CheckpointError: the tensors are not those of one expert of Wan2.1 or Wan2.2 A14B; names the first
+            that is wrong.
     """
     stored = read_stored(path)
     if is_gguf(path):
@@ -74,7 +75,7 @@ def open_expert(path: Path) -> Expert:
 def _check_tensor(path: Path, key: str, tensor: FileTensor, expected: Shape | None) -> None:
     """Refuse a tensor (`key` in the file) that has no place in the model, or does not fit it."""
     if expected is None:
-        raise CheckpointError(path, f"{key} {list(tensor.shape)} does not belong to a Wan2.2 A14B expert")
+        raise CheckpointError(path, f"{key} {list(tensor.shape)} does not belong to this Wan model")
     if tensor.shape != expected:
         raise CheckpointError(path, f"{key} is {list(tensor.shape)}; {list(expected)} is expected")
     if tensor.packing is None and tensor.dtype not in STORED_DTYPES:

@@ -15,7 +15,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
-from ..plan.shapes import SHORT_CHUNK
+from ..plan.shapes import SHORT_CHUNK, TEXT_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ class ChunkedBlocks:
 
     Raises:
         RuntimeError: something else has replaced the forward of a block.
-        ValueError: a block has an attention processor of another kind, or attends to images as Wan2.1 does.
+        ValueError: a block has an attention processor of another kind.
     """
 
     def __init__(self, blocks: Iterable[WanTransformerBlock], chunk_tokens: int) -> None:
@@ -85,7 +85,7 @@ class ChunkedAttention:
     """
 
     def __init__(self, chunk_tokens: int) -> None:
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._attention_backend: object = None
         self._parallel_config: object = None
 
@@ -99,29 +99,46 @@ class ChunkedAttention:
     ) -> torch.Tensor:
         if encoder_hidden_states is None:
             states = self._of_itself(attn, hidden_states, rotary_emb)
+            attended = self._attended(attn, *states, attention_mask, shared=True)
         else:
-            states = self._of_text(attn, hidden_states, encoder_hidden_states)
+            image, text = image_and_text(attn, encoder_hidden_states)
+            states = self._of_text(attn, hidden_states, text)
+            attended = self._attended(attn, *states, attention_mask)
+            if image is not None:
+                key, value = attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)
+                attended += self._attended(attn, states[0], key, value, None)
+        del states
+        projection, dropout = attn.to_out
+        for part in parts_of(attended, self.chunk_tokens):
+            attended[:, part] = dropout(projection(attended[:, part]))
+        return attended
+
+    def _attended(
+        self,
+        attn: WanAttention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        shared: bool = False,
+    ) -> torch.Tensor:
+        """What `query` [B, S, D] makes of keys and values; those of text and image are whole on every rank."""
         attended: torch.Tensor = dispatch_attention_fn(
-            *(tensor.unflatten(2, (attn.heads, -1)) for tensor in states),
-            attn_mask=attention_mask,
+            *(tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value)),
+            attn_mask=mask,
             dropout_p=0.0,
             is_causal=False,
             backend=self._attention_backend,
-            # Keys and values of the text are whole on every rank.
-            parallel_config=self._parallel_config if encoder_hidden_states is None else None,
+            parallel_config=self._parallel_config if shared else None,
         )
-        del states
-        attended = attended.flatten(2, 3).type_as(hidden_states)
-        projection, dropout = attn.to_out
-        for part in _parts(attended, self._chunk_tokens):
-            attended[:, part] = dropout(projection(attended[:, part]))
-        return attended
+        return attended.flatten(2, 3).type_as(query)
 
     def _of_itself(
         self, attn: WanAttention, hidden: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key = torch.empty_like(hidden), torch.empty_like(hidden)
-        for part in _parts(hidden, self._chunk_tokens):
+        for part in parts_of(hidden, self.chunk_tokens):
             tokens = hidden[:, part]
             _put_rotated(attn.norm_q(attn.to_q(tokens)), rotary, part, attn.heads, into=query)
             _put_rotated(attn.norm_k(attn.to_k(tokens)), rotary, part, attn.heads, into=key)
@@ -131,7 +148,7 @@ class ChunkedAttention:
     def _of_text(
         self, attn: WanAttention, hidden: torch.Tensor, text: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        for part in _parts(hidden, self._chunk_tokens):
+        for part in parts_of(hidden, self.chunk_tokens):
             hidden[:, part] = attn.norm_q(attn.to_q(hidden[:, part]))
         return hidden, attn.norm_k(attn.to_k(text)), attn.to_v(text)
 
@@ -145,7 +162,7 @@ def _chunked_forward(
     rotary_emb: Rotary,
 ) -> torch.Tensor:
     """What the block's own forward returns for `temb` [B, 6, D], in memory of its own."""
-    parts = list(_parts(hidden_states, chunk_tokens))
+    parts = list(parts_of(hidden_states, chunk_tokens))
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (block.scale_shift_table + temb.float()).chunk(6, dim=1)
 
     normed = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
@@ -167,7 +184,14 @@ def _chunked_forward(
     return state
 
 
-def _parts(tokens: torch.Tensor, at_once: int) -> Iterator[slice]:
+def image_and_text(attn: WanAttention, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Where a block attends to images, as in Wan2.1 I2V, the last 512 rows are the text's: diffusers counts so too."""
+    if attn.add_k_proj is None:
+        return None, rows
+    return rows[:, :-TEXT_TOKENS], rows[:, -TEXT_TOKENS:]
+
+
+def parts_of(tokens: torch.Tensor, at_once: int) -> Iterator[slice]:
     """Slices along dim 1, in order, of `at_once` tokens; fewer than `LEAST_TOKENS` at the end join those before."""
     start, count = 0, tokens.shape[1]
     while start < count:
@@ -201,5 +225,3 @@ def _check(index: int, block: WanTransformerBlock) -> None:
         if type(attention.processor) is not WanAttnProcessor:
             kind = type(attention.processor).__name__
             raise ValueError(f"block {index} attends with {kind}: chunks need diffusers' own WanAttnProcessor")
-        if attention.add_k_proj is not None:
-            raise ValueError(f"block {index} attends to images, as Wan2.1 does: chunks serve Wan2.2 A14B")

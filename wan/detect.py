@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +14,13 @@ from .stored import CheckpointError
 
 Shape = tuple[int, ...]
 
+IMAGE_LAYER = "condition_embedder.image_embedder.ff.net.0.proj.weight"
 HEAD_DIM = 128  # of every Wan transformer; heads = width / 128
 LATENT_CHANNELS = 16
 IMAGE_CONDITION_CHANNELS = 20  # 4 of mask, 16 of latents
+
+# What Wan2.1 I2V has beside a plain expert: it embeds what CLIP sees in an image, and every block attends to that.
+IMAGE_BRANCH = re.compile(r"condition_embedder\.image_embedder\.|blocks\.\d+\.attn2\.(add_[kv]_proj|norm_added_k)\.")
 
 # Tensors that change the model, native and diffusers' names; a plain expert has none of them.
 OTHER_MODELS = (
@@ -25,7 +30,7 @@ OTHER_MODELS = (
     (("patch_embedding_pose.",), "a pose model"),
     (("control_adapter.",), "a camera control model"),
     (("ref_conv.",), "a reference control model"),
-    (("img_emb.", "condition_embedder.image_embedder."), "a model with an image branch (Wan2.1 I2V)"),
+    (("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"), "a first and last frame model of Wan2.1"),
     (("diffusion_model.", "lora_unet_", "lora_transformer_", "transformer."), "a LoRA or a wrapped model"),
 )
 
@@ -42,6 +47,8 @@ class WanConfig:
     text_dim: int
     freq_dim: int
     patch_size: tuple[int, int, int]
+    image_dim: int | None = None
+    """Width of the image embeddings that the image branch takes; None: there is no such branch."""
 
     @property
     def family(self) -> Literal["t2v", "i2v"]:
@@ -50,7 +57,9 @@ class WanConfig:
 
     def model_arguments(self) -> dict[str, Any]:
         """Arguments of WanTransformer3DModel; what is left out is the same for all Wan models and its default."""
-        return {**asdict(self), "attention_head_dim": HEAD_DIM}
+        width = self.num_attention_heads * HEAD_DIM
+        added = None if self.image_dim is None else width
+        return {**asdict(self), "attention_head_dim": HEAD_DIM, "added_kv_proj_dim": added}
 
 
 def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
@@ -64,7 +73,7 @@ def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
         found = [key for key in keys if key.startswith(starts)]
         if found:
             raise CheckpointError(
-                path, f"is {model}: it holds {found[0]}; only the T2V and I2V experts of Wan2.2 A14B can run"
+                path, f"is {model}: it holds {found[0]}; only the T2V and I2V models of Wan2.1 and Wan2.2 A14B can run"
             )
 
 
@@ -94,6 +103,7 @@ def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
         text_dim=shape("condition_embedder.text_embedder.linear_1.weight", 2)[1],
         freq_dim=shape("condition_embedder.time_embedder.linear_1.weight", 2)[1],
         patch_size=(patch[0], patch[1], patch[2]),
+        image_dim=shape(IMAGE_LAYER, 2)[1] if any(map(IMAGE_BRANCH.match, shapes)) else None,
     )
     _check_family(path, config, width)
     return config
@@ -110,5 +120,7 @@ def _check_family(path: Path, config: WanConfig, width: int) -> None:
             f"patch_embedding.weight takes {channels[0]} channels and proj_out.weight gives {channels[1]}; "
             "T2V is 16 to 16, I2V 36 to 16",
         )
+    if config.image_dim is not None and config.family == "t2v":
+        raise CheckpointError(path, f"has an image branch, but takes {channels[0]} channels; with one, 36 are expected")
     if width == 0 or width % HEAD_DIM:
         raise CheckpointError(path, f"patch_embedding.weight is {width} wide, which is no multiple of {HEAD_DIM}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -15,14 +16,17 @@ from .projections import part_of
 EXPERTS = ("high", "low")
 
 
-def device_bytes(config: WanConfig, *, compute_dtype: torch.dtype, policy: OffloadPolicy) -> int:
-    """Bytes of two experts of that shape: the pool of buffers, and everything that stays.
+def device_bytes(
+    config: WanConfig, *, compute_dtype: torch.dtype, policy: OffloadPolicy, experts: Iterable[str] = EXPERTS
+) -> int:
+    """Bytes of these experts, all of that shape: the pool of buffers, and everything that stays.
 
     What embeds time and text is there for a moment only, when a step's working memory is free: see `projections.py`.
 
     Raises ValueError when the policy does not fit the number of blocks.
     """
-    _, buffers = plan_residency(policy, dict.fromkeys(EXPERTS, config.num_layers))
+    counts = dict.fromkeys(experts, config.num_layers)
+    _, buffers = plan_residency(policy, counts)
     shapes, streams = parameter_shapes(config), block_streams(config)
     buffer = flat_layout((name, shapes[FIRST_BLOCK + name], compute_dtype) for name in streams)
     streamed = {f"blocks.{index}.{name}" for index in range(config.num_layers) for name in streams}
@@ -31,4 +35,4 @@ def device_bytes(config: WanConfig, *, compute_dtype: torch.dtype, policy: Offlo
         for name, shape in shapes.items()
         if name not in streamed and part_of(name) is None
     )
-    return buffers * buffer.nbytes + len(EXPERTS) * (staying + table_bytes(config))
+    return buffers * buffer.nbytes + len(counts) * (staying + table_bytes(config))

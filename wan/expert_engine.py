@@ -18,6 +18,7 @@ from ..plan import BlockKey, OffloadPolicy, RunPrograms, Storage, Visit
 from .block_storage import block_source, segment_of
 from .checkpoint import Expert
 from .expert_models import ExpertModels
+from .kernels import Kernels, check_usable
 from .lora_factors import LoraFactors, LoraStack
 from .lora_patches import block_patches, stack_identity, staying_patches
 
@@ -45,7 +46,9 @@ class ExpertEngine:
     ) -> None:
         self.device = device
         self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
-        self.models.set_chunk(policy.chunk_tokens)
+        self._compute_dtype = compute_dtype
+        self._kernels, self._chunk_tokens = Kernels(), policy.chunk_tokens
+        self.models.kernels.set(self._kernels, self._chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
         self.block_counts = {name: config.num_layers for name, config in self._configs.items()}
         source = block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct)
@@ -67,6 +70,11 @@ class ExpertEngine:
     def outer_bytes(self) -> int:
         """Bytes read so far that do not stream: what is outside the blocks, and the blocks' small tensors."""
         return self.models.outer_bytes
+
+    @property
+    def graphs(self) -> int:
+        """Graphs that this process has compiled for blocks so far; while a step makes one, its time says nothing."""
+        return self.models.kernels.graphs
 
     @property
     def running(self) -> bool:
@@ -124,6 +132,21 @@ class ExpertEngine:
         self._handle.set_patches(blocks)
         self.models.set_patches(staying)
         self._loras = loras
+
+    def set_kernels(self, kernels: Kernels) -> None:
+        """Compute with other kernels from the next run on; those that are set already cost nothing, and none a byte.
+
+        Raises:
+            RuntimeError: a run is going on, and the kernels are others.
+            KernelsError: they are not installed, or do not serve this device or dtype; the former ones stay.
+        """
+        if kernels == self._kernels:
+            return
+        if self.running:
+            raise RuntimeError("other kernels are asked for while this engine is running a program; wait for its end")
+        check_usable(kernels, self.device, self._compute_dtype)
+        self.models.kernels.set(kernels, self._chunk_tokens)
+        self._kernels = kernels
 
     def give_back(self, nbytes: int) -> int:
         """Free buffers until `nbytes` of device memory are free or none is left; returns the bytes freed.
@@ -190,7 +213,8 @@ class ExpertEngine:
         """
         self._check_open()
         self._handle.set_policy(self._own(policy))
-        self.models.set_chunk(policy.chunk_tokens)
+        self._chunk_tokens = policy.chunk_tokens
+        self.models.kernels.set(self._kernels, self._chunk_tokens)
 
     def close(self) -> None:
         """Free the buffers, threads and files. Closing twice is allowed.

@@ -20,8 +20,8 @@ from ..offload.file_source import read_tensors
 from ..offload.layout import streamed_names
 from ..offload.patches import WeightPatch
 from ..offload.safetensors_header import FileTensor
+from .block_kernels import BlockKernels
 from .checkpoint import Expert
-from .chunked_block import ChunkedBlocks
 from .embedder_weights import EmbedderWeights
 from .lora_patches import PatchedParameters
 from .meta_model import build_model, parameter_dtype, placed, set_parameters
@@ -38,6 +38,7 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
 
     def __init__(self, experts: Mapping[str, Expert], *, compute_dtype: torch.dtype, device: torch.device) -> None:
         self._models = {name: build_model(expert.config, compute_dtype) for name, expert in experts.items()}
+        self.kernels = BlockKernels(block for model in self._models.values() for block in model.blocks)
         self._resident = {name: _resident_tensors(expert, self._models[name]) for name, expert in experts.items()}
         self._scales = {name: _scales_of(expert, self._resident[name]) for name, expert in experts.items()}
         self._compute_dtype = compute_dtype
@@ -46,8 +47,6 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
         self._coming: dict[str, Future[tuple[Tensors, Tensors]]] = {}
         self._patches: Mapping[str, Mapping[str, WeightPatch]] = {}
         self._complete_ones: dict[str, PatchedParameters] = {}
-        self._chunked: ChunkedBlocks | None = None
-        self._chunk_tokens: int | None = None
         self._staying_bytes_read = 0
         self._embedders: dict[str, ProjectedEmbedder] = {n: m.condition_embedder for n, m in self._models.items()}
         self._embedder_weights = EmbedderWeights(
@@ -99,22 +98,6 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
         self._embedder_weights.set_patches(patches)
         for name, parameters in self._complete_ones.items():
             parameters.set(self._staying_patches(name))
-
-    def set_chunk(self, chunk_tokens: int | None) -> None:
-        """Let the blocks take that many tokens at once where tokens do not meet; None: all of them.
-
-        Raises:
-            RuntimeError: hooks were put around the blocks since; remove them first.
-        """
-        if chunk_tokens == self._chunk_tokens:
-            return
-        if self._chunked is not None:
-            self._chunked.detach()
-            self._chunked = None
-        if chunk_tokens is not None:
-            blocks = (block for model in self._models.values() for block in model.blocks)
-            self._chunked = ChunkedBlocks(blocks, chunk_tokens)
-        self._chunk_tokens = chunk_tokens
 
     def expect(self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Say what the coming run will ask of which expert, in the order of its experts.

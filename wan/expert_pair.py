@@ -1,8 +1,7 @@
-"""The pair of experts that Wan2.2 A14B is made of, and the engine that streams them."""
+"""The pair of experts that Wan2.2 A14B is made of, or one expert in its place, and the engine that streams them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 
@@ -15,15 +14,18 @@ from .block_storage import BlockBytes, block_bytes, row_scale_bytes
 from .checkpoint import Expert
 from .device_bytes import device_bytes
 from .expert_engine import ExpertEngine
+from .kernels import Kernels
 from .lora import LoraFile
-from .lora_factors import LoraFactors, LoraStack
-from .lora_fit import fitted
+from .lora_factors import LoraFactors, LoraStack, bytes_in_both_forms
+from .lora_fit import fitted_stack
 from .lora_patches import stack_identity
 from .projections import part_of
 
 
 class ExpertPair:
-    """Two experts that belong together, and the engine that streams them.
+    """Two experts that belong together, and the engine that streams them; or one, which runs every step.
+
+    One expert has the place "high"; `low` is then that same expert, and no step is its own.
 
     The engine is made when it is first asked for and survives the runs that use it; `close()` or `with` frees it. A
     closed pair may be used again.
@@ -46,6 +48,8 @@ class ExpertPair:
         # Read past the page cache, every rank would read the whole files.
         self._direct = False if direct is None and shared else direct
         self._shared = shared
+        self.kernels = Kernels()
+        """What computes the blocks, from the next time on that the engine is asked for."""
         self._sharded: Sharded | None = None
         self._holds_fetches = False
         self._engine: ExpertEngine | None = None
@@ -55,15 +59,31 @@ class ExpertPair:
         self._factors = LoraFactors()
 
     @property
+    def is_one(self) -> bool:
+        """Whether one expert runs every step."""
+        return self.low is self.high
+
+    @property
+    def experts(self) -> dict[str, Expert]:
+        """The experts by their place: "high" and "low", or "high" alone."""
+        return {"high": self.high} if self.is_one else {"high": self.high, "low": self.low}
+
+    @property
+    def block_counts(self) -> dict[str, int]:
+        """How many blocks the expert of each place has."""
+        return {name: expert.config.num_layers for name, expert in self.experts.items()}
+
+    @property
     def in_channels(self) -> int:
         """Channels of the model's input: 16 (text to video), or 36 (image to video: latents, mask, condition)."""
         return self.high.config.in_channels
 
     @property
     def identity(self) -> Hashable:
-        """What names this pair on a graph edge: equal for the same files, dtype, storage, LoRAs and strengths."""
+        """What names this pair on a graph edge: equal for the same files, dtype, storage, kernels, LoRAs, strengths."""
         loras = tuple(stack_identity(stack) for stack in self._active_loras().values())
-        return (self.high.path.resolve(), self.low.path.resolve(), self.compute_dtype, self.storage, loras)
+        paths = (self.high.path.resolve(), self.low.path.resolve())
+        return (*paths, self.compute_dtype, self.storage, self.kernels, loras)
 
     def is_current(self) -> bool:
         """Whether the files on disk are still those that were opened; open the pair again where they are not."""
@@ -82,9 +102,18 @@ class ExpertPair:
 
         Raises:
             CheckpointError: a LoRA does not fit its expert. The former LoRAs stay.
-            ValueError: a strength is no finite number. The former LoRAs stay.
+            ValueError: a strength is no finite number, or one expert is given LoRAs for late steps. The former LoRAs
+                stay.
         """
-        self._loras = {"high": _fitted(high, self.high), "low": _fitted(low, self.low)}
+        if self.is_one and low:
+            raise ValueError(
+                f"{self.high.path} is one expert, which runs every step: give {low[0][0].path} as the LoRA of the "
+                "high-noise expert, and none for the low-noise expert"
+            )
+        self._loras = {
+            "high": fitted_stack(high, self.high.config),
+            "low": fitted_stack(low, self.low.config),
+        }
 
     def shard(self, sharded: Sharded | None) -> None:
         """Keep a shard of every block and gather it with these ranks, which run the same; None: keep whole blocks.
@@ -107,19 +136,20 @@ class ExpertPair:
         One for another policy takes on this one, and keeps every block that both keep; one on another device is freed.
 
         Raises:
-            ValueError: the policy does not fit the number of blocks, or a factor of a LoRA is not finite.
+            ValueError: the policy does not fit the number of blocks, a factor of a LoRA is not finite, or the kernels
+                are not installed or do not serve this device or dtype.
             OSError: a LoRA cannot be read, or its factors or the blocks to be kept in RAM do not fit there.
-            RuntimeError: the engine runs, and another one, other LoRAs or another way to fetch are asked for.
+            RuntimeError: the engine runs, and another one, other kernels, other LoRAs or another way to fetch are asked
+                for.
         """
         place = torch.device(device)
         self._meet()
         if self._engine is None or self._engine_for is None or self._engine_for[1] != place:
             self._close_engine()
-            experts = {"high": self.high, "low": self.low}
             # The engine outlives the run that asks for it, so none of its tensors may be an inference tensor.
             with torch.inference_mode(False):
                 self._engine = ExpertEngine(
-                    experts,
+                    self.experts,
                     compute_dtype=self.compute_dtype,
                     policy=policy,
                     device=place,
@@ -134,6 +164,7 @@ class ExpertPair:
             self._engine.set_policy(policy)
             self._engine_for = (policy, place)
         assert self._engine is not None
+        self._engine.set_kernels(self.kernels)
         self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
         self._engine.set_loras(self._active_loras(), self._factors)
         self._engine.hold_fetches(self._holds_fetches)
@@ -156,7 +187,7 @@ class ExpertPair:
         return (
             decoding
             + self._shards_bytes(on_gpu=on_gpu)
-            + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy)
+            + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy, experts=self.experts)
         )
 
     @property
@@ -181,12 +212,12 @@ class ExpertPair:
 
     @cached_property
     def _block_bytes(self) -> BlockBytes:
-        return block_bytes((self.high, self.low), self.compute_dtype, self.storage)
+        return block_bytes(self.experts.values(), self.compute_dtype, self.storage)
 
     @cached_property
     def _decoding_bytes(self) -> int:
         """What a GPU keeps for decoding: the stored form of blocks that arrive, and the scales of every row."""
-        return self._block_bytes.decoded + row_scale_bytes((self.high, self.low), self.storage)
+        return self._block_bytes.decoded + row_scale_bytes(self.experts.values(), self.storage)
 
     @property
     def running(self) -> bool:
@@ -213,12 +244,10 @@ class ExpertPair:
         """Host memory of a run beside its slots, about: LoRAs in their two forms, and an embedder that waits."""
         embedders = [
             sum(tensor.nbytes for name, tensor in expert.weights.items() if part_of(name) is not None)
-            for expert in (self.high, self.low)
+            for expert in self.experts.values()
         ]
         loras = [lora for stack in self._active_loras().values() for lora, _ in stack]
-        factors = [tensor for lora in loras for tensor in lora.tensors.values()]
-        added = sum(math.prod(tensor.shape) for tensor in factors) * self.compute_dtype.itemsize
-        return max(embedders) + sum(tensor.nbytes for tensor in factors) + added
+        return max(embedders) + bytes_in_both_forms(loras, self.compute_dtype)
 
     def give_back(self, nbytes: int) -> int:
         """Free buffers until `nbytes` of device memory are free or none is left; returns the bytes freed.
@@ -243,7 +272,7 @@ class ExpertPair:
             return 0
         shard = shard_bytes(self.stored_bytes, self._sharded.gather.size)
         if self._sharded.on_device:
-            return shard * (self.high.config.num_layers + self.low.config.num_layers)
+            return shard * sum(self.block_counts.values())
         return RAW_SLOTS * shard if on_gpu else 0
 
     def _meet(self) -> None:
@@ -264,17 +293,10 @@ class ExpertPair:
             self._engine = None
 
     def _active_loras(self) -> dict[str, LoraStack]:
-        return {name: [(lora, by) for lora, by in stack if by != 0] for name, stack in self._loras.items()}
+        return {name: [(lora, by) for lora, by in self._loras[name] if by != 0] for name in self.experts}
 
     def __enter__(self) -> ExpertPair:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _fitted(stack: LoraStack, expert: Expert) -> LoraStack:
-    for lora, strength in stack:
-        if not math.isfinite(strength):
-            raise ValueError(f"the strength of {lora.path} is {strength}: give a finite number")
-    return [(fitted(lora, expert.config), strength) for lora, strength in stack]

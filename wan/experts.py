@@ -1,4 +1,4 @@
-"""Opens the pair of experts that Wan2.2 A14B is made of, by value."""
+"""Opens the pair of experts that Wan2.2 A14B is made of, or one expert in its place, by value."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 from ..plan import Storage
 from .block_storage import STORAGES, tell_what_stays
 from .checkpoint import Expert, open_expert
+from .detect import IMAGE_LAYER
 from .expert_pair import ExpertPair
+from .key_map import both_names
 from .stored import CheckpointError
 
-__all__ = ["COMPUTE_DTYPES", "ExpertPair", "open_experts"]
+__all__ = ["COMPUTE_DTYPES", "ExpertPair", "open_experts", "open_one_expert"]
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -49,17 +51,77 @@ def open_experts(
         CheckpointError: the tensors are not those of an A14B expert, or the two experts do not belong together.
         ValueError: another compute dtype or storage.
     """
+    _check_settings(compute_dtype, storage)
+    high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
+    high, low = open_expert(high_path), open_expert(low_path)
+    _check_pair(high, low)
+    _refuse_image_branch(high)
+    tell_what_stays((high, low), storage)
+    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype, storage=storage, direct=direct, shared=shared)
+
+
+def open_one_expert(
+    path: str | PathLike[str],
+    *,
+    compute_dtype: torch.dtype = torch.bfloat16,
+    storage: Storage = "as stored",
+    direct: bool | None = None,
+    shared: bool = False,
+) -> ExpertPair:
+    """Open a model that is one expert, which runs every step: Wan2.1 T2V (1.3B and 14B) and I2V (14B).
+
+    It takes the place "high" of the pair, and a request has all of its steps there (`boundary_ratio` 0).
+
+    Args:
+        path: as an expert of `open_experts`; of a diffusers pipeline folder, its transformer.
+
+    Raises as `open_experts`; a folder with two transformers is refused, and so is an image-to-video file that has no
+    image branch.
+    """
+    _check_settings(compute_dtype, storage)
+    expert = open_expert(_one_path(Path(path)))
+    _require_image_branch(expert)
+    tell_what_stays([expert], storage)
+    return ExpertPair(
+        high=expert, low=expert, compute_dtype=compute_dtype, storage=storage, direct=direct, shared=shared
+    )
+
+
+def _refuse_image_branch(expert: Expert) -> None:
+    if expert.config.image_dim is not None:
+        raise CheckpointError(
+            expert.path,
+            "has an image branch, which Wan2.1 I2V has and no expert of Wan2.2 A14B: open it as one expert",
+        )
+
+
+def _require_image_branch(expert: Expert) -> None:
+    if expert.config.family == "i2v" and expert.config.image_dim is None:
+        raise CheckpointError(
+            expert.path,
+            f"has no image branch ({both_names(IMAGE_LAYER)} is missing), which Wan2.1 I2V needs: choose its whole "
+            "file; or, if this is an expert of Wan2.2 I2V A14B, open it as a pair, with the other expert",
+        )
+
+
+def _check_settings(compute_dtype: torch.dtype, storage: Storage) -> None:
     if compute_dtype not in COMPUTE_DTYPES:
         raise ValueError(
             f"compute_dtype is {compute_dtype}; {', '.join(map(str, COMPUTE_DTYPES))} can be computed with"
         )
     if storage not in STORAGES:
         raise ValueError(f"storage is {storage!r}; blocks can be kept {' or '.join(map(repr, STORAGES))}")
-    high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
-    high, low = open_expert(high_path), open_expert(low_path)
-    _check_pair(high, low)
-    tell_what_stays((high, low), storage)
-    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype, storage=storage, direct=direct, shared=shared)
+
+
+def _one_path(path: Path) -> Path:
+    """The path of the only expert; a pipeline folder holds it."""
+    if not path.exists():
+        raise CheckpointError(path, "does not exist")
+    if (path / "transformer_2").is_dir():
+        raise CheckpointError(
+            path, "holds two transformers, as Wan2.2 A14B does: open it as a pair of experts, or give one transformer"
+        )
+    return path / "transformer" if (path / "transformer").is_dir() else path
 
 
 def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:
@@ -70,10 +132,12 @@ def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:
         raise CheckpointError(high, "does not exist")
     if not (high / "transformer").is_dir():
         raise CheckpointError(
-            high, "is one expert: give the low-noise expert too, or a pipeline folder (transformer, transformer_2)"
+            high,
+            "is one expert: give the low-noise expert too, or a pipeline folder (transformer, transformer_2); a model "
+            "that has no other (Wan2.1) is opened as one expert",
         )
     if not (high / "transformer_2").is_dir():
-        raise CheckpointError(high, "has no transformer_2: this pipeline has one transformer, Wan2.2 A14B has two")
+        raise CheckpointError(high, "has no transformer_2: Wan2.2 A14B has two transformers; open this as one expert")
     return high / "transformer", high / "transformer_2"
 
 

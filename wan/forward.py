@@ -7,7 +7,7 @@ model's submodules are called as the model calls them: hooks on `rope`, `blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,9 +16,12 @@ import torch
 
 from ..plan.shapes import OUTPUT_TOKENS
 from .projections import ProjectedEmbedder, Rows
+from .shortcut import Shortcut
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
+
+    from .nag import Texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +29,23 @@ class Lane:
     """One hidden state of a step: a sample under one prompt.
 
     `latents` is [1, C, T, h, w] in the model's space (C is 16, or 36 with the image condition), `text` is
-    [1, L, 4096]. Any floating dtype; both are cast to the model's compute dtype.
+    [1, L, 4096], and `image` [1, N, 1280] is what CLIP sees in the start image. Any floating dtype; all are cast to the
+    model's compute dtype. A model with an image branch needs the image and a text of 512 tokens; another one does not
+    look at it, as in ComfyUI.
     """
 
     latents: torch.Tensor
     text: torch.Tensor
+    image: torch.Tensor | None = None
+    against: torch.Tensor | None = None
+    """A text that is held against `text`, of any length; for models inside `held_against`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Conditions:
     """What a lane brings to every block besides its hidden state."""
 
-    text: torch.Tensor  # [1, L, dim]
+    text: torch.Tensor | Texts  # [1, L, dim]; with an image branch, the image's N rows come first
     time: torch.Tensor  # [1, dim]
     modulation: torch.Tensor  # [1, 6, dim]
     rotary: tuple[torch.Tensor, torch.Tensor]
@@ -49,27 +57,63 @@ def forward_lanes(
     lanes: Sequence[Lane],
     timestep: torch.Tensor,
     visit: Callable[[int], AbstractContextManager[object]],
+    shortcut: Shortcut | None = None,
 ) -> list[torch.Tensor]:
     """Return each lane's velocity [1, 16, T, h, w], in the model's compute dtype.
 
     `timestep` is [1], shared by the lanes; an engine's model takes it from the CPU best, as it reads the value. Inside
     `visit(i)` block i must be ready to compute; the context is entered once per block, whatever the number of lanes.
+    With a `shortcut`, lanes leave out the blocks that it says, and blocks that none needs are not visited.
     """
     # Lanes of one shape share their positions: 77 MB at 1280x720x81.
     rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}
-    rows = _embedded(model, lanes, timestep)
+    held = [lane.against for lane in lanes if lane.against is not None]
+    rows = _embedded(model, [*(lane.text for lane in lanes), *held], timestep)
+    own, against = rows[: len(lanes)], iter(rows[len(lanes) :])
     conditions = [
-        _conditions(model, lane, row, rotary[lane.latents.shape[2:]]) for lane, row in zip(lanes, rows, strict=True)
+        _conditions(model, lane, row, against, rotary[lane.latents.shape[2:]])
+        for lane, row in zip(lanes, own, strict=True)
     ]
+    hidden = _through_blocks(model, lanes, conditions, visit, shortcut)
+    return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
+
+
+def _through_blocks(
+    model: WanTransformer3DModel,
+    lanes: Sequence[Lane],
+    conditions: Sequence[_Conditions],
+    visit: Callable[[int], AbstractContextManager[object]],
+    shortcut: Shortcut | None,
+) -> list[torch.Tensor]:
+    """The tokens of each lane behind the last block."""
+    if shortcut is not None and shortcut.whole:
+        return [shortcut.without_blocks(at, _tokens(model, lane)) for at, lane in enumerate(lanes)]
     hidden: list[torch.Tensor] = []
+    going: Sequence[int] = range(len(lanes))
     for index, block in enumerate(model.blocks):
         with visit(index):
-            for at, lane in enumerate(conditions):
-                if index == 0:
-                    # Not before: where workers share the tokens, the first block leaves each of them its own only.
-                    hidden.append(_tokens(model, lanes[at]))
-                hidden[at] = block(hidden[at], lane.text, lane.modulation, lane.rotary)
-    return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
+            for at in going:
+                lane = conditions[at]
+                # Not before: where workers share the tokens, the first block leaves each of them its own only.
+                tokens = _tokens(model, lanes[at]) if index == 0 else hidden[at]
+                passed = block(tokens, lane.text, lane.modulation, lane.rotary)
+                if index > 0:
+                    hidden[at] = passed
+                    continue
+                hidden.append(passed)
+                if shortcut is not None:
+                    shortcut.entered(at, tokens, passed)
+        if index == 0 and shortcut is not None:
+            going, visits = shortcut.choose()
+            if not visits:
+                break
+    if shortcut is not None:
+        for at, tokens in enumerate(hidden):
+            if at in going:
+                shortcut.ended(at, tokens)
+            else:
+                hidden[at] = shortcut.from_first(at, tokens)
+    return hidden
 
 
 def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
@@ -79,23 +123,31 @@ def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
     return patches.flatten(2).transpose(1, 2)
 
 
-def _embedded(model: WanTransformer3DModel, lanes: Sequence[Lane], timestep: torch.Tensor) -> list[Rows]:
-    """The embedded timestep and text of each lane."""
+def _embedded(model: WanTransformer3DModel, texts: Sequence[torch.Tensor], timestep: torch.Tensor) -> list[Rows]:
+    """The timestep and each of the texts, embedded."""
     embedder = model.condition_embedder
     if isinstance(embedder, ProjectedEmbedder):
-        return embedder.rows(timestep, [lane.text for lane in lanes])
-    texts = (lane.text.to(model.patch_embedding.weight.dtype) for lane in lanes)
-    return [embedder(timestep, text, None)[:3] for text in texts]
+        return embedder.rows(timestep, texts)
+    return [embedder(timestep, text.to(model.patch_embedding.weight.dtype), None)[:3] for text in texts]
 
 
 def _conditions(
-    model: WanTransformer3DModel, lane: Lane, rows: Rows, rotary: tuple[torch.Tensor, torch.Tensor]
+    model: WanTransformer3DModel,
+    lane: Lane,
+    rows: Rows,
+    against: Iterator[Rows],
+    rotary: tuple[torch.Tensor, torch.Tensor],
 ) -> _Conditions:
+    """`against` gives the next text that a lane holds against its own."""
     frames, height, width = lane.latents.shape[2:]
     patch_frames, patch_height, patch_width = model.config.patch_size
     time, modulation, text = rows
+    embed_image = model.condition_embedder.image_embedder
+    if embed_image is not None:
+        assert lane.image is not None, "requests without an image are refused"
+        text = torch.cat([embed_image(lane.image.to(text.device, text.dtype)), text], dim=1)
     return _Conditions(
-        text=text,
+        text=text if lane.against is None else (text, next(against)[2]),
         time=time,
         modulation=modulation.unflatten(1, (6, -1)),
         rotary=rotary,

@@ -49,7 +49,7 @@ class LoraFile:
     """An opened LoRA: what it adds to each parameter, and where in the file that lies.
 
     `low_rank` and `differences` are by parameter name; a parameter may be in both. `tensors` are by key of the file,
-    `unmatched` are the keys that belong to no parameter of an A14B expert.
+    `unmatched` are the keys that belong to no parameter of an expert.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class LoraFile:
 def open_lora(path: Path | str) -> LoraFile:
     """Open a LoRA for one expert; reads the header and the alphas, a few bytes per layer.
 
-    Keys of parameters that an A14B expert does not have (the image branch of Wan2.1, a text encoder) are logged.
+    Keys of parameters that no expert has (a text encoder) are logged.
 
     Raises:
         CheckpointFileError: the file is missing, truncated, a pickle, or no safetensors file.
@@ -96,7 +96,7 @@ def open_lora(path: Path | str) -> LoraFile:
         _check_dtype(path, key, tensor)
     if unmatched:
         logger.warning(
-            "%s: %d of %d keys change nothing in a Wan2.2 A14B expert and are not used: %s",
+            "%s: %d of %d keys change nothing in a Wan expert and are not used: %s",
             path.name,
             len(unmatched),
             len(header.tensors),
@@ -209,7 +209,7 @@ def _why_nothing_matches(keys: Iterable[str]) -> str:
         guess = "it holds whole weights: choose it as an expert"
     else:
         guess = "it was probably made for another model"
-    return f"none of its {len(keys)} keys belongs to a Wan2.2 A14B expert ({_some(keys)}): {guess}"
+    return f"none of its {len(keys)} keys belongs to a Wan expert ({_some(keys)}): {guess}"
 
 
 def _some(keys: Iterable[str]) -> str:

@@ -55,6 +55,13 @@ class LoraFactors:
         self._held = {identity: tensors for identity, tensors in self._held.items() if identity in wanted}
 
 
+def bytes_in_both_forms(loras: Iterable[LoraFile], dtype: torch.dtype) -> int:
+    """Host memory of these LoRAs as they are stored, and once more as the engine holds them."""
+    factors = [tensor for lora in loras for tensor in lora.tensors.values()]
+    folded = sum(math.prod(tensor.shape) for tensor in factors) * dtype.itemsize
+    return sum(tensor.nbytes for tensor in factors) + folded
+
+
 def combined(parameter: str, stack: LoraStack, factors: LoraFactors) -> WeightPatch:
     """What the LoRAs of `stack`, at least one of which changes `parameter`, add to it together.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
-from .detect import IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS, Shape, WanConfig
+from .detect import IMAGE_BRANCH, IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS, Shape, WanConfig
 from .key_map import both_names
 from .lora import LoraFile, LowRank, logger
+from .lora_factors import LoraStack
 from .meta_model import parameter_shapes
 from .stored import CheckpointError
 
@@ -28,13 +30,16 @@ LATENT_LAYER = "patch_embedding.weight"
 def fitted(lora: LoraFile, config: WanConfig) -> LoraFile:
     """Return `lora` as it can be added to an expert of that shape.
 
-    That is all of it, but for the layer that takes the latents where a LoRA of text to video meets an expert of image
-    to video, or the reverse: that layer stays as it is, which is logged.
+    That is all of it, but for two things, which are logged: the layer that takes the latents stays as it is where a
+    LoRA of text to video meets an expert of image to video, or the reverse; and what changes the image branch of Wan2.1
+    I2V is left out where an expert has none.
 
     Raises:
         CheckpointError: names the first layer that does not fit, with both shapes.
     """
     shapes = parameter_shapes(config)
+    if config.image_dim is None:
+        lora = _without_image_branch(lora)
     for parameter in (*lora.low_rank, *lora.differences):
         if parameter not in shapes:
             raise CheckpointError(
@@ -60,6 +65,14 @@ def fitted(lora: LoraFile, config: WanConfig) -> LoraFile:
     return lora
 
 
+def fitted_stack(stack: LoraStack, config: WanConfig) -> LoraStack:
+    """Each of them `fitted`. Raises ValueError for a strength that is no finite number."""
+    for lora, strength in stack:
+        if not math.isfinite(strength):
+            raise ValueError(f"the strength of {lora.path} is {strength}: give a finite number")
+    return [(fitted(lora, config), strength) for lora, strength in stack]
+
+
 def _without_other_latents(lora: LoraFile, expected: Shape) -> LoraFile:
     """Leave the layer that takes the latents alone if the LoRA's takes those of the other family."""
     low, difference = lora.low_rank.get(LATENT_LAYER), lora.differences.get(LATENT_LAYER)
@@ -74,10 +87,33 @@ def _without_other_latents(lora: LoraFile, expected: Shape) -> LoraFile:
         lora.path.name,
         both_names(LATENT_LAYER),
     )
+    return _only(lora, lambda name: name != LATENT_LAYER)
+
+
+def _without_image_branch(lora: LoraFile) -> LoraFile:
+    """Leave out what changes an image branch, as LoRAs of Wan2.1 I2V do."""
+    changed = {*lora.low_rank, *lora.differences}
+    dropped = {name for name in changed if IMAGE_BRANCH.match(name)}
+    if not dropped:
+        return lora
+    if dropped == changed:
+        raise CheckpointError(
+            lora.path, "changes the image branch of Wan2.1 I2V alone, which this expert does not have"
+        )
+    logger.warning(
+        "%s: its changes of %d parameters of an image branch (Wan2.1 I2V) are not used: this expert has none",
+        lora.path.name,
+        len(dropped),
+    )
+    return _only(lora, lambda name: name not in dropped)
+
+
+def _only(lora: LoraFile, kept: Callable[[str], bool]) -> LoraFile:
+    """`lora` as far as it changes the parameters that are kept."""
     return replace(
         lora,
-        low_rank={name: product for name, product in lora.low_rank.items() if name != LATENT_LAYER},
-        differences={name: change for name, change in lora.differences.items() if name != LATENT_LAYER},
+        low_rank={name: product for name, product in lora.low_rank.items() if kept(name)},
+        differences={name: change for name, change in lora.differences.items() if kept(name)},
     )
 
 

@@ -103,7 +103,7 @@ OTHER_MODELS = {
 }
 
 _BARE = "scale_shift_table"
-_WITHOUT_BIAS = ("norm_q", "norm_k")
+_WITHOUT_BIAS = ("norm_q", "norm_k", "norm_added_k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class KeyMeaning:
 
 
 def key_meaning(key: str) -> KeyMeaning | None:
-    """What `key` holds; None if it belongs to no parameter of a plain Wan2.2 A14B expert."""
+    """What `key` holds; None if it belongs to no parameter of an expert."""
     for ending, (role, leaf) in ENDINGS.items():
         if key.endswith(ending):
             parameter = _parameter(key.removesuffix(ending), leaf)

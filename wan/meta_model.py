@@ -33,6 +33,7 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
             width=config.num_attention_heads * HEAD_DIM,
             text_width=config.text_dim,
             frequencies=config.freq_dim,
+            image_width=config.image_dim,
             compute_dtype=compute_dtype,
         )
     model.rope = copy.deepcopy(_position_tables(config.patch_size, model.config.rope_max_seq_len))

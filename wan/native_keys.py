@@ -15,6 +15,10 @@ OUTER = {
     "condition_embedder.time_proj": "time_projection.1",
     "condition_embedder.text_embedder.linear_1": "text_embedding.0",
     "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
     "scale_shift_table": "head.modulation",
     "proj_out": "head.head",
 }
@@ -24,6 +28,10 @@ _ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": 
 BLOCK = {
     **{f"attn1.{theirs}": f"self_attn.{native}" for theirs, native in _ATTENTION.items()},
     **{f"attn2.{theirs}": f"cross_attn.{native}" for theirs, native in _ATTENTION.items()},
+    # The image branch of Wan2.1 I2V.
+    "attn2.add_k_proj": "cross_attn.k_img",
+    "attn2.add_v_proj": "cross_attn.v_img",
+    "attn2.norm_added_k": "cross_attn.norm_k_img",
     # The norm before cross attention: second in diffusers, third in the native model.
     "norm2": "norm3",
     "ffn.net.0.proj": "ffn.0",
@@ -35,15 +43,15 @@ _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 def native_transformer_name(name: str) -> str:
-    """The native name of a parameter of an A14B `WanTransformer3DModel`.
+    """The native name of a parameter of a `WanTransformer3DModel` of Wan2.1 or Wan2.2 A14B.
 
-    Raises `ValueError` for a name that such a model does not have (an image branch, for instance).
+    Raises `ValueError` for a name that such a model does not have.
     """
     in_block = _BLOCK_NAME.fullmatch(name)
     prefix, table, local = (f"blocks.{in_block[1]}.", BLOCK, in_block[2]) if in_block else ("", OUTER, name)
     module, dot, leaf = _split_leaf(local)
     if module not in table:
-        raise ValueError(f"{name!r} is not a parameter of a Wan2.2 A14B transformer")
+        raise ValueError(f"{name!r} is not a parameter of a Wan2.1 or Wan2.2 A14B transformer")
     return f"{prefix}{table[module]}{dot}{leaf}"
 
 

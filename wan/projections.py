@@ -1,7 +1,8 @@
-"""What a timestep and a text become before they enter the blocks: rows that are computed once and kept.
+"""What a timestep, a text and an image become before they enter the blocks: rows, those of the first two kept.
 
 The weights that make them are 0.5 GB per A14B expert, and what they make is small: 72 KB for a timestep and 5 MB for a
 text of 512 tokens, in bf16. So the weights are there for a moment only: for all rows that a run is expected to need.
+An image branch (Wan2.1 I2V) has 16 MB of weights, which stay: its rows are computed anew in every step.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ EMBEDDER = "condition_embedder."
 
 
 def part_of(parameter: str) -> EmbedderPart | None:
-    """Which part of the embedder a parameter of the model belongs to; None: to neither."""
-    if not parameter.startswith(EMBEDDER):
+    """Which part of the embedder a parameter of the model belongs to; None: to neither, or to the image branch."""
+    if not parameter.startswith(EMBEDDER) or parameter.startswith(f"{EMBEDDER}image_embedder."):
         return None
     return "text" if parameter.startswith(f"{EMBEDDER}text_embedder.") else "time"
 
@@ -49,10 +50,25 @@ class ProjectedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
         text_width: of the texts that come in.
         frequencies: of the sinusoids that a timestep becomes first.
         compute_dtype: dtype of the rows.
+        image_width: of the image embeddings that come in; None: there is no image branch.
     """
 
-    def __init__(self, *, width: int, text_width: int, frequencies: int, compute_dtype: torch.dtype) -> None:
-        super().__init__(width, time_freq_dim=frequencies, time_proj_dim=6 * width, text_embed_dim=text_width)
+    def __init__(
+        self,
+        *,
+        width: int,
+        text_width: int,
+        frequencies: int,
+        compute_dtype: torch.dtype,
+        image_width: int | None = None,
+    ) -> None:
+        super().__init__(
+            width,
+            time_freq_dim=frequencies,
+            time_proj_dim=6 * width,
+            text_embed_dim=text_width,
+            image_embed_dim=image_width,
+        )
         self._compute_dtype = compute_dtype
         self._weights: Callable[[EmbedderPart], AbstractContextManager[object]] = lambda part: nullcontext()
         self._times: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -114,12 +130,12 @@ class ProjectedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
         encoder_hidden_states: torch.Tensor,
         encoder_hidden_states_image: torch.Tensor | None = None,
         timestep_seq_len: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        """See diffusers; one timestep, one text and no image, as Wan2.2 A14B has them."""
-        assert encoder_hidden_states_image is None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See diffusers; one timestep, one text and one image or none."""
         assert timestep_seq_len is None
         [(time, modulation, text)] = self.rows(timestep, [encoder_hidden_states])
-        return time, modulation, text, None
+        image = encoder_hidden_states_image
+        return time, modulation, text, None if image is None else self.image_embedder(image)
 
     def _project(self, times: Sequence[float], texts: Mapping[Hashable, torch.Tensor]) -> None:
         """Compute what is missing of these and of all that is expected, so that the weights come once."""

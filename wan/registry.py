@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from ..plan import ExpertsRef, LoraRef
-from .experts import ExpertPair, open_experts
+from .experts import ExpertPair, open_experts, open_one_expert
+from .kernels import INDUCTOR, Kernels, check_installed
 from .lora import open_lora
 
 
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
     """Open the experts that `ref` names, without its LoRAs: reads headers only. `shared` as for `open_experts`."""
     dtype = getattr(torch, ref.compute_dtype)
+    if ref.one:
+        return open_one_expert(ref.high_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
     return open_experts(ref.high_noise, ref.low_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
 
 
@@ -27,12 +29,17 @@ def set_loras(pair: ExpertPair, refs: Sequence[LoraRef]) -> None:
     )
 
 
+def kernels_of(ref: ExpertsRef) -> Kernels:
+    """What `ref` has the blocks computed with."""
+    return Kernels(attention=ref.attention, compiler=INDUCTOR if ref.compile else None)
+
+
 class ExpertsRegistry:
     """Holds at most one open pair of experts, by value. Thread-safe.
 
     A second run of the same graph, whatever its seed, finds its pair open, unless its files were replaced; another pair
-    closes the former one first, so that two pairs never share the device. A pair stays open when only its LoRAs are
-    others.
+    closes the former one first, so that two pairs never share the device. A pair stays open when only its LoRAs or what
+    computes its blocks are others.
     """
 
     def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair) -> None:
@@ -40,21 +47,26 @@ class ExpertsRegistry:
         self._lock = threading.Lock()
         self._held: tuple[ExpertsRef, ExpertPair] | None = None
         self._loras: tuple[LoraRef, ...] = ()
+        self._kernels = Kernels()
 
     def get(self, ref: ExpertsRef) -> ExpertPair:
-        """The pair that `ref` names, opened if it is not the one at hand, with its LoRAs set.
+        """The pair that `ref` names, opened if it is not the one at hand, with its LoRAs and kernels set.
 
-        Raises what opening the pair or its LoRAs raises; LoRAs that are refused leave a pair at hand as it was.
+        Raises what opening the pair or its LoRAs raises, and KernelsError for kernels that are not installed. LoRAs
+        and kernels that are refused leave a pair at hand as it was.
         """
-        plain = replace(ref, loras=())
+        kernels = kernels_of(ref)
+        check_installed(kernels)
         with self._lock:
-            if self._held is None or self._held[0] != plain or not self._held[1].is_current():
+            if self._held is None or self._held[0] != ref.opened or not self._held[1].is_current():
                 self._close()
-                self._held = (plain, self._open_pair(plain))
+                self._held = (ref.opened, self._open_pair(ref.opened))
             pair = self._held[1]
             if self._loras != ref.loras or not pair.loras_are_current():
                 set_loras(pair, ref.loras)
                 self._loras = ref.loras
+            if self._kernels != kernels:
+                pair.kernels = self._kernels = kernels
             return pair
 
     def free(self) -> None:
@@ -64,6 +76,6 @@ class ExpertsRegistry:
 
     def _close(self) -> None:
         held, self._held = self._held, None
-        self._loras = ()
+        self._loras, self._kernels = (), Kernels()
         if held is not None:
             held[1].close()

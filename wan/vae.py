@@ -6,7 +6,9 @@ channel with mean 0 and deviation 1 over the training videos.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from types import TracebackType
 
@@ -14,11 +16,14 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from ..offload.file_source import read_tensors
-from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from ..plan.shapes import FP32_BYTES, FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from ..plan.vae_room import DecodeNeeds
 from ..plan.vae_tiles import Tiling
 from .component import component_folder
 from .meta_model import set_parameters
-from .vae_tiles import Mosaic, crop, decode_tile, empty_frames
+from .vae_decode import Check, tiled_frames, whole_frames
+from .vae_memory import decode_pixel_bytes, encode_pixel_bytes
+from .vae_tiles import decode_tile, empty_frames
 from .vae_weights import VaeWeights, open_vae_file, open_vae_folder
 
 # One number per channel; those of Wan2.1 (`latents_mean` and `latents_std` in diffusers' AutoencoderKLWan).
@@ -72,8 +77,26 @@ class WanVae:
         self._opened = opened
         self._loaded: AutoencoderKLWan | None = None
 
-    def encode(self, video: torch.Tensor, *, device: torch.device | str) -> torch.Tensor:
-        """Encode frames [F, H, W, 3] in 0..1, F = 4n + 1, H and W multiples of 8.
+    def encode_needs(self, video: torch.Tensor) -> DecodeNeeds:
+        """What encoding frames [F, H, W, 3] takes beside the weights; all of them lie on the device meanwhile.
+
+        Raises:
+            VaeInputError: the video has another shape.
+        """
+        _check_video(video)
+        frames, height, width, _ = video.shape
+        return DecodeNeeds(
+            height=height // PIXELS_PER_LATENT,
+            width=width // PIXELS_PER_LATENT,
+            frames=frames,
+            pixel_bytes=encode_pixel_bytes(self._opened.config, (frames - 1) // FRAMES_PER_LATENT + 1),
+            value_bytes=FP32_BYTES,
+            keeps_frames=True,
+            doing="encoding",
+        )
+
+    def encode(self, video: torch.Tensor, *, device: torch.device | str, tiling: Tiling | None = None) -> torch.Tensor:
+        """Encode frames [F, H, W, 3] in 0..1, F = 4n + 1, H and W multiples of 8; whole, or in tiles as diffusers does.
 
         Returns the most likely raw latents, fp32 [1, 16, (F - 1) / 4 + 1, H / 8, W / 8], on the CPU.
 
@@ -83,14 +106,45 @@ class WanVae:
         _check_video(video)
         vae = self._on(torch.device(device))
         pixels = video.to(device, torch.float32).movedim(-1, 0)[None] * 2 - 1
-        with torch.no_grad():
+        with torch.no_grad(), _tiled(vae, tiling):
             raw: torch.Tensor = vae.encode(pixels).latent_dist.mode()
         return raw.cpu()
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the device that all weights take."""
+        return FP32_BYTES * sum(prod(tensor.shape) for tensor in self._opened.weights.values())
+
+    def decode_needs(self, latents: torch.Tensor, *, to_file: bool = False) -> DecodeNeeds:
+        """What decoding raw latents [B, 16, T, h, w] takes beside the weights: as `decode`, or as `stream` (`to_file`).
+
+        Raises:
+            VaeInputError: the latents have another shape.
+        """
+        check_latents(latents)
+        batch, _, count, height, width = latents.shape
+        frames = FRAMES_PER_LATENT * (count - 1) + 1
+        return DecodeNeeds(
+            height=height,
+            width=width,
+            # Of a batch all videos stay; on the way into a file one after the other.
+            frames=frames if to_file else batch * frames,
+            pixel_bytes=decode_pixel_bytes(self._opened.config, count),
+            value_bytes=1 if to_file else FP32_BYTES,
+            keeps_frames=not to_file,
+        )
+
     def decode(
-        self, latents: torch.Tensor, *, device: torch.device | str, tiling: Tiling | None = None
+        self,
+        latents: torch.Tensor,
+        *,
+        device: torch.device | str,
+        tiling: Tiling | None = None,
+        check: Check = lambda: None,
     ) -> torch.Tensor:
         """Decode raw latents [B, 16, T, h, w], one video at a time; whole, or tile by tile.
+
+        `check` is called before every latent frame of every tile, and ends the decode by raising.
 
         Returns frames in 0..1, fp32 [B, 4 * (T - 1) + 1, 8 * h, 8 * w, 3], on the CPU.
 
@@ -98,12 +152,51 @@ class WanVae:
             VaeInputError: the latents have another shape.
         """
         check_latents(latents)
-        if tiling is not None:
-            return self._decode_tiles(latents, torch.device(device), tiling)
-        vae = self._on(torch.device(device))
-        with torch.no_grad():
-            videos = [_frames(vae.decode(one.to(device, torch.float32)).sample[0]) for one in latents.split(1)]
-        return torch.stack(videos)
+        videos = empty_frames(latents)
+        for one, frames in zip(latents.split(1), videos, strict=True):
+            done = 0
+            for part in self._decoded(one, torch.device(device), tiling, frames, check):
+                frames[done : done + len(part)] = part
+                done += len(part)
+        return videos
+
+    def stream(
+        self,
+        latents: torch.Tensor,
+        *,
+        device: torch.device | str,
+        tiling: Tiling | None = None,
+        check: Check = lambda: None,
+    ) -> Iterator[torch.Tensor]:
+        """The frames of `decode` as a video file stores them, [n, 8 * h, 8 * w, 3] uint8 on the CPU, as they are made.
+
+        Of a batch, one video after the other. Whole frames come out with every latent frame and are kept nowhere; of
+        tiles all frames of a video come out together.
+
+        Raises:
+            VaeInputError: the latents have another shape.
+        """
+        check_latents(latents)
+        for one in latents.split(1):
+            yield from self._decoded(one, torch.device(device), tiling, None, check)
+
+    def _decoded(
+        self,
+        one: torch.Tensor,
+        device: torch.device,
+        tiling: Tiling | None,
+        into: torch.Tensor | None,
+        check: Check,
+    ) -> Iterator[torch.Tensor]:
+        """Frames of one video that are not yet in `into`: fp32, or uint8 where they go into no tensor."""
+        vae, there = self._on(device), one.to(device, torch.float32)
+        if tiling is None or not tiling.cuts(*one.shape[3:]):
+            yield from whole_frames(vae, there, torch.float32 if into is not None else torch.uint8, check)
+            return
+        room = empty_frames(one, torch.uint8)[0] if into is None else into
+        tiled_frames(vae, there, tiling, room, check)
+        if into is None:
+            yield room
 
     def decode_tile(
         self, latents: torch.Tensor, *, device: torch.device | str, check: Callable[[], None] = lambda: None
@@ -115,14 +208,6 @@ class WanVae:
         """
         check_latents(latents)
         return decode_tile(self._on(torch.device(device)), latents.to(device, torch.float32), check)
-
-    def _decode_tiles(self, latents: torch.Tensor, device: torch.device, tiling: Tiling) -> torch.Tensor:
-        videos = empty_frames(latents)
-        for one, frames in zip(latents.split(1), videos, strict=True):
-            mosaic = Mosaic(tiling, into=frames)
-            for tile in tiling.tiles(*latents.shape[3:]):
-                mosaic.put(tile, self.decode_tile(crop(one, tile), device=device))
-        return videos
 
     def close(self) -> None:
         """Free the weights. Closing twice is allowed, and so is using the VAE again."""
@@ -145,9 +230,17 @@ class WanVae:
         self.close()
 
 
-def _frames(video: torch.Tensor) -> torch.Tensor:
-    """[3, F, H, W] in -1..1 -> [F, H, W, 3] in 0..1 on the CPU."""
-    return ((video.cpu().movedim(0, -1) + 1) / 2).clamp(0, 1)
+@contextmanager
+def _tiled(vae: AutoencoderKLWan, tiling: Tiling | None) -> Iterator[None]:
+    """Diffusers' own tiles inside the `with`."""
+    if tiling is None:
+        yield
+        return
+    vae.enable_tiling(tiling.pixels, tiling.pixels, tiling.stride, tiling.stride)
+    try:
+        yield
+    finally:
+        vae.disable_tiling()
 
 
 def _check_video(video: torch.Tensor) -> None:

@@ -30,6 +30,7 @@ WIDE, NARROW = Size(470, 0), Size(320, 0)
 PLACES = {
     NOTE_TYPE: Place(0, NOTE, Size(470, 320)),
     "WanStreamExperts": Place(0, MODELS, WIDE),
+    "WanStreamOneExpert": Place(0, MODELS, WIDE),
     "WanStreamLora": Place(0, MODELS, WIDE),
     "WanStreamLayerwise": Place(0, MODELS, WIDE),
     "WanStreamBlockSwap": Place(0, MODELS, WIDE),

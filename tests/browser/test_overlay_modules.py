@@ -241,6 +241,20 @@ def test_no_bar_is_higher_than_the_plot_and_the_longest_fills_it(modules: Module
     assert heights("wanstream-predicted") == pytest.approx([plot / 2] * 4)
 
 
+def test_steps_in_which_a_cache_left_blocks_out_are_marked(modules: Modules) -> None:
+    run = run_of(4, 4)
+    run["records"][1] |= {"skipped_visits": 39, "cached_lanes": 2}
+    options = {"run": run, "width": 400, "height": 150, "font": 11, "chosen": None, "id": "x"}
+    chart = modules.call("chart", "chart", options)
+    frame = modules.call("chart", "frameOf", 400, 150, 11, 4)
+    (mark,) = (part for part in chart[2:] if part[1].get("class") == "wanstream-cached")
+    assert mark[1]["data-left-out"] == 39
+    assert mark[1]["x"] == pytest.approx(frame["left"] + frame["step"])
+    said = modules.call("figures", "stepText", run["records"][1], None)
+    assert "39 blocks left out by a cache" in said
+    assert "left out" not in modules.call("figures", "stepText", run["records"][0], None)
+
+
 def test_the_parts_of_a_bar_stand_on_each_other(modules: Modules) -> None:
     options = {"run": run_of(1, 1), "width": 400, "height": 150, "font": 11, "chosen": None, "id": "x"}
     chart = modules.call("chart", "chart", options)

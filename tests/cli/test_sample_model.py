@@ -11,10 +11,12 @@ from diffusers import AutoencoderKLWan, DiffusionPipeline
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from safetensors.torch import load_file
 
-from wanstream.cli import sample_model
+from wanstream.cli import sample_pipeline
 from wanstream.cli.sample_folder import RECORD
 from wanstream.cli.sample_model import SampleModelError, write_sample_model
-from wanstream.wan import open_experts, open_lora, open_text_encoder, open_vae
+from wanstream.cli.sample_wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
+from wanstream.wan import open_experts, open_lora, open_one_expert, open_text_encoder, open_vae
+from wanstream.wan.image_encoder import WIDTH, open_image_encoder
 
 PIPELINES = ["diffusers/Wan2.2-T2V-A14B-Diffusers", "diffusers/Wan2.2-I2V-A14B-Diffusers"]
 SINGLE_FILES = [
@@ -31,6 +33,7 @@ def entries(folder):
 class TestContents:
     def test_comfyui_finds_the_folders_it_looks_in(self, sample_models):
         assert sorted(path.name for path in sample_models.iterdir() if path.is_dir()) == [
+            "clip_vision",
             "diffusers",
             "diffusion_models",
             "loras",
@@ -82,6 +85,25 @@ class TestContents:
             assert vae.decode(torch.zeros(1, 16, 1, 2, 2), device="cpu").shape == (1, 1, 16, 16, 3)
             assert encoder.encode(["a cat"], device="cpu")[0].shape == (1, 512, 4096)
 
+    @pytest.mark.parametrize(
+        ("name", "image_dim"), [(T2V_FILE, None), (T2V_PIPELINE, None), (I2V_FILE, WIDTH)], ids=str
+    )
+    def test_wan21_is_one_expert(self, sample_models, name, image_dim):
+        with open_one_expert(sample_models / name) as pair:
+            assert pair.is_one
+            assert pair.high.config.image_dim == image_dim
+            assert pair.in_channels == (16 if image_dim is None else 36)
+
+    def test_clip_is_as_wide_as_the_image_branch(self, sample_models):
+        seen = open_image_encoder(sample_models / CLIP_FILE).encode(torch.rand(1, 32, 48, 3), device="cpu")
+        assert seen.penultimate_hidden_states.shape == (1, 257, WIDTH)
+        assert 0.1 < seen.penultimate_hidden_states.std() < 10
+
+    def test_diffusers_opens_the_pipeline_of_one_expert(self, sample_models):
+        opened = DiffusionPipeline.from_pretrained(sample_models / T2V_PIPELINE)
+        assert opened.transformer_2 is None
+        assert opened.scheduler.config.flow_shift == 3.0
+
     def test_the_vae_file_is_the_vae_of_the_pipelines(self, sample_models):
         own = AutoencoderKLWan.from_pretrained(sample_models / PIPELINES[0] / "vae").state_dict()
 
@@ -120,7 +142,7 @@ class TestContents:
             - (model.folder / RECORD).stat().st_size
         )
         lines = model.summary().splitlines()
-        assert len(lines) == 23
+        assert len(lines) == 29
         assert lines[-1].endswith(f"on disk, in {model.folder}")
         assert "14.4 MB  vae/wan_2.1_vae.safetensors" in model.summary()
 
@@ -138,7 +160,7 @@ class TestFolder:
         def refuse(*_):
             raise OSError("no links here")
 
-        monkeypatch.setattr(sample_model.os, "link", refuse)
+        monkeypatch.setattr(sample_pipeline.os, "link", refuse)
         model = write_sample_model(tmp_path, layers=1)
 
         assert model.nbytes == sum(model.files.values())
@@ -229,8 +251,9 @@ class TestFolder:
 def test_the_whole_model_is_as_deep_as_the_real_one_and_small(tmp_path):
     model = write_sample_model(tmp_path)
 
-    assert model.nbytes < 300e6
+    assert model.nbytes < 370e6
     with open_experts(tmp_path / PIPELINES[0]) as pair:
         assert len(pair.high.weights) == len(pair.low.weights) == 1095
-    config = json.loads((tmp_path / PIPELINES[0] / "transformer/config.json").read_text())
-    assert config["num_layers"] == 40
+    for pipeline, layers in ((PIPELINES[0], 40), (T2V_PIPELINE, 30)):
+        config = json.loads((tmp_path / pipeline / "transformer/config.json").read_text())
+        assert config["num_layers"] == layers

@@ -79,6 +79,10 @@ class Weaver:
             inputs |= self._matrix()
         if class_type == "WanStreamWorkers":
             inputs |= self._crew()
+        if class_type == "WanStreamGuidance":
+            inputs["guidance_steps"] = self.rng.choice(["", "4", "6, 5 4.5,1"])
+        if class_type == "WanStreamContextWindows":
+            inputs |= {"frames": self.rng.choice([81, 161]), "overlap": 16, "stride": self.rng.choice([1, "2", 16])}
         if class_type == "WanStreamVAEDecode":
             inputs["tile_size"] = self.rng.choice([0, 64, 256])
         node_id = str(len(self.prompt) + 1)

@@ -23,6 +23,8 @@ from wanstream.plan.mesh import Mesh
 from wanstream.sampling import Cancelled, DenoiseRequest, Part, denoise_part
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.chunked_block import ChunkedBlocks
+from wanstream.wan.compiled_block import compiler_named
+from wanstream.wan.kernels import Kernels
 from wanstream.wan.registry import ExpertsRegistry
 
 LOOPBACK = "127.0.0.1"
@@ -119,6 +121,27 @@ def job_run_alone(
     here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, device: str = "cpu"
 ) -> torch.Tensor:
     return compute(here, experts, request, policy, Part(), device)
+
+
+def job_run_compiled(
+    here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy
+) -> list[dict[str, Any]]:
+    """Shares of this process: blocks as they are, compiled, compiled again; and how often its compiler was at work."""
+    shares = []
+    for compiler in (None, "eager", "eager"):
+        compute_with(here, experts, compiler)
+        before, graphs = here.groups.gathered_bytes, compiler_named("eager").graphs
+        latents = compute(here, experts, request, policy, Part(split=here.groups.split()))
+        gathered, compiled = here.groups.gathered_bytes - before, compiler_named("eager").graphs - graphs
+        shares.append({"latents": latents, "gathered": gathered, "graphs": compiled})
+    compute_with(here, experts, None)
+    return shares
+
+
+def compute_with(here: SimpleNamespace, experts: ExpertsRef, compiler: str | None) -> None:
+    """Open the experts, to be compiled by a backend of torch that writes no kernels."""
+    here.experts = getattr(here, "experts", None) or ExpertsRegistry()
+    here.experts.get(experts).kernels = Kernels(compiler=compiler)
 
 
 def job_run_until(

@@ -15,8 +15,10 @@ from wanstream.cli.sample_loras import make_lora, save_lora
 from wanstream.distributed.attention_backends import backend_for
 from wanstream.distributed.peer_errors import HungError, PeerLostError
 from wanstream.plan import ExpertsRef, LoraRef, OffloadPolicy
+from wanstream.plan.context_windows import ContextWindows
 from wanstream.plan.mesh import Mesh, MeshError
 from wanstream.sampling import DenoiseRequest
+from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)
@@ -89,6 +91,26 @@ def test_ulysses_gives_what_one_worker_gives(
     assert torch.equal(again, alone)
 
 
+@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
+def test_windows_and_nag_on_shared_tokens(
+    policy: OffloadPolicy,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    """Tokens of a window are shared out as those of a video; attention to both texts is local."""
+    meet(Mesh(ulysses=2))
+    windows = ContextWindows(frames=2, overlap=1)
+    request = ask(shape=(1, 16, 3, 8, 12), guidance=(4.0, 1.0), nag=Nag(), windows=windows)
+    given = wide(), request, policy
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    told = processes.all(split_jobs.job_run, *given, count=2)
+    assert difference(told[0]["latents"], alone) <= SAME
+    assert torch.equal(told[1]["latents"], told[0]["latents"])
+
+
 @pytest.mark.parametrize("mesh", [Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
 def test_images_and_loras_on_shared_tokens(
     mesh: Mesh,
@@ -115,6 +137,25 @@ def test_images_and_loras_on_shared_tokens(
     for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
         assert difference(worker["latents"], alone) <= SAME
     assert difference(plain, alone) > 1e-3
+
+
+@pytest.mark.slow
+def test_compiled_blocks_on_shared_tokens(
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    """The pieces around an exchange are graphs; what was gathered is counted in each run, traced or not."""
+    meet(Mesh(ulysses=2))
+    given = wide(layers=2), ask(), LAYERWISE
+    for plain, first, second in processes.all(split_jobs.job_run_compiled, *given, count=2):
+        assert torch.equal(first["latents"], plain["latents"])
+        assert torch.equal(second["latents"], plain["latents"])
+        assert plain["gathered"] == first["gathered"] == second["gathered"] > 0
+        assert (plain["graphs"], second["graphs"]) == (0, 0)
+        assert first["graphs"] > 0
 
 
 @pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ring=2)], ids=str)

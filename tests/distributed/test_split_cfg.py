@@ -11,8 +11,10 @@ import torch
 
 from wanstream.distributed.split_cfg import own_lanes
 from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.plan.context_windows import ContextWindows
 from wanstream.plan.mesh import Mesh
 from wanstream.sampling import DenoiseRequest
+from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
 CFG = Mesh(cfg=2)
@@ -67,6 +69,24 @@ def test_two_sides_give_what_one_worker_gives(
     for side in told:
         assert torch.equal(side["latents"], alone)
         assert side["gathered"] == side["crossed"] == sum(lanes_a_step) * STEPS // 2 * LANE_BYTES
+
+
+def test_windows_nag_and_noise_of_every_step_are_shared_too(
+    processes: Any,
+    split_jobs: Any,
+    pids: list[int],
+    experts_ref: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    """Steps of one lane for each window beside steps of two, and one that both sides compute alike."""
+    noise = torch.randn(1, 16, 5, 4, 6, generator=torch.Generator().manual_seed(22))
+    steps = {"solver": "lcm", "guidance_steps": (4.0, 1.0, 3.0, 1.0), "nag": Nag()}
+    request = ask(noise=noise, windows=ContextWindows(frames=3, overlap=1), **steps)
+    assert {request.lanes_at(step) for step in range(STEPS)} >= {2, 4}
+    given = experts_ref(), request, LAYERWISE
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    for side in processes.all(split_jobs.job_run, *given, count=2):
+        assert torch.equal(side["latents"], alone)
 
 
 @pytest.mark.parametrize("policy", [SWAP, OffloadPolicy.layerwise(0)])

@@ -20,6 +20,7 @@ from wanstream.distributed.worker import Worker
 from wanstream.metrics import DeviceError
 from wanstream.plan import ExpertsRef, LoraRef, Mesh, PathMap
 from wanstream.sampling import Cancelled, RequestError
+from wanstream.wan.kernels import KernelsError
 
 MakeTask = Callable[..., RunTask]
 MakeRef = Callable[..., ExpertsRef]
@@ -139,6 +140,15 @@ def test_a_failed_task_leaves_the_worker_usable(
         worker.run(make_task(), lambda told: 1 / 0)
     task = make_task()
     assert torch.equal(worker.run(task, ignore).latents, alone(task))
+
+
+def test_a_worker_computes_with_the_attention_that_its_experts_name_or_says_why_not(
+    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: Alone
+) -> None:
+    with pytest.raises(KernelsError, match="'cudnn' computes on CUDA devices only, and this is cpu: choose 'sdpa'"):
+        worker.run(make_task(experts=dataclasses.replace(experts_ref(), attention="cudnn")), ignore)
+    task = make_task(experts=dataclasses.replace(experts_ref(), attention="sdpa"))
+    assert torch.equal(worker.run(task, ignore).latents, alone(make_task()))
 
 
 def test_only_the_leader_of_a_cell_tells_latents(worker: Worker, make_task: MakeTask) -> None:

@@ -179,3 +179,15 @@ def test_every_step_is_seen_and_no_number_lies_on_another(
     places = [(shape.x, text_width(shape.text, shape.size) / 2) for shape in numbers]
     assert all(x + half < to_x - to_half for (x, half), (to_x, to_half) in pairwise(places))
     assert ("bars" in " ".join(words(chart))) == (steps > 250)
+
+
+def test_steps_in_which_a_cache_left_blocks_out_are_marked(
+    make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
+    run = make_timeline(4, 2, 2, 3)
+    steps = [replace(step, skipped_visits=39 * (step.index in (1, 3))) for step in run.steps]
+    chart = report_chart(make_report(make_variant("a", replace(run, steps=tuple(steps)))))
+    columns = sorted({box.x for box in bars(chart)})
+    marks = [shape for shape in chart.shapes if isinstance(shape, Box) and shape.colour == "soft" and shape.y > 80]
+    assert [min(range(4), key=lambda place: abs(columns[place] - mark.x)) for mark in marks] == [1, 3]
+    assert "blocks left out by a cache" in words(chart)

@@ -155,3 +155,12 @@ def test_the_usual_run_is_the_one_in_the_middle(make_timeline: MakeTimeline, mak
     assert make_variant("a", long, short, middle).usual is middle
     assert make_variant("a", long, short).usual is short
     assert make_variant("a").usual is None
+
+
+def test_a_cache_is_known_by_the_share_of_steps_that_it_shortened(make_timeline: MakeTimeline) -> None:
+    share, plain = figure("Steps in which a cache left blocks out"), make_timeline(2, 2, 2, 2)
+    assert share.of(plain) is None
+    lanes = (0, 1, 2, 2)
+    steps = zip(plain.steps, lanes, strict=True)
+    cached = [replace(step, cached_lanes=count, skipped_visits=39 * (count == 2)) for step, count in steps]
+    assert share.of(replace(plain, steps=tuple(cached))) == 0.5

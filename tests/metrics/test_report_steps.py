@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from wanstream.metrics.report import Variant
 from wanstream.metrics.report_steps import bandwidth_tables, step_table
@@ -149,3 +150,16 @@ def test_what_a_step_took_longer_is_held_against_the_steady_steps(
     table = step_table(make_variant("a", *runs))
     assert table is not None
     assert column(table, "Phase")[0] == "First step: +1.00 s (+50 %) over a steady step"
+
+
+def test_what_a_cache_left_out_has_a_column_where_there_is_any(
+    make_timeline: MakeTimeline, make_variant: MakeVariant
+) -> None:
+    plain = make_timeline(2, 1, 2)
+    steps = (plain.steps[0], replace(plain.steps[1], skipped_visits=39, cached_lanes=2), plain.steps[2])
+    cached = step_table(make_variant("a", plain, replace(plain, steps=steps)))
+    assert cached is not None
+    assert column(cached, "Left out") == ["", "39 blocks, 2 lanes", ""]
+    without = step_table(make_variant("a", plain))
+    assert without is not None
+    assert "Left out" not in without.head

@@ -17,7 +17,8 @@ LONGEST_EXECUTE = 15
 
 # Ids, inputs and outputs are what saved workflows refer to: a change here breaks them.
 SNAPSHOT = {
-    "WanStreamExperts": ("high_noise low_noise compute_dtype storage", "WANSTREAM_EXPERTS"),
+    "WanStreamExperts": ("high_noise low_noise compute_dtype storage attention compile", "WANSTREAM_EXPERTS"),
+    "WanStreamOneExpert": ("file compute_dtype storage attention compile", "WANSTREAM_EXPERTS"),
     "WanStreamLora": ("experts high_noise low_noise strength_high strength_low", "WANSTREAM_EXPERTS"),
     "WanStreamLayerwise": ("prefetch_blocks weights_from ram_blocks chunk_tokens", "WANSTREAM_POLICY"),
     "WanStreamAutoOffload": ("vram_budget_gb ram_budget_gb", "WANSTREAM_POLICY"),
@@ -30,21 +31,27 @@ SNAPSHOT = {
         "hold_fetches",
         "WANSTREAM_WORKERS",
     ),
+    "WanStreamCache": ("kind preset threshold calibration most_in_a_row retention", "WANSTREAM_CACHE"),
+    "WanStreamCacheCalibration": ("run filename_prefix", "STRING"),
     "WanStreamTextEncode": ("text_encoder positive negative", "CONDITIONING CONDITIONING"),
     "WanStreamEmptyLatent": ("width height frames batch_size", "LATENT"),
     "WanStreamImageToVideo": (
-        "positive negative vae image width height frames batch_size end_image",
+        "positive negative vae image width height frames batch_size end_image clip_vision clip_crop",
         "CONDITIONING CONDITIONING LATENT",
     ),
+    "WanStreamGuidance": ("guidance_steps nag_scale nag_tau nag_alpha", "WANSTREAM_GUIDANCE"),
+    "WanStreamContextWindows": ("frames overlap stride fuse repeat_image", "WANSTREAM_WINDOWS"),
     "WanStreamSampler": (
         "experts positive negative latent seed steps solver schedule flow_shift boundary_ratio switch_step "
-        "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas workers",
+        "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas workers "
+        "cache guidance windows",
         "LATENT WANSTREAM_RUN",
     ),
     "WanStreamLane": ("positive negative latent seed lanes", "WANSTREAM_LANES"),
     "WanStreamLaneSampler": (
         "experts lanes steps solver schedule flow_shift boundary_ratio switch_step guidance_high guidance_low "
-        "start_step end_step add_noise leftover_noise policy sigmas workers",
+        "start_step end_step add_noise leftover_noise policy sigmas workers "
+        "cache guidance windows",
         "WANSTREAM_LANE_LATENTS WANSTREAM_RUN",
     ),
     "WanStreamLaneLatent": ("latents index", "LATENT"),
@@ -53,8 +60,9 @@ SNAPSHOT = {
         "experts positive negative boundary_ratio guidance_high guidance_low flow_shift policy",
         "GUIDER",
     ),
-    "WanStreamVAEDecode": ("vae latent tile_size workers", "IMAGE"),
+    "WanStreamVAEDecode": ("vae latent tile_size workers memory_gb", "IMAGE"),
     "WanStreamSaveVideo": ("images fps filename_prefix crf latent", ""),
+    "WanStreamDecodeVideo": ("vae latent fps filename_prefix crf tile_size memory_gb", ""),
     "WanStreamBenchmark": (
         "run warm_up repeats cool_down_s policies prefetch steps filename_prefix trace run_b run_c run_d",
         "IMAGE STRING",

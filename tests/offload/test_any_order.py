@@ -1,4 +1,4 @@
-"""Runs, runs cut short, other patches and memory given back, in any order: always the bits of a fresh engine."""
+"""Runs, runs cut short or left early, other patches and memory given back, in any order: the bits of a fresh engine."""
 
 from __future__ import annotations
 
@@ -33,6 +33,12 @@ class Run(NamedTuple):
     """Interrupted in this visit; None: to its end."""
 
 
+class Leave(NamedTuple):
+    steps: tuple[str, ...]
+    visits: int
+    """How many visits come before the run is left."""
+
+
 class Patch(NamedTuple):
     strengths: tuple[int, ...]
     """Of each block of both experts; 0: no patch."""
@@ -45,6 +51,7 @@ class GiveBack(NamedTuple):
 STEPS = st.lists(st.sampled_from(["high", "low"]), min_size=1, max_size=3).map(tuple)
 ACTIONS = st.one_of(
     st.builds(Run, STEPS, st.none() | st.integers(0, 2 * BLOCKS)),
+    st.builds(Leave, STEPS, st.integers(0, 2 * BLOCKS)),
     st.builds(Patch, st.tuples(*[st.integers(0, 2)] * (2 * BLOCKS))),
     st.builds(GiveBack, st.integers(0, 2 * BLOCKS)),
 )
@@ -106,8 +113,21 @@ def carry_out(handle: OffloadHandle, stacks: Stacks, run: Run, strengths: Sequen
     assert torch.equal(value, stacks.plain(visits, strengths))
 
 
+def leave(handle: OffloadHandle, stacks: Stacks, run: Leave, strengths: Sequence[int]) -> None:
+    value, visits = HIDDEN, step_visits(run.steps, handle.counts)
+    come = visits[: run.visits]
+    with handle.run(visits) as going:
+        for visit in come:
+            with going.visit(*visit):
+                value = stacks.streamed[visit.expert][visit.block](value)
+        going.leave()
+    assert torch.equal(value, stacks.plain(come, strengths))
+    last = {fetch.buffer: fetch.block for fetch in going.fetched}
+    assert last.items() <= handle.engine.contents().items(), "what was issued is there"
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=st.lists(ACTIONS, min_size=2, max_size=8))
 def test_always_the_bits_of_a_fresh_engine(stacks: Stacks, policy: OffloadPolicy, actions: list[NamedTuple]) -> None:
     strengths = (0,) * 2 * BLOCKS
@@ -117,6 +137,8 @@ def test_always_the_bits_of_a_fresh_engine(stacks: Stacks, policy: OffloadPolicy
             held = set(handle.engine.contents().values())
             if isinstance(action, Run):
                 carry_out(handle, stacks, action, strengths)
+            elif isinstance(action, Leave):
+                leave(handle, stacks, action, strengths)
             elif isinstance(action, Patch):
                 before, strengths = strengths, action.strengths
                 handle.set_patches(patches_of(strengths))

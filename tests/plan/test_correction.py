@@ -27,6 +27,16 @@ def test_the_time_of_computing_gives_its_rate(rate_machine: Rated, make_job: Job
     assert found == replace(real, origin="made up, corrected by a first step")
 
 
+def test_a_first_step_of_fewer_lanes_is_not_taken_for_fast_computing(rate_machine: Rated, make_job: Job) -> None:
+    job, believed = make_job(lanes={"high": 2, "low": 1}), rate_machine(read=0.01, copy=0.01)
+    chosen = plan_offload(job, believed, Budgets())
+    alone = replace(job, lanes={"high": 1, "low": 1})
+    lighter = replace(job, lanes_of_steps=(1, *(2,) * (len(job.experts_of_steps) - 1)))
+    found = corrected(believed, lighter, chosen, _first_step(alone, believed, chosen.policy))
+    assert found.flops_per_s == pytest.approx(believed.flops_per_s, rel=1e-6)
+    assert found.disk_bytes_per_s == pytest.approx(believed.disk_bytes_per_s)
+
+
 def test_a_machine_that_is_corrected_again_says_so_once(rate_machine: Rated, make_job: Job) -> None:
     job, machine = make_job(), rate_machine()
     chosen = plan_offload(job, machine, Budgets())

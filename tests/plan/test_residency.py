@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,3 +116,20 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(
 def test_policies_are_values() -> None:
     assert OffloadPolicy.layerwise(2, source="pinned") == OffloadPolicy.layerwise(prefetch_blocks=2, source="pinned")
     assert len({OffloadPolicy.resident(), OffloadPolicy.resident(), OffloadPolicy.resident(source="pinned")}) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "residents", "buffers"),
+    [
+        (OffloadPolicy.layerwise(1), {0}, 3),
+        (OffloadPolicy.layerwise(0), {0}, 2),
+        (OffloadPolicy.block_swap(8, 1), {0}, 3),
+        (OffloadPolicy.block_swap(4, 1), {0, 2, 4, 6}, 6),
+        (OffloadPolicy.block_swap(0, 1), set(range(8)), 8),
+    ],
+    ids=str,
+)
+def test_a_cache_keeps_the_first_block(policy: OffloadPolicy, residents: set[int], buffers: int) -> None:
+    residency, count = plan_residency(replace(policy, keeps_first=True), {"high": 8, "low": 8})
+    assert residency.residents["high"] == residency.residents["low"] == residents
+    assert count == buffers

@@ -17,6 +17,11 @@ def test_a_step_passes_once_through_the_blocks_of_its_expert() -> None:
     assert visits[3].key == BlockKey("low", 1)
 
 
+def test_steps_that_need_no_block_have_no_visits() -> None:
+    visits = step_visits(["high", "high", "low"], {"high": 2, "low": 1}, first_step=3, skipped={4})
+    assert visits == (Visit(3, "high", 0), Visit(3, "high", 1), Visit(5, "low", 0))
+
+
 def test_no_steps_make_no_visits() -> None:
     assert step_visits([], {"high": 40}) == ()
 

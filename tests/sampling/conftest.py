@@ -15,7 +15,8 @@ from wanstream.metrics import Recorder
 from wanstream.offload.attach import OffloadRun
 from wanstream.plan import OffloadPolicy, Visit
 from wanstream.sampling import DenoiseRequest, make_solver
-from wanstream.wan import ExpertPair, open_experts
+from wanstream.sampling.noise import step_seeds
+from wanstream.wan import ExpertPair, open_experts, open_one_expert
 from wanstream.wan.expert_engine import ExpertEngine
 
 SHAPE = (1, 16, 2, 4, 6)
@@ -64,6 +65,20 @@ def open_pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[...,
 
 
 @pytest.fixture
+def open_one(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., ExpertPair]]:
+    """`open_one(seed=1, **shape)`: one expert, closed after the test."""
+    opened: list[ExpertPair] = []
+
+    def make(*, seed: int = HIGH, **shape: int) -> ExpertPair:
+        opened.append(open_one_expert(tiny_expert_folder(seed=seed, **shape), compute_dtype=torch.float32))
+        return opened[-1]
+
+    yield make
+    for pair in opened:
+        pair.close()
+
+
+@pytest.fixture
 def plain_models(tiny_expert_folder: Callable[..., Path]) -> Callable[..., Models]:
     """The same experts, loaded by diffusers as a whole."""
 
@@ -89,11 +104,12 @@ def plain_denoise() -> Callable[[Models, DenoiseRequest], torch.Tensor]:
         latents = request.noise
         if request.latent is not None:
             latents = first * request.noise + (1 - first) * request.latent
-        solver = make_solver(request.solver, course.schedule, request.start_step)
+        seeds = step_seeds(request.noise, request.latent)
+        solver = make_solver(request.solver, course.schedule, request.start_step, seeds=seeds)
         for step in course.steps:
             expert, time = course.experts[step], course.schedule.timesteps[step]
             velocity = plain_velocity(models[expert], request, latents, time, request.positive)
-            scale = request.guidance_of(expert)
+            scale = course.guidance[step]
             if scale != 1:
                 negative = plain_velocity(models[expert], request, latents, time, request.negative)
                 velocity = negative + scale * (velocity - negative)
@@ -123,6 +139,7 @@ class WatchedPair:
     def __init__(self, pair: ExpertPair) -> None:
         self.pair, self.runs = pair, list[OffloadRun]()
         self.in_channels, self.compute_dtype = pair.in_channels, pair.compute_dtype
+        self.high, self.is_one = pair.high, pair.is_one
 
     def engine(self, policy: OffloadPolicy, device: torch.device) -> WatchedEngine:
         return WatchedEngine(self.pair.engine(policy, device), self.runs)
@@ -135,6 +152,10 @@ class WatchedEngine:
         self._engine, self._runs = engine, runs
         self.models, self.block_counts = engine.models, engine.block_counts
         self.expect = engine.expect
+
+    @property
+    def graphs(self) -> int:
+        return self._engine.graphs
 
     @property
     def outer_bytes(self) -> int:

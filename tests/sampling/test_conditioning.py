@@ -134,7 +134,6 @@ def test_images_of_a_batch_share_a_mask() -> None:
 
 def test_what_native_sampling_ignores_for_these_experts_is_ignored() -> None:
     options = {
-        "clip_vision_output": object(),
         "reference_latents": [IMAGE],
         "strength": 0.5,
         "guidance": 4.0,

@@ -49,6 +49,10 @@ def check_apart(pair: ExpertPair, requests: list[DenoiseRequest]) -> None:
         assert not torch.equal(latents[:1], together[0][:1])
 
 
+def test_lanes_of_a_solver_that_draws_noise_draw_their_own(open_pair: OpenPair, make_request: Request) -> None:
+    check_apart(open_pair(), lanes_of(make_request, 3, solver="lcm", guidance=(1.0, 1.0)))
+
+
 @pytest.mark.parametrize("solver", ["euler", "unipc"])
 @pytest.mark.parametrize("guidance", [(4.0, 3.0), (1.0, 3.0), (1.0, 1.0)])
 def test_lanes_with_texts_of_different_lengths_are_single_runs_to_the_bit(

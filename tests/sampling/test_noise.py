@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.sampling import RequestError, seeded_noise
+from wanstream.sampling.noise import step_seeds
 
 SHAPE = (2, 16, 2, 4, 6)
 
@@ -41,3 +42,14 @@ def test_batch_index_gives_each_sample_the_draw_of_its_place(batch_index: list[i
 def test_batch_index_that_does_not_fit(batch_index: list[int]) -> None:
     with pytest.raises(RequestError, match="for 2 samples"):
         seeded_noise(SHAPE, 0, batch_index=batch_index)
+
+
+def test_a_seed_on_the_way_is_the_samples_own() -> None:
+    noise, latent = seeded_noise(SHAPE, 0), seeded_noise(SHAPE, 1)
+    first, second = step_seeds(noise, None)
+    assert first != second
+    assert step_seeds(noise[1:]) == (second,), "whichever others it is computed with"
+    assert step_seeds(noise) == (first, second), "every time"
+    assert step_seeds(noise, latent)[0] != first
+    assert len(set(step_seeds(torch.zeros(SHAPE), latent))) == 2, "a run that adds no noise starts from its latent"
+    assert step_seeds(noise, latent.bfloat16()) == step_seeds(noise, latent.bfloat16().float())

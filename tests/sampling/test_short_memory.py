@@ -15,9 +15,9 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler
 
+from wanstream.offload.shortage import forget, is_out_of_memory
 from wanstream.plan import OffloadPolicy
 from wanstream.sampling import Cancelled, DenoiseRequest, NoRoomError, denoise, make_solver, wan_schedule
-from wanstream.sampling.shortage import forget, is_out_of_memory
 from wanstream.wan import ExpertPair
 from wanstream.wan.expert_engine import ExpertEngine
 
@@ -144,6 +144,7 @@ class DeviceError(RuntimeError):
         (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         (RuntimeError, "CUDA error: out of memory"),
+        (RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
         (DeviceError, "the device said no"),
     ],
 )

@@ -14,6 +14,7 @@ from wanstream.sampling import Cancelled, NoRoomError, Passes
 from wanstream.sampling.passes import PassState
 from wanstream.sampling.run_policy import RunPolicy
 from wanstream.wan import ExpertPair, Lane
+from wanstream.wan.kernels import Kernels
 
 LAYERS, LANES = 4, 2
 CALL = LAYERS * LANES
@@ -145,3 +146,13 @@ def test_a_policy_is_revised_after_an_undisturbed_first_call(
     assert len(told) == asked
     assert going.policy.policy == after
     assert going.recompiled == 0
+
+
+def test_a_call_in_which_blocks_were_compiled_teaches_nothing(open_pair: OpenPair) -> None:
+    torch._dynamo.reset()
+    told, pair = list[Any](), open_pair(layers=2)
+    pair.kernels = Kernels(compiler="eager")
+    Calls(pair, LAYERWISE(1)).of([H, H], [H, H], revise=told.append)
+    assert told == []
+    Calls(pair, LAYERWISE(1)).of([H, H], [H, H], revise=told.append)
+    assert len(told) == 1

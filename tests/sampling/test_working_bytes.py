@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from wanstream.cli.sample_weights import in_dtype
 from wanstream.plan import ExpertShape
 from wanstream.sampling import working_bytes
-from wanstream.wan import Lane, forward_lanes
+from wanstream.wan import Lane, Nag, forward_lanes, held_against
 from wanstream.wan.chunked_block import ChunkedBlocks
 
 LATENT = (5, 40, 56)
@@ -59,6 +59,25 @@ def test_the_estimate_is_what_a_forward_pass_holds_at_once(
     estimate = ExpertShape(width=512, ffn_width=ffn_dim).working_bytes(TOKENS, lanes=lanes, value_bytes=dtype.itemsize)
     estimate -= lanes * TEXT * 512 * dtype.itemsize  # the texts as the other expert embeds them
     assert 0.9 * estimate <= alive.peak <= 1.02 * estimate
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("chunk", [None, 64, 700])
+def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
+    dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
+) -> None:
+    model = in_dtype(make_tiny_expert(heads=4, layers=2, ffn_dim=1382), dtype)
+    text, against = (torch.zeros(1, TEXT, 4096, dtype=dtype) for _ in range(2))
+    lanes = [Lane(latents=torch.zeros(1, 16, *LATENT), text=text, against=against)]
+    blocks = None if chunk is None else ChunkedBlocks(model.blocks, chunk)
+    with torch.no_grad(), held_against([model], Nag()):
+        with Alive([*model.parameters(), *model.buffers(), text, against]) as alive:
+            forward_lanes(model, lanes, torch.tensor([900.0]), lambda block: nullcontext())
+    if blocks is not None:
+        blocks.detach()
+    shape = ExpertShape(width=512, ffn_width=1382)
+    estimate = shape.working_bytes(TOKENS, lanes=1, value_bytes=dtype.itemsize, chunk_tokens=chunk)
+    assert alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -77,6 +77,16 @@ class TestValues:
         assert found.dtype == dtype
         assert torch.equal(found, expected)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("chunk", [256, 512])
+    def test_of_a_block_that_attends_to_images_too(self, dtype: torch.dtype, chunk: int) -> None:
+        block, (hidden, _, *rest) = block_of(2, 512, dtype, added_kv_proj_dim=256), inputs_of(513, 2, dtype)
+        rows = torch.randn(1, 17 + 512, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+        expected = block(hidden, rows, *rest)
+        assert not torch.equal(block(hidden, rows.roll(17, dims=1), *rest), expected)
+        ChunkedBlocks([block], chunk)
+        assert torch.equal(block(hidden, rows, *rest), expected)
+
     @pytest.mark.parametrize("chunk", [1, 7, 100, 254])
     def test_are_those_of_the_block_in_chunks_of_any_size(self, block: WanTransformerBlock, chunk: int) -> None:
         """MKL chooses another kernel for some numbers of rows: the last bits of fp32 differ, and only those."""
@@ -217,10 +227,6 @@ class TestAttached:
         block.attn2.set_processor(Other())
         with pytest.raises(ValueError, match="block 0 attends with Other"):
             ChunkedBlocks([block], 100)
-
-    def test_attention_to_images_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="attends to images"):
-            ChunkedBlocks([block_of(1, 128, torch.float32, added_kv_proj_dim=128)], 100)
 
     def test_it_compiles_into_one_graph(self, block: WanTransformerBlock) -> None:
         inputs = inputs_of(300, 2, torch.float32)

@@ -180,7 +180,7 @@ WRONG = [
     ({"blocks.1.modulation": zeros(5, 256)}, r"blocks.1.modulation is \[5, 256\]; \[1, 6, 256\] is expected"),
     ({"blocks.1.norm3.bias": np.zeros(256, dtype=np.int32)}, "blocks.1.norm3.bias is torch.int32; weights are"),
     ({"blocks.1.norm3.bias": np.zeros(256)}, "blocks.1.norm3.bias is torch.float64; weights are"),
-    ({"img_emb.proj.0.weight": zeros(3)}, "image branch.*img_emb.proj.0.weight"),
+    ({"img_emb.proj.0.weight": zeros(3)}, r"natively img_emb.proj.1.weight\) is missing"),
     ({"something.else": zeros(3)}, r"something.else \[3\] does not belong"),
     ({f"{PREFIX}head.head.bias": zeros(64)}, "holds head.head.bias twice"),
     (

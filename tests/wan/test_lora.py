@@ -103,24 +103,24 @@ class TestOpened:
 
 
 class TestUnmatched:
-    IMAGE_BRANCH = (
-        "diffusion_model.blocks.0.cross_attn.k_img.lora_down.weight",
-        "diffusion_model.blocks.0.cross_attn.k_img.lora_up.weight",
-        "diffusion_model.blocks.0.cross_attn.norm_k_img.diff",
-        "diffusion_model.img_emb.proj.1.diff_b",
+    OTHERS = (
+        "diffusion_model.blocks.0.audio_attn.k.lora_down.weight",
+        "diffusion_model.blocks.0.audio_attn.k.lora_up.weight",
+        "diffusion_model.blocks.0.audio_attn.norm_k.diff",
+        "diffusion_model.audio_emb.proj.1.diff_b",
     )
 
-    def test_keys_of_the_image_branch_are_listed_once_and_the_rest_counts(self, lora_file, lightning, caplog):
-        tensors = lightning() | {key: torch.ones(4, 4) for key in self.IMAGE_BRANCH}
+    def test_keys_of_no_parameter_are_listed_once_and_the_rest_counts(self, lora_file, lightning, caplog):
+        tensors = lightning() | {key: torch.ones(4, 4) for key in self.OTHERS}
         with caplog.at_level(logging.WARNING, logger="wanstream.lora"):
             lora = open_lora(lora_file(tensors))
-        assert set(lora.unmatched) == set(self.IMAGE_BRANCH)
+        assert set(lora.unmatched) == set(self.OTHERS)
         assert len(lora.low_rank) == 4 * 10
         [record] = caplog.records
         assert record.name == "wanstream.lora"
         message = record.getMessage()
         assert f"lora_0.safetensors: 4 of {len(tensors)} keys change nothing" in message
-        assert sum(key in message for key in self.IMAGE_BRANCH) == 3
+        assert sum(key in message for key in self.OTHERS) == 3
         assert message.endswith(" ...")
 
     @pytest.mark.parametrize("key", ["diffusion_model.blocks.2.self_attn.q.alpha", "anything", f"{Q}.diff_m"])
@@ -167,7 +167,7 @@ REFUSED = {
     "nothing": ({}, "holds no tensors"),
     "Flux": (
         {"lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight": (9216, 4)},
-        r"none of its 1 keys belongs to a Wan2.2 A14B expert \(lora_unet_double_blocks_0_img_attn_qkv.*\): it was "
+        r"none of its 1 keys belongs to a Wan expert \(lora_unet_double_blocks_0_img_attn_qkv.*\): it was "
         "probably made for Flux or HunyuanVideo",
     ),
     "SDXL": (
@@ -273,6 +273,25 @@ class TestSettingsInTheHeader:
 
 
 class TestFit:
+    K_IMG = "diffusion_model.blocks.0.cross_attn.k_img"
+
+    def test_changes_of_an_image_branch_are_left_out_where_there_is_none(self, lora_file, lightning, config, caplog):
+        image = {
+            f"{self.K_IMG}.lora_down.weight": torch.ones(4, 256),
+            f"{self.K_IMG}.lora_up.weight": torch.ones(256, 4),
+        }
+        lora = open_lora(lora_file(lightning() | image | {"diffusion_model.img_emb.proj.4.diff_b": torch.ones(256)}))
+        assert len(lora.low_rank) == 4 * 10 + 1
+        with caplog.at_level(logging.WARNING, logger="wanstream.lora"):
+            left = fitted(lora, config)
+        assert len(left.low_rank) == 4 * 10
+        assert not any("image" in name or "add_" in name for name in (*left.low_rank, *left.differences))
+        assert "2 parameters of an image branch (Wan2.1 I2V) are not used" in caplog.text
+        with_branch = replace(config, in_channels=36, image_dim=80)
+        assert fitted(open_lora(lora_file(image)), with_branch).low_rank
+        with pytest.raises(CheckpointError, match="changes the image branch of Wan2.1 I2V alone"):
+            fitted(open_lora(lora_file(image)), config)
+
     def test_the_tiny_expert(self, lora_file, config):
         lora = open_lora(lora_file())
         assert fitted(lora, config) is lora

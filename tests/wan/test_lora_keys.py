@@ -62,6 +62,18 @@ KNOWN = {
     "lora_transformer_blocks_7_attn2_to_out_0.lora_up.weight": ("blocks.7.attn2.to_out.0.weight", "up"),
 }
 
+KNOWN |= {
+    "diffusion_model.blocks.7.cross_attn.k_img.lora_down.weight": ("blocks.7.attn2.add_k_proj.weight", "down"),
+    "lora_unet_blocks_7_cross_attn_v_img.lora_up.weight": ("blocks.7.attn2.add_v_proj.weight", "up"),
+    "diffusion_model.blocks.7.cross_attn.norm_k_img.diff": ("blocks.7.attn2.norm_added_k.weight", "diff"),
+    "transformer.blocks.7.attn2.add_k_proj.lora_B.weight": ("blocks.7.attn2.add_k_proj.weight", "up"),
+    "diffusion_model.img_emb.proj.1.lora_up.weight": (
+        "condition_embedder.image_embedder.ff.net.0.proj.weight",
+        "up",
+    ),
+    "diffusion_model.img_emb.proj.4.diff_b": ("condition_embedder.image_embedder.norm2.bias", "diff"),
+}
+
 MEANINGLESS = [
     "",
     "blocks",
@@ -75,9 +87,7 @@ MEANINGLESS = [
     "blocks.7.norm2.norm3.diff",
     "xblocks.7.self_attn.q.diff",
     "blocks.7.self_attn.q.extra.diff",
-    "diffusion_model.blocks.7.cross_attn.k_img.lora_down.weight",
-    "diffusion_model.blocks.7.cross_attn.norm_k_img.diff",
-    "diffusion_model.img_emb.proj.1.lora_up.weight",
+    "diffusion_model.blocks.7.cross_attn.norm_k_img.diff_b",
     "diffusion_model.blocks.7.self_attn.norm_q.diff_b",
     "diffusion_model.blocks.7.modulation.diff_b",
     "diffusion_model.double_blocks.0.img_attn.qkv.lora_up.weight",

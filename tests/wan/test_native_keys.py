@@ -10,9 +10,10 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from wanstream.wan.native_keys import native_transformer_name, native_vae_name
 
 
-def test_transformer_names_are_the_inverse_of_diffusers_converter() -> None:
+@pytest.mark.parametrize("image", [{}, {"image_dim": 1280, "added_kv_proj_dim": 5120}], ids=["plain", "image branch"])
+def test_transformer_names_are_the_inverse_of_diffusers_converter(image: dict[str, int]) -> None:
     with torch.device("meta"):
-        names = list(WanTransformer3DModel(num_layers=12).state_dict())
+        names = list(WanTransformer3DModel(num_layers=12, **image).state_dict())
 
     there_and_back = convert_wan_transformer_to_diffusers({native_transformer_name(name): name for name in names})
 
@@ -43,7 +44,7 @@ def test_the_names_that_are_easy_to_get_wrong(name: str, native: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["blocks.0.attn2.add_k_proj.weight", "blocks.0.norm3.weight", "blocks.x.norm2.bias", ""]
+    "name", ["blocks.0.attn1.add_k_proj.weight", "blocks.0.norm3.weight", "blocks.x.norm2.bias", ""]
 )
 def test_a_name_outside_the_model_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="not a parameter"):

@@ -14,6 +14,7 @@ from diffusers import WanTransformer3DModel
 from wanstream.plan import OffloadPolicy
 from wanstream.wan import ExpertPair, open_experts
 from wanstream.wan.expert_engine import ExpertEngine
+from wanstream.wan.kernels import Kernels
 from wanstream.wan.projections import ROWS_KEPT, ProjectedEmbedder, part_of
 
 H, L = "high", "low"
@@ -199,7 +200,7 @@ def _wait_for_reads(engine: ExpertEngine) -> int:
 def test_chunks_are_set_for_the_blocks_of_both_experts_and_taken_away(engine: ExpertEngine) -> None:
     blocks = [block for stack in engine.models.blocks.values() for block in stack]
     for chunk, chunked in ((64, True), (64, True), (100, True), (None, False), (None, False), (7, True)):
-        engine.models.set_chunk(chunk)
+        engine.models.kernels.set(Kernels(), chunk)
         assert all(("forward" in vars(block)) == chunked for block in blocks)
         if chunk is not None:
             assert {block.forward.args[1] for block in blocks} == {chunk}

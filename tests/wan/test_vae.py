@@ -10,6 +10,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from wanstream.offload.safetensors_header import CheckpointFileError
+from wanstream.plan.vae_tiles import Tiling
 from wanstream.wan.vae import LATENTS_MEAN, LATENTS_STD, VaeInputError, denormalise, normalise, open_vae
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -47,6 +48,19 @@ class TestAgainstDiffusers:
             expected = own_vae.encode(video.permute(3, 0, 1, 2)[None] * 2 - 1).latent_dist.mode()
         assert raw.shape == (1, 16, (frames - 1) // 4 + 1, 2, 3)
         assert torch.equal(raw, expected)
+
+    def test_an_encode_in_tiles_is_that_of_diffusers_and_the_next_one_is_whole_again(self, tiny_pipeline, own_vae):
+        video = noise(5, 72, 96, 3).sigmoid()
+
+        with open_vae(tiny_pipeline()) as vae:
+            tiled, whole = (vae.encode(video, device="cpu", tiling=tiling) for tiling in (Tiling.of(64), None))
+
+        pixels = video.permute(3, 0, 1, 2)[None] * 2 - 1
+        with torch.no_grad():
+            assert torch.equal(whole, own_vae.encode(pixels).latent_dist.mode())
+            own_vae.enable_tiling(64, 64, 48, 48)
+            assert torch.equal(tiled, own_vae.encode(pixels).latent_dist.mode())
+        assert not torch.equal(tiled, whole)
 
     @pytest.mark.parametrize("batch", [1, 2])
     def test_decode_gives_frames_between_0_and_1(self, tiny_pipeline, own_vae, batch):

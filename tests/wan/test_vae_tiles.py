@@ -11,8 +11,9 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from wanstream.plan.vae_tiles import Tiling
+from wanstream.wan.mosaic import Mosaic, MosaicError
 from wanstream.wan.vae import open_vae
-from wanstream.wan.vae_tiles import Mosaic, MosaicError, crop, decode_tile, decoded_frames
+from wanstream.wan.vae_tiles import crop, decode_tile, decoded_frames
 
 TILING = Tiling(pixels=64, stride=48)
 

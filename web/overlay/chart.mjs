@@ -3,7 +3,8 @@
  *
  * A bar per step, from below: compute in the colour of its expert, the rest of the step, stall. The outline is what was
  * predicted, the line is memory with its peak, the thin one what samples saw of it between; the dashed upright is the
- * switch. Where steps are too many for the width, a bar is the mean of some.
+ * switch; a mark under a bar says that a cache left blocks out. Where steps are too many for the width, a bar is the
+ * mean of some.
  */
 
 import { expertText, memoryOf, outsideSeconds, peakText, recordsOf, runText, secondsText } from "./figures.mjs"
@@ -42,7 +43,8 @@ function meanOf(records) {
     rest: mean(records.map(outsideSeconds)),
     stall: mean(records.map((record) => record.stall_s)),
     wall: mean(records.map((record) => record.wall_s)),
-    memory: memories.length ? Math.max(...memories.map((memory) => memory.bytes)) : null
+    memory: memories.length ? Math.max(...memories.map((memory) => memory.bytes)) : null,
+    leftOut: records.reduce((total, record) => total + (record.skipped_visits ?? 0), 0)
   }
 }
 
@@ -78,6 +80,7 @@ export function chart({ run, width, height, font, chosen, id }) {
     highlight(columns, frame, chosen),
     ...columns.map((column, index) => bar(column, index, frame, scale, id)),
     ...columns.map((column, index) => outline(column, index, frame, scale)),
+    ...columns.map((column, index) => cachedMark(column, index, frame)),
     memoryLine(run, columns, frame, font),
     switchLine(run, columns, frame, font),
     ...expertNames(columns, frame, font),
@@ -129,6 +132,13 @@ function bar(column, index, frame, scale, id) {
     part("wanstream-rest", rest),
     part("wanstream-stalled", stall, `url(#${id}-stall)`)
   ]
+}
+
+/** Under the bar of a step in which a cache left blocks out. */
+function cachedMark(column, index, frame) {
+  if (!column.measured?.leftOut) return ["g", {}]
+  const place = { x: frame.left + index * frame.step, y: frame.bottom, width: frame.step, height: 3 }
+  return ["rect", { class: "wanstream-cached", "data-left-out": column.measured.leftOut, ...place }]
 }
 
 function outline(column, index, frame, scale) {

@@ -99,6 +99,7 @@ export function stepText(record, predicted) {
     routeText("read", record.read_bytes, record.read_s)
   ]
   parts.push(mostText([record], ""))
+  if (record.skipped_visits) parts.push(say("leftOut", record.skipped_visits))
   if (record.device_used_bytes) parts.push(say("device", sizeText(record.device_used_bytes)))
   if (predicted) parts.push(say("predicted", secondsText(predicted.wall_s)))
   return parts.filter(Boolean).join(" · ")

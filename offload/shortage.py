@@ -9,8 +9,15 @@ import torch
 CUDA_OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
 
-SAID_BY_LIBRARIES = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-"""What stands in the RuntimeErrors of allocations that are not torch's own, such as cuBLAS' when it first starts."""
+SAID_BY_LIBRARIES = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+"""What stands in the RuntimeErrors of allocations that are not those of torch on a GPU, such as cuBLAS' when it first
+starts, and of RAM where a limit is set."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -1,0 +1,155 @@
+"""Caches: steps that take over what a step before has computed, and the run that measures where they may."""
+
+from __future__ import annotations
+
+from ..host import OutsideFolderError, host, io
+from ..plan.step_skips import SkipRule
+from ..sampling.cache_settings import PRESETS, CacheSettings, FirstBlockCache, MagCache
+from . import sockets
+from .calibration_file import read_table, write_table
+from .calibration_run import calibrate_run
+from .sampler_run import SamplerRun
+
+FIRST_BLOCK, MAGNITUDES = "first block", "magnitudes"
+OWN = "own threshold"
+
+
+class WanStreamCache(io.ComfyNode):
+    """Says how far a step may be from the one before to take over what that has computed."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamCache",
+            display_name="Wan Cache",
+            category="WanStream",
+            description="Saves steps: where a step is much like the one before, its blocks are neither computed nor "
+            "fetched, and what they added before is added again. Quality suffers with the threshold, first in motion "
+            "and in the last frames: look at the result.",
+            inputs=[*_kind_inputs(), *_magnitude_inputs()],
+            outputs=[sockets.Cache.Output(display_name="cache")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        kind: str,
+        preset: str,
+        threshold: float,
+        calibration: str = "",
+        most_in_a_row: int = 2,
+        retention: float = 0.2,
+    ) -> io.NodeOutput:
+        settings: CacheSettings = FirstBlockCache(threshold=PRESETS.get(preset, threshold))
+        if kind == MAGNITUDES:
+            rule = SkipRule(threshold=threshold, most_in_a_row=most_in_a_row, retention=retention)
+            settings = MagCache(table=read_table(calibration), rule=rule)
+        return io.NodeOutput(settings)
+
+
+class WanStreamCacheCalibration(io.ComfyNode):
+    """Runs a sampler's run again, whole, and writes how large what the blocks add is in every step."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamCacheCalibration",
+            display_name="Wan Cache Calibration",
+            category="WanStream",
+            description="Measures what Wan Cache needs to know for magnitudes. Runs the sampler's run once more, with "
+            "no cache and in this process, and writes a small file. It is good for every prompt and seed, with the "
+            "same experts, steps, schedule and flow_shift.",
+            inputs=[
+                sockets.Run.Input(
+                    "run",
+                    tooltip="From Wan Sampler, of all steps. The calibration costs that run once more, and one hidden "
+                    "state for each lane (0.77 GB at 1280x720x81 in bf16).",
+                ),
+                io.String.Input(
+                    "filename_prefix",
+                    default="calibration/WanStream",
+                    tooltip="Name below the output folder; a counter is appended. A few KB.",
+                ),
+            ],
+            outputs=[io.String.Output(display_name="calibration")],
+            hidden=[io.Hidden.unique_id],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
+        if filename_prefix is not None:
+            try:
+                host.check_output(filename_prefix)
+            except OutsideFolderError as err:
+                return str(err)
+        return True
+
+    @classmethod
+    def execute(cls, run: SamplerRun, filename_prefix: str) -> io.NodeOutput:
+        table = calibrate_run(run, node_id=cls.hidden.unique_id)
+        name = write_table(table, filename_prefix)
+        return io.NodeOutput(name, ui={"text": [f"{name}: {table.source}"]})
+
+
+def _kind_inputs() -> list[io.Input]:
+    return [
+        io.Combo.Input(
+            "kind",
+            options=[FIRST_BLOCK, MAGNITUDES],
+            default=FIRST_BLOCK,
+            tooltip="first block: every step computes its first block, which stays on the device (0.70 GB in bf16), "
+            "and asks it; each prompt keeps two hidden states (1.5 GB at 1280x720x81 in bf16, 0.67 GB at 832x480x81). "
+            "magnitudes: which steps are left out is known before the run, from a calibration; a step that is left out "
+            "moves nothing, and each prompt keeps one hidden state.",
+        ),
+        io.Combo.Input(
+            "preset",
+            options=[*PRESETS, OWN],
+            default="usual",
+            tooltip="For first block: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), 0.15 or 0.2. With 30 "
+            "steps of Wan2.1 I2V 14B, others found 0.1 good, the last frames distorted at 0.15, and the whole video at "
+            "0.2. Higher saves more steps.",
+        ),
+        io.Float.Input(
+            "threshold",
+            default=0.05,
+            min=0.0,
+            max=2.0,
+            step=0.01,
+            tooltip="For own threshold, and for magnitudes. Steps are left out below it; 0 leaves nothing out, and "
+            "the result is the same to the bit. Higher saves more time and costs quality.",
+        ),
+    ]
+
+
+def _magnitude_inputs() -> list[io.Input]:
+    return [
+        io.String.Input(
+            "calibration",
+            default="",
+            optional=True,
+            tooltip="For magnitudes: the file of Wan Cache Calibration, by its name below the output folder. Making "
+            "one costs a run.",
+        ),
+        io.Int.Input(
+            "most_in_a_row",
+            default=2,
+            min=0,
+            max=100,
+            optional=True,
+            tooltip="For magnitudes: how many steps may be left out one after the other. More saves time, and costs "
+            "quality.",
+        ),
+        io.Float.Input(
+            "retention",
+            default=0.2,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            optional=True,
+            tooltip="For magnitudes: share of each expert's steps, from its first one, in which nothing is left out. "
+            "Less saves time; early steps decide about the whole video.",
+        ),
+    ]

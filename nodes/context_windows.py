@@ -1,0 +1,111 @@
+"""Long videos in pieces that an expert knows the length of."""
+
+from __future__ import annotations
+
+from ..host import io
+from ..plan.context_windows import FUSES, ContextWindows
+from ..plan.shapes import FRAMES_PER_LATENT
+from . import sockets
+
+
+class WanStreamContextWindows(io.ComfyNode):
+    """Overlapping windows of a long video, all of which share each pass over the weights."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamContextWindows",
+            display_name="Wan Context Windows",
+            category="WanStream",
+            description="For videos longer than the 81 frames that Wan was trained on: every step computes overlapping "
+            "windows and puts them together. The weights move once per step, however many windows there are.",
+            inputs=[*_window_inputs(), *_merging_inputs()],
+            outputs=[sockets.Windows.Output(display_name="windows")],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, frames: int | None = None, overlap: int | None = None, stride: int | None = None
+    ) -> bool | str:
+        # What is linked is None here and known only at the run.
+        given = {"frames": frames, "overlap": overlap, "stride": stride}
+        usual = {"frames": 81, "overlap": 0, "stride": 1}
+        size = usual | {name: value for name, value in given.items() if isinstance(value, int)}
+        try:
+            windows_of(frames=size["frames"], overlap=size["overlap"], stride=size["stride"])
+        except ValueError as err:
+            return str(err)
+        return True
+
+    @classmethod
+    def execute(cls, frames: int, overlap: int, stride: int, fuse: str, repeat_image: bool) -> io.NodeOutput:
+        windows = windows_of(frames=frames, overlap=overlap, stride=stride, fuse=fuse, repeat_image=repeat_image)
+        return io.NodeOutput(windows)
+
+
+def windows_of(
+    *, frames: int, overlap: int, stride: int, fuse: str = "linear", repeat_image: bool = True
+) -> ContextWindows:
+    """`frames` and `overlap` are of the video. Raises ValueError for what makes no windows."""
+    if frames % FRAMES_PER_LATENT != 1:
+        nearest = round((frames - 1) / FRAMES_PER_LATENT) * FRAMES_PER_LATENT + 1
+        raise ValueError(f"frames is {frames}, it must be a multiple of {FRAMES_PER_LATENT} plus 1: use {nearest}")
+    if overlap % FRAMES_PER_LATENT:
+        nearest = round(overlap / FRAMES_PER_LATENT) * FRAMES_PER_LATENT
+        raise ValueError(f"overlap is {overlap}, it must be a multiple of {FRAMES_PER_LATENT}: use {nearest}")
+    return ContextWindows(
+        frames=(frames - 1) // FRAMES_PER_LATENT + 1,
+        overlap=overlap // FRAMES_PER_LATENT,
+        stride=stride,
+        fuse=fuse,
+        repeat_image=repeat_image,
+    )
+
+
+def _window_inputs() -> list[io.Input]:
+    return [
+        io.Int.Input(
+            "frames",
+            default=81,
+            min=5,
+            max=1025,
+            step=FRAMES_PER_LATENT,
+            tooltip="Frames of each window, a multiple of 4 plus 1, not more than the video has. Attention costs with "
+            "their square: two windows compute less than one of twice the length.",
+        ),
+        io.Int.Input(
+            "overlap",
+            default=16,
+            min=0,
+            max=1024,
+            step=FRAMES_PER_LATENT,
+            tooltip="Frames that neighbouring windows share at least, a multiple of 4. What is shared is computed in "
+            "both; less makes seams.",
+        ),
+        io.Int.Input(
+            "stride",
+            default=1,
+            min=1,
+            max=16,
+            tooltip="1: windows of neighbouring frames only. 2, 4, 8, 16: also windows of every 2nd ... 16th frame of "
+            "the latent, which hold the video together. Each of them costs as much as another window.",
+        ),
+    ]
+
+
+def _merging_inputs() -> list[io.Input]:
+    return [
+        io.Combo.Input(
+            "fuse",
+            options=list(FUSES),
+            default="linear",
+            tooltip="How much a window counts where it overlaps another. linear: less towards its ends, over the "
+            "overlap. pyramid: less from its middle on. flat: the same everywhere. None costs more than another.",
+        ),
+        io.Boolean.Input(
+            "repeat_image",
+            default=True,
+            tooltip="With a start image. On: every window begins with it, which keeps its look and pulls each window "
+            "back to it. Off: only windows that hold the first frame see it. Costs nothing.",
+        ),
+    ]

@@ -1,0 +1,173 @@
+"""A decode under this host: how large its tiles are, what is shown of it, and how it ends early."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..host import OutputFile, host
+from ..plan import WorkersRef
+from ..plan.shapes import PIXELS_PER_LATENT
+from ..plan.vae_room import GB, HEAP_BYTES, DecodeNeeds, fitting_tiling
+from ..plan.vae_tiles import Tiling
+from ..wan.smaller_tiles import in_words, with_smaller_tiles
+from ..wan.vae import WanVae, open_vae
+from .latent_file import keep_latent_until_done
+from .shared_decode import decode_shared
+from .video_file import write_mp4
+
+if TYPE_CHECKING:
+    import torch
+
+LOG = logging.getLogger("wanstream.nodes")
+
+LATENT_PREFIX = "latents/WanStream"
+"""Of the safety copy of a latent that is decoded, below the output folder; where ComfyUI's SaveLatent puts its own."""
+
+Made = TypeVar("Made")
+
+Check = Callable[[], None]
+Decode = Callable[[WanVae, "Tiling | None", Check], Made]
+"""Decodes in tiles of that size, or whole frames; the last is called before every latent frame of every tile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """What a user says about a decode."""
+
+    vae: Path
+    tiling: Tiling | None
+    """None: the largest that fits."""
+    memory_bytes: int
+    """What the decode may take beside the weights; 0 for what is free."""
+
+    @classmethod
+    def of(cls, vae: str, tile_size: int, memory_gb: float) -> DecodeSettings:
+        """As the inputs of a node say it; raises TilingError, and as `host.model_path`."""
+        return cls(
+            vae=host.model_path(vae, "diffusers", "vae"), tiling=asked(tile_size), memory_bytes=int(memory_gb * GB)
+        )
+
+
+def asked(tile_size: int | None) -> Tiling | None:
+    """The tiles of that width; None for 0, and for a link, which is not known yet. Raises TilingError."""
+    return Tiling.of(tile_size) if tile_size else None
+
+
+def decode_images(
+    settings: DecodeSettings, latents: torch.Tensor, workers: WorkersRef | None, *, node_id: str | None
+) -> tuple[torch.Tensor, list[str]]:
+    """Raw latents [B, 16, T, h, w] -> frames [B, F, 8h, 8w, 3] in RAM, here or by workers, and what there is to tell.
+
+    Until the frames are there the latents lie in the output folder, see `keep_latent_until_done`.
+    """
+
+    def copy() -> Path:
+        return host.output_file(LATENT_PREFIX, "latent").path
+
+    with keep_latent_until_done(latents, copy, spare_folder=host.temp_folder):
+        if workers is not None:
+            return decode_shared(workers, settings.vae, latents, settings.tiling, node_id=node_id), []
+
+        def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> torch.Tensor:
+            return opened.decode(latents, device=host.device(), tiling=tiling, check=check)
+
+        return decode_here(settings, latents, decode, to_file=False, node_id=node_id)
+
+
+def decode_to_file(
+    settings: DecodeSettings, latents: torch.Tensor, prefix: str, *, node_id: str | None, **encoding: Any
+) -> OutputFile:
+    """Raw latents [B, 16, T, h, w] -> an MP4 of that name, one video after the other; `encoding` as of `write_mp4`.
+
+    Where memory runs out, the file is begun anew with smaller tiles.
+    """
+    height, width = (size * PIXELS_PER_LATENT for size in latents.shape[3:])
+    file = host.output_file(prefix, "mp4", width=width, height=height)
+
+    def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> None:
+        parts = opened.stream(latents, device=host.device(), tiling=tiling, check=check)
+        first = next(parts)  # reads the VAE's file: its errors are not those of the video's
+        write_mp4(file.path, chain.from_iterable(chain([first], parts)), **encoding)
+
+    with keep_latent_until_done(latents, lambda: file.path.with_suffix(".latent"), spare_folder=host.temp_folder):
+        decode_here(settings, latents, decode, to_file=True, node_id=node_id)
+    return file
+
+
+def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
+    """Frames [F, H, W, 3] in 0..1 -> raw latents [1, 16, T, h, w], in the tiles that the free memory allows.
+
+    Raises VaeRoomError where no tile fits, and as of `WanVae.encode`.
+    """
+    with open_vae(vae) as opened:
+        needs, device = opened.encode_needs(video), host.device()
+        wanted = opened.weight_bytes + needs.device_bytes(None) + needs.host_bytes(None)
+        # The video lies where it is encoded.
+        tiling = fitting_tiling(needs, host.make_room(wanted + HEAP_BYTES) - opened.weight_bytes, shared=True)
+        if tiling is not None:
+            LOG.info("encoded in %s: there is no memory for whole frames", in_words(tiling))
+        return with_smaller_tiles(
+            lambda tiling: opened.encode(video, device=device, tiling=tiling), needs, tiling, LOG.info
+        )
+
+
+def decode_here(
+    settings: DecodeSettings, latents: torch.Tensor, decode: Decode[Made], *, to_file: bool, node_id: str | None
+) -> tuple[Made, list[str]]:
+    """What `decode` makes of raw latents [B, 16, T, h, w] on the host's device, and what there is to tell about it.
+
+    Raises VaeRoomError where no tile fits, the host's interrupt, and as of `WanVae.decode`.
+    """
+    told: list[str] = []
+
+    def tell(change: str) -> None:
+        LOG.info("%s", change)
+        told.append(change)
+
+    with open_vae(settings.vae) as opened:
+        needs = opened.decode_needs(latents, to_file=to_file)
+        first = _first_tiling(settings, opened, needs, tell)
+
+        def attempt(tiling: Tiling | None) -> Made:
+            return decode(opened, tiling, _Shown(latents, tiling, node_id).check)
+
+        return with_smaller_tiles(attempt, needs, first, tell), told
+
+
+def _first_tiling(
+    settings: DecodeSettings, opened: WanVae, needs: DecodeNeeds, tell: Callable[[str], None]
+) -> Tiling | None:
+    """What is asked for, or what fits; in any case the host has made room for it."""
+    wanted = settings.memory_bytes or needs.device_bytes(settings.tiling)
+    room = host.make_room(wanted + opened.weight_bytes) - opened.weight_bytes
+    if settings.tiling is not None:
+        return settings.tiling
+    budget = min(room, settings.memory_bytes) if settings.memory_bytes else room
+    tiling = fitting_tiling(needs, budget, shared=host.device().type == "cpu")
+    if tiling is not None:
+        tell(
+            f"decoded in {in_words(tiling)}: whole frames take {needs.device_bytes(None) / GB:.1f} GB, "
+            f"{budget / GB:.1f} GB given"
+        )
+    return tiling
+
+
+class _Shown:
+    """The node's progress bar over all latent frames of all tiles of one try."""
+
+    def __init__(self, latents: torch.Tensor, tiling: Tiling | None, node_id: str | None) -> None:
+        batch, _, count, height, width = latents.shape
+        tiles = 1 if tiling is None else len(tiling.tiles(height, width))
+        self._bar = host.progress(batch * tiles * (count + 1), node_id)
+        self._done = 0
+
+    def check(self) -> None:
+        """Count, and end the decode where the user has stopped it."""
+        host.raise_if_stopped()
+        self._done += 1
+        self._bar.update(self._done)

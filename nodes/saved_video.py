@@ -1,0 +1,59 @@
+"""What all nodes that write a video file have in common: its inputs, the graph inside it, and what is shown of it."""
+
+from __future__ import annotations
+
+from ..host import OutputFile, OutsideFolderError, host, io, ui
+
+
+def saving_inputs() -> list[io.Input]:
+    """Frame rate, name and quality."""
+    return [
+        io.Float.Input(
+            "fps",
+            default=16.0,
+            min=0.01,
+            max=1000.0,
+            step=0.01,
+            tooltip="Wan2.2 A14B makes 16 frames per second of motion; another number speeds it up or slows it down.",
+        ),
+        io.String.Input(
+            "filename_prefix",
+            default="video/WanStream",
+            tooltip="Name below the output folder; a counter is appended. %width%, %height% and %year% ... "
+            "%second% are filled in.",
+        ),
+        io.Int.Input(
+            "crf",
+            default=18,
+            # 0 would be lossless, in a profile of H.264 that browsers do not play.
+            min=1,
+            max=51,
+            tooltip="Quality of H.264: 18 looks lossless, 6 more halve the size of the file.",
+        ),
+    ]
+
+
+def name_refusal(filename_prefix: str | None) -> bool | str:
+    """For `validate_inputs`: why no file may have that name; True if one may. None is a name that is not known yet.
+
+    A name outside the output folder is refused now, not after hours of sampling.
+    """
+    try:
+        if filename_prefix is not None:
+            host.check_output(filename_prefix)
+    except OutsideFolderError as err:
+        return str(err)
+    return True
+
+
+def graph_of(hidden: io.HiddenHolder) -> dict[str, object]:
+    """What ComfyUI looks for in a file that is dropped on its canvas; nothing where users want no graph in files."""
+    if not host.graph_in_files():
+        return {}
+    graph = dict(hidden.extra_pnginfo or {})
+    return graph if hidden.prompt is None else {**graph, "prompt": hidden.prompt}
+
+
+def shown(file: OutputFile) -> ui.PreviewVideo:
+    """The video, below its node."""
+    return ui.PreviewVideo([ui.SavedResult(file.filename, file.subfolder, io.FolderType.output)])

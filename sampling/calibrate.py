@@ -1,0 +1,153 @@
+"""Measures the magnitude ratios of a run: how large what the blocks add is in every step, by the step before.
+
+The measure is that of diffusers' MagCache: the mean over tokens of the length of what was added to each. Lanes of one
+kind are averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
+
+import torch
+
+from ..metrics import Observe
+from ..plan import OffloadPolicy
+from ..plan.shapes import OUTPUT_TOKENS
+from ..wan import ExpertPair
+from ..wan.shortcut import GoingOn
+from .denoise import DenoiseResult, denoise_measured
+from .denoising import StepProgress
+from .errors import RequestError
+from .mag_table import MagTable, model_mark
+from .request import DenoiseRequest
+
+
+class Calibration:
+    """A `StepCache` that leaves nothing out, and measures.
+
+    Args:
+        batch: how many lanes of a step are positive; the others are negative.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._lengths: dict[int, dict[int, torch.Tensor]] = {}
+        self.marks: dict[str, tuple[float, ...]] = {}
+        """Of each expert that ran; see `MagTable.marks`."""
+
+    def known_skips(self, steps: Mapping[int, tuple[str, int]]) -> frozenset[int]:
+        """See `StepCache.known_skips`."""
+        return frozenset()
+
+    def begin(self, step: int, expert: str, lanes: int, model: torch.nn.Module) -> CalibrationPass:
+        """See `StepCache.begin`."""
+        self.marks.setdefault(expert, model_mark(model.get_parameter("scale_shift_table")))
+        lengths = self._lengths[step] = {}
+        return CalibrationPass(lengths)
+
+    def ratios(self, experts: Mapping[int, str]) -> tuple[tuple[float, ...], ...]:
+        """By kind of lane and step; `experts` are those of the steps that ran, in order."""
+        kinds = 1 + any(len(lengths) > self._batch for lengths in self._lengths.values())
+        found = [[1.0] for _ in range(kinds)]
+        for before, step in pairwise(experts):
+            for kind, ratios in enumerate(found):
+                lanes = range(kind * self._batch, (kind + 1) * self._batch)
+                same = experts[before] == experts[step]
+                ratios.append(self._ratio(before, step, lanes) if same else 1.0)
+        return tuple(tuple(ratios) for ratios in found)
+
+    def _ratio(self, before: int, step: int, lanes: range) -> float:
+        """1 where a step has no such lane."""
+        one, other = self._lengths[before], self._lengths[step]
+        known = [_mean_ratio(other[lane], one[lane]) for lane in lanes if lane in one and lane in other]
+        return fmean(known) if known else 1.0
+
+
+class CalibrationPass:
+    """One step; see `Shortcut`."""
+
+    whole = leaves_rest = False
+    cached_lanes = 0
+
+    def __init__(self, lengths: dict[int, torch.Tensor]) -> None:
+        self._lengths = lengths
+        self._entered: dict[int, torch.Tensor] = {}
+
+    def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Shortcut.without_blocks`."""
+        raise AssertionError("what is measured is computed")
+
+    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+        """See `Shortcut.entered`."""
+        self._entered[lane] = tokens
+
+    def choose(self) -> GoingOn:
+        """See `Shortcut.choose`."""
+        return GoingOn(range(len(self._entered)), True)
+
+    def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Shortcut.from_first`."""
+        raise AssertionError("what is measured is computed")
+
+    def ended(self, lane: int, hidden: torch.Tensor) -> None:
+        """See `Shortcut.ended`: a length for each token, some tokens at a time."""
+        parts = zip(
+            hidden.split(OUTPUT_TOKENS, dim=1), self._entered.pop(lane).split(OUTPUT_TOKENS, dim=1), strict=True
+        )
+        self._lengths[lane] = torch.cat([(after - before).float().norm(dim=-1) for after, before in parts], dim=1)
+
+
+def calibrate(
+    pair: ExpertPair,
+    request: DenoiseRequest,
+    *,
+    policy: OffloadPolicy,
+    device: torch.device | str,
+    source: str,
+    on_step: Callable[[StepProgress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    observe: Observe | None = None,
+) -> tuple[MagTable, DenoiseResult]:
+    """Run `request` whole, with no cache, and measure; the table says `source`. Costs a run.
+
+    Raises RequestError for a run that is not the whole schedule, and for one whose steps add nothing; as `denoise` too.
+    """
+    plain = replace(request, cache=None)
+    course, whole = plain.course(), replace(plain, end_step=None).course()
+    if course.start_step > 0 or course.schedule.steps < whole.schedule.steps:
+        raise RequestError(
+            f"the run takes steps {course.start_step} to {course.schedule.steps} of {whole.schedule.steps}, and a part "
+            "says nothing about the others: calibrate a run of all steps"
+        )
+    if plain.windows is not None:
+        raise RequestError("context windows are other pieces in every step: calibrate a run without them")
+    measured = Calibration(plain.batch)
+    result = denoise_measured(
+        pair,
+        plain,
+        measured,
+        policy=policy,
+        device=device,
+        on_step=on_step,
+        should_stop=should_stop,
+        observe=observe,
+    )
+    ratios = measured.ratios(dict(enumerate(course.experts)))
+    if not all(math.isfinite(ratio) and ratio > 0 for each in ratios for ratio in each):
+        raise RequestError("in some step the blocks add nothing, or no number: this run cannot be calibrated")
+    table = MagTable(
+        sigmas=tuple(course.schedule.sigmas),
+        experts=course.experts,
+        ratios=ratios,
+        marks=measured.marks,
+        source=source,
+    )
+    return table, result
+
+
+def _mean_ratio(now: torch.Tensor, before: torch.Tensor) -> float:
+    return float((now / (before + 1e-8)).mean())

@@ -1,0 +1,149 @@
+"""Two real workers share runs with a cache: they decide alike, so that none waits for the other in vain."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.tasks import Meeting, RunTask
+from wanstream.distributed.worker import Worker
+from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.plan.mesh import Mesh
+from wanstream.plan.workers_ref import WeightHome
+from wanstream.sampling import DenoiseRequest
+from wanstream.sampling.cache_settings import FirstBlockCache
+
+ULYSSES, CFG = Mesh(ulysses=2), Mesh(cfg=2)
+STEPS = 8
+RANDOM = random.Random(7)
+THRESHOLDS = [RANDOM.uniform(0.35, 0.85) for _ in range(20)]
+EVERY = 5
+"""Of how many thresholds one is held against a worker alone."""
+SAME = 1e-5
+"""Relative: the largest difference by the largest value."""
+
+Decisions = list[tuple[int, int]]
+"""Of every step: lanes that left blocks out here, and visits that were left out."""
+
+
+def job_join(here: SimpleNamespace, every: Sequence[Meeting]) -> None:
+    here.worker = getattr(here, "worker", None) or Worker("cpu", threads=1)
+    if every:
+        here.worker.join(every[here.number])
+
+
+def job_close(here: SimpleNamespace) -> None:
+    here.worker.close()
+    del here.worker
+
+
+def job_run_each(here: SimpleNamespace, tasks: Sequence[RunTask]) -> list[tuple[Decisions, torch.Tensor | None]]:
+    """The same worker runs one task after the other."""
+    found = []
+    for task in tasks:
+        ended = here.worker.run(task, lambda told: None)
+        decided = [(step.cached_lanes, step.skipped_visits) for step in ended.timeline.steps]
+        found.append((decided, ended.latents))
+    return found
+
+
+@pytest.fixture
+def cell(processes: Any, split_jobs: Any) -> Callable[..., list[Any]]:
+    """`cell(mesh, tasks, home="full")`: what each worker of that cell makes of these tasks; `None` is one alone."""
+
+    def run(mesh: Mesh | None, tasks: Sequence[RunTask], home: WeightHome = "full") -> list[Any]:
+        count = 1 if mesh is None else mesh.size
+        every = [] if mesh is None else [replace(each, weights=home) for each in split_jobs.meetings(mesh)]
+        processes.all(job_join, every, count=count)
+        try:
+            return processes.all(job_run_each, tasks, count=count)
+        finally:
+            processes.all(job_close, count=count)
+
+    return run
+
+
+@pytest.fixture
+def ask(make_task: Callable[..., RunTask], tiny_expert_folder: Callable[..., Path]) -> Callable[..., RunTask]:
+    """`ask(threshold, batch=1, end_step=8)`: a task of 8 steps, 4 of them high-noise, for lanes of 12 tokens."""
+    high, low = (tiny_expert_folder(seed=seed, heads=2) for seed in (1, 2))
+    experts = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32")
+
+    def make(threshold: float, *, batch: int = 1, end_step: int = STEPS) -> RunTask:
+        noise = torch.randn(batch, 16, 2, 4, 6, generator=torch.Generator().manual_seed(10))
+        cache = FirstBlockCache(threshold=threshold)
+        request = {"noise": noise, "steps": STEPS, "switch_step": 4, "end_step": end_step, "cache": cache}
+        return make_task(experts=experts, request=request, policy=OffloadPolicy.layerwise(1))
+
+    return make
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def visits_of(ran: Sequence[tuple[Decisions, Any]]) -> list[list[int]]:
+    return [[visits for _, visits in decided] for decided, _ in ran]
+
+
+@pytest.mark.slow
+def test_two_workers_that_share_tokens_decide_alike_at_20_random_thresholds(
+    cell: Callable[..., list[Any]], ask: Callable[..., RunTask]
+) -> None:
+    tasks = [ask(threshold, end_step=6) for threshold in THRESHOLDS]
+    one, other = cell(ULYSSES, tasks)
+    assert [decided for decided, _ in one] == [decided for decided, _ in other]
+    assert len({tuple(visits) for visits in visits_of(one)}) >= 3, "these thresholds are too much alike"
+    [alone] = cell(None, tasks[::EVERY])
+    for (decided, latents), (expected, whole) in zip(one[::EVERY], alone, strict=True):
+        assert decided == expected
+        assert difference(latents, whole) <= SAME
+
+
+@pytest.mark.parametrize("mesh", [ULYSSES, CFG], ids=str)
+def test_two_workers_decide_as_one_does(
+    mesh: Mesh, cell: Callable[..., list[Any]], ask: Callable[..., RunTask]
+) -> None:
+    tasks = [ask(threshold) for threshold in (0.45, 0.55, 0.7)]
+    [alone] = cell(None, tasks)
+    one, other = cell(mesh, tasks)
+    assert visits_of(one) == visits_of(other) == visits_of(alone)
+    for (expected, whole), (first, latents), (second, _) in zip(alone, one, other, strict=True):
+        assert difference(latents, whole) <= SAME
+        if mesh == CFG:  # each side has one of the two lanes
+            both = [mine + theirs for (mine, _), (theirs, _) in zip(first, second, strict=True)]
+            assert both == [lanes for lanes, _ in expected]
+    assert 1 in [lanes for decided, _ in alone for lanes, _ in decided], "one lane alone never leaves anything out"
+
+
+@pytest.mark.parametrize("home", ["sharded", "sharded in VRAM"])
+def test_workers_that_gather_their_weights_leave_out_the_same_visits(
+    home: WeightHome, cell: Callable[..., list[Any]], ask: Callable[..., RunTask]
+) -> None:
+    tasks = [ask(threshold) for threshold in (0.55, 1e9)]
+    [alone] = cell(None, tasks)
+    one, other = cell(CFG, tasks, home)
+    assert visits_of(one) == visits_of(other) == visits_of(alone)
+    assert all(any(visits) for visits in visits_of(alone))
+    for (_, whole), (_, latents) in zip(alone, one, strict=True):
+        assert torch.equal(latents, whole)
+
+
+def test_an_odd_number_of_videos_on_two_sides(cell: Callable[..., list[Any]], ask: Callable[..., RunTask]) -> None:
+    tasks = [ask(0.6, batch=3), with_fewer_lanes_late(ask(0.6, batch=3))]
+    [alone] = cell(None, tasks)
+    for (_, whole), (_, latents) in zip(alone, cell(CFG, tasks)[0], strict=True):
+        assert torch.equal(latents, whole)
+
+
+def with_fewer_lanes_late(task: RunTask) -> RunTask:
+    """Without negative lanes in the late steps: another number of lanes than before."""
+    request: DenoiseRequest = replace(task.request, guidance_steps=(4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 1.0, 1.0))
+    return replace(task, request=request)

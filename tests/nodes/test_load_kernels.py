@@ -1,0 +1,64 @@
+"""What computes the blocks is chosen on the loaders: it travels by value, and what is missing is said by the loader."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.cli.sample_wan21 import T2V_FILE
+from wanstream.host import ExpertsRef, host, io
+from wanstream.host.embedded_door import Folders, embedded_door
+from wanstream.nodes.benchmark_runs import _expert_words
+from wanstream.nodes.load import WanStreamExperts
+from wanstream.nodes.one_expert import WanStreamOneExpert
+from wanstream.wan.kernels import INDUCTOR, Kernels, KernelsError
+
+PAIR = {
+    "high_noise": "wan2.2_t2v_high_noise_14B_fp16.safetensors",
+    "low_noise": "wan2.2_t2v_low_noise_14B_fp16.safetensors",
+}
+LOADERS = [(WanStreamExperts, PAIR), (WanStreamOneExpert, {"file": Path(T2V_FILE).name})]
+
+
+@pytest.fixture(autouse=True)
+def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
+    folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
+    with embedded_door.opened(folders, device=torch.device("cpu")):
+        yield
+        embedded_door.free_experts()
+
+
+def loaded(loader: type[io.ComfyNode], files: dict[str, str], **kernels: object) -> ExpertsRef:
+    output = loader.execute(**files, compute_dtype="fp32", **kernels)  # type: ignore[attr-defined]
+    found: ExpertsRef = output.args[0]
+    return found
+
+
+@pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])
+def test_the_choice_travels_by_value_and_reopens_nothing(loader: type[io.ComfyNode], files: dict[str, str]) -> None:
+    before = loaded(loader, files)
+    pair = host.experts(before)
+    chosen = loaded(loader, files, attention="sdpa", compile=True)
+    assert chosen == replace(before, attention="sdpa", compile=True) != before
+    assert host.experts(chosen) is pair
+    assert pair.kernels == Kernels(attention="sdpa", compiler=INDUCTOR)
+    assert host.experts(before).kernels == Kernels()
+
+
+@pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])
+@pytest.mark.skipif(importlib.util.find_spec("sageattention") is not None, reason="sageattention is installed")
+def test_a_package_that_is_missing_is_said_by_the_loader(loader: type[io.ComfyNode], files: dict[str, str]) -> None:
+    with pytest.raises(KernelsError, match=r"attention 'sage' needs sageattention 2\.1\.1 or later, which cannot be"):
+        loaded(loader, files, attention="sage")
+    assert loaded(loader, files, attention="sdpa").attention == "sdpa"
+
+
+def test_a_report_names_what_was_chosen() -> None:
+    plain = ExpertsRef(high_noise=Path("high"), low_noise=Path("low"))
+    words = _expert_words(replace(plain, attention="sage", compile=True))
+    assert words == {**_expert_words(plain), "Attention": "sage", "Blocks": "compiled"}

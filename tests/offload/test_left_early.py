@@ -1,0 +1,108 @@
+"""A run that is left before its last visit: what was fetched for visits that do not come serves the next run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from wanstream.metrics import Recorder
+from wanstream.offload import BlockPatch, OffloadHandle, WeightPatch, attach_offload
+from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+
+BLOCKS, WIDTH = 6, 32
+LIMIT_S = 60.0
+"""Only catches what hangs."""
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+)
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def stack(make_stack: Callable[..., nn.ModuleList]) -> nn.ModuleList:
+    return make_stack(BLOCKS, width=WIDTH)
+
+
+@pytest.fixture
+def handle(stack: nn.ModuleList, device: str) -> Iterator[OffloadHandle]:
+    policy = OffloadPolicy.layerwise(2)
+    with attach_offload({"high": stack}, policy=policy, device=device, follow_forward=False) as attached:
+        yield attached
+
+
+def leave_after(handle: OffloadHandle, stack: nn.ModuleList, blocks: int, value: torch.Tensor, fetched: int) -> int:
+    """Visit some blocks of a run, wait until so many fetches were issued, and leave it; the bytes of that step."""
+    recorder = Recorder(handle.engine.device)
+    with recorder.step(0, "high"):
+        with handle.run(step_visits(["high"] * 2, handle.counts), recorder=recorder) as run:
+            for block in range(blocks):
+                with run.visit(0, "high", block):
+                    value = stack[block](value)
+            until = time.monotonic() + LIMIT_S
+            while len(run.fetched) < fetched:
+                assert time.monotonic() < until, "the fetches do not come"
+                time.sleep(0.001)
+            run.leave()
+        recorder.cached(lanes=1, visits=BLOCKS - blocks)
+    assert (recorder.last.cached_lanes, recorder.last.skipped_visits) == (1, BLOCKS - blocks)
+    return recorder.last.bytes_moved
+
+
+def patches() -> dict[BlockKey, BlockPatch]:
+    """Blocks that are not whole before the computing thread has patched them, on a CPU."""
+    weight = WeightPatch(up=torch.full((3 * WIDTH, 2), 0.1), down=torch.ones(2, WIDTH))
+    return {BlockKey("high", block): BlockPatch(identity=1, weights={"up.weight": weight}) for block in range(BLOCKS)}
+
+
+def whole_pass(handle: OffloadHandle, stack: nn.ModuleList, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What all blocks make of `value`, and how many of them were fetched for it."""
+    with handle.run(step_visits(["high"], handle.counts)) as run:
+        for visit in run.program.visits:
+            with run.visit(*visit):
+                value = stack[visit.block](value)
+    return value, len(run.fetched)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+@pytest.mark.parametrize("patched", [False, True])
+def test_what_was_issued_is_whole_and_is_not_fetched_again(
+    handle: OffloadHandle, stack: nn.ModuleList, device: str, blocks: int, patched: bool
+) -> None:
+    if patched:
+        handle.set_patches(patches())
+    value = torch.ones(1, WIDTH, device=device)
+    expected, fetched = whole_pass(handle, stack, value)
+    assert fetched == BLOCKS
+    ahead = blocks + 3  # as many buffers as there are
+    handle.give_back(handle.loaded_bytes)
+    moved = leave_after(handle, stack, blocks, value, ahead)
+    assert moved == ahead * handle.engine.fetch_bytes(BlockKey("high", 0))
+    held = {BlockKey("high", block) for block in range(blocks, ahead)}
+    assert set(handle.engine.contents().values()) == held
+    again, fetched = whole_pass(handle, stack, value)
+    assert torch.equal(again, expected)
+    assert fetched == BLOCKS - sum(key.block < 3 for key in held)
+
+
+def test_a_run_that_ends_by_an_error_keeps_nothing_that_nobody_has_waited_for(
+    handle: OffloadHandle, stack: nn.ModuleList, device: str
+) -> None:
+    with pytest.raises(KeyError), handle.run(step_visits(["high"], handle.counts)) as run:
+        run.leave()
+        raise KeyError
+    assert handle.engine.contents() == {}
+
+
+def test_a_run_is_left_while_it_goes_on(handle: OffloadHandle, device: str) -> None:
+    run = handle.run(step_visits(["high"], handle.counts))
+    with pytest.raises(AssertionError, match="before it is over"):
+        run.leave()

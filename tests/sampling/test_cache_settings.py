@@ -1,0 +1,130 @@
+"""What else knows of a request's cache: memory, the planner's job, the prediction, lanes that are joined, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.plan import Machine, OffloadPolicy
+from wanstream.plan.context_windows import ContextWindows
+from wanstream.plan.step_skips import SkipRule
+from wanstream.sampling import DenoiseRequest, RequestError, joined, request_job, working_bytes
+from wanstream.sampling.cache_settings import PRESETS, FirstBlockCache, MagCache, cached_policy
+from wanstream.sampling.mag_table import MagTable
+from wanstream.sampling.predicted import predicted_timeline
+from wanstream.sampling.trials import job_digest, request_words
+from wanstream.wan import ExpertPair
+
+STEPS, SWITCH, LAYERS = 8, 4, 4
+CPU = torch.device("cpu")
+LAYERWISE = OffloadPolicy.layerwise(1)
+
+MACHINE = Machine(
+    name="a CPU",
+    origin="a test",
+    computes_on="cpu",
+    vram_bytes=0,
+    ram_bytes=2**40,
+    h2d_bytes_per_s=None,
+    h2d_pageable_bytes_per_s=None,
+    d2h_bytes_per_s=None,
+    disk_bytes_per_s=1e9,
+    flops_per_s=1e12,
+    decode_bytes_per_s=2e9,
+    copy_bytes_per_s=8e9,
+    quantise_bytes_per_s=2e9,
+)
+
+Request = Callable[..., DenoiseRequest]
+OpenPair = Callable[..., ExpertPair]
+
+
+@pytest.fixture
+def ask(make_request: Request) -> Request:
+    def make(**changes: Any) -> DenoiseRequest:
+        return make_request(**{"steps": STEPS, "switch_step": SWITCH, **changes})
+
+    return make
+
+
+@pytest.fixture
+def magnitudes(ask: Request) -> MagCache:
+    """Leaves out two of three steps, but for the first one of each expert."""
+    course = ask().course()
+    table = MagTable(
+        sigmas=tuple(course.schedule.sigmas), experts=course.experts, ratios=((1.0,) * STEPS,), marks={}, source="x"
+    )
+    return MagCache(table=table, rule=SkipRule(threshold=1.0, retention=0.0))
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_memory_counts_what_a_cache_keeps(guided: bool, open_pair: OpenPair, magnitudes: MagCache) -> None:
+    pair, shape = open_pair(), (3, 16, 2, 40, 60)
+    state = 3 * (2 if guided else 1) * 2 * 20 * 30 * 256 * 4  # lanes x tokens x width x fp32
+
+    def needed(cache: Any) -> int:
+        return working_bytes(pair, shape, guided=guided, cache=cache)
+
+    assert needed(FirstBlockCache()) - needed(None) == 2 * state
+    assert needed(magnitudes) - needed(None) == state
+
+
+def test_the_planner_is_told_what_stays(open_pair: OpenPair, ask: Request, magnitudes: MagCache) -> None:
+    pair = open_pair()
+    plain, first, known = (request_job(pair, ask(cache=cache), CPU) for cache in (None, FirstBlockCache(), magnitudes))
+    assert (plain.kept_states, first.kept_states, known.kept_states) == (0, 2, 1)
+    assert first.staying_bytes - plain.staying_bytes == pair.computed_bytes
+    assert known.staying_bytes == plain.staying_bytes
+    assert plain.visits == first.visits == known.visits, "what is left out is no reason to plan for less"
+
+
+def test_the_first_block_stays_for_a_cache_that_asks_it(magnitudes: MagCache) -> None:
+    assert cached_policy(LAYERWISE, FirstBlockCache()) == replace(LAYERWISE, keeps_first=True)
+    assert cached_policy(LAYERWISE, magnitudes) == cached_policy(LAYERWISE, None) == LAYERWISE
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_the_prediction_knows_the_steps_that_are_left_out(
+    start: int, open_pair: OpenPair, ask: Request, magnitudes: MagCache
+) -> None:
+    pair = open_pair()
+    latent = torch.zeros(1, 16, 2, 4, 6)
+    request = ask(cache=magnitudes, start_step=start, latent=latent)
+    found = predicted_timeline(pair, request, LAYERWISE, machine=MACHINE, device=CPU)
+    left_out = [step.index for step in found.steps if step.skipped_visits]
+    assert left_out == ([1, 2, 5, 6] if start == 0 else [2, 3, 5, 6])
+    assert [step.index for step in found.steps] == list(range(start, STEPS))
+    assert [step.expert for step in found.steps] == ["high"] * (SWITCH - start) + ["low"] * (STEPS - SWITCH)
+    for step in found.steps:
+        assert (step.bytes_moved == step.wall_s == 0) == (step.skipped_visits == LAYERS)
+
+
+def test_lanes_of_other_caches_are_not_joined(ask: Request) -> None:
+    same = ask(cache=FirstBlockCache())
+    assert joined([same, same]).cache == FirstBlockCache()
+    with pytest.raises(RequestError, match="lane 2 does not fit lane 1: cache none, in lane 1 first block"):
+        joined([same, ask()])
+    with pytest.raises(RequestError, match=r"threshold 0\.1, in lane 1 first block, threshold 0\.05"):
+        joined([same, ask(cache=FirstBlockCache(threshold=0.1))])
+
+
+def test_windows_and_a_cache_do_not_go_together(ask: Request) -> None:
+    with pytest.raises(RequestError, match="disconnect the cache, or the windows"):
+        ask(cache=FirstBlockCache(), windows=ContextWindows(frames=2, overlap=0))
+
+
+def test_reports_tell_the_cache_and_know_it_apart(ask: Request, magnitudes: MagCache) -> None:
+    every = [ask(), ask(cache=FirstBlockCache()), ask(cache=FirstBlockCache(threshold=0.1)), ask(cache=magnitudes)]
+    assert len({job_digest(request, "experts") for request in every}) == len(every)
+    assert "Cache" not in request_words(every[0])
+    assert request_words(every[2])["Cache"] == "first block, threshold 0.1"
+    assert request_words(every[3])["Cache"].startswith("magnitudes, threshold 1, at most 2 in a row")
+
+
+def test_presets_rise() -> None:
+    assert list(PRESETS.values()) == sorted(PRESETS.values())
+    assert PRESETS["usual"] == FirstBlockCache().threshold

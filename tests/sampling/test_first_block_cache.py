@@ -1,0 +1,243 @@
+"""The first-block cache: the textbook loop with diffusers' own, the bytes that it saves, and runs that go wrong."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
+
+from wanstream.cli.sample_loras import make_lora, save_lora
+from wanstream.plan import OffloadPolicy
+from wanstream.sampling import Cancelled, DenoiseRequest, Part, RequestError, denoise, denoise_part, make_solver
+from wanstream.sampling.cache_settings import FirstBlockCache
+from wanstream.wan import ExpertPair, open_experts, open_lora
+
+LAYERS, STEPS, SWITCH = 4, 8, 4
+LAYERWISE = OffloadPolicy.layerwise(1)
+POLICIES = [
+    OffloadPolicy.resident(),
+    LAYERWISE,
+    OffloadPolicy.layerwise(0),
+    OffloadPolicy.block_swap(2, 1, source="pinned"),
+]
+ALWAYS = FirstBlockCache(threshold=1e9)
+SOME = FirstBlockCache(threshold=0.55)
+"""Hits in some steps of these experts, and in some steps for one lane only."""
+
+Request = Callable[..., DenoiseRequest]
+OpenPair = Callable[..., ExpertPair]
+Models = Mapping[str, WanTransformer3DModel]
+
+
+@pytest.fixture
+def ask(make_request: Request) -> Request:
+    """`ask(**changes)`: a request of 8 steps, 4 of them high-noise."""
+
+    def make(**changes: Any) -> DenoiseRequest:
+        return make_request(**{"steps": STEPS, "switch_step": SWITCH, **changes})
+
+    return make
+
+
+class ShortOnce:
+    """Passes on to a pair; at one use of a block, or behind the blocks, counted over the run, memory is short."""
+
+    def __init__(self, pair: ExpertPair, use: int, *, behind: bool = False) -> None:
+        self._pair, self._left, self._behind = pair, use, behind
+        self._hooked = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pair, name)
+
+    def engine(self, policy: OffloadPolicy, device: torch.device) -> Any:
+        engine = self._pair.engine(policy, device)
+        if not self._hooked:
+            self._hooked = True
+            for model in engine.models.bare.values():
+                for module in [model.proj_out] if self._behind else model.blocks:
+                    module.register_forward_pre_hook(self._use)
+        return engine
+
+    def _use(self, *given: object) -> None:
+        self._left -= 1
+        if self._left == -1:
+            raise torch.OutOfMemoryError("out of memory")
+
+
+def run(pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **asked: Any) -> Any:
+    return denoise(pair, request, policy=policy, device="cpu", **asked)
+
+
+def skipped(result: Any) -> list[int]:
+    return [step.index for step in result.timeline.steps if step.skipped_visits]
+
+
+@torch.inference_mode()
+def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: float) -> torch.Tensor:
+    """The textbook loop on whole models, with diffusers' cache around each of them."""
+    for model in models.values():
+        model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    course, latents = request.course(), request.noise
+    solver = make_solver(request.solver, course.schedule, request.start_step)
+    for step in course.steps:
+        model, time = models[course.experts[step]], torch.tensor([course.schedule.timesteps[step]])
+        found = []
+        for branch, text in (("cond", request.positive), ("uncond", request.negative)):
+            with model.cache_context(branch):
+                found.append(model(latents.to(model.dtype), time, text.to(model.dtype), return_dict=False)[0].float())
+        positive, negative = found
+        latents = solver.step(negative + course.guidance[step] * (positive - negative), latents)
+    return latents
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_threshold_of_0_changes_no_bit(policy: OffloadPolicy, open_pair: OpenPair, ask: Request) -> None:
+    pair = open_pair()
+    plain, cached = run(pair, ask(), policy), run(pair, ask(cache=FirstBlockCache(threshold=0.0)), policy)
+    assert torch.equal(cached.latents, plain.latents)
+    assert skipped(cached) == []
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.45, 0.55, 1e9])
+def test_what_is_taken_over_is_what_diffusers_takes_over(
+    threshold: float, open_pair: OpenPair, plain_models: Any, ask: Request
+) -> None:
+    request = ask(cache=FirstBlockCache(threshold=threshold))
+    assert torch.equal(run(open_pair(), request).latents, with_diffusers_cache(plain_models(), request, threshold))
+
+
+def test_these_thresholds_hit_all_lanes_one_lane_and_none(open_pair: OpenPair, ask: Request) -> None:
+    steps = run(open_pair(), ask(cache=SOME)).timeline.steps
+    assert {step.cached_lanes for step in steps} == {0, 1, 2}
+    assert all((step.skipped_visits == LAYERS - 1) == (step.cached_lanes == 2) for step in steps)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_no_policy_changes_a_bit_of_what_a_cache_makes(
+    policy: OffloadPolicy, open_pair: OpenPair, ask: Request
+) -> None:
+    pair, request = open_pair(), ask(cache=SOME)
+    expected = run(open_pair(), request)
+    for _ in range(2):
+        found = run(pair, request, policy)
+        assert torch.equal(found.latents, expected.latents)
+        assert skipped(found) == skipped(expected) != []
+
+
+def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, ask: Request) -> None:
+    pair, whole = open_pair(), ask(batch=3, cache=SOME)
+    for place, sample in enumerate(run(pair, whole).latents):
+        one = {name: getattr(whole, name)[place : place + 1].clone() for name in ("noise", "positive", "negative")}
+        assert torch.equal(run(pair, ask(cache=SOME, **one)).latents[0], sample)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_skipped_step_moves_no_more_than_lay_ahead_and_the_next_one_uses_it(
+    ahead: int, open_pair: OpenPair, ask: Request
+) -> None:
+    pair = open_pair()
+    steps = run(pair, ask(cache=ALWAYS), OffloadPolicy.layerwise(ahead)).timeline.steps
+    blocks = [step.bytes_moved / pair.stored_bytes for step in steps]
+    assert blocks[0] == LAYERS
+    for first, last in ((0, SWITCH), (SWITCH, STEPS)):
+        # In its last step an expert's buffers go over to the next one.
+        assert sum(blocks[first + 1 : last - 1]) <= ahead + 1, "all skipped steps of an expert together"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_every_block_that_was_fetched_is_used(ahead: int, watched: Any, ask: Request) -> None:
+    """But those that lie ahead at the end of an expert: what is issued for a skipped step serves the next one."""
+    policy = OffloadPolicy.layerwise(ahead)
+    timeline = run(watched, ask(cache=SOME), policy).timeline
+    computed = [step for step in timeline.steps if not step.skipped_visits]
+    assert 2 < len(computed) < STEPS
+    fetched = sum(len(each.fetched) for each in watched.runs)
+    needed = len(computed) * (LAYERS - 1) + 2  # the first block of each expert stays
+    assert needed <= fetched <= needed + 2 * (ahead + 1)
+    assert timeline.bytes_moved == fetched * watched.pair.stored_bytes
+    assert len(watched.runs) == 1 + timeline.cached_steps - (timeline.steps[-1].skipped_visits > 0)
+
+
+def test_blocks_that_are_decoded_and_patched_on_arrival_are_whole_when_they_are_kept(
+    tiny_expert_file: Any, make_tiny_expert: Any, tmp_path: Path, ask: Request
+) -> None:
+    files = [tiny_expert_file(seed=seed, dtype=torch.float32, fp8="scaled_fp8") for seed in (1, 2)]
+    save_lora(make_lora(make_tiny_expert(), seed=3), tmp_path / "lora.safetensors", dtype=torch.float32)
+    lora = [(open_lora(tmp_path / "lora.safetensors"), 1.0)]
+    request, found = ask(cache=SOME), []
+    for policy in (OffloadPolicy.resident(), LAYERWISE, OffloadPolicy.layerwise(2)):
+        with open_experts(*files, compute_dtype=torch.float32) as pair:
+            pair.set_loras(lora, lora)
+            found.append(run(pair, request, policy))
+    assert skipped(found[0])
+    assert all(torch.equal(each.latents, found[0].latents) for each in found)
+
+
+def test_a_step_that_memory_was_short_in_decides_as_it_would_have(open_pair: OpenPair, ask: Request) -> None:
+    request = ask(cache=SOME)
+    whole = run(open_pair(), request, OffloadPolicy.layerwise(3))
+    computed = sum(2 + (2 - step.cached_lanes) * (LAYERS - 1) for step in whole.timeline.steps)
+    for use in range(1, computed, 9):
+        pair = ShortOnce(open_pair(), use)
+        disturbed = run(pair, request, OffloadPolicy.layerwise(3))
+        assert torch.equal(disturbed.latents, whole.latents), use
+        assert len(disturbed.timeline.changes) == 1
+
+
+def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
+    open_pair: OpenPair, ask: Request
+) -> None:
+    request = ask(cache=SOME)
+    whole = run(open_pair(), request, OffloadPolicy.layerwise(3))
+    for use in (1, 2 * SWITCH + 1):  # the second lane of the first step of each expert
+        disturbed = run(ShortOnce(open_pair(), use, behind=True), request, OffloadPolicy.layerwise(3))
+        assert torch.equal(disturbed.latents, whole.latents)
+        assert skipped(disturbed) == skipped(whole)
+
+
+@pytest.mark.parametrize("asked", [1, LAYERS + 1, LAYERS + 2, 3 * LAYERS])
+def test_a_run_that_is_stopped_leaves_the_pair_usable(asked: int, open_pair: OpenPair, ask: Request) -> None:
+    pair, request = open_pair(), ask(cache=SOME)
+    expected, questions = run(open_pair(), request), iter(range(10**6))
+    with pytest.raises(Cancelled):
+        run(pair, request, should_stop=lambda: next(questions) == asked)
+    assert torch.equal(run(pair, request).latents, expected.latents)
+
+
+def test_a_run_that_goes_on_computes_its_first_step(open_pair: OpenPair, ask: Request) -> None:
+    pair, request, states = open_pair(), ask(cache=ALWAYS), list[Any]()
+    run(pair, request, on_step=lambda step: states.append(step.state()))
+    rest = denoise_part(pair, request, Part(resume=states[1]), policy=LAYERWISE, device="cpu")
+    assert [step.index for step in rest.timeline.steps if not step.skipped_visits] == [2, SWITCH]
+
+
+def test_another_number_of_lanes_begins_anew(open_pair: OpenPair, ask: Request) -> None:
+    scales = (3.0,) * 3 + (1.0,) * (STEPS - 3)
+    steps = run(open_pair(), ask(cache=ALWAYS, guidance_steps=scales)).timeline.steps
+    assert [step.index for step in steps if not step.skipped_visits] == [0, 3, SWITCH]
+
+
+def test_the_next_block_is_asked_for_only_after_the_first_was_looked_at(open_pair: OpenPair, ask: Request) -> None:
+    """So that a run is stopped in a step that needs one block as in any other."""
+    pair, request, questions = open_pair(), ask(cache=ALWAYS), list[int]()
+    run(pair, request, should_stop=lambda: bool(questions.append(1)))
+    assert len(questions) == 2 * LAYERS + (STEPS - 2)
+
+
+@pytest.mark.parametrize("threshold", [-0.1, math.nan, math.inf])
+def test_a_threshold_that_is_none_is_refused(threshold: float) -> None:
+    with pytest.raises(RequestError, match="threshold"):
+        FirstBlockCache(threshold=threshold)
+
+
+def test_a_request_with_a_cache_travels(ask: Request) -> None:
+    request = pickle.loads(pickle.dumps(ask(cache=SOME)))  # noqa: S301 - our own
+    assert request.cache == SOME
+    assert replace(request, cache=None).cache is None

@@ -1,0 +1,82 @@
+"""Context windows, NAG and noise of every step on a GPU: the same rules, and no more memory than was reckoned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.plan import OffloadPolicy
+from wanstream.plan.context_windows import ContextWindows
+from wanstream.sampling import DenoiseRequest, denoise, working_bytes
+from wanstream.wan import ExpertPair, Nag, open_experts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+CUDA = torch.device("cuda")
+SHAPE = {"layers": 4, "heads": 8, "ffn_dim": 4096}
+LATENT = (1, 16, 9, 32, 48)
+LAYERWISE = OffloadPolicy.layerwise(1)
+
+Request = Callable[..., DenoiseRequest]
+
+
+@pytest.fixture
+def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
+    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16, **SHAPE) for seed in (1, 2)]
+    with open_experts(*folders, compute_dtype=torch.bfloat16) as opened:
+        yield opened
+
+
+@pytest.fixture
+def long(make_request: Request) -> DenoiseRequest:
+    return make_request(noise=torch.randn(LATENT, generator=torch.Generator().manual_seed(20)))
+
+
+def latents_of(pair: ExpertPair, request: DenoiseRequest) -> torch.Tensor:
+    return denoise(pair, request, policy=LAYERWISE, device=CUDA).latents
+
+
+def test_one_window_of_all_frames_is_no_window_to_the_bit(pair: ExpertPair, long: DenoiseRequest) -> None:
+    one = replace(long, windows=ContextWindows(frames=9, overlap=4, fuse="pyramid"))
+    assert torch.equal(latents_of(pair, one), latents_of(pair, long))
+
+
+def test_weights_move_once_for_all_windows(pair: ExpertPair, long: DenoiseRequest) -> None:
+    each = [replace(long, windows=windows) for windows in (None, ContextWindows(frames=3, overlap=1))]
+    moved = [
+        [step.bytes_moved for step in denoise(pair, request, policy=LAYERWISE, device=CUDA).timeline.steps[1:]]
+        for request in each
+    ]
+    assert moved[0] == moved[1]
+
+
+def test_an_alpha_of_zero_is_a_run_without_nag_to_the_bit(pair: ExpertPair, long: DenoiseRequest) -> None:
+    off = replace(long, guidance=(1.0, 1.0))
+    assert torch.equal(latents_of(pair, replace(off, nag=Nag(alpha=0.0))), latents_of(pair, off))
+
+
+@pytest.mark.parametrize("chunk", [None, 512])
+def test_what_was_reckoned_is_what_windows_and_nag_take(
+    chunk: int | None, pair: ExpertPair, long: DenoiseRequest
+) -> None:
+    policy = replace(LAYERWISE, chunk_tokens=chunk)
+    request = replace(long, guidance=(4.0, 1.0), nag=Nag(), windows=ContextWindows(frames=5, overlap=2))
+    denoise(pair, request, policy=policy, device=CUDA)  # workspaces of libraries are there from now on
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    denoise(pair, request, policy=policy, device=CUDA)
+    taken = torch.cuda.max_memory_allocated() - held
+    assert taken <= 1.15 * working_bytes(pair, request.computed_shape, guided=True, chunk_tokens=chunk)
+
+
+def test_the_noise_of_steps_is_drawn_as_on_a_cpu(pair: ExpertPair, long: DenoiseRequest) -> None:
+    request = replace(long, solver="lcm", guidance=(1.0, 1.0))
+    on_cpu = denoise(pair, request, policy=LAYERWISE, device="cpu").latents
+    torch.testing.assert_close(latents_of(pair, request), on_cpu, rtol=0.1, atol=0.1)

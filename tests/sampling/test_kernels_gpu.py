@@ -1,0 +1,76 @@
+"""Compiled blocks and kernels of attention on a GPU: one graph, the same video, no byte more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from wanstream.plan import Attention, OffloadPolicy
+from wanstream.sampling import DenoiseRequest, DenoiseResult, denoise
+from wanstream.wan import ExpertPair, open_experts
+from wanstream.wan.kernels import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_usable
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
+]
+
+CUDA = torch.device("cuda")
+LATENT = (1, 16, 5, 32, 48)
+POLICIES = {"layerwise": OffloadPolicy.layerwise(1), "resident": OffloadPolicy.resident(source="pinned")}
+CLOSE = 2e-2
+"""Relative, in bf16; 8 bits (sage) included."""
+
+
+@pytest.fixture
+def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
+    shape = {"layers": 4, "heads": 8, "ffn_dim": 4096}
+    folders = [tiny_expert_folder(seed=seed, dtype=torch.bfloat16, **shape) for seed in (1, 2)]
+    with open_experts(*folders, compute_dtype=torch.bfloat16) as opened:
+        yield opened
+
+
+@pytest.fixture
+def request_of(make_request: Callable[..., DenoiseRequest]) -> DenoiseRequest:
+    return make_request(noise=torch.randn(LATENT, generator=torch.Generator().manual_seed(1)))
+
+
+def run(pair: ExpertPair, request: DenoiseRequest, policy: str = "layerwise") -> DenoiseResult:
+    return denoise(pair, request, policy=POLICIES[policy], device=CUDA)
+
+
+def difference(one: DenoiseResult, other: DenoiseResult) -> float:
+    return float((one.latents - other.latents).norm() / other.latents.norm())
+
+
+@pytest.mark.slow
+def test_one_graph_serves_both_experts_and_every_policy(pair: ExpertPair, request_of: DenoiseRequest) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    _, plain = run(pair, request_of), run(pair, request_of)
+    pair.kernels = Kernels(compiler=INDUCTOR)
+    compiled = [run(pair, request_of, policy) for policy in ("layerwise", "resident", "layerwise")]
+    assert counters["stats"]["unique_graphs"] == 1
+    for each in compiled:
+        assert torch.equal(each.latents, compiled[0].latents)
+        assert difference(each, plain) < CLOSE
+    moved = [[step.bytes_moved for step in each.timeline.steps] for each in (plain, compiled[0])]
+    assert moved[0] == moved[1]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "default"])
+def test_another_kernel_of_attention_makes_the_same_video(
+    attention: Attention, pair: ExpertPair, request_of: DenoiseRequest
+) -> None:
+    try:
+        check_usable(Kernels(attention=attention), CUDA, torch.bfloat16)
+    except KernelsError as err:
+        pytest.skip(str(err))
+    plain = run(pair, request_of)
+    pair.kernels = Kernels(attention=attention)
+    assert difference(run(pair, request_of), plain) < CLOSE

@@ -1,0 +1,235 @@
+"""The magnitude cache: measured as diffusers measures, taken over as diffusers takes over, and never on another run."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from diffusers import MagCacheConfig, WanTransformer3DModel
+
+from wanstream.plan import OffloadPolicy
+from wanstream.plan.step_skips import SkipRule
+from wanstream.sampling import Cancelled, DenoiseRequest, Part, RequestError, denoise, denoise_part, make_solver
+from wanstream.sampling.cache_settings import MagCache
+from wanstream.sampling.calibrate import calibrate
+from wanstream.sampling.mag_table import MagTable
+from wanstream.wan import ExpertPair
+
+LAYERS, STEPS, SWITCH = 4, 8, 4
+LAYERWISE = OffloadPolicy.layerwise(1)
+RULE = SkipRule(threshold=0.3, most_in_a_row=2, retention=0.0)
+
+Request = Callable[..., DenoiseRequest]
+OpenPair = Callable[..., ExpertPair]
+Models = Mapping[str, WanTransformer3DModel]
+
+
+@pytest.fixture
+def ask(make_request: Request) -> Request:
+    """`ask(**changes)`: a request of 8 steps, 4 of them high-noise."""
+
+    def make(**changes: Any) -> DenoiseRequest:
+        return make_request(**{"steps": STEPS, "switch_step": SWITCH, **changes})
+
+    return make
+
+
+@pytest.fixture
+def table(open_pair: OpenPair, ask: Request) -> MagTable:
+    return measured(open_pair(), ask())
+
+
+@pytest.fixture
+def made_up(ask: Request) -> MagTable:
+    """A table for such a request, of no model."""
+    course = ask().course()
+    ratios = tuple(1 - 0.01 * step for step in range(STEPS))
+    marks = {"high": (0.1, 0.2), "low": (0.3, 0.4)}
+    sigmas = tuple(course.schedule.sigmas)
+    return MagTable(sigmas=sigmas, experts=course.experts, ratios=(ratios,), marks=marks, source="nothing")
+
+
+def measured(pair: ExpertPair, request: DenoiseRequest) -> MagTable:
+    return calibrate(pair, request, policy=LAYERWISE, device="cpu", source="a test")[0]
+
+
+def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **asked: Any) -> Any:
+    return denoise(pair, request, policy=policy, device="cpu", **asked)
+
+
+def skipped(result: Any) -> list[int]:
+    return [step.index for step in result.timeline.steps if step.skipped_visits]
+
+
+@torch.inference_mode()
+def with_diffusers_cache(
+    models: Models, request: DenoiseRequest, configs: Mapping[str, MagCacheConfig]
+) -> torch.Tensor:
+    """The textbook loop for one lane on whole models, with diffusers' cache around each."""
+    for name, model in models.items():
+        model.enable_cache(configs[name])
+    course, latents = request.course(), request.noise
+    solver = make_solver(request.solver, course.schedule, request.start_step)
+    for step in course.steps:
+        model, time = models[course.experts[step]], torch.tensor([course.schedule.timesteps[step]])
+        with model.cache_context("cond"):
+            velocity = model(latents, time, request.positive, return_dict=False)[0].float()
+        latents = solver.step(velocity, latents)
+    return latents
+
+
+def test_ratios_are_those_that_diffusers_measures(
+    open_pair: OpenPair, plain_models: Any, ask: Request, capsys: Any
+) -> None:
+    """It prints them when the last step of a model is over."""
+    request = ask(guidance=(1.0, 1.0), negative=None)
+    steps = {"high": SWITCH, "low": STEPS - SWITCH}
+    configs = {name: MagCacheConfig(calibrate=True, num_inference_steps=count) for name, count in steps.items()}
+    with_diffusers_cache(plain_models(), request, configs)
+    lists = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[") and line.endswith("]")]
+    high, low = map(json.loads, lists)
+    [ratios] = measured(open_pair(), request).ratios
+    assert ratios == pytest.approx([*high, *low], rel=1e-5)
+
+
+def test_what_is_taken_over_is_what_diffusers_takes_over(open_pair: OpenPair, plain_models: Any, ask: Request) -> None:
+    request = ask(guidance=(1.0, 1.0), negative=None)
+    table = measured(open_pair(), request)
+    [ratios] = table.ratios
+    configs = {
+        name: MagCacheConfig(
+            threshold=RULE.threshold,
+            max_skip_steps=RULE.most_in_a_row,
+            retention_ratio=RULE.retention,
+            num_inference_steps=len(own),
+            mag_ratios=torch.tensor(own, dtype=torch.float64),
+        )
+        for name, own in (("high", ratios[:SWITCH]), ("low", ratios[SWITCH:]))
+    }
+    found = run(open_pair(), ask(guidance=(1.0, 1.0), negative=None, cache=MagCache(table=table, rule=RULE)))
+    assert len(skipped(found)) > 1
+    assert torch.equal(found.latents, with_diffusers_cache(plain_models(), request, configs))
+
+
+def test_measuring_changes_no_bit(open_pair: OpenPair, ask: Request) -> None:
+    pair = open_pair()
+    table, result = calibrate(pair, ask(), policy=LAYERWISE, device="cpu", source="a test")
+    assert torch.equal(result.latents, run(pair, ask()).latents)
+    assert len(table.ratios) == 2
+    assert all(each[0] == each[SWITCH] == 1.0 and len(each) == STEPS for each in table.ratios)
+    assert table.experts == ("high",) * SWITCH + ("low",) * (STEPS - SWITCH)
+    assert table.marks.keys() == {"high", "low"}
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1e9])
+def test_a_threshold_of_0_changes_no_bit_and_a_high_one_skips_what_it_may(
+    threshold: float, open_pair: OpenPair, ask: Request, table: MagTable
+) -> None:
+    pair = open_pair()
+    found = run(pair, ask(cache=MagCache(table=table, rule=SkipRule(threshold=threshold, retention=0.25))))
+    if threshold == 0:
+        assert torch.equal(found.latents, run(pair, ask()).latents)
+        assert skipped(found) == []
+    else:
+        assert skipped(found) == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize("policy", [OffloadPolicy.resident(), LAYERWISE, OffloadPolicy.block_swap(2, 1)], ids=str)
+def test_skipped_steps_move_nothing_and_no_policy_changes_a_bit(
+    policy: OffloadPolicy, open_pair: OpenPair, ask: Request, table: MagTable
+) -> None:
+    pair, request = open_pair(), ask(cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0)))
+    expected, found = run(pair, request), run(open_pair(), request, policy)
+    assert torch.equal(found.latents, expected.latents)
+    for step in found.timeline.steps:
+        assert step.skipped_visits == (LAYERS if step.index in (1, 2, 5, 6) else 0)
+        assert step.cached_lanes == (2 if step.skipped_visits else 0)
+        assert not (step.skipped_visits and step.bytes_moved)
+    if policy == LAYERWISE:
+        assert found.timeline.bytes_moved == (STEPS - 4) * LAYERS * pair.stored_bytes
+
+
+def test_a_run_that_goes_on_in_a_skipped_step_computes_it(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
+    pair, states = open_pair(), list[Any]()
+    request = ask(cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0)))
+    run(pair, request, on_step=lambda step: states.append(step.state()))
+    rest = denoise_part(pair, request, Part(resume=states[0]), policy=LAYERWISE, device="cpu")
+    assert skipped(rest) == [2, 3, 5, 6]
+
+
+def test_a_run_that_is_stopped_leaves_the_pair_usable(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
+    pair, request = open_pair(), ask(cache=MagCache(table=table, rule=RULE))
+    expected = run(open_pair(), request)
+    with pytest.raises(Cancelled):
+        run(pair, request, should_stop=lambda: True)
+    assert torch.equal(run(pair, request).latents, expected.latents)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"steps": STEPS + 1}, "calibrated for 8 steps, this run has 9"),
+        ({"flow_shift": 3.0}, "another schedule or flow shift"),
+        ({"switch_step": SWITCH - 1}, "high-noise expert in step 3, this run takes the low-noise expert"),
+    ],
+)
+def test_a_table_for_another_run_is_refused(
+    changes: dict[str, Any], said: str, ask: Request, made_up: MagTable
+) -> None:
+    with pytest.raises(RequestError, match=said):
+        ask(cache=MagCache(table=made_up, rule=RULE), **changes)
+
+
+def test_a_part_of_the_run_is_that_run(ask: Request, made_up: MagTable) -> None:
+    cache = MagCache(table=made_up, rule=RULE)
+    assert ask(cache=cache, end_step=5).cache == ask(cache=cache, start_step=3).cache == cache
+
+
+def test_a_table_for_another_model_is_refused(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
+    cache = MagCache(table=table, rule=RULE)
+    for seeds in ({"high": 3}, {"low": 3}):
+        with pytest.raises(RequestError, match="calibrated for another model"):
+            run(open_pair(**seeds), ask(cache=cache))
+
+
+def test_the_same_model_in_bf16_is_known_again(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
+    assert skipped(run(open_pair(dtype=torch.bfloat16), ask(cache=MagCache(table=table, rule=RULE))))
+
+
+def test_a_part_of_a_schedule_is_not_measured(open_pair: OpenPair, ask: Request) -> None:
+    for part in ({"start_step": 1}, {"end_step": 7}):
+        with pytest.raises(RequestError, match="all steps"):
+            measured(open_pair(), ask(**part))
+
+
+def test_a_table_travels_and_is_written(made_up: MagTable) -> None:
+    assert MagTable.from_dict(json.loads(json.dumps(made_up.to_dict()))) == made_up
+    assert pickle.loads(pickle.dumps(made_up)) == made_up  # noqa: S301 - our own
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        {},
+        {"format": "another"},
+        {"ratios": [[1.0]]},
+        {"ratios": []},
+        {"ratios": "abc"},
+        {"ratios": [[1.0, math.nan] + [1.0] * 6]},
+        {"ratios": [[1.0, -1.0] + [1.0] * 6]},
+        {"marks": [1.0]},
+        {"sigmas": None},
+    ],
+    ids=str,
+)
+def test_what_is_no_table_is_refused(data: Any, made_up: MagTable) -> None:
+    given = data if not isinstance(data, dict) or "format" in data or not data else {**made_up.to_dict(), **data}
+    with pytest.raises(RequestError, match=r"calibrate|Calibration"):
+        MagTable.from_dict(given)

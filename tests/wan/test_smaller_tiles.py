@@ -1,0 +1,91 @@
+"""Where memory runs out, a decode goes on with smaller tiles, and nothing is left of what was tried before."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.plan.vae_room import DecodeNeeds, VaeRoomError
+from wanstream.plan.vae_tiles import Tiling
+from wanstream.wan.smaller_tiles import NoRoomToDecodeError, with_smaller_tiles
+from wanstream.wan.vae import open_vae
+
+NEEDS = DecodeNeeds(height=13, width=20, frames=5, pixel_bytes=1000, value_bytes=4, keeps_frames=True)
+
+
+class Tries:
+    """A decode for which no tile above a size has room."""
+
+    def __init__(self, fits: int, error: Callable[[], RuntimeError] = torch.OutOfMemoryError) -> None:
+        self._fits, self._error = fits, error
+        self.sizes: list[int] = []
+        self.left: list[weakref.ref[torch.Tensor]] = []
+
+    def __call__(self, tiling: Tiling | None) -> str:
+        assert all(held() is None for held in self.left), "what a try has made is gone before the next one"
+        self.sizes.append(0 if tiling is None else tiling.pixels)
+        made = torch.zeros(10)
+        self.left.append(weakref.ref(made))
+        if tiling is None or tiling.pixels > self._fits:
+            raise self._error()
+        return f"made in {tiling.pixels}"
+
+
+def test_tiles_get_smaller_until_they_fit() -> None:
+    tries, told = Tries(fits=80), []
+    assert with_smaller_tiles(tries, NEEDS, None, told.append) == "made in 64"
+    assert tries.sizes == [0, 88, 64]
+    assert told == [
+        "no memory for decoding whole frames: goes on with tiles of 88 pixels",
+        "no memory for decoding tiles of 88 pixels: goes on with tiles of 64 pixels",
+    ]
+
+
+def test_what_fits_is_tried_once() -> None:
+    tries = Tries(fits=128)
+    assert with_smaller_tiles(tries, NEEDS, Tiling.of(128)) == "made in 128"
+    assert tries.sizes == [128]
+
+
+def test_the_smallest_tile_is_the_last_try() -> None:
+    tries = Tries(fits=0)
+    with pytest.raises(
+        NoRoomToDecodeError, match="tiles of 64 pixels, the least that can be: OutOfMemoryError"
+    ) as none:
+        with_smaller_tiles(tries, NEEDS, Tiling.of(72))
+    assert tries.sizes == [72, 64]
+    assert isinstance(none.value, VaeRoomError)
+    assert isinstance(none.value, torch.OutOfMemoryError)
+
+
+def test_ram_that_cannot_be_had_is_a_shortage_too() -> None:
+    said = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
+    assert with_smaller_tiles(Tries(fits=64, error=lambda: RuntimeError(said)), NEEDS, Tiling.of(72)) == "made in 64"
+
+
+def test_another_error_ends_it_at_once() -> None:
+    tries = Tries(fits=64, error=lambda: RuntimeError("an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        with_smaller_tiles(tries, NEEDS, None)
+    assert tries.sizes == [0]
+
+
+def test_the_video_is_that_of_the_tiles_that_fitted(tiny_pipeline: Callable[[], Path]) -> None:
+    latents = torch.randn(1, 16, 2, 9, 12, generator=torch.Generator().manual_seed(0))
+    with open_vae(tiny_pipeline()) as vae:
+
+        def decode(tiling: Tiling | None) -> torch.Tensor:
+            def short() -> None:
+                calls.append(0)
+                if tiling is None and len(calls) == 2:
+                    raise torch.OutOfMemoryError("after the first frame")
+
+            calls: list[int] = []
+            return vae.decode(latents, device="cpu", tiling=tiling, check=short)
+
+        made = with_smaller_tiles(decode, vae.decode_needs(latents), None)
+        assert torch.equal(made, vae.decode(latents, device="cpu", tiling=Tiling.of(64)))

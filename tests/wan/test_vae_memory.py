@@ -1,0 +1,78 @@
+"""The reckoned memory of a decode against what it really takes, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wanstream.wan.live_tensors import LiveTensors
+from wanstream.wan.vae_memory import decode_pixel_bytes, encode_pixel_bytes
+from wanstream.wan.vae_tiles import decoded_frames
+
+REAL_WIDTH = 96
+
+
+def _on_meta(base_dim: int) -> AutoencoderKLWan:
+    with torch.device("meta"):
+        return AutoencoderKLWan(base_dim=base_dim).eval().requires_grad_(False)
+
+
+def _taken(vae: AutoencoderKLWan, latents: torch.Tensor) -> int:
+    with LiveTensors() as counted:
+        for frames in decoded_frames(vae, latents):
+            del frames
+    return counted.convolution_peak
+
+
+THIN = _on_meta(8)
+
+
+# The attention of the middle block is quadratic on `meta` alone, which has no kernel for it: sizes stay small.
+@given(st.integers(8, 20), st.integers(8, 20), st.integers(1, 6))
+@settings(max_examples=8, deadline=None)
+def test_a_decode_never_takes_more_than_is_reckoned_and_little_less(height: int, width: int, count: int) -> None:
+    taken = _taken(THIN, torch.empty(1, 16, count, height, width, device="meta"))
+    reckoned = decode_pixel_bytes(THIN.config, count) * height * width
+    assert 0.9 * reckoned <= taken <= reckoned
+
+
+def test_the_real_width_takes_23_kilobytes_for_a_pixel() -> None:
+    """Of whole frames of 1280x720 that is 21 GB, of a tile of 256 pixels 1.5 GB: what tooltips and help pages say."""
+    pixel = decode_pixel_bytes(_on_meta(REAL_WIDTH).config, 21)
+    assert 20.5e9 < pixel * 90 * 160 < 21.5e9
+    assert 1.45e9 < pixel * 32 * 32 < 1.55e9
+
+
+def test_where_it_is_reckoned_makes_no_difference() -> None:
+    with torch.inference_mode():
+        inside = decode_pixel_bytes(_on_meta(12).config, 3)
+    assert inside == pytest.approx(1.5 * decode_pixel_bytes(THIN.config, 3), rel=0.02)
+
+
+def test_the_first_frames_take_less() -> None:
+    one, two, three, many = (decode_pixel_bytes(THIN.config, count) for count in (1, 2, 3, 21))
+    assert one < two < three == many
+
+
+def test_the_same_is_counted_on_a_device_that_computes(tiny_pipeline: Callable[[], Path]) -> None:
+    vae = AutoencoderKLWan.from_pretrained(tiny_pipeline() / "vae").eval()
+    latents = torch.zeros(1, 16, 3, 8, 8)
+    with torch.no_grad():
+        taken = _taken(vae, latents)
+    assert taken == pytest.approx(decode_pixel_bytes(vae.config, 3) * 64, rel=0.01)
+
+
+@given(st.integers(8, 20), st.integers(8, 20), st.integers(1, 4))
+@settings(max_examples=4, deadline=None)
+def test_an_encode_never_takes_more_than_is_reckoned_either(height: int, width: int, count: int) -> None:
+    video = torch.empty(1, 3, 4 * (count - 1) + 1, 8 * height, 8 * width, device="meta")
+    with torch.no_grad(), LiveTensors() as counted:
+        THIN.encode(video)
+    reckoned = encode_pixel_bytes(THIN.config, count) * height * width
+    assert 0.85 * reckoned <= counted.convolution_peak <= reckoned

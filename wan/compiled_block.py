@@ -1,0 +1,102 @@
+"""Wan blocks whose forward is compiled, all of them as one: a graph that was made for a block serves every other.
+
+The function that is compiled takes the block as an argument, and its weights are inputs of the graph. So no other
+block, expert, buffer, LoRA or run needs another graph; tokens of another number, another dtype or another kernel of
+attention do. The second number of tokens gets a graph that serves any.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+TEXT_LENGTH = 1
+"""The dim of the text [1, L, D] that is another one in every prompt, and in both lanes of one."""
+
+log = logging.getLogger("wanstream.kernels")
+
+
+class BlockCompiler:
+    """A backend of `torch.compile` that counts its graphs; get it from `compiler_named`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.graphs = 0
+        """Graphs that this process has compiled for blocks so far."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compile_graph = torch._dynamo.lookup_backend(self.name)
+        began = time.perf_counter()
+        compiled: Callable[..., Any] = compile_graph(graph, inputs)
+        self.graphs += 1
+        log.info("blocks were compiled by %s in %.1f s (graph %d)", self.name, time.perf_counter() - began, self.graphs)
+        return compiled
+
+
+@functools.cache
+def compiler_named(name: str) -> BlockCompiler:
+    """The compiler of that name: one per process, as torch finds graphs again by who has compiled them."""
+    return BlockCompiler(name)
+
+
+class CompiledBlocks:
+    """Blocks that compute by graphs, from their making until `detach`; everything else about them stays as it is.
+
+    Attach before hooks are put around the blocks (context parallelism, caches), and take those off before `detach`.
+
+    Args:
+        blocks: of diffusers' `WanTransformer3DModel`, with their own forward.
+        compiler: what compiles them.
+
+    Raises:
+        RuntimeError: something else has replaced the forward of a block.
+    """
+
+    def __init__(self, blocks: Iterable[WanTransformerBlock], compiler: BlockCompiler) -> None:
+        self._blocks = list(blocks)
+        for index, block in enumerate(self._blocks):
+            if "forward" in vars(block):
+                raise RuntimeError(f"a hook lies around block {index}: compile blocks before any other hook")
+        self._forwards: list[Callable[..., torch.Tensor]] = []
+        compiled = functools.cache(partial(torch.compile, backend=compiler))
+        for block in self._blocks:
+            block.forward = partial(_forward, compiled(type(block).forward), block)
+            self._forwards.append(block.forward)
+
+    def detach(self) -> None:
+        """Give the blocks back their own forward. Detaching twice is allowed.
+
+        Raises:
+            RuntimeError: something was put around the forward of a block since; nothing was changed.
+        """
+        for index, (block, ours) in enumerate(zip(self._blocks, self._forwards, strict=True)):
+            if vars(block).get("forward") is not ours:
+                raise RuntimeError(f"a hook lies around block {index}: remove it before the block is no more compiled")
+        for block in self._blocks:
+            del block.forward
+        self._blocks, self._forwards = [], []
+
+
+def _forward(
+    compiled: Callable[..., torch.Tensor],
+    block: WanTransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | tuple[torch.Tensor, ...],
+    temb: torch.Tensor,
+    rotary_emb: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """See the block's own. Where texts are held against each other, they are two."""
+    texts = (encoder_hidden_states,) if isinstance(encoder_hidden_states, torch.Tensor) else encoder_hidden_states
+    for text in texts:
+        torch._dynamo.maybe_mark_dynamic(text, TEXT_LENGTH)
+    # The first block gets its tokens from a convolution, width before tokens: to a graph that is another input.
+    return compiled(block, hidden_states.contiguous(), encoder_hidden_states, temb, rotary_emb)

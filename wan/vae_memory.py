@@ -1,0 +1,67 @@
+"""What a VAE takes beside its weights, counted on the `meta` device: nothing is computed for it.
+
+It is convolutions from end to end, so what it takes goes with the area of what it works on at once. A small latent
+takes a little more for its size than a large one, because of the lines around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan
+
+from ..plan.shapes import FRAMES_PER_LATENT
+from ..plan.vae_tiles import LEAST_LATENT
+from .live_tensors import LiveTensors
+from .vae_tiles import decoded_frames
+
+STEADY_AFTER = 3
+"""Latent frames after which every further one takes the same."""
+
+
+def decode_pixel_bytes(config: Mapping[str, Any], latent_frames: int) -> int:
+    """Bytes for each latent pixel that is decoded at once, fp32, in a video of so many latent frames.
+
+    Counted are all tensors beside the weights, and one copy of what a convolution reads and writes: its library may
+    order both anew (oneDNN and cuDNN do).
+    """
+    return _counted(_key(config), min(latent_frames, STEADY_AFTER), _decode)
+
+
+def encode_pixel_bytes(config: Mapping[str, Any], latent_frames: int) -> int:
+    """The same of encoding a video of so many latent frames, beside the video itself."""
+    return _counted(_key(config), min(latent_frames, STEADY_AFTER), _encode)
+
+
+def _key(config: Mapping[str, Any]) -> str:
+    return json.dumps({name: value for name, value in config.items() if not name.startswith("_")}, sort_keys=True)
+
+
+def _decode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
+    latents = torch.empty(1, vae.config.z_dim, latent_frames, LEAST_LATENT, LEAST_LATENT)
+    counted = LiveTensors()
+    with counted:
+        for frames in decoded_frames(vae, latents):
+            del frames
+    return counted
+
+
+def _encode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
+    side = LEAST_LATENT * vae.spatial_compression_ratio
+    video = torch.empty(1, 3, FRAMES_PER_LATENT * (latent_frames - 1) + 1, side, side)
+    counted = LiveTensors()
+    with counted:
+        vae.encode(video)
+    return counted
+
+
+@functools.cache
+def _counted(config: str, latent_frames: int, work: Callable[[AutoencoderKLWan, int], LiveTensors]) -> int:
+    # Inference mode shows fewer operations, and so less of what they make on their way.
+    with torch.inference_mode(False), torch.device("meta"), torch.no_grad():
+        counted = work(AutoencoderKLWan.from_config(json.loads(config)).eval(), latent_frames)
+    return -(-counted.convolution_peak // LEAST_LATENT**2)
