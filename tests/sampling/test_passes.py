@@ -34,6 +34,10 @@ class Watched:
         self.device, self.models, self.block_counts = engine.device, engine.models, engine.block_counts
         self.runs: list[OffloadRun] = []
 
+    @property
+    def graphs(self) -> int:
+        return self._engine.graphs
+
     @contextmanager
     def run(
         self, visits: Sequence[Visit], recorder: Recorder | None = None, then: Sequence[Visit] = ()
