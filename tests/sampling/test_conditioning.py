@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,3 +214,26 @@ def test_what_the_experts_cannot_obey_is_refused_by_name(side: str, key: str, va
 def test_values_that_make_no_request(positive: Any, negative: Any, latent: Any, message: str) -> None:
     with pytest.raises(ConditioningError, match=message):
         native_inputs(positive, negative, latent)
+
+
+class TestWhatClipSees:
+    """ComfyUI's CLIP_VISION_OUTPUT is an object with attributes; only one of them counts."""
+
+    STATES = torch.randn(1, 17, 80, generator=torch.Generator().manual_seed(9))
+
+    def test_is_read_from_both_sides(self) -> None:
+        output = SimpleNamespace(penultimate_hidden_states=self.STATES, image_embeds=None)
+        both = _cond(clip_vision_output=output), _cond(clip_vision_output=output)
+        assert torch.equal(native_inputs(*both, EMPTY).image_embedding, self.STATES)
+        assert native_inputs(_cond(), _cond(), EMPTY).image_embedding is None
+
+    def test_of_other_images_on_each_side_is_refused(self) -> None:
+        seen = [SimpleNamespace(penultimate_hidden_states=states) for states in (self.STATES, -self.STATES)]
+        with pytest.raises(ConditioningError, match="different start images"):
+            native_inputs(_cond(clip_vision_output=seen[0]), _cond(clip_vision_output=seen[1]), EMPTY)
+        with pytest.raises(ConditioningError, match="different start images"):
+            native_inputs(_cond(clip_vision_output=seen[0]), _cond(), EMPTY)
+
+    def test_without_hidden_states_is_refused(self) -> None:
+        with pytest.raises(ConditioningError, match="clip_vision_output is a object without penultimate_hidden_states"):
+            native_inputs(_cond(clip_vision_output=object()), None, EMPTY)
