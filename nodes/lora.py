@@ -22,7 +22,8 @@ class WanStreamLora(io.ComfyNode):
             display_name="Wan LoRA (pair)",
             category="WanStream",
             description="Adds a LoRA to each expert's weights as they arrive on the device. Several of these nodes in "
-            "a row add up; another LoRA or strength reloads no expert. The LoRA of a model of one expert is high_noise.",
+            "a row add up; another LoRA or strength reloads no expert. The LoRA of a model of one expert is "
+            "high_noise.",
             inputs=[
                 sockets.Experts.Input(
                     "experts",

@@ -1,8 +1,8 @@
 """Which steps of an expert may take over what its blocks added in a step before, known before the run begins.
 
 The rule is that of MagCache (Ma et al., "MagCache: Fast Video Generation with Magnitude-Aware Cache", 2025), as
-diffusers has it: how far the size of what the blocks add has moved since it was computed last is multiplied up from measured
-ratios, and the distances from 1 are added up while steps are left out.
+diffusers has it: how far the size of what the blocks add has moved since it was computed last is multiplied up from
+measured ratios, and the distances from 1 are added up while steps are left out.
 """
 
 from __future__ import annotations

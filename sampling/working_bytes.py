@@ -22,8 +22,8 @@ def working_bytes(
 ) -> int:
     """Memory beside the weights for steps on latents of `shape` [B, 16, T, h, w]; see `ExpertShape.working_bytes`.
 
-    `guided` counts a negative lane beside each positive one; `chunk_tokens` is the policy's, `share` the split's. What a
-    cache keeps from step to step is among it.
+    `guided` counts a negative lane beside each positive one; `chunk_tokens` is the policy's, `share` the split's. What
+    a cache keeps from step to step is among it.
     """
     config = pair.high.config
     expert = ExpertShape(width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim)

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
+from ..offload.gather import Sharded, shard_bytes
 from ..offload.layout import flat_layout
 from ..plan import OffloadPolicy, plan_residency
+from ..plan.memory_needs import RAW_SLOTS
 from .detect import WanConfig
 from .meta_model import FIRST_BLOCK, block_streams, parameter_dtype, parameter_shapes, table_bytes
 from .projections import part_of
@@ -36,3 +38,13 @@ def device_bytes(
         if name not in streamed and part_of(name) is None
     )
     return buffers * buffer.nbytes + len(counts) * (staying + table_bytes(config))
+
+
+def shards_bytes(sharded: Sharded | None, *, blocks: int, stored_bytes: int, on_gpu: bool) -> int:
+    """Device memory of shards that are gathered: of all blocks where they stay there, else of those on their way."""
+    if sharded is None:
+        return 0
+    shard = shard_bytes(stored_bytes, sharded.gather.size)
+    if sharded.on_device:
+        return shard * blocks
+    return RAW_SLOTS * shard if on_gpu else 0

@@ -7,12 +7,11 @@ from functools import cached_property
 
 import torch
 
-from ..offload.gather import Sharded, shard_bytes
+from ..offload.gather import Sharded
 from ..plan import OffloadPolicy, Storage
-from ..plan.memory_needs import RAW_SLOTS
 from .block_storage import BlockBytes, block_bytes, row_scale_bytes
 from .checkpoint import Expert
-from .device_bytes import device_bytes
+from .device_bytes import device_bytes, shards_bytes
 from .expert_engine import ExpertEngine
 from .kernels import Kernels
 from .lora import LoraFile
@@ -184,9 +183,10 @@ class ExpertPair:
         """
         on_gpu = torch.device(device).type != "cpu"
         decoding = self._decoding_bytes if on_gpu else 0
+        blocks = sum(self.block_counts.values())
         return (
             decoding
-            + self._shards_bytes(on_gpu=on_gpu)
+            + shards_bytes(self._sharded, blocks=blocks, stored_bytes=self.stored_bytes, on_gpu=on_gpu)
             + device_bytes(self.high.config, compute_dtype=self.compute_dtype, policy=policy, experts=self.experts)
         )
 
@@ -266,14 +266,6 @@ class ExpertPair:
         """
         self._close_engine()
         self._factors.keep_only([])
-
-    def _shards_bytes(self, *, on_gpu: bool) -> int:
-        if self._sharded is None:
-            return 0
-        shard = shard_bytes(self.stored_bytes, self._sharded.gather.size)
-        if self._sharded.on_device:
-            return shard * sum(self.block_counts.values())
-        return RAW_SLOTS * shard if on_gpu else 0
 
     def _meet(self) -> None:
         """Let the engine that is there gather with the ranks that were set, or free it."""

@@ -107,13 +107,14 @@ def _through_blocks(
             going, visits = shortcut.choose()
             if not visits:
                 break
-    if shortcut is not None:
-        for at, tokens in enumerate(hidden):
-            if at in going:
-                shortcut.ended(at, tokens)
-            else:
-                hidden[at] = shortcut.from_first(at, tokens)
-    return hidden
+    return hidden if shortcut is None else _ended(hidden, going, shortcut)
+
+
+def _ended(hidden: Sequence[torch.Tensor], going: Sequence[int], shortcut: Shortcut) -> list[torch.Tensor]:
+    """The tokens of lanes that went on to the last block, and what the others have in their place."""
+    for at in going:
+        shortcut.ended(at, hidden[at])
+    return [tokens if at in going else shortcut.from_first(at, tokens) for at, tokens in enumerate(hidden)]
 
 
 def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:

@@ -289,7 +289,7 @@ class TestFit:
         assert "2 parameters of an image branch (Wan2.1 I2V) are not used" in caplog.text
         with_branch = replace(config, in_channels=36, image_dim=80)
         assert fitted(open_lora(lora_file(image)), with_branch).low_rank
-        with pytest.raises(CheckpointError, match="changes the image branch of Wan2.1 I2V alone"):
+        with pytest.raises(CheckpointError, match=r"changes the image branch of Wan2\.1 I2V alone"):
             fitted(open_lora(lora_file(image)), config)
 
     def test_the_tiny_expert(self, lora_file, config):
