@@ -114,8 +114,8 @@ class _Decode:
             self._hand_out()
             ended, _ = wait(self._under_way, timeout=LOOK_S, return_when=FIRST_COMPLETED)
             for future in ended:
-                self._take(future)
-                on_tile(TileDone(done=len(self._done), total=len(self._tiles)))
+                if self._take(future):
+                    on_tile(TileDone(done=len(self._done), total=len(self._tiles)))
             self._look()
         return self._frames
 
@@ -160,15 +160,17 @@ class _Decode:
         """The first tile that is not done."""
         return next(number for number in range(len(self._tiles)) if number not in self._done)
 
-    def _take(self, future: Future[torch.Tensor]) -> None:
+    def _take(self, future: Future[torch.Tensor]) -> bool:
+        """Whether a tile is there now; where its worker was lost, there is another worker."""
         number, worker, _ = self._under_way.pop(future)
         try:
             decoded = future.result()
         except WorkerLostError as err:
             self._replace(number, worker, err)
-            return
+            return False
         self._put(number, decoded)
         self._done.add(number)
+        return True
 
     def _look(self) -> None:
         """End workers that hang in a tile."""
