@@ -382,20 +382,18 @@ def test_another_run_takes_the_place_of_the_last_one(classic: Page) -> None:
     assert_shows(second, timeline_of(classic.server))
 
 
-def test_a_second_window_sees_what_the_first_one_runs(classic: Page) -> None:
+def test_a_second_window_sees_what_the_first_one_runs(browser: Browser, classic: Page) -> None:
     workflow_id = classic.load(steps=40)
-    other_page = classic.page.context.browser.new_page()
-    other_page.goto(classic.server.url)
-    other_page.wait_for_function(READY, timeout=WAIT_MS)
-    other = Page(Frontend(other_page), classic.server)
-    other.load(steps=40, workflow_id=workflow_id)
-    classic.queue()
-    other_page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
-    other_page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
-    classic.idle()
-    assert other.shown()["bars"] == classic.shown()["bars"]
-    assert other.badges() == classic.badges()
+    with opened_frontend(browser, classic.server) as frontend:
+        other = Page(frontend, classic.server)
+        other.load(steps=40, workflow_id=workflow_id)
+        classic.queue()
+        other.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+        other.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+        classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+        classic.idle()
+        assert other.shown()["bars"] == classic.shown()["bars"]
+        assert other.badges() == classic.badges()
 
 
 def test_a_run_that_goes_on_while_another_tab_is_open_is_there_afterwards(page: Page) -> None:
