@@ -29,6 +29,8 @@ LIMIT_S = 240.0
 PORT = 6379
 PLACES = ("/srv", "/media", "/media")
 MAP = "/srv -> /media"
+HOME = "home"
+"""Of the programs on a machine, in its own /tmp; Ray's token lies there."""
 HEADS = 4
 WORKERS = 4
 SAME = 1e-6
@@ -44,7 +46,7 @@ class Program:
 
     def __init__(self, machine: Any, command: Sequence[str], **environment: str) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
-        given = {**kept, "HOME": "/tmp/home", "OMP_NUM_THREADS": "1", **environment}
+        given = {**kept, "HOME": f"/tmp/{HOME}", "OMP_NUM_THREADS": "1", **environment}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self._process = machine.start(command, given, **pipes)
         self._lines = queue.SimpleQueue[str]()
@@ -109,7 +111,7 @@ def machines(
         for machine in every:
             for seed, name in enumerate(("high", "low"), 1):
                 shutil.copytree(tiny_expert_folder(seed=seed, heads=HEADS), folder / machine.name / "models" / name)
-            machine.write("home/.ray/auth_token", "ab" * 32)
+            machine.write(f"{HOME}/.ray/auth_token", "ab" * 32)
         yield every
 
 
