@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PIXELS_PER_LATENT = 8
+"""Along either side, of Wan2.1 and Wan2.2 A14B."""
+WAN22_PIXELS_PER_LATENT = 16
+"""Of Wan2.2 5B."""
 FRAMES_PER_LATENT = 4
 PATCH = (1, 2, 2)
 PIXELS_PER_TOKEN = PIXELS_PER_LATENT * PATCH[1]

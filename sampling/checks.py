@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from ..plan.context_windows import ContextWindows
-from ..wan.vae import LATENT_CHANNELS
+from ..wan.latent_space import LATENT_CHANNELS
 from .errors import RequestError
 from .schedules import PURE_NOISE
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
-from ..wan.vae import LATENT_CHANNELS, denormalise, normalise
+from ..wan.latent_space import LATENT_CHANNELS, denormalise, normalise
 from .errors import ConditioningError
 from .leftover import MARK, left_at, leftover_mark
 from .mask import latent_mask

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import interpolate
 
-from ..wan.vae import LATENT_CHANNELS
+from ..wan.latent_space import LATENT_CHANNELS
 from .errors import ConditioningError
 
 FRAME_MASK_DIMS = (2, 3, 4)

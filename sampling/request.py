@@ -13,7 +13,7 @@ import torch
 from ..plan import split_at_boundary
 from ..plan.context_windows import ContextWindows
 from ..wan import Nag
-from ..wan.vae import LATENT_CHANNELS
+from ..wan.latent_space import LATENT_CHANNELS
 from .cache_settings import CacheSettings, MagCache
 from .checks import (
     IMAGE_CONDITION_CHANNELS,

@@ -6,11 +6,12 @@ from .checkpoint import Expert
 from .expert_engine import ExpertEngine
 from .experts import ExpertPair, open_experts, open_one_expert
 from .forward import Lane, forward_lanes
+from .latent_space import denormalise, normalise
 from .lora import LoraFile, open_lora
 from .nag import Nag, held_against
 from .stored import CheckpointError
 from .text_encoder import TextEncoder, open_text_encoder
-from .vae import WanVae, denormalise, normalise, open_vae
+from .vae import WanVae, open_vae
 
 __all__ = [
     "CheckpointError",

@@ -1,8 +1,4 @@
-"""The Wan2.1 VAE, which A14B uses, and the two spaces its latents live in.
-
-The VAE works in raw space, which is also what ComfyUI's nodes exchange. The experts work in normalised space: every
-channel with mean 0 and deviation 1 over the training videos.
-"""
+"""The Wan2.1 VAE, which A14B uses. Its latents are raw; see `latent_space` for those that the experts work with."""
 
 from __future__ import annotations
 
@@ -20,43 +16,16 @@ from ..plan.shapes import FP32_BYTES, FRAMES_PER_LATENT, PIXELS_PER_LATENT
 from ..plan.vae_room import DecodeNeeds
 from ..plan.vae_tiles import Tiling
 from .component import component_folder
+from .latent_space import LATENT_CHANNELS
 from .meta_model import set_parameters
 from .vae_decode import Check, tiled_frames, whole_frames
 from .vae_memory import decode_pixel_bytes, encode_pixel_bytes
 from .vae_tiles import decode_tile, empty_frames
 from .vae_weights import VaeWeights, open_vae_file, open_vae_folder
 
-# One number per channel; those of Wan2.1 (`latents_mean` and `latents_std` in diffusers' AutoencoderKLWan).
-# fmt: off
-LATENTS_MEAN = (
-    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
-    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
-)
-LATENTS_STD = (
-    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
-    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
-)
-# fmt: on
-
-LATENT_CHANNELS = len(LATENTS_MEAN)
-
 
 class VaeInputError(ValueError):
     """Images or latents that the VAE cannot take; the message names their shape and the one to give."""
-
-
-def normalise(raw: torch.Tensor) -> torch.Tensor:
-    """Raw VAE latents [B, 16, T, h, w] -> what the experts work with; same shape, dtype and device."""
-    return (raw - _per_channel(LATENTS_MEAN, raw)) / _per_channel(LATENTS_STD, raw)
-
-
-def denormalise(latents: torch.Tensor) -> torch.Tensor:
-    """The inverse of `normalise`."""
-    return latents * _per_channel(LATENTS_STD, latents) + _per_channel(LATENTS_MEAN, latents)
-
-
-def _per_channel(values: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values).to(like.device, like.dtype).view(1, LATENT_CHANNELS, 1, 1, 1)
 
 
 def open_vae(path: Path | str) -> WanVae:

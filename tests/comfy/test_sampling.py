@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from wanstream.sampling import seeded_noise, simple_schedule
 from wanstream.sampling.conditioning import image_condition
-from wanstream.wan.vae import denormalise, normalise
+from wanstream.wan.latent_space import denormalise, normalise
 
 STEPS, SHIFTS = (1, 4, 20, 27, 38, 40, 186), (1.0, 3.0, 5.0, 8.0, 12.0)
 SHAPE, SEED, BATCH_INDEX = (2, 16, 3, 4, 6), 2**63 + 5, [3, 0]

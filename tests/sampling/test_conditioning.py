@@ -11,7 +11,7 @@ import torch
 from wanstream.sampling import ConditioningError, native_inputs, native_latent, seeded_noise
 from wanstream.sampling.conditioning import image_condition
 from wanstream.sampling.leftover import MARK
-from wanstream.wan.vae import denormalise, normalise
+from wanstream.wan.latent_space import denormalise, normalise
 
 TEXT = torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0))
 IMAGE = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(1))
