@@ -123,6 +123,9 @@ class ComfyDoor:
     def graph_in_files(self) -> bool:
         return not comfy.cli_args.args.disable_metadata
 
+    def output_folder(self) -> Path:
+        return Path(folder_paths.get_output_directory())
+
     def temp_folder(self) -> Path:
         folder = Path(folder_paths.get_temp_directory())
         folder.mkdir(parents=True, exist_ok=True)

@@ -94,6 +94,9 @@ class Door(Protocol):
     def graph_in_files(self) -> bool:
         """Whether the user lets output files carry the graph that made them."""
 
+    def output_folder(self) -> Path:
+        """The folder that `output_file` puts files into or below; it need not be there."""
+
     def temp_folder(self) -> Path:
         """An existing folder for files that may be lost."""
 

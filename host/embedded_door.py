@@ -182,6 +182,9 @@ class EmbeddedDoor:
     def graph_in_files(self) -> bool:
         return True
 
+    def output_folder(self) -> Path:
+        return self.folders.output
+
     def temp_folder(self) -> Path:
         # Never removed: it holds what could not be written anywhere else.
         if self._temp is None:

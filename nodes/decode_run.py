@@ -16,7 +16,7 @@ from ..plan.vae_room import GB, HEAP_BYTES, DecodeNeeds, fitting_tiling
 from ..plan.vae_tiles import Tiling
 from ..wan.smaller_tiles import in_words, with_smaller_tiles
 from ..wan.vae import WanVae, open_vae
-from .latent_file import keep_latent_until_done
+from .latent_file import gone_if_empty, keep_latent_until_done
 from .shared_decode import decode_shared
 from .video_file import write_mp4
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("wanstream.nodes")
 
-LATENT_PREFIX = "latents/WanStream"
+LATENT_FOLDER = "latents"
 """Of the safety copy of a latent that is decoded, below the output folder; where ComfyUI's SaveLatent puts its own."""
 
 Made = TypeVar("Made")
@@ -67,9 +67,10 @@ def decode_images(
     """
 
     def copy() -> Path:
-        return host.output_file(LATENT_PREFIX, "latent").path
+        return host.output_file(f"{LATENT_FOLDER}/WanStream", "latent").path
 
-    with keep_latent_until_done(latents, copy, spare_folder=host.temp_folder):
+    kept = keep_latent_until_done(latents, copy, spare_folder=host.temp_folder)
+    with gone_if_empty(host.output_folder() / LATENT_FOLDER), kept:
         if workers is not None:
             return decode_shared(workers, settings.vae, latents, settings.tiling, node_id=node_id), []
 

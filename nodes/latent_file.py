@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import safetensors.torch
@@ -74,6 +74,19 @@ def keep_latent_until_done(
             kept.unlink(missing_ok=True)
         else:
             LOG.warning("the video was not decoded; its latent is kept in %s", kept)
+
+
+@contextmanager
+def gone_if_empty(folder: Path) -> Iterator[None]:
+    """However the block ends: if `folder` was not there before it and is empty after it, it is removed."""
+    there = folder.exists()
+    try:
+        yield
+    finally:
+        if not there:
+            # It refuses while anything lies in the folder, and where the block made none.
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _write_early(samples: torch.Tensor, place: Callable[[], Path], spare_folder: Callable[[], Path]) -> Path | None:

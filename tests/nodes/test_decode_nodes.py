@@ -18,7 +18,7 @@ from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError,
 from wanstream.host.embedded_run import History, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.decode_run import encode_here
-from wanstream.nodes.latent_file import keep_latent_until_done
+from wanstream.nodes.latent_file import gone_if_empty, keep_latent_until_done
 from wanstream.nodes.video_file import VideoFileError, write_mp4
 from wanstream.plan.vae_room import HEAP_BYTES, VaeRoomError, too_little
 from wanstream.plan.vae_tiles import Tiling
@@ -138,7 +138,24 @@ def test_whole_frames_where_they_fit(decode: Decode, frames: dict[int, torch.Ten
     history = decode("WanStreamVAEDecode")
     assert torch.equal(history.results["decode"][0], frames[0])
     assert "decode" not in history.outputs, "nothing to tell"
-    assert [*output.rglob("*.latent")] == []
+    assert [*output.rglob("*")] == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_only_a_folder_of_our_own_goes_with_the_copy(tmp_path: Path, there: bool) -> None:
+    folder = tmp_path / "latents"
+    if there:
+        folder.mkdir()
+    with gone_if_empty(folder):
+        folder.mkdir(exist_ok=True)
+    assert folder.exists() == there
+    with gone_if_empty(folder):
+        pass
+    with pytest.raises(VaeRoomError), gone_if_empty(folder):
+        folder.mkdir(exist_ok=True)
+        (folder / "other.latent").touch()
+        raise VaeRoomError("too little")
+    assert [path.name for path in folder.iterdir()] == ["other.latent"]
 
 
 def test_the_largest_tiles_that_the_given_memory_allows(
