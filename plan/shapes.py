@@ -14,7 +14,6 @@ WAN22_PIXELS_PER_LATENT = 16
 """Of Wan2.2 5B."""
 FRAMES_PER_LATENT = 4
 PATCH = (1, 2, 2)
-PIXELS_PER_TOKEN = PIXELS_PER_LATENT * PATCH[1]
 TEXT_TOKENS = 512
 HEAD_DIM = 128
 
@@ -29,21 +28,24 @@ OUTPUT_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class VideoShape:
-    """A video that the A14B experts and their VAE can make.
+    """A video that the experts and their VAE can make.
 
-    Raises ValueError unless width and height are multiples of 16 and frames are 4n + 1.
+    Raises ValueError unless width and height are multiples of 16, of Wan2.2 5B of 32, and frames are 4n + 1.
     """
 
     width: int
     height: int
     frames: int
+    per_latent: int = PIXELS_PER_LATENT
+    """Pixels for each latent pixel, along either side: 8, of Wan2.2 5B 16."""
 
     def __post_init__(self) -> None:
+        per_token = self.per_latent * PATCH[1]
         for side, pixels in (("width", self.width), ("height", self.height)):
-            if pixels < PIXELS_PER_TOKEN or pixels % PIXELS_PER_TOKEN:
+            if pixels < per_token or pixels % per_token:
                 raise ValueError(
-                    f"{side} is {pixels}, it must be a multiple of {PIXELS_PER_TOKEN}: "
-                    f"use {_nearest(pixels, PIXELS_PER_TOKEN, first=PIXELS_PER_TOKEN)}"
+                    f"{side} is {pixels}, it must be a multiple of {per_token}: "
+                    f"use {_nearest(pixels, per_token, first=per_token)}"
                 )
         if self.frames < 1 or self.frames % FRAMES_PER_LATENT != 1:
             raise ValueError(
@@ -56,8 +58,8 @@ class VideoShape:
         """(frames, height, width) of the latent."""
         return (
             (self.frames - 1) // FRAMES_PER_LATENT + 1,
-            self.height // PIXELS_PER_LATENT,
-            self.width // PIXELS_PER_LATENT,
+            self.height // self.per_latent,
+            self.width // self.per_latent,
         )
 
     @property

@@ -65,6 +65,7 @@ def test_ten_matrices_are_nearly_the_whole_block() -> None:
         (VideoShape(width=832, height=480, frames=81), (21, 60, 104), 32_760, 42.0),
         (VideoShape(width=1280, height=720, frames=81), (21, 90, 160), 75_600, 163.1),
         (VideoShape(width=16, height=16, frames=1), (1, 2, 2), 1, None),
+        (VideoShape(width=1280, height=704, frames=121, per_latent=16), (31, 44, 80), 27_280, None),
     ],
 )
 def test_work_of_a_video(video: VideoShape, latent: tuple[int, int, int], tokens: int, tflop: float | None) -> None:
@@ -90,6 +91,11 @@ def test_work_of_a_video(video: VideoShape, latent: tuple[int, int, int], tokens
 def test_sizes_that_the_vae_cannot_make_are_refused(width: int, height: int, frames: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VideoShape(width=width, height=height, frames=frames)
+
+
+def test_the_5b_model_makes_multiples_of_32() -> None:
+    with pytest.raises(ValueError, match="height is 720, it must be a multiple of 32: use 736"):
+        VideoShape(width=1280, height=720, frames=121, per_latent=16)
 
 
 @pytest.mark.parametrize(
