@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..plan.shapes import OUTPUT_TOKENS
+from .frame_times import FrameModulation, OwnTokens, Runs, frame_timesteps, token_runs
 from .projections import ProjectedEmbedder, Rows
 from .shortcut import Shortcut
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 class Lane:
     """One hidden state of a step: a sample under one prompt.
 
-    `latents` is [1, C, T, h, w] in the model's space (C is 16, or 36 with the image condition), `text` is
+    `latents` is [1, C, T, h, w] in the model's space (C is 16, 36 with the image condition, or 48), `text` is
     [1, L, 4096], and `image` [1, N, 1280] is what CLIP sees in the start image. Any floating dtype; all are cast to the
     model's compute dtype. A model with an image branch needs the image and a text of 512 tokens; another one does not
     look at it, as in ComfyUI.
@@ -39,6 +40,8 @@ class Lane:
     image: torch.Tensor | None = None
     against: torch.Tensor | None = None
     """A text that is held against `text`, of any length; for models inside `held_against`."""
+    name: object = None
+    """Tells which lane of a run it is, where something is kept of it from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +49,9 @@ class _Conditions:
     """What a lane brings to every block besides its hidden state."""
 
     text: torch.Tensor | Texts  # [1, L, dim]; with an image branch, the image's N rows come first
-    time: torch.Tensor  # [1, dim]
-    modulation: torch.Tensor  # [1, 6, dim]
+    time: torch.Tensor  # [R, dim], a row for each timestep
+    modulation: torch.Tensor | FrameModulation  # [1, 6, dim], or that many rows
+    runs: Runs | None  # the tokens of each row; None: there is one for all
     rotary: tuple[torch.Tensor, torch.Tensor]
     grid: tuple[int, int, int]  # patches along time, height and width
 
@@ -58,24 +62,77 @@ def forward_lanes(
     timestep: torch.Tensor,
     visit: Callable[[int], AbstractContextManager[object]],
     shortcut: Shortcut | None = None,
+    own_tokens: OwnTokens | None = None,
 ) -> list[torch.Tensor]:
-    """Return each lane's velocity [1, 16, T, h, w], in the model's compute dtype.
+    """Return each lane's velocity [1, 16 or 48, T, h, w], in the model's compute dtype.
 
     `timestep` is [1], shared by the lanes; an engine's model takes it from the CPU best, as it reads the value. Inside
     `visit(i)` block i must be ready to compute; the context is entered once per block, whatever the number of lanes.
-    With a `shortcut`, lanes leave out the blocks that it says, and blocks that none needs are not visited.
+    With a `shortcut`, lanes leave out the blocks that it says, and blocks that none needs are not visited. Where
+    workers share the tokens of a lane, `own_tokens` says which are computed here; None: all.
     """
     # Lanes of one shape share their positions: 77 MB at 1280x720x81.
     rotary = {lane.latents.shape[2:]: model.rope(lane.latents) for lane in lanes}
     held = [lane.against for lane in lanes if lane.against is not None]
+    # Before the texts, so that what embeds timesteps is there once for all of them.
+    timed = _frame_times(model, lanes, float(timestep.float()), own_tokens or _all_tokens)
     rows = _embedded(model, [*(lane.text for lane in lanes), *held], timestep)
     own, against = rows[: len(lanes)], iter(rows[len(lanes) :])
     conditions = [
-        _conditions(model, lane, row, against, rotary[lane.latents.shape[2:]])
+        _conditions(model, lane, row, against, rotary[lane.latents.shape[2:]], timed.get(_times_key(lane)))
         for lane, row in zip(lanes, own, strict=True)
     ]
     hidden = _through_blocks(model, lanes, conditions, visit, shortcut)
     return [_velocity(model, lane, tokens) for lane, tokens in zip(conditions, hidden, strict=True)]
+
+
+class _FrameTimes(NamedTuple):
+    """What lanes of one shape and of the same timesteps of frames have in common."""
+
+    time: torch.Tensor
+    modulation: FrameModulation
+
+
+def _times_key(lane: Lane) -> Hashable:
+    return (lane.shares, lane.latents.shape[2:])
+
+
+def _frame_times(
+    model: WanTransformer3DModel, lanes: Sequence[Lane], timestep: float, own: OwnTokens
+) -> dict[Hashable, _FrameTimes]:
+    """Of those lanes whose frames have timesteps of their own."""
+    found = {}
+    for lane in lanes:
+        if lane.shares is None or _times_key(lane) in found:
+            continue
+        times = frame_timesteps(lane.shares, timestep)
+        distinct = sorted(set(times))
+        _, height, width = _grid(model, lane)
+        runs = token_runs([distinct.index(time) for time in times], height * width, own)
+        time, modulation = _time_rows(model, distinct)
+        rows = FrameModulation(rows=modulation.unflatten(1, (6, -1)), runs=runs)
+        found[_times_key(lane)] = _FrameTimes(time, rows)
+    return found
+
+
+def _time_rows(model: WanTransformer3DModel, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Time [R, D] and modulation [R, 6 D] of each timestep."""
+    embedder = model.condition_embedder
+    if isinstance(embedder, ProjectedEmbedder):
+        return embedder.time_rows(timesteps)
+    no_text = model.patch_embedding.weight.new_zeros(1, 1, model.config.text_dim)
+    each = [embedder(torch.tensor([time]), no_text, None)[:2] for time in timesteps]
+    return torch.cat([time for time, _ in each]), torch.cat([modulation for _, modulation in each])
+
+
+def _all_tokens(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens
+
+
+def _grid(model: WanTransformer3DModel, lane: Lane) -> tuple[int, int, int]:
+    frames, height, width = lane.latents.shape[2:]
+    patch_frames, patch_height, patch_width = model.config.patch_size
+    return frames // patch_frames, height // patch_height, width // patch_width
 
 
 def _through_blocks(
@@ -138,10 +195,9 @@ def _conditions(
     rows: Rows,
     against: Iterator[Rows],
     rotary: tuple[torch.Tensor, torch.Tensor],
+    timed: _FrameTimes | None,
 ) -> _Conditions:
     """`against` gives the next text that a lane holds against its own."""
-    frames, height, width = lane.latents.shape[2:]
-    patch_frames, patch_height, patch_width = model.config.patch_size
     time, modulation, text = rows
     embed_image = model.condition_embedder.image_embedder
     if embed_image is not None:
@@ -149,10 +205,11 @@ def _conditions(
         text = torch.cat([embed_image(lane.image.to(text.device, text.dtype)), text], dim=1)
     return _Conditions(
         text=text if lane.against is None else (text, next(against)[2]),
-        time=time,
-        modulation=modulation.unflatten(1, (6, -1)),
+        time=time if timed is None else timed.time,
+        modulation=modulation.unflatten(1, (6, -1)) if timed is None else timed.modulation,
+        runs=None if timed is None else timed.modulation.runs,
         rotary=rotary,
-        grid=(frames // patch_frames, height // patch_height, width // patch_width),
+        grid=_grid(model, lane),
     )
 
 
