@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import UMT5EncoderModel
 
-from ..wan.native_keys import native_vae_name
+from ..wan.vae_keys import native_vae_name, native_wan22_vae_name
 from .sample_fp8 import Fp8Layout, fp8_metadata, fp8_tensors
 from .sample_tokenizer import save_tokenizer, sentencepiece_model
 
@@ -24,7 +24,8 @@ def save_vae_folder(vae: AutoencoderKLWan, folder: Path) -> None:
 def save_vae_file(vae: AutoencoderKLWan, path: Path) -> None:
     """Write the VAE as ComfyUI's single file, in fp32."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({native_vae_name(name): tensor for name, tensor in vae.state_dict().items()}, path, {"format": "pt"})
+    native = native_wan22_vae_name if vae.config.is_residual else native_vae_name
+    save_file({native(name): tensor for name, tensor in vae.state_dict().items()}, path, {"format": "pt"})
 
 
 def save_text_encoder_folders(encoder: UMT5EncoderModel, pipeline: Path, *, dtype: torch.dtype) -> None:

@@ -17,6 +17,9 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
+from ..wan.latent_space import WAN22
+from ..wan.vae_weights import family_of
+
 TEXT_DIM = 4096
 HEAD_DIM = 128
 
@@ -64,6 +67,15 @@ def make_vae(*, seed: int, base_dim: int = 16) -> AutoencoderKLWan:
     """A random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
     with torch.random.fork_rng(devices=[]):
         vae = AutoencoderKLWan(base_dim=base_dim)
+    return randomised(vae, seed)
+
+
+def make_wan22_vae(*, seed: int, base_dim: int = 8, decoder_base_dim: int = 16) -> AutoencoderKLWan:
+    """A random VAE of Wan2.2 5B in fp32: 48 latent channels, 16 x 16 pixels and 4 frames per latent."""
+    widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
+    spread = {"latents_mean": list(WAN22.mean), "latents_std": list(WAN22.std)}
+    with torch.random.fork_rng(devices=[]):
+        vae = AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths, **spread})
     return randomised(vae, seed)
 
 
