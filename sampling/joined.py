@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from .cache_settings import CacheSettings
 from .checks import Texts
 from .conditioning import video_text
 from .errors import RequestError
@@ -64,6 +66,7 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
         "NAG": request.nag,
         "context windows": request.windows,
         "cache": "none" if request.cache is None else request.cache.words,
+        "every number of the cache, as a digest,": _digest(request.cache),
         "guidance": tuple(request.guidance),
         "image embedding": "none" if seen is None else f"{seen.shape[1]} x {seen.shape[2]}",
         "noise": "added" if request.add_noise else "not added",
@@ -73,6 +76,11 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
         **{f"timestep of step {step}": time for step, time in enumerate(course.schedule.timesteps)},
         **{name: "none" if tensor is None else "given" for name, tensor in given.items()},
     }
+
+
+def _digest(cache: CacheSettings | None) -> str:
+    """Two tables of ratios may have the same words."""
+    return hashlib.blake2b(repr(cache).encode(), digest_size=4).hexdigest()
 
 
 def _texts(texts: Sequence[Texts | None], batches: Sequence[int]) -> tuple[torch.Tensor, ...]:

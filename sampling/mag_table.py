@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +35,10 @@ class MagTable:
     experts: tuple[str, ...]
     """Of every step."""
     ratios: tuple[tuple[float, ...], ...]
-    """Of the positive lanes, and of the negative ones where there were some; by step, 1 in the first of an expert."""
+    """Of the positive lanes, and of the negative ones where there were some; by step.
+
+    1 in the first step of an expert, and where there were none in that step or the one before.
+    """
     marks: Mapping[str, tuple[float, ...]]
     """Some weights of each expert that was measured, by which it is known again."""
     source: str = ""
@@ -49,9 +53,14 @@ class MagTable:
             )
         if not all(math.isfinite(ratio) and ratio > 0 for each in self.ratios for ratio in each):
             raise RequestError("a magnitude ratio is not a number above 0: calibrate the table again")
+        if not all(map(math.isfinite, chain(self.sigmas, *self.marks.values()))):
+            raise RequestError("a noise level or a mark of an expert is no number: calibrate the table again")
 
-    def check_course(self, sigmas: Sequence[float], experts: Sequence[str]) -> None:
-        """Raise RequestError unless a run on all of `sigmas`, whose first steps are of `experts`, was measured."""
+    def check_course(self, sigmas: Sequence[float], experts: Sequence[str], guidance: Sequence[float]) -> None:
+        """Raise RequestError unless a run on all of `sigmas`, whose first steps are of `experts`, was measured.
+
+        `guidance` are the CFG scales of these first steps: what was never measured of negative lanes is not guessed.
+        """
         steps, measured = len(sigmas) - 1, len(self.experts)
         if steps != measured:
             raise RequestError(f"the cache was calibrated for {measured} steps, this run has {steps}: {AGAIN}")
@@ -67,6 +76,13 @@ class MagTable:
                     f"the cache was calibrated with the {known}-noise expert in step {step}, this run takes the "
                     f"{expert}-noise expert there: {AGAIN}"
                 )
+        for step in range(1, len(guidance)):
+            lasting = experts[step - 1] == experts[step] and 1 not in (guidance[step - 1], guidance[step])
+            if lasting and not self._has_negative(step):
+                raise RequestError(
+                    f"the cache was calibrated without guidance around step {step}, this run has a guidance of "
+                    f"{guidance[step]:g} there: {AGAIN}"
+                )
 
     def check_model(self, expert: str, mark: Sequence[float]) -> None:
         """Raise RequestError unless that expert was measured."""
@@ -78,6 +94,10 @@ class MagTable:
                 f"the cache was calibrated for another model: values of the {expert}-noise expert begin with "
                 f"{mark[0]:.4f}, those of the calibrated one with {known[0]:.4f}: {AGAIN}"
             )
+
+    def _has_negative(self, step: int) -> bool:
+        """Whether negative lanes were measured in that step and the one before: a ratio of just 1 says no."""
+        return len(self.ratios) > 1 and self.ratios[1][step] != 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

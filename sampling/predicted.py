@@ -30,7 +30,7 @@ def predicted_timeline(
     course, job = request.course(), request_job(pair, request, device)
     policy = cached_policy(policy, request.cache)
     if isinstance(request.cache, MagCache):
-        stages = {step: (course.experts[step], 1) for step in course.steps}
+        stages = {step: (course.experts[step], request.lanes_at(step)) for step in course.steps}
         skips = MagSteps(request.cache, ALONE).known_skips(stages)
         job = replace(job, skipped_steps=frozenset(step - course.start_step for step in skips))
     steps = ((index, course.schedule.sigmas[index]) for index in course.steps)
@@ -82,6 +82,6 @@ def _without_blocks(job: OffloadJob, number: int) -> StepRecord:
         compute_s=0.0,
         stall_s=0.0,
         bytes_moved=0,
-        cached_lanes=job.lanes[expert],
+        cached_lanes=job.lanes_of_steps[number] if job.lanes_of_steps else job.lanes[expert],
         skipped_visits=job.block_counts[expert],
     )

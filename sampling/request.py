@@ -150,7 +150,7 @@ class DenoiseRequest:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
         course = self.course()
         if isinstance(self.cache, MagCache):
-            self.cache.table.check_course(self._schedule().sigmas, course.experts)
+            self.cache.table.check_course(self._schedule().sigmas, course.experts, course.guidance)
         check_start(
             course.start_sigma,
             step=self.start_step,

@@ -56,7 +56,11 @@ def magnitudes(ask: Request) -> MagCache:
     """Leaves out two of three steps, but for the first one of each expert."""
     course = ask().course()
     table = MagTable(
-        sigmas=tuple(course.schedule.sigmas), experts=course.experts, ratios=((1.0,) * STEPS,), marks={}, source="x"
+        sigmas=tuple(course.schedule.sigmas),
+        experts=course.experts,
+        ratios=((0.999,) * STEPS,) * 2,
+        marks={},
+        source="x",
     )
     return MagCache(table=table, rule=SkipRule(threshold=1.0, retention=0.0))
 
@@ -101,6 +105,23 @@ def test_the_prediction_knows_the_steps_that_are_left_out(
     assert [step.expert for step in found.steps] == ["high"] * (SWITCH - start) + ["low"] * (STEPS - SWITCH)
     for step in found.steps:
         assert (step.bytes_moved == step.wall_s == 0) == (step.skipped_visits == LAYERS)
+
+
+def test_lanes_of_tables_with_the_same_words_are_not_joined(ask: Request, magnitudes: MagCache) -> None:
+    table = replace(magnitudes.table, ratios=((0.9,) * STEPS,) * 2)
+    other = ask(cache=replace(magnitudes, table=table))
+    with pytest.raises(RequestError, match="lane 2 does not fit lane 1: every number of the cache, as a digest,"):
+        joined([ask(cache=magnitudes), other])
+
+
+def test_the_prediction_knows_that_other_lanes_are_another_beginning(
+    open_pair: OpenPair, ask: Request, magnitudes: MagCache
+) -> None:
+    pair, request = open_pair(), ask(cache=magnitudes, guidance_steps=(4.0, 4.0, 1.0))
+    found = predicted_timeline(pair, request, LAYERWISE, machine=MACHINE, device=CPU).steps
+    lanes = [2, 2, 1, 1, 1, 1, 1, 1]
+    assert [step.cached_lanes for step in found] == [n if at in (1, 3, 5, 6) else 0 for at, n in enumerate(lanes)]
+    assert [step.skipped_visits > 0 for step in found] == [step.cached_lanes > 0 for step in found]
 
 
 def test_lanes_of_other_caches_are_not_joined(ask: Request) -> None:

@@ -51,7 +51,7 @@ def made_up(ask: Request) -> MagTable:
     ratios = tuple(1 - 0.01 * step for step in range(STEPS))
     marks = {"high": (0.1, 0.2), "low": (0.3, 0.4)}
     sigmas = tuple(course.schedule.sigmas)
-    return MagTable(sigmas=sigmas, experts=course.experts, ratios=(ratios,), marks=marks, source="nothing")
+    return MagTable(sigmas=sigmas, experts=course.experts, ratios=(ratios, ratios), marks=marks, source="nothing")
 
 
 def measured(pair: ExpertPair, request: DenoiseRequest) -> MagTable:
@@ -185,6 +185,28 @@ def test_a_table_for_another_run_is_refused(
         ask(cache=MagCache(table=made_up, rule=RULE), **changes)
 
 
+@pytest.mark.parametrize(
+    ("calibrated", "asked", "said"),
+    [
+        ((1.0,), (4.0,), "without guidance around step 1, this run has a guidance of 4 there"),
+        ((4.0,) * 6 + (1.0,), (4.0,), "without guidance around step 6"),
+        ((4.0,) * 3 + (1.0, 4.0), (4.0,), "without guidance around step 3"),
+        ((4.0,), (1.0,), None),
+        ((4.0,) * 3 + (1.0, 4.0), (4.0,) * 3 + (1.0, 4.0), None),
+    ],
+)
+def test_what_was_measured_without_negative_lanes_is_nothing_to_guidance(
+    calibrated: tuple[float, ...], asked: tuple[float, ...], said: str | None, open_pair: OpenPair, ask: Request
+) -> None:
+    table = measured(open_pair(), ask(guidance_steps=calibrated))
+    cache = MagCache(table=table, rule=RULE)
+    if said is None:
+        assert ask(cache=cache, guidance_steps=asked).cache is cache
+    else:
+        with pytest.raises(RequestError, match=said):
+            ask(cache=cache, guidance_steps=asked)
+
+
 def test_a_part_of_the_run_is_that_run(ask: Request, made_up: MagTable) -> None:
     cache = MagCache(table=made_up, rule=RULE)
     assert ask(cache=cache, end_step=5).cache == ask(cache=cache, start_step=3).cache == cache
@@ -226,6 +248,8 @@ def test_a_table_travels_and_is_written(made_up: MagTable) -> None:
         {"ratios": [[1.0, -1.0] + [1.0] * 6]},
         {"marks": [1.0]},
         {"sigmas": None},
+        {"sigmas": [math.nan] * (STEPS + 1)},
+        {"marks": {"high": [math.nan]}},
     ],
     ids=str,
 )
