@@ -1,7 +1,7 @@
 """Context windows: a video longer than what an expert was trained on, looked at in overlapping pieces.
 
 Every step computes each window as a video of its own and puts the pieces together by weights. The windows begin at
-other frames from step to step, so that seams do not lie where they lay before.
+other frames from step to step, so that seams do not lie where they lay before, unless they are told to stay.
 
 The rule is the one that AnimateDiff-Evolved calls uniform (standard): windows of one size at even distances, shifted
 from step to step by a sequence that halves what is left (0, 1/2, 1/4, 3/4, 1/8, ...), none beyond the ends.
@@ -57,6 +57,8 @@ class ContextWindows:
     """One of `FUSES`."""
     repeat_image: bool = True
     """Whether every window begins with the start image, as the first one does."""
+    moving: bool = True
+    """Whether the windows begin elsewhere from step to step; otherwise every step has those of step 0."""
 
     def __post_init__(self) -> None:
         if self.frames < 2:
@@ -81,7 +83,7 @@ class ContextWindows:
     def at(self, step: int, frames: int) -> Windows:
         """The windows of one step, 0-based, of a video of that many latent frames; together they hold every frame."""
         self.check_video(frames)
-        hop, shift = self.frames - self.overlap, halving(step)
+        hop, shift = self.frames - self.overlap, halving(step) if self.moving else Fraction(0)
         windows: list[tuple[int, ...]] = []
         for apart in self._distances():
             span = (self.frames - 1) * apart + 1

@@ -1,13 +1,13 @@
 """Measures the magnitude ratios of a run: how large what the blocks add is in every step, by the step before.
 
 The measure is that of diffusers' MagCache: the mean over tokens of the length of what was added to each. Lanes of one
-kind are averaged.
+kind are averaged. Of context windows, those are measured that are in the step before too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
@@ -22,48 +22,45 @@ from ..wan.shortcut import GoingOn
 from .denoise import DenoiseResult, denoise_measured
 from .denoising import StepProgress
 from .errors import RequestError
+from .lanes import LaneName
 from .mag_table import MagTable, model_mark
 from .request import DenoiseRequest
 
 
 class Calibration:
-    """A `StepCache` that leaves nothing out, and measures.
+    """A `StepCache` that leaves nothing out, and measures."""
 
-    Args:
-        batch: how many lanes of a step are positive; the others are negative.
-    """
-
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self._lengths: dict[int, dict[int, torch.Tensor]] = {}
+    def __init__(self) -> None:
+        self._lengths: dict[int, dict[LaneName, torch.Tensor]] = {}
         self.marks: dict[str, tuple[float, ...]] = {}
         """Of each expert that ran; see `MagTable.marks`."""
 
-    def known_skips(self, steps: Mapping[int, tuple[str, int]]) -> frozenset[int]:
+    def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
         """See `StepCache.known_skips`."""
         return frozenset()
 
-    def begin(self, step: int, expert: str, lanes: int, model: torch.nn.Module) -> CalibrationPass:
+    def begin(
+        self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
+    ) -> CalibrationPass:
         """See `StepCache.begin`."""
         self.marks.setdefault(expert, model_mark(model.get_parameter("scale_shift_table")))
         lengths = self._lengths[step] = {}
-        return CalibrationPass(lengths)
+        return CalibrationPass(own, lengths)
 
     def ratios(self, experts: Mapping[int, str]) -> tuple[tuple[float, ...], ...]:
         """By kind of lane and step; `experts` are those of the steps that ran, in order."""
-        kinds = 1 + any(len(lengths) > self._batch for lengths in self._lengths.values())
-        found = [[1.0] for _ in range(kinds)]
+        sides = {name.side for lengths in self._lengths.values() for name in lengths}
+        found = [[1.0] for _ in sides]
         for before, step in pairwise(experts):
-            for kind, ratios in enumerate(found):
-                lanes = range(kind * self._batch, (kind + 1) * self._batch)
+            for side, ratios in zip(sorted(sides), found, strict=True):
                 same = experts[before] == experts[step]
-                ratios.append(self._ratio(before, step, lanes) if same else 1.0)
+                ratios.append(self._ratio(before, step, side) if same else 1.0)
         return tuple(tuple(ratios) for ratios in found)
 
-    def _ratio(self, before: int, step: int, lanes: range) -> float:
-        """1 where a step has no such lane."""
+    def _ratio(self, before: int, step: int, side: int) -> float:
+        """1 where no lane of this side is in both steps."""
         one, other = self._lengths[before], self._lengths[step]
-        known = [_mean_ratio(other[lane], one[lane]) for lane in lanes if lane in one and lane in other]
+        known = [_mean_ratio(own, one[name]) for name, own in other.items() if name.side == side and name in one]
         return fmean(known) if known else 1.0
 
 
@@ -73,8 +70,8 @@ class CalibrationPass:
     whole = leaves_rest = False
     cached_lanes = 0
 
-    def __init__(self, lengths: dict[int, torch.Tensor]) -> None:
-        self._lengths = lengths
+    def __init__(self, names: Sequence[LaneName], lengths: dict[LaneName, torch.Tensor]) -> None:
+        self._names, self._lengths = names, lengths
         self._entered: dict[int, torch.Tensor] = {}
 
     def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -98,7 +95,9 @@ class CalibrationPass:
         parts = zip(
             hidden.split(OUTPUT_TOKENS, dim=1), self._entered.pop(lane).split(OUTPUT_TOKENS, dim=1), strict=True
         )
-        self._lengths[lane] = torch.cat([(after - before).float().norm(dim=-1) for after, before in parts], dim=1)
+        self._lengths[self._names[lane]] = torch.cat(
+            [(after - before).float().norm(dim=-1) for after, before in parts], dim=1
+        )
 
 
 def calibrate(
@@ -123,9 +122,7 @@ def calibrate(
             f"the run takes steps {course.start_step} to {course.schedule.steps} of {whole.schedule.steps}, and a part "
             "says nothing about the others: calibrate a run of all steps"
         )
-    if plain.windows is not None:
-        raise RequestError("context windows are other pieces in every step: calibrate a run without them")
-    measured = Calibration(plain.batch)
+    measured = Calibration()
     result = denoise_measured(
         pair,
         plain,

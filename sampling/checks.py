@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -78,16 +79,22 @@ def check_guidance(guidance: tuple[float, float], of_steps: Sequence[float] | No
         )
 
 
-def check_windows(windows: ContextWindows, frames: int, *, cached: bool) -> None:
-    """Refuse context windows that are longer than the video of `frames` latent frames, or that a cache would mix up."""
+def check_windows(windows: ContextWindows, frames: int) -> None:
+    """Refuse context windows that are longer than the video of `frames` latent frames."""
     try:
         windows.check_video(frames)
     except ValueError as err:
         raise RequestError(str(err)) from err
-    if cached:
+
+
+def check_windows_stay(windows: ContextWindows, steps: Sequence[int], frames: int) -> None:
+    """Refuse windows that leave a cache by magnitudes no step to leave out; `steps` are those of the run."""
+    places = [windows.at(step, frames) for step in steps]
+    if len(places) > 1 and all(before != after for before, after in pairwise(places)):
         raise RequestError(
-            "context windows are other pieces of the video in every step, and a cache takes a piece over from the step "
-            "before: disconnect the cache, or the windows"
+            "the context windows begin elsewhere in every step, and a cache by magnitudes leaves a step out only where "
+            "all of its windows were computed in the one before: turn moving off in Wan Context Windows, or use the "
+            "first-block cache, which asks each window"
         )
 
 

@@ -16,7 +16,7 @@ from ..offload.shortage import forget, is_out_of_memory
 from ..plan import StepRecord, Timeline, step_visits
 from ..wan import ExpertEngine, Lane, forward_lanes, held_against
 from .errors import NonFiniteLatentError
-from .lanes import LaneInputs, cancellable, foretell
+from .lanes import LaneInputs, LaneName, cancellable, foretell, names_at, windows_at
 from .mask import KeptPart
 from .noise import step_seeds
 from .request import DenoiseRequest
@@ -25,9 +25,8 @@ from .run_state import RunState, own_steps
 from .schedules import PURE_NOISE
 from .solvers import Solver, make_solver
 from .split import Part
-from .step_cache import StepCache, step_cache
+from .step_cache import CachedPass, StepCache, step_cache
 from .step_runs import StepRuns
-from .windows import StepWindows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +91,7 @@ class Denoising:
         self._inputs = LaneInputs(request, place)
         self._kept = _kept_part(request, place)
         self._cache = cache or step_cache(request.cache, part.split)
-        self._skips = frozenset[int]() if self._cache is None else self._cache.known_skips(self._lane_counts())
+        self._skips = frozenset[int]() if self._cache is None else self._cache.known_skips(self._step_lanes())
         seeds = step_seeds(request.noise, request.latent)
         self._solver = make_solver(request.solver, self.course.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
@@ -163,14 +162,9 @@ class Denoising:
     def _count_outer_bytes(self, engine: ExpertEngine, before: int) -> None:
         self._recorder.outer_bytes += engine.outer_bytes - before
 
-    def _lane_counts(self) -> dict[int, tuple[str, int]]:
-        """The expert of each step, and how many lanes it has."""
-        batch, guidance = self._request.batch, self.course.guidance
-        return {step: (expert, batch * (2 if guidance[step] != 1 else 1)) for step, expert in self._steps}
-
-    def _windows(self, step: int) -> StepWindows | None:
-        settings = self._request.windows
-        return None if settings is None else StepWindows(settings, step, self._request.noise.shape[2])
+    def _step_lanes(self) -> dict[int, tuple[str, Sequence[LaneName]]]:
+        """The expert of each step, and the names of its lanes."""
+        return {step: (expert, names_at(self._request, step)) for step, expert in self._steps}
 
     def _velocities(
         self, engine: ExpertEngine, runs: StepRuns, lanes: Sequence[Lane], timestep: torch.Tensor
@@ -178,16 +172,14 @@ class Denoising:
         """What the expert of the next step makes of each lane; or of some, and of what it made before."""
         step, expert = self._steps[self._done]
         visit = cancellable(partial(runs.visit, step, expert), step, self._callbacks.should_stop)
-        model = engine.models[expert]
-        shortcut = None if self._cache is None else self._cache.begin(step, expert, len(lanes), model)
-        compute = partial(forward_lanes, model, timestep=timestep, visit=visit, shortcut=shortcut)
-        velocities = self._split.forward(lanes, compute)
-        if shortcut is not None:
-            blocks = engine.block_counts[expert]
-            if shortcut.leaves_rest:
-                runs.leave_step()
-            skipped = blocks if shortcut.whole else blocks - 1 if shortcut.leaves_rest else 0
-            self._recorder.cached(lanes=shortcut.cached_lanes, visits=skipped)
+        compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit)
+        if self._cache is None:
+            return self._split.forward(lanes, compute)
+        cached = CachedPass(self._cache, step, expert, lanes, engine.models[expert])
+        velocities = self._split.forward(lanes, partial(cached.forward, compute))
+        if cached.leaves_rest:
+            runs.leave_step()
+        cached.tell(self._recorder, blocks=engine.block_counts[expert])
         return velocities
 
     def _take(self, engine: ExpertEngine, runs: StepRuns) -> _Taken:
@@ -199,7 +191,7 @@ class Denoising:
         with self._recorder.step(step, expert, sigma):
             timestep = torch.tensor([schedule.timesteps[step]])
             shown = latents if self._kept is None else self._kept.shown(latents, sigma)
-            windows = self._windows(step)
+            windows = windows_at(self._request, step)
             held = guidance == 1 and self._request.nag is not None
             lanes = self._inputs.lanes(shown, with_negative=guidance != 1, held_against=held, windows=windows)
             velocities = self._velocities(engine, runs, lanes, timestep)

@@ -10,6 +10,7 @@ import torch
 
 from ..plan.shapes import OUTPUT_TOKENS
 from ..wan.shortcut import GoingOn
+from .lanes import LaneName, count_texts
 from .split import Split
 
 
@@ -24,25 +25,32 @@ class _Kept(NamedTuple):
 
 
 class FirstBlockSteps:
-    """See `StepCache`. A step that failed may be taken again: then every lane decides as it did."""
+    """See `StepCache`. A step that failed may be taken again: then every lane decides as it did.
+
+    A lane finds what it kept by its name. A context window that was not there in the step before has kept nothing, and
+    is computed.
+    """
 
     def __init__(self, threshold: float, split: Split) -> None:
         self._threshold, self._split = threshold, split
-        self._kept: dict[int, _Kept] = {}
-        self._lanes: tuple[str, int] | None = None
+        self._kept: dict[LaneName, _Kept] = {}
+        self._texts: tuple[str, int] | None = None
 
-    def known_skips(self, steps: Mapping[int, tuple[str, int]]) -> frozenset[int]:
+    def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
         """See `StepCache.known_skips`: every step asks its first block."""
         return frozenset()
 
-    def begin(self, step: int, expert: str, lanes: int, model: torch.nn.Module) -> FirstBlockPass:
+    def begin(
+        self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
+    ) -> FirstBlockPass:
         """See `StepCache.begin`."""
-        if self._lanes != (expert, lanes):
+        texts = expert, count_texts(lanes)
+        if self._texts != texts:
             self._kept.clear()
-            self._lanes = (expert, lanes)
-        for lane in [lane for lane, kept in self._kept.items() if kept.step >= step]:
-            del self._kept[lane]
-        return FirstBlockPass(step, self._kept, self._threshold, self._split)
+            self._texts = texts
+        for name in [name for name, kept in self._kept.items() if kept.step >= step or name not in own]:
+            del self._kept[name]
+        return FirstBlockPass(step, own, self._kept, self._threshold, self._split)
 
 
 class FirstBlockPass:
@@ -50,8 +58,11 @@ class FirstBlockPass:
 
     whole = False
 
-    def __init__(self, step: int, kept: dict[int, _Kept], threshold: float, split: Split) -> None:
-        self._step, self._kept, self._threshold, self._split = step, kept, threshold, split
+    def __init__(
+        self, step: int, names: Sequence[LaneName], kept: dict[LaneName, _Kept], threshold: float, split: Split
+    ) -> None:
+        self._step, self._names, self._kept = step, names, kept
+        self._threshold, self._split = threshold, split
         self._added: dict[int, torch.Tensor] = {}
         self._after_first: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor] = []
@@ -66,7 +77,7 @@ class FirstBlockPass:
         """See `Shortcut.entered`."""
         added = hidden - self._split.own_tokens(tokens)
         self._added[lane], self._after_first[lane] = added, hidden
-        kept = self._kept.get(lane)
+        kept = self._kept.get(self._names[lane])
         if kept is None:
             self._sums.append(torch.tensor([math.inf, 1.0], dtype=torch.float64))
         else:
@@ -81,19 +92,19 @@ class FirstBlockPass:
         self.cached_lanes, self.leaves_rest = len(self._sums) - len(going), not visits
         for lane in range(len(self._sums)):
             if lane in going:
-                self._kept.pop(lane, None)
+                self._kept.pop(self._names[lane], None)
             else:
                 del self._added[lane], self._after_first[lane]
         return GoingOn(going, visits)
 
     def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
         """See `Shortcut.from_first`."""
-        return hidden + self._kept[lane].rest
+        return hidden + self._kept[self._names[lane]].rest
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
         """See `Shortcut.ended`."""
         rest = hidden - self._after_first.pop(lane)
-        self._kept[lane] = _Kept(self._step, self._added.pop(lane), rest)
+        self._kept[self._names[lane]] = _Kept(self._step, self._added.pop(lane), rest)
 
     def _is_near(self, sums: Sequence[float]) -> bool:
         """Whether the rest may be left out; not where a sum is no number."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -16,6 +16,44 @@ from .windows import StepWindows
 
 EnterBlock: TypeAlias = "Callable[[int], AbstractContextManager[object]]"
 """Block -> the context in which it is there to compute."""
+
+
+class LaneName(NamedTuple):
+    """Which lane of a run it is: the same name in another step is the same piece of the same video under its text."""
+
+    side: int
+    """0 under the positive text, 1 under the negative one."""
+    sample: int
+    frames: tuple[int, ...] | None = None
+    """Those of the latent that a context window holds; None: the video as a whole."""
+
+
+def lane_names(samples: int, *, with_negative: bool, windows: StepWindows | None = None) -> tuple[LaneName, ...]:
+    """Of the lanes that `LaneInputs.lanes` gives, in their order."""
+    pieces = (None,) if windows is None else windows.frames
+    sides = range(2 if with_negative else 1)
+    return tuple(LaneName(side, sample, piece) for side in sides for sample in range(samples) for piece in pieces)
+
+
+def names_of(lanes: Sequence[Lane]) -> tuple[LaneName, ...]:
+    """Of lanes that `LaneInputs.lanes` gave."""
+    return tuple(lane.name for lane in lanes if isinstance(lane.name, LaneName))
+
+
+def count_texts(names: Sequence[LaneName]) -> int:
+    """How many lanes these would be without windows: one for each text of each sample."""
+    return len({(name.side, name.sample) for name in names})
+
+
+def names_at(request: DenoiseRequest, step: int) -> tuple[LaneName, ...]:
+    """Of the lanes of a step of the whole schedule."""
+    with_negative = request.course().guidance[step] != 1
+    return lane_names(request.batch, with_negative=with_negative, windows=windows_at(request, step))
+
+
+def windows_at(request: DenoiseRequest, step: int) -> StepWindows | None:
+    """The context windows of a step; None: the video is looked at as a whole."""
+    return None if request.windows is None else StepWindows(request.windows, step, request.noise.shape[2])
 
 
 class LaneInputs:
@@ -47,20 +85,22 @@ class LaneInputs:
     ) -> list[Lane]:
         """One lane per sample under its positive text, then one per sample under its negative text.
 
-        Where it is `held_against` the positive one, the negative text makes no lanes of its own. With `windows`, each
-        of these is as many lanes as there are windows, one after the other.
+        Where it is `held_against` the positive one, positive lanes hold the negative text too. With `windows`, each of
+        these is as many lanes as there are windows, one after the other.
         """
         states = list(latents.split(1))
         if self._image:
             states = [torch.cat(pair, dim=1) for pair in zip(states, self._image, strict=True)]
         sides = (self._positive, self._negative) if with_negative else (self._positive,)
         embeddings = self._embedding or (None,) * len(states)
-        held = self._negative if held_against else (None,) * len(states)
+        nothing = (None,) * len(states)
+        held = self._negative if held_against else nothing
         parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
+        names = iter(lane_names(len(states), with_negative=with_negative, windows=windows))
         return [
-            Lane(latents=part, text=text, image=image, against=against)
-            for texts in sides
-            for own, text, image, against in zip(parts, texts, embeddings, held, strict=True)
+            Lane(latents=part, text=text, image=image, against=against, name=next(names))
+            for texts, against_texts in zip(sides, (held, nothing), strict=False)
+            for own, text, image, against in zip(parts, texts, embeddings, against_texts, strict=True)
             for part in own
         ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from ..plan.step_skips import skipped_steps
 from ..wan.shortcut import GoingOn
 from .cache_settings import MagCache
+from .lanes import LaneName, count_texts
 from .mag_table import model_mark
 from .split import Split
 
@@ -23,16 +24,26 @@ class MagSteps:
         self._added: dict[int, torch.Tensor] = {}
         self._checked: set[str] = set()
 
-    def known_skips(self, steps: Mapping[int, tuple[str, int]]) -> frozenset[int]:
-        """See `StepCache.known_skips`."""
+    def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
+        """See `StepCache.known_skips`: a step may take over only what lanes of the same names have added."""
         table, found = self._settings.table, set[int]()
-        for (expert, _), stretch in groupby(sorted(steps), key=steps.__getitem__):
+        texts = {step: (expert, count_texts(lanes)) for step, (expert, lanes) in steps.items()}
+        for (expert, _), stretch in groupby(sorted(steps), key=texts.__getitem__):
             stage = [step for step, measured in enumerate(table.experts) if measured == expert]
-            found |= skipped_steps(stage, list(stretch), table.ratios, self._settings.rule)
+            taken, computed = list(stretch), None
+            allowed = skipped_steps(stage, taken, table.ratios, self._settings.rule)
+            for step in taken:
+                lanes = steps[step][1]
+                if step in allowed and lanes == computed:
+                    found.add(step)
+                else:
+                    computed = lanes
         self._skipped = frozenset(found)
         return self._skipped
 
-    def begin(self, step: int, expert: str, lanes: int, model: torch.nn.Module) -> MagPass:
+    def begin(
+        self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
+    ) -> MagPass:
         """See `StepCache.begin`. Raises RequestError for an expert that the table was not measured on."""
         if expert not in self._checked:
             self._settings.table.check_model(expert, model_mark(model.get_parameter("scale_shift_table")))

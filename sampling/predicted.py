@@ -12,6 +12,7 @@ from ..plan import Machine, OffloadJob, OffloadPolicy, StepRecord, Timeline
 from ..plan.predict import predict
 from ..wan import ExpertPair
 from .cache_settings import MagCache, cached_policy
+from .lanes import names_at
 from .mag_cache import MagSteps
 from .offload_job import request_job
 from .request import DenoiseRequest
@@ -30,7 +31,7 @@ def predicted_timeline(
     course, job = request.course(), request_job(pair, request, device)
     policy = cached_policy(policy, request.cache)
     if isinstance(request.cache, MagCache):
-        stages = {step: (course.experts[step], request.lanes_at(step)) for step in course.steps}
+        stages = {step: (course.experts[step], names_at(request, step)) for step in course.steps}
         skips = MagSteps(request.cache, ALONE).known_skips(stages)
         job = replace(job, skipped_steps=frozenset(step - course.start_step for step in skips))
     steps = ((index, course.schedule.sigmas[index]) for index in course.steps)

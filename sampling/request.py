@@ -26,6 +26,7 @@ from .checks import (
     check_start,
     check_texts,
     check_windows,
+    check_windows_stay,
 )
 from .errors import RequestError
 from .schedules import Schedule, explicit_schedule, make_schedule
@@ -145,12 +146,14 @@ class DenoiseRequest:
         if self.nag is not None:
             check_nag(self.course(), has_negative=self.negative is not None)
         if self.windows is not None:
-            check_windows(self.windows, self.noise.shape[2], cached=self.cache is not None)
+            check_windows(self.windows, self.noise.shape[2])
         if self.solver not in SOLVERS:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
         course = self.course()
         if isinstance(self.cache, MagCache):
             self.cache.table.check_course(self._schedule().sigmas, course.experts, course.guidance)
+            if self.windows is not None:
+                check_windows_stay(self.windows, course.steps, self.noise.shape[2])
         check_start(
             course.start_sigma,
             step=self.start_step,

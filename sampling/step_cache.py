@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 
+from ..metrics import Recorder
+from ..wan import Lane
 from ..wan.shortcut import Shortcut
 from .cache_settings import CacheSettings, FirstBlockCache
 from .first_block_cache import FirstBlockSteps
+from .lanes import LaneName, names_of
 from .mag_cache import MagSteps
 from .split import Split
+
+ComputeWith: TypeAlias = "Callable[..., list[torch.Tensor]]"
+"""Lanes, and by name a `shortcut` for them -> the velocity of each."""
 
 
 class StepShortcut(Shortcut, Protocol):
@@ -29,11 +35,39 @@ class StepShortcut(Shortcut, Protocol):
 class StepCache(Protocol):
     """The cache of one run. What it keeps is of one expert at a time."""
 
-    def known_skips(self, steps: Mapping[int, tuple[str, int]]) -> frozenset[int]:
-        """Which of the steps to come need no block: by step, its expert and the number of its lanes."""
+    def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
+        """Which of the steps to come need no block: by step, its expert and its lanes."""
 
-    def begin(self, step: int, expert: str, lanes: int, model: torch.nn.Module) -> StepShortcut:
-        """For the forward pass of a step: `lanes` in all, of which this worker may compute some."""
+    def begin(
+        self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
+    ) -> StepShortcut:
+        """For the forward pass of a step with these `lanes`, of which this worker computes its `own`."""
+
+
+class CachedPass:
+    """One forward pass with a cache; use it for one."""
+
+    def __init__(self, cache: StepCache, step: int, expert: str, lanes: Sequence[Lane], model: torch.nn.Module) -> None:
+        self._cache, self._step, self._expert, self._model = cache, step, expert, model
+        self._names = names_of(lanes)
+        self._shortcut: StepShortcut | None = None
+
+    def forward(self, compute: ComputeWith, own: Sequence[Lane]) -> list[torch.Tensor]:
+        """The velocity of each of the `own` lanes of this worker, from `compute` or from a step before."""
+        self._shortcut = self._cache.begin(self._step, self._expert, self._names, names_of(own), self._model)
+        return compute(own, shortcut=self._shortcut)
+
+    @property
+    def leaves_rest(self) -> bool:
+        """See `StepShortcut.leaves_rest`."""
+        assert self._shortcut is not None, "asked after the pass"
+        return self._shortcut.leaves_rest
+
+    def tell(self, recorder: Recorder, *, blocks: int) -> None:
+        """Note in the open step what was left out of the expert's `blocks`."""
+        assert self._shortcut is not None, "told after the pass"
+        skipped = blocks if self._shortcut.whole else blocks - 1 if self.leaves_rest else 0
+        recorder.cached(lanes=self._shortcut.cached_lanes, visits=skipped)
 
 
 def step_cache(settings: CacheSettings | None, split: Split) -> StepCache | None:

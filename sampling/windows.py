@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..plan.context_windows import ContextWindows
+from ..plan.context_windows import ContextWindows, Windows
 
 
 class StepWindows:
@@ -22,6 +22,11 @@ class StepWindows:
 
     def __len__(self) -> int:
         return len(self._windows)
+
+    @property
+    def frames(self) -> Windows:
+        """The frames of the video that each window holds."""
+        return self._windows
 
     def cut(self, state: torch.Tensor, latent_channels: int) -> list[torch.Tensor]:
         """The part of `state` [1, C, T, h, w] in each window; channels behind those of the latent tell of the image."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from wanstream.plan import Machine, OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
 from wanstream.plan.step_skips import SkipRule
 from wanstream.sampling import DenoiseRequest, RequestError, joined, request_job, working_bytes
 from wanstream.sampling.cache_settings import PRESETS, FirstBlockCache, MagCache, cached_policy
@@ -131,11 +130,6 @@ def test_lanes_of_other_caches_are_not_joined(ask: Request) -> None:
         joined([same, ask()])
     with pytest.raises(RequestError, match=r"threshold 0\.1, in lane 1 first block, threshold 0\.05"):
         joined([same, ask(cache=FirstBlockCache(threshold=0.1))])
-
-
-def test_windows_and_a_cache_do_not_go_together(ask: Request) -> None:
-    with pytest.raises(RequestError, match="disconnect the cache, or the windows"):
-        ask(cache=FirstBlockCache(), windows=ContextWindows(frames=2, overlap=0))
 
 
 def test_reports_tell_the_cache_and_know_it_apart(ask: Request, magnitudes: MagCache) -> None:
