@@ -58,6 +58,14 @@ class Tiling:
         return cls(pixels=pixels, stride=pixels - overlap, per_latent=per_latent)
 
     @property
+    def patch(self) -> int:
+        """Pixels along either side that the VAE makes as one; they are blended alike.
+
+        Along a side it makes 8 of a latent pixel: pixels, or those of Wan2.2 5B patches of two.
+        """
+        return self.per_latent // PIXELS_PER_LATENT
+
+    @property
     def blended(self) -> int:
         """Pixels of a tile's edge that are blended with the tile before it."""
         return self.pixels - self.stride

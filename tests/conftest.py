@@ -10,12 +10,12 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.cli.sample_components import save_text_encoder_folders, save_vae_folder
+from wanstream.cli.sample_components import save_text_encoder_folders, save_vae_file, save_vae_folder
 from wanstream.cli.sample_experts import dequantised, save_expert_file, save_expert_folder
 from wanstream.cli.sample_fp8 import FP8_LAYOUTS
 from wanstream.cli.sample_model import write_sample_model
 from wanstream.cli.sample_tokenizer import VOCABULARY
-from wanstream.cli.sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae
+from wanstream.cli.sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +90,15 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pat
         return path
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def wan22_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny VAE of Wan2.2 5B: `vae`, as diffusers has it, and `wan2.2_vae.safetensors`. Read only."""
+    path, vae = tmp_path_factory.mktemp("wan22"), make_wan22_vae(seed=0)
+    save_vae_folder(vae, path / "vae")
+    save_vae_file(vae, path / "wan2.2_vae.safetensors")
+    return path
 
 
 @pytest.fixture(scope="session")

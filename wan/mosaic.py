@@ -25,7 +25,7 @@ class MosaicError(RuntimeError):
 
 
 class Mosaic:
-    """Tiles in any order -> frames, written into `into`, [F, 8h, 8w, 3] on the CPU: fp32 in 0..1, or uint8 in 0..255.
+    """Tiles in any order -> frames, written into `into`, [F, H, W, 3] on the CPU: fp32 in 0..1, or uint8 in 0..255.
 
     Beside the frames it holds the edges of tiles whose neighbours are still to come, and what came too early.
     """
@@ -74,9 +74,9 @@ class Mosaic:
     def _place(self, tile: Tile, decoded: torch.Tensor) -> None:
         frames = slice(self._done, self._done + decoded.shape[1])
         if tile.row > 0:
-            _blend(self._edges.read(tile.column, frames), decoded, self._blended, dim=2)
+            _blend(self._edges.read(tile.column, frames), decoded, self._blended, self._tiling.patch, dim=2)
         if tile.column > 0:
-            _blend(self._edges.read(RIGHT, frames), decoded, self._blended, dim=3)
+            _blend(self._edges.read(RIGHT, frames), decoded, self._blended, self._tiling.patch, dim=3)
         if len(self._tiles) > 1:
             self._edges.keep(tile.column, _last(decoded, self._blended, dim=2), frames, of=len(self._frames))
             self._edges.keep(RIGHT, _last(decoded, self._blended, dim=3), frames, of=len(self._frames))
@@ -122,9 +122,11 @@ def _last(decoded: torch.Tensor, extent: int, *, dim: int) -> torch.Tensor:
     return decoded.narrow(dim, size - min(extent, size), min(extent, size))
 
 
-def _blend(before: torch.Tensor, after: torch.Tensor, extent: int, *, dim: int) -> None:
-    """Fade from the last `extent` lines of `before` to the first of `after`, written into `after`."""
-    extent = min(before.shape[dim], after.shape[dim], extent)
-    for at in range(extent):
-        old, new = before.select(dim, before.shape[dim] - extent + at), after.select(dim, at)
-        new.copy_(old * (1 - at / extent) + new * (at / extent))
+def _blend(before: torch.Tensor, after: torch.Tensor, extent: int, patch: int, *, dim: int) -> None:
+    """Fade from the last `extent` lines of `before` to the first of `after`, by `patch` lines, written into `after`."""
+    steps = min(before.shape[dim], after.shape[dim], extent) // patch
+    start = before.shape[dim] - steps * patch
+    for at in range(steps):
+        old = before.narrow(dim, start + at * patch, patch)
+        new = after.narrow(dim, at * patch, patch)
+        new.copy_(old * (1 - at / steps) + new * (at / steps))

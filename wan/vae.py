@@ -1,4 +1,8 @@
-"""The Wan2.1 VAE, which A14B uses. Its latents are raw; see `latent_space` for those that the experts work with."""
+"""A VAE of Wan: of 16 channels (Wan2.1, Wan2.2 A14B), or of 48 (Wan2.2 5B).
+
+Its latents are raw; see `latent_space` for those that the experts work with. C, P: their channels, and the pixels for
+each latent pixel, 8 or 16.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +16,16 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from ..offload.file_source import read_tensors
-from ..plan.shapes import FP32_BYTES, FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from ..plan.shapes import FP32_BYTES, FRAMES_PER_LATENT
 from ..plan.vae_room import DecodeNeeds
 from ..plan.vae_tiles import Tiling
 from .component import component_folder
-from .latent_space import LATENT_CHANNELS
+from .latent_space import SPACES, LatentSpace, space_of
 from .meta_model import set_parameters
 from .vae_decode import Check, tiled_frames, whole_frames
 from .vae_memory import decode_pixel_bytes, encode_pixel_bytes
 from .vae_tiles import decode_tile, empty_frames
-from .vae_weights import VaeWeights, open_vae_file, open_vae_folder
+from .vae_weights import VaeWeights, family_of, open_vae_file, open_vae_folder
 
 
 class VaeInputError(ValueError):
@@ -33,7 +37,7 @@ def open_vae(path: Path | str) -> WanVae:
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file; the config or the tensors
-            are not those of the Wan2.1 VAE.
+            are not those of a VAE of Wan.
     """
     path = Path(path)
     return WanVae(open_vae_file(path) if path.is_file() else open_vae_folder(component_folder(path, "vae")))
@@ -46,36 +50,46 @@ class WanVae:
         self._opened = opened
         self._loaded: AutoencoderKLWan | None = None
 
+    @property
+    def space(self) -> LatentSpace:
+        """Of its latents."""
+        return self._opened.family.space
+
     def encode_needs(self, video: torch.Tensor) -> DecodeNeeds:
         """What encoding frames [F, H, W, 3] takes beside the weights; all of them lie on the device meanwhile.
 
         Raises:
             VaeInputError: the video has another shape.
         """
-        _check_video(video)
+        self._check_video(video)
         frames, height, width, _ = video.shape
+        # A VAE that works in patches makes them of the whole video first.
+        copies = 1 if self._opened.config.get("patch_size") is None else 2
         return DecodeNeeds(
-            height=height // PIXELS_PER_LATENT,
-            width=width // PIXELS_PER_LATENT,
+            height=height // self.space.pixels,
+            width=width // self.space.pixels,
             frames=frames,
             pixel_bytes=encode_pixel_bytes(self._opened.config, (frames - 1) // FRAMES_PER_LATENT + 1),
-            value_bytes=FP32_BYTES,
+            value_bytes=copies * FP32_BYTES,
             keeps_frames=True,
+            per_latent=self.space.pixels,
             doing="encoding",
         )
 
     def encode(self, video: torch.Tensor, *, device: torch.device | str, tiling: Tiling | None = None) -> torch.Tensor:
-        """Encode frames [F, H, W, 3] in 0..1, F = 4n + 1, H and W multiples of 8; whole, or in tiles as diffusers does.
+        """Encode frames [F, H, W, 3] in 0..1, F = 4n + 1, H and W multiples of P; whole, or in tiles as diffusers does.
 
-        Returns the most likely raw latents, fp32 [1, 16, (F - 1) / 4 + 1, H / 8, W / 8], on the CPU.
+        Returns the most likely raw latents, fp32 [1, C, (F - 1) / 4 + 1, H / P, W / P], on the CPU.
 
         Raises:
             VaeInputError: the video has another shape.
         """
-        _check_video(video)
+        self._check_video(video)
         vae = self._on(torch.device(device))
         pixels = video.to(device, torch.float32).movedim(-1, 0)[None] * 2 - 1
-        with torch.no_grad(), _tiled(vae, tiling):
+        height, width = (size // self.space.pixels for size in video.shape[1:3])
+        cut = tiling if tiling is not None and tiling.cuts(height, width) else None
+        with torch.no_grad(), _tiled(vae, cut):
             raw: torch.Tensor = vae.encode(pixels).latent_dist.mode()
         return raw.cpu()
 
@@ -85,12 +99,12 @@ class WanVae:
         return FP32_BYTES * sum(prod(tensor.shape) for tensor in self._opened.weights.values())
 
     def decode_needs(self, latents: torch.Tensor, *, to_file: bool = False) -> DecodeNeeds:
-        """What decoding raw latents [B, 16, T, h, w] takes beside the weights: as `decode`, or as `stream` (`to_file`).
+        """What decoding raw latents [B, C, T, h, w] takes beside the weights: as `decode`, or as `stream` (`to_file`).
 
         Raises:
-            VaeInputError: the latents have another shape.
+            VaeInputError: the latents have another shape, or are those of another VAE.
         """
-        check_latents(latents)
+        self._check_latents(latents)
         batch, _, count, height, width = latents.shape
         frames = FRAMES_PER_LATENT * (count - 1) + 1
         return DecodeNeeds(
@@ -101,6 +115,7 @@ class WanVae:
             pixel_bytes=decode_pixel_bytes(self._opened.config, count),
             value_bytes=1 if to_file else FP32_BYTES,
             keeps_frames=not to_file,
+            per_latent=self.space.pixels,
         )
 
     def decode(
@@ -111,16 +126,16 @@ class WanVae:
         tiling: Tiling | None = None,
         check: Check = lambda: None,
     ) -> torch.Tensor:
-        """Decode raw latents [B, 16, T, h, w], one video at a time; whole, or tile by tile.
+        """Decode raw latents [B, C, T, h, w], one video at a time; whole, or tile by tile.
 
         `check` is called before every latent frame of every tile, and ends the decode by raising.
 
-        Returns frames in 0..1, fp32 [B, 4 * (T - 1) + 1, 8 * h, 8 * w, 3], on the CPU.
+        Returns frames in 0..1, fp32 [B, 4 * (T - 1) + 1, P * h, P * w, 3], on the CPU.
 
         Raises:
-            VaeInputError: the latents have another shape.
+            VaeInputError: the latents have another shape, or are those of another VAE.
         """
-        check_latents(latents)
+        self._check_latents(latents)
         videos = empty_frames(latents)
         for one, frames in zip(latents.split(1), videos, strict=True):
             done = 0
@@ -137,15 +152,15 @@ class WanVae:
         tiling: Tiling | None = None,
         check: Check = lambda: None,
     ) -> Iterator[torch.Tensor]:
-        """The frames of `decode` as a video file stores them, [n, 8 * h, 8 * w, 3] uint8 on the CPU, as they are made.
+        """The frames of `decode` as a video file stores them, [n, P * h, P * w, 3] uint8 on the CPU, as they are made.
 
         Of a batch, one video after the other. Whole frames come out with every latent frame and are kept nowhere; of
         tiles all frames of a video come out together.
 
         Raises:
-            VaeInputError: the latents have another shape.
+            VaeInputError: the latents have another shape, or are those of another VAE.
         """
-        check_latents(latents)
+        self._check_latents(latents)
         for one in latents.split(1):
             yield from self._decoded(one, torch.device(device), tiling, None, check)
 
@@ -158,6 +173,7 @@ class WanVae:
         check: Check,
     ) -> Iterator[torch.Tensor]:
         """Frames of one video that are not yet in `into`: fp32, or uint8 where they go into no tensor."""
+        assert tiling is None or tiling.per_latent == self.space.pixels, "tiles of another VAE"
         vae, there = self._on(device), one.to(device, torch.float32)
         if tiling is None or not tiling.cuts(*one.shape[3:]):
             yield from whole_frames(vae, there, torch.float32 if into is not None else torch.uint8, check)
@@ -170,12 +186,12 @@ class WanVae:
     def decode_tile(
         self, latents: torch.Tensor, *, device: torch.device | str, check: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        """Decode one tile [1, 16, T, h, w] for a `Mosaic`; see `vae_tiles.decode_tile`.
+        """Decode one tile [1, C, T, h, w] for a `Mosaic`; see `vae_tiles.decode_tile`.
 
         Raises:
-            VaeInputError: the latents have another shape.
+            VaeInputError: the latents have another shape, or are those of another VAE.
         """
-        check_latents(latents)
+        self._check_latents(latents)
         return decode_tile(self._on(torch.device(device)), latents.to(device, torch.float32), check)
 
     def close(self) -> None:
@@ -190,6 +206,24 @@ class WanVae:
             self._loaded = vae
         return self._loaded.to(device)
 
+    def _check_video(self, video: torch.Tensor) -> None:
+        shape, pixels = list(video.shape), self.space.pixels
+        if video.ndim != 4 or shape[-1] != 3 or 0 in shape:
+            raise VaeInputError(f"the video is {shape}: give frames [F, H, W, 3]")
+        if (shape[0] - 1) % FRAMES_PER_LATENT:
+            raise VaeInputError(f"the video has {shape[0]} frames: give {FRAMES_PER_LATENT}n + 1")
+        if shape[1] % pixels or shape[2] % pixels:
+            raise VaeInputError(f"the frames are {shape[2]}x{shape[1]}: give multiples of {pixels}")
+
+    def _check_latents(self, latents: torch.Tensor) -> None:
+        check_latents(latents)
+        found, own = space_of(latents.shape[1]), self.space
+        if found != own:
+            raise VaeInputError(
+                f"the latents are {list(latents.shape)}, of {found.models}, and {self._opened.path} is the VAE of "
+                f"{own.models}, for {own.channels} channels: take {family_of(found).file} for these latents"
+            )
+
     def __enter__(self) -> WanVae:
         return self
 
@@ -201,28 +235,20 @@ class WanVae:
 
 @contextmanager
 def _tiled(vae: AutoencoderKLWan, tiling: Tiling | None) -> Iterator[None]:
-    """Diffusers' own tiles inside the `with`."""
+    """Diffusers' own tiles inside the `with`; it counts what it encodes in patches where the VAE works in them."""
     if tiling is None:
         yield
         return
-    vae.enable_tiling(tiling.pixels, tiling.pixels, tiling.stride, tiling.stride)
+    size, stride = tiling.pixels // tiling.patch, tiling.stride // tiling.patch
+    vae.enable_tiling(size, size, stride, stride)
     try:
         yield
     finally:
         vae.disable_tiling()
 
 
-def _check_video(video: torch.Tensor) -> None:
-    shape = list(video.shape)
-    if video.ndim != 4 or shape[-1] != 3 or 0 in shape:
-        raise VaeInputError(f"the video is {shape}: give frames [F, H, W, 3]")
-    if (shape[0] - 1) % FRAMES_PER_LATENT:
-        raise VaeInputError(f"the video has {shape[0]} frames: give {FRAMES_PER_LATENT}n + 1")
-    if shape[1] % PIXELS_PER_LATENT or shape[2] % PIXELS_PER_LATENT:
-        raise VaeInputError(f"the frames are {shape[2]}x{shape[1]}: give multiples of {PIXELS_PER_LATENT}")
-
-
 def check_latents(latents: torch.Tensor) -> None:
-    """Refuse what is no raw latents [B, 16, T, h, w] by a VaeInputError."""
-    if latents.ndim != 5 or latents.shape[1] != LATENT_CHANNELS or 0 in latents.shape:
-        raise VaeInputError(f"the latents are {list(latents.shape)}: give [B, {LATENT_CHANNELS}, T, h, w]")
+    """Refuse what is no raw latents [B, 16 or 48, T, h, w] by a VaeInputError."""
+    known = [space.channels for space in SPACES]
+    if latents.ndim != 5 or latents.shape[1] not in known or 0 in latents.shape:
+        raise VaeInputError(f"the latents are {list(latents.shape)}: give [B, {' or '.join(map(str, known))}, T, h, w]")

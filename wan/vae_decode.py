@@ -21,9 +21,9 @@ Check = Callable[[], None]
 def whole_frames(
     vae: AutoencoderKLWan, latents: torch.Tensor, dtype: torch.dtype, check: Check
 ) -> Iterator[torch.Tensor]:
-    """Raw latents [1, 16, T, h, w] on the VAE's device -> [1, 8h, 8w, 3], then T - 1 times [4, 8h, 8w, 3], on the CPU.
+    """Raw latents [1, C, T, h, w] on the VAE's device -> [1, Ph, Pw, 3], then T - 1 times [4, Ph, Pw, 3], on the CPU.
 
-    fp32 in 0..1, or uint8 in 0..255.
+    fp32 in 0..1, or uint8 in 0..255. C, P: as in `vae_tiles`.
     """
     check()
     for part in decoded_frames(vae, latents, whole=True):
@@ -34,7 +34,7 @@ def whole_frames(
 def tiled_frames(
     vae: AutoencoderKLWan, latents: torch.Tensor, tiling: Tiling, into: torch.Tensor, check: Check
 ) -> None:
-    """Decode raw latents [1, 16, T, h, w] tile by tile into frames [4(T - 1) + 1, 8h, 8w, 3], fp32 or uint8 on the CPU.
+    """Decode raw latents [1, C, T, h, w] tile by tile into frames [4(T - 1) + 1, Ph, Pw, 3], fp32 or uint8 on the CPU.
 
     Every tile goes over as it is made: beside the frames RAM holds the edges that meet other tiles.
     """

@@ -1,7 +1,7 @@
 """A video decoded tile by tile: what is computed at once is one tile and one latent frame, whatever the video.
 
 Tiles may be decoded by anyone, in any order; a `Mosaic` makes of them the picture of `AutoencoderKLWan.tiled_decode`,
-bit for bit.
+bit for bit. C, P: the channels of the VAE's latents, and the pixels for each of its latent pixels, 8 or 16.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 
-from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from ..plan.shapes import FRAMES_PER_LATENT
 from ..plan.vae_tiles import Tile
+from .latent_space import space_of
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
 
 
 def decoded_frames(vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool = False) -> Iterator[torch.Tensor]:
-    """Raw latents [1, 16, T, h, w] -> frames as they are made: [3, 1, 8h, 8w], then T - 1 times [3, 4, 8h, 8w].
+    """Raw latents [1, C, T, h, w] -> frames as they are made: [3, 1, Ph, Pw], then T - 1 times [3, 4, Ph, Pw].
 
     fp32 on the device of `latents`, around -1 to 1, not clamped. The decoder looks back only, so a frame never changes.
 
@@ -32,6 +33,8 @@ def decoded_frames(vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool 
     for at, states in enumerate(_states(vae, latents, whole)):
         with torch.no_grad():
             frames = vae.decoder(states, feat_cache=seen, feat_idx=[0], first_chunk=at == 0)
+        if vae.config.patch_size is not None:
+            frames = unpatchify(frames, patch_size=vae.config.patch_size)
         yield frames[0]
 
 
@@ -43,13 +46,11 @@ def _states(vae: AutoencoderKLWan, latents: torch.Tensor, whole: bool) -> Iterat
 
 
 def decode_tile(vae: AutoencoderKLWan, latents: torch.Tensor, check: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """One tile of raw latents [1, 16, T, h, w] -> [3, 4(T - 1) + 1, 8h, 8w] fp32 on the CPU, not clamped.
+    """One tile of raw latents [1, C, T, h, w] -> [3, 4(T - 1) + 1, Ph, Pw] fp32 on the CPU, not clamped.
 
     `check` is called before every latent frame, and ends the decode by raising.
     """
-    _, _, count, height, width = latents.shape
-    frames = FRAMES_PER_LATENT * (count - 1) + 1
-    whole = torch.empty(3, frames, PIXELS_PER_LATENT * height, PIXELS_PER_LATENT * width)
+    whole = torch.empty(3, *_decoded_size(latents))
     done = 0
     check()
     for part in decoded_frames(vae, latents):
@@ -60,13 +61,18 @@ def decode_tile(vae: AutoencoderKLWan, latents: torch.Tensor, check: Callable[[]
 
 
 def crop(latents: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The part of [1, 16, T, h, w] that a tile shows; no copy."""
+    """The part of [1, C, T, h, w] that a tile shows; no copy."""
     rows, columns = tile.rows, tile.columns
     return latents[:, :, :, rows.start : rows.stop, columns.start : columns.stop]
 
 
 def empty_frames(latents: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Room for the frames of raw latents [B, 16, T, h, w]: [B, 4(T - 1) + 1, 8h, 8w, 3] on the CPU."""
-    batch, _, count, height, width = latents.shape
-    frames = FRAMES_PER_LATENT * (count - 1) + 1
-    return torch.empty(batch, frames, PIXELS_PER_LATENT * height, PIXELS_PER_LATENT * width, 3, dtype=dtype)
+    """Room for the frames of raw latents [B, C, T, h, w]: [B, 4(T - 1) + 1, Ph, Pw, 3] on the CPU."""
+    return torch.empty(latents.shape[0], *_decoded_size(latents), 3, dtype=dtype)
+
+
+def _decoded_size(latents: torch.Tensor) -> tuple[int, int, int]:
+    """(frames, height, width) of the video."""
+    _, channels, count, height, width = latents.shape
+    pixels = space_of(channels).pixels
+    return FRAMES_PER_LATENT * (count - 1) + 1, pixels * height, pixels * width

@@ -1,4 +1,4 @@
-"""Single-file VAEs against the `vae` folder, and files that are no VAE of Wan2.1."""
+"""Single-file VAEs against the `vae` folder, and files that are no VAE of Wan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from wanstream.cli.sample_components import save_vae_file, save_vae_folder
 from wanstream.cli.sample_weights import make_vae
 from wanstream.offload.safetensors_header import CheckpointFileError
+from wanstream.wan.latent_space import WAN22
 from wanstream.wan.vae import open_vae
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -85,6 +86,43 @@ class TestAgainstTheFolder:
 
         assert json.loads((tmp_path / "vae" / "config.json").read_text())["base_dim"] == 8
         assert_equal(tmp_path / "vae.safetensors", tmp_path)
+
+
+class TestWan22:
+    def test_the_single_file_is_the_folder(self, wan22_vae: Path) -> None:
+        with open_vae(wan22_vae / "wan2.2_vae.safetensors") as file, open_vae(wan22_vae) as folder:
+            latents, video = noise(1, 48, 2, 2, 2), noise(1, 32, 32, 3).sigmoid()
+            assert torch.equal(file.decode(latents, device="cpu"), folder.decode(latents, device="cpu"))
+            assert torch.equal(file.encode(video, device="cpu"), folder.encode(video, device="cpu"))
+            assert file.space == folder.space == WAN22
+
+    def test_names_of_diffusers_in_a_single_file(self, wan22_vae: Path) -> None:
+        with open_vae(wan22_vae / "vae" / WEIGHTS) as vae:
+            assert vae.decode(noise(1, 48, 1, 2, 2), device="cpu").shape == (1, 1, 32, 32, 3)
+
+    @pytest.mark.parametrize(
+        ("edit", "message"),
+        [
+            (lambda t: t.pop("decoder.head.2.weight"), r"decoder\.head\.2\.weight is missing"),
+            (
+                lambda t: t.pop("decoder.upsamples.1.upsamples.3.time_conv.bias"),
+                r"decoder\.upsamples\.1\.upsamples\.3\.time_conv\.bias \[128\] is missing",
+            ),
+            (
+                lambda t: t.update({"encoder.conv1.weight": torch.zeros(8, 3, 3, 3, 3)}),
+                r"encoder\.conv1\.weight is \[8, 3, 3, 3, 3\]; the rest of the file asks for \[8, 12, 3, 3, 3\]",
+            ),
+        ],
+        ids=["no width", "one parameter", "the encoder of Wan2.1"],
+    )
+    def test_a_tensor_that_does_not_fit(
+        self, wan22_vae: Path, tmp_path: Path, edit: Callable[[Tensors], Any], message: str
+    ) -> None:
+        tensors = load_file(wan22_vae / "wan2.2_vae.safetensors")
+        edit(tensors)
+        save_file(tensors, tmp_path / "changed.safetensors")
+        with pytest.raises(CheckpointFileError, match=message):
+            open_vae(tmp_path / "changed.safetensors")
 
 
 class TestBadFiles:
