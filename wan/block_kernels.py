@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .chunked_block import ChunkedBlocks
 from .compiled_block import CompiledBlocks, compiler_named
 from .kernels import ATTENTIONS, Kernels
+from .timed_block import TimedBlocks
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
@@ -17,10 +18,14 @@ log = logging.getLogger("wanstream.kernels")
 
 
 class BlockKernels:
-    """Blocks of both experts, and what they compute with. At first they compute as diffusers has made them."""
+    """Blocks of both experts, and what they compute with. At first they compute as diffusers has made them.
 
-    def __init__(self, blocks: Iterable[WanTransformerBlock]) -> None:
+    Blocks that are `timed` take frames with timesteps of their own too, whatever they compute with.
+    """
+
+    def __init__(self, blocks: Iterable[WanTransformerBlock], *, timed: bool = False) -> None:
         self._blocks = list(blocks)
+        self._timed = TimedBlocks(self._blocks) if timed else None
         self._kernels = Kernels()
         self._chunk_tokens: int | None = None
         self._chunked: ChunkedBlocks | None = None
@@ -42,6 +47,8 @@ class BlockKernels:
         """
         if (kernels, chunk_tokens) == (self._kernels, self._chunk_tokens):
             return
+        if self._timed is not None:
+            self._timed.detach()
         if self._compiled is not None:
             self._compiled.detach()
             self._compiled = None
@@ -57,6 +64,8 @@ class BlockKernels:
             log.warning("blocks take %d tokens at once to save memory: they are not compiled", chunk_tokens)
         elif kernels.compiler is not None:
             self._compiled = CompiledBlocks(self._blocks, compiler_named(kernels.compiler))
+        if self._timed is not None and self._compiled is None and chunk_tokens is None:
+            self._timed = TimedBlocks(self._blocks)
 
     def _set_chunk(self, chunk_tokens: int | None) -> None:
         if self._chunked is not None:

@@ -16,6 +16,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from ..plan.shapes import SHORT_CHUNK, TEXT_TOKENS
+from .frame_times import FrameModulation, pieces_of, rows_and_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +53,7 @@ class ChunkedBlocks:
         self._forwards: list[Callable[..., torch.Tensor]] = []
         self._processors: list[tuple[WanAttention, WanAttnProcessor, ChunkedAttention]] = []
         for block in self._blocks:
-            block.forward = partial(_chunked_forward, block, chunk_tokens)
+            block.forward = partial(chunked_forward, block, chunk_tokens)
             self._forwards.append(block.forward)
             for attention in (block.attn1, block.attn2):
                 own, chunked = attention.processor, ChunkedAttention(chunk_tokens)
@@ -153,24 +154,27 @@ class ChunkedAttention:
         return hidden, attn.norm_k(attn.to_k(text)), attn.to_v(text)
 
 
-def _chunked_forward(
+def chunked_forward(
     block: WanTransformerBlock,
     chunk_tokens: int,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor,
-    temb: torch.Tensor,
+    temb: torch.Tensor | FrameModulation,
     rotary_emb: Rotary,
 ) -> torch.Tensor:
-    """What the block's own forward returns for `temb` [B, 6, D], in memory of its own."""
+    """What the block's own forward returns for `temb` [1, 6, D], or for rows of runs of tokens, in its own memory."""
     parts = list(parts_of(hidden_states, chunk_tokens))
-    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (block.scale_shift_table + temb.float()).chunk(6, dim=1)
+    rows, runs = rows_and_runs(temb, hidden_states.shape[1])
+    shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (block.scale_shift_table + rows.float()).chunk(6, dim=1)
 
     normed = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     for part in parts:
-        normed[:, part] = block.norm1(hidden_states[:, part].float()) * (1 + scale) + shift
+        for piece, row in pieces_of(part, runs):
+            normed[:, piece] = block.norm1(hidden_states[:, piece].float()) * (1 + scale[row]) + shift[row]
     state: torch.Tensor = block.attn1(normed, None, None, rotary_emb)
     for part in parts:
-        state[:, part] = hidden_states[:, part].float() + state[:, part] * gate
+        for piece, row in pieces_of(part, runs):
+            state[:, piece] = hidden_states[:, piece].float() + state[:, piece] * gate[row]
 
     for part in parts:
         normed[:, part] = block.norm2(state[:, part].float())
@@ -178,10 +182,20 @@ def _chunked_forward(
     del normed
 
     for part in parts:
-        tokens = (block.norm3(state[:, part].float()) * (1 + ffn_scale) + ffn_shift).type_as(state)
+        tokens = torch.empty_like(state[:, part])
+        for piece, row in pieces_of(part, runs):
+            modulated = block.norm3(state[:, piece].float()) * (1 + ffn_scale[row]) + ffn_shift[row]
+            tokens[:, _within(piece, part)] = modulated
+            del modulated
         tokens = block.ffn(tokens)
-        state[:, part] = state[:, part].float() + tokens.float() * ffn_gate
+        for piece, row in pieces_of(part, runs):
+            own = tokens[:, _within(piece, part)].float()
+            state[:, piece] = state[:, piece].float() + own * ffn_gate[row]
     return state
+
+
+def _within(piece: slice, part: slice) -> slice:
+    return slice(piece.start - part.start, piece.stop - part.start)
 
 
 def image_and_text(attn: WanAttention, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 The function that is compiled takes the block as an argument, and its weights are inputs of the graph. So no other
 block, expert, buffer, LoRA or run needs another graph; tokens of another number, another dtype or another kernel of
-attention do. The second number of tokens gets a graph that serves any.
+attention do, and so do frames with timesteps of their own. The second number of tokens gets a graph that serves any.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .frame_times import FrameModulation
+from .timed_block import forward_by_token
+
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
+ROWS = 0
+"""The dim of the rows [R, 6, D] of lanes whose frames have timesteps of their own: one for each timestep."""
 TEXT_LENGTH = 1
 """The dim of the text [1, L, D] that is another one in every prompt, and in both lanes of one."""
 
@@ -69,7 +74,7 @@ class CompiledBlocks:
         self._forwards: list[Callable[..., torch.Tensor]] = []
         compiled = functools.cache(partial(torch.compile, backend=compiler))
         for block in self._blocks:
-            block.forward = partial(_forward, compiled(type(block).forward), block)
+            block.forward = partial(_forward, compiled(type(block).forward), compiled(forward_by_token), block)
             self._forwards.append(block.forward)
 
     def detach(self) -> None:
@@ -88,10 +93,11 @@ class CompiledBlocks:
 
 def _forward(
     compiled: Callable[..., torch.Tensor],
+    compiled_by_token: Callable[..., torch.Tensor],
     block: WanTransformerBlock,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | tuple[torch.Tensor, ...],
-    temb: torch.Tensor,
+    temb: torch.Tensor | FrameModulation,
     rotary_emb: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """See the block's own. Where texts are held against each other, they are two."""
@@ -99,4 +105,8 @@ def _forward(
     for text in texts:
         torch._dynamo.maybe_mark_dynamic(text, TEXT_LENGTH)
     # The first block gets its tokens from a convolution, width before tokens: to a graph that is another input.
-    return compiled(block, hidden_states.contiguous(), encoder_hidden_states, temb, rotary_emb)
+    tokens = hidden_states.contiguous()
+    if not isinstance(temb, FrameModulation):
+        return compiled(block, tokens, encoder_hidden_states, temb, rotary_emb)
+    torch._dynamo.maybe_mark_dynamic(temb.rows, ROWS)
+    return compiled_by_token(block, tokens, encoder_hidden_states, temb.rows, temb.row_of_token, rotary_emb)

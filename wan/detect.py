@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .key_map import both_names
+from .latent_space import WAN21, WAN22
 from .stored import CheckpointError
 
 Shape = tuple[int, ...]
+Family = Literal["t2v", "i2v", "ti2v"]
 
 IMAGE_LAYER = "condition_embedder.image_embedder.ff.net.0.proj.weight"
 HEAD_DIM = 128  # of every Wan transformer; heads = width / 128
-LATENT_CHANNELS = 16
+LATENT_CHANNELS = WAN21.channels
 IMAGE_CONDITION_CHANNELS = 20  # 4 of mask, 16 of latents
+KNOWN_CHANNELS = (
+    (LATENT_CHANNELS, LATENT_CHANNELS),
+    (LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS),
+    (WAN22.channels, WAN22.channels),
+)
+"""Of the input and the output of a model."""
 
 # What Wan2.1 I2V has beside a plain expert: it embeds what CLIP sees in an image, and every block attends to that.
 IMAGE_BRANCH = re.compile(r"condition_embedder\.image_embedder\.|blocks\.\d+\.attn2\.(add_[kv]_proj|norm_added_k)\.")
@@ -51,8 +59,11 @@ class WanConfig:
     """Width of the image embeddings that the image branch takes; None: there is no such branch."""
 
     @property
-    def family(self) -> Literal["t2v", "i2v"]:
-        """Text-to-video, or image-to-video: the latter takes the image condition as 20 more channels."""
+    def family(self) -> Family:
+        """Text-to-video; image-to-video, which takes the image condition as 20 more channels; or both, as the 5B model
+        is, whose frames have timesteps of their own where they are given."""
+        if self.in_channels == WAN22.channels:
+            return "ti2v"
         return "t2v" if self.in_channels == LATENT_CHANNELS else "i2v"
 
     def model_arguments(self) -> dict[str, Any]:
@@ -73,7 +84,9 @@ def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
         found = [key for key in keys if key.startswith(starts)]
         if found:
             raise CheckpointError(
-                path, f"is {model}: it holds {found[0]}; only the T2V and I2V models of Wan2.1 and Wan2.2 A14B can run"
+                path,
+                f"is {model}: it holds {found[0]}; only the T2V and I2V models of Wan2.1 and Wan2.2 A14B, and "
+                "TI2V-5B can run",
             )
 
 
@@ -111,16 +124,13 @@ def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
 
 def _check_family(path: Path, config: WanConfig, width: int) -> None:
     channels = (config.in_channels, config.out_channels)
-    known = {LATENT_CHANNELS: "T2V", LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS: "I2V"}
-    if channels == (48, 48):
-        raise CheckpointError(path, "is the 5B model (48 channels), which has no experts; Wan2.2 A14B has 16 or 36")
-    if config.in_channels not in known or config.out_channels != LATENT_CHANNELS:
+    if channels not in KNOWN_CHANNELS:
         raise CheckpointError(
             path,
             f"patch_embedding.weight takes {channels[0]} channels and proj_out.weight gives {channels[1]}; "
-            "T2V is 16 to 16, I2V 36 to 16",
+            "T2V is 16 to 16, I2V 36 to 16, TI2V-5B 48 to 48",
         )
-    if config.image_dim is not None and config.family == "t2v":
+    if config.image_dim is not None and config.family != "i2v":
         raise CheckpointError(path, f"has an image branch, but takes {channels[0]} channels; with one, 36 are expected")
     if width == 0 or width % HEAD_DIM:
         raise CheckpointError(path, f"patch_embedding.weight is {width} wide, which is no multiple of {HEAD_DIM}")

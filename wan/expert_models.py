@@ -38,7 +38,8 @@ class ExpertModels(Mapping[str, WanTransformer3DModel]):
 
     def __init__(self, experts: Mapping[str, Expert], *, compute_dtype: torch.dtype, device: torch.device) -> None:
         self._models = {name: build_model(expert.config, compute_dtype) for name, expert in experts.items()}
-        self.kernels = BlockKernels(block for model in self._models.values() for block in model.blocks)
+        timed = any(expert.config.family == "ti2v" for expert in experts.values())
+        self.kernels = BlockKernels((block for model in self._models.values() for block in model.blocks), timed=timed)
         self._resident = {name: _resident_tensors(expert, self._models[name]) for name, expert in experts.items()}
         self._scales = {name: _scales_of(expert, self._resident[name]) for name, expert in experts.items()}
         self._compute_dtype = compute_dtype

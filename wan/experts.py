@@ -54,6 +54,8 @@ def open_experts(
     _check_settings(compute_dtype, storage)
     high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
     high, low = open_expert(high_path), open_expert(low_path)
+    for expert in (high, low):
+        _refuse_ti2v(expert)
     _check_pair(high, low)
     _refuse_image_branch(high)
     tell_what_stays((high, low), storage)
@@ -68,7 +70,7 @@ def open_one_expert(
     direct: bool | None = None,
     shared: bool = False,
 ) -> ExpertPair:
-    """Open a model that is one expert, which runs every step: Wan2.1 T2V (1.3B and 14B) and I2V (14B).
+    """Open a model that is one expert, which runs every step: Wan2.1 T2V (1.3B and 14B) and I2V (14B), Wan2.2 TI2V-5B.
 
     It takes the place "high" of the pair, and a request has all of its steps there (`boundary_ratio` 0).
 
@@ -85,6 +87,15 @@ def open_one_expert(
     return ExpertPair(
         high=expert, low=expert, compute_dtype=compute_dtype, storage=storage, direct=direct, shared=shared
     )
+
+
+def _refuse_ti2v(expert: Expert) -> None:
+    if expert.config.family == "ti2v":
+        raise CheckpointError(
+            expert.path,
+            f"is Wan2.2 TI2V-5B ({expert.config.in_channels} channels), which is one expert and none of a pair; the "
+            "experts of Wan2.2 A14B have 16 or 36 channels: open it as one expert",
+        )
 
 
 def _refuse_image_branch(expert: Expert) -> None:
@@ -134,7 +145,7 @@ def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:
         raise CheckpointError(
             high,
             "is one expert: give the low-noise expert too, or a pipeline folder (transformer, transformer_2); a model "
-            "that has no other (Wan2.1) is opened as one expert",
+            "that has no other (Wan2.1, Wan2.2 TI2V-5B) is opened as one expert",
         )
     if not (high / "transformer_2").is_dir():
         raise CheckpointError(high, "has no transformer_2: Wan2.2 A14B has two transformers; open this as one expert")

@@ -7,15 +7,15 @@ model's submodules are called as the model calls them: hooks on `rope`, `blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..plan.shapes import OUTPUT_TOKENS
-from .frame_times import FrameModulation, OwnTokens, Runs, frame_timesteps, token_runs
+from .frame_times import FrameModulation, OwnTokens, frame_timesteps, pieces_of, rows_and_runs, token_runs
 from .projections import ProjectedEmbedder, Rows
 from .shortcut import Shortcut
 
@@ -40,6 +40,9 @@ class Lane:
     image: torch.Tensor | None = None
     against: torch.Tensor | None = None
     """A text that is held against `text`, of any length; for models inside `held_against`."""
+    shares: tuple[float, ...] | None = None
+    """The timestep of each latent frame as a share of the step's, for models that take that (TI2V-5B): 0 where a frame
+    is given, 1 where it is free. None: 1 for all."""
     name: object = None
     """Tells which lane of a run it is, where something is kept of it from step to step."""
 
@@ -51,7 +54,6 @@ class _Conditions:
     text: torch.Tensor | Texts  # [1, L, dim]; with an image branch, the image's N rows come first
     time: torch.Tensor  # [R, dim], a row for each timestep
     modulation: torch.Tensor | FrameModulation  # [1, 6, dim], or that many rows
-    runs: Runs | None  # the tokens of each row; None: there is one for all
     rotary: tuple[torch.Tensor, torch.Tensor]
     grid: tuple[int, int, int]  # patches along time, height and width
 
@@ -207,7 +209,6 @@ def _conditions(
         text=text if lane.against is None else (text, next(against)[2]),
         time=time if timed is None else timed.time,
         modulation=modulation.unflatten(1, (6, -1)) if timed is None else timed.modulation,
-        runs=None if timed is None else timed.modulation.runs,
         rotary=rotary,
         grid=_grid(model, lane),
     )
@@ -219,8 +220,10 @@ def _velocity(model: WanTransformer3DModel, lane: _Conditions, tokens: torch.Ten
     The projection sees all tokens at once: context parallelism gathers those of every rank behind it.
     """
     shift, scale = (model.scale_shift_table + lane.time.unsqueeze(1)).chunk(2, dim=1)
+    _, runs = rows_and_runs(lane.modulation, tokens.shape[1])
     normed = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-    for part, into in zip(tokens.split(OUTPUT_TOKENS, dim=1), normed.split(OUTPUT_TOKENS, dim=1), strict=True):
-        into.copy_(model.norm_out(part.float()) * (1 + scale) + shift)
+    for start in range(0, tokens.shape[1], OUTPUT_TOKENS):
+        for piece, row in pieces_of(slice(start, start + OUTPUT_TOKENS), runs):
+            normed[:, piece] = model.norm_out(tokens[:, piece].float()) * (1 + scale[row]) + shift[row]
     patches: torch.Tensor = model.proj_out(normed).reshape(1, *lane.grid, *model.config.patch_size, -1)
     return patches.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)

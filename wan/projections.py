@@ -120,6 +120,12 @@ class ProjectedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
         self._project([time], named)
         return [(*self._times[time], self._texts[self._digest(text)]) for text in texts]
 
+    def time_rows(self, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Time [R, D] and modulation [R, 6 D] of R timesteps, each row computed alone."""
+        self._project(timesteps, {})
+        times, modulations = zip(*(self._times[time] for time in timesteps), strict=True)
+        return torch.cat(times), torch.cat(modulations)
+
     def project_expected(self) -> None:
         """Compute the expected rows that are not there yet."""
         self._project([], {})
