@@ -182,20 +182,17 @@ def chunked_forward(
     del normed
 
     for part in parts:
-        tokens = torch.empty_like(state[:, part])
-        for piece, row in pieces_of(part, runs):
-            modulated = block.norm3(state[:, piece].float()) * (1 + ffn_scale[row]) + ffn_shift[row]
-            tokens[:, _within(piece, part)] = modulated
-            del modulated
+        modulated = [
+            (block.norm3(state[:, piece].float()) * (1 + ffn_scale[row]) + ffn_shift[row]).type_as(state)
+            for piece, row in pieces_of(part, runs)
+        ]
+        tokens = modulated[0] if len(modulated) == 1 else torch.cat(modulated, dim=1)
+        del modulated
         tokens = block.ffn(tokens)
         for piece, row in pieces_of(part, runs):
-            own = tokens[:, _within(piece, part)].float()
-            state[:, piece] = state[:, piece].float() + own * ffn_gate[row]
+            within = slice(piece.start - part.start, piece.stop - part.start)
+            state[:, piece] = state[:, piece].float() + tokens[:, within].float() * ffn_gate[row]
     return state
-
-
-def _within(piece: slice, part: slice) -> slice:
-    return slice(piece.start - part.start, piece.stop - part.start)
 
 
 def image_and_text(attn: WanAttention, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
