@@ -17,7 +17,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from ..wan.latent_space import WAN22
+from ..wan.latent_space import WAN21, WAN22
 from ..wan.vae_weights import family_of
 
 TEXT_DIM = 4096
@@ -28,7 +28,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """What tells one sample expert from another; 36 input channels make an image-to-video model.
+    """What tells one sample expert from another; 36 input channels make an image-to-video model, 48 the model of 5B.
 
     `image_dim` is the width of image embeddings, for an image branch as Wan2.1 I2V has it; 0: none.
     """
@@ -50,7 +50,7 @@ def expert_config(shape: ExpertShape) -> dict[str, int]:
         "num_attention_heads": shape.heads,
         "attention_head_dim": HEAD_DIM,
         "in_channels": shape.in_channels,
-        "out_channels": 16,
+        "out_channels": WAN22.channels if shape.in_channels == WAN22.channels else WAN21.channels,
         "ffn_dim": shape.ffn_dim,
         "text_dim": shape.text_dim,
     }

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from ..plan.context_windows import ContextWindows
-from ..wan.latent_space import LATENT_CHANNELS
+from ..wan.latent_space import SPACES, space_of
 from .errors import RequestError
 from .schedules import PURE_NOISE
 
@@ -99,15 +99,16 @@ def check_windows_stay(windows: ContextWindows, steps: Sequence[int], frames: in
 
 
 def check_noise(noise: torch.Tensor) -> None:
-    if noise.ndim != 5 or noise.shape[1] != LATENT_CHANNELS or 0 in noise.shape:
-        raise RequestError(f"noise is {list(noise.shape)}: give [B, {LATENT_CHANNELS}, T, h, w]")
+    channels = [space.channels for space in SPACES]
+    if noise.ndim != 5 or noise.shape[1] not in channels or 0 in noise.shape:
+        raise RequestError(f"noise is {list(noise.shape)}: give [B, {' or '.join(map(str, channels))}, T, h, w]")
     if noise.dtype != torch.float32:
         raise RequestError(f"noise is {noise.dtype}: give float32")
     height, width = noise.shape[-2:]
     if height % PATCH or width % PATCH:
         raise RequestError(
             f"a latent of {height} x {width} does not divide into {PATCH} x {PATCH} patches: "
-            f"use a video height and width that are multiples of {8 * PATCH}"
+            f"use a video height and width that are multiples of {space_of(noise.shape[1]).pixels * PATCH}"
         )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
-from ..wan.latent_space import LATENT_CHANNELS, denormalise, normalise
+from ..wan.latent_space import SPACES, WAN21, denormalise, normalise, space_of
 from .errors import ConditioningError
 from .leftover import MARK, left_at, leftover_mark
 from .mask import latent_mask
@@ -63,7 +63,7 @@ class NativeInputs:
     latent: torch.Tensor | None
     """Normalised; None for an empty latent, whose zeros stand for "nothing yet" and not for grey."""
     mask: torch.Tensor | None
-    """[1 or B, 1 or 16, T, h, w] float32, 1 where to denoise; None: everywhere."""
+    """[1 or B, 1 or 16 (48), T, h, w] float32, 1 where to denoise; None: everywhere."""
     latent_sigma: float | None
     """Noise level at which a run of ours left the latent, where it did."""
     shape: torch.Size
@@ -122,9 +122,9 @@ def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
     model is free; frames it does not reach, or all of them without a mask, are free. Returns [b, 20, T, h, w]: 4 mask
     channels in the model's sense, 1 where the image is known, then the normalised image.
     """
-    if image.ndim != 5 or image.shape[1] != LATENT_CHANNELS:
+    if image.ndim != 5 or image.shape[1] != WAN21.channels:
         raise ConditioningError(
-            f"concat_latent_image is {list(image.shape)}, Wan2.2 A14B reads [b, {LATENT_CHANNELS}, T, h, w]: remove "
+            f"concat_latent_image is {list(image.shape)}, Wan2.2 A14B reads [b, {WAN21.channels}, T, h, w]: remove "
             "the node for Fun control, or for another model, that made it"
         )
     frames = image.shape[2]
@@ -144,7 +144,7 @@ def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
 
 
 def _samples(latent: Latent) -> torch.Tensor:
-    """The samples [B, 16, T, h, w] float32. Empty ones stand for a size, whatever image or video they were made for."""
+    """The samples [B, 16 or 48, T, h, w] float32. Empty ones stand for a size, whatever they were made for."""
     samples: torch.Tensor = latent["samples"]
     if not isinstance(samples, torch.Tensor):
         raise ConditioningError(
@@ -152,12 +152,12 @@ def _samples(latent: Latent) -> torch.Tensor:
             "use an empty video latent"
         )
     if samples.ndim == 4 and not torch.count_nonzero(samples):
-        samples = samples.new_zeros(len(samples), LATENT_CHANNELS, 1, *_hinted_size(latent))
+        samples = samples.new_zeros(len(samples), WAN21.channels, 1, *_hinted_size(latent))
     elif samples.ndim == 4:
         samples = samples.unsqueeze(2)
-    if samples.ndim != 5 or samples.shape[1] != LATENT_CHANNELS:
+    if samples.ndim != 5 or samples.shape[1] not in [space.channels for space in SPACES]:
         raise ConditioningError(
-            f"the latent is {list(samples.shape)}, Wan2.2 A14B needs [B, {LATENT_CHANNELS}, T, h, w]: "
+            f"the latent is {list(samples.shape)}, Wan needs [B, {WAN21.channels}, T, h, w], and TI2V-5B 48 channels: "
             "use an empty video latent"
         )
     return samples.float()
@@ -235,12 +235,10 @@ def _check_image_size(name: str, image: torch.Tensor, shape: torch.Size) -> None
 
 
 def video_text(shape: torch.Size) -> str:
-    """The size of the video that a latent of `shape` [B, 16, T, h, w] stands for, in words."""
-    frames, height, width = shape[2:]
-    return (
-        f"{width * PIXELS_PER_LATENT} x {height * PIXELS_PER_LATENT} pixels and "
-        f"{(frames - 1) * FRAMES_PER_LATENT + 1} frames"
-    )
+    """The size of the video that a latent of `shape` [B, 16 or 48, T, h, w] stands for, in words."""
+    channels, frames, height, width = shape[1:]
+    pixels = space_of(channels).pixels
+    return f"{width * pixels} x {height * pixels} pixels and {(frames - 1) * FRAMES_PER_LATENT + 1} frames"
 
 
 def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

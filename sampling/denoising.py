@@ -15,6 +15,7 @@ from ..offload.attach import OffloadRun
 from ..offload.shortage import forget, is_out_of_memory
 from ..plan import StepRecord, Timeline, step_visits
 from ..wan import ExpertEngine, Lane, forward_lanes, held_against
+from ..wan.latent_space import WAN22
 from .errors import NonFiniteLatentError
 from .lanes import LaneInputs, LaneName, cancellable, foretell, names_at, windows_at
 from .mask import KeptPart
@@ -172,7 +173,8 @@ class Denoising:
         """What the expert of the next step makes of each lane; or of some, and of what it made before."""
         step, expert = self._steps[self._done]
         visit = cancellable(partial(runs.visit, step, expert), step, self._callbacks.should_stop)
-        compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit)
+        own = self._split.own_tokens
+        compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, own_tokens=own)
         if self._cache is None:
             return self._split.forward(lanes, compute)
         cached = CachedPass(self._cache, step, expert, lanes, engine.models[expert])
@@ -244,10 +246,15 @@ def _kept_part(request: DenoiseRequest, device: torch.device) -> KeptPart | None
     """What the request's mask keeps; without added noise the given latent is kept with the noise that it carries."""
     if request.mask is None:
         return None
-    nothing = torch.zeros((), dtype=torch.float32)
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, torch.float32)
+
+    nothing = torch.zeros(())
     latent = nothing if request.latent is None else request.latent
     noise = request.noise if request.add_noise else nothing
-    return KeptPart.of(*(tensor.to(device, torch.float32) for tensor in (request.mask, latent, noise)))
+    shown_clean = request.channels == WAN22.channels
+    return KeptPart.of(placed(request.mask), placed(latent), None if shown_clean else placed(noise))
 
 
 def _guided(velocities: Sequence[torch.Tensor], guidance: float) -> torch.Tensor:

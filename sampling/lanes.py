@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ..wan import ExpertEngine, Lane
+from ..wan.frame_times import frame_timesteps
 from .checks import Texts
 from .errors import Cancelled
 from .request import DenoiseRequest
@@ -70,6 +71,7 @@ class LaneInputs:
         self._positive, self._negative = samples(request.positive), samples(request.negative)
         self._image = samples(request.image_condition)
         self._embedding = samples(request.image_embedding)
+        self._shares = request.shares
 
     def texts(self, *, with_negative: bool) -> list[torch.Tensor]:
         """The texts of the lanes that `lanes` gives."""
@@ -96,13 +98,19 @@ class LaneInputs:
         nothing = (None,) * len(states)
         held = self._negative if held_against else nothing
         parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
+        shares = [[own] if windows is None else windows.cut_shares(own) for own in self._shares]
         names = iter(lane_names(len(states), with_negative=with_negative, windows=windows))
         return [
-            Lane(latents=part, text=text, image=image, against=against, name=next(names))
+            Lane(latents=part, text=text, image=image, against=against, shares=part_shares, name=next(names))
             for texts, against_texts in zip(sides, (held, nothing), strict=False)
-            for own, text, image, against in zip(parts, texts, embeddings, against_texts, strict=True)
-            for part in own
+            for own, times, text, image, against in zip(parts, shares, texts, embeddings, against_texts, strict=True)
+            for part, part_shares in zip(own, times, strict=True)
         ]
+
+    def timesteps(self, timestep: float) -> set[float]:
+        """All that a step at `timestep` asks of the model, with those of frames that have their own."""
+        own = (frame_timesteps(shares, timestep) for shares in self._shares if shares is not None)
+        return {timestep}.union(*own)
 
 
 def foretell(
@@ -111,7 +119,7 @@ def foretell(
     """Tell the engine what it will embed for calls of an expert at a timestep; a guided expert gets the negatives."""
     timesteps: dict[str, list[float]] = {}
     for expert, timestep in calls:
-        timesteps.setdefault(expert, []).append(timestep)
+        timesteps.setdefault(expert, []).extend(sorted(inputs.timesteps(timestep)))
     engine.expect(timesteps, {expert: inputs.texts(with_negative=guided[expert]) for expert in timesteps})
 
 

@@ -1,7 +1,8 @@
 """Masked denoising: part of a latent is made anew, the rest is kept, with ComfyUI's meaning of a noise mask.
 
 A mask is 1 where the model is free and 0 where the given latent stays; values between mix. The kept part is shown to
-the model at the noise level of the step, so that what is made anew fits it.
+the model at the noise level of the step, so that what is made anew fits it; to TI2V-5B without noise, and at a timestep
+of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import interpolate
 
-from ..wan.latent_space import LATENT_CHANNELS
 from .errors import ConditioningError
 
 FRAME_MASK_DIMS = (2, 3, 4)
@@ -22,7 +22,7 @@ def latent_mask(noise_mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """A LATENT's `noise_mask` for a latent of `shape` [B, 16, T, h, w], as ComfyUI reads it.
 
     `noise_mask` is [H, W], [frames, H, W], [frames, 1, H, W], [1, frames, H, W] or [1 or a divisor of B, 1 or 16,
-    frames, H, W], of any frames, height and width: they are scaled to the latent's. Returns
+    frames, H, W] (or 48 for such a latent), of any frames, height and width: they are scaled to the latent's. Returns
     [1 or B, 1 or 16, T, h, w] float32. Raises `ConditioningError` for other shapes and for NaN.
     """
     given = list(noise_mask.shape)
@@ -46,15 +46,25 @@ def latent_mask(noise_mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def _check_video_mask(given: list[int], shape: torch.Size) -> None:
-    if given[1] not in (1, LATENT_CHANNELS):
+    if given[1] not in (1, shape[1]):
         raise ConditioningError(
-            f"the noise mask {given} has {given[1]} channels: give 1, or {LATENT_CHANNELS} as the latent {list(shape)}"
+            f"the noise mask {given} has {given[1]} channels: give 1, or {shape[1]} as the latent {list(shape)}"
         )
     if shape[0] % given[0]:
         raise ConditioningError(
             f"the noise mask {given} is for {given[0]} videos, the latent {list(shape)} has {shape[0]}: "
             "give one mask for all, or one for each"
         )
+
+
+def timestep_shares(mask: torch.Tensor) -> tuple[tuple[float, ...] | None, ...]:
+    """The timestep of each latent frame as a share of the step's, for each sample of `mask` [B, C, T, h, w].
+
+    That is how much of the frame is free, in float32, as ComfyUI tells TI2V-5B; None for a sample that is free
+    throughout.
+    """
+    every: list[list[float]] = mask.float().mean(dim=(1, 3, 4)).tolist()
+    return tuple(None if set(shares) == {1.0} else tuple(shares) for shares in every)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,17 +75,19 @@ class KeptPart:
     """The mask: 1 where the model is free."""
     latent: torch.Tensor
     """The latent where it is kept, 0 elsewhere."""
-    noise: torch.Tensor
-    """The starting noise, likewise."""
+    noise: torch.Tensor | None
+    """The starting noise, likewise; None: the model is shown the kept part without noise, at any step."""
 
     @classmethod
-    def of(cls, mask: torch.Tensor, latent: torch.Tensor, noise: torch.Tensor) -> KeptPart:
-        """Of a run whose given latent and starting noise are [B, 16, T, h, w], normalised."""
+    def of(cls, mask: torch.Tensor, latent: torch.Tensor, noise: torch.Tensor | None) -> KeptPart:
+        """Of a run whose given latent and starting noise are [B, 16 or 48, T, h, w], normalised."""
         kept = 1 - mask
-        return cls(free=mask, latent=latent * kept, noise=noise * kept)
+        return cls(free=mask, latent=latent * kept, noise=None if noise is None else noise * kept)
 
     def shown(self, latents: torch.Tensor, sigma: float) -> torch.Tensor:
         """The latents that the model sees: those of the run where it is free, the given ones at `sigma` elsewhere."""
+        if self.noise is None:
+            return latents * self.free + self.latent
         return latents * self.free + sigma * self.noise + (1 - sigma) * self.latent
 
     def ended(self, denoised: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from ..plan import split_at_boundary
 from ..plan.context_windows import ContextWindows
 from ..wan import Nag
-from ..wan.latent_space import LATENT_CHANNELS
+from ..wan.latent_space import WAN21, WAN22, space_of
 from .cache_settings import CacheSettings, MagCache
 from .checks import (
     IMAGE_CONDITION_CHANNELS,
@@ -29,8 +29,10 @@ from .checks import (
     check_windows_stay,
 )
 from .errors import RequestError
+from .mask import timestep_shares
 from .schedules import Schedule, explicit_schedule, make_schedule
 from .solvers import SOLVERS
+from .windows import computed_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +71,7 @@ class DenoiseRequest:
     """
 
     noise: torch.Tensor
-    """[B, 16, T, h, w] float32, standard normal; h and w even."""
+    """[B, 16, T, h, w] float32, standard normal; h and w even. For TI2V-5B 48 channels, here and below."""
     positive: Texts
     """[1 or B, L, 4096] UMT5 embedding, any L >= 1; or one [1, L, 4096] for each sample, of any lengths."""
     negative: Texts | None = None
@@ -96,7 +98,8 @@ class DenoiseRequest:
     guidance: tuple[float, float] = (1.0, 1.0)
     """CFG scale of the (high, low) expert; 1 computes no negative lane."""
     mask: torch.Tensor | None = None
-    """[1 or B, 1 or 16, T, h, w], 1 where to denoise, 0 where `latent` is kept (without a latent: zeros)."""
+    """[1 or B, 1 or 16, T, h, w], 1 where to denoise, 0 where `latent` is kept (without a latent: zeros). TI2V-5B is
+    told by it which timestep each frame is at."""
     end_step: int | None = None
     """Step before which the run ends; None, or more than there are: it takes all steps."""
     leftover_noise: bool = False
@@ -131,9 +134,9 @@ class DenoiseRequest:
                 "image_condition", self.image_condition, self.noise, (IMAGE_CONDITION_CHANNELS,), (1, self.batch)
             )
         if self.latent is not None:
-            check_latent("latent", self.latent, self.noise, (LATENT_CHANNELS,), (self.batch,))
+            check_latent("latent", self.latent, self.noise, (self.channels,), (self.batch,))
         if self.mask is not None:
-            check_latent("mask", self.mask, self.noise, (1, LATENT_CHANNELS), (1, self.batch))
+            check_latent("mask", self.mask, self.noise, (1, self.channels), (1, self.batch))
         if self.image_embedding is not None:
             check_image_embedding(self.image_embedding, self.batch)
 
@@ -144,7 +147,8 @@ class DenoiseRequest:
             scales = self.guidance_steps or self.guidance
             raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
         if self.nag is not None:
-            check_nag(self.course(), has_negative=self.negative is not None)
+            course = self.course()
+            check_nag([course.guidance[step] for step in course.steps], has_negative=self.negative is not None)
         if self.windows is not None:
             check_windows(self.windows, self.noise.shape[2])
         if self.solver not in SOLVERS:
@@ -167,6 +171,18 @@ class DenoiseRequest:
         """Number of samples."""
         return self.noise.shape[0]
 
+    @property
+    def channels(self) -> int:
+        """Of a latent."""
+        return self.noise.shape[1]
+
+    @property
+    def shares(self) -> tuple[tuple[float, ...] | None, ...]:
+        """The timestep of each latent frame as a share of the step's, for each sample; None where all are 1."""
+        if self.mask is None or self.channels != WAN22.channels:
+            return (None,) * self.batch
+        return timestep_shares(self.mask.expand(self.batch, *self.mask.shape[1:]))
+
     def guidance_of(self, expert: str) -> float:
         """The CFG scale of the expert "high" or "low", where no step has one of its own."""
         high, low = self.guidance
@@ -185,11 +201,7 @@ class DenoiseRequest:
     @property
     def computed_shape(self) -> tuple[int, ...]:
         """[lanes of one side, 16, T, h, w] in the step with most of them: those of samples, or of windows of them."""
-        batch, channels, frames, height, width = self.noise.shape
-        if self.windows is None:
-            return batch, channels, frames, height, width
-        most = self.windows.most(self.course().steps, frames)
-        return batch * most, channels, self.windows.frames, height, width
+        return computed_shape(self.noise.shape, self.windows, self.course().steps)
 
     def lanes_at(self, step: int) -> int:
         """How many lanes a step of the whole schedule has for each sample."""
@@ -235,11 +247,11 @@ class DenoiseRequest:
         return self.switch_step
 
 
-def check_nag(course: Course, *, has_negative: bool) -> None:
-    """Refuse to hold a text that is not there against another one, and to do so in no step."""
+def check_nag(guidance: Sequence[float], *, has_negative: bool) -> None:
+    """Refuse to hold a text that is not there against another one, and to do so in no step; `guidance` is of each."""
     if not has_negative:
         raise RequestError("NAG needs a negative text to hold against the positive one: give one, or leave NAG out")
-    if all(course.guidance[step] != 1 for step in course.steps):
+    if all(scale != 1 for scale in guidance):
         raise RequestError(
             "NAG acts in steps of guidance 1, and this run has none: set the guidance of an expert or a step to 1, or "
             "leave NAG out"
@@ -247,14 +259,21 @@ def check_nag(course: Course, *, has_negative: bool) -> None:
 
 
 def check_channels(request: DenoiseRequest, in_channels: int) -> None:
-    """Refuse a request that does not fit experts with `in_channels` input channels: 16 for T2V, 36 for I2V."""
-    given = LATENT_CHANNELS + (0 if request.image_condition is None else IMAGE_CONDITION_CHANNELS)
+    """Refuse a request that does not fit a model's input: 16 channels for T2V, 36 for I2V, 48 for TI2V-5B."""
+    given = request.channels + (0 if request.image_condition is None else IMAGE_CONDITION_CHANNELS)
     if given == in_channels:
         return
-    if request.image_condition is None:
-        remedy = "give an image_condition, which image-to-video nodes make"
+    latent = WAN22.channels if in_channels == WAN22.channels else WAN21.channels
+    if request.channels != latent:
+        raise RequestError(
+            f"the latent has {request.channels} channels, as {space_of(request.channels).models} have, and the model "
+            f"takes those of {space_of(latent).models}, with {latent}: connect a latent that was made for this model, "
+            "or open another one"
+        )
+    if in_channels == WAN22.channels:
+        remedy = "leave image_condition out: TI2V-5B takes a start image as the first frame of the latent"
+    elif request.image_condition is None:
+        remedy = "give an image_condition, which image-to-video nodes make, or open other experts"
     else:
-        remedy = "leave image_condition out"
-    raise RequestError(
-        f"the experts take {in_channels} channels, the request has {given}: {remedy}, or open other experts"
-    )
+        remedy = "leave image_condition out, or open other experts"
+    raise RequestError(f"the experts take {in_channels} channels, the request has {given}: {remedy}")

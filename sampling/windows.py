@@ -9,6 +9,17 @@ import torch
 from ..plan.context_windows import ContextWindows, Windows
 
 
+def computed_shape(shape: Sequence[int], windows: ContextWindows | None, steps: Sequence[int]) -> tuple[int, ...]:
+    """What lanes of one side are, all together, for latents of `shape` [B, C, T, h, w], in the step with most of them.
+
+    Without windows that is `shape`: a lane for each sample.
+    """
+    batch, channels, frames, height, width = shape
+    if windows is None:
+        return batch, channels, frames, height, width
+    return batch * windows.most(steps, frames), channels, windows.frames, height, width
+
+
 class StepWindows:
     """The windows of one step of a video of `frames` latent frames.
 
@@ -35,6 +46,13 @@ class StepWindows:
             for part in parts:
                 part[:, latent_channels:, 0] = state[:, latent_channels:, 0]
         return parts
+
+    def cut_shares(self, shares: tuple[float, ...] | None) -> list[tuple[float, ...] | None]:
+        """The shares of the frames in each window; None where all of them are 1."""
+        if shares is None:
+            return [None] * len(self)
+        cut = [tuple(shares[frame] for frame in window) for window in self._windows]
+        return [None if set(own) == {1.0} else own for own in cut]
 
     def whole(self, velocities: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Velocities of windows, all of a video before those of the next -> that of each video, float32."""
