@@ -46,7 +46,7 @@ class DecodeJob:
     """What is to be decoded."""
 
     latents: torch.Tensor
-    """[B, 16, T, h, w], raw."""
+    """[B, C, T, h, w], raw; of either latent space of Wan."""
     tiling: Tiling
     vae: Path
     """Of its file or folder, as it is here."""
@@ -65,7 +65,7 @@ def decode_on_workers(
     should_stop: Callable[[], bool] = lambda: False,
     on_tile: Callable[[TileDone], None] = lambda done: None,
 ) -> torch.Tensor:
-    """Decode all videos of `job` -> frames [B, 4(T - 1) + 1, 8h, 8w, 3] in 0..1, fp32 on the CPU.
+    """Decode all videos of `job` -> frames [B, 4(T - 1) + 1, H, W, 3] in 0..1, fp32 on the CPU.
 
     `should_stop` and `on_tile` are called on this thread. A worker that does not stop within `timeout_s` is ended, and
     one that begins no frame for as long as `silence_limit` says counts as lost.

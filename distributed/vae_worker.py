@@ -22,7 +22,7 @@ class DecodeTask:
     vae: Path
     """Of the VAE's file or folder, as it is on the driver's machine."""
     latents: torch.Tensor
-    """[1, 16, T, h, w], raw: the tile's part of the video, on the CPU."""
+    """[1, C, T, h, w], raw: the tile's part of the video, on the CPU."""
     paths: tuple[PathMap, ...] = ()
     """Where the VAE lies on the worker's machine."""
 

@@ -11,7 +11,8 @@ from .decode_video import WanStreamDecodeVideo
 from .guidance import WanStreamGuidance
 from .guider import WanStreamGuider, WanStreamSigmas
 from .lanes import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
-from .latent import WanStreamEmptyLatent, WanStreamImageToVideo
+from .latent import WanStreamEmptyLatent
+from .latent_from_image import WanStreamImageToVideo
 from .load import WanStreamExperts
 from .lora import WanStreamLora
 from .offload import WanStreamBlockSwap, WanStreamLayerwise

@@ -13,8 +13,8 @@ def vae_input() -> io.Input:
     return io.Combo.Input(
         "vae",
         options=host.model_names("diffusers", "vae"),
-        tooltip="wan_2.1_vae.safetensors, or the diffusers pipeline folder that holds the VAE. It is "
-        "loaded for this node alone (0.5 GB).",
+        tooltip="wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder that "
+        "holds the VAE. It is loaded for this node alone (0.5 GB, for 5B 2.8 GB).",
     )
 
 
@@ -29,7 +29,8 @@ def tile_size_input() -> io.Input:
         optional=True,
         tooltip="Width of the tiles that are decoded one by one; 0: whole frames if they fit in memory, else the "
         "tiles that fit and compute least. 256 computes a fourteenth of a 1280x720 frame at once, and 1.65 times as "
-        "much in all, because tiles overlap by a quarter, over which they are blended.",
+        "much in all, because tiles overlap by a quarter, over which they are blended. For Wan2.2 5B a multiple of 16, "
+        "128 or more.",
     )
 
 
@@ -42,8 +43,9 @@ def memory_input() -> io.Input:
         max=1024.0,
         step=0.1,
         optional=True,
-        tooltip="Memory that decoding may take beside the VAE's 0.5 GB; 0: what is free. Whole frames of 1280x720 take "
-        "21 GB, tiles of 256 pixels 1.5 GB. Where even that is not there, smaller tiles are tried.",
+        tooltip="Memory that decoding may take beside the VAE's own; 0: what is free. Whole frames of 1280x720 take "
+        "21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. Where even that is not there, "
+        "smaller tiles are tried.",
     )
 
 

@@ -14,8 +14,9 @@ from ..plan import WorkersRef
 from ..plan.shapes import PIXELS_PER_LATENT
 from ..plan.vae_room import GB, HEAP_BYTES, DecodeNeeds, fitting_tiling
 from ..plan.vae_tiles import Tiling
+from ..wan.latent_space import space_of
 from ..wan.smaller_tiles import in_words, with_smaller_tiles
-from ..wan.vae import WanVae, open_vae
+from ..wan.vae import WanVae, check_latents, open_vae
 from .latent_file import gone_if_empty, keep_latent_until_done
 from .shared_decode import decode_shared
 from .video_file import write_mp4
@@ -46,22 +47,25 @@ class DecodeSettings:
     """What the decode may take beside the weights; 0 for what is free."""
 
     @classmethod
-    def of(cls, vae: str, tile_size: int, memory_gb: float) -> DecodeSettings:
-        """As the inputs of a node say it; raises TilingError, and as `host.model_path`."""
+    def of(cls, vae: str, latents: torch.Tensor, tile_size: int, memory_gb: float) -> DecodeSettings:
+        """As the inputs of a node say it; raises VaeInputError, TilingError, and as `host.model_path`."""
+        check_latents(latents)
         return cls(
-            vae=host.model_path(vae, "diffusers", "vae"), tiling=asked(tile_size), memory_bytes=int(memory_gb * GB)
+            vae=host.model_path(vae, "diffusers", "vae"),
+            tiling=asked(tile_size, space_of(latents.shape[1]).pixels),
+            memory_bytes=int(memory_gb * GB),
         )
 
 
-def asked(tile_size: int | None) -> Tiling | None:
+def asked(tile_size: int | None, per_latent: int = PIXELS_PER_LATENT) -> Tiling | None:
     """The tiles of that width; None for 0, and for a link, which is not known yet. Raises TilingError."""
-    return Tiling.of(tile_size) if tile_size else None
+    return Tiling.of(tile_size, per_latent) if tile_size else None
 
 
 def decode_images(
     settings: DecodeSettings, latents: torch.Tensor, workers: WorkersRef | None, *, node_id: str | None
 ) -> tuple[torch.Tensor, list[str]]:
-    """Raw latents [B, 16, T, h, w] -> frames [B, F, 8h, 8w, 3] in RAM, here or by workers, and what there is to tell.
+    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3] in RAM, here or by workers, and what there is to tell.
 
     Until the frames are there the latents lie in the output folder, see `keep_latent_until_done`.
     """
@@ -83,11 +87,11 @@ def decode_images(
 def decode_to_file(
     settings: DecodeSettings, latents: torch.Tensor, prefix: str, *, node_id: str | None, **encoding: Any
 ) -> OutputFile:
-    """Raw latents [B, 16, T, h, w] -> an MP4 of that name, one video after the other; `encoding` as of `write_mp4`.
+    """Raw latents [B, C, T, h, w] -> an MP4 of that name, one video after the other; `encoding` as of `write_mp4`.
 
     Where memory runs out, the file is begun anew with smaller tiles.
     """
-    height, width = (size * PIXELS_PER_LATENT for size in latents.shape[3:])
+    height, width = (size * space_of(latents.shape[1]).pixels for size in latents.shape[3:])
     file = host.output_file(prefix, "mp4", width=width, height=height)
 
     def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> None:
@@ -101,7 +105,7 @@ def decode_to_file(
 
 
 def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
-    """Frames [F, H, W, 3] in 0..1 -> raw latents [1, 16, T, h, w], in the tiles that the free memory allows.
+    """Frames [F, H, W, 3] in 0..1 -> raw latents [1, C, T, h, w], in the tiles that the free memory allows.
 
     Raises VaeRoomError where no tile fits, and as of `WanVae.encode`.
     """
@@ -120,7 +124,7 @@ def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
 def decode_here(
     settings: DecodeSettings, latents: torch.Tensor, decode: Decode[Made], *, to_file: bool, node_id: str | None
 ) -> tuple[Made, list[str]]:
-    """What `decode` makes of raw latents [B, 16, T, h, w] on the host's device, and what there is to tell about it.
+    """What `decode` makes of raw latents [B, C, T, h, w] on the host's device, and what there is to tell about it.
 
     Raises VaeRoomError where no tile fits, the host's interrupt, and as of `WanVae.decode`.
     """

@@ -53,7 +53,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
         memory_gb: float = 0.0,
         **encoding: Any,
     ) -> io.NodeOutput:
-        settings = DecodeSettings.of(vae, tile_size, memory_gb)
+        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb)
         with host.ledger().phase("decode", host.device()):
             file = decode_to_file(
                 settings,

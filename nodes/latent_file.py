@@ -27,7 +27,7 @@ def keep_latent_on_failure(
 ) -> Iterator[None]:
     """Hold `samples` in the file `path` until the block ends well; where it has no room, in `spare_folder()`.
 
-    `samples` is a raw VAE latent [B, 16, T, h, w]; None does nothing. The file is written first, while there is room
+    `samples` is a raw VAE latent [B, C, T, h, w]; None does nothing. The file is written first, while there is room
     for it, and is what ComfyUI's LoadLatent reads. When the block raises an `OSError`, the file stays and the error
     becomes a `VideoNotSavedError` that names it; any other end of the block removes it. Raises `OSError` when there
     is no room for the latent at all.

@@ -14,7 +14,8 @@ def saving_inputs() -> list[io.Input]:
             min=0.01,
             max=1000.0,
             step=0.01,
-            tooltip="Wan2.2 A14B makes 16 frames per second of motion; another number speeds it up or slows it down.",
+            tooltip="Wan2.2 A14B makes 16 frames per second of motion, 5B 24; another number speeds it up or slows it "
+            "down.",
         ),
         io.String.Input(
             "filename_prefix",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def decode_shared(
     ref: WorkersRef, vae: Path, latents: torch.Tensor, tiling: Tiling | None, *, node_id: str | None
 ) -> torch.Tensor:
-    """Raw latents [B, 16, T, h, w] -> frames [B, F, 8h, 8w, 3], as of `decode_on_workers`; the host's Cancel ends it.
+    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3], as of `decode_on_workers`; the host's Cancel ends it.
 
     Raises TilingError without tiles, and what starting the workers raises.
     """

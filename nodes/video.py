@@ -55,7 +55,7 @@ class WanStreamVAEDecode(io.ComfyNode):
         workers: WorkersRef | None = None,
         memory_gb: float = 0.0,
     ) -> io.NodeOutput:
-        settings = DecodeSettings.of(vae, tile_size, memory_gb)
+        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb)
         with host.ledger().phase("decode", host.device()):
             videos, told = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
         return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(told)) if told else None)

@@ -1,14 +1,18 @@
 """The given frames of an I2V run in native form: what ComfyUI's own nodes hand to a sampler.
 
-`WanImageToVideo` is given the first frames, `WanFirstLastFrameToVideo` the last ones as well.
+`WanImageToVideo` is given the first frames, `WanFirstLastFrameToVideo` the last ones as well; `Wan22ImageToVideoLatent`
+puts the first ones into the latent itself.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch.nn.functional import interpolate
 
 from ..plan.shapes import FRAMES_PER_LATENT, VideoShape
+from ..wan.latent_space import denormalise
 
 GREY = 0.5
 """What the frames to be made are filled with before encoding: 0 in the VAE's range of -1..1."""
@@ -23,13 +27,7 @@ def framed_video(start: torch.Tensor, end: torch.Tensor | None, shape: VideoShap
     Raises:
         ValueError: they are anything but images, or more than the video has frames.
     """
-    given = {"start": start} if end is None else {"start": start, "end": end}
-    for name, images in given.items():
-        if images.ndim != 4 or images.shape[-1] < 3 or 0 in images.shape:
-            raise ValueError(f"the {name} image is {list(images.shape)}: give images [N, H, W, 3]")
-    if sum(map(len, given.values())) > shape.frames:
-        counts = " and ".join(f"{len(images)} {name} images" for name, images in given.items())
-        raise ValueError(f"{counts} do not fit into {shape.frames} frames: give fewer, or raise frames")
+    _check_images({"start": start} if end is None else {"start": start, "end": end}, shape)
     video = torch.full((shape.frames, shape.height, shape.width, 3), GREY, dtype=start.dtype, device=start.device)
     video[: len(start)] = _fitted(start, shape)
     if end is not None:
@@ -55,6 +53,40 @@ def start_end_mask(start_frames: int, end_frames: int, shape: VideoShape) -> tor
     places[len(places) - end_frames :] = 0
     mask = places.view(1, latent_frames, FRAMES_PER_LATENT, 1, 1).transpose(1, 2)
     return mask.expand(-1, -1, -1, height, width).contiguous()
+
+
+def start_frames(start: torch.Tensor, shape: VideoShape) -> torch.Tensor:
+    """`start` as the first frames of a video for Wan2.2 5B, [N, height, width, 3]; cropped and scaled as above.
+
+    Raises:
+        ValueError: they are anything but images, more than the video has frames, or not 4n + 1 of them.
+    """
+    _check_images({"start": start}, shape)
+    if len(start) % FRAMES_PER_LATENT != 1:
+        less = (len(start) - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1
+        raise ValueError(f"{len(start)} start images: Wan2.2 5B takes {FRAMES_PER_LATENT}n + 1, give the first {less}")
+    return _fitted(start, shape)
+
+
+def begun_latent(encoded: torch.Tensor, shape: VideoShape, batch: int) -> dict[str, torch.Tensor]:
+    """A LATENT for Wan2.2 5B that begins with `encoded`, raw [1, C, t, h, w], and is empty behind it.
+
+    Its `noise_mask` [1, 1, T, h, w] is 0 where it is given and 1 where the model is free.
+    """
+    samples = denormalise(torch.zeros(1, encoded.shape[1], *shape.latent))
+    samples[:, :, : encoded.shape[2]] = encoded
+    mask = torch.ones(1, 1, *shape.latent)
+    mask[:, :, : encoded.shape[2]] = 0
+    return {"samples": samples.repeat(batch, 1, 1, 1, 1), "noise_mask": mask}
+
+
+def _check_images(given: Mapping[str, torch.Tensor], shape: VideoShape) -> None:
+    for name, images in given.items():
+        if images.ndim != 4 or images.shape[-1] < 3 or 0 in images.shape:
+            raise ValueError(f"the {name} image is {list(images.shape)}: give images [N, H, W, 3]")
+    if sum(map(len, given.values())) > shape.frames:
+        counts = " and ".join(f"{len(images)} {name} images" for name, images in given.items())
+        raise ValueError(f"{counts} do not fit into {shape.frames} frames: give fewer, or raise frames")
 
 
 def _fitted(images: torch.Tensor, shape: VideoShape) -> torch.Tensor:

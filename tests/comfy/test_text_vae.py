@@ -15,7 +15,7 @@ from wanstream.cli.sample_fp8 import FP8_LAYOUTS
 from wanstream.cli.sample_tokenizer import VOCABULARY
 from wanstream.cli.sample_weights import make_text_encoder, make_vae
 from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes.latent import WanStreamImageToVideo
+from wanstream.nodes.latent_from_image import WanStreamImageToVideo
 from wanstream.wan import open_text_encoder, open_vae
 
 pytestmark = pytest.mark.comfy

@@ -11,7 +11,7 @@ import torch
 
 from wanstream.cli.sample_wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
 from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes.latent import WanStreamImageToVideo
+from wanstream.nodes.latent_from_image import WanStreamImageToVideo
 from wanstream.nodes.one_expert import WanStreamOneExpert, settings_for
 from wanstream.nodes.sample import WanStreamSampler
 from wanstream.plan import ExpertsRef, WorkersRef

@@ -34,7 +34,7 @@ SNAPSHOT = {
     "WanStreamCache": ("kind preset threshold calibration most_in_a_row retention", "WANSTREAM_CACHE"),
     "WanStreamCacheCalibration": ("run filename_prefix", "STRING"),
     "WanStreamTextEncode": ("text_encoder positive negative", "CONDITIONING CONDITIONING"),
-    "WanStreamEmptyLatent": ("width height frames batch_size", "LATENT"),
+    "WanStreamEmptyLatent": ("width height frames batch_size made_for", "LATENT"),
     "WanStreamImageToVideo": (
         "positive negative vae image width height frames batch_size end_image clip_vision clip_crop",
         "CONDITIONING CONDITIONING LATENT",

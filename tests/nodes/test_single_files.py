@@ -11,7 +11,7 @@ import torch
 
 from wanstream.host import io
 from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes.latent import WanStreamImageToVideo
+from wanstream.nodes.latent_from_image import WanStreamImageToVideo
 from wanstream.nodes.text import WanStreamTextEncode
 from wanstream.nodes.video import WanStreamVAEDecode
 from wanstream.plan import WorkersRef
