@@ -22,16 +22,17 @@ from .sample_loras import make_lora, save_lora
 from .sample_pipeline import link_shared, write_settings
 from .sample_tokenizer import VOCABULARY
 from .sample_wan21 import write_wan21
-from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae
+from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
 
 __all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
 
 A14B_LAYERS = 40
-RECIPE = 3  # raised when other files are written, so that an older sample model is replaced
+RECIPE = 4  # raised when other files are written, so that an older sample model is replaced
 
-VAE_SEED, TEXT_SEED = 1, 2
+VAE_SEED, TEXT_SEED, WAN22_VAE_SEED = 1, 2, 4
 LORA_SEED = 100  # added to that of its expert
 VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
+WAN22_VAE_FILE = Path("vae", "wan2.2_vae.safetensors")
 TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
 
 
@@ -130,6 +131,7 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
     on_progress("VAE and text encoder")
     vae, encoder = make_vae(seed=VAE_SEED), make_text_encoder(seed=TEXT_SEED, vocabulary=len(VOCABULARY))
     save_vae_file(vae, folder / VAE_FILE)
+    save_vae_file(make_wan22_vae(seed=WAN22_VAE_SEED), folder / WAN22_VAE_FILE)
     save_text_encoder_file(encoder, folder / TEXT_ENCODER_FILE, dtype=torch.float16, fp8=Fp8Layout())
     save_vae_folder(vae, folder / T2V.pipeline / "vae")
     save_text_encoder_folders(encoder, folder / T2V.pipeline, dtype=torch.bfloat16)

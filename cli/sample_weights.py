@@ -70,7 +70,7 @@ def make_vae(*, seed: int, base_dim: int = 16) -> AutoencoderKLWan:
     return randomised(vae, seed)
 
 
-def make_wan22_vae(*, seed: int, base_dim: int = 8, decoder_base_dim: int = 16) -> AutoencoderKLWan:
+def make_wan22_vae(*, seed: int, base_dim: int = 4, decoder_base_dim: int = 8) -> AutoencoderKLWan:
     """A random VAE of Wan2.2 5B in fp32: 48 latent channels, 16 x 16 pixels and 4 frames per latent."""
     widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
     spread = {"latents_mean": list(WAN22.mean), "latents_std": list(WAN22.std)}

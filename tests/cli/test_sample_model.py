@@ -112,6 +112,12 @@ class TestContents:
         assert converted.keys() == own.keys()
         assert all(torch.equal(converted[name], tensor) for name, tensor in own.items())
 
+    def test_the_vae_of_wan22_makes_16_pixels_of_a_latent_pixel(self, sample_models):
+        with open_vae(sample_models / "vae" / "wan2.2_vae.safetensors") as vae:
+            frames = vae.decode(torch.zeros(1, 48, 1, 2, 2), device="cpu")
+        assert frames.shape == (1, 1, 32, 32, 3)
+        assert 0.01 < frames.std() < 1, "it shows something"
+
     def test_the_text_encoder_file_has_native_names_and_scales(self, sample_models):
         tensors = load_file(sample_models / "text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors")
         own = load_file(sample_models / PIPELINES[0] / "text_encoder/model.safetensors")
@@ -142,7 +148,7 @@ class TestContents:
             - (model.folder / RECORD).stat().st_size
         )
         lines = model.summary().splitlines()
-        assert len(lines) == 29
+        assert len(lines) == 30
         assert lines[-1].endswith(f"on disk, in {model.folder}")
         assert "14.4 MB  vae/wan_2.1_vae.safetensors" in model.summary()
 
