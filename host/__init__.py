@@ -19,6 +19,7 @@ from .door import (
     OutsideFolderError,
     Progress,
 )
+from .guider_settings import GuiderSettings
 
 host: Door
 
@@ -40,6 +41,7 @@ __all__ = [
     "ComfyExtension",
     "Door",
     "ExpertsRef",
+    "GuiderSettings",
     "LoraRef",
     "ModelNotFoundError",
     "NeedsComfyUIError",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .comfy_preview import LatentPreview
     from .comfy_watch import ComfyWatch
     from .comfy_workers import WorkersPatcher
+    from .guider_settings import GuiderSettings
 
 
 class _Bar:
@@ -256,10 +257,12 @@ class ComfyDoor:
         )
         return patcher.loaded_experts()
 
-    def guider(self, ref: ExpertsRef, positive: Sequence[Any], negative: Sequence[Any], **settings: Any) -> object:
-        from .comfy_guider import make_guider
+    def guider(
+        self, ref: ExpertsRef, positive: Sequence[Any], negative: Sequence[Any], settings: GuiderSettings, **more: Any
+    ) -> object:
+        from .comfy_make_guider import make_guider
 
-        return make_guider(self, ref, positive, negative, **settings)
+        return make_guider(self, ref, positive, negative, settings, **more)
 
     def schedule_names(self) -> list[str]:
         from .comfy_sigmas import schedule_names

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
@@ -18,7 +17,7 @@ import comfy.samplers
 import torch
 
 from ..metrics import Observe, Recorder
-from ..plan import AutoOffload, ExpertsRef, OffloadPolicy, Timeline
+from ..plan import OffloadPolicy, Timeline
 from ..plan.experts import TRAIN_TIMESTEPS
 from ..sampling import (
     Cancelled,
@@ -27,21 +26,20 @@ from ..sampling import (
     Passes,
     RequestError,
     native_inputs,
-    offload_job,
 )
 from ..sampling.conditioning import single_entry
 from ..sampling.fits import check_fits
 from ..sampling.lanes import LaneInputs, foretell
 from ..sampling.run_policy import RunPolicy
-from .announced_run import AnnouncedRun
+from ..sampling.step_cache import CachedCalls
 from .auto_offload import Choice
 from .comfy_trace import one_level, predicted_sigmas, sampler_name
-from .guider_run import Choose, GuiderRun, Known, Watch, foretold
+from .guider_course import GuiderCourse
+from .guider_run import Choose, GuiderRun, Known, Watch, foretold, guider_job
 from .guider_settings import GuiderSettings
-from .observed import observed
+from .run_needs import RunNeeds
 
 if TYPE_CHECKING:
-    from .comfy import ComfyDoor
     from .comfy_patcher import ExpertsPatcher
 
 HIGHEST_SIGMA = 1 + 1e-4
@@ -54,7 +52,7 @@ log = logging.getLogger("wanstream.host")
 
 
 class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
-    """A CFGGuider whose model is the pair of streamed experts. See `make_guider`."""
+    """A CFGGuider whose model is the pair of streamed experts. See `comfy_make_guider`."""
 
     def __init__(
         self,
@@ -87,21 +85,27 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     ) -> torch.Tensor:
         if latent_image.is_nested:
             raise RequestError("the latent has several parts, Wan2.2 A14B makes video alone: use an empty video latent")
-        if self._choose is not None:
-            self._choose_policy(self._choose, noise.shape, sigmas)
-        self.model_patcher.model.chunk_tokens = self.model_patcher.policy.chunk_tokens
+        course = self._course_of(noise.shape, sigmas)
+        if self._choose is not None and course.steps > 0:
+            self._choose_policy(self._choose, noise.shape, course)
+        self.model_patcher.model.needs = RunNeeds(
+            chunk_tokens=self.model_patcher.policy.chunk_tokens,
+            cache=self.settings.cache,
+            windows=self.settings.windows,
+            steps=max(1, course.steps),
+        )
         samples: torch.Tensor = super().sample(noise, latent_image, sampler, sigmas, *run, **settings)
         return samples
 
-    def _choose_policy(self, choose: Choose, shape: Sequence[int], sigmas: torch.Tensor) -> None:
+    def _course_of(self, shape: Sequence[int], sigmas: torch.Tensor) -> GuiderCourse:
+        """The steps of a run on latents of `shape`."""
+        return GuiderCourse(settings=self.settings, sigmas=tuple(sigmas.tolist()), frames=shape[2])
+
+    def _choose_policy(self, choose: Choose, shape: Sequence[int], course: GuiderCourse) -> None:
         """Before ComfyUI makes room for the policy: have one chosen, for one call of the model per step."""
         patcher = self.model_patcher
-        experts = [self.settings.expert(sigma) for sigma in sigmas[:-1].tolist()]
-        guided = {expert: self.settings.scale(expert) != 1 for expert in ("high", "low")}
-        if not experts:
-            return  # nothing is denoised
         patcher.model.open(patcher.ref)
-        job = offload_job(patcher.model.pair, shape, patcher.load_device, experts_of_steps=experts, guided=guided)
+        job = guider_job(patcher.model.pair, course, course.sigmas[:-1], shape, patcher.load_device)
         self._choice = choose(job)
         patcher.policy = self._choice.policy
 
@@ -120,8 +124,9 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Where ComfyUI has made room for the model and prepared all tensors, and the sampler has not begun."""
         self.timeline = None
-        asked = self._predicted(sampler, sigmas, seed)
-        run = self._run = self._begun(noise, denoise_mask, asked, sampler_name(sampler))
+        course = self._course_of(noise.shape, sigmas)
+        asked = self._predicted(sampler, sigmas, seed, course)
+        run = self._run = self._begun(noise, denoise_mask, asked, course, sampler_name(sampler))
         try:
             with run.watched:
                 with run.passes:
@@ -148,15 +153,21 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         return samples
 
     def _begun(
-        self, noise: torch.Tensor, denoise_mask: torch.Tensor | None, asked: Sequence[float], sampler: str
+        self,
+        noise: torch.Tensor,
+        denoise_mask: torch.Tensor | None,
+        asked: Sequence[float],
+        course: GuiderCourse,
+        sampler: str,
     ) -> GuiderRun:
         """A run that is asked for the noise levels `asked`, in that order; nothing is fetched yet."""
         pair, policy, place = self.model_patcher.loaded_experts()
         request = self._request(noise, denoise_mask)
         check_fits(request, pair)
         engine, experts = pair.engine(policy, place), [self.settings.expert(sigma) for sigma in asked]
-        guided = {expert: self.settings.scale(expert) != 1 for expert in ("high", "low")}
-        going = RunPolicy(pair, policy, engine.device, shape=noise.shape, guided=any(guided.values()))
+        shape, guided, kept = course.computed_shape(noise.shape), course.guided(asked), self.settings.cache
+        going = RunPolicy(pair, policy, engine.device, shape=shape, guided=any(guided.values()), cache=kept)
+        cached = CachedCalls.of(kept, course.calls(asked, len(noise)))
         recorder, outer_bytes = Recorder(engine.device, observe=self._observe()), engine.outer_bytes
         passes = Passes(
             engine,
@@ -165,12 +176,14 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             should_stop=comfy.model_management.processing_interrupted,
             policy=going,
             revise=self._choice.revise_under(policy),
+            nag=self.settings.more_guidance.nag,
+            cached=cached,
         )
         inputs = LaneInputs(request, engine.device)
         timesteps = [sigma * TRAIN_TIMESTEPS for sigma in asked]
-        foretell(engine, inputs, zip(experts, timesteps, strict=True), guided=guided)
+        foretell(engine, inputs, zip(experts, timesteps, strict=True), guided=course.reads_negative(asked))
         expected = foretold(
-            pair, policy, asked, experts, known=self._known, engine=engine, shape=noise.shape, guided=guided
+            pair, policy, course, asked, known=self._known, engine=engine, shape=noise.shape, cached=cached
         )
         return GuiderRun(
             inputs=inputs,
@@ -181,6 +194,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             recorder=recorder,
             watched=self._watch(experts, expected),
             shape=noise.shape,
+            course=course,
             sampler=sampler,
         )
 
@@ -188,14 +202,14 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         self, x: torch.Tensor, timestep: torch.Tensor, model_options: Mapping[str, Any] = {}, seed: int | None = None
     ) -> torch.Tensor:
         """One call: the estimate of x0 [B, 16, T, h, w] for `x` at the sigma that `timestep` [B] really is."""
-        sigma = one_level(timestep)
-        expert = self.settings.expert(sigma)
+        assert self._run is not None, "ComfyUI calls the model inside inner_sample"
+        sigma, run = one_level(timestep), self._run
         if CONDITIONS in model_options:
             raise RequestError(f"another node computes the conditions itself ({CONDITIONS}): remove it")
 
         def conditions(call: Mapping[str, Any]) -> list[torch.Tensor]:
             with_negative = call["conds"][1] is not None
-            return self._denoised(call["input"], sigma, expert, with_negative=with_negative)
+            return self._denoised(run, call["input"], sigma, with_negative=with_negative)
 
         denoised: torch.Tensor = comfy.samplers.sampling_function(
             self.inner_model,
@@ -203,24 +217,26 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             timestep,
             self.conds["negative"],
             self.conds["positive"],
-            self.settings.scale(expert),
+            run.course.scale(sigma),
             model_options={**model_options, CONDITIONS: conditions},
             seed=seed,
         )
         return denoised
 
-    def _denoised(self, x: torch.Tensor, sigma: float, expert: str, *, with_negative: bool) -> list[torch.Tensor]:
+    def _denoised(self, run: GuiderRun, x: torch.Tensor, sigma: float, *, with_negative: bool) -> list[torch.Tensor]:
         """What the positive and the negative give, each [B, 16, T, h, w] float32; zeros for a negative left out."""
-        run = self._run
-        assert run is not None, "ComfyUI calls the model inside inner_sample"
         if x.shape != run.shape:
             raise RequestError(
                 f"the sampler {run.sampler} changes the size of the latent from {list(run.shape)} to {list(x.shape)}, "
                 "and the streamed experts were given their image and memory for the first: choose another sampler"
             )
-        velocities = run.passes.forward(expert, run.inputs.lanes(x, with_negative=with_negative), sigma)
+        run.course.check_call(run.passes.calls, sigma)
+        expert, windows = self.settings.expert(sigma), run.course.windows(sigma)
+        held = run.course.scale(sigma) == 1 and self.settings.more_guidance.nag is not None
+        lanes = run.inputs.lanes(x, with_negative=with_negative, held_against=held, windows=windows)
+        velocities = run.passes.forward(expert, lanes, sigma)
         run.watched.step(run.recorder.last)
-        every = torch.cat(velocities).float()
+        every = torch.cat(velocities if windows is None else windows.whole(velocities)).float()
         if not every.isfinite().all():
             source = "their answer" if x.isfinite().all() else f"what the sampler {run.sampler} gave them"
             raise NonFiniteLatentError(
@@ -245,54 +261,16 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             guidance=self.settings.guidance,
         )
 
-    def _predicted(self, sampler: Any, sigmas: torch.Tensor, seed: int | None) -> list[float]:
+    def _predicted(self, sampler: Any, sigmas: torch.Tensor, seed: int | None, course: GuiderCourse) -> Sequence[float]:
         """The noise level of each call that the sampler is going to make."""
         highest = float(sigmas.max())
         if highest > HIGHEST_SIGMA:
             raise RequestError(
                 f"a sigma is {highest:g}, and flow models have none above 1: make the SIGMAS with Wan Sigmas"
             )
-        asked = predicted_sigmas(self, sampler, sigmas, seed)
+        asked, name = predicted_sigmas(self, sampler, sigmas, seed), sampler_name(sampler)
+        course.check_calls(asked, name)
         if asked is None:
-            name = sampler_name(sampler)
             log.info("the sampler %s was not tried beforehand: expecting one model call per step", name)
-            asked = sigmas[:-1].tolist()
+            return course.sigmas[:-1]
         return asked
-
-
-def make_guider(
-    door: ComfyDoor,
-    ref: ExpertsRef,
-    positive: Sequence[Any],
-    negative: Sequence[Any],
-    *,
-    boundary_ratio: float,
-    guidance: tuple[float, float],
-    flow_shift: float,
-    policy: OffloadPolicy | AutoOffload,
-) -> ExpertsGuider:
-    """See `Door.guider`."""
-    settings = GuiderSettings(boundary_ratio=boundary_ratio, guidance=guidance)
-    if isinstance(policy, AutoOffload):
-        known, choose = OffloadPolicy.layerwise(), partial(door.choose_policy, ref, policy)
-    else:
-        known, choose = policy, None
-
-    made_by = door.executing_node()
-
-    def watch(experts: Sequence[str], expected: Timeline | None) -> AnnouncedRun:
-        # By now a sampler executes; its run is shown at the guider.
-        return AnnouncedRun(
-            door.announce,
-            prompt_id=door.run_id(),
-            node_id=door.executing_node(),
-            shown_at=made_by,
-            experts=experts,
-            predicted=expected,
-        )
-
-    patcher = door.patcher(ref, known, flow_shift=flow_shift)
-    kept = partial(door.known_machine, ref)
-    guider = ExpertsGuider(patcher, settings, watch, partial(observed, door), kept, choose)
-    guider.set_conds(positive, negative)
-    return guider

@@ -14,9 +14,9 @@ import comfy.supported_models
 import torch
 
 from ..plan import ExpertsRef, OffloadPolicy, fit_policy, plan_residency, stay_near
-from ..sampling import working_bytes
 from ..wan import ExpertPair
 from .door import LoadedExperts
+from .run_needs import RunNeeds
 
 LOG = logging.getLogger("wanstream.memory")
 
@@ -44,8 +44,8 @@ class ExpertsModel(torch.nn.Module):
         """The policy that was asked for last."""
         self.policy: OffloadPolicy | None = None
         """What was loaded for it: the same, or one that takes less."""
-        self.chunk_tokens: int | None = None
-        """Tokens at once in the run to come: ComfyUI asks how much that computes in before it loads the policy."""
+        self.needs = RunNeeds()
+        """Of the run to come: ComfyUI asks how much it computes in before it loads the policy."""
         self.model_config = comfy.supported_models.WAN21_T2V({"image_model": "wan2.1", "model_type": "t2v"})
         self.model_type = comfy.model_base.ModelType.FLOW
         self.latent_format = self.model_config.latent_format
@@ -118,7 +118,7 @@ class ExpertsModel(torch.nn.Module):
         ComfyUI reckons the least that a model needs without negatives, which it can compute in a pass of their own.
         Ours never are, and what is not in that least goes to blocks.
         """
-        return working_bytes(self.pair, input_shape, guided=True, chunk_tokens=self.chunk_tokens)
+        return self.needs.working_bytes(self.pair, input_shape)
 
     def process_latent_in(self, latent: torch.Tensor) -> torch.Tensor:
         normalised: torch.Tensor = self.latent_format.process_in(latent)

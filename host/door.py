@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..plan import AutoOffload, ExpertShape, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef
     from ..wan import ExpertPair
     from .auto_offload import Choice
+    from .guider_settings import GuiderSettings
     from .workers_plan import SharedRun, WorkersPlan
 
 
@@ -180,9 +181,8 @@ class Door(Protocol):
         ref: ExpertsRef,
         positive: Sequence[Any],
         negative: Sequence[Any],
+        settings: GuiderSettings,
         *,
-        boundary_ratio: float,
-        guidance: tuple[float, float],
         flow_shift: float,
         policy: OffloadPolicy | AutoOffload,
     ) -> object:

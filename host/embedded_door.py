@@ -275,7 +275,7 @@ class EmbeddedDoor:
         # No other models live here, so the room is what it is.
         return LoadedExperts(pair=self.experts(ref), policy=policy, device=self.device())
 
-    def guider(self, ref: ExpertsRef, positive: Sequence[Any], negative: Sequence[Any], **settings: Any) -> object:
+    def guider(self, *_: object, **__: object) -> object:
         raise NeedsComfyUIError(
             "a GUIDER needs ComfyUI, whose samplers it drives: run this workflow there, or use Wan Sampler, which "
             "takes the same experts, texts and sigmas"

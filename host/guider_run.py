@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -12,11 +12,14 @@ from ..metrics import Recorder
 from ..plan import ExpertShape, Machine, OffloadJob, OffloadPolicy, Timeline
 from ..sampling import Passes, offload_job
 from ..sampling.lanes import LaneInputs
+from ..sampling.offload_job import cached_job
 from ..sampling.predicted import predicted_calls
 from ..sampling.run_policy import RunPolicy
+from ..sampling.step_cache import CachedCalls
 from ..wan import ExpertEngine, ExpertPair
 from .announced_run import AnnouncedRun
 from .auto_offload import Choice
+from .guider_course import GuiderCourse
 
 Choose: TypeAlias = Callable[[OffloadJob], Choice]
 """Asked before each run, for the policy of that run."""
@@ -41,28 +44,45 @@ class GuiderRun:
     recorder: Recorder
     watched: AnnouncedRun
     shape: torch.Size
+    course: GuiderCourse
     sampler: str
     """Its name."""
+
+
+def guider_job(
+    pair: ExpertPair, course: GuiderCourse, levels: Sequence[float], shape: Sequence[int], device: torch.device
+) -> OffloadJob:
+    """The job of calls at those noise levels, one or more, on latents of `shape` [B, C, T, h, w]."""
+    calls = course.calls(levels, shape[0]).values()
+    experts, lanes = [expert for expert, _ in calls], tuple(len(names) for _, names in calls)
+    job = offload_job(
+        pair, course.computed_shape(shape), device, experts_of_steps=experts, guided=course.guided(levels)
+    )
+    if any(job.lanes[expert] != count for expert, count in zip(experts, lanes, strict=True)):
+        job = replace(job, lanes_of_steps=lanes)
+    return cached_job(job, pair, course.settings.cache)
 
 
 def foretold(
     pair: ExpertPair,
     policy: OffloadPolicy,
-    sigmas: Sequence[float],
-    experts: Sequence[str],
+    course: GuiderCourse,
+    levels: Sequence[float],
     *,
     known: Known,
     engine: ExpertEngine,
     shape: Sequence[int],
-    guided: Mapping[str, bool],
+    cached: CachedCalls | None,
 ) -> Timeline | None:
-    """The simulated run of calls at `sigmas`, each of its expert, on latents of `shape`; None on an unknown machine.
+    """The simulated run of calls at `levels` on latents of `shape`; None on an unknown machine.
 
     Also None without calls: what a sampler asks for is not always known.
     """
-    if not experts:
+    if not levels:
         return None
     device = engine.device
-    job = offload_job(pair, shape, device, experts_of_steps=experts, guided=guided)
+    job = guider_job(pair, course, levels, shape, device)
+    if cached is not None:
+        job = replace(job, skipped_steps=cached.skipped)
     machine = known(job.expert)
-    return None if machine is None else predicted_calls(pair, job, sigmas, policy, machine=machine, device=device)
+    return None if machine is None else predicted_calls(pair, job, levels, policy, machine=machine, device=device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..host import io
 from ..plan.context_windows import FUSES, ContextWindows
 from ..plan.shapes import FRAMES_PER_LATENT
@@ -38,9 +40,11 @@ class WanStreamContextWindows(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, frames: int, overlap: int, stride: int, fuse: str, repeat_image: bool) -> io.NodeOutput:
+    def execute(
+        cls, frames: int, overlap: int, stride: int, fuse: str, repeat_image: bool, moving: bool = True
+    ) -> io.NodeOutput:
         windows = windows_of(frames=frames, overlap=overlap, stride=stride, fuse=fuse, repeat_image=repeat_image)
-        return io.NodeOutput(windows)
+        return io.NodeOutput(replace(windows, moving=moving))
 
 
 def windows_of(
@@ -107,5 +111,12 @@ def _merging_inputs() -> list[io.Input]:
             default=True,
             tooltip="With a start image. On: every window begins with it, which keeps its look and pulls each window "
             "back to it. Off: only windows that hold the first frame see it. Costs nothing.",
+        ),
+        io.Boolean.Input(
+            "moving",
+            default=True,
+            optional=True,
+            tooltip="On: windows begin elsewhere in every step, so that seams do not stay where they were. Off: they "
+            "stay, so that a cache may leave whole steps out; seams may show. Costs nothing.",
         ),
     ]

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import ExpertsRef, host, io
+from ..host import ExpertsRef, GuiderSettings, host, io
 from ..plan import AutoOffload, OffloadPolicy
-from .expert_inputs import boundary_input, experts_input, policy_input
+from ..sampling.guidance import Guidance
+from .expert_inputs import (
+    boundary_input,
+    cache_input,
+    experts_input,
+    guidance_input,
+    policy_input,
+    windows_input,
+)
 from .one_expert import settings_for
 
 
@@ -23,7 +31,14 @@ class WanStreamGuider(io.ComfyNode):
             description="Lets SamplerCustomAdvanced with any of ComfyUI's samplers run both experts in one go: no "
             "reload at the switch, and the sampler keeps its history across it. The defaults are those of Wan2.2 "
             "text-to-video; for image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
-            inputs=[*_socket_inputs(), *_number_inputs(), policy_input()],
+            inputs=[
+                *_socket_inputs(),
+                *_number_inputs(),
+                policy_input(),
+                cache_input(),
+                guidance_input(),
+                windows_input(),
+            ],
             outputs=[io.Guider.Output(display_name="guider")],
         )
 
@@ -33,24 +48,16 @@ class WanStreamGuider(io.ComfyNode):
         experts: ExpertsRef,
         positive: Sequence[Any],
         negative: Sequence[Any],
-        boundary_ratio: float,
-        guidance_high: float,
-        guidance_low: float,
         flow_shift: float,
         policy: OffloadPolicy | AutoOffload | None = None,
+        guidance: Guidance | None = None,
+        **settings: Any,
     ) -> io.NodeOutput:
-        given = {"boundary_ratio": boundary_ratio, "guidance_high": guidance_high, "guidance_low": guidance_low}
-        own = settings_for(experts, given)
-        guider = host.guider(
-            experts,
-            positive,
-            negative,
-            boundary_ratio=own["boundary_ratio"],
-            guidance=(own["guidance_high"], own["guidance_low"]),
-            flow_shift=flow_shift,
-            policy=policy or OffloadPolicy.layerwise(),
-        )
-        return io.NodeOutput(guider)
+        own = settings_for(experts, settings)
+        scales = own.pop("guidance_high"), own.pop("guidance_low")
+        set_to = GuiderSettings(guidance=scales, more_guidance=guidance or Guidance(), **own)
+        asked = policy or OffloadPolicy.layerwise()
+        return io.NodeOutput(host.guider(experts, positive, negative, set_to, flow_shift=flow_shift, policy=asked))
 
 
 class WanStreamSigmas(io.ComfyNode):

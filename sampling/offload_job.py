@@ -11,7 +11,7 @@ from ..plan import ExpertShape, OffloadJob, OffloadPolicy
 from ..plan.memory_needs import RAW_SLOTS
 from ..plan.shapes import HEAD_DIM
 from ..wan import ExpertPair
-from .cache_settings import FirstBlockCache
+from .cache_settings import CacheSettings, FirstBlockCache
 from .request import DenoiseRequest
 from .working_bytes import tokens_of
 
@@ -25,11 +25,16 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
     lanes = tuple(request.batch * request.lanes_at(step) for step in course.steps)
     if any(job.lanes[expert] != count for expert, count in zip(experts, lanes, strict=True)):
         job = replace(job, lanes_of_steps=lanes)
-    if request.cache is None:
+    return cached_job(job, pair, request.cache)
+
+
+def cached_job(job: OffloadJob, pair: ExpertPair, cache: CacheSettings | None) -> OffloadJob:
+    """The job with what a cache keeps on the device."""
+    if cache is None:
         return job
     # The block that is asked in every step stays; where others stay too, this is one buffer too many.
-    first = pair.computed_bytes if isinstance(request.cache, FirstBlockCache) else 0
-    return replace(job, kept_states=request.cache.kept_states, staying_bytes=job.staying_bytes + first)
+    first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
+    return replace(job, kept_states=cache.kept_states, staying_bytes=job.staying_bytes + first)
 
 
 def _guided(request: DenoiseRequest, expert: str) -> bool:
@@ -59,6 +64,7 @@ def offload_job(
             ffn_width=config.ffn_dim,
             blocks=config.num_layers,
             in_channels=config.in_channels,
+            image_width=config.image_dim,
         ),
         tokens=tokens_of(shape),
         lanes={expert: shape[0] * (2 if guided[expert] else 1) for expert in pair.block_counts},

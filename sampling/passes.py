@@ -24,9 +24,10 @@ from ..offload.attach import OffloadRun
 from ..offload.shortage import forget, is_out_of_memory
 from ..plan import step_visits
 from ..plan.experts import TRAIN_TIMESTEPS
-from ..wan import ExpertEngine, Lane, forward_lanes
+from ..wan import ExpertEngine, Lane, Nag, forward_lanes, held_against
 from .lanes import cancellable
 from .run_policy import Revise, RunPolicy
+from .step_cache import CachedCalls, CachedPass, ComputeWith
 
 AHEAD = 8
 """Calls of one expert that are expected where nothing is predicted; what they fetch in vain is the prefetch depth."""
@@ -72,6 +73,8 @@ class Passes:
         should_stop: asked before every block.
         policy: gives the engine anew after a change; None: nothing is changed on the way.
         revise: told once how the first call went, where it went undisturbed (see `denoise`).
+        nag: holds texts of lanes against each other.
+        cached: takes calls over, each of which is a step of its own.
     """
 
     def __init__(
@@ -83,14 +86,17 @@ class Passes:
         should_stop: Callable[[], bool] | None = None,
         policy: RunPolicy | None = None,
         revise: Revise | None = None,
+        nag: Nag | None = None,
+        cached: CachedCalls | None = None,
     ) -> None:
         self._engine, self._recorder, self._should_stop = engine, recorder, should_stop
         self._policy, self._revise = policy, revise
+        self._nag, self._cached = nag, cached
         self._expected = tuple(predicted)
         self._first = self._expected[:1]
         self._state = PassState.NEW
-        self._run: AbstractContextManager[OffloadRun] | None = None
-        self._enter_visit: Callable[[int, str, int], AbstractContextManager[object]] | None = None
+        self._run: AbstractContextManager[object] | None = None
+        self._visits: OffloadRun | None = None
         self._watching = ExitStack()
         self._compiled = False
         self.calls = 0
@@ -127,16 +133,17 @@ class Passes:
 
     def _try(self, call: int, lanes: Sequence[Lane], sigma: float) -> list[torch.Tensor] | str:
         """What `call` gives; or what was said where memory was short. Then, as after any error, the run is over."""
-        assert self._enter_visit is not None
+        assert self._visits is not None
         expert, self._state = self._expected[0], PassState.COMPUTING
         graphs = self._engine.graphs
-        visit = cancellable(partial(self._enter_visit, call, expert), call, self._should_stop)
+        visit = cancellable(partial(self._visits.visit, call, expert), call, self._should_stop)
         with ExitStack() as ending:
             ending.push(self._end_run)
             try:
                 with self._recorder.step(call, expert, sigma), torch.inference_mode():
                     timestep = torch.tensor([sigma * TRAIN_TIMESTEPS])
-                    velocities = forward_lanes(self._engine.models[expert], lanes, timestep, visit)
+                    compute = partial(forward_lanes, self._engine.models[expert], timestep=timestep, visit=visit)
+                    velocities = compute(lanes) if self._cached is None else self._taken_over(call, lanes, compute)
             except RuntimeError as err:
                 if self._policy is None or not is_out_of_memory(err):
                     raise
@@ -145,8 +152,24 @@ class Passes:
         self._compiled = self._engine.graphs > graphs
         return velocities
 
+    def _taken_over(self, call: int, lanes: Sequence[Lane], compute: ComputeWith) -> list[torch.Tensor]:
+        """As `compute` gives it; what a call before has computed is taken over."""
+        assert self._cached is not None
+        assert self._visits is not None
+        expert = self._expected[0]
+        cached = CachedPass(self._cached.cache, call, expert, lanes, self._engine.models[expert])
+        velocities = cached.forward(compute, lanes)
+        if cached.leaves_rest:
+            # Its other visits will not come: what was fetched for them stays for the next call.
+            self._visits.leave()
+            self._end_run(None, None, None)
+        cached.tell(self._recorder, blocks=self._engine.block_counts[expert])
+        return velocities
+
     def _go_on(self) -> None:
         """A call is over: fetch for the next, under a policy that the first call may have revised."""
+        if self._run is None and self._expected:
+            self._begin_run(self.calls)
         self._state = PassState.STREAMING
         if not self._expected:
             self._end_run(None, None, None)
@@ -176,16 +199,20 @@ class Passes:
         try:
             if self._policy is not None:
                 self._engine = self._policy.engine()
-            visits = step_visits(self._expected, self._engine.block_counts, first_step=call)
+            skipped = frozenset[int]() if self._cached is None else self._cached.skipped
+            visits = step_visits(self._expected, self._engine.block_counts, first_step=call, skipped=skipped)
             # The next queue item is expected to begin as this one did.
             then = step_visits(self._first, self._engine.block_counts)
-            run = self._engine.run(visits, recorder=self._recorder, then=then)
-            self._enter_visit = run.__enter__().visit
+            with ExitStack() as entering:
+                self._visits = entering.enter_context(self._engine.run(visits, recorder=self._recorder, then=then))
+                if self._nag is not None:
+                    entering.enter_context(held_against(self._engine.models.bare.values(), self._nag))
+                self._run = entering.pop_all()
         except RuntimeError as err:
             if self._policy is None or not is_out_of_memory(err):
                 raise
             return forget(err)
-        self._run, self._state = run, PassState.STREAMING
+        self._state = PassState.STREAMING
         return None
 
     def _make_smaller(self, call: int, said: str) -> None:
@@ -196,7 +223,7 @@ class Passes:
     def _end_run(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        run, self._run, self._enter_visit = self._run, None, None
+        run, self._run, self._visits = self._run, None, None
         self._state = PassState.IDLE
         if run is not None:
             run.__exit__(kind, error, trace)

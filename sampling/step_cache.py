@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from .cache_settings import CacheSettings, FirstBlockCache
 from .first_block_cache import FirstBlockSteps
 from .lanes import LaneName, names_of
 from .mag_cache import MagSteps
-from .split import Split
+from .split import ALONE, Split
 
 ComputeWith: TypeAlias = "Callable[..., list[torch.Tensor]]"
 """Lanes, and by name a `shortcut` for them -> the velocity of each."""
@@ -42,6 +43,22 @@ class StepCache(Protocol):
         self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
     ) -> StepShortcut:
         """For the forward pass of a step with these `lanes`, of which this worker computes its `own`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachedCalls:
+    """A cache for forward passes that are numbered as steps are, and which of them it is known to take over."""
+
+    cache: StepCache
+    skipped: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, settings: CacheSettings | None, calls: Mapping[int, tuple[str, Sequence[LaneName]]]
+    ) -> CachedCalls | None:
+        """For `calls` to come, by number their expert and lanes; None: every call computes all blocks."""
+        cache = step_cache(settings, ALONE)
+        return None if cache is None else cls(cache=cache, skipped=cache.known_skips(calls))
 
 
 class CachedPass:

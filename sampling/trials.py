@@ -145,7 +145,8 @@ def _windows(request: DenoiseRequest) -> dict[str, str]:
     if windows is None:
         return {}
     stride = "" if windows.stride == 1 else f", stride {windows.stride}"
-    said = f"{_frames(windows.frames)} frames, {windows.overlap} latent frames shared{stride}, {windows.fuse}"
+    stay = "" if windows.moving else ", staying where they are"
+    said = f"{_frames(windows.frames)} frames, {windows.overlap} latent frames shared{stride}, {windows.fuse}{stay}"
     return {"Context windows": said}
 
 

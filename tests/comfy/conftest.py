@@ -51,6 +51,13 @@ from comfy_api.latest import io, ui
 """
 
 
+GUIDER_CASES = """
+sys.path.insert(0, arguments[0])
+import guider_cases
+answer = guider_cases.answers(arguments[1])
+"""
+
+
 @pytest.fixture(scope="session")
 def comfyui() -> ComfyUI:
     try:
@@ -107,3 +114,28 @@ def server(comfyui: ComfyUI, base: Path) -> Iterator[Server]:
     """A ComfyUI server of the session's own."""
     with running_server(comfyui, base) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def answers(
+    ask: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The value of every case of `guider_cases.py`."""
+    folder = tmp_path_factory.mktemp("guider")
+    for kind, channels in (("t2v", 16), ("i2v", 36)):
+        for seed, name in enumerate(("high", "low"), start=1):
+            (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
+    told: dict[str, Any] = ask(GUIDER_CASES, str(Path(__file__).parent), str(folder), seconds=900)
+    return told
+
+
+@pytest.fixture
+def case(answers: dict[str, Any]) -> Callable[[str], Any]:
+    """`case(name)`: what it came to; fails with its traceback where it did not get there."""
+
+    def told(name: str) -> Any:
+        value = answers[name]
+        assert not (isinstance(value, dict) and "error" in value), value["error"]
+        return value
+
+    return told

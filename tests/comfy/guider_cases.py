@@ -118,9 +118,9 @@ class Side:
         self.positive = [[_normal(1, 12, 4096, seed=1), {"pooled_output": None}]]
         self.negative = [[_normal(1, 9, 4096, seed=2), {"pooled_output": None}]]
 
-    def ours(self, guidance: tuple[float, float] = GUIDANCE, **changes: Any) -> Any:
+    def ours(self, scales: tuple[float, float] = GUIDANCE, **changes: Any) -> Any:
         given = {"positive": self.positive, "negative": self.negative, "boundary_ratio": BOUNDARY, "flow_shift": SHIFT}
-        high, low = guidance
+        high, low = scales
         node = WanStreamGuider.execute(self.ref, **{**given, **changes}, guidance_high=high, guidance_low=low)
         return node.args[0]
 
@@ -656,6 +656,8 @@ def _told(case: Callable[[], object]) -> object:
 @torch.inference_mode()
 def answers(folder: str) -> dict[str, object]:
     """One value per case. ComfyUI runs nodes in inference mode as well."""
+    from guider_settings_cases import settings_cases
+
     torch.set_num_threads(1)
     text, image = Side(Path(folder), "t2v"), Side(Path(folder), "i2v")
     cases: dict[str, Callable[[], object]] = {
@@ -677,6 +679,7 @@ def answers(folder: str) -> dict[str, object]:
             if name.endswith("_case") and list(inspect.signature(case).parameters) == ["side"] and "image" not in name
         },
         **{f"refused {n}": partial(_refusal, call) for n, call in refused_cases(text, image).items()},
+        **{f"settings {n}": case for n, case in settings_cases(text).items()},
         "image": partial(image_case, image, 1, 1),
         "first and last image": partial(image_case, image, 1, 4),
         "image known by the noise mask": partial(image_by_mask_case, image),

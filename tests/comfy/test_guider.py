@@ -7,13 +7,11 @@ distance of the two results, from the same sampler object, sigmas, noise and ran
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 CLOSE = 1e-4
-SECONDS = 900
 
 # fmt: off
 SAMPLERS = [
@@ -39,39 +37,7 @@ SCHEDULES = [
 
 Case = Callable[[str], Any]
 
-ASK = """
-sys.path.insert(0, arguments[0])
-import guider_cases
-answer = guider_cases.answers(arguments[1])
-"""
-
-
-@pytest.fixture(scope="session")
-def answers(
-    ask: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    """The value of every case."""
-    folder = tmp_path_factory.mktemp("guider")
-    for kind, channels in (("t2v", 16), ("i2v", 36)):
-        for seed, name in enumerate(("high", "low"), start=1):
-            (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
-    told: dict[str, Any] = ask(ASK, str(Path(__file__).parent), str(folder), seconds=SECONDS)
-    return told
-
-
-@pytest.fixture
-def case(answers: dict[str, Any]) -> Case:
-    """`case(name)`: what it came to; fails with its traceback where it did not get there."""
-
-    def told(name: str) -> Any:
-        value = answers[name]
-        assert not (isinstance(value, dict) and "error" in value), value["error"]
-        return value
-
-    return told
-
-
-pytestmark = [pytest.mark.comfy, pytest.mark.timeout(SECONDS)]
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(900)]
 
 
 def test_no_sampler_or_schedule_is_left_out(answers: dict[str, Any]) -> None:

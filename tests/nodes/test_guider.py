@@ -19,6 +19,7 @@ from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
 from wanstream.sampling import RequestError, make_schedule
 
 WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
+PAIR = {"boundary_ratio": 0.875, "guidance_high": 4.0, "guidance_low": 3.0}
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 
 
@@ -65,4 +66,4 @@ def test_a_guider_needs_comfyui() -> None:
     text = [[torch.zeros(1, 1, 4096), {}]]
     experts = ExpertsRef(high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"))
     with pytest.raises(NeedsComfyUIError, match=r"a GUIDER needs ComfyUI.* use Wan Sampler"):
-        WanStreamGuider.execute(experts, text, text, 0.875, 4.0, 3.0, 12.0)
+        WanStreamGuider.execute(experts, text, text, 12.0, **PAIR)

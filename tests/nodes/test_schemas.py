@@ -40,7 +40,7 @@ SNAPSHOT = {
         "CONDITIONING CONDITIONING LATENT",
     ),
     "WanStreamGuidance": ("guidance_steps nag_scale nag_tau nag_alpha", "WANSTREAM_GUIDANCE"),
-    "WanStreamContextWindows": ("frames overlap stride fuse repeat_image", "WANSTREAM_WINDOWS"),
+    "WanStreamContextWindows": ("frames overlap stride fuse repeat_image moving", "WANSTREAM_WINDOWS"),
     "WanStreamSampler": (
         "experts positive negative latent seed steps solver schedule flow_shift boundary_ratio switch_step "
         "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas workers "
@@ -57,7 +57,7 @@ SNAPSHOT = {
     "WanStreamLaneLatent": ("latents index", "LATENT"),
     "WanStreamSigmas": ("schedule steps flow_shift denoise", "SIGMAS"),
     "WanStreamGuider": (
-        "experts positive negative boundary_ratio guidance_high guidance_low flow_shift policy",
+        "experts positive negative boundary_ratio guidance_high guidance_low flow_shift policy cache guidance windows",
         "GUIDER",
     ),
     "WanStreamVAEDecode": ("vae latent tile_size workers memory_gb", "IMAGE"),

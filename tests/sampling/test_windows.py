@@ -177,4 +177,7 @@ def test_windows_longer_than_the_video_are_refused(make_long: Request) -> None:
 
 def test_a_report_says_the_windows(make_long: Request) -> None:
     assert request_words(make_long())["Context windows"] == "9 frames, 1 latent frames shared, linear"
+    assert request_words(make_long(windows=replace(WINDOWS, moving=False)))["Context windows"].endswith(
+        "staying where they are"
+    )
     assert "Context windows" not in request_words(make_long(windows=None))
