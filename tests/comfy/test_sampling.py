@@ -30,8 +30,9 @@ for steps in {STEPS}:
         found[f"sigmas {{steps}} {{shift}}"] = samplers.simple_scheduler(sampling, steps)
 found["noise"] = sample.prepare_noise(torch.zeros({SHAPE}), {SEED})
 found["indexed noise"] = sample.prepare_noise(torch.zeros({SHAPE}), {SEED}, {BATCH_INDEX})
-wan = latent_formats.Wan21()
-found["normalised"], found["raw"] = wan.process_in(given["image"]), wan.process_out(given["image"])
+for name, wan in (("5b ", latent_formats.Wan22()), ("", latent_formats.Wan21())):
+    image = given[name + "image"]
+    found[name + "normalised"], found[name + "raw"] = wan.process_in(image), wan.process_out(image)
 model = Namespace(
     diffusion_model=Namespace(patch_embedding=Namespace(weight=torch.zeros(1, 36))),
     latent_format=wan, process_latent_in=wan.process_in, image_to_video=False,
@@ -54,6 +55,7 @@ def _given() -> dict[str, torch.Tensor]:
     mask[:, :, :1] = 0
     return {
         "image": torch.randn(1, 16, 3, 4, 6, generator=generator),
+        "5b image": torch.randn(1, 48, 3, 2, 3, generator=generator),
         "mask 1": mask,
         "mask 4": torch.rand(1, 4, 3, 4, 6, generator=generator),
         "mask short": torch.rand(1, 3, 2, 4, 6, generator=generator),
@@ -80,10 +82,11 @@ def test_noise(answer: dict[str, torch.Tensor]) -> None:
     assert torch.equal(seeded_noise(SHAPE, SEED, batch_index=BATCH_INDEX), answer["indexed noise"])
 
 
-def test_latent_spaces(answer: dict[str, torch.Tensor]) -> None:
-    image = _given()["image"]
-    assert torch.equal(normalise(image), answer["normalised"])
-    assert torch.equal(denormalise(image), answer["raw"])
+@pytest.mark.parametrize("model", ["", "5b "], ids=["A14B", "5B"])
+def test_latent_spaces(answer: dict[str, torch.Tensor], model: str) -> None:
+    image = _given()[f"{model}image"]
+    assert torch.equal(normalise(image), answer[f"{model}normalised"])
+    assert torch.equal(denormalise(image), answer[f"{model}raw"])
 
 
 @pytest.mark.parametrize("mask", ["1", "4", "short"])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from wanstream.cli.sample_components import save_text_encoder_file, save_vae_file
 from wanstream.cli.sample_fp8 import FP8_LAYOUTS
 from wanstream.cli.sample_tokenizer import VOCABULARY
-from wanstream.cli.sample_weights import make_text_encoder, make_vae
+from wanstream.cli.sample_weights import make_text_encoder, make_vae, make_wan22_vae
 from wanstream.host.embedded_door import Folders, embedded_door
 from wanstream.nodes.latent_from_image import WanStreamImageToVideo
 from wanstream.wan import open_text_encoder, open_vae
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.comfy
 PROMPTS = ["a cat walks through the snow", "", "caf\u00e9 \u65e5\u672c, 100 %!", "words " * 60]
 ENCODERS = {"fp16": None, "fp8": "scaled_fp8", "fp8, comfy_quant": "comfy_quant", "fp8, metadata": "metadata"}
 
+WAN22_VAE = "wan2.2_vae.safetensors"
 WIDTH, HEIGHT, FRAMES = 48, 32, 17
+WAN22_WIDTH = 96
 GIVEN = {"one image": (1, 0), "five images": (5, 0), "first and last": (1, 1), "many of both": (6, 4)}
 """How many start images and end images."""
 
@@ -60,6 +62,27 @@ for name, (start, end) in arguments[2].items():
     ).args
     found[f"{name} image"] = positive[0][1]["concat_latent_image"].contiguous()
     found[f"{name} mask"] = positive[0][1]["concat_mask"].contiguous()
+save_file(found, arguments[4])
+answer = None
+"""
+
+# ComfyUI knows the widths of the real file alone, which is too large for a test: it is told those of this one.
+ASK_WAN22_VAE = """
+import comfy.ldm.wan.vae2_2, comfy.sd, comfy.utils
+from comfy_extras import nodes_wan
+from safetensors.torch import load_file, save_file
+
+wide = comfy.ldm.wan.vae2_2.WanVAE
+comfy.ldm.wan.vae2_2.WanVAE = lambda **config: wide(**{**config, "dim": 4, "dec_dim": 8})
+images, found = load_file(arguments[1]), {}
+vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(arguments[0]))
+found["decoded"] = nodes.VAEDecode().decode(vae, {"samples": images["wan22 latent"]})[0].contiguous()
+for count in arguments[2]:
+    (latent,) = nodes_wan.Wan22ImageToVideoLatent.execute(
+        vae, *arguments[3], 2, start_image=images["start"][:count]
+    ).args
+    found[f"{count} samples"] = latent["samples"].contiguous()
+    found[f"{count} mask"] = latent["noise_mask"].contiguous()
 save_file(found, arguments[4])
 answer = None
 """
@@ -108,6 +131,7 @@ def test_embeddings(files: Path, their_text: dict[str, torch.Tensor], name: str)
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = tmp_path_factory.mktemp("models")
     save_vae_file(make_vae(seed=0), models / "vae" / "wan_2.1_vae.safetensors")
+    save_vae_file(make_wan22_vae(seed=0), models / "vae" / WAN22_VAE)
     return models
 
 
@@ -119,6 +143,7 @@ def inputs() -> dict[str, torch.Tensor]:
         "start": torch.rand(6, 45, 90, 3, generator=generator),
         "end": torch.rand(4, 70, 33, 3, generator=generator),
         "latent": torch.randn(1, 16, 3, 4, 6, generator=generator),
+        "wan22 latent": torch.randn(1, 48, 3, 2, 3, generator=generator),
     }
 
 
@@ -164,3 +189,36 @@ def test_given_frames(
     assert rel_l2(given["concat_latent_image"], their_frames[f"{name} image"]) <= 1e-5
     assert torch.equal(negative[0][1]["concat_mask"], given["concat_mask"])
     assert latent["samples"].shape == (1, 16, 5, 4, 6)
+
+
+@pytest.fixture(scope="module")
+def their_wan22(
+    ask: Callable[..., None], comfyui: Any, models: Path, inputs: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    given, found = models / "wan22 given", models / "wan22 found"
+    save_file(inputs, given)
+    ask(ASK_WAN22_VAE, str(models / "vae" / WAN22_VAE), str(given), [1, 5], [WAN22_WIDTH, HEIGHT, FRAMES], str(found))
+    return load_file(found)
+
+
+def test_the_vae_of_wan22_decodes_to_the_same_frames(
+    models: Path, inputs: dict[str, torch.Tensor], their_wan22: dict[str, torch.Tensor]
+) -> None:
+    with open_vae(models / "vae" / WAN22_VAE) as vae:
+        (frames,) = vae.decode(inputs["wan22 latent"], device="cpu")
+    assert rel_l2(frames, their_wan22["decoded"]) <= 1e-5
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_latent_of_wan22_that_begins_with_images(
+    models: Path, inputs: dict[str, torch.Tensor], their_wan22: dict[str, torch.Tensor], count: int
+) -> None:
+    prompt: list[list[Any]] = [[torch.zeros(1, 512, 4096), {}]]
+    size = {"width": WAN22_WIDTH, "height": HEIGHT, "frames": FRAMES}
+    with embedded_door.opened(Folders(models=models, output=models, input=models), device=torch.device("cpu")):
+        positive, negative, latent = WanStreamImageToVideo.execute(
+            prompt, prompt, WAN22_VAE, inputs["start"][:count], batch_size=2, **size
+        ).args
+    assert positive is negative is prompt, "what this model is given is in the latent"
+    assert rel_l2(latent["samples"], their_wan22[f"{count} samples"]) <= 1e-5
+    assert torch.equal(latent["noise_mask"].expand(2, -1, -1, -1, -1), their_wan22[f"{count} mask"])
