@@ -15,6 +15,8 @@ WAN22_PIXELS_PER_LATENT = 16
 FRAMES_PER_LATENT = 4
 PATCH = (1, 2, 2)
 TEXT_TOKENS = 512
+IMAGE_TOKENS = 257
+"""What CLIP ViT-H/14 sees of an image: 16 x 16 patches and one for the whole."""
 HEAD_DIM = 128
 
 BF16_BYTES = 2
@@ -85,23 +87,32 @@ class ExpertShape:
     out_channels: int = 16
     text_width: int = 4096
     time_frequencies: int = 256
+    image_width: int | None = None
+    """Of what an image branch takes (Wan2.1 I2V: 1280); None: there is none."""
 
     @property
     def streamed_parameters(self) -> int:
-        """The 10 matrices of a block: q, k, v, out of two attentions, and the feed-forward pair."""
-        return 8 * self.width**2 + 2 * self.width * self.ffn_width
+        """The 10 matrices of a block: q, k, v, out of two attentions, and the feed-forward pair.
+
+        An image branch adds two, the keys and values of the image.
+        """
+        return self._square_matrices * self.width**2 + 2 * self.width * self.ffn_width
 
     @property
     def small_parameters(self) -> int:
-        """The 17 other tensors of a block: modulation 6D, eight attention biases, four q/k norms, norm2, ffn biases."""
-        return (6 + 8 + 4 + 2) * self.width + (self.ffn_width + self.width)
+        """The 17 other tensors of a block: modulation 6D, eight attention biases, four q/k norms, norm2, ffn biases.
+
+        An image branch adds three: two biases and a norm.
+        """
+        image = 0 if self.image_width is None else 3
+        return (6 + 8 + 4 + 2 + image) * self.width + (self.ffn_width + self.width)
 
     @property
     def outer_parameters(self) -> int:
         """Everything outside the blocks."""
         patch = self.width * (self.in_channels * _volume(PATCH) + 1)
         output = self.out_channels * _volume(PATCH) * (self.width + 1)
-        embedders = self._time_embedder + self._time_projection + self._text_embedder
+        embedders = self._time_embedder + self._time_projection + self._text_embedder + self._image_embedder
         return patch + embedders + self._output_modulation + output
 
     @property
@@ -114,8 +125,11 @@ class ExpertShape:
         return _bytes(self.streamed_parameters + self.small_parameters, islands if fp32_islands else 0)
 
     def outer_bytes(self, *, fp32_islands: bool = False) -> int:
-        """Bytes outside the blocks; `fp32_islands` counts the time embedder and the output modulation as fp32."""
-        islands = self._time_embedder + self._output_modulation
+        """Bytes outside the blocks; `fp32_islands` counts as fp32 what diffusers holds so.
+
+        That is the time embedder, the output modulation, and the norms of an image branch.
+        """
+        islands = self._time_embedder + self._output_modulation + self._image_norms
         return _bytes(self.outer_parameters, islands if fp32_islands else 0)
 
     def staying_bytes(self) -> int:
@@ -125,7 +139,7 @@ class ExpertShape:
         """
         outer = self.outer_parameters - self._time_embedder - self._time_projection - self._text_embedder
         small = self.block_bytes(fp32_islands=True) - self.streamed_bytes()
-        return _bytes(outer, self._output_modulation) + self.blocks * small
+        return _bytes(outer, self._output_modulation + self._image_norms) + self.blocks * small
 
     def streamed_bytes(self, *, bytes_per_weight: int = BF16_BYTES) -> int:
         """Bytes that one fetch of a block moves (1 byte per weight: fp8)."""
@@ -134,12 +148,13 @@ class ExpertShape:
     def block_flops(self, tokens: int) -> int:
         """Floating point operations of one block for one lane of `tokens`, a multiplication and an addition being two.
 
-        Projections and feed-forward, self-attention, cross-attention over 512 text tokens and its keys and values.
+        Projections and feed-forward, self-attention, cross-attention over 512 text tokens and, with an image branch,
+        257 of the image, and their keys and values.
         """
-        width = self.width
-        linear = 2 * tokens * (6 * width**2 + 2 * width * self.ffn_width) + 2 * TEXT_TOKENS * 2 * width**2
+        width, attended = self.width, TEXT_TOKENS + self._image_tokens
+        linear = 2 * tokens * (6 * width**2 + 2 * width * self.ffn_width) + 2 * attended * 2 * width**2
         self_attention = 4 * tokens**2 * width
-        cross_attention = 4 * tokens * TEXT_TOKENS * width
+        cross_attention = 4 * tokens * attended * width
         return linear + self_attention + cross_attention
 
     def working_bytes(
@@ -163,7 +178,8 @@ class ExpertShape:
 
         `ring` x `ulysses` workers share the tokens of every lane: each keeps its own of them, but of one lane at a time
         all enter the first block, and the rotary tables stay whole. A cache keeps `kept_states` tensors of the size of
-        each lane's hidden state.
+        each lane's hidden state. With an image branch every lane has rows of image and text together, and in a block
+        their keys and values lie beside as much as self-attention takes.
         """
         width, value = self.width, value_bytes
         own = tokens // (ring * ulysses)
@@ -176,6 +192,8 @@ class ExpertShape:
         rotary = tokens * 2 * HEAD_DIM * FP32_BYTES
         waiting = (lanes - 1) * own + tokens - own + (2 * lanes + 2) * TEXT_TOKENS
         waiting += kept_states * lanes * own
+        if self.image_width is not None:
+            waiting += (lanes + 2) * (TEXT_TOKENS + IMAGE_TOKENS)
         embedding = self._time_embedder * FP32_BYTES + self._time_projection * value
         return max(in_block + rotary + waiting * width * value, embedding)
 
@@ -238,12 +256,32 @@ class ExpertShape:
         return self.width * (self.text_width + 1) + self.width * (self.width + 1)
 
     @property
+    def _square_matrices(self) -> int:
+        return 8 if self.image_width is None else 10
+
+    @property
+    def _image_tokens(self) -> int:
+        return 0 if self.image_width is None else IMAGE_TOKENS
+
+    @property
+    def _image_norms(self) -> int:
+        """The two norms around the feed-forward layer that embeds the image, each with a bias."""
+        return 0 if self.image_width is None else 2 * (self.image_width + self.width)
+
+    @property
+    def _image_embedder(self) -> int:
+        if self.image_width is None:
+            return 0
+        return self._image_norms + (self.image_width + self.width) * (self.image_width + 1)
+
+    @property
     def _output_modulation(self) -> int:
         return 2 * self.width
 
 
 T2V_A14B = ExpertShape()
 I2V_A14B = ExpertShape(in_channels=36)
+WAN21_I2V_14B = ExpertShape(in_channels=36, image_width=1280)
 
 
 def _bytes(parameters: int, fp32_parameters: int) -> int:

@@ -26,7 +26,9 @@ def working_bytes(
     a cache keeps from step to step is among it.
     """
     config = pair.high.config
-    expert = ExpertShape(width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim)
+    expert = ExpertShape(
+        width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim, image_width=config.image_dim
+    )
     lanes = shape[0] * (2 if guided else 1)
     return expert.working_bytes(
         tokens_of(shape),

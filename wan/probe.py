@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from ..metrics import clock_for
 from ..plan import ExpertShape
-from ..plan.shapes import HEAD_DIM, TEXT_TOKENS
+from ..plan.shapes import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS
 
 FEWEST_TOKENS = 256
 SHARE_OF_FREE = 0.8
@@ -46,8 +46,11 @@ def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s
 
 def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBlock:
     """A block in bf16 with small random weights, its norms in fp32 as diffusers keeps them."""
+    added = None if shape.image_width is None else shape.width
     with torch.device("meta"):
-        block = WanTransformerBlock(shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True)
+        block = WanTransformerBlock(
+            shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True, added_kv_proj_dim=added
+        )
     block = block.to(torch.bfloat16).to_empty(device=device).eval().requires_grad_(False)
     tile = torch.randn(2**16, device=device).mul_(0.02)
     for parameter in block.parameters():
@@ -62,7 +65,7 @@ def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBloc
 
 def block_pass(block: WanTransformerBlock, shape: ExpertShape, tokens: int, device: torch.device) -> Callable[[], None]:
     """One lane of `tokens` through `block`, each time it is called."""
-    rows = (tokens, TEXT_TOKENS, 6)
+    rows = (tokens, TEXT_TOKENS + (0 if shape.image_width is None else IMAGE_TOKENS), 6)
     hidden, text, modulation = (torch.randn(1, n, shape.width, device=device, dtype=torch.bfloat16) for n in rows)
     rotary = tuple(torch.randn(1, tokens, 1, HEAD_DIM, device=device) for _ in range(2))
 

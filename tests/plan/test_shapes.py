@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from wanstream.plan import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
+from wanstream.plan.shapes import WAN21_I2V_14B
 
 TI2V_5B = ExpertShape(width=3072, ffn_width=14336, blocks=30, in_channels=48, out_channels=48)
 
@@ -32,6 +33,11 @@ class Sizes(NamedTuple):
             I2V_A14B,
             Sizes(14_288_901_184, 702_788_608, 702_870_528, 466_258_048, 521_349_248, 28_111_544_320),
             id="I2V-A14B",
+        ),
+        pytest.param(
+            WAN21_I2V_14B,
+            Sizes(16_394_878_784, 807_676_928, 807_758_848, 482_680_448, 537_797_248, 32_307_077_120),
+            id="Wan2.1-I2V-14B",
         ),
         pytest.param(
             TI2V_5B,

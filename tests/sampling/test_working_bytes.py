@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from wanstream.cli.sample_weights import in_dtype
 from wanstream.plan import ExpertShape
+from wanstream.plan.shapes import IMAGE_TOKENS
 from wanstream.sampling import working_bytes
 from wanstream.wan import Lane, Nag, forward_lanes, held_against
 from wanstream.wan.chunked_block import ChunkedBlocks
@@ -78,6 +79,26 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     shape = ExpertShape(width=512, ffn_width=1382)
     estimate = shape.working_bytes(TOKENS, lanes=1, value_bytes=dtype.itemsize, chunk_tokens=chunk)
     assert alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_the_estimate_of_an_image_branch_is_what_a_forward_pass_holds_at_once(
+    lanes: int, chunk: int | None, make_tiny_expert: Any
+) -> None:
+    dtype = torch.bfloat16
+    model = in_dtype(make_tiny_expert(heads=4, layers=1, ffn_dim=512, in_channels=36, image_dim=1280), dtype)
+    latents, text = torch.zeros(1, 36, *LATENT), torch.zeros(1, TEXT, 4096, dtype=dtype)
+    image = torch.zeros(1, IMAGE_TOKENS, 1280, dtype=dtype)
+    inputs = [Lane(latents=latents, text=text, image=image)] * lanes
+    blocks = None if chunk is None else ChunkedBlocks(model.blocks, chunk)
+    with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), latents, text, image]) as alive:
+        forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
+    if blocks is not None:
+        blocks.detach()
+    shape = ExpertShape(width=512, ffn_width=512, image_width=1280)
+    estimate = shape.working_bytes(TOKENS, lanes=lanes, value_bytes=dtype.itemsize, chunk_tokens=chunk)
+    assert 0.85 * estimate <= alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from wanstream.plan import ExpertShape
 from wanstream.wan.probe import block_pass, probe_block, sample_block
 
 CPU = torch.device("cpu")
 TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
+WITH_IMAGES = replace(TINY, image_width=1280)
 
 
-def test_a_sample_block_is_one_of_the_shape_with_finite_results() -> None:
-    block = sample_block(TINY, CPU)
+@pytest.mark.parametrize("shape", [TINY, WITH_IMAGES], ids=["plain", "image branch"])
+def test_a_sample_block_is_one_of_the_shape_with_finite_results(shape: ExpertShape) -> None:
+    block = sample_block(shape, CPU)
     matrices = [p for p in block.parameters() if p.ndim == 2]
-    assert sum(p.numel() for p in matrices) == TINY.streamed_parameters
-    assert sum(p.numel() for p in block.parameters()) == TINY.streamed_parameters + TINY.small_parameters
+    assert sum(p.numel() for p in matrices) == shape.streamed_parameters
+    assert sum(p.numel() for p in block.parameters()) == shape.streamed_parameters + shape.small_parameters
     assert {p.dtype for p in matrices} == {torch.bfloat16}
     assert block.scale_shift_table.dtype == torch.float32
     seen: list[torch.Tensor] = []
     block.register_forward_hook(lambda module, inputs, output: seen.append(output))
-    block_pass(block, TINY, 100, CPU)()
+    block_pass(block, shape, 100, CPU)()
     assert seen[0].shape == (1, 100, 256)
     assert torch.isfinite(seen[0]).all()
     assert seen[0].float().std() > 0.1
+
+
+@pytest.mark.parametrize("shape", [TINY, WITH_IMAGES], ids=["plain", "image branch"])
+def test_the_operations_are_those_that_torch_counts_in_a_block(shape: ExpertShape) -> None:
+    meta, counted = torch.device("meta"), FlopCounterMode(display=False)
+    once = block_pass(sample_block(shape, meta), shape, 300, meta)
+    with counted:
+        once()
+    assert counted.get_total_flops() == shape.block_flops(300)
 
 
 def test_all_tokens_are_computed_where_there_is_time() -> None:
