@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import subprocess
@@ -66,6 +67,28 @@ def test_frame_rates_need_not_be_whole(tmp_path: Path, fps: float) -> None:
     write_mp4(tmp_path / "a.mp4", GREY, fps=fps, crf=20, metadata={})
     with av.open(str(tmp_path / "a.mp4")) as container:
         assert float(container.streams.video[0].average_rate) == pytest.approx(fps, rel=1e-3)
+
+
+M_PERTURB = -6
+"""Of glibc's mallopt: with what memory is filled before anybody has written to it."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is filled by glibc")
+@pytest.mark.parametrize(("height", "width"), [(64, 80), (96, 208)])
+def test_equal_frames_give_equal_bytes_whatever_memory_holds(tmp_path: Path, height: int, width: int) -> None:
+    libc, drawn = ctypes.CDLL(None), torch.Generator().manual_seed(0)
+    squares = torch.rand(height // 8, width // 8, 3, generator=drawn).repeat_interleave(8, 0).repeat_interleave(8, 1)
+    moving = torch.stack([torch.roll(squares, 3 * at, 1) for at in range(9)])
+    frames = 0.8 * moving + 0.2 * torch.rand(9, height, width, 3, generator=drawn)
+    made = set()
+    for filled_with in (1, 85, 170):
+        libc.mallopt(M_PERTURB, filled_with)
+        try:
+            write_mp4(tmp_path / "a.mp4", frames, fps=16, crf=18, metadata={})
+        finally:
+            libc.mallopt(M_PERTURB, 0)
+        made.add((tmp_path / "a.mp4").read_bytes())
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize(
