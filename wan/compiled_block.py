@@ -109,4 +109,5 @@ def _forward(
     if not isinstance(temb, FrameModulation):
         return compiled(block, tokens, encoder_hidden_states, temb, rotary_emb)
     torch._dynamo.maybe_mark_dynamic(temb.rows, ROWS)
-    return compiled_by_token(block, tokens, encoder_hidden_states, temb.rows, temb.row_of_token, rotary_emb)
+    own, of_token = type(block).forward, temb.row_of_token
+    return compiled_by_token(own, block, tokens, encoder_hidden_states, temb.rows, of_token, rotary_emb)

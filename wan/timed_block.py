@@ -66,6 +66,7 @@ def _forward(
 
 
 def forward_by_token(
+    own: Callable[..., torch.Tensor],
     block: WanTransformerBlock,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | Texts,
@@ -73,10 +74,8 @@ def forward_by_token(
     row_of_token: torch.Tensor,
     rotary_emb: Rotary,
 ) -> torch.Tensor:
-    """For a compiler: the block's own forward for rows [R, 6, D] and the row of each token [S].
+    """For a compiler: the `own` forward of the block's class, for rows [R, 6, D] and the row of each token [S].
 
     A compiler reads the rows where it uses them; without one, each token would get a copy of six.
     """
-    by_token = rows[row_of_token].unsqueeze(0)
-    own: torch.Tensor = type(block).forward(block, hidden_states, encoder_hidden_states, by_token, rotary_emb)
-    return own
+    return own(block, hidden_states, encoder_hidden_states, rows[row_of_token].unsqueeze(0), rotary_emb)

@@ -1,4 +1,4 @@
-"""Wan2.2 TI2V-5B: diffusers' pipelines with a timestep for every token, frames that are given, and all that goes along."""
+"""Wan2.2 TI2V-5B: diffusers' pipelines with a timestep for every token, given frames, and all that goes along."""
 
 from __future__ import annotations
 
@@ -126,3 +126,131 @@ def test_image_to_video_is_wan_image_to_video_pipeline(pair: ExpertPair, text_re
         assert _distance(found, expected) <= TOLERANCE, name
         assert _distance(found[:, :, :1], latent[:, :, :1]) <= TOLERANCE, "the first frame is the given one"
     assert _distance(_run(pair, plain), expected) > 1e-2, "the first frame counts"
+
+
+@pytest.mark.parametrize("given", ["half a frame", "two frames", "one of two samples"])
+def test_masks_of_any_kind_are_timesteps_of_frames(given: str, pair: ExpertPair, text_request: Request) -> None:
+    """Against a plain loop: the whole model, and a timestep for every token."""
+    latent, mask = _normal(*SHAPE, seed=5), torch.ones(1, 1, *SHAPE[2:])
+    if given == "half a frame":
+        mask[:, :, 1, :, :3] = 0
+    elif given == "two frames":
+        mask[:, :, :2] = 0
+    else:
+        latent, mask = latent.repeat(2, 1, 1, 1, 1), torch.stack([mask[0], mask[0].clone()])
+        mask[1, :, 0] = 0
+    request = text_request(batch=len(latent), latent=latent, mask=mask, solver="euler", guidance=(3.0, 3.0))
+    expected = _plain(WanTransformer3DModel.from_pretrained(pair.high.path), request)
+    for name, policy in POLICIES.items():
+        assert _distance(_run(pair, request, policy), expected) <= TOLERANCE, name
+
+
+@torch.no_grad()
+def _plain(model: WanTransformer3DModel, request: DenoiseRequest) -> torch.Tensor:
+    assert request.latent is not None
+    assert request.mask is not None
+    schedule = request.course().schedule
+    free = request.mask.expand(request.batch, *request.mask.shape[1:])
+    kept = request.latent * (1 - free)
+    first = schedule.sigmas[0]
+    latents = first * request.noise + (1 - first) * request.latent
+    height, width = request.noise.shape[3] // 2, request.noise.shape[4] // 2
+    for step, (sigma, after) in enumerate(zip(schedule.sigmas, schedule.sigmas[1:], strict=False)):
+        shown = latents * free + kept
+        times = (free.mean(dim=(1, 3, 4)) * schedule.timesteps[step]).repeat_interleave(height * width, dim=1)
+        sides = [
+            model(shown, times, text.expand(request.batch, -1, -1), return_dict=False)[0]
+            for text in (request.positive, request.negative)
+        ]
+        velocity = sides[1] + request.guidance[0] * (sides[0] - sides[1])
+        ends = (shown - sigma * velocity) * free + kept
+        latents = latents + (after - sigma) * (latents - ends) / sigma
+    return latents
+
+
+def test_a_mask_that_keeps_nothing_is_no_mask(pair: ExpertPair, text_request: Request) -> None:
+    request = text_request(mask=torch.ones(1, 1, *SHAPE[2:]))
+    assert request.shares == (None,)
+    assert _distance(_run(pair, request), _run(pair, text_request())) <= TOLERANCE
+
+
+def test_the_embedder_comes_once_for_all_timesteps(pair: ExpertPair, image_request: Request) -> None:
+    """Frames that are given ask for timestep 0 in every step: it is among what was foretold, and read ahead."""
+    request = image_request()
+    _run(pair, request)
+    engine = pair.engine(WHOLE, "cpu")
+    before = engine.outer_bytes
+    embedder = engine.models.bare["high"].condition_embedder
+    assert 0.0 in embedder._expected_times
+    assert len(embedder._expected_times) == STEPS + 1
+    _run(pair, request)
+    assert engine.outer_bytes == before, "a second queue reads nothing of it again"
+
+
+def test_policies_differ_in_nothing_but_last_bits(pair: ExpertPair, image_request: Request) -> None:
+    request = image_request()
+    expected = _run(pair, request)
+    assert torch.equal(_run(pair, request, OffloadPolicy.block_swap(2)), expected)
+    assert torch.equal(_run(pair, request, OffloadPolicy.resident()), expected)
+    assert _distance(_run(pair, request, CHUNKED), expected) <= TOLERANCE
+
+
+def test_a_cache_at_threshold_0_changes_nothing_and_a_high_one_skips(pair: ExpertPair, image_request: Request) -> None:
+    plain = _run(pair, image_request())
+    assert torch.equal(_run(pair, image_request(cache=FirstBlockCache(threshold=0.0))), plain)
+    result = denoise(pair, image_request(cache=FirstBlockCache(threshold=10.0)), policy=WHOLE, device="cpu")
+    assert sum(step.cached_lanes for step in result.timeline.steps) > 0
+    assert torch.isfinite(result.latents).all()
+    frame = image_request().latent[:, :, :1]
+    assert _distance(result.latents[:, :, :1], frame) <= TOLERANCE
+
+
+def test_one_window_is_none_and_several_know_their_own_frames(pair: ExpertPair, image_request: Request) -> None:
+    plain = _run(pair, image_request())
+    assert torch.equal(_run(pair, image_request(windows=ContextWindows(frames=3, overlap=1))), plain)
+    request = image_request(windows=ContextWindows(frames=2, overlap=1, moving=False))
+    found = _run(pair, request)
+    assert torch.isfinite(found).all()
+    assert _distance(found[:, :, :1], plain[:, :, :1]) <= TOLERANCE, "the first frame stays what was given"
+    other = image_request(windows=request.windows, latent=_normal(*SHAPE, seed=9) * (1 - request.mask))
+    assert _distance(_run(pair, other)[:, :, 1:], found[:, :, 1:]) > 1e-3
+
+
+def test_nag_holds_the_negative_text_against_it(pair: ExpertPair, image_request: Request) -> None:
+    plain = image_request(guidance=(1.0, 1.0))
+    held = replace(plain, nag=Nag(scale=5.0))
+    found = _run(pair, held)
+    assert _distance(found, _run(pair, plain)) > 1e-4
+    assert _distance(_run(pair, held, CHUNKED), found) <= TOLERANCE
+
+
+def test_lanes_come_out_as_alone(pair: ExpertPair, image_request: Request) -> None:
+    requests = [image_request(**_given(_normal(*SHAPE, seed=seed), frames=seed - 5)) for seed in (6, 7)]
+    both = _run(pair, joined(requests))
+    for own, request in zip(both.split(1), requests, strict=True):
+        assert torch.equal(own, _run(pair, request))
+
+
+def test_a_cancelled_run_leaves_the_model_usable(pair: ExpertPair, image_request: Request) -> None:
+    expected, asked = _run(pair, image_request()), iter(range(100))
+    with pytest.raises(Cancelled):
+        denoise(pair, image_request(), policy=WHOLE, device="cpu", should_stop=lambda: next(asked) == 4)
+    assert torch.equal(_run(pair, image_request()), expected)
+
+
+def test_what_does_not_fit_is_refused(
+    pair: ExpertPair, open_one: Callable[..., ExpertPair], text_request: Request, make_request: Request
+) -> None:
+    plain = {"switch_step": None, "boundary_ratio": 0.0}
+    with pytest.raises(RequestError, match=r"has 16 channels, as Wan2.1 and Wan2.2 A14B have, .* Wan2.2 5B, with 48"):
+        _run(pair, make_request(**plain))
+    with pytest.raises(RequestError, match=r"has 48 channels, as Wan2.2 5B have, .* with 16"):
+        _run(open_one(), text_request())
+    with pytest.raises(RequestError, match=r"leave image_condition out: TI2V-5B takes a start image as the first"):
+        _run(pair, text_request(image_condition=torch.zeros(1, 20, *SHAPE[2:])))
+    with pytest.raises(RequestError, match=r"multiples of 32"):
+        text_request(noise=_normal(1, 48, 3, 3, 6, seed=1))
+    with pytest.raises(RequestError, match=r"give \[B, 16 or 48, T, h, w\]"):
+        text_request(noise=_normal(1, 32, 3, 4, 6, seed=1))
+    with pytest.raises(RequestError, match=r"mask is \[1, 16, 3, 4, 6\]: give \[1, 1 or 48, 3, 4, 6\]"):
+        text_request(mask=torch.ones(1, 16, 3, 4, 6))
