@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from wanstream.cli.sample_weights import in_dtype
 from wanstream.plan import ExpertShape
 from wanstream.plan.shapes import IMAGE_TOKENS
-from wanstream.sampling import working_bytes
+from wanstream.sampling import offload_job, working_bytes
 from wanstream.wan import Lane, Nag, forward_lanes, held_against
 from wanstream.wan.chunked_block import ChunkedBlocks
 
@@ -120,6 +120,16 @@ def test_the_estimate_of_chunks_is_what_a_forward_pass_holds_at_once(
     texts = (2 * lanes + 2) * TEXT * width * dtype.itemsize
     patches = TOKENS * lanes * 64 * 4
     assert 0.97 * (estimate - texts) <= alive.peak <= 1.01 * (estimate - texts) + patches
+
+
+def test_the_planner_hears_of_an_image_branch(open_one: Any) -> None:
+    with_images, shape = open_one(in_channels=36, image_dim=1280), (1, 16, 5, 40, 56)
+    tiny = ExpertShape(width=256, ffn_width=512, blocks=4, in_channels=36, image_width=1280)
+    asked = {"experts_of_steps": ["high"], "guided": {"high": True}}
+    job = offload_job(with_images, shape, torch.device("cpu"), **asked)
+    assert job.expert == tiny
+    assert job.computed_bytes == 2 * tiny.streamed_bytes()  # fp32
+    assert working_bytes(with_images, shape, guided=True) == tiny.working_bytes(TOKENS, lanes=2, value_bytes=4)
 
 
 def test_a_pair_says_it_for_latents(open_pair: Any) -> None:
