@@ -1,0 +1,76 @@
+"""One expert (Wan2.1) in a real ComfyUI, through our sampler and our guider, against ComfyUI's own KSampler.
+
+Both sides load the same fp32 file, draw the same noise and take the same conditioning, that of WanImageToVideo with a
+CLIP Vision output where there is an image. One process runs all cases (`one_expert_cases.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.cli.sample_components import save_vae_file
+from wanstream.cli.sample_weights import make_vae
+
+NATIVE = 1e-4
+SECONDS = 300
+
+ASK = """
+sys.path.insert(0, arguments[0])
+import one_expert_cases
+answer = one_expert_cases.answers(arguments[1])
+"""
+
+pytestmark = [pytest.mark.comfy, pytest.mark.timeout(SECONDS)]
+
+
+@pytest.fixture(scope="module")
+def found(
+    ask: Callable[..., Any], vae_width: int, tiny_expert_file: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Any]:
+    """`found(case)`: what it came to; fails with its traceback where it did not get there."""
+    folder = tmp_path_factory.mktemp("one_expert")
+    (folder / "t2v.safetensors").symlink_to(tiny_expert_file(seed=1))
+    (folder / "i2v.safetensors").symlink_to(tiny_expert_file(seed=2, in_channels=36, image_dim=1280))
+    save_vae_file(make_vae(seed=3, base_dim=vae_width), folder / "vae.safetensors")
+    answers = ask(ASK, str(Path(__file__).parent), str(folder), seconds=SECONDS)
+
+    def told(case: str) -> Any:
+        value = answers[case]
+        assert not (isinstance(value, dict) and "error" in value), value["error"]
+        return value
+
+    return told
+
+
+def test_text_to_video_is_the_native_sampler(found: Callable[[str], Any]) -> None:
+    case = found("sampled")
+    assert case["difference"] <= NATIVE
+    assert case["boundary"], "what is set for a pair changes nothing"
+
+
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "heun", "uni_pc", "euler_cfg_pp"])
+def test_the_guider_runs_one_expert_in_every_call(found: Callable[[str], Any], sampler: str) -> None:
+    case = found(f"guided {sampler}")
+    assert case["difference"] <= NATIVE
+    assert case["boundary"], "what is set for a pair changes nothing"
+    assert case["experts"] == ["high"]
+    assert case["recompiled"] == 0
+    assert case["bytes"] == 1
+
+
+def test_image_to_video_with_what_clip_sees_is_the_native_sampler(found: Callable[[str], Any]) -> None:
+    case = found("image")
+    for run in ("sampler", "guider", "guider, dpmpp_2m", "other"):
+        assert case[run] <= NATIVE, run
+    assert case["effect"] > 100 * NATIVE, "and what CLIP sees matters"
+
+
+@pytest.mark.parametrize("way", ["sampler", "guider"])
+def test_an_image_branch_without_an_image_embedding_is_refused(found: Callable[[str], Any], way: str) -> None:
+    raised, text = found(f"blind {way}")
+    assert raised == "RequestError"
+    assert "the model has an image branch (Wan2.1 I2V), and the request has no image embedding" in text
