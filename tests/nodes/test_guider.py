@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.cli.sample_wan21 import I2V_FILE, T2V_FILE
 from wanstream.host import ExpertsRef, NeedsComfyUIError
-from wanstream.host.embedded_door import embedded_door
+from wanstream.host.embedded_door import Folders, embedded_door
 from wanstream.host.embedded_run import NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
+from wanstream.nodes.one_expert import WanStreamOneExpert
+from wanstream.plan.context_windows import ContextWindows
 from wanstream.sampling import RequestError, make_schedule
+from wanstream.sampling.cache_settings import FirstBlockCache
+from wanstream.sampling.guidance import Guidance
 
 WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 PAIR = {"boundary_ratio": 0.875, "guidance_high": 4.0, "guidance_low": 3.0}
@@ -67,3 +72,22 @@ def test_a_guider_needs_comfyui() -> None:
     experts = ExpertsRef(high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"))
     with pytest.raises(NeedsComfyUIError, match=r"a GUIDER needs ComfyUI.* use Wan Sampler"):
         WanStreamGuider.execute(experts, text, text, 12.0, **PAIR)
+
+
+@pytest.mark.parametrize("file", [T2V_FILE, I2V_FILE], ids=["text", "image"])
+def test_a_guider_of_one_expert_needs_comfyui_too(file: Path, sample_models: Path, tmp_path: Path) -> None:
+    text = [[torch.zeros(1, 1, 4096), {}]]
+    folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
+    with embedded_door.opened(folders, device=torch.device("cpu")):
+        (experts,) = WanStreamOneExpert.execute(file.name, "fp32").args
+        settings = {**PAIR, "guidance": Guidance(steps=(4.0, 1.0)), "windows": ContextWindows()}
+        with pytest.raises(NeedsComfyUIError, match="a GUIDER needs ComfyUI"):
+            WanStreamGuider.execute(experts, text, text, 3.0, cache=FirstBlockCache(), **settings)
+        embedded_door.free_experts()
+
+
+def test_a_boundary_out_of_range_is_refused_without_comfyui_too() -> None:
+    text = [[torch.zeros(1, 1, 4096), {}]]
+    experts = ExpertsRef(high_noise=Path("high.safetensors"), low_noise=Path("low.safetensors"))
+    with pytest.raises(RequestError, match=r"boundary ratio 1\.5: give 0 to 1"):
+        WanStreamGuider.execute(experts, text, text, 12.0, **{**PAIR, "boundary_ratio": 1.5})

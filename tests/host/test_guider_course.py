@@ -1,0 +1,117 @@
+"""What a call of the model is in somebody else's sampler: its step, its guidance, its windows, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from wanstream.host.guider_course import GuiderCourse
+from wanstream.host.guider_settings import GuiderSettings
+from wanstream.plan.context_windows import ContextWindows
+from wanstream.plan.step_skips import SkipRule
+from wanstream.sampling import RequestError
+from wanstream.sampling.cache_settings import FirstBlockCache, MagCache
+from wanstream.sampling.guidance import Guidance
+from wanstream.sampling.mag_table import MagTable
+from wanstream.wan import Nag
+
+SIGMAS = (1.0, 0.9, 0.6, 0.3, 0.0)
+PAIR = GuiderSettings(boundary_ratio=0.8, guidance=(4.0, 3.0))
+ONE = GuiderSettings(boundary_ratio=0.0, guidance=(5.0, 5.0))
+WINDOWS = ContextWindows(frames=3, overlap=1)
+
+
+def course(settings: GuiderSettings = PAIR, sigmas: tuple[float, ...] = SIGMAS, **changes: Any) -> GuiderCourse:
+    return GuiderCourse(settings=replace(settings, **changes), sigmas=sigmas, frames=7)
+
+
+def table(steps: int = 4) -> MagTable:
+    return MagTable(
+        sigmas=SIGMAS[: steps + 1],
+        experts=("high", "high", "low", "low")[:steps],
+        ratios=((1.0, 0.9, 0.9, 0.9)[:steps],) * 2,
+        marks={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("sigma", "step"), [(1.0, 0), (0.95, 0), (0.9, 1), (0.9 + 1e-6, 1), (0.7, 1), (0.6, 2), (0.01, 3), (1.2, 0)]
+)
+def test_a_call_is_of_the_last_step_whose_level_it_has_come_to(sigma: float, step: int) -> None:
+    assert course().step(sigma) == step
+
+
+@pytest.mark.parametrize(("sigma", "step"), [(0.1, 0), (0.2, 0), (0.5, 1), (0.9, 2)])
+def test_so_it_is_where_noise_is_put_in(sigma: float, step: int) -> None:
+    assert course(sigmas=(0.1, 0.4, 0.8, 1.0)).step(sigma) == step
+
+
+def test_guidance_is_that_of_the_expert_or_of_the_step() -> None:
+    levels = (1.0, 0.95, 0.9, 0.6, 0.3, 0.1)
+    assert [course().scale(level) for level in levels] == [4, 4, 4, 3, 3, 3]
+    listed = course(more_guidance=Guidance(steps=(6.0, 5.0, 1.0)))
+    assert [listed.scale(level) for level in levels] == [6, 6, 5, 1, 1, 1]
+    assert listed.guided(levels) == {"high": True, "low": False}
+    assert listed.reads_negative(levels) == {"high": True, "low": False}
+    held = course(more_guidance=Guidance(steps=(6.0, 5.0, 1.0), nag=Nag()))
+    assert held.reads_negative(levels) == {"high": True, "low": True}
+
+
+def test_one_expert_takes_every_call() -> None:
+    calls = course(ONE).calls(SIGMAS[:-1], 1)
+    assert [expert for expert, _ in calls.values()] == ["high"] * 4
+    assert course(ONE).guided(SIGMAS[:-1]) == {"high": True, "low": False}
+
+
+def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
+    listed = course(more_guidance=Guidance(steps=(6.0, 1.0)), windows=WINDOWS)
+    for level, step, sides in ((1.0, 0, 2), (0.95, 0, 2), (0.9, 1, 1), (0.8, 1, 1), (0.3, 3, 1)):
+        pieces = WINDOWS.at(step, 7)
+        assert listed.windows(level).frames == pieces
+        names = listed.lanes(level, 2)
+        assert [name.frames for name in names] == [*pieces] * 2 * sides
+        assert {(name.side, name.sample) for name in names} == {(side, n) for side in range(sides) for n in range(2)}
+    most = max(len(WINDOWS.at(step, 7)) for step in range(4))
+    assert listed.computed_shape((2, 16, 7, 8, 6)) == (2 * most, 16, 3, 8, 6)
+    assert course().windows(1.0) is None
+    assert course().computed_shape((2, 16, 7, 8, 6)) == (2, 16, 7, 8, 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"more_guidance": Guidance(steps=(4.0,) * 5)}, "guidance_steps has 5 numbers for 4 steps"),
+        ({"more_guidance": Guidance(nag=Nag())}, "NAG acts in steps of guidance 1, and this run has none"),
+        ({"windows": ContextWindows(frames=8, overlap=0)}, "longer than the video"),
+        ({"cache": MagCache(table=table(3), rule=SkipRule(threshold=1.0))}, "calibrated for 3 steps, this run has 4"),
+        (
+            {"cache": MagCache(table=table(), rule=SkipRule(threshold=1.0)), "windows": WINDOWS},
+            "begin elsewhere in every step",
+        ),
+        ({"boundary_ratio": 1.5}, r"boundary ratio 1\.5: give 0 to 1"),
+    ],
+)
+def test_settings_that_do_not_fit_the_steps_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        course(**changes)
+
+
+def test_a_run_without_steps_refuses_nothing() -> None:
+    assert course(sigmas=(0.5,), more_guidance=Guidance(nag=Nag())).steps == 0
+
+
+def test_magnitudes_need_one_call_for_each_step() -> None:
+    known = course(cache=MagCache(table=table(), rule=SkipRule(threshold=1.0)))
+    known.check_calls(SIGMAS[:-1], "euler")
+    known.check_call(2, 0.6)
+    for asked in (None, (1.0, 0.9, 0.9, 0.6), (1.0, 0.9, 0.6), (1.0, 0.8, 0.6, 0.3)):
+        with pytest.raises(RequestError, match="measured with one call of the model in each of 4 steps"):
+            known.check_calls(asked, "heun")
+    for call, sigma in ((2, 0.9), (4, 0.1)):
+        with pytest.raises(RequestError, match=f"call {call} of the model is at noise level"):
+            known.check_call(call, sigma)
+    asks = course(cache=FirstBlockCache())
+    asks.check_calls(None, "heun")
+    asks.check_call(7, 0.5)
