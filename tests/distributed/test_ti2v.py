@@ -1,0 +1,94 @@
+"""Wan2.2 TI2V-5B with workers that share its tokens: each knows the timesteps of its own, also within a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.plan.context_windows import ContextWindows
+from wanstream.plan.mesh import Mesh
+from wanstream.sampling import DenoiseRequest
+
+LAYERWISE = OffloadPolicy.layerwise(1)
+CHUNKED = replace(LAYERWISE, chunk_tokens=8)
+SHAPE = (1, 48, 3, 4, 8)
+"""8 tokens in each of 3 frames: two workers have one frame and a half."""
+SAME = 1e-6
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+@pytest.fixture
+def meet(processes: Any, split_jobs: Any) -> Iterator[Callable[[Mesh], None]]:
+    """`meet(mesh)`: as many processes as it takes have met; they leave after the test."""
+    count = 0
+
+    def make(mesh: Mesh) -> None:
+        nonlocal count
+        count = mesh.size
+        processes.all(split_jobs.job_meet, split_jobs.meetings(mesh), count=count)
+
+    yield make
+    if count:
+        processes.all(split_jobs.job_leave, count=count)
+
+
+@pytest.fixture
+def given(
+    make_task: Callable[..., Any], tiny_expert_folder: Callable[..., Path]
+) -> Callable[..., tuple[ExpertsRef, DenoiseRequest]]:
+    """`given(**changes)`: the model with four heads, and a request with a first frame."""
+
+    def make(**changes: Any) -> tuple[ExpertsRef, DenoiseRequest]:
+        draw = torch.Generator().manual_seed(20)
+        mask = torch.ones(1, 1, *SHAPE[2:])
+        mask[:, :, 0] = 0
+        request = {
+            "noise": torch.randn(SHAPE, generator=draw),
+            "latent": torch.randn(SHAPE, generator=draw) * (1 - mask),
+            "mask": mask,
+            "switch_step": None,
+            "boundary_ratio": 0.0,
+            **changes,
+        }
+        folder = tiny_expert_folder(heads=4, in_channels=48, layers=2)
+        ref = ExpertsRef(high_noise=folder, one=True, compute_dtype="float32")
+        return ref, make_task(request=request).request
+
+    return make
+
+
+@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2)], ids=str)
+def test_two_workers_give_what_one_gives(
+    mesh: Mesh, policy: OffloadPolicy, processes: Any, split_jobs: Any, meet: Any, given: Any
+) -> None:
+    meet(mesh)
+    for changes in ({}, {"windows": ContextWindows(frames=2, overlap=1)}):
+        job = *given(**changes), policy
+        alone = processes[0].start(split_jobs.job_run_alone, *job).result()
+        told = processes.all(split_jobs.job_run, *job, count=2)
+        for worker in told:
+            assert difference(worker["latents"], alone) <= SAME
+    free = given(mask=None)
+    plain = processes[0].start(split_jobs.job_run_alone, *free, policy).result()
+    assert difference(plain, alone) > 1e-3
+
+
+def test_compiled_blocks_of_two_workers(processes: Any, split_jobs: Any, meet: Any, given: Any) -> None:
+    """One graph for all blocks of all steps, where both workers have tokens of both timesteps or not."""
+    meet(Mesh(ulysses=2))
+    told = processes.all(split_jobs.job_run_compiled, *given(), LAYERWISE, count=2)
+    for plain, compiled, again in told:
+        assert difference(compiled["latents"], plain["latents"]) <= SAME
+        assert torch.equal(again["latents"], compiled["latents"])
+        assert again["graphs"] == 0
+    assert told[0][1]["graphs"] == told[1][1]["graphs"]
