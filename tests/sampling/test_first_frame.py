@@ -5,7 +5,15 @@ import torch
 from torch.nn.functional import interpolate
 
 from wanstream.plan.shapes import VideoShape
-from wanstream.sampling.first_frame import GREY, framed_video, start_end_mask, start_mask
+from wanstream.sampling.first_frame import (
+    GREY,
+    begun_latent,
+    framed_video,
+    start_end_mask,
+    start_frames,
+    start_mask,
+)
+from wanstream.wan.latent_space import normalise
 
 SQUARE = VideoShape(width=32, height=32, frames=9)
 
@@ -95,3 +103,34 @@ def test_the_mask_of_both_ends_has_four_places_for_each_latent_frame(
     for frame, places in enumerate(free):
         for place, value in enumerate(places):
             assert (mask[:, place, frame] == value).all(), (frame, place)
+
+
+def test_wan22_5b_is_given_the_start_frames_alone() -> None:
+    images = torch.rand(5, 50, 100, 4)
+    assert torch.equal(start_frames(images, SQUARE), framed_video(images, None, SQUARE)[:5])
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.rand(3, 8, 8, 3), r"3 start images: Wan2\.2 5B takes 4n \+ 1, give the first 1"),
+        (torch.rand(8, 8, 8, 3), "give the first 5"),
+        (torch.rand(13, 8, 8, 3), "13 start images do not fit into 9 frames"),
+        (torch.rand(8, 8, 3), r"the start image is \[8, 8, 3\]"),
+        (torch.rand(0, 8, 8, 3), r"the start image is \[0, 8, 8, 3\]"),
+    ],
+    ids=["3", "8", "too many", "no images", "none"],
+)
+def test_start_frames_that_it_cannot_take(images: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        start_frames(images, SQUARE)
+
+
+def test_a_begun_latent_is_empty_behind_what_is_given() -> None:
+    shape = VideoShape(width=64, height=32, frames=13, per_latent=16)
+    encoded = torch.randn(1, 48, 2, 2, 4)
+    latent = begun_latent(encoded, shape, batch=3)
+    assert latent["samples"].shape == (3, 48, 4, 2, 4)
+    assert torch.equal(latent["samples"][:, :, :2], encoded.repeat(3, 1, 1, 1, 1))
+    assert normalise(latent["samples"][:, :, 2:]).abs().max() < 1e-6
+    assert latent["noise_mask"][0, 0, :, 0, 0].tolist() == [0, 0, 1, 1]

@@ -11,9 +11,11 @@ from diffusers import AutoencoderKLWan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wanstream.wan.latent_space import WAN22
 from wanstream.wan.live_tensors import LiveTensors
 from wanstream.wan.vae_memory import decode_pixel_bytes, encode_pixel_bytes
 from wanstream.wan.vae_tiles import decoded_frames
+from wanstream.wan.vae_weights import family_of
 
 REAL_WIDTH = 96
 
@@ -21,6 +23,12 @@ REAL_WIDTH = 96
 def _on_meta(base_dim: int) -> AutoencoderKLWan:
     with torch.device("meta"):
         return AutoencoderKLWan(base_dim=base_dim).eval().requires_grad_(False)
+
+
+def _wan22_on_meta(base_dim: int, decoder_base_dim: int) -> AutoencoderKLWan:
+    widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
+    with torch.device("meta"):
+        return AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths}).eval().requires_grad_(False)
 
 
 def _taken(vae: AutoencoderKLWan, latents: torch.Tensor) -> int:
@@ -31,6 +39,7 @@ def _taken(vae: AutoencoderKLWan, latents: torch.Tensor) -> int:
 
 
 THIN = _on_meta(8)
+THIN_WAN22 = _wan22_on_meta(8, 8)
 
 
 # The attention of the middle block is quadratic on `meta` alone, which has no kernel for it: sizes stay small.
@@ -76,3 +85,25 @@ def test_an_encode_never_takes_more_than_is_reckoned_either(height: int, width: 
         THIN.encode(video)
     reckoned = encode_pixel_bytes(THIN.config, count) * height * width
     assert 0.85 * reckoned <= counted.convolution_peak <= reckoned
+
+
+@given(st.integers(8, 14), st.integers(8, 14), st.integers(1, 4))
+@settings(max_examples=4, deadline=None)
+def test_neither_does_the_vae_of_wan22(height: int, width: int, count: int) -> None:
+    taken = _taken(THIN_WAN22, torch.empty(1, 48, count, height, width, device="meta"))
+    reckoned = decode_pixel_bytes(THIN_WAN22.config, count) * height * width
+    assert 0.9 * reckoned <= taken <= reckoned
+    video = torch.empty(1, 3, 4 * (count - 1) + 1, 16 * height, 16 * width, device="meta")
+    with torch.no_grad(), LiveTensors() as counted:
+        THIN_WAN22.encode(video)
+    # It makes patches of the whole video first, which `encode_needs` counts as a second copy of that.
+    patches = video.numel() * 4
+    reckoned = encode_pixel_bytes(THIN_WAN22.config, count) * height * width
+    assert 0.85 * reckoned - patches <= counted.convolution_peak <= reckoned + patches
+
+
+def test_the_real_widths_of_wan22_take_6_megabytes_for_a_pixel_of_16() -> None:
+    """Of whole frames of 1280x704 that is 22 GB, of a tile of 256 pixels 1.6 GB: as the help pages say."""
+    pixel = decode_pixel_bytes(_wan22_on_meta(160, 256).config, 31)
+    assert 21.0e9 < pixel * 44 * 80 < 22.0e9
+    assert 1.55e9 < pixel * 16 * 16 < 1.6e9
