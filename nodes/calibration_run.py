@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..host import host
 from ..host.observed import observed
 from ..plan.version import VERSION
-from ..sampling import Cancelled, StepProgress, request_job, working_bytes
-from ..sampling.calibrate import calibrate
+from ..sampling import Cancelled, StepProgress
+from ..sampling.calibrate import calibrate, calibration_bytes, calibration_job
 from ..sampling.mag_table import MagTable
 from .sampler_run import SamplerRun
 
@@ -17,9 +17,9 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
     Raises RequestError for a run that cannot be measured.
     """
     pair = host.experts(run.experts)
-    choice = host.choose_policy(run.experts, run.asked, request_job(pair, run.request, host.device()))
-    request, chunk = run.request, choice.policy.chunk_tokens
-    needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk)
+    request, job = run.request, calibration_job(pair, run.request, host.device())
+    choice = host.choose_policy(run.experts, run.asked, job)
+    needed = calibration_bytes(pair, request, chunk_tokens=choice.policy.chunk_tokens)
     pair, policy, device = host.load_experts(run.experts, choice.policy, working_bytes=needed)
     progress = host.progress(len(request.course().steps), node_id)
 

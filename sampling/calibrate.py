@@ -15,7 +15,7 @@ from statistics import fmean
 import torch
 
 from ..metrics import Observe
-from ..plan import OffloadPolicy
+from ..plan import OffloadJob, OffloadPolicy
 from ..plan.shapes import OUTPUT_TOKENS
 from ..wan import ExpertPair
 from ..wan.shortcut import GoingOn
@@ -24,7 +24,12 @@ from .denoising import StepProgress
 from .errors import RequestError
 from .lanes import LaneName
 from .mag_table import MagTable, model_mark
+from .offload_job import request_job
 from .request import DenoiseRequest
+from .working_bytes import working_bytes
+
+KEPT_STATES = 1
+"""What enters the blocks stays of every lane until it leaves them: a tensor of the size of a hidden state."""
 
 
 class Calibration:
@@ -98,6 +103,17 @@ class CalibrationPass:
         self._lengths[self._names[lane]] = torch.cat(
             [(after - before).float().norm(dim=-1) for after, before in parts], dim=1
         )
+
+
+def calibration_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
+    """The job of the run that `calibrate` makes of `request`."""
+    return replace(request_job(pair, replace(request, cache=None), device), kept_states=KEPT_STATES)
+
+
+def calibration_bytes(pair: ExpertPair, request: DenoiseRequest, *, chunk_tokens: int | None) -> int:
+    """Device memory beside the weights that this run computes in; see `working_bytes`."""
+    shape, guided = request.computed_shape, request.guided
+    return working_bytes(pair, shape, guided=guided, chunk_tokens=chunk_tokens, kept_states=KEPT_STATES)
 
 
 def calibrate(

@@ -19,11 +19,13 @@ def working_bytes(
     chunk_tokens: int | None = None,
     share: Share = WHOLE_STEP,
     cache: CacheSettings | None = None,
+    kept_states: int = 0,
 ) -> int:
     """Memory beside the weights for steps on latents of `shape` [B, 16, T, h, w]; see `ExpertShape.working_bytes`.
 
     `guided` counts a negative lane beside each positive one; `chunk_tokens` is the policy's, `share` the split's. What
-    a cache keeps from step to step is among it.
+    a cache keeps from step to step is among it, and so are `kept_states` more tensors of the size of each lane's hidden
+    state.
     """
     config = pair.high.config
     expert = ExpertShape(
@@ -37,7 +39,7 @@ def working_bytes(
         chunk_tokens=chunk_tokens,
         ring=share.ring,
         ulysses=share.ulysses,
-        kept_states=0 if cache is None else cache.kept_states,
+        kept_states=kept_states + (0 if cache is None else cache.kept_states),
     )
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,19 @@ from diffusers import MagCacheConfig, WanTransformer3DModel
 
 from wanstream.plan import OffloadPolicy
 from wanstream.plan.step_skips import SkipRule
-from wanstream.sampling import Cancelled, DenoiseRequest, Part, RequestError, denoise, denoise_part, make_solver
-from wanstream.sampling.cache_settings import MagCache
-from wanstream.sampling.calibrate import calibrate
+from wanstream.sampling import (
+    Cancelled,
+    DenoiseRequest,
+    Part,
+    RequestError,
+    denoise,
+    denoise_part,
+    make_solver,
+    request_job,
+    working_bytes,
+)
+from wanstream.sampling.cache_settings import FirstBlockCache, MagCache
+from wanstream.sampling.calibrate import calibrate, calibration_bytes, calibration_job
 from wanstream.sampling.mag_table import MagTable
 from wanstream.wan import ExpertPair
 
@@ -221,6 +232,15 @@ def test_a_table_for_another_model_is_refused(open_pair: OpenPair, ask: Request,
 
 def test_the_same_model_in_bf16_is_known_again(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
     assert skipped(run(open_pair(dtype=torch.bfloat16), ask(cache=MagCache(table=table, rule=RULE))))
+
+
+def test_what_measuring_keeps_is_counted_and_what_a_cache_would_keep_is_not(open_pair: OpenPair, ask: Request) -> None:
+    pair, cpu, noise = open_pair(), torch.device("cpu"), torch.zeros(1, 16, 2, 40, 60)
+    request, plain = ask(noise=noise, cache=FirstBlockCache()), ask(noise=noise)
+    assert calibration_job(pair, request, cpu) == replace(request_job(pair, plain, cpu), kept_states=1)
+    state = 2 * (2 * 20 * 30) * 256 * 4  # lanes x tokens x width x fp32
+    usual = working_bytes(pair, noise.shape, guided=True)
+    assert calibration_bytes(pair, request, chunk_tokens=None) - usual == state
 
 
 def test_a_part_of_a_schedule_is_not_measured(open_pair: OpenPair, ask: Request) -> None:
