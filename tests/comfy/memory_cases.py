@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.model_management as mm
@@ -36,7 +37,9 @@ from wanstream.host import ExpertsRef  # noqa: E402
 from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
 from wanstream.host.comfy import ComfyDoor  # noqa: E402
 from wanstream.host.machine_profile import PROBE_BYTES  # noqa: E402
+from wanstream.nodes.decode_run import DecodeSettings, _first_tiling  # noqa: E402
 from wanstream.plan import AutoOffload, Machine, OffloadJob, OffloadPolicy  # noqa: E402
+from wanstream.plan.vae_room import DecodeNeeds  # noqa: E402
 from wanstream.sampling import DenoiseRequest, denoise, offload_job, working_bytes  # noqa: E402
 from wanstream.wan.registry import open_pair  # noqa: E402
 
@@ -575,6 +578,33 @@ def room_to_measure(files: Files) -> Any:
         here.capacity = here.taken + 2**30
         here.door._room_to_measure()
         return here.free() - PROBE_BYTES, neighbour.loaded_size() > 0
+
+
+@case
+def room_for_a_decode(files: Files) -> Any:
+    """Beside a neighbour of 4 GB, and beside experts, where whole frames lack some bytes of their room.
+
+    What the decode takes, the bytes over those that it needs, and what the others have given up.
+    """
+    vae = SimpleNamespace(weight_bytes=2**29)
+    needs = DecodeNeeds(height=60, width=104, frames=5, pixel_bytes=2**20, value_bytes=4, keeps_frames=True)
+    settings = DecodeSettings(vae=Path(), tiling=None, memory_bytes=0)
+    whole = vae.weight_bytes + needs.device_bytes(None) + int(mm.minimum_inference_memory())
+    found: dict[str, Any] = {"neighbour": []}
+    for lacking in (0, 1000, 2**30, 5 * 2**30):
+        with world(files) as (here, _):
+            neighbour, said = here.neighbour(2**32), list[str]()
+            here.capacity = here.taken + whole - lacking
+            tiling = _first_tiling(settings, vae, needs, said.append)
+            pixels = None if tiling is None else tiling.pixels
+            found["neighbour"].append([pixels, here.free() - whole, 2**32 - neighbour.loaded_size(), len(said)])
+    with world(files) as (here, _):
+        here.run(RESIDENT)
+        before = here.pair.loaded_bytes
+        here.capacity = here.taken + whole - here.block // 2
+        whole_frames = _first_tiling(settings, vae, needs, list[str]().append) is None
+        found["experts"] = [whole_frames, (before - here.pair.loaded_bytes) / here.block]
+    return found
 
 
 def _scaled(job: OffloadJob) -> OffloadJob:

@@ -176,3 +176,13 @@ def test_other_models_make_room_for_measuring_and_no_more(found: dict[str, Any])
     over, stays = found["room_to_measure"]
     assert 0 <= over < 2**20
     assert stays
+
+
+def test_other_models_make_room_for_a_decode_and_no_more(found: dict[str, Any]) -> None:
+    """Whole frames as long as neighbours can make up for what they lack; tiles where even all of them are too few."""
+    beside = found["room_for_a_decode"]
+    assert beside["neighbour"][:3] == [[None, 0, 0, 0], [None, 1, 1001, 0], [None, 1, 2**30 + 1, 0]]
+    pixels, over, given, told = beside["neighbour"][3]
+    assert 64 <= pixels < 832
+    assert (over, given, told) == (-(2**30), 2**32, 1)
+    assert beside["experts"] == [True, 1.0]
