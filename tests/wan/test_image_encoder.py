@@ -14,7 +14,7 @@ from transformers import CLIPImageProcessor, CLIPVisionModel
 
 from wanstream.cli.sample_wan21 import make_image_encoder, save_image_encoder
 from wanstream.wan import CheckpointError
-from wanstream.wan.image_encoder import clip_pixels, open_image_encoder
+from wanstream.wan.image_encoder import PIXEL_MEAN, PIXEL_STD, clip_pixels, open_image_encoder
 
 SIZE = 28
 """Of the images that the tiny encoder takes: four patches."""
@@ -101,6 +101,14 @@ def test_a_picture_of_the_right_size_is_not_scaled() -> None:
     image = torch.rand(1, SIZE, SIZE, 4)
     assert torch.equal(clip_pixels(image, SIZE), clip_pixels(image, SIZE, crop=True))
     assert torch.equal(clip_pixels(image, SIZE), clip_pixels(image[..., :3], SIZE))
+
+
+@pytest.mark.parametrize(("value", "level"), [(0.5003, 128), (1.2, 255), (-0.1, 0)])
+def test_pixels_are_those_of_a_picture_with_8_bits(value: float, level: int) -> None:
+    found = clip_pixels(torch.full((1, SIZE, SIZE, 3), value), SIZE)
+    expected = [(level / 255 - mean) / std for mean, std in zip(PIXEL_MEAN, PIXEL_STD, strict=True)]
+    assert found.amin(dim=(0, 2, 3)).tolist() == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(found, found[:, :, :1, :1].expand_as(found))
 
 
 @pytest.mark.parametrize("shape", [(40, 56, 3), (1, 40, 56, 1), (0, 40, 56, 3)])
