@@ -15,6 +15,7 @@ import torch
 from wanstream.distributed.tasks import Meeting, RunTask
 from wanstream.distributed.worker import Worker
 from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.plan.context_windows import ContextWindows
 from wanstream.plan.mesh import Mesh
 from wanstream.plan.workers_ref import WeightHome
 from wanstream.sampling import DenoiseRequest
@@ -141,6 +142,27 @@ def test_an_odd_number_of_videos_on_two_sides(cell: Callable[..., list[Any]], as
     [alone] = cell(None, tasks)
     for (_, whole), (_, latents) in zip(alone, cell(CFG, tasks)[0], strict=True):
         assert torch.equal(latents, whole)
+
+
+@pytest.mark.parametrize("mesh", [ULYSSES, CFG], ids=str)
+def test_context_windows_of_two_workers_decide_as_those_of_one(
+    mesh: Mesh, cell: Callable[..., list[Any]], ask: Callable[..., RunTask]
+) -> None:
+    """Those that move find what they kept by their frames; without guidance in late steps, sides share out windows."""
+    moving = ContextWindows(frames=3, overlap=1)
+    tasks = [in_windows(ask(0.55), moving), in_windows(ask(0.55), replace(moving, moving=False))]
+    tasks.append(with_fewer_lanes_late(in_windows(ask(1e9), replace(moving, moving=False))))
+    [alone] = cell(None, tasks)
+    one, other = cell(mesh, tasks)
+    assert visits_of(one) == visits_of(other) == visits_of(alone)
+    for (expected, whole), (_, latents) in zip(alone, one, strict=True):
+        assert difference(latents, whole) <= SAME
+        assert any(lanes for lanes, _ in expected)
+
+
+def in_windows(task: RunTask, windows: ContextWindows) -> RunTask:
+    noise = torch.randn(1, 16, 7, 4, 6, generator=torch.Generator().manual_seed(11))
+    return replace(task, request=replace(task.request, noise=noise, windows=windows))
 
 
 def with_fewer_lanes_late(task: RunTask) -> RunTask:

@@ -12,6 +12,7 @@ import torch
 from wanstream.plan import OffloadPolicy
 from wanstream.plan.context_windows import ContextWindows
 from wanstream.sampling import DenoiseRequest, denoise, working_bytes
+from wanstream.sampling.cache_settings import FirstBlockCache
 from wanstream.wan import ExpertPair, Nag, open_experts
 
 pytestmark = [
@@ -74,6 +75,21 @@ def test_what_was_reckoned_is_what_windows_and_nag_take(
     denoise(pair, request, policy=policy, device=CUDA)
     taken = torch.cuda.max_memory_allocated() - held
     assert taken <= 1.15 * working_bytes(pair, request.computed_shape, guided=True, chunk_tokens=chunk)
+
+
+def test_a_cache_in_windows_takes_over_and_takes_what_was_reckoned(pair: ExpertPair, long: DenoiseRequest) -> None:
+    still = replace(long, windows=ContextWindows(frames=5, overlap=1, moving=False))
+    nothing = replace(still, cache=FirstBlockCache(threshold=0.0))
+    assert torch.equal(latents_of(pair, nothing), latents_of(pair, still))
+    always = replace(still, cache=FirstBlockCache(threshold=1e9))
+    steps = denoise(pair, always, policy=LAYERWISE, device=CUDA).timeline.steps
+    lanes = 2 * len(always.windows.at(0, LATENT[2]))
+    assert [step.cached_lanes for step in steps] == [0, lanes, 0, lanes, lanes]
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    denoise(pair, always, policy=LAYERWISE, device=CUDA)
+    taken = torch.cuda.max_memory_allocated() - held
+    assert taken <= 1.15 * working_bytes(pair, always.computed_shape, guided=True, cache=always.cache)
 
 
 def test_the_noise_of_steps_is_drawn_as_on_a_cpu(pair: ExpertPair, long: DenoiseRequest) -> None:
