@@ -52,6 +52,9 @@ NODES = asyncio.run(WanStreamExtension().get_node_list())
 CLASSES = {node.define_schema().node_id: node for node in (*NODES, LoadImage)}
 OUTPUTS = {name: [output.io_type for output in node.define_schema().outputs] for name, node in CLASSES.items()}
 
+VIDEO_FILES = {"WanStreamSaveVideo", "WanStreamDecodeVideo"}
+"""Nodes with which a workflow ends."""
+
 Prompt = dict[str, dict[str, Any]]
 Sockets = Mapping[str, list[Socket]]
 Break = Callable[[random.Random, Prompt, Sockets], None]
@@ -68,6 +71,8 @@ class Weaver:
     def weave(self) -> Prompt:
         for _ in range(self.rng.choice([1, 1, 1, 2])):
             self._node("WanStreamSaveVideo", 0)
+        if self.rng.random() < 0.3:
+            self._node("WanStreamDecodeVideo", 0)
         return self.prompt
 
     def _node(self, class_type: str, depth: int) -> str:
@@ -83,8 +88,10 @@ class Weaver:
             inputs["guidance_steps"] = self.rng.choice(["", "4", "6, 5 4.5,1"])
         if class_type == "WanStreamContextWindows":
             inputs |= {"frames": self.rng.choice([81, 161]), "overlap": 16, "stride": self.rng.choice([1, "2", 16])}
-        if class_type == "WanStreamVAEDecode":
+        if class_type in {"WanStreamVAEDecode", "WanStreamDecodeVideo"}:
             inputs["tile_size"] = self.rng.choice([0, 64, 256])
+        if class_type == "WanStreamEmptyLatent" and inputs.get("made_for") == "Wan2.2 5B":
+            inputs |= {"width": self.rng.choice([32, 1280]), "height": 704}
         node_id = str(len(self.prompt) + 1)
         self.prompt[node_id] = {"class_type": class_type, "inputs": inputs}
         return node_id
@@ -226,7 +233,8 @@ def outside_the_run(rng: random.Random, prompt: Prompt, sockets: Sockets) -> Non
 
 
 def leaving_the_output(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
-    prompt[_last_output(prompt)]["inputs"]["filename_prefix"] = rng.choice(["../clip", "/clip", "a/../../clip"])
+    outputs = [node for node in prompt.values() if node.get("class_type") in VIDEO_FILES]
+    rng.choice(outputs)["inputs"]["filename_prefix"] = rng.choice(["../clip", "/clip", "a/../../clip"])
 
 
 def _last_output(prompt: Prompt) -> str:
@@ -255,7 +263,7 @@ def no_class(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
 
 
 def no_output_node(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
-    for node_id in [node_id for node_id, node in prompt.items() if node["class_type"] == "WanStreamSaveVideo"]:
+    for node_id in [node_id for node_id, node in prompt.items() if node["class_type"] in VIDEO_FILES]:
         del prompt[node_id]
 
 
