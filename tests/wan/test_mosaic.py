@@ -1,0 +1,37 @@
+"""What a mosaic holds in RAM is what the room for a decode is reckoned with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wanstream.plan.vae_room import DecodeNeeds
+from wanstream.plan.vae_tiles import Tiling
+from wanstream.wan.live_tensors import LiveTensors
+from wanstream.wan.mosaic import Mosaic
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    ("height", "width", "latent_frames", "pixels"),
+    [(30, 52, 5, 96), (20, 60, 3, 64), (48, 80, 2, 256)],
+)
+def test_frames_and_edges_take_what_is_reckoned(
+    height: int, width: int, latent_frames: int, pixels: int, dtype: torch.dtype
+) -> None:
+    frames, tiling = 4 * (latent_frames - 1) + 1, Tiling.of(pixels)
+    with LiveTensors() as counted:
+        mosaic = Mosaic(tiling, into=torch.empty(frames, 8 * height, 8 * width, 3, dtype=dtype))
+        for tile in tiling.tiles(height, width):
+            for count in (1, *[4] * (latent_frames - 1)):
+                mosaic.put_frames(tile, torch.zeros(3, count, 8 * len(tile.rows), 8 * len(tile.columns)))
+    needs = DecodeNeeds(
+        height=height,
+        width=width,
+        frames=frames,
+        pixel_bytes=1,
+        value_bytes=dtype.itemsize,
+        keeps_frames=dtype == torch.float32,
+    )
+    reckoned = needs.host_bytes(tiling)
+    assert 0.85 * reckoned <= counted.peak <= 1.02 * reckoned, f"{counted.peak / reckoned:.3f}"
