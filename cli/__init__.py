@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="wanstream", description="Wan2.2 A14B with both experts streamed through a few buffers."
+        prog="wanstream", description="Wan2.2 and Wan2.1 with their experts streamed through a few buffers."
     )
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(subcommands)
@@ -153,14 +153,15 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     plan = subcommands.add_parser(
         "plan",
         help="predict what a run takes on a machine, owned or not",
-        description="Simulates a run of Wan2.2 A14B under every way to offload that fits, and prints the best of them "
-        "with the reason. Nothing is loaded, and all figures are simulated. Only `--gpu this` measures, if `wanstream "
+        description="Simulates a run of Wan2.2 A14B or 5B under every way to offload that fits, and prints the best of "
+        "them with the reason. Nothing is loaded, and all figures are simulated. Only `--gpu this` measures, if `wanstream "
         "probe` has not.",
     )
     plan.add_argument("--gpu", required=True, metavar="NAME", help='for example "RTX 4060 Ti 16GB"; this: as probed')
     plan.add_argument("--ram", type=float, metavar="GB", help="all RAM of that machine")
     plan.add_argument("--ssd", type=float, metavar="GB/S", help="what its disk gives when a large file is read")
     plan.add_argument("--size", required=True, metavar="WxHxF", help="video to make, for example 1280x720x81")
+    plan.add_argument("--model", choices=["a14b", "5b"], default="a14b", help="of Wan2.2 (default: a14b)")
     plan.add_argument("--steps", type=int, default=20, help="of both experts together (default: 20)")
     plan.add_argument("--switch", type=int, metavar="STEP", help="first step of the low-noise expert (default: half)")
     plan.add_argument(
@@ -258,6 +259,7 @@ def _plan(parsed: argparse.Namespace) -> int:
             gpu=parsed.gpu,
             ram_gb=parsed.ram,
             ssd_gb_s=parsed.ssd,
+            model=parsed.model,
             size=parsed.size,
             steps=parsed.steps,
             switch=parsed.switch,

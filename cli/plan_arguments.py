@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..plan import T2V_A14B, Budgets, Machine, OffloadJob
+from ..plan import T2V_A14B, TI2V_5B, Budgets, ExpertShape, Machine, OffloadJob
 from ..plan.gpus import expected_machine
+from ..plan.shapes import PIXELS_PER_LATENT, WAN22_PIXELS_PER_LATENT
 from .sizes import SizeError, video_shape
 
 GB = 1e9
@@ -15,6 +16,23 @@ GIB = 2**30
 STORAGES = {"bf16": 2.0, "fp8": 1.0, "Q8_0": 34 / 32, "Q5_K": 176 / 256, "Q4_K": 144 / 256}
 """Bytes per stored weight; fp8 is quantised from a bf16 file on arrival, the Q formats are GGUF."""
 GUIDED = {"both": (2, 2), "high": (2, 1), "none": (1, 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """A model that a run is planned for."""
+
+    expert: ExpertShape
+    places: tuple[str, ...]
+    """Of its experts."""
+    per_latent: int
+    """Pixels of the video for each latent pixel, along either side."""
+
+
+MODELS = {
+    "a14b": PlannedModel(expert=T2V_A14B, places=("high", "low"), per_latent=PIXELS_PER_LATENT),
+    "5b": PlannedModel(expert=TI2V_5B, places=("high",), per_latent=WAN22_PIXELS_PER_LATENT),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +44,8 @@ class PlanArguments:
     """As memory is sold: 2^30 bytes each; all other GB are 10^9 bytes."""
     ssd_gb_s: float | None
     size: str
+    model: str = "a14b"
+    """One of `MODELS`."""
     steps: int = 20
     switch: int | None = None
     """Steps of the high-noise expert; None: half of them."""
@@ -49,24 +69,34 @@ class PlanArguments:
 
 def offload_job(arguments: PlanArguments) -> OffloadJob:
     """The run that the command line describes. Raises SizeError."""
-    video = video_shape(arguments.size)
-    steps = arguments.steps
-    high = steps // 2 if arguments.switch is None else arguments.switch
-    if steps < 1 or not 0 <= high <= steps:
-        raise SizeError(f"--steps {steps} --switch {high}: there must be a step, and the switch must be among them")
-    expert = T2V_A14B
+    model = MODELS[arguments.model]
+    video = video_shape(arguments.size, per_latent=model.per_latent)
+    expert = model.expert
     stored = int(expert.streamed_parameters * STORAGES[arguments.storage])
     computed = expert.streamed_bytes()
+    # Of one expert, the guidance is that of the place which it has.
+    lanes = dict(zip(("high", "low"), GUIDED[arguments.cfg], strict=True))
     return OffloadJob(
         expert=expert,
         tokens=video.tokens,
-        lanes=dict(zip(("high", "low"), GUIDED[arguments.cfg], strict=True)),
-        experts_of_steps=("high",) * high + ("low",) * (steps - high),
+        lanes={place: lanes[place] for place in model.places},
+        experts_of_steps=_steps(arguments, one="low" not in model.places),
         stored_bytes=stored,
         file_bytes=computed if arguments.storage == "fp8" else stored,
         computed_bytes=computed,
-        staying_bytes=len(GUIDED[arguments.cfg]) * expert.staying_bytes(),
+        staying_bytes=len(model.places) * expert.staying_bytes(),
     )
+
+
+def _steps(arguments: PlanArguments, *, one: bool) -> tuple[str, ...]:
+    """The expert of each step. Raises SizeError."""
+    steps, switch = arguments.steps, arguments.switch
+    if one and switch is not None:
+        raise SizeError(f"--switch {switch}: {arguments.model} is one expert, which runs every step; leave it out")
+    high = steps if one else steps // 2 if switch is None else switch
+    if steps < 1 or not 0 <= high <= steps:
+        raise SizeError(f"--steps {steps} --switch {high}: there must be a step, and the switch must be among them")
+    return ("high",) * high + ("low",) * (steps - high)
 
 
 def asked_machine(arguments: PlanArguments) -> Machine:

@@ -1,7 +1,7 @@
 """A models folder for trying the pack out: ComfyUI's layout, real file names, tiny random weights.
 
-Names and depth are those of Wan2.2 A14B and Wan2.1, so every workflow runs on it unchanged; width is one attention head
-instead of forty, so it takes 0.37 GB and its videos show noise. The weights follow from fixed seeds.
+Names and depth are those of Wan2.2 A14B and 5B and of Wan2.1, so every workflow runs on it unchanged; width is one
+attention head instead of forty, so it takes 0.4 GB and its videos show noise. The weights follow from fixed seeds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .sample_folder import SampleFolder, SampleModelError
 from .sample_fp8 import Fp8Layout
 from .sample_loras import make_lora, save_lora
 from .sample_pipeline import link_shared, write_settings
+from .sample_ti2v import write_ti2v
 from .sample_tokenizer import VOCABULARY
 from .sample_wan21 import write_wan21
 from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
@@ -27,12 +28,11 @@ from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_va
 __all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
 
 A14B_LAYERS = 40
-RECIPE = 4  # raised when other files are written, so that an older sample model is replaced
+RECIPE = 5  # raised when other files are written, so that an older sample model is replaced
 
 VAE_SEED, TEXT_SEED, WAN22_VAE_SEED = 1, 2, 4
 LORA_SEED = 100  # added to that of its expert
 VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
-WAN22_VAE_FILE = Path("vae", "wan2.2_vae.safetensors")
 TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
 
 
@@ -131,7 +131,6 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
     on_progress("VAE and text encoder")
     vae, encoder = make_vae(seed=VAE_SEED), make_text_encoder(seed=TEXT_SEED, vocabulary=len(VOCABULARY))
     save_vae_file(vae, folder / VAE_FILE)
-    save_vae_file(make_wan22_vae(seed=WAN22_VAE_SEED), folder / WAN22_VAE_FILE)
     save_text_encoder_file(encoder, folder / TEXT_ENCODER_FILE, dtype=torch.float16, fp8=Fp8Layout())
     save_vae_folder(vae, folder / T2V.pipeline / "vae")
     save_text_encoder_folders(encoder, folder / T2V.pipeline, dtype=torch.bfloat16)
@@ -150,6 +149,7 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
                 family, expert, folder, ExpertShape(layers=layers, heads=1, in_channels=family.in_channels), seed
             )
     write_wan21(folder, folder / T2V.pipeline, layers, on_progress)
+    write_ti2v(folder, make_wan22_vae(seed=WAN22_VAE_SEED), folder / T2V.pipeline, layers, on_progress)
 
 
 def _write_expert(family: Family, expert: str, folder: Path, shape: ExpertShape, seed: int) -> None:

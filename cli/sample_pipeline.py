@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from diffusers import UniPCMultistepScheduler, __version__
@@ -29,10 +29,12 @@ def write_settings(
     flow_shift: float,
     boundary_ratio: float | None,
     more: Mapping[str, tuple[str | None, str | None]],
+    expand_timesteps: bool = False,
 ) -> None:
     """Write the scheduler, and the list of components that diffusers opens a pipeline by.
 
-    `kind` is the pipeline's class, `more` are components beside `COMPONENTS`; a boundary makes it one of two experts.
+    `kind` is the pipeline's class, `more` are components beside `COMPONENTS`; a boundary makes it one of two experts,
+    and `expand_timesteps` has every token told its timestep.
     """
     UniPCMultistepScheduler(
         num_train_timesteps=1000, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift
@@ -41,7 +43,7 @@ def write_settings(
         "_class_name": kind,
         "_diffusers_version": __version__,
         "boundary_ratio": boundary_ratio,
-        "expand_timesteps": False,
+        "expand_timesteps": expand_timesteps,
         "transformer_2": (None, None) if boundary_ratio is None else COMPONENTS["transformer"],
         **COMPONENTS,
         **more,
@@ -53,7 +55,12 @@ def write_settings(
 
 def link_shared(source: Path, target: Path) -> None:
     """Give the components that the pipeline `source` shares with `target` a place there too."""
-    for component in SHARED:
+    link_components(source, target, SHARED)
+
+
+def link_components(source: Path, target: Path, components: Iterable[str]) -> None:
+    """Give these components of the pipeline `source` a place in `target` too."""
+    for component in components:
         _link_files(source / component, target / component)
 
 

@@ -21,7 +21,7 @@ from .planner import Candidate, OffloadPlan, plan_offload
 from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
 from .ram import DIRECT, RamHomes, RamProgram, RunPrograms, compile_ram, plan_ram
 from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
-from .shapes import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
+from .shapes import I2V_A14B, T2V_A14B, TI2V_5B, ExpertShape, VideoShape
 from .simulate import simulate
 from .stages import stage_boundaries
 from .tenancies import buffers_needed
@@ -36,6 +36,7 @@ __all__ = [
     "KEPT",
     "PHASES",
     "T2V_A14B",
+    "TI2V_5B",
     "Attention",
     "AutoOffload",
     "BlockKey",

@@ -53,7 +53,7 @@ def offload_job(
     experts_of_steps: Sequence[str],
     guided: Mapping[str, bool],
 ) -> OffloadJob:
-    """The job of steps on latents of `shape` [B, 16, T, h, w]; `guided` says which experts have negative lanes.
+    """The job of steps on latents of `shape` [B, C, T, h, w]; `guided` says which experts have negative lanes.
 
     Reads nothing. Raises ValueError for a run without steps.
     """
@@ -64,6 +64,7 @@ def offload_job(
             ffn_width=config.ffn_dim,
             blocks=config.num_layers,
             in_channels=config.in_channels,
+            out_channels=config.out_channels,
             image_width=config.image_dim,
         ),
         tokens=tokens_of(shape),

@@ -31,11 +31,13 @@ _ALL = (
         for family, version in (("t2v", "v1.1"), ("i2v", "v1"))
         for expert in ("high", "low")
     ),
+    _file(REPACKAGED, "diffusion_models", "wan2.2_ti2v_5B_fp16.safetensors"),
     _file(REPACKAGED_21, "diffusion_models", "wan2.1_t2v_1.3B_fp16.safetensors"),
     _file(REPACKAGED_21, "diffusion_models", "wan2.1_i2v_480p_14B_fp8_scaled.safetensors"),
     _file(REPACKAGED_21, "clip_vision", "clip_vision_h.safetensors"),
     _file(REPACKAGED_21, "text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors"),
     _file(REPACKAGED, "vae", "wan_2.1_vae.safetensors"),
+    _file(REPACKAGED, "vae", "wan2.2_vae.safetensors"),
 )
 
 MODEL_FILES = {file.name: file for file in _ALL}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from wanstream.cli import main
 from wanstream.cli.plan import shown
 from wanstream.cli.plan_arguments import PlanArguments, offload_job
-from wanstream.plan import Budgets, OffloadPlan, plan_offload
+from wanstream.cli.sizes import SizeError
+from wanstream.plan import TI2V_5B, Budgets, OffloadPlan, plan_offload
 from wanstream.plan.figure_words import size_text
 from wanstream.plan.gpus import GPUS, expected_machine
 
@@ -88,6 +90,19 @@ def test_arguments_reach_the_job() -> None:
     assert (fp8.stored_bytes, fp8.file_bytes) == (702_545_920 // 2, 702_545_920)
     gguf = offload_job(changed(storage="Q8_0"))
     assert gguf.stored_bytes == gguf.file_bytes == 702_545_920 * 34 // 64
+
+
+def test_the_5b_model_is_one_expert_of_fewer_tokens() -> None:
+    asked = replace(ASKED, model="5b", size="1280x704x121")
+    job = offload_job(asked)
+    assert (job.expert, job.tokens, job.block_counts) == (TI2V_5B, 31 * 22 * 40, {"high": 30})
+    assert {*job.experts_of_steps} == {"high"}
+    assert (job.computed_bytes, job.staying_bytes) == (327_155_712, TI2V_5B.staying_bytes())
+    with pytest.raises(SizeError, match=r"height is 720, it must be a multiple of 32: use 736"):
+        offload_job(replace(asked, size="1280x720x121"))
+    with pytest.raises(SizeError, match=r"--switch 5: 5b is one expert"):
+        offload_job(replace(asked, switch=5))
+    assert _plan(asked).total_s < _plan(replace(ASKED, size="1280x704x121")).total_s / 5
 
 
 def test_less_memory_than_two_buffers_is_refused_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from wanstream.cli import sample_pipeline
 from wanstream.cli.sample_folder import RECORD
 from wanstream.cli.sample_model import SampleModelError, write_sample_model
+from wanstream.cli.sample_ti2v import TI2V_FILE, TI2V_PIPELINE
 from wanstream.cli.sample_wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
 from wanstream.wan import open_experts, open_lora, open_one_expert, open_text_encoder, open_vae
 from wanstream.wan.image_encoder import WIDTH, open_image_encoder
@@ -94,6 +95,17 @@ class TestContents:
             assert pair.high.config.image_dim == image_dim
             assert pair.in_channels == (16 if image_dim is None else 36)
 
+    @pytest.mark.parametrize("name", [TI2V_FILE, TI2V_PIPELINE], ids=str)
+    def test_5b_is_one_expert(self, sample_models, name):
+        with open_one_expert(sample_models / name) as pair:
+            assert (pair.is_one, pair.in_channels, pair.high.config.family) == (True, 48, "ti2v")
+
+    def test_diffusers_opens_the_pipeline_of_5b(self, sample_models):
+        opened = DiffusionPipeline.from_pretrained(sample_models / TI2V_PIPELINE)
+        assert opened.transformer_2 is None
+        assert opened.config.expand_timesteps
+        assert (opened.scheduler.config.flow_shift, opened.vae_scale_factor_spatial) == (5.0, 16)
+
     def test_clip_is_as_wide_as_the_image_branch(self, sample_models):
         seen = open_image_encoder(sample_models / CLIP_FILE).encode(torch.rand(1, 32, 48, 3), device="cpu")
         assert seen.penultimate_hidden_states.shape == (1, 257, WIDTH)
@@ -148,7 +160,7 @@ class TestContents:
             - (model.folder / RECORD).stat().st_size
         )
         lines = model.summary().splitlines()
-        assert len(lines) == 30
+        assert len(lines) == 34
         assert lines[-1].endswith(f"on disk, in {model.folder}")
         assert "14.4 MB  vae/wan_2.1_vae.safetensors" in model.summary()
 
@@ -257,7 +269,7 @@ class TestFolder:
 def test_the_whole_model_is_as_deep_as_the_real_one_and_small(tmp_path):
     model = write_sample_model(tmp_path)
 
-    assert model.nbytes < 370e6
+    assert model.nbytes < 410e6
     with open_experts(tmp_path / PIPELINES[0]) as pair:
         assert len(pair.high.weights) == len(pair.low.weights) == 1095
     for pipeline, layers in ((PIPELINES[0], 40), (T2V_PIPELINE, 30)):

@@ -35,10 +35,13 @@ EXPERTS = {
     "native_mixed": ["high"] * 3 + ["low"],
     "wan21_t2v": ["high"] * 4,
     "wan21_i2v": ["high"] * 4,
+    "wan22_5b_t2v": ["high"] * 4,
+    "wan22_5b_i2v": ["high"] * 4,
 }
 """Of four steps, at the switch, boundaries and flow shifts that the workflows set."""
 
-OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", "wan21_t2v", "wan21_i2v"]
+ONE = ["wan21_t2v", "wan21_i2v", "wan22_5b_t2v", "wan22_5b_i2v"]
+OURS = ["t2v", "i2v", "flf2v", "t2v_lightning", "i2v_lightning", *ONE]
 OTHER_SEED = "t2v, other seed"
 AS_GUIDER = "our sampler, set as the guider's workflow is"
 

@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from wanstream.plan import I2V_A14B, T2V_A14B, ExpertShape, VideoShape
+from wanstream.plan import I2V_A14B, T2V_A14B, TI2V_5B, ExpertShape, VideoShape
 from wanstream.plan.shapes import WAN21_I2V_14B
-
-TI2V_5B = ExpertShape(width=3072, ffn_width=14336, blocks=30, in_channels=48, out_channels=48)
 
 
 class Sizes(NamedTuple):
