@@ -18,40 +18,48 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device"),
 ]
 
-LATENTS = torch.randn(1, 16, 3, 48, 64, generator=torch.Generator().manual_seed(0))
 
-
-@pytest.fixture
-def vae(tiny_pipeline: Callable[[], Path]) -> Iterator[WanVae]:
+@pytest.fixture(params=["Wan2.1", "Wan2.2 5B"])
+def vae(request: pytest.FixtureRequest, tiny_pipeline: Callable[[], Path], wan22_vae: Path) -> Iterator[WanVae]:
     """Its weights are on the GPU, and its libraries have started."""
-    with open_vae(tiny_pipeline()) as opened:
-        opened.decode(LATENTS[:, :, :1, :8, :8], device="cuda")
+    with open_vae(wan22_vae if request.param == "Wan2.2 5B" else tiny_pipeline()) as opened:
+        opened.decode(latents_of(opened)[:, :, :1, :8, :8], device="cuda")
         yield opened
+
+
+def latents_of(vae: WanVae) -> torch.Tensor:
+    """Of 384 x 512 pixels."""
+    size = (384 // vae.space.pixels, 512 // vae.space.pixels)
+    return torch.randn(1, vae.space.channels, 3, *size, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.2])
 def test_a_decode_stays_within_its_budget(vae: WanVae, share: float) -> None:
-    needs = vae.decode_needs(LATENTS)
+    latents = latents_of(vae)
+    needs = vae.decode_needs(latents)
     budget = int(share * needs.device_bytes(None))
     tiling = fitting_tiling(needs, budget, shared=False)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    frames = vae.decode(LATENTS, device="cuda", tiling=tiling)
+    frames = vae.decode(latents, device="cuda", tiling=tiling)
     assert torch.cuda.max_memory_allocated() - before <= budget
     assert frames.shape == (1, 9, 384, 512, 3)
 
 
 def test_a_shortage_leads_to_smaller_tiles(vae: WanVae) -> None:
-    needs, told = vae.decode_needs(LATENTS), []
+    latents = latents_of(vae)
+    needs, told = vae.decode_needs(latents), []
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + needs.device_bytes(None) // 3) / total)
     try:
         made = with_smaller_tiles(
-            lambda tiling: vae.decode(LATENTS, device="cuda", tiling=tiling), needs, None, told.append
+            lambda tiling: vae.decode(latents, device="cuda", tiling=tiling), needs, None, told.append
         )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert told
     pixels = int(told[-1].split()[-2])
-    assert torch.allclose(made, vae.decode(LATENTS, device="cuda", tiling=Tiling.of(pixels)), atol=1e-4)
+    assert torch.allclose(
+        made, vae.decode(latents, device="cuda", tiling=Tiling.of(pixels, needs.per_latent)), atol=1e-4
+    )
