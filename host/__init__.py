@@ -19,7 +19,6 @@ from .door import (
     OutsideFolderError,
     Progress,
 )
-from .guider_settings import GuiderSettings
 
 host: Door
 
@@ -41,7 +40,6 @@ __all__ = [
     "ComfyExtension",
     "Door",
     "ExpertsRef",
-    "GuiderSettings",
     "LoraRef",
     "ModelNotFoundError",
     "NeedsComfyUIError",

@@ -35,7 +35,7 @@ class GuiderCourse:
 
     def __post_init__(self) -> None:
         said, steps = self.settings.more_guidance, self.steps
-        if not steps:
+        if steps < 1:
             return
         check_guidance(self.settings.guidance, said.steps, steps=steps)
         levels = self.sigmas[:-1]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import ExpertsRef, GuiderSettings, host, io
+from ..host import ExpertsRef, host, io
+from ..host.guider_settings import GuiderSettings
 from ..plan import AutoOffload, OffloadPolicy
 from ..sampling.guidance import Guidance
 from .expert_inputs import (

@@ -113,6 +113,13 @@ def many_calls_case(side: Side) -> dict[str, object]:
     }
 
 
+def no_steps_case(side: Side) -> bool:
+    """Without steps nothing is denoised, and nothing is refused."""
+    guider, latent = side.ours(cache=SOME, windows=WINDOWS, guidance=HELD), torch.ones(LONG)
+    euler = comfy.samplers.sampler_object("euler")
+    return torch.equal(sampled(guider, euler, torch.zeros(0), latent=latent), latent)
+
+
 def _processors(side: Side) -> set[str]:
     """The kinds of attention to the text that the experts are left with."""
     models = host.experts(side.ref).engine(LAYERWISE, torch.device("cpu")).models
@@ -223,6 +230,7 @@ def settings_cases(side: Side) -> dict[str, Callable[[], object]]:
         **{f"same {name}": partial(same_case, side, set_to) for name, set_to in same.items()},
         "nothing changes": partial(nothing_changes_case, side),
         "many calls": partial(many_calls_case, side),
+        "no steps": partial(no_steps_case, side),
         "held beside the negative": partial(held_beside_negative_case, side),
         "room": partial(room_case, side),
         "first stays": partial(first_stays_case, side),

@@ -54,6 +54,10 @@ def test_all_of_them_in_a_sampler_that_calls_twice_in_a_step(case: Case) -> None
     assert found["processors"] == ["WanAttnProcessor"], "what NAG put into the experts is out again"
 
 
+def test_sigmas_without_a_step_give_the_latent_back(case: Case) -> None:
+    assert case("settings no steps")
+
+
 def test_nag_acts_beside_a_negative_that_a_sampler_reads(case: Case) -> None:
     found = case("settings held beside the negative")
     assert found["finite"]

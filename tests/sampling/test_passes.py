@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ from wanstream.metrics import Recorder
 from wanstream.offload.attach import OffloadRun
 from wanstream.plan import OffloadPolicy, Visit
 from wanstream.sampling import Cancelled, Passes
+from wanstream.sampling.cache_settings import FirstBlockCache
+from wanstream.sampling.lanes import LaneName
 from wanstream.sampling.passes import AHEAD, PassOrderError, PassState, expect_again
-from wanstream.wan import ExpertPair, Lane
+from wanstream.sampling.step_cache import CachedCalls
+from wanstream.wan import ExpertPair, Lane, Nag
 from wanstream.wan.expert_engine import ExpertEngine
 
 LAYERS = 4
@@ -218,3 +222,72 @@ def test_an_error_between_two_calls_ends_the_run(open_pair: OpenPair) -> None:
     assert _no_thread_is_left()
     with _passes(engine, [H]) as passes:
         passes.forward(H, _lanes(), 1.0)
+
+
+def _named_lanes(count: int = 2) -> list[Lane]:
+    names = [LaneName(side, 0) for side in range(count)]
+    return [replace(lane, name=name) for lane, name in zip(_lanes(count), names, strict=True)]
+
+
+def _cached(threshold: float, calls: Sequence[str]) -> CachedCalls | None:
+    names = tuple(lane.name for lane in _named_lanes())
+    return CachedCalls.of(
+        FirstBlockCache(threshold=threshold), {at: (expert, names) for at, expert in enumerate(calls)}
+    )
+
+
+@pytest.mark.parametrize("predicted", [[H, H, L, L, L], [], [H, L]], ids=["all", "none", "wrong"])
+def test_calls_take_over_what_the_one_before_has_computed(predicted: list[str], open_pair: OpenPair) -> None:
+    calls, lanes = [H, H, L, L, L], _named_lanes()
+    recorder, engine = Recorder(CPU), open_pair().engine(replace(LAYERWISE, keeps_first=True), CPU)
+    with Passes(engine, predicted, recorder=recorder, cached=_cached(1e9, calls)) as passes:
+        found = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
+    steps = recorder.timeline().steps
+    assert [step.cached_lanes for step in steps] == [0, 2, 0, 2, 2]
+    assert [step.skipped_visits for step in steps] == [0, LAYERS - 1, 0, LAYERS - 1, LAYERS - 1]
+    with _passes(engine, calls) as passes:
+        whole = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
+    for call, (ours, theirs) in enumerate(zip(found, whole, strict=True)):
+        same = [torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)]
+        assert same == [call in {0, 2}] * 2
+    assert _no_thread_is_left()
+
+
+def test_a_cache_that_leaves_nothing_out_changes_no_bit_and_no_bytes(open_pair: OpenPair) -> None:
+    calls, lanes, found = [H, H, L], _named_lanes(), []
+    for cached in (None, _cached(0.0, calls)):
+        recorder = Recorder(CPU)
+        with open_pair() as pair:
+            engine = pair.engine(replace(LAYERWISE, keeps_first=True), CPU)
+            with Passes(engine, calls, recorder=recorder, cached=cached) as passes:
+                velocities = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
+        found.append((torch.stack([each for call in velocities for each in call]), recorder.timeline().bytes_moved))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] > 0
+
+
+def test_nag_is_in_the_blocks_as_long_as_passes_are_open(open_pair: OpenPair) -> None:
+    engine = open_pair().engine(LAYERWISE, CPU)
+    blocks = [block for model in engine.models.bare.values() for block in model.blocks]
+    own = [block.attn2.processor for block in blocks]
+    (plain,) = _lanes(1)
+    held = replace(plain, against=_lanes(2)[1].text)
+    with _passes(engine, [H, H, L], nag=Nag(scale=5.0)) as passes:
+        assert all(type(block.attn2.processor).__name__ == "NagAttention" for block in blocks)
+        (off,), (on,) = (passes.forward(H, [lane], 0.9) for lane in (plain, held))
+        passes.forward(H, [held], 0.8)  # a surprise: another program
+        with pytest.raises(ZeroDivisionError):
+            passes.forward(L, _Failing(), 0.7)
+        assert [block.attn2.processor for block in blocks] == own, "after an error nothing is fetched, and nothing held"
+        passes.forward(L, [held], 0.7)
+    assert [block.attn2.processor for block in blocks] == own
+    assert not torch.allclose(off, on, rtol=1e-3)
+    with _passes(engine, [H]) as passes:
+        assert torch.equal(passes.forward(H, [plain], 0.9)[0], off)
+
+
+class _Failing(list[Lane]):
+    """Lanes that cannot be asked for."""
+
+    def __iter__(self) -> Iterator[Lane]:
+        raise ZeroDivisionError
