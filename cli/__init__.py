@@ -154,8 +154,8 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="predict what a run takes on a machine, owned or not",
         description="Simulates a run of Wan2.2 A14B or 5B under every way to offload that fits, and prints the best of "
-        "them with the reason. Nothing is loaded, and all figures are simulated. Only `--gpu this` measures, if `wanstream "
-        "probe` has not.",
+        "them with the reason. Nothing is loaded, and all figures are simulated. Only `--gpu this` measures, if "
+        "`wanstream probe` has not.",
     )
     plan.add_argument("--gpu", required=True, metavar="NAME", help='for example "RTX 4060 Ti 16GB"; this: as probed')
     plan.add_argument("--ram", type=float, metavar="GB", help="all RAM of that machine")
