@@ -1,0 +1,51 @@
+"""Which lanes a step has, what they are called, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from wanstream.plan.context_windows import ContextWindows
+from wanstream.sampling import DenoiseRequest
+from wanstream.sampling.lanes import LaneInputs, LaneName, count_texts, lane_names, names_at, names_of, windows_at
+
+WINDOWS = ContextWindows(frames=3, overlap=1)
+
+Request = Callable[..., DenoiseRequest]
+
+
+@pytest.fixture
+def request_in_windows(make_request: Request) -> DenoiseRequest:
+    return make_request(batch=2, noise=torch.randn(2, 16, 7, 4, 6), windows=WINDOWS, guidance=(4.0, 1.0))
+
+
+def test_a_lane_is_called_by_its_text_its_video_and_its_frames(request_in_windows: DenoiseRequest) -> None:
+    inputs = LaneInputs(request_in_windows, torch.device("cpu"))
+    for step, sides in ((0, 2), (1, 2), (2, 1)):
+        windows = windows_at(request_in_windows, step)
+        lanes = inputs.lanes(request_in_windows.noise, with_negative=sides == 2, windows=windows)
+        pieces = WINDOWS.at(step, 7)
+        expected = [LaneName(side, sample, piece) for side in range(sides) for sample in (0, 1) for piece in pieces]
+        assert list(names_of(lanes)) == list(names_at(request_in_windows, step)) == expected
+        assert count_texts(expected) == 2 * sides
+        for lane, name in zip(lanes, expected, strict=True):
+            assert torch.equal(lane.latents, request_in_windows.noise[name.sample, :, list(name.frames)][None])
+            texts = request_in_windows.negative if name.side else request_in_windows.positive
+            assert torch.equal(lane.text, texts[name.sample][None])
+
+
+def test_a_whole_video_has_a_lane_for_each_text() -> None:
+    assert lane_names(2, with_negative=True) == ((0, 0, None), (0, 1, None), (1, 0, None), (1, 1, None))
+    assert lane_names(1, with_negative=False) == ((0, 0, None),)
+
+
+def test_only_positive_lanes_hold_the_negative_text(make_request: Request) -> None:
+    request = make_request()
+    inputs = LaneInputs(request, torch.device("cpu"))
+    positive, negative = inputs.lanes(request.noise, with_negative=True, held_against=True)
+    assert torch.equal(positive.against, request.negative)
+    assert negative.against is None
+    (alone,) = inputs.lanes(request.noise, with_negative=False)
+    assert alone.against is None
