@@ -55,7 +55,7 @@ class _Bar:
         if self._preview is None:
             from .comfy_preview import LatentPreview
 
-            self._preview = LatentPreview(denoised.device)
+            self._preview = LatentPreview(denoised)
         return self._preview.picture(denoised)
 
 

@@ -61,7 +61,7 @@ class Progress(Protocol):
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
         """Set the bar to `done` of its total.
 
-        `denoised` [B, 16, T, h, w], normalised, is where the run would end by the present estimate: a host that shows
+        `denoised` [B, C, T, h, w], normalised, is where the run would end by the present estimate: a host that shows
         previews makes one of it.
 
         Raises the host's interrupt when the user has stopped the run and the host checks for it here.

@@ -589,6 +589,10 @@ def preview_case(side: Side) -> dict[str, object]:
         bar = host.progress(4, None)
         bar.update(1, _normal(*SHAPE, seed=6))
         bar.update(4)
+    comfy.cli_args.args.preview_method = methods.Latent2RGB
+    wan22 = shown["48 channels"] = []
+    comfy.utils.set_progress_bar_global_hook(lambda done, total, preview, *_, **__: wan22.append(preview[1].size))
+    host.progress(4, None).update(1, _normal(1, 48, 2, 4, 3, seed=6))
     comfy.utils.set_progress_bar_global_hook(None)
     kept = out["samples"], denoised["samples"]
     return {**shown, "shapes": [list(each.shape) for each in kept], "finite": [bool(e.isfinite().all()) for e in kept]}

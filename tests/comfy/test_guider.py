@@ -195,6 +195,7 @@ def test_previews_are_comfyuis(case: Case) -> None:
         assert sampling == [[1, 3, picture], [2, 3, picture], [3, 3, picture]]
         assert own == [[1, 4, picture], [4, 4, None]]
     assert {preview for _, _, preview in found["none"]} == {None}
+    assert found["48 channels"] == [[3, 4]]
     assert found["shapes"] == [[1, 16, 2, 8, 6]] * 2
     assert found["finite"] == [True, True]
 
