@@ -84,7 +84,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         self, noise: Any, latent_image: Any, sampler: Any, sigmas: torch.Tensor, *run: Any, **settings: Any
     ) -> torch.Tensor:
         if latent_image.is_nested:
-            raise RequestError("the latent has several parts, Wan2.2 A14B makes video alone: use an empty video latent")
+            raise RequestError("the latent has several parts, Wan makes video alone: use an empty video latent")
         course = self._course_of(noise.shape, sigmas)
         if self._choose is not None and course.steps > 0:
             self._choose_policy(self._choose, noise.shape, course)
@@ -257,6 +257,8 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             negative=inputs.negative,
             image_condition=inputs.image_condition,
             image_embedding=inputs.image_embedding,
+            # What it keeps is ComfyUI's to keep; TI2V-5B is told which frames these are.
+            mask=inputs.mask if self.model_patcher.model.keeps_frames else None,
             boundary_ratio=self.settings.boundary_ratio,
             guidance=self.settings.guidance,
         )

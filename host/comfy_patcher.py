@@ -15,6 +15,7 @@ import torch
 
 from ..plan import ExpertsRef, OffloadPolicy, fit_policy, plan_residency, stay_near
 from ..wan import ExpertPair
+from ..wan.latent_space import WAN22
 from .door import LoadedExperts
 from .run_needs import RunNeeds
 
@@ -46,13 +47,25 @@ class ExpertsModel(torch.nn.Module):
         """What was loaded for it: the same, or one that takes less."""
         self.needs = RunNeeds()
         """Of the run to come: ComfyUI asks how much it computes in before it loads the policy."""
-        self.model_config = comfy.supported_models.WAN21_T2V({"image_model": "wan2.1", "model_type": "t2v"})
+        self.model_config = self._family({"image_model": "wan2.1", "model_type": "t2v"})
         self.model_type = comfy.model_base.ModelType.FLOW
         self.latent_format = self.model_config.latent_format
         self.model_sampling = comfy.model_base.model_sampling(self.model_config, self.model_type)
         self.device: torch.device | None = None
         self.current_patcher: ExpertsPatcher | None = None
         self._counted_pins = 0
+
+    @property
+    def keeps_frames(self) -> bool:
+        """Whether what a mask keeps stays as it is and has timestep 0, as in TI2V-5B; others get it with noise."""
+        return self.pair.in_channels == WAN22.channels
+
+    @property
+    def _family(self) -> Callable[[dict[str, str]], Any]:
+        """ComfyUI's settings for models whose latents are like this one's."""
+        supported = comfy.supported_models
+        family: Callable[[dict[str, str]], Any] = supported.WAN22_T2V if self.keeps_frames else supported.WAN21_T2V
+        return family
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -132,6 +145,8 @@ class ExpertsModel(torch.nn.Module):
         self, sigma: torch.Tensor, noise: torch.Tensor, latent_image: torch.Tensor, **_: object
     ) -> torch.Tensor:
         """What a mask keeps, at the noise level `sigma` [B]."""
+        if self.keeps_frames:
+            return latent_image
         per_sample = sigma.reshape([sigma.shape[0]] + [1] * (noise.ndim - 1))
         kept: torch.Tensor = self.model_sampling.noise_scaling(per_sample, noise, latent_image)
         return kept

@@ -66,7 +66,8 @@ class One:
             sigmas = torch.cat([sigmas[:-2], sigmas[-1:]])
         samples, sampler = latent["samples"], comfy.samplers.sampler_object(name)
         noise = comfy.sample.prepare_noise(samples, SEED)
-        return guider.sample(noise, samples, sampler, sigmas, disable_pbar=True, seed=SEED)
+        mask = latent.get("noise_mask")
+        return guider.sample(noise, samples, sampler, sigmas, denoise_mask=mask, disable_pbar=True, seed=SEED)
 
 
 def sampled_case(one: One, sides: Sides, latent: dict[str, Any]) -> dict[str, object]:
@@ -127,6 +128,22 @@ def image_case(one: One, vae: Any) -> dict[str, object]:
     }
 
 
+def frames_case(one: One) -> dict[str, object]:
+    """TI2V-5B: from text, and from a first latent frame that stays, as Wan22ImageToVideoLatent hands it on."""
+    found: dict[str, object] = {}
+    latent, mask = _normal(1, 48, 3, 4, 6, seed=6), torch.ones(1, 1, 3, 4, 6)
+    mask[:, :, :1] = 0
+    kinds = {"text": {"samples": torch.zeros(1, 48, 3, 4, 6)}, "image": {"samples": latent, "noise_mask": mask}}
+    for kind, given in kinds.items():
+        for name in ("euler", "dpmpp_2m", "heun"):
+            ours = one.by_guider(one.guider(texts()), given, name)
+            found[f"{kind} {name}"] = _difference(ours, one.natively(texts(), given, name))
+    found["kept"] = float((ours - latent)[:, :, :1].abs().max())
+    plain = one.by_guider(one.guider(texts()), {"samples": latent}, "heun")
+    found["effect"] = _difference(ours[:, :, 1:], plain[:, :, 1:])
+    return found
+
+
 @torch.inference_mode()
 def answers(folder: str) -> dict[str, object]:
     torch.set_num_threads(1)
@@ -137,6 +154,7 @@ def answers(folder: str) -> dict[str, object]:
         "sampled": _told(lambda: sampled_case(text, texts(), EMPTY)),
         **{f"guided {name}": _told(lambda name=name: guided_case(text, texts(), EMPTY, name)) for name in SAMPLERS},
         "image": _told(lambda: image_case(image, vae)),
+        "frames": _told(lambda: frames_case(One(Path(folder, "ti2v.safetensors")))),
         "blind sampler": _refusal(lambda: image.by_our_sampler(blind, latent)),
         "blind guider": _refusal(lambda: image.by_guider(image.guider(blind), latent)),
     }

@@ -1,4 +1,4 @@
-"""One expert (Wan2.1) in a real ComfyUI, through our sampler and our guider, against ComfyUI's own KSampler.
+"""One expert (Wan2.1, TI2V-5B) in a real ComfyUI, through our sampler and our guider, against ComfyUI's own KSampler.
 
 Both sides load the same fp32 file, draw the same noise and take the same conditioning, that of WanImageToVideo with a
 CLIP Vision output where there is an image. One process runs all cases (`one_expert_cases.py`).
@@ -35,6 +35,7 @@ def found(
     folder = tmp_path_factory.mktemp("one_expert")
     (folder / "t2v.safetensors").symlink_to(tiny_expert_file(seed=1))
     (folder / "i2v.safetensors").symlink_to(tiny_expert_file(seed=2, in_channels=36, image_dim=1280))
+    (folder / "ti2v.safetensors").symlink_to(tiny_expert_file(seed=3, in_channels=48))
     save_vae_file(make_vae(seed=3, base_dim=vae_width), folder / "vae.safetensors")
     answers = ask(ASK, str(Path(__file__).parent), str(folder), seconds=SECONDS)
 
@@ -67,6 +68,15 @@ def test_image_to_video_with_what_clip_sees_is_the_native_sampler(found: Callabl
     for run in ("sampler", "guider", "guider, dpmpp_2m", "other"):
         assert case[run] <= NATIVE, run
     assert case["effect"] > 100 * NATIVE, "and what CLIP sees matters"
+
+
+def test_the_guider_runs_ti2v_5b_from_text_and_from_a_frame_that_stays(found: Callable[[str], Any]) -> None:
+    case = found("frames")
+    for kind in ("text", "image"):
+        for sampler in ("euler", "dpmpp_2m", "heun"):
+            assert case[f"{kind} {sampler}"] <= NATIVE, (kind, sampler)
+    assert case["kept"] <= 1e-5
+    assert case["effect"] > 100 * NATIVE
 
 
 @pytest.mark.parametrize("way", ["sampler", "guider"])
