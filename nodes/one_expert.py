@@ -23,15 +23,15 @@ class WanStreamOneExpert(io.ComfyNode):
             node_id="WanStreamOneExpert",
             display_name="Wan One Expert (streamed)",
             category="WanStream",
-            description="Opens a model that has one expert for all steps: Wan2.1 T2V (1.3B, 14B) or Wan2.1 I2V (14B). "
-            "Only headers are read: weights move when a step needs them.",
+            description="Opens a model that has one expert for all steps: Wan2.1 T2V (1.3B, 14B), Wan2.1 I2V (14B) or "
+            "Wan2.2 5B. Only headers are read: weights move when a step needs them.",
             inputs=[
                 io.Combo.Input(
                     "file",
                     options=host.model_names(*FOLDERS),
                     tooltip="A .safetensors or .gguf file of diffusion_models, or a folder of diffusers. What is read "
-                    "per step where all blocks stream: 28 GB for 14B and 2.8 GB for 1.3B in bf16 and fp16, half of it "
-                    "in fp8.",
+                    "per step where all blocks stream: 28 GB for 14B, 9.8 GB for 5B and 2.8 GB for 1.3B in bf16 and "
+                    "fp16, half of it in fp8.",
                 ),
                 dtype_input(),
                 storage_input(),

@@ -71,7 +71,7 @@ class LaneInputs:
         self._positive, self._negative = samples(request.positive), samples(request.negative)
         self._image = samples(request.image_condition)
         self._embedding = samples(request.image_embedding)
-        self._shares = request.shares
+        self._freedom = request.freedom
 
     def texts(self, *, with_negative: bool) -> list[torch.Tensor]:
         """The texts of the lanes that `lanes` gives."""
@@ -98,18 +98,18 @@ class LaneInputs:
         nothing = (None,) * len(states)
         held = self._negative if held_against else nothing
         parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
-        shares = [[own] if windows is None else windows.cut_shares(own) for own in self._shares]
+        freedom = [[own] if windows is None else windows.cut_freedom(own) for own in self._freedom]
         names = iter(lane_names(len(states), with_negative=with_negative, windows=windows))
         return [
-            Lane(latents=part, text=text, image=image, against=against, shares=part_shares, name=next(names))
+            Lane(latents=part, text=text, image=image, against=against, freedom=part_freedom, name=next(names))
             for texts, against_texts in zip(sides, (held, nothing), strict=False)
-            for own, times, text, image, against in zip(parts, shares, texts, embeddings, against_texts, strict=True)
-            for part, part_shares in zip(own, times, strict=True)
+            for own, times, text, image, against in zip(parts, freedom, texts, embeddings, against_texts, strict=True)
+            for part, part_freedom in zip(own, times, strict=True)
         ]
 
     def timesteps(self, timestep: float) -> set[float]:
         """All that a step at `timestep` asks of the model, with those of frames that have their own."""
-        own = (frame_timesteps(shares, timestep) for shares in self._shares if shares is not None)
+        own = (frame_timesteps(freedom, timestep) for freedom in self._freedom if freedom is not None)
         return {timestep}.union(*own)
 
 

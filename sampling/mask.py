@@ -57,14 +57,13 @@ def _check_video_mask(given: list[int], shape: torch.Size) -> None:
         )
 
 
-def timestep_shares(mask: torch.Tensor) -> tuple[tuple[float, ...] | None, ...]:
-    """The timestep of each latent frame as a share of the step's, for each sample of `mask` [B, C, T, h, w].
+def frame_freedom(mask: torch.Tensor) -> tuple[tuple[float, ...] | None, ...]:
+    """How free each latent frame is, for each sample of `mask` [B, C, T, h, w]; None for one that is free throughout.
 
-    That is how much of the frame is free, in float32, as ComfyUI tells TI2V-5B; None for a sample that is free
-    throughout.
+    That is the mean of the mask over a frame, in float32, by which ComfyUI tells TI2V-5B the frame's timestep.
     """
     every: list[list[float]] = mask.float().mean(dim=(1, 3, 4)).tolist()
-    return tuple(None if set(shares) == {1.0} else tuple(shares) for shares in every)
+    return tuple(None if set(freedom) == {1.0} else tuple(freedom) for freedom in every)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

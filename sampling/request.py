@@ -29,7 +29,7 @@ from .checks import (
     check_windows_stay,
 )
 from .errors import RequestError
-from .mask import timestep_shares
+from .mask import frame_freedom
 from .schedules import Schedule, explicit_schedule, make_schedule
 from .solvers import SOLVERS
 from .windows import computed_shape
@@ -177,11 +177,11 @@ class DenoiseRequest:
         return self.noise.shape[1]
 
     @property
-    def shares(self) -> tuple[tuple[float, ...] | None, ...]:
-        """The timestep of each latent frame as a share of the step's, for each sample; None where all are 1."""
+    def freedom(self) -> tuple[tuple[float, ...] | None, ...]:
+        """How free each latent frame is, for each sample: its timestep by the step's; None where all are 1."""
         if self.mask is None or self.channels != WAN22.channels:
             return (None,) * self.batch
-        return timestep_shares(self.mask.expand(self.batch, *self.mask.shape[1:]))
+        return frame_freedom(self.mask.expand(self.batch, *self.mask.shape[1:]))
 
     def guidance_of(self, expert: str) -> float:
         """The CFG scale of the expert "high" or "low", where no step has one of its own."""

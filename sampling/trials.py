@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from ..metrics.report import Trial
-from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
+from ..plan.shapes import FRAMES_PER_LATENT
 from ..wan import Nag
+from ..wan.latent_space import space_of
 from .denoise import DenoiseResult
 from .errors import RequestError
 from .request import DenoiseRequest
@@ -112,12 +113,13 @@ def with_steps(request: DenoiseRequest, steps: int | None) -> DenoiseRequest:
 
 def request_words(request: DenoiseRequest) -> dict[str, str]:
     """What a request asks for, by setting, for a reader."""
-    _, _, frames, height, width = request.noise.shape
+    _, channels, frames, height, width = request.noise.shape
+    pixels = space_of(channels).pixels
     course = request.course()
     taken = [course.experts[step] for step in course.steps]
     levels = f"{request.schedule}, flow shift {request.flow_shift:g}" if request.sigmas is None else "from another node"
     return {
-        "Size": f"{width * PIXELS_PER_LATENT}x{height * PIXELS_PER_LATENT}, {_frames(frames)} frames",
+        "Size": f"{width * pixels}x{height * pixels}, {_frames(frames)} frames",
         "Videos": str(request.batch),
         "Steps": f"{len(taken)}: {taken.count('high')} high-noise, {taken.count('low')} low-noise",
         "Solver": request.solver,

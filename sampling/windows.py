@@ -47,11 +47,11 @@ class StepWindows:
                 part[:, latent_channels:, 0] = state[:, latent_channels:, 0]
         return parts
 
-    def cut_shares(self, shares: tuple[float, ...] | None) -> list[tuple[float, ...] | None]:
-        """The shares of the frames in each window; None where all of them are 1."""
-        if shares is None:
+    def cut_freedom(self, freedom: tuple[float, ...] | None) -> list[tuple[float, ...] | None]:
+        """How free the frames in each window are; None where all of them are so throughout."""
+        if freedom is None:
             return [None] * len(self)
-        cut = [tuple(shares[frame] for frame in window) for window in self._windows]
+        cut = [tuple(freedom[frame] for frame in window) for window in self._windows]
         return [None if set(own) == {1.0} else own for own in cut]
 
     def whole(self, velocities: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -40,9 +40,9 @@ class Lane:
     image: torch.Tensor | None = None
     against: torch.Tensor | None = None
     """A text that is held against `text`, of any length; for models inside `held_against`."""
-    shares: tuple[float, ...] | None = None
-    """The timestep of each latent frame as a share of the step's, for models that take that (TI2V-5B): 0 where a frame
-    is given, 1 where it is free. None: 1 for all."""
+    freedom: tuple[float, ...] | None = None
+    """How free each latent frame is: its timestep by the step's, for models that take that (TI2V-5B). 0 where a frame
+    is given. None: 1 for all."""
     name: object = None
     """Tells which lane of a run it is, where something is kept of it from step to step."""
 
@@ -96,7 +96,7 @@ class _FrameTimes(NamedTuple):
 
 
 def _times_key(lane: Lane) -> Hashable:
-    return (lane.shares, lane.latents.shape[2:])
+    return (lane.freedom, lane.latents.shape[2:])
 
 
 def _frame_times(
@@ -105,9 +105,9 @@ def _frame_times(
     """Of those lanes whose frames have timesteps of their own."""
     found = {}
     for lane in lanes:
-        if lane.shares is None or _times_key(lane) in found:
+        if lane.freedom is None or _times_key(lane) in found:
             continue
-        times = frame_timesteps(lane.shares, timestep)
+        times = frame_timesteps(lane.freedom, timestep)
         distinct = sorted(set(times))
         _, height, width = _grid(model, lane)
         runs = token_runs([distinct.index(time) for time in times], height * width, own)

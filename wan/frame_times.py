@@ -46,9 +46,9 @@ class FrameModulation:
         return torch.tensor(rows, device=device).repeat_interleave(torch.tensor(counts, device=device))
 
 
-def frame_timesteps(shares: Sequence[float], timestep: float) -> tuple[float, ...]:
-    """The timestep of each frame, which is a share of the step's: the float32 product, as ComfyUI tells the model."""
-    values: list[float] = (torch.tensor(shares, dtype=torch.float32) * timestep).tolist()
+def frame_timesteps(freedom: Sequence[float], timestep: float) -> tuple[float, ...]:
+    """The timestep of each frame: the step's by how free the frame is, in float32, as ComfyUI tells the model."""
+    values: list[float] = (torch.tensor(freedom, dtype=torch.float32) * timestep).tolist()
     return tuple(values)
 
 

@@ -170,7 +170,7 @@ def _plain(model: WanTransformer3DModel, request: DenoiseRequest) -> torch.Tenso
 
 def test_a_mask_that_keeps_nothing_is_no_mask(pair: ExpertPair, text_request: Request) -> None:
     request = text_request(mask=torch.ones(1, 1, *SHAPE[2:]))
-    assert request.shares == (None,)
+    assert request.freedom == (None,)
     assert _distance(_run(pair, request), _run(pair, text_request())) <= TOLERANCE
 
 

@@ -22,7 +22,7 @@ from wanstream.wan.timed_block import TimedBlocks
 
 SHAPE = {"in_channels": 48, "layers": 3}
 TIME = 937.5
-SHARES = (0.0, 1.0, 0.25)
+FREEDOM = (0.0, 1.0, 0.25)
 POLICY = OffloadPolicy.block_swap(2, 1)
 
 Folder = Callable[..., Path]
@@ -32,8 +32,8 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _lane(shares: tuple[float, ...] | None = SHARES) -> Lane:
-    return Lane(latents=_normal(1, 48, 3, 4, 6, seed=1), text=_normal(1, 7, 4096, seed=2), shares=shares)
+def _lane(freedom: tuple[float, ...] | None = FREEDOM) -> Lane:
+    return Lane(latents=_normal(1, 48, 3, 4, 6, seed=1), text=_normal(1, 7, 4096, seed=2), freedom=freedom)
 
 
 def _streamed(pair: ExpertPair, lanes: list[Lane]) -> list[torch.Tensor]:
@@ -47,8 +47,8 @@ def _streamed(pair: ExpertPair, lanes: list[Lane]) -> list[torch.Tensor]:
 def _own(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
     """The model's own forward, with a timestep for every token."""
     dtype, tokens = model.patch_embedding.weight.dtype, 2 * 3
-    shares = lane.shares or (1.0,) * 3
-    times = (torch.tensor(shares) * TIME).repeat_interleave(tokens)[None]
+    freedom = lane.freedom or (1.0,) * 3
+    times = (torch.tensor(freedom) * TIME).repeat_interleave(tokens)[None]
     with torch.inference_mode():
         velocity: torch.Tensor = model(lane.latents.to(dtype), times, lane.text.to(dtype), return_dict=False)[0]
     return velocity
@@ -97,17 +97,17 @@ def test_as_one_of_a_pair_it_is_refused(tiny_expert_folder: Folder, tiny_expert_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shares", [None, SHARES, (0.0, 1.0, 1.0), (0.5, 0.5, 0.5)], ids=str)
+@pytest.mark.parametrize("freedom", [None, FREEDOM, (0.0, 1.0, 1.0), (0.5, 0.5, 0.5)], ids=str)
 def test_a_lane_is_the_models_own_forward_with_a_timestep_for_every_token(
-    shares: tuple[float, ...] | None, dtype: torch.dtype, tiny_expert_folder: Folder
+    freedom: tuple[float, ...] | None, dtype: torch.dtype, tiny_expert_folder: Folder
 ) -> None:
     folder = tiny_expert_folder(**SHAPE)
     model = WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype).requires_grad_(False)
     with open_one_expert(folder, compute_dtype=dtype) as pair:
-        found, company = _streamed(pair, [_lane(shares), _lane((1.0, 0.0, 1.0))])
+        found, company = _streamed(pair, [_lane(freedom), _lane((1.0, 0.0, 1.0))])
         # A row of a matrix product is rounded otherwise alone than among those of all tokens.
-        assert _distance(found, _own(model, _lane(shares))) <= (1e-6 if dtype == torch.float32 else 1e-2)
-        assert torch.equal(found, _streamed(pair, [_lane(shares)])[0]), "company changes nothing"
+        assert _distance(found, _own(model, _lane(freedom))) <= (1e-6 if dtype == torch.float32 else 1e-2)
+        assert torch.equal(found, _streamed(pair, [_lane(freedom)])[0]), "company changes nothing"
         assert not torch.equal(found, company)
 
 
