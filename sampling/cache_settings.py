@@ -29,8 +29,11 @@ class FirstBlockCache:
 
     @property
     def kept_states(self) -> int:
-        """How many tensors of the size of a hidden state a lane keeps."""
-        return 2
+        """How many tensors of the size of a hidden state a lane has beside it where it has most.
+
+        Two stay from step to step. While the other lanes are in the first block, what that has added lies beside them.
+        """
+        return 3
 
     @property
     def words(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,15 @@ from wanstream.plan import Machine, OffloadPolicy
 from wanstream.plan.step_skips import SkipRule
 from wanstream.sampling import DenoiseRequest, RequestError, joined, request_job, working_bytes
 from wanstream.sampling.cache_settings import PRESETS, FirstBlockCache, MagCache, cached_policy
+from wanstream.sampling.first_block_cache import FirstBlockSteps
+from wanstream.sampling.lanes import lane_names
 from wanstream.sampling.mag_table import MagTable
 from wanstream.sampling.predicted import predicted_timeline
+from wanstream.sampling.split import ALONE
 from wanstream.sampling.trials import job_digest, request_words
-from wanstream.wan import ExpertPair
+from wanstream.wan import ExpertPair, Lane, forward_lanes
+from wanstream.wan.chunked_block import ChunkedBlocks
+from wanstream.wan.live_tensors import LiveTensors
 
 STEPS, SWITCH, LAYERS = 8, 4, 4
 CPU = torch.device("cpu")
@@ -72,14 +78,36 @@ def test_memory_counts_what_a_cache_keeps(guided: bool, open_pair: OpenPair, mag
     def needed(cache: Any) -> int:
         return working_bytes(pair, shape, guided=guided, cache=cache)
 
-    assert needed(FirstBlockCache()) - needed(None) == 2 * state
+    assert needed(FirstBlockCache()) - needed(None) == 3 * state
     assert needed(magnitudes) - needed(None) == state
+
+
+@pytest.mark.parametrize(("lanes", "chunk"), [(1, None), (3, None), (3, 64)])
+def test_what_is_counted_is_what_two_steps_really_hold(lanes: int, chunk: int | None, make_tiny_expert: Any) -> None:
+    model, latents = make_tiny_expert(layers=2), torch.randn(2, 1, 16, 3, 32, 24)
+    blocks = None if chunk is None else ChunkedBlocks(model.blocks, chunk)
+    names, text = lane_names(lanes, with_negative=False), torch.zeros(1, 8, 4096)
+
+    def peak(steps: FirstBlockSteps | None) -> int:
+        with torch.no_grad(), LiveTensors() as counted:
+            for step, state in enumerate(latents):
+                given = [Lane(latents=state, text=text, name=name) for name in names]
+                shortcut = None if steps is None else steps.begin(step, "high", names, names, model)
+                forward_lanes(model, given, torch.tensor([900.0]), lambda block: nullcontext(), shortcut)
+        return counted.peak
+
+    state = 3 * 16 * 12 * 256 * 4  # tokens x width x fp32
+    more = [peak(FirstBlockSteps(threshold, ALONE)) - peak(None) for threshold in (0.0, 1e9)]
+    if blocks is not None:
+        blocks.detach()
+    reckoned = FirstBlockCache().kept_states * lanes * state
+    assert reckoned - 1.01 * state <= max(more) <= reckoned
 
 
 def test_the_planner_is_told_what_stays(open_pair: OpenPair, ask: Request, magnitudes: MagCache) -> None:
     pair = open_pair()
     plain, first, known = (request_job(pair, ask(cache=cache), CPU) for cache in (None, FirstBlockCache(), magnitudes))
-    assert (plain.kept_states, first.kept_states, known.kept_states) == (0, 2, 1)
+    assert (plain.kept_states, first.kept_states, known.kept_states) == (0, 3, 1)
     assert first.staying_bytes - plain.staying_bytes == pair.computed_bytes
     assert known.staying_bytes == plain.staying_bytes
     assert plain.visits == first.visits == known.visits, "what is left out is no reason to plan for less"
