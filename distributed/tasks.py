@@ -109,5 +109,8 @@ class WorkerFacts:
     """Of the paths that were asked about, those that are in none of their places there."""
     sizes: tuple[tuple[str, int], ...] = ()
     """(path, bytes of its weights) of those that are there; see `weight_bytes`."""
+    tile_bytes: int = 0
+    """Of the device, that a decode may take: what is free, and what experts let go of. All workers of a machine share
+    its RAM."""
     generation: int | None = None
     """Of the meeting that it is in; None outside one."""

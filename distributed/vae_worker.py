@@ -9,9 +9,23 @@ from pathlib import Path
 
 import torch
 
+from ..metrics import free_bytes
+from ..offload.available_memory import available_bytes
 from ..plan import PathMap
+from ..plan.memory_needs import VRAM_RESERVE
 from ..wan.vae import WanVae, open_vae
 from .path_map import located
+
+RAM_SHARE = 0.5
+"""Of the RAM that can be taken, what decoders on a CPU may take; in the rest the driver puts the frames together."""
+
+
+def tile_room(device: torch.device, held: int) -> int:
+    """Bytes of `device` that a decode may take, where `held` bytes more become free when it lacks them."""
+    free = free_bytes(device)
+    if free is None:
+        return int(RAM_SHARE * available_bytes())
+    return max(0, free + held - VRAM_RESERVE)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

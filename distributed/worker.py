@@ -28,7 +28,7 @@ from .groups import Groups
 from .path_map import located, located_experts, weight_bytes
 from .peer_errors import PeerLostError
 from .tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
-from .vae_worker import DecodeTask, TileDecoder
+from .vae_worker import DecodeTask, TileDecoder, tile_room
 from .weights import CellWeights, KeptWeights
 
 LOOPBACK = "127.0.0.1"
@@ -112,6 +112,7 @@ class Worker:
             python=platform.python_version(),
             missing=tuple(path for path, place in there.items() if not place.exists()),
             sizes=tuple((path, weight_bytes(place)) for path, place in there.items() if place.exists()),
+            tile_bytes=tile_room(self._device, self._experts.loaded_bytes),
             generation=None if groups is None else groups.meeting.generation,
         )
 

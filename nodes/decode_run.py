@@ -76,7 +76,8 @@ def decode_images(
     kept = keep_latent_until_done(latents, copy, spare_folder=host.temp_folder)
     with gone_if_empty(host.output_folder() / LATENT_FOLDER), kept:
         if workers is not None:
-            return decode_shared(workers, settings.vae, latents, settings.tiling, node_id=node_id), []
+            limit = settings.memory_bytes
+            return decode_shared(workers, settings.vae, latents, settings.tiling, memory_bytes=limit, node_id=node_id)
 
         def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> torch.Tensor:
             return opened.decode(latents, device=host.device(), tiling=tiling, check=check)

@@ -8,7 +8,7 @@ and column are mostly overlap.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isqrt
+from math import ceil, isqrt
 
 from .shapes import FP32_BYTES, PIXELS_PER_LATENT
 from .vae_tiles import LEAST_LATENT, OVERLAP, Tiling
@@ -97,6 +97,28 @@ def fitting_tiling(needs: DecodeNeeds, budget: int, *, shared: bool) -> Tiling |
         raise VaeRoomError(too_little(needs, budget, shared=shared))
     large = [tiling for tiling in fitting if tiling.pixels >= NEARLY_LARGEST * fitting[-1].pixels]
     return min(large, key=lambda tiling: (tiling.computed(needs.height, needs.width), -tiling.pixels))
+
+
+def shared_tiling(needs: DecodeNeeds, budget: int, *, shared: bool, workers: int, videos: int) -> Tiling:
+    """The tiles in which that many workers decode that many videos together, each in `budget` bytes.
+
+    Of tiles that are not much smaller than the largest of which every worker gets one, those of which the busiest
+    computes least; a whole picture is one tile here. `needs` and `shared` are as of `fitting_tiling`.
+
+    Raises VaeRoomError where no tile of 8 latent pixels or more fits.
+    """
+    picture = max(LEAST_LATENT, needs.height, needs.width) * needs.per_latent
+    every = [*_tilings(needs), Tiling.of(picture, needs.per_latent)]
+    fitting = [tiling for tiling in every if needs.fit(tiling, budget, shared=shared)]
+    if not fitting:
+        raise VaeRoomError(too_little(needs, budget, shared=shared))
+
+    def count(tiling: Tiling) -> int:
+        return videos * len(tiling.tiles(needs.height, needs.width))
+
+    enough = [tiling for tiling in fitting if count(tiling) >= workers] or fitting[:1]
+    large = [tiling for tiling in enough if tiling.pixels >= NEARLY_LARGEST * enough[-1].pixels]
+    return min(large, key=lambda tiling: (ceil(count(tiling) / workers) * needs.device_bytes(tiling), -tiling.pixels))
 
 
 def smaller_tiling(needs: DecodeNeeds, tiling: Tiling | None) -> Tiling | None:

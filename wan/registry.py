@@ -74,6 +74,12 @@ class ExpertsRegistry:
         with self._lock:
             self._close()
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of the device that the open pair holds; 0 where none is open."""
+        held = self._held
+        return 0 if held is None else held[1].loaded_bytes
+
     def _close(self) -> None:
         held, self._held = self._held, None
         self._loras, self._kernels = (), Kernels()

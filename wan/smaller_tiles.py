@@ -26,10 +26,13 @@ def with_smaller_tiles(
     needs: DecodeNeeds,
     first: Tiling | None,
     on_change: Callable[[str], None] = lambda change: None,
+    *,
+    is_short: Callable[[RuntimeError], bool] = is_out_of_memory,
 ) -> Made:
     """What `decode` makes in tiles of `first`, None for whole frames, or in smaller ones where memory runs out.
 
     Each try halves the area; nothing of a try is left when the next one begins. `on_change` is told of each in words.
+    `is_short` says which errors mean that memory ran out.
 
     Raises:
         NoRoomToDecodeError: the smallest tiles are too large; whatever else `decode` raises goes through.
@@ -39,7 +42,7 @@ def with_smaller_tiles(
         try:
             return decode(tiling)
         except RuntimeError as err:
-            if not is_out_of_memory(err):
+            if not is_short(err):
                 raise
             said = forget(err)
         smaller = smaller_tiling(needs, tiling)

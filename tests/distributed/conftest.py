@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from wanstream.distributed.tasks import RunTask
+from wanstream.distributed.vae_worker import DecodeTask
 from wanstream.plan import ExpertsRef, OffloadPolicy
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.wan.registry import ExpertsRegistry
@@ -107,6 +108,20 @@ def split_jobs() -> ModuleType:
 def fakes() -> ModuleType:
     """`FakePool`, `Fault` and `expected` of `fake_pool.py`."""
     return _neighbour("fake_pool")
+
+
+@pytest.fixture
+def tile_pools() -> Iterator[Callable[..., Any]]:
+    """`tile_pools(count, before=...)` makes a `ThreadPool` of `tile_pool.py`."""
+    made: list[Any] = []
+
+    def make(count: int, before: Callable[[Any, DecodeTask], None] = lambda worker, task: None) -> Any:
+        made.append(_neighbour("tile_pool").ThreadPool(count, before))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
 
 
 @pytest.fixture(scope="session")

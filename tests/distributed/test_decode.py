@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 
 from wanstream.distributed.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
 from wanstream.distributed.path_map import MissingPathError
-from wanstream.distributed.pool import OnTold, WorkerLostError
-from wanstream.distributed.tasks import Meeting, RunEnded, RunTask, WorkerFacts
+from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.tasks import Meeting, RunTask
 from wanstream.distributed.vae_worker import DecodeCancelled, DecodeTask, TileDecoder
 from wanstream.distributed.worker import Worker
 from wanstream.offload.safetensors_header import CheckpointFileError
@@ -26,96 +25,6 @@ from wanstream.wan.vae import VaeInputError, open_vae
 
 TILING = Tiling(pixels=64, stride=48)
 LIMIT_S = 60.0
-
-FACTS = Worker("cpu")
-Before = Callable[["ThreadWorker", DecodeTask], None]
-
-
-class ThreadWorker:
-    """A worker on a thread of its own; `before` may hold a tile up, or raise in its place."""
-
-    def __init__(self, rank: int, before: Before) -> None:
-        self.rank = rank
-        self.killed = False
-        self.freed = 0
-        self.tiles = self.given = self.begun = 0
-        self.hangs = False
-        self.missing: tuple[str, ...] = ()
-        self._before = before
-        self._decoder = TileDecoder(torch.device("cpu"))
-        self.stopped: set[str] = set()
-        self._thread = ThreadPoolExecutor(1)
-
-    def ask(self, method: str, *args: Any) -> Future[Any]:
-        if method == "decode_tile":
-            self.given += 1
-            return self._thread.submit(self._decode, *args)
-        answer: Future[Any] = Future()
-        answer.set_result(getattr(self, f"_{method}")(*args))
-        return answer
-
-    def _stop(self, run_id: str) -> None:
-        self.stopped.add(run_id)
-
-    def _free_vae(self) -> None:
-        self.freed += 1
-        self._decoder.free()
-
-    def _pulse(self) -> int:
-        self.begun += not self.hangs
-        return self.begun
-
-    def _facts(self, paths: Sequence[str], maps: Sequence[PathMap]) -> WorkerFacts:
-        facts = FACTS.facts(paths, maps)
-        return replace(facts, node=f"node-{self.rank}", missing=(*facts.missing, *self.missing))
-
-    def _decode(self, task: DecodeTask) -> torch.Tensor:
-        self._before(self, task)
-        decoded = self._decoder.decode(task, lambda: task.run_id in self.stopped)
-        self.tiles += 1
-        return decoded
-
-    def run(self, task: RunTask, on_told: OnTold) -> Future[RunEnded]:
-        raise NotImplementedError
-
-    def log_tail(self) -> str:
-        return ""
-
-    def kill(self) -> None:
-        self.killed = True
-
-    def end(self) -> None:
-        self._thread.shutdown()
-
-
-class ThreadPool:
-    """Workers on threads; a lost one is replaced by one that loses nothing."""
-
-    def __init__(self, count: int, before: Before) -> None:
-        self.workers = [ThreadWorker(rank, before) for rank in range(count)]
-        self.all = list(self.workers)
-
-    def replace(self, rank: int) -> ThreadWorker:
-        self.workers[rank] = ThreadWorker(rank, lambda worker, task: None)
-        self.all.append(self.workers[rank])
-        return self.workers[rank]
-
-    def close(self) -> None:
-        for worker in self.all:
-            worker.end()
-
-
-@pytest.fixture
-def pool() -> Iterator[Callable[..., ThreadPool]]:
-    made: list[ThreadPool] = []
-
-    def make(count: int, before: Before = lambda worker, task: None) -> ThreadPool:
-        made.append(ThreadPool(count, before))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +44,16 @@ def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeJob:
     return DecodeJob(latents=latents, tiling=TILING, vae=folder, run_id="decode")
 
 
-def _decode(pool: ThreadPool, job: DecodeJob, **changes: Any) -> torch.Tensor:
+def _decode(pool: Any, job: DecodeJob, **changes: Any) -> torch.Tensor:
     return decode_on_workers(pool, job, **{"restarts": 1, "timeout_s": LIMIT_S, **changes})
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_frames_are_those_of_one_worker(
-    count: int, pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+    count: int, tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
 ) -> None:
     told: list[TileDone] = []
-    workers = pool(count)
+    workers = tile_pools(count)
     assert torch.equal(_decode(workers, job, on_tile=told.append), alone)
     tiles = 2 * len(TILING.tiles(13, 14))
     assert told == [TileDone(done=done, total=tiles) for done in range(1, tiles + 1)]
@@ -153,13 +62,13 @@ def test_frames_are_those_of_one_worker(
 
 
 def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
-    pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
 ) -> None:
     ahead, go_on = threading.Event(), threading.Event()
     done: list[int] = []
     early: list[int] = []
 
-    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+    def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 0 and not ahead.is_set():
             ahead.set()
             assert go_on.wait(LIMIT_S), "nobody stopped to hand out tiles"
@@ -173,7 +82,7 @@ def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
             go_on.set()
         return False
 
-    workers = pool(2, before)
+    workers = tile_pools(2, before)
     frames = _decode(workers, job, should_stop=looked)
     assert torch.equal(frames, alone)
     columns = max(tile.column for tile in TILING.tiles(13, 14)) + 1
@@ -181,29 +90,29 @@ def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
 
 
 def test_a_lost_worker_is_replaced_and_its_tile_made_again(
-    pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
 ) -> None:
-    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+    def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 1 and worker.tiles == 1:
             raise WorkerLostError("gone", 1)
 
-    workers = pool(2, before)
+    workers = tile_pools(2, before)
     assert torch.equal(_decode(workers, job), alone)
     assert len(workers.all) == 3
 
 
-def test_the_last_restart_is_the_last(pool: Callable[..., ThreadPool], job: DecodeJob) -> None:
-    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+def test_the_last_restart_is_the_last(tile_pools: Callable[..., Any], job: DecodeJob) -> None:
+    def before(worker: Any, task: DecodeTask) -> None:
         raise WorkerLostError("gone for good", worker.rank)
 
     with pytest.raises(WorkerLostError, match="gone for good"):
-        _decode(pool(2, before), job, restarts=0)
+        _decode(tile_pools(2, before), job, restarts=0)
 
 
 def test_a_decode_that_is_stopped_leaves_workers_that_decode(
-    pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
 ) -> None:
-    workers = pool(2)
+    workers = tile_pools(2)
     with pytest.raises(DecodeCancelled, match="after 0 of"):
         _decode(workers, job, should_stop=lambda: True)
     asked: list[int] = []
@@ -219,14 +128,14 @@ def test_a_decode_that_is_stopped_leaves_workers_that_decode(
     assert not any(worker.killed for worker in workers.workers)
 
 
-def test_a_worker_that_does_not_stop_is_ended(pool: Callable[..., ThreadPool], job: DecodeJob) -> None:
+def test_a_worker_that_does_not_stop_is_ended(tile_pools: Callable[..., Any], job: DecodeJob) -> None:
     go_on = threading.Event()
 
-    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+    def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 1:
             go_on.wait(LIMIT_S)
 
-    workers = pool(2, before)
+    workers = tile_pools(2, before)
     with pytest.raises(DecodeCancelled):
         _decode(workers, job, timeout_s=0.1, should_stop=lambda: workers.workers[0].tiles > 0)
     assert [worker.killed for worker in workers.workers] == [False, True]
@@ -235,21 +144,21 @@ def test_a_worker_that_does_not_stop_is_ended(pool: Callable[..., ThreadPool], j
 
 
 def test_what_is_wrong_with_the_vae_is_told_once(
-    pool: Callable[..., ThreadPool], job: DecodeJob, tmp_path: Path
+    tile_pools: Callable[..., Any], job: DecodeJob, tmp_path: Path
 ) -> None:
     bad = DecodeJob(latents=job.latents, tiling=job.tiling, vae=tmp_path / "nothing", run_id="bad")
     with pytest.raises(MissingPathError, match="nothing is not there on node-0 and node-1"):
-        _decode(pool(2), bad)
+        _decode(tile_pools(2), bad)
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
     with pytest.raises(CheckpointFileError, match="broken"):
-        _decode(pool(2), replace(job, vae=broken))
+        _decode(tile_pools(2), replace(job, vae=broken))
 
 
 def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded(
-    pool: Callable[..., ThreadPool], job: DecodeJob
+    tile_pools: Callable[..., Any], job: DecodeJob
 ) -> None:
-    workers = pool(2)
+    workers = tile_pools(2)
     workers.workers[1].missing = (str(job.vae),)
     with pytest.raises(MissingPathError, match=rf"{job.vae} is not there on node-1: put the file there"):
         _decode(workers, job)
@@ -258,12 +167,12 @@ def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
-    restarts: int, pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+    restarts: int, tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
 ) -> None:
     """Not in its first tile, and after it has begun some frames of that one."""
     go_on = threading.Event()
 
-    def before(worker: ThreadWorker, task: DecodeTask) -> None:
+    def before(worker: Any, task: DecodeTask) -> None:
         if worker.rank == 1 and worker.tiles == 1:
             enough, until = worker.begun + 3, time.monotonic() + LIMIT_S
             while worker.begun < enough and time.monotonic() < until:
@@ -271,7 +180,7 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
             worker.hangs = True
             go_on.wait(LIMIT_S)
 
-    workers = pool(2, before)
+    workers = tile_pools(2, before)
     hung, one = workers.workers[1], replace(job, latents=job.latents[:1])
     try:
         if restarts:
@@ -286,19 +195,19 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
 
 
 def test_the_vae_is_found_where_the_path_map_says(
-    pool: Callable[..., ThreadPool], job: DecodeJob, alone: torch.Tensor
+    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
 ) -> None:
     here = Path("/nowhere/models")
     maps = (PathMap(here=str(here), there=str(job.vae.parent)),)
     elsewhere = replace(job, vae=here / job.vae.name, paths=maps)
-    assert torch.equal(_decode(pool(2), elsewhere), alone)
+    assert torch.equal(_decode(tile_pools(2), elsewhere), alone)
 
 
 def test_latents_of_another_shape_are_refused_before_anybody_is_asked(
-    pool: Callable[..., ThreadPool], job: DecodeJob
+    tile_pools: Callable[..., Any], job: DecodeJob
 ) -> None:
     flat = DecodeJob(latents=torch.zeros(16, 2, 8, 8), tiling=TILING, vae=job.vae, run_id="flat")
-    workers = pool(1)
+    workers = tile_pools(1)
     with pytest.raises(VaeInputError, match="give"):
         _decode(workers, flat)
     assert workers.workers[0].freed == 0

@@ -20,14 +20,19 @@ from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.decode_run import encode_here
 from wanstream.nodes.latent_file import gone_if_empty, keep_latent_until_done
 from wanstream.nodes.video_file import VideoFileError, write_mp4
+from wanstream.nodes.workers_inputs import workers_inputs
 from wanstream.plan.vae_room import HEAP_BYTES, VaeRoomError, too_little
 from wanstream.plan.vae_tiles import Tiling
+from wanstream.wan.mosaic import as_pixels
 from wanstream.wan.smaller_tiles import NoRoomToDecodeError, with_smaller_tiles
 from wanstream.wan.vae import open_vae
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 VAE = "wan_2.1_vae.safetensors"
 LATENT = torch.randn(1, 16, 2, 8, 10, generator=torch.Generator().manual_seed(0))
+
+ONE_WORKER = {socket.id: socket.as_dict()["default"] for socket in workers_inputs()}
+ONE_WORKER |= {"count": 1, "address": "in-process"}
 
 Decode = Callable[..., History]
 
@@ -70,6 +75,8 @@ def decode(sample_models: Path, tmp_path: Path, output: Path) -> Iterator[Decode
             "given": {"class_type": "Given", "inputs": {}},
             "decode": {"class_type": class_type, "inputs": {"vae": VAE, "latent": ["given", 0], **inputs}},
         }
+        if "workers" in inputs:
+            prompt["workers"] = {"class_type": "WanStreamWorkers", "inputs": ONE_WORKER}
         if class_type == "WanStreamVAEDecode":
             prompt["kept"] = {"class_type": "Kept", "inputs": {"images": ["decode", 0]}}
         else:
@@ -88,16 +95,16 @@ def decode(sample_models: Path, tmp_path: Path, output: Path) -> Iterator[Decode
 
     yield run
     embedded_door.free_experts()
+    embedded_door.free_workers()
 
 
 @pytest.fixture(scope="module")
 def frames(sample_models: Path) -> dict[int, torch.Tensor]:
-    """By size of the tiles, 0 for whole frames."""
+    """By size of the tiles, 0 for whole frames; one tile of 80 pixels is a whole picture too, in other bits."""
     with open_vae(sample_models / "vae" / VAE) as vae:
-        return {
-            tile: vae.decode(LATENT, device="cpu", tiling=Tiling.of(tile) if tile else None).flatten(0, 1)
-            for tile in (0, 64)
-        }
+        whole = vae.decode(LATENT, device="cpu").flatten(0, 1)
+        tiled = vae.decode(LATENT, device="cpu", tiling=Tiling.of(64)).flatten(0, 1)
+        return {0: whole, 64: tiled, 80: as_pixels(vae.decode_tile(LATENT, device="cpu"))}
 
 
 def budget_for(sample_models: Path, tile: int, *, to_file: bool) -> float:
@@ -200,6 +207,36 @@ def test_memory_that_runs_out_leads_to_smaller_tiles(
         write_mp4(tmp_path / "expected.mp4", frames[64], fps=16, crf=1, metadata={})
         assert torch.equal(pictures(output / "video_00001_.mp4"), pictures(tmp_path / "expected.mp4"))
     assert not [*output.rglob("*.latent"), *output.rglob("*.part")]
+
+
+@pytest.mark.parametrize(("tile_size", "made_in"), [(64, 64), (0, 80)])
+def test_a_worker_takes_the_tiles_that_are_given_or_those_that_its_memory_allows(
+    decode: Decode, frames: dict[int, torch.Tensor], output: Path, tile_size: int, made_in: int
+) -> None:
+    history = decode("WanStreamVAEDecode", workers=["workers", 0], tile_size=tile_size)
+    told = [] if tile_size else ["decoded in tiles of 80 pixels, by the memory of the workers (1)"]
+    assert history.outputs.get("decode", {}).get("text", []) == told
+    assert torch.equal(history.results["decode"][0], frames[made_in])
+    assert [*output.rglob("*")] == []
+
+
+def test_memory_that_runs_out_on_a_worker_leads_to_smaller_tiles(
+    decode: Decode, frames: dict[int, torch.Tensor], output: Path
+) -> None:
+    history = decode("WanStreamVAEDecode", on_progress=short_once(at=2), workers=["workers", 0])
+    assert torch.equal(history.results["decode"][0], frames[64])
+    (said,) = history.outputs["decode"]["text"]
+    assert said.splitlines() == [
+        "decoded in tiles of 80 pixels, by the memory of the workers (1)",
+        "no memory for decoding tiles of 80 pixels: goes on with tiles of 64 pixels",
+    ]
+    assert [*output.rglob("*")] == []
+
+
+def test_a_budget_below_one_tile_is_refused_for_workers_too(decode: Decode, output: Path) -> None:
+    with pytest.raises(NodeFailedError, match=r"0\.10 GB given.* The latent is kept in"):
+        decode("WanStreamVAEDecode", memory_gb=0.1, workers=["workers", 0])
+    assert len([*output.rglob("*.latent")]) == 1
 
 
 def test_no_memory_at_all_costs_the_decode_but_not_the_latent(decode: Decode, output: Path) -> None:

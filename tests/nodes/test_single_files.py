@@ -15,7 +15,7 @@ from wanstream.nodes.latent_from_image import WanStreamImageToVideo
 from wanstream.nodes.text import WanStreamTextEncode
 from wanstream.nodes.video import WanStreamVAEDecode
 from wanstream.plan import WorkersRef
-from wanstream.plan.vae_tiles import Tiling, TilingError
+from wanstream.plan.vae_tiles import Tiling
 from wanstream.plan.workers_ref import IN_PROCESS
 from wanstream.wan import open_text_encoder
 from wanstream.wan.vae import open_vae
@@ -73,16 +73,17 @@ def test_tiles_are_decoded_by_this_process_or_by_workers() -> None:
 
     (alone,) = WanStreamVAEDecode.execute(VAE, latent, tile_size=64).args
     assert torch.equal(alone, expected)
-    assert not torch.equal(alone, WanStreamVAEDecode.execute(VAE, latent).args[0])
+    (whole,) = WanStreamVAEDecode.execute(VAE, latent).args
+    assert not torch.equal(alone, whole)
 
     workers = WorkersRef(count=1, address=IN_PROCESS)
     try:
         (shared,) = WanStreamVAEDecode.execute(VAE, latent, tile_size=64, workers=workers).args
-        with pytest.raises(TilingError, match="set tile_size"):
-            WanStreamVAEDecode.execute(VAE, latent, workers=workers)
+        (by_memory,) = WanStreamVAEDecode.execute(VAE, latent, workers=workers).args
     finally:
         embedded_door.free_workers()
     assert torch.equal(shared, expected)
+    assert torch.allclose(by_memory, whole, atol=1e-5), "one worker has the memory for whole pictures"
 
 
 @pytest.mark.parametrize(("tile_size", "said"), [(56, "give 64 or more"), (100, "multiple of 8")])

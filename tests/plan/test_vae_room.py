@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan.vae_room import DecodeNeeds, VaeRoomError, fitting_tiling, smaller_tiling
+from wanstream.plan.vae_room import DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling, smaller_tiling
 from wanstream.plan.vae_tiles import Tiling
 
 MB = 1_000_000
@@ -51,6 +51,32 @@ def test_what_is_chosen_fits_and_computes_least_of_the_large_ones(
         large = [tiling for tiling in fitting if tiling.pixels >= 0.75 * max(each.pixels for each in fitting)]
         assert chosen in large
         assert chosen.computed(height, width) == min(tiling.computed(height, width) for tiling in large)
+
+
+@given(sizes, sizes, st.integers(1, 8), st.integers(1, 3), budgets, st.booleans())
+def test_workers_get_tiles_that_fit_and_each_gets_one_where_there_are_enough(
+    height: int, width: int, workers: int, videos: int, budget: int, shared: bool
+) -> None:
+    needs = _needs(height, width)
+    if not any(needs.fit(Tiling.of(size), budget, shared=shared) for size in (64, 8 * max(8, height, width))):
+        with pytest.raises(VaeRoomError, match=f"{budget / 1e9:.2f} GB given"):
+            shared_tiling(needs, budget, shared=shared, workers=workers, videos=videos)
+        return
+    chosen = shared_tiling(needs, budget, shared=shared, workers=workers, videos=videos)
+    assert needs.fit(chosen, budget, shared=shared)
+    most = videos * len(Tiling.of(64).tiles(height, width))
+    assert videos * len(chosen.tiles(height, width)) >= min(workers, most)
+
+
+def test_a_picture_is_not_cut_for_one_worker_and_not_into_crumbs_for_eight() -> None:
+    def share(**given: int) -> Tiling:
+        return shared_tiling(_needs(90, 160), 60_000 * MB, shared=False, **given)
+
+    assert not share(workers=1, videos=1).cuts(90, 160)
+    assert not share(workers=2, videos=2).cuts(90, 160)
+    eight = share(workers=8, videos=1)
+    assert len(eight.tiles(90, 160)) >= 8
+    assert eight.pixels >= 256
 
 
 @given(sizes, sizes)
