@@ -157,6 +157,16 @@ def test_another_policy_must_save_a_twentieth_of_the_rest(vram: int, ram: int, s
     assert (better and better.blocks_to_swap) == swapped
 
 
+def test_a_first_step_of_steps_with_lanes_of_their_own_is_learned_from_too() -> None:
+    job = replace(JOB, tokens=4_000, lanes_of_steps=(2, 2, 1, 1, 2, 2, 1, 1))
+    believed = replace(GPU, h2d_bytes_per_s=50e9, disk_bytes_per_s=100e9)
+    choice = _choose(AutoPlanner(lambda *_: believed), _room(vram=14 * GB), job)
+    step, *_ = predict(job, replace(believed, h2d_bytes_per_s=0.4e9), choice.policy, by_step=True).timeline.steps
+    better = choice.revise(step)
+    assert better is not None
+    assert better.kind == "block_swap"
+
+
 def test_what_is_not_empty_at_first_teaches_nothing() -> None:
     choice = AutoPlanner(lambda *_: GPU).choose(
         AutoOffload(), JOB, device=CUDA, weights=WEIGHTS, room=_room(), starts_empty=False

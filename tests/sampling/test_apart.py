@@ -70,6 +70,17 @@ def test_a_part_carries_nothing_of_the_others(make_request: Request) -> None:
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+@pytest.mark.parametrize("given", [1, 3])
+def test_a_part_sees_the_images_of_its_samples(given: int, make_request: Request) -> None:
+    seen = normal(given, 257, 1280, seed=70)
+    parts = apart(make_request(batch=3, image_embedding=seen), (1, 2))
+    expected = [seen, seen] if given == 1 else [seen[:1], seen[1:]]
+    for part, own in zip(parts, expected, strict=True):
+        assert part.image_embedding is not None
+        assert torch.equal(part.image_embedding, own)
+        assert part.image_embedding.untyped_storage().nbytes() == own.nbytes
+
+
 def test_all_samples_are_the_request_itself(make_request: Request) -> None:
     request = make_request(batch=3)
     assert apart(request, (3,)) == [request]

@@ -10,6 +10,7 @@ import torch
 
 from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, working_bytes
+from wanstream.sampling.cache_settings import FirstBlockCache
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")
@@ -47,6 +48,16 @@ def test_what_fits_under_the_smallest_policy_is_let_through(
     check_room(pair, lanes(4), policy, CPU, free=enough)
     with pytest.raises(NoRoomError, match=r"4 videos at once need .* 3 of them would fit: use 3 lanes"):
         check_room(pair, lanes(4), policy, CPU, free=enough - 1)
+
+
+def test_what_a_cache_keeps_needs_room_too(open_pair: OpenPair, lanes: Callable[..., DenoiseRequest]) -> None:
+    pair, cache = open_pair(), FirstBlockCache()
+    enough, state = needed(pair, 2, chunk=2048), (5 * 64 * 80) * 256 * 4  # tokens x width x fp32
+    check_room(pair, lanes(2), LAYERWISE, CPU, free=enough)
+    kept = cache.kept_states * 4 * state
+    check_room(pair, lanes(2, cache=cache), LAYERWISE, CPU, free=enough + kept)
+    with pytest.raises(NoRoomError, match="1 of them would fit"):
+        check_room(pair, lanes(2, cache=cache), LAYERWISE, CPU, free=enough + kept - 1)
 
 
 @pytest.mark.parametrize("fitting", [1, 2, 3])
