@@ -158,7 +158,7 @@ def chunked_forward(
     block: WanTransformerBlock,
     chunk_tokens: int,
     hidden_states: torch.Tensor,
-    encoder_hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | tuple[torch.Tensor, ...],
     temb: torch.Tensor | FrameModulation,
     rotary_emb: Rotary,
 ) -> torch.Tensor:

@@ -74,7 +74,7 @@ class ExpertPair:
 
     @property
     def in_channels(self) -> int:
-        """Channels of the model's input: 16 (text to video), or 36 (image to video: latents, mask, condition)."""
+        """Channels of the model's input: 16 (T2V), 36 (I2V: latents, mask, condition), or 48 (TI2V-5B)."""
         return self.high.config.in_channels
 
     @property
