@@ -33,8 +33,9 @@ class WanStreamVAEDecode(io.ComfyNode):
                 sockets.Workers.Input(
                     "workers",
                     optional=True,
-                    tooltip="From Wan Workers (many GPUs): they share the tiles, so tile_size is needed. The images "
-                    "are those of one device with the same tiles.",
+                    tooltip="From Wan Workers (many GPUs): they share the tiles. With tile_size 0 these are as large "
+                    "as the memory of each allows, and as many as there are workers or more. The images are those of "
+                    "one device with the same tiles.",
                 ),
                 memory_input(),
             ],
