@@ -101,11 +101,11 @@ class TestEncode:
     ) -> None:
         video = noise(1, 144, 160, 3).sigmoid()
 
-        tiled, small = (vae.encode(given, device="cpu", tiling=TILING) for given in (video, video[:, :112, :112]))
+        tiled, small = (vae.encode(given, device="cpu", tiling=TILING) for given in (video, video[:, :128, :128]))
 
         pixels = video.permute(3, 0, 1, 2)[None] * 2 - 1
         with torch.no_grad():
-            whole, one = (own_vae.encode(given).latent_dist.mode() for given in (pixels, pixels[..., :112, :112]))
+            whole, one = (own_vae.encode(given).latent_dist.mode() for given in (pixels, pixels[..., :128, :128]))
             own_vae.enable_tiling(64, 64, 48, 48)
             try:
                 assert torch.equal(tiled, own_vae.encode(pixels).latent_dist.mode())
@@ -145,3 +145,12 @@ def test_a_decode_says_its_sizes_in_pixels_of_16(vae: WanVae) -> None:
 
     assert (needs.height, needs.width, needs.per_latent, needs.frames) == (3, 4, 16, 5)
     assert needs.host_bytes(None) == 4 * 3 * 48 * 64 * 5, "a latent frame in fp32, and as it is stored"
+
+
+def test_a_start_image_is_there_twice_as_pixels_and_as_patches(vae: WanVae, tiny_pipeline) -> None:
+    video = noise(5, 64, 48, 3).sigmoid()
+    needs = vae.encode_needs(video)
+
+    assert (needs.height, needs.width, needs.frames, needs.per_latent) == (4, 3, 5, 16)
+    with open_vae(tiny_pipeline()) as other:
+        assert needs.value_bytes == 2 * other.encode_needs(video).value_bytes
