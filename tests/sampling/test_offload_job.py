@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from wanstream.offload.host_memory import in_pages
-from wanstream.plan import OffloadPolicy, step_visits
+from wanstream.plan import OffloadPolicy, VideoShape, step_visits
 from wanstream.sampling import offload_job
-from wanstream.wan import open_experts
+from wanstream.wan import open_experts, open_one_expert
 
 UNGUIDED = {"high": False, "low": False}
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -43,3 +43,18 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, 
         told = pair.device_bytes(OffloadPolicy.layerwise(1), device=GPU)
         raw = 2 * on_gpu.stored_bytes if decodes else 0
         assert 2 * on_gpu.computed_bytes + raw + on_gpu.staying_bytes == told
+
+
+def test_the_planner_hears_of_the_5b_model_what_it_is(tiny_expert_file):
+    """Widths, channels and bytes from its headers; tokens of latents of 16 pixels; one expert."""
+    path = tiny_expert_file(dtype=torch.bfloat16, in_channels=48, heads=3, ffn_dim=640, layers=2)
+    with open_one_expert(path) as pair:
+        guided = {"high": True, "low": True}
+        job = offload_job(pair, (1, 48, 31, 44, 80), GPU, experts_of_steps=["high"] * 2, guided=guided)
+        expert = job.expert
+        assert (expert.width, expert.ffn_width, expert.blocks) == (384, 640, 2)
+        assert (expert.in_channels, expert.out_channels) == (48, 48)
+        assert job.tokens == VideoShape(width=1280, height=704, frames=121, per_latent=16).tokens == 27_280
+        assert dict(job.lanes) == {"high": 2}
+        assert job.computed_bytes == expert.streamed_bytes()
+        assert 2 * job.computed_bytes + job.staying_bytes == pair.device_bytes(OffloadPolicy.layerwise(1), device=GPU)

@@ -17,6 +17,7 @@ from wanstream.plan.shapes import IMAGE_TOKENS
 from wanstream.sampling import offload_job, working_bytes
 from wanstream.wan import Lane, Nag, forward_lanes, held_against
 from wanstream.wan.chunked_block import ChunkedBlocks
+from wanstream.wan.timed_block import TimedBlocks
 
 LATENT = (5, 40, 56)
 TOKENS = 5 * 20 * 28
@@ -79,6 +80,30 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     shape = ExpertShape(width=512, ffn_width=1382)
     estimate = shape.working_bytes(TOKENS, lanes=1, value_bytes=dtype.itemsize, chunk_tokens=chunk)
     assert alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "chunk"), [(torch.bfloat16, None), (torch.bfloat16, 64), (torch.float32, 700)], ids=str
+)
+def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
+    dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
+) -> None:
+    """A row of modulation for each token, as diffusers' pipelines have them, would take more than all of it."""
+    model = in_dtype(make_tiny_expert(heads=4, layers=2, ffn_dim=1382, in_channels=48), dtype)
+    latents, text = torch.zeros(1, 48, *LATENT), torch.zeros(1, 16, 4096, dtype=dtype)
+    lanes = [Lane(latents=latents, text=text, freedom=(0.0, *(1.0,) * 4))]
+    attached = TimedBlocks(model.blocks) if chunk is None else ChunkedBlocks(model.blocks, chunk)
+    with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), latents, text]) as alive:
+        forward_lanes(model, lanes, torch.tensor([900.0]), lambda block: nullcontext())
+    attached.detach()
+    shape = ExpertShape(width=512, ffn_width=1382)
+    estimate = shape.working_bytes(TOKENS, lanes=1, value_bytes=dtype.itemsize, chunk_tokens=chunk)
+    patches = TOKENS * 3 * 64 * 4
+    assert alive.peak <= 1.02 * estimate + patches, f"{alive.peak / estimate:.3f}"
+    times = torch.tensor([0.0, *[900.0] * 4]).repeat_interleave(TOKENS // 5)[None]
+    with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), latents, text]) as by_token:
+        model(latents.to(dtype), times, text, return_dict=False)
+    assert by_token.peak > alive.peak + TOKENS * 6 * 512 * 4, f"{by_token.peak / alive.peak:.3f}"
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
