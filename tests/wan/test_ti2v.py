@@ -10,10 +10,19 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from safetensors.torch import save_file
 
 from wanstream.cli.sample_gguf import matrices, save_expert_gguf
 from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import CheckpointError, ExpertPair, Lane, forward_lanes, open_experts, open_one_expert
+from wanstream.wan import (
+    CheckpointError,
+    ExpertPair,
+    Lane,
+    forward_lanes,
+    open_experts,
+    open_lora,
+    open_one_expert,
+)
 from wanstream.wan.block_kernels import BlockKernels
 from wanstream.wan.compiled_block import compiler_named
 from wanstream.wan.frame_times import FrameModulation, Run, frame_timesteps, pieces_of, token_runs
@@ -250,3 +259,25 @@ def test_memory_is_told_before_anything_is_read(tiny_expert_folder: Folder) -> N
         engine.take_buffers()
         assert engine.models["high"] is not None
         assert pair.loaded_bytes == told
+
+
+def test_a_lora_changes_what_runs_and_what_stays(tiny_expert_folder: Folder, tmp_path: Path) -> None:
+    folder = tiny_expert_folder(**SHAPE)
+    tensors = {
+        "diffusion_model.blocks.1.self_attn.q.lora_down.weight": _normal(4, 256, seed=5),
+        "diffusion_model.blocks.1.self_attn.q.lora_up.weight": _normal(256, 4, seed=6),
+        "diffusion_model.time_embedding.0.diff_b": _normal(256, seed=7),
+    }
+    save_file(tensors, tmp_path / "lora.safetensors")
+    model = WanTransformer3DModel.from_pretrained(folder).requires_grad_(False)
+    down, up, bias = tensors.values()
+    model.blocks[1].attn1.to_q.weight += up @ down
+    model.condition_embedder.time_embedder.linear_1.bias += bias
+    with open_one_expert(folder, compute_dtype=torch.float32) as pair:
+        [before] = _streamed(pair, [_lane()])
+        pair.set_loras(high=[(open_lora(tmp_path / "lora.safetensors"), 1.0)], low=[])
+        [found] = _streamed(pair, [_lane()])
+        assert _distance(found, _own(model, _lane())) <= 1e-5
+        assert _distance(before, found) > 1e-3
+        pair.set_loras(high=[], low=[])
+        assert torch.equal(_streamed(pair, [_lane()])[0], before)
