@@ -32,22 +32,25 @@ class VaeInputError(ValueError):
     """Images or latents that the VAE cannot take; the message names their shape and the one to give."""
 
 
-def open_vae(path: Path | str) -> WanVae:
+def open_vae(path: Path | str, dtype: torch.dtype = torch.float32) -> WanVae:
     """Open the VAE of a diffusers pipeline folder, its `vae` folder, or a single file; reads headers and the config.
+
+    It computes in `dtype`.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file; the config or the tensors
             are not those of a VAE of Wan.
     """
     path = Path(path)
-    return WanVae(open_vae_file(path) if path.is_file() else open_vae_folder(component_folder(path, "vae")))
+    opened = open_vae_file(path) if path.is_file() else open_vae_folder(component_folder(path, "vae"))
+    return WanVae(opened, dtype)
 
 
 class WanVae:
-    """An opened VAE. Weights are read when they are first needed and compute in fp32; `close()` frees them."""
+    """An opened VAE. Weights are read when they are first needed and compute in `dtype`; `close()` frees them."""
 
-    def __init__(self, opened: VaeWeights) -> None:
-        self._opened = opened
+    def __init__(self, opened: VaeWeights, dtype: torch.dtype) -> None:
+        self._opened, self._dtype = opened, dtype
         self._loaded: AutoencoderKLWan | None = None
 
     @property
@@ -69,7 +72,9 @@ class WanVae:
             height=height // self.space.pixels,
             width=width // self.space.pixels,
             frames=frames,
-            pixel_bytes=encode_pixel_bytes(self._opened.config, (frames - 1) // FRAMES_PER_LATENT + 1),
+            pixel_bytes=encode_pixel_bytes(
+                self._opened.config, (frames - 1) // FRAMES_PER_LATENT + 1, self._dtype
+            ),
             value_bytes=copies * FP32_BYTES,
             keeps_frames=True,
             per_latent=self.space.pixels,
@@ -86,17 +91,17 @@ class WanVae:
         """
         self._check_video(video)
         vae = self._on(torch.device(device))
-        pixels = video.to(device, torch.float32).movedim(-1, 0)[None] * 2 - 1
+        pixels = video.to(device, self._dtype).movedim(-1, 0)[None] * 2 - 1
         height, width = (size // self.space.pixels for size in video.shape[1:3])
         cut = tiling if tiling is not None and tiling.cuts(height, width) else None
         with torch.no_grad(), _tiled(vae, cut):
             raw: torch.Tensor = vae.encode(pixels).latent_dist.mode()
-        return raw.cpu()
+        return raw.cpu().float()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the device that all weights take."""
-        return FP32_BYTES * sum(prod(tensor.shape) for tensor in self._opened.weights.values())
+        return self._dtype.itemsize * sum(prod(tensor.shape) for tensor in self._opened.weights.values())
 
     def decode_needs(self, latents: torch.Tensor, *, to_file: bool = False) -> DecodeNeeds:
         """What decoding raw latents [B, C, T, h, w] takes beside the weights: as `decode`, or as `stream` (`to_file`).
@@ -112,7 +117,7 @@ class WanVae:
             width=width,
             # Of a batch all videos stay; on the way into a file one after the other.
             frames=frames if to_file else batch * frames,
-            pixel_bytes=decode_pixel_bytes(self._opened.config, count),
+            pixel_bytes=decode_pixel_bytes(self._opened.config, count, self._dtype),
             value_bytes=1 if to_file else FP32_BYTES,
             keeps_frames=not to_file,
             per_latent=self.space.pixels,
@@ -174,7 +179,7 @@ class WanVae:
     ) -> Iterator[torch.Tensor]:
         """Frames of one video that are not yet in `into`: fp32, or uint8 where they go into no tensor."""
         assert tiling is None or tiling.per_latent == self.space.pixels, "tiles of another VAE"
-        vae, there = self._on(device), one.to(device, torch.float32)
+        vae, there = self._on(device), one.to(device, self._dtype)
         if tiling is None or not tiling.cuts(*one.shape[3:]):
             yield from whole_frames(vae, there, torch.float32 if into is not None else torch.uint8, check)
             return
@@ -192,7 +197,7 @@ class WanVae:
             VaeInputError: the latents have another shape, or are those of another VAE.
         """
         self._check_latents(latents)
-        return decode_tile(self._on(torch.device(device)), latents.to(device, torch.float32), check)
+        return decode_tile(self._on(torch.device(device)), latents.to(device, self._dtype), check)
 
     def close(self) -> None:
         """Free the weights. Closing twice is allowed, and so is using the VAE again."""
@@ -202,7 +207,7 @@ class WanVae:
         if self._loaded is None:
             vae = self._opened.build()
             stored = read_tensors(self._opened.weights)
-            set_parameters(vae, {name: tensor.to(torch.float32) for name, tensor in stored.items()})
+            set_parameters(vae, {name: tensor.to(self._dtype) for name, tensor in stored.items()})
             self._loaded = vae
         return self._loaded.to(device)
 

@@ -27,7 +27,7 @@ def whole_frames(
     """
     check()
     for part in decoded_frames(vae, latents, whole=True):
-        yield stored_as(as_pixels(part), dtype).cpu()
+        yield stored_as(as_pixels(part.float()), dtype).cpu()
         check()
 
 
@@ -42,5 +42,5 @@ def tiled_frames(
     for tile in tiling.tiles(*latents.shape[3:]):
         check()
         for part in decoded_frames(vae, crop(latents, tile)):
-            mosaic.put_frames(tile, part.cpu())
+            mosaic.put_frames(tile, part.cpu().float())
             check()

@@ -23,18 +23,18 @@ STEADY_AFTER = 3
 """Latent frames after which every further one takes the same."""
 
 
-def decode_pixel_bytes(config: Mapping[str, Any], latent_frames: int) -> int:
-    """Bytes for each latent pixel that is decoded at once, fp32, in a video of so many latent frames.
+def decode_pixel_bytes(config: Mapping[str, Any], latent_frames: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes for each latent pixel that is decoded at once in `dtype`, in a video of so many latent frames.
 
     Counted are all tensors beside the weights, and one copy of what a convolution reads and writes: its library may
     order both anew (oneDNN and cuDNN do).
     """
-    return _counted(_key(config), min(latent_frames, STEADY_AFTER), _decode)
+    return _counted(_key(config), min(latent_frames, STEADY_AFTER), dtype, _decode)
 
 
-def encode_pixel_bytes(config: Mapping[str, Any], latent_frames: int) -> int:
+def encode_pixel_bytes(config: Mapping[str, Any], latent_frames: int, dtype: torch.dtype = torch.float32) -> int:
     """The same of encoding a video of so many latent frames, beside the video itself."""
-    return _counted(_key(config), min(latent_frames, STEADY_AFTER), _encode)
+    return _counted(_key(config), min(latent_frames, STEADY_AFTER), dtype, _encode)
 
 
 def _key(config: Mapping[str, Any]) -> str:
@@ -42,7 +42,7 @@ def _key(config: Mapping[str, Any]) -> str:
 
 
 def _decode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
-    latents = torch.empty(1, vae.config.z_dim, latent_frames, LEAST_LATENT, LEAST_LATENT)
+    latents = torch.empty(1, vae.config.z_dim, latent_frames, LEAST_LATENT, LEAST_LATENT, dtype=vae.dtype)
     counted = LiveTensors()
     with counted:
         for frames in decoded_frames(vae, latents):
@@ -52,7 +52,7 @@ def _decode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
 
 def _encode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
     side = LEAST_LATENT * vae.spatial_compression_ratio
-    video = torch.empty(1, 3, FRAMES_PER_LATENT * (latent_frames - 1) + 1, side, side)
+    video = torch.empty(1, 3, FRAMES_PER_LATENT * (latent_frames - 1) + 1, side, side, dtype=vae.dtype)
     counted = LiveTensors()
     with counted:
         vae.encode(video)
@@ -60,8 +60,10 @@ def _encode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
 
 
 @functools.cache
-def _counted(config: str, latent_frames: int, work: Callable[[AutoencoderKLWan, int], LiveTensors]) -> int:
+def _counted(
+    config: str, latent_frames: int, dtype: torch.dtype, work: Callable[[AutoencoderKLWan, int], LiveTensors]
+) -> int:
     # Inference mode shows fewer operations, and so less of what they make on their way.
     with torch.inference_mode(False), torch.device("meta"), torch.no_grad():
-        counted = work(AutoencoderKLWan.from_config(json.loads(config)).eval(), latent_frames)
+        counted = work(AutoencoderKLWan.from_config(json.loads(config)).eval().to(dtype), latent_frames)
     return -(-counted.convolution_peak // LEAST_LATENT**2)
