@@ -52,6 +52,8 @@ class DecodeJob:
     """Of its file or folder, as it is here."""
     run_id: str
     """By which the workers are told to stop."""
+    dtype: torch.dtype = torch.float32
+    """Which the VAE computes in; frames are fp32 in any case."""
     paths: tuple[PathMap, ...] = ()
     """Where the VAE lies on the machines of workers."""
 
@@ -152,7 +154,8 @@ class _Decode:
             number = self._waiting.pop(0)
             video, tile = self._tiles[number]
             part = crop(self._videos[video], tile).contiguous()
-            task = DecodeTask(run_id=self._job.run_id, vae=self._job.vae, latents=part, paths=self._job.paths)
+            job = self._job
+            task = DecodeTask(run_id=job.run_id, vae=job.vae, latents=part, dtype=job.dtype, paths=job.paths)
             decoding = worker.ask("decode_tile", task)
             self._under_way[decoding] = _UnderWay(number, worker, Pulse([worker], self._timeout_s))
 

@@ -37,6 +37,8 @@ class DecodeTask:
     """Of the VAE's file or folder, as it is on the driver's machine."""
     latents: torch.Tensor
     """[1, C, T, h, w], raw: the tile's part of the video, on the CPU."""
+    dtype: torch.dtype = torch.float32
+    """Which the VAE computes in."""
     paths: tuple[PathMap, ...] = ()
     """Where the VAE lies on the worker's machine."""
 
@@ -51,7 +53,7 @@ class TileDecoder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        self._open: tuple[Path, WanVae] | None = None
+        self._open: tuple[tuple[Path, torch.dtype], WanVae] | None = None
 
     def decode(self, task: DecodeTask, is_stopped: Callable[[], bool]) -> torch.Tensor:
         """[3, F, H, W] fp32 on the CPU, as `Mosaic` takes it.
@@ -67,17 +69,18 @@ class TileDecoder:
                 raise DecodeCancelled(f"the decode {task.run_id} was stopped")
 
         with self._lock:
-            return self._vae(located(task.vae, task.paths)).decode_tile(task.latents, device=self._device, check=check)
+            vae = self._vae(located(task.vae, task.paths), task.dtype)
+            return vae.decode_tile(task.latents, device=self._device, check=check)
 
     def free(self) -> None:
         """Let go of the weights. Freeing twice is allowed, and so is decoding again."""
         with self._lock:
             self._close()
 
-    def _vae(self, path: Path) -> WanVae:
-        if self._open is None or self._open[0] != path:
+    def _vae(self, path: Path, dtype: torch.dtype) -> WanVae:
+        if self._open is None or self._open[0] != (path, dtype):
             self._close()
-            self._open = (path, open_vae(path))
+            self._open = ((path, dtype), open_vae(path, dtype))
         return self._open[1]
 
     def _close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..host import host, io
 from ..plan.shapes import PIXELS_PER_LATENT
 from ..plan.vae_tiles import TilingError
-from .decode_run import asked
+from .decode_settings import VAE_DTYPES, asked
 
 
 def vae_input() -> io.Input:
@@ -46,6 +46,18 @@ def memory_input() -> io.Input:
         tooltip="Memory that decoding may take beside the VAE's own; 0: what is free. Whole frames of 1280x720 take "
         "21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. Where even that is not there, "
         "smaller tiles are tried.",
+    )
+
+
+def dtype_input() -> io.Input:
+    """What the VAE computes in."""
+    return io.Combo.Input(
+        "compute_dtype",
+        options=list(VAE_DTYPES),
+        default="fp32",
+        optional=True,
+        tooltip="What the VAE computes in. bf16 takes half the memory, also of the VAE itself, and less time where "
+        "the device computes in it; colours are rounded, in places by a few of 255 steps.",
     )
 
 

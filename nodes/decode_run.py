@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..host import OutputFile, host
 from ..plan import WorkersRef
-from ..plan.shapes import PIXELS_PER_LATENT
 from ..plan.vae_room import GB, HEAP_BYTES, DecodeNeeds, fitting_tiling
 from ..plan.vae_tiles import Tiling
 from ..wan.latent_space import space_of
 from ..wan.smaller_tiles import in_words, with_smaller_tiles
-from ..wan.vae import WanVae, check_latents, open_vae
+from ..wan.vae import WanVae, open_vae
+from .decode_settings import DecodeSettings
 from .latent_file import gone_if_empty, keep_latent_until_done
 from .shared_decode import decode_shared
 from .video_file import write_mp4
@@ -36,32 +35,6 @@ Decode = Callable[[WanVae, "Tiling | None", Check], Made]
 """Decodes in tiles of that size, or whole frames; the last is called before every latent frame of every tile."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecodeSettings:
-    """What a user says about a decode."""
-
-    vae: Path
-    tiling: Tiling | None
-    """None: the largest that fits."""
-    memory_bytes: int
-    """What the decode may take beside the weights; 0 for what is free."""
-
-    @classmethod
-    def of(cls, vae: str, latents: torch.Tensor, tile_size: int, memory_gb: float) -> DecodeSettings:
-        """As the inputs of a node say it; raises VaeInputError, TilingError, and as `host.model_path`."""
-        check_latents(latents)
-        return cls(
-            vae=host.model_path(vae, "diffusers", "vae"),
-            tiling=asked(tile_size, space_of(latents.shape[1]).pixels),
-            memory_bytes=int(memory_gb * GB),
-        )
-
-
-def asked(tile_size: int | None, per_latent: int = PIXELS_PER_LATENT) -> Tiling | None:
-    """The tiles of that width; None for 0, and for a link, which is not known yet. Raises TilingError."""
-    return Tiling.of(tile_size, per_latent) if tile_size else None
-
-
 def decode_images(
     settings: DecodeSettings, latents: torch.Tensor, workers: WorkersRef | None, *, node_id: str | None
 ) -> tuple[torch.Tensor, list[str]]:
@@ -76,8 +49,7 @@ def decode_images(
     kept = keep_latent_until_done(latents, copy, spare_folder=host.temp_folder)
     with gone_if_empty(host.output_folder() / LATENT_FOLDER), kept:
         if workers is not None:
-            limit = settings.memory_bytes
-            return decode_shared(workers, settings.vae, latents, settings.tiling, memory_bytes=limit, node_id=node_id)
+            return decode_shared(workers, settings, latents, node_id=node_id)
 
         def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> torch.Tensor:
             return opened.decode(latents, device=host.device(), tiling=tiling, check=check)
@@ -135,7 +107,7 @@ def decode_here(
         LOG.info("%s", change)
         told.append(change)
 
-    with open_vae(settings.vae) as opened:
+    with open_vae(settings.vae, settings.dtype) as opened:
         needs = opened.decode_needs(latents, to_file=to_file)
         first = _first_tiling(settings, opened, needs, tell)
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from ..host import host, io
-from .decode_inputs import memory_input, tile_size_input, tiling_refusal, vae_input
-from .decode_run import DecodeSettings, decode_to_file
+from .decode_inputs import dtype_input, memory_input, tile_size_input, tiling_refusal, vae_input
+from .decode_run import decode_to_file
+from .decode_settings import DecodeSettings
 from .saved_video import graph_of, name_refusal, saving_inputs, shown
 
 
@@ -32,6 +33,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
                 *saving_inputs(),
                 tile_size_input(),
                 memory_input(),
+                dtype_input(),
             ],
             outputs=[],
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
@@ -51,9 +53,10 @@ class WanStreamDecodeVideo(io.ComfyNode):
         filename_prefix: str,
         tile_size: int = 0,
         memory_gb: float = 0.0,
+        compute_dtype: str = "fp32",
         **encoding: Any,
     ) -> io.NodeOutput:
-        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb)
+        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
         with host.ledger().phase("decode", host.device()):
             file = decode_to_file(
                 settings,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..host import Progress, host
 from ..plan import WorkersRef
-from ..plan.vae_tiles import Tiling
 from ..wan.smaller_tiles import in_words
 from ..wan.vae import open_vae
+from .decode_settings import DecodeSettings
 
 if TYPE_CHECKING:
     import torch
@@ -22,17 +21,11 @@ LOG = logging.getLogger("wanstream.nodes")
 
 
 def decode_shared(
-    ref: WorkersRef,
-    vae: Path,
-    latents: torch.Tensor,
-    tiling: Tiling | None,
-    *,
-    memory_bytes: int,
-    node_id: str | None,
+    ref: WorkersRef, settings: DecodeSettings, latents: torch.Tensor, *, node_id: str | None
 ) -> tuple[torch.Tensor, list[str]]:
     """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3], as of `decode_in_shared_tiles`, and what there is to tell.
 
-    Without `tiling` the tiles are those of `tiles_by_memory`. The host's Cancel ends it. Raises as both, and what
+    Where none are set, the tiles are those of `tiles_by_memory`. The host's Cancel ends it. Raises as both, and what
     starting the workers raises.
     """
     from ..distributed.decode import DecodeJob
@@ -46,20 +39,28 @@ def decode_shared(
         told.append(change)
 
     # Nothing is loaded here: what it takes is in its file's header.
-    with open_vae(vae) as opened:
+    with open_vae(settings.vae, settings.dtype) as opened:
         needs, weight_bytes = opened.decode_needs(latents), opened.weight_bytes
     pool = host.worker_pool(ref)
+    tiling = settings.tiling
     if tiling is None:
         tiling = tiles_by_memory(
             pool,
             needs,
             weight_bytes=weight_bytes,
-            memory_bytes=memory_bytes,
+            memory_bytes=settings.memory_bytes,
             videos=len(latents),
             check=host.raise_if_stopped,
         )
         tell(f"decoded in {in_words(tiling)}, by the memory of the workers ({len(pool.workers)})")
-    job = DecodeJob(latents=latents, tiling=tiling, vae=vae, run_id=uuid.uuid4().hex, paths=ref.paths)
+    job = DecodeJob(
+        latents=latents,
+        tiling=tiling,
+        vae=settings.vae,
+        dtype=settings.dtype,
+        run_id=uuid.uuid4().hex,
+        paths=ref.paths,
+    )
     try:
         frames = decode_in_shared_tiles(
             pool,

@@ -7,8 +7,9 @@ import torch
 from ..host import host, io, ui
 from ..plan import WorkersRef
 from . import sockets
-from .decode_inputs import memory_input, tile_size_input, tiling_refusal, vae_input
-from .decode_run import DecodeSettings, decode_images
+from .decode_inputs import dtype_input, memory_input, tile_size_input, tiling_refusal, vae_input
+from .decode_run import decode_images
+from .decode_settings import DecodeSettings
 from .latent_file import keep_latent_on_failure
 from .saved_video import graph_of, name_refusal, saving_inputs, shown
 from .video_file import write_mp4
@@ -38,6 +39,7 @@ class WanStreamVAEDecode(io.ComfyNode):
                     "one device with the same tiles.",
                 ),
                 memory_input(),
+                dtype_input(),
             ],
             outputs=[io.Image.Output(display_name="images")],
             hidden=[io.Hidden.unique_id],
@@ -55,8 +57,9 @@ class WanStreamVAEDecode(io.ComfyNode):
         tile_size: int = 0,
         workers: WorkersRef | None = None,
         memory_gb: float = 0.0,
+        compute_dtype: str = "fp32",
     ) -> io.NodeOutput:
-        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb)
+        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
         with host.ledger().phase("decode", host.device()):
             videos, told = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
         return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(told)) if told else None)

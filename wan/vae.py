@@ -72,9 +72,7 @@ class WanVae:
             height=height // self.space.pixels,
             width=width // self.space.pixels,
             frames=frames,
-            pixel_bytes=encode_pixel_bytes(
-                self._opened.config, (frames - 1) // FRAMES_PER_LATENT + 1, self._dtype
-            ),
+            pixel_bytes=encode_pixel_bytes(self._opened.config, (frames - 1) // FRAMES_PER_LATENT + 1, self._dtype),
             value_bytes=copies * FP32_BYTES,
             keeps_frames=True,
             per_latent=self.space.pixels,

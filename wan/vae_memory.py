@@ -17,6 +17,7 @@ from diffusers import AutoencoderKLWan
 from ..plan.shapes import FRAMES_PER_LATENT
 from ..plan.vae_tiles import LEAST_LATENT
 from .live_tensors import LiveTensors
+from .meta_model import set_parameters
 from .vae_tiles import decoded_frames
 
 STEADY_AFTER = 3
@@ -65,5 +66,7 @@ def _counted(
 ) -> int:
     # Inference mode shows fewer operations, and so less of what they make on their way.
     with torch.inference_mode(False), torch.device("meta"), torch.no_grad():
-        counted = work(AutoencoderKLWan.from_config(json.loads(config)).eval().to(dtype), latent_frames)
+        vae = AutoencoderKLWan.from_config(json.loads(config)).eval()
+        set_parameters(vae, {name: tensor.to(dtype) for name, tensor in vae.state_dict().items()})
+        counted = work(vae, latent_frames)
     return -(-counted.convolution_peak // LEAST_LATENT**2)

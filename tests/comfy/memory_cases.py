@@ -37,7 +37,8 @@ from wanstream.host import ExpertsRef  # noqa: E402
 from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
 from wanstream.host.comfy import ComfyDoor  # noqa: E402
 from wanstream.host.machine_profile import PROBE_BYTES  # noqa: E402
-from wanstream.nodes.decode_run import DecodeSettings, _first_tiling  # noqa: E402
+from wanstream.nodes.decode_run import _first_tiling  # noqa: E402
+from wanstream.nodes.decode_settings import DecodeSettings  # noqa: E402
 from wanstream.plan import AutoOffload, Machine, OffloadJob, OffloadPolicy  # noqa: E402
 from wanstream.plan.vae_room import DecodeNeeds  # noqa: E402
 from wanstream.sampling import DenoiseRequest, denoise, offload_job, working_bytes  # noqa: E402

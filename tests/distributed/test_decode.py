@@ -61,6 +61,17 @@ def test_frames_are_those_of_one_worker(
     assert [worker.freed for worker in workers.workers] == [1] * count
 
 
+def test_workers_compute_in_the_dtype_that_is_asked_for(
+    tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
+) -> None:
+    workers = tile_pools(2)
+    halves = _decode(workers, replace(job, dtype=torch.bfloat16))
+    with open_vae(job.vae, torch.bfloat16) as vae:
+        assert torch.equal(halves, vae.decode(job.latents, device="cpu", tiling=TILING))
+    assert not torch.equal(halves, alone)
+    assert torch.equal(_decode(workers, job), alone), "the same workers, in fp32 again"
+
+
 def test_a_slow_tile_holds_the_others_up_before_they_fill_the_memory(
     tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
 ) -> None:

@@ -140,6 +140,21 @@ def test_whole_frames_where_they_fit(decode: Decode, frames: dict[int, torch.Ten
     assert [*output.rglob("*")] == []
 
 
+@pytest.mark.parametrize("class_type", ["WanStreamVAEDecode", "WanStreamDecodeVideo"])
+def test_the_vae_computes_in_the_dtype_that_is_asked_for(
+    decode: Decode, frames: dict[int, torch.Tensor], output: Path, tmp_path: Path, sample_models: Path, class_type: str
+) -> None:
+    history = decode(class_type, compute_dtype="bf16")
+    with open_vae(sample_models / "vae" / VAE, torch.bfloat16) as vae:
+        expected = vae.decode(LATENT, device="cpu").flatten(0, 1)
+    assert not torch.equal(expected, frames[0])
+    if class_type == "WanStreamVAEDecode":
+        assert torch.equal(history.results["decode"][0], expected)
+    else:
+        write_mp4(tmp_path / "expected.mp4", expected, fps=16, crf=1, metadata={})
+        assert torch.equal(pictures(output / "video_00001_.mp4"), pictures(tmp_path / "expected.mp4"))
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_only_a_folder_of_our_own_goes_with_the_copy(tmp_path: Path, there: bool) -> None:
     folder = tmp_path / "latents"
