@@ -30,8 +30,8 @@ class WanStreamOneExpert(io.ComfyNode):
                     "file",
                     options=host.model_names(*FOLDERS),
                     tooltip="A .safetensors or .gguf file of diffusion_models, or a folder of diffusers. What is read "
-                    "per step where all blocks stream: 28 GB for 14B, 9.8 GB for 5B and 2.8 GB for 1.3B in bf16 and "
-                    "fp16, half of it in fp8.",
+                    "per step where all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
+                    "for 1.3B in bf16 and fp16, half of it in fp8.",
                 ),
                 dtype_input(),
                 storage_input(),
