@@ -55,6 +55,8 @@ def test_guidance_is_that_of_the_expert_or_of_the_step() -> None:
     assert [listed.scale(level) for level in levels] == [6, 6, 5, 1, 1, 1]
     assert listed.guided(levels) == {"high": True, "low": False}
     assert listed.reads_negative(levels) == {"high": True, "low": False}
+    early = course(more_guidance=Guidance(steps=(6.0, 1.0)))
+    assert early.guided(levels) == {"high": True, "low": False}, "a call with negative lanes is enough"
     held = course(more_guidance=Guidance(steps=(6.0, 5.0, 1.0), nag=Nag()))
     assert held.reads_negative(levels) == {"high": True, "low": True}
 
