@@ -60,9 +60,9 @@ SNAPSHOT = {
         "experts positive negative boundary_ratio guidance_high guidance_low flow_shift policy cache guidance windows",
         "GUIDER",
     ),
-    "WanStreamVAEDecode": ("vae latent tile_size workers memory_gb", "IMAGE"),
+    "WanStreamVAEDecode": ("vae latent tile_size workers memory_gb compute_dtype", "IMAGE"),
     "WanStreamSaveVideo": ("images fps filename_prefix crf latent", ""),
-    "WanStreamDecodeVideo": ("vae latent fps filename_prefix crf tile_size memory_gb", ""),
+    "WanStreamDecodeVideo": ("vae latent fps filename_prefix crf tile_size memory_gb compute_dtype", ""),
     "WanStreamBenchmark": (
         "run warm_up repeats cool_down_s policies prefetch steps filename_prefix trace run_b run_c run_d",
         "IMAGE STRING",
