@@ -19,6 +19,7 @@ import torch
 
 from wanstream.distributed.decode import DecodeJob, TileDone, decode_on_workers
 from wanstream.distributed.driver import Driver
+from wanstream.distributed.shared_tiles import tiles_by_memory
 from wanstream.distributed.stages import GivenUpError
 from wanstream.distributed.tasks import RunTask
 from wanstream.distributed.vae_worker import DecodeCancelled
@@ -222,6 +223,17 @@ def test_tiles_of_two_workers_are_those_of_one(pool: Any, tiles: DecodeJob, fram
     assert torch.equal(decode(two, tiles, on_tile=told.append), frames)
     assert set(two.tiles) == {0, 1}
     assert sum(two.tiles.values()) == told[-1].total == len(told)
+
+
+def test_tiles_are_as_large_as_the_memory_of_workers_allows(pool: Any, tiles: DecodeJob) -> None:
+    two = TwoOf(pool)
+    with open_vae(tiles.vae) as vae:
+        needs, weights = vae.decode_needs(tiles.latents), vae.weight_bytes
+        by_memory = tiles_by_memory(two, needs, weight_bytes=weights, memory_bytes=0, videos=2)
+        whole = vae.decode(tiles.latents, device="cpu")
+    assert not by_memory.cuts(13, 14), "a whole video for each"
+    assert torch.allclose(decode(two, replace(tiles, tiling=by_memory, run_id="by memory")), whole, atol=1e-5)
+    assert two.tiles == {0: 1, 1: 1}
 
 
 def test_a_worker_that_is_killed_at_a_tile_costs_no_frame(pool: Any, tiles: DecodeJob, frames: torch.Tensor) -> None:
