@@ -194,7 +194,7 @@ def test_what_the_experts_cannot_obey_is_refused_by_name(side: str, key: str, va
         ),
         (_cond(concat_latent_image=IMAGE, concat_mask=torch.ones(1, 1, 4, 4, 6)), None, EMPTY, "concat_mask is"),
         (_cond(), None, {"samples": torch.ones(1, 4, 64, 64)}, r"latent is \[1, 4, 1, 64, 64\].* empty video latent"),
-        (_cond(), None, {"samples": torch.zeros(1, 48, 3, 4, 6)}, r"latent is \[1, 48, 3, 4, 6\]"),
+        (_cond(), None, {"samples": torch.zeros(1, 32, 3, 4, 6)}, r"latent is \[1, 32, 3, 4, 6\]"),
         (_cond(), None, {"samples": [torch.zeros(1, 16, 3, 4, 6)]}, "latent is a list of several parts"),
         (_cond(), None, {**EMPTY, "noise_mask": torch.ones(2, 3, 4, 6)}, r"noise mask is \[2, 3, 4, 6\]"),
         (

@@ -22,7 +22,7 @@ def _request(**changes: Any) -> DenoiseRequest:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"noise": torch.zeros(16, 3, 4, 6)}, r"noise is \[16, 3, 4, 6\]: give \[B, 16, T, h, w\]"),
+        ({"noise": torch.zeros(16, 3, 4, 6)}, r"noise is \[16, 3, 4, 6\]: give \[B, 16 or 48, T, h, w\]"),
         ({"noise": torch.zeros(1, 4, 3, 4, 6)}, r"noise is \[1, 4, 3, 4, 6\]"),
         ({"noise": torch.zeros(0, 16, 3, 4, 6)}, r"noise is \[0, 16, 3, 4, 6\]"),
         ({"noise": NOISE.half()}, "float16: give float32"),

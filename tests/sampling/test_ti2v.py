@@ -15,6 +15,7 @@ from wanstream.plan import OffloadPolicy
 from wanstream.plan.context_windows import ContextWindows
 from wanstream.sampling import Cancelled, DenoiseRequest, RequestError, denoise, joined
 from wanstream.sampling.cache_settings import FirstBlockCache
+from wanstream.sampling.windows import StepWindows
 from wanstream.wan import ExpertPair, Nag
 
 TOLERANCE = 1e-5
@@ -214,6 +215,13 @@ def test_one_window_is_none_and_several_know_their_own_frames(pair: ExpertPair, 
     assert _distance(found[:, :, :1], plain[:, :, :1]) <= TOLERANCE, "the first frame stays what was given"
     other = image_request(windows=request.windows, latent=_normal(*SHAPE, seed=9) * (1 - request.mask))
     assert _distance(_run(pair, other)[:, :, 1:], found[:, :, 1:]) > 1e-3
+
+
+def test_windows_know_how_free_their_own_frames_are() -> None:
+    windows = StepWindows(ContextWindows(frames=2, overlap=1, moving=False), 0, 3)
+    assert windows.cut_freedom((0.0, 1.0, 0.5)) == [(0.0, 1.0), (1.0, 0.5)]
+    assert windows.cut_freedom((0.0, 1.0, 1.0)) == [(0.0, 1.0), None]
+    assert windows.cut_freedom(None) == [None, None]
 
 
 def test_nag_holds_the_negative_text_against_it(pair: ExpertPair, image_request: Request) -> None:
