@@ -4,7 +4,7 @@ Each case runs in a process of its own, straight into an MP4, in the tiles that 
 kernel's own (VmHWM, reset before the decode). Every tile takes the same, so a decode may be ended early; the result
 says how far it came. What tiles change is told against whole frames where those fit.
 
-python benchmarks/vae_memory.py tiny|full|difference ... [--budget GB] [--seconds N]
+python benchmarks/vae_memory.py tiny|full|wan22|difference ... [--budget GB] [--seconds N]
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import torch
 
 from wanstream.benchmarks.record import record
 from wanstream.cli.sample_components import save_vae_file
-from wanstream.cli.sample_weights import make_vae
+from wanstream.cli.sample_weights import make_vae, make_wan22_vae
 from wanstream.nodes.video_file import write_mp4
 from wanstream.plan.vae_room import HEAP_BYTES, fitting_tiling
 from wanstream.plan.vae_tiles import Tiling
+from wanstream.wan.latent_space import WAN21, WAN22, LatentSpace
 from wanstream.wan.vae import WanVae, open_vae
 
 THREADS = 2
@@ -42,15 +43,24 @@ class Case:
     width: int
     height: int
     frames: int
+    space: LatentSpace = WAN21
 
     def latents(self) -> torch.Tensor:
-        shape = (1, 16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        size = (self.frames - 1) // 4 + 1, self.height // self.space.pixels, self.width // self.space.pixels
+        return torch.randn(1, self.space.channels, *size, generator=torch.Generator().manual_seed(0))
+
+    def save(self, path: Path) -> None:
+        """Write the VAE; that of Wan2.2 5B has a decoder twice as wide as its encoder."""
+        if self.space == WAN21:
+            save_vae_file(make_vae(seed=0, base_dim=self.base_dim), path)
+        else:
+            save_vae_file(make_wan22_vae(seed=0, base_dim=self.base_dim, decoder_base_dim=2 * self.base_dim), path)
 
 
 CASES = {
     "tiny": Case(base_dim=2, width=1280, height=720, frames=81),
     "full": Case(base_dim=96, width=1280, height=720, frames=5),
+    "wan22": Case(base_dim=16, width=640, height=352, frames=9, space=WAN22),
 }
 DIFFERENCE = Case(base_dim=8, width=832, height=480, frames=5)
 TILES = (256, 512)
@@ -134,7 +144,7 @@ def difference(vae: WanVae, latents: torch.Tensor) -> dict[str, Any]:
 
 def in_child(name: str, budget: int, work: Path, seconds: float) -> dict[str, Any]:
     """`measure` in a process of its own."""
-    save_vae_file(make_vae(seed=0, base_dim=CASES[name].base_dim), work / "vae.safetensors")
+    CASES[name].save(work / "vae.safetensors")
     command = [sys.executable, __file__, name, "--budget", str(budget / 1e9), "--child", str(work)]
     command += ["--seconds", str(seconds)]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -157,7 +167,7 @@ def main() -> None:
         case = CASES.get(name, DIFFERENCE)
         with tempfile.TemporaryDirectory() as work:
             if name == "difference":
-                save_vae_file(make_vae(seed=0, base_dim=case.base_dim), Path(work) / "vae.safetensors")
+                case.save(Path(work) / "vae.safetensors")
                 with open_vae(Path(work) / "vae.safetensors") as vae:
                     figures = difference(vae, case.latents())
                 what = "whole frames against tiles that overlap by a quarter"
