@@ -57,7 +57,7 @@ def dtype_input() -> io.Input:
         default="fp32",
         optional=True,
         tooltip="What the VAE computes in. bf16 takes half the memory, also of the VAE itself, and less time where "
-        "the device computes in it; colours are rounded, in places by a few of 255 steps.",
+        "the device computes in it; colours are rounded, in places by a few of 255 levels.",
     )
 
 
