@@ -43,7 +43,7 @@ def opened(sample_models: Path) -> Iterator[WanVae]:
 
 
 def decoded(latents: torch.Tensor, *, vae: str = VAE, tile: int = 0, gb: float = 0, workers: WorkersRef | None = None):
-    return decode_images(DecodeSettings.of(vae, latents, tile, gb), latents, workers, node_id=None)
+    return decode_images(DecodeSettings.of(vae, latents, tile, gb, "fp32"), latents, workers, node_id=None)
 
 
 class TestSizes:
@@ -86,7 +86,7 @@ class TestDecode:
         assert torch.equal(shared, opened.decode(LATENT, device="cpu", tiling=Tiling.of(128, 16)))
 
     def test_a_video_file_has_the_size_of_the_frames(self, output: Path) -> None:
-        settings = DecodeSettings.of(VAE, LATENT, 0, 0)
+        settings = DecodeSettings.of(VAE, LATENT, 0, 0, "fp32")
         file = decode_to_file(settings, LATENT, "video/%width%x%height%", node_id=None, fps=24, crf=18, metadata={})
         with av.open(str(file.path)) as container:
             (stream,) = container.streams
@@ -96,7 +96,7 @@ class TestDecode:
     @pytest.mark.parametrize(("tile", "said"), [(72, "give 128 or more"), (136, "give a multiple of 16")])
     def test_tiles_that_are_no_multiple_of_16(self, tile: int, said: str) -> None:
         with pytest.raises(TilingError, match=said):
-            DecodeSettings.of(VAE, LATENT, tile, 0)
+            DecodeSettings.of(VAE, LATENT, tile, 0, "fp32")
 
 
 class TestTheWrongPair:
@@ -120,7 +120,7 @@ class TestTheWrongPair:
 
     def test_latents_of_an_image_model(self) -> None:
         with pytest.raises(VaeInputError, match=r"give \[B, 16 or 48, T, h, w\]"):
-            DecodeSettings.of(VAE, torch.zeros(1, 4, 8, 8), 0, 0)
+            DecodeSettings.of(VAE, torch.zeros(1, 4, 8, 8), 0, 0, "fp32")
 
 
 class TestAStartImage:
