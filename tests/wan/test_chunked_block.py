@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -187,11 +188,12 @@ class TestAttached:
     def test_a_models_attention_backend_reaches_the_chunked_attention(self) -> None:
         model = WanTransformer3DModel(num_attention_heads=1, num_layers=2, ffn_dim=128, text_dim=64)
         ChunkedBlocks(model.blocks, 100)
-        model.set_attention_backend("_native_math")
+        # Diffusers makes it the choice of all models of the process; behind the context that is what it was before.
+        with attention_backend("native"), Operations() as operations:
+            model.set_attention_backend("_native_math")
+            model.blocks[0](*inputs_of(20, 1, torch.float32))
         backends = [processor._attention_backend for processor in model.attn_processors.values()]
         assert backends == ["_native_math"] * 4
-        with Operations() as operations:
-            model.blocks[0](*inputs_of(20, 1, torch.float32))
         assert operations.attended == [], "the math backend is no fused attention"
 
     def test_hooks_of_diffusers_go_around_it(self, block: WanTransformerBlock) -> None:
