@@ -216,8 +216,8 @@ def test_among_native_nodes_our_sampler_does_what_two_of_comfyuis_do(
     # ComfyUI computes in fp32 on a CPU, whatever the files hold; 0.3.64 does so for all but fp8.
     mixed = _prompt("native_mixed", experts={"compute_dtype": "fp32"})
     if comfyui.version() < (0, 4):
-        files = {name: value.replace("fp8_scaled", "fp16") for name, value in mixed["experts"]["inputs"].items()}
-        mixed["experts"]["inputs"] = files
+        for name in ("high_noise", "low_noise"):
+            mixed["experts"]["inputs"][name] = mixed["experts"]["inputs"][name].replace("fp8_scaled", "fp16")
     latent, history = run_in_server(mixed)
     _check_latent(latent)
     assert [step["expert"] for step in _timeline(history)["steps"]] == EXPERTS["native_mixed"]
