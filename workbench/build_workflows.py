@@ -13,6 +13,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from PIL import Image
 from .arrange import NOTE, NOTE_TYPE, columns, least_size, models_of, note
 from .base_directory import ROOT, furnish
 from .comfyui import NoComfyUIError, find_comfyui, running_server
-from .frontend import Frontend, NoBrowserError, opened_frontend, running_browser
+from .frontend import CLASSIC, NODES_2, Frontend, NoBrowserError, opened_frontend, running_browser
 from .graphs import numbered
 from .layout import Box, Layout, Size, place
 
@@ -42,6 +43,16 @@ ADD_NOTE = """([type, title, text]) => {
 SIZES = """() => Object.fromEntries(
     window.app.rootGraph.nodes.map(node => [String(node.id), Array.from(node.computeSize())])
 )"""
+
+# Nodes 2.0 draws its rows higher, and tells the graph how high a node is when it has drawn it.
+WIDEN = """sizes => {
+    for (const node of window.app.rootGraph.nodes) node.setSize([sizes[node.id][0], 0])
+}"""
+HEIGHTS = """() => Object.fromEntries(
+    window.app.rootGraph.nodes.map(node => [String(node.id), node.size[1]])
+)"""
+DRAWN = "() => window.app.rootGraph.nodes.every(node => document.querySelector(`[data-node-id='${node.id}']`))"
+DRAWN_MS = 2000
 
 # A seed that changed by itself after a run would make the next one another video than the file says.
 DRESS = """([id, models, sizes, positions, frames]) => {
@@ -100,23 +111,44 @@ def build(files: Sequence[Path], base: Path) -> None:
     """Build each of these API files, with a server whose base directory is `base`."""
     furnish(base)
     with running_browser() as browser, running_server(find_comfyui(), base) as server:
-        server.post("/settings", BARE)
         width, height = VIEW
+        heights = {}
         for file in files:
-            with opened_frontend(browser, server, width=width, height=height) as frontend:
+            # One each: nodes do not become lower than one of the same id was before.
+            with opened_frontend(browser, server, width=width, height=height, settings=NODES_2) as frontend:
+                heights[file] = _heights(frontend, _prompt(file))
+        server.post("/settings", BARE)
+        for file in files:
+            with opened_frontend(browser, server, width=width, height=height, settings=CLASSIC) as frontend:
                 frontend.page.evaluate(HIDE)
                 frontend.page.add_style_tag(content=HIDDEN)
-                _build_one(frontend, file)
+                _build_one(frontend, file, heights[file])
             print(f"workflows/{file.stem}.json")
 
 
-def _build_one(frontend: Frontend, file: Path) -> None:
-    prompt = numbered(json.loads(file.read_text(encoding="utf-8")))
+def _prompt(file: Path) -> dict[str, Any]:
+    return numbered(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _heights(frontend: Frontend, prompt: dict[str, Any]) -> dict[str, float]:
+    """How high each node is in the renderer of `frontend`."""
+    frontend.load_prompt(prompt)
+    frontend.page.evaluate(WIDEN, _sizes(frontend, prompt))
+    frontend.page.wait_for_function(DRAWN)
+    frontend.page.wait_for_timeout(DRAWN_MS)
+    heights: dict[str, float] = frontend.page.evaluate(HEIGHTS)
+    return heights
+
+
+def _build_one(frontend: Frontend, file: Path, heights: dict[str, float]) -> None:
+    """`heights` are those of nodes in the other renderer, which have to find room too."""
+    prompt = _prompt(file)
     frontend.load_prompt(prompt)
     note_id: str = frontend.page.evaluate(ADD_NOTE, [NOTE_TYPE, NOTE, note(file.stem, prompt)])
     nodes = {**prompt, note_id: {"class_type": NOTE_TYPE, "inputs": {}}}
     sizes = _sizes(frontend, nodes)
-    layout = place(columns(nodes), sizes)
+    room = {node: size._replace(height=max(size.height, ceil(heights.get(node, 0)))) for node, size in sizes.items()}
+    layout = place(columns(nodes), room)
     frames = {title: frame for title, frame in layout.frames.items() if title != NOTE}
     models = {node_id: [model._asdict() for model in models_of(node)] for node_id, node in prompt.items()}
     linked = {node_id: found for node_id, found in models.items() if found}
