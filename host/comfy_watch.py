@@ -126,6 +126,8 @@ class _Item:
     workflow: str | None
     graph: Mapping[str, str]
     """The class of each node."""
+    registry: ProgressRegistry
+    """Of this item alone; the next one has another."""
     times: ItemTimes
 
 
@@ -149,7 +151,7 @@ class _Looking:
                 prompt, workflow = _queued(here)
                 graph = {node_id: node["class_type"] for node_id, node in prompt.items()}
                 times = ItemTimes(late=self._late)
-                self._item = _Item(prompt_id=here, workflow=workflow, graph=graph, times=times)
+                self._item = _Item(prompt_id=here, workflow=workflow, graph=graph, registry=registry, times=times)
             if self._item.times.look(now, _seen(registry)):
                 self._item.times.memory(self._memory())
         self._late = False
@@ -165,9 +167,10 @@ class _Looking:
         self._tell_nodes(self._item, now, running=True)
 
     def close(self, now: float) -> None:
-        """The item is over."""
+        """The item is over; its last nodes may have run since the last look."""
         if self._item is not None:
-            self._item.times.close(now, self._item.graph)
+            self._item.times.look(now, _seen(self._item.registry))
+            self._item.times.close(now, self._item.graph, _cached(self._item.prompt_id))
             self._tell_nodes(self._item, now, running=False)
             self._item = None
 
@@ -209,6 +212,13 @@ def _seen(registry: ProgressRegistry) -> list[NodeSeen]:
         for part, entry in states
         if entry["state"] is not NodeState.Pending
     ]
+
+
+def _cached(prompt_id: str) -> frozenset[str]:
+    """Nodes of an item that is over whose results were there already; of these, output nodes seem to have run."""
+    told = PromptServer.instance.prompt_queue.get_history(prompt_id, map_function=lambda item: item.get("status"))
+    messages = (told.get(prompt_id) or {"messages": []})["messages"]
+    return frozenset(node for event, data in messages if event == "execution_cached" for node in data["nodes"])
 
 
 def _queued(prompt_id: str | None) -> tuple[Mapping[str, Any], str | None]:

@@ -7,7 +7,7 @@ took none. Of what ran while nobody looked no time is told, or the part that was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -99,14 +99,15 @@ class ItemTimes:
                     node.peaks[name] = max(value, node.peaks.get(name, 0))
             self._changed.add(node_id)
 
-    def close(self, now: float, graph: Mapping[str, str]) -> None:
+    def close(self, now: float, graph: Mapping[str, str], cached: Collection[str]) -> None:
         """The item is over: what still seems to run was interrupted, or has failed.
 
-        `graph` has the class of every node of the item; those that were not seen did not run.
+        `graph` has the class of every node of the item. Those that were not seen did not run, nor did those whose
+        results were `cached`, whatever was seen of them.
         """
         self._end(now)
         for node_id, class_type in graph.items():
-            if node_id not in self._nodes and node_id not in self._missed:
+            if node_id in cached or (node_id not in self._nodes and node_id not in self._missed):
                 self._nodes[node_id] = _Node(class_type=class_type)
                 self._changed.add(node_id)
 

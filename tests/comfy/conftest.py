@@ -24,7 +24,7 @@ GATE = """
 import pathlib, time
 
 class TestGate:
-    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = (), "wait", True, "test"
+    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = ("STRING",), "wait", True, "test"
 
     @classmethod
     def INPUT_TYPES(cls):
@@ -33,7 +33,7 @@ class TestGate:
     def wait(self, file):
         while not pathlib.Path(file).exists():
             time.sleep(0.02)
-        return ()
+        return (file,)
 
 NODE_CLASS_MAPPINGS = {"TestGate": TestGate}
 """

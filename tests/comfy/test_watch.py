@@ -116,6 +116,31 @@ def test_every_item_of_a_queue_is_seen(server: Any, tmp_path: Path) -> None:
     assert all(node(server, prompt_id)["seconds"] > 0 for prompt_id in ids)
 
 
+def test_a_quick_last_node_has_run_and_one_from_the_cache_has_not(server: Any, tmp_path: Path) -> None:
+    server.post("/wanstream/watch", {"seconds": 120})
+    told = []
+    for number in range(2):
+        gate = Gate(server, tmp_path / str(number))
+        prompt_id = server.queue(
+            {
+                "1": {"class_type": "PrimitiveString", "inputs": {"value": str(tmp_path)}},
+                "2": {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}},
+                "7": {"class_type": "TestGate", "inputs": {"file": str(gate.file)}},
+                "8": {"class_type": "PreviewAny", "inputs": {"source": ["7", 0]}},
+            }
+        )
+        until(lambda prompt_id=prompt_id: bool(node(server, prompt_id)))
+        gate.open()
+        server.wait(prompt_id)
+        until(lambda prompt_id=prompt_id: not items(server)[prompt_id]["running"])
+        nodes = items(server)[prompt_id]["nodes"]
+        told.append({node_id: figures["ran"] for node_id, figures in sorted(nodes.items())})
+    assert told == [
+        {"1": True, "2": True, "7": True, "8": True},
+        {"1": False, "2": False, "7": True, "8": True},
+    ]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_memory_of_the_device_is_seen(comfyui: ComfyUI, base: Path, tmp_path: Path) -> None:

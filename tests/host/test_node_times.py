@@ -78,7 +78,7 @@ def test_what_was_interrupted_ends_with_its_item() -> None:
     times = ItemTimes()
     times.look(1.0, [seen("a", "finished"), seen("b", "running")])
     times.changes(1.0)
-    times.close(3.0, {"a": "Class", "b": "Class"})
+    times.close(3.0, {"a": "Class", "b": "Class"}, ())
     told = times.changes(8.0)
     assert (told["b"]["seconds"], told["b"]["running"]) == (2.0, False)
     assert set(told) == {"b"}
@@ -87,10 +87,20 @@ def test_what_was_interrupted_ends_with_its_item() -> None:
 def test_a_node_that_was_never_seen_did_not_run() -> None:
     times = ItemTimes()
     times.look(1.0, [seen("a", "finished")])
-    times.close(2.0, {"a": "Class", "cached": "Loader"})
+    times.close(2.0, {"a": "Class", "cached": "Loader"}, ())
     told = times.changes(2.0)
     assert (told["a"]["ran"], told["cached"]["ran"]) == (True, False)
     assert (told["cached"]["class_type"], told["cached"]["seconds"]) == ("Loader", 0)
+
+
+def test_what_was_cached_did_not_run_though_it_seemed_to() -> None:
+    times = ItemTimes()
+    times.look(1.0, [seen("a", "finished"), seen("b", "finished")])
+    assert times.changes(1.0)["b"]["ran"]
+    times.close(2.0, {"a": "Class", "b": "Class"}, {"b"})
+    told = times.changes(2.0)
+    assert set(told) == {"b"}
+    assert (told["b"]["ran"], told["b"]["running"]) == (False, False)
 
 
 def test_who_comes_late_says_nothing_of_what_has_ended_and_of_what_runs_only_what_was_seen() -> None:
@@ -99,7 +109,7 @@ def test_who_comes_late_says_nothing_of_what_has_ended_and_of_what_runs_only_wha
     assert set(times.changes(10.0)) == {"b"}, "seconds of `a` are not known: none are better than 0.0"
     times.look(12.0, [seen("a", "finished"), seen("b", "finished"), seen("c", "running")])
     times.look(15.0, [seen("a", "finished"), seen("b", "finished"), seen("c", "finished")])
-    times.close(15.0, {"a": "Class", "b": "Class", "c": "Class", "d": "Class"})
+    times.close(15.0, {"a": "Class", "b": "Class", "c": "Class", "d": "Class"}, ())
     told = times.changes(15.0)
     assert {name: (node["seconds"], node["partly"], node["ran"]) for name, node in told.items()} == {
         "b": (2.0, True, True),
