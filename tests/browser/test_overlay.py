@@ -134,7 +134,7 @@ class Page:
         """Keep a part of what is to be seen now, if pictures are wanted."""
         folder = os.environ.get("WANSTREAM_IMAGES")
         if folder:
-            clip = {"x": 380, "y": 60, "width": 720, "height": 740, **part}
+            clip = {"x": 380, "y": 60, "width": 720, "height": 850, **part}
             with Image.open(io.BytesIO(self.page.screenshot(clip=clip))) as picture:
                 picture.convert("RGB").save(Path(folder) / f"{name}.png", optimize=True)
 
@@ -150,7 +150,7 @@ def renderer(request: pytest.FixtureRequest, server: Server) -> str:
 
 @pytest.fixture
 def page(browser: Browser, server: Server, renderer: str) -> Iterator[Page]:
-    with opened_frontend(browser, server, settings=RENDERERS[renderer]) as frontend:
+    with opened_frontend(browser, server, height=1080, settings=RENDERERS[renderer]) as frontend:
         yield Page(frontend, server)
 
 
