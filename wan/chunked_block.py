@@ -16,11 +16,10 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from ..plan.shapes import SHORT_CHUNK, TEXT_TOKENS
+from .block_forwards import BlockForwards
 from .frame_times import FrameModulation, pieces_of, rows_and_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -33,8 +32,7 @@ class ChunkedBlocks:
     """Blocks whose forward is chunked, from their making until `detach`; everything else about them stays as it is.
 
     Submodules are called as modules, the norms and the feed-forward once per chunk. The input of a block is never
-    written to. Attach before hooks are put around the blocks (context parallelism, caches), and take those off before
-    `detach`: both replace `forward`, and the outer one holds the inner one.
+    written to. Hooks are put around the blocks after, and taken off before, as of `BlockForwards`.
 
     Args:
         blocks: of diffusers' `WanTransformer3DModel`, with its own attention processors.
@@ -47,14 +45,17 @@ class ChunkedBlocks:
 
     def __init__(self, blocks: Iterable[WanTransformerBlock], chunk_tokens: int) -> None:
         assert chunk_tokens >= 1, f"{chunk_tokens} tokens at once"
-        self._blocks = list(blocks)
-        for index, block in enumerate(self._blocks):
+        chunked_blocks = list(blocks)
+        for index, block in enumerate(chunked_blocks):
             _check(index, block)
-        self._forwards: list[Callable[..., torch.Tensor]] = []
+        self._forwards = BlockForwards(
+            chunked_blocks,
+            lambda block: partial(chunked_forward, block, chunk_tokens),
+            first="attach chunks",
+            last="the chunks of the block change",
+        )
         self._processors: list[tuple[WanAttention, WanAttnProcessor, ChunkedAttention]] = []
-        for block in self._blocks:
-            block.forward = partial(chunked_forward, block, chunk_tokens)
-            self._forwards.append(block.forward)
+        for block in chunked_blocks:
             for attention in (block.attn1, block.attn2):
                 own, chunked = attention.processor, ChunkedAttention(chunk_tokens)
                 _hand_over(own, chunked)
@@ -67,15 +68,11 @@ class ChunkedBlocks:
         Raises:
             RuntimeError: something was put around the forward of a block since; nothing was changed.
         """
-        for index, (block, ours) in enumerate(zip(self._blocks, self._forwards, strict=True)):
-            if vars(block).get("forward") is not ours:
-                raise RuntimeError(f"a hook lies around block {index}: remove it before the chunks of the block change")
-        for block in self._blocks:
-            del block.forward
+        self._forwards.detach()
         for attention, own, chunked in self._processors:
             _hand_over(chunked, own)
             attention.set_processor(own)
-        self._blocks, self._forwards, self._processors = [], [], []
+        self._processors = []
 
 
 class ChunkedAttention:
@@ -230,8 +227,6 @@ def _hand_over(former: WanAttnProcessor | ChunkedAttention, latter: WanAttnProce
 
 
 def _check(index: int, block: WanTransformerBlock) -> None:
-    if "forward" in vars(block):
-        raise RuntimeError(f"a hook lies around block {index}: attach chunks before any other hook")
     for attention in (block.attn1, block.attn2):
         if type(attention.processor) is not WanAttnProcessor:
             kind = type(attention.processor).__name__

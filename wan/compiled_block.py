@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .block_forwards import BlockForwards
 from .frame_times import FrameModulation
 from .timed_block import forward_by_token
 
@@ -53,42 +54,17 @@ def compiler_named(name: str) -> BlockCompiler:
     return BlockCompiler(name)
 
 
-class CompiledBlocks:
-    """Blocks that compute by graphs, from their making until `detach`; everything else about them stays as it is.
-
-    Attach before hooks are put around the blocks (context parallelism, caches), and take those off before `detach`.
-
-    Args:
-        blocks: of diffusers' `WanTransformer3DModel`, with their own forward.
-        compiler: what compiles them.
-
-    Raises:
-        RuntimeError: something else has replaced the forward of a block.
-    """
+class CompiledBlocks(BlockForwards):
+    """Blocks that compute by graphs which `compiler` makes, from their making until `detach`; see `BlockForwards`."""
 
     def __init__(self, blocks: Iterable[WanTransformerBlock], compiler: BlockCompiler) -> None:
-        self._blocks = list(blocks)
-        for index, block in enumerate(self._blocks):
-            if "forward" in vars(block):
-                raise RuntimeError(f"a hook lies around block {index}: compile blocks before any other hook")
-        self._forwards: list[Callable[..., torch.Tensor]] = []
         compiled = functools.cache(partial(torch.compile, backend=compiler))
-        for block in self._blocks:
-            block.forward = partial(_forward, compiled(type(block).forward), compiled(forward_by_token), block)
-            self._forwards.append(block.forward)
-
-    def detach(self) -> None:
-        """Give the blocks back their own forward. Detaching twice is allowed.
-
-        Raises:
-            RuntimeError: something was put around the forward of a block since; nothing was changed.
-        """
-        for index, (block, ours) in enumerate(zip(self._blocks, self._forwards, strict=True)):
-            if vars(block).get("forward") is not ours:
-                raise RuntimeError(f"a hook lies around block {index}: remove it before the block is no more compiled")
-        for block in self._blocks:
-            del block.forward
-        self._blocks, self._forwards = [], []
+        super().__init__(
+            blocks,
+            lambda block: partial(_forward, compiled(type(block).forward), compiled(forward_by_token), block),
+            first="compile blocks",
+            last="the block is no more compiled",
+        )
 
 
 def _forward(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .block_forwards import BlockForwards
 from .chunked_block import Rotary, chunked_forward
 from .frame_times import FrameModulation
 
@@ -17,37 +18,16 @@ if TYPE_CHECKING:
     from .nag import Texts
 
 
-class TimedBlocks:
-    """Blocks that take a `FrameModulation` too, from their making until `detach`.
-
-    Attach before hooks are put around the blocks (context parallelism, caches), and take those off before `detach`.
-
-    Raises:
-        RuntimeError: something else has replaced the forward of a block.
-    """
+class TimedBlocks(BlockForwards):
+    """Blocks that take a `FrameModulation` too, from their making until `detach`; see `BlockForwards`."""
 
     def __init__(self, blocks: Iterable[WanTransformerBlock]) -> None:
-        self._blocks = list(blocks)
-        for index, block in enumerate(self._blocks):
-            if "forward" in vars(block):
-                raise RuntimeError(f"a hook lies around block {index}: take timesteps of frames before any other hook")
-        self._forwards: list[Callable[..., torch.Tensor]] = []
-        for block in self._blocks:
-            block.forward = partial(_forward, block)
-            self._forwards.append(block.forward)
-
-    def detach(self) -> None:
-        """Give the blocks back their own forward. Detaching twice is allowed.
-
-        Raises:
-            RuntimeError: something was put around the forward of a block since; nothing was changed.
-        """
-        for index, (block, ours) in enumerate(zip(self._blocks, self._forwards, strict=True)):
-            if vars(block).get("forward") is not ours:
-                raise RuntimeError(f"a hook lies around block {index}: remove it before the block is its own again")
-        for block in self._blocks:
-            del block.forward
-        self._blocks, self._forwards = [], []
+        super().__init__(
+            blocks,
+            lambda block: partial(_forward, block),
+            first="take timesteps of frames",
+            last="the block is its own again",
+        )
 
 
 def _forward(
