@@ -43,7 +43,9 @@ class FrameModulation:
         """[S] int64, beside the rows."""
         rows, counts = zip(*((run.row, run.end - run.start) for run in self.runs), strict=True)
         device = self.rows.device
-        return torch.tensor(rows, device=device).repeat_interleave(torch.tensor(counts, device=device))
+        tokens = self.runs[-1].end  # a device that has to be asked for the sum of the counts would hold the host up
+        counted = torch.tensor(counts, device=device)
+        return torch.tensor(rows, device=device).repeat_interleave(counted, output_size=tokens)
 
 
 def frame_timesteps(freedom: Sequence[float], timestep: float) -> tuple[float, ...]:
