@@ -1,7 +1,7 @@
 """A models folder for trying the pack out: ComfyUI's layout, real file names, tiny random weights.
 
-Names and depth are those of Wan2.2 A14B and 5B and of Wan2.1, so every workflow runs on it unchanged; width is one
-attention head instead of forty, so it takes 0.4 GB and its videos show noise. The weights follow from fixed seeds.
+Names and depth are those of Wan2.2 A14B and 5B and of Wan2.1, so every workflow runs on it unchanged. It has two attention
+heads instead of forty, so it takes 0.9 GB and its videos show noise. The weights follow from fixed seeds.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .sample_pipeline import link_shared, write_settings
 from .sample_ti2v import write_ti2v
 from .sample_tokenizer import VOCABULARY
 from .sample_wan21 import write_wan21
-from .sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
+from .sample_weights import SAMPLE_WIDTH, ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
 
 __all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
 
 A14B_LAYERS = 40
-RECIPE = 5  # raised when other files are written, so that an older sample model is replaced
+RECIPE = 6  # raised when other files are written, so that an older sample model is replaced
 
 VAE_SEED, TEXT_SEED, WAN22_VAE_SEED = 1, 2, 4
 LORA_SEED = 100  # added to that of its expert
@@ -146,7 +146,7 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
         for expert, seed in zip(("high", "low"), family.seeds, strict=True):
             on_progress(f"{family.name} {expert}-noise expert")
             _write_expert(
-                family, expert, folder, ExpertShape(layers=layers, heads=1, in_channels=family.in_channels), seed
+                family, expert, folder, ExpertShape(layers=layers, in_channels=family.in_channels, **SAMPLE_WIDTH), seed
             )
     write_wan21(folder, folder / T2V.pipeline, layers, on_progress)
     write_ti2v(folder, make_wan22_vae(seed=WAN22_VAE_SEED), folder / T2V.pipeline, layers, on_progress)

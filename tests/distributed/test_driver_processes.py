@@ -16,7 +16,7 @@ import torch
 from wanstream.distributed.driver import Driver
 from wanstream.distributed.tasks import RunTask
 from wanstream.distributed.worker_cell import WorkerFailedError
-from wanstream.plan import Mesh, OffloadPolicy, WorkersRef
+from wanstream.plan import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from wanstream.sampling import Cancelled, StepProgress
 
 WORKERS = 4
@@ -84,6 +84,19 @@ def test_every_mesh_gives_what_one_worker_gives(
     assert set(ran.timelines) == set(range(mesh.size)) or mesh.data * mesh.stage == 4
     assert (ran.gathered_bytes > 0) == (mesh.cell_size > 1)
     assert [step.index for step in ran.timeline.steps] == list(range(len(ran.timeline.steps)))
+
+
+def test_ulysses_shares_out_the_heads_of_the_sample_model(
+    pool: Any, make_task: MakeTask, alone: Alone, sample_models: Path
+) -> None:
+    files = (
+        sample_models / f"diffusion_models/wan2.2_t2v_{expert}_noise_14B_fp8_scaled.safetensors"
+        for expert in ("high", "low")
+    )
+    task = make_task(experts=ExpertsRef(high_noise=next(files), low_noise=next(files), compute_dtype="float32"))
+    made = driver_of(pool, Mesh(ulysses=2)).denoise(task.experts, task.request, task.policy).latents
+    wanted = alone(task)
+    assert ((made - wanted).norm() / wanted.norm()).item() <= SAME
 
 
 def test_in_two_stages_no_worker_changes_its_expert(pool: Any, batch_task: MakeTask, alone: Alone) -> None:

@@ -106,7 +106,7 @@ def test_a_lora_of_another_model_is_reported_on_its_node(run: Run, folders: dict
         "blocks.0.self_attn.q.lora_up.weight": torch.ones(5120, 4),
     }
     save_file(wide, folders["models"] / "loras" / "wide.safetensors")
-    with pytest.raises(NodeFailedError, match=r"\[5120, 5120\].*\[128, 128\].*for a 14B model") as failed:
+    with pytest.raises(NodeFailedError, match=r"\[5120, 5120\].*\[256, 256\].*for a 14B model") as failed:
         run(PAIR, {**NEITHER, "low_noise": "wide.safetensors"})
     assert failed.value.node_id == "lora1"
 

@@ -145,5 +145,5 @@ def test_a_layout_that_does_not_suit_the_run_is_refused_before_workers_start(run
     nowhere = {"count": 2, "layout": "as set below", "address": "127.0.0.1:1"}
     with pytest.raises(NodeFailedError, match="guidance is 1 under every expert"):
         run(workflow({**nowhere, "cfg": 2}, guidance_high=1.0, guidance_low=1.0))
-    with pytest.raises(NodeFailedError, match="ulysses 2 does not divide 1 heads"):
-        run(workflow({**nowhere, "ulysses": 2}))
+    with pytest.raises(NodeFailedError, match="ulysses 4 does not divide 2 heads"):
+        run(workflow({**nowhere, "count": 4, "ulysses": 4}))
