@@ -22,7 +22,7 @@ from ..plan.figure_words import size_text
 from ..plan.plan_reason import policy_words, ram_words
 from .aligned import aligned
 from .exit_codes import DONE, FAILED, INVALID
-from .plan_arguments import GB, PlanArguments, asked_budgets, asked_machine, offload_job
+from .plan_arguments import GB, PlanArguments, asked_budgets, asked_machine, asked_value_bytes, offload_job
 from .plan_workers import plan_workers
 
 SHOWN = 8
@@ -32,7 +32,9 @@ SHOWN = 8
 def plan(arguments: PlanArguments) -> int:
     """Print the predicted table, or JSON, and return the exit code."""
     try:
-        job, machine, budgets = offload_job(arguments), asked_machine(arguments), asked_budgets(arguments)
+        offload_job(arguments)  # refuses what cannot be planned before this machine is measured
+        machine, budgets = asked_machine(arguments), asked_budgets(arguments)
+        job = offload_job(arguments, value_bytes=asked_value_bytes(arguments))
     except ValueError as err:
         print(err, file=sys.stderr)
         return INVALID

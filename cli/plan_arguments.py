@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..plan import T2V_A14B, TI2V_5B, Budgets, ExpertShape, Machine, OffloadJob
 from ..plan.gpus import expected_machine
-from ..plan.shapes import PIXELS_PER_LATENT, WAN22_PIXELS_PER_LATENT
+from ..plan.shapes import BF16_BYTES, PIXELS_PER_LATENT, WAN22_PIXELS_PER_LATENT
 from .sizes import SizeError, video_shape
 
 GB = 1e9
@@ -67,13 +67,13 @@ class PlanArguments:
     json: bool = False
 
 
-def offload_job(arguments: PlanArguments) -> OffloadJob:
-    """The run that the command line describes. Raises SizeError."""
+def offload_job(arguments: PlanArguments, *, value_bytes: int = BF16_BYTES) -> OffloadJob:
+    """The run that the command line describes, computed in values of that size. Raises SizeError."""
     model = MODELS[arguments.model]
     video = video_shape(arguments.size, per_latent=model.per_latent)
     expert = model.expert
     stored = int(expert.streamed_parameters * STORAGES[arguments.storage])
-    computed = expert.streamed_bytes()
+    computed = expert.streamed_bytes(bytes_per_weight=value_bytes)
     # Of one expert, the guidance is that of the place which it has.
     lanes = dict(zip(("high", "low"), GUIDED[arguments.cfg], strict=True))
     return OffloadJob(
@@ -82,9 +82,10 @@ def offload_job(arguments: PlanArguments) -> OffloadJob:
         lanes={place: lanes[place] for place in model.places},
         experts_of_steps=_steps(arguments, one="low" not in model.places),
         stored_bytes=stored,
-        file_bytes=computed if arguments.storage == "fp8" else stored,
+        file_bytes=expert.streamed_bytes() if arguments.storage == "fp8" else stored,
         computed_bytes=computed,
-        staying_bytes=len(model.places) * expert.staying_bytes(),
+        staying_bytes=len(model.places) * expert.staying_bytes() * value_bytes // BF16_BYTES,
+        value_bytes=value_bytes,
     )
 
 
@@ -110,6 +111,15 @@ def asked_machine(arguments: PlanArguments) -> Machine:
     return expected_machine(
         arguments.gpu, ram_bytes=int(arguments.ram_gb * GIB), disk_bytes_per_s=arguments.ssd_gb_s * GB
     )
+
+
+def asked_value_bytes(arguments: PlanArguments) -> int:
+    """Bytes of a value that experts compute with by `compute_dtype` auto; a machine that is not here has bf16 units."""
+    if arguments.gpu != "this":
+        return BF16_BYTES
+    from ..wan.compute_dtype import auto_dtype
+
+    return auto_dtype(arguments.device).itemsize
 
 
 def _this_machine(arguments: PlanArguments) -> Machine:

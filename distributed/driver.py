@@ -18,8 +18,11 @@ from enum import Enum
 from functools import partial
 from typing import TypeAlias
 
+import torch
+
 from ..plan import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 from ..sampling import Cancelled, DenoiseRequest, StepProgress, apart
+from ..wan.compute_dtype import AUTO, common_dtype, dtype_name
 from .cell_meetings import CellMeetings
 from .driver_steps import Progress, part_sizes, stage_steps
 from .path_map import check_paths, paths_of
@@ -181,20 +184,23 @@ class Driver:
 
     def _compute(self, run: StageRun[StepTold], work: Work, should_stop: ShouldStop | None) -> list[StepTold]:
         """Bring the workers together, and let them compute."""
-        self._gather(work, should_stop)
+        facts = self._gather(work, should_stop)
+        work = replace(work, experts=_in_one_dtype(work.experts, facts))
         for cell in self._cells.values():
             cell.take_up(work)
         return run.go()
 
-    def _gather(self, work: Work, should_stop: ShouldStop | None) -> None:
-        """Let the workers of each cell meet, those that are not together; all cells at once."""
+    def _gather(self, work: Work, should_stop: ShouldStop | None) -> list[WorkerFacts]:
+        """Let the workers of each cell meet, those that are not together; all cells at once. Returns their facts."""
         paths = [str(path) for path in paths_of(work.experts)]
         cells = self._cells.values()
         meeting = [on_own_thread("wanstream-meet", self._gather_cell, cell, paths) for cell in cells]
         while wait(meeting, timeout=POLL_S).not_done:
             if should_stop is not None and should_stop():
                 raise Cancelled(work.requests[0].start_step, 0)
-        check_paths([facts for each in meeting for facts in each.result()], self._ref.paths)
+        every = [facts for each in meeting for facts in each.result()]
+        check_paths(every, self._ref.paths)
+        return every
 
     def _gather_cell(self, cell: WorkerCell, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
         """As often as losses are made good; these count for no run."""
@@ -220,6 +226,14 @@ class Driver:
             yield
         finally:
             self._state = DriverState.IDLE
+
+
+def _in_one_dtype(experts: ExpertsRef, facts: Sequence[WorkerFacts]) -> ExpertsRef:
+    """The experts, with a dtype for all workers in place of "auto": their results would differ in different ones."""
+    if experts.compute_dtype != AUTO:
+        return experts
+    dtype = common_dtype([getattr(torch, each.auto_dtype) for each in facts])
+    return replace(experts, compute_dtype=dtype_name(dtype))
 
 
 def _shown_apart(

@@ -114,3 +114,5 @@ class WorkerFacts:
     its RAM."""
     generation: int | None = None
     """Of the meeting that it is in; None outside one."""
+    auto_dtype: str = "float32"
+    """The dtype that experts compute in there where their `compute_dtype` is "auto"."""

@@ -23,6 +23,7 @@ from ..plan import ExpertsRef, PathMap
 from ..plan.version import VERSION
 from ..sampling import Part, StepProgress, denoise_part
 from ..sampling.split import ALONE
+from ..wan.compute_dtype import auto_dtype, dtype_name
 from ..wan.registry import ExpertsRegistry, open_pair
 from .groups import Groups
 from .path_map import located, located_experts, weight_bytes
@@ -114,6 +115,7 @@ class Worker:
             sizes=tuple((path, weight_bytes(place)) for path, place in there.items() if place.exists()),
             tile_bytes=tile_room(self._device, self._experts.loaded_bytes),
             generation=None if groups is None else groups.meeting.generation,
+            auto_dtype=dtype_name(auto_dtype(self._device)),
         )
 
     def free_port(self) -> int:

@@ -20,6 +20,7 @@ import torch
 from ..offload.available_memory import cgroup_limits
 from ..offload.probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
 from ..plan import T2V_A14B, ExpertShape, Machine, VideoShape
+from ..wan.compute_dtype import auto_dtype, dtype_name
 from ..wan.probe import block_pass, probe_block, sample_block
 from .folders import GGUF_FILES, WEIGHT_FILES
 
@@ -151,6 +152,7 @@ def _identity(device: torch.device, expert: ExpertShape, models: Path | None) ->
         "ram_bytes": _ram_bytes(),
         "disk": None if models is None else _disk(models),
         "block": [expert.width, expert.ffn_width],
+        "computes_in": dtype_name(auto_dtype(device)),
     }
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 from ..host import ExpertsRef, host, io
 from ..plan import Attention, Storage
 from ..wan.block_storage import STORAGES
+from ..wan.compute_dtype import AUTO, auto_dtype, dtype_name
 from . import sockets
 from .expert_inputs import attention_input, compile_input
 
 SAME_FOLDER = "from the same pipeline folder"
 
 FOLDERS = ("diffusion_models", "diffusers")
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {AUTO: AUTO, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+LOG = logging.getLogger("wanstream.nodes")
 
 
 class WanStreamExperts(io.ComfyNode):
@@ -62,7 +66,7 @@ class WanStreamExperts(io.ComfyNode):
         ref = ExpertsRef(
             high_noise=host.model_path(high_noise, *FOLDERS),
             low_noise=None if low_noise == SAME_FOLDER else host.model_path(low_noise, *FOLDERS),
-            compute_dtype=DTYPES[compute_dtype],
+            compute_dtype=chosen_dtype(compute_dtype),
             storage=storage,
             attention=attention,
             compile=compile,
@@ -74,14 +78,24 @@ class WanStreamExperts(io.ComfyNode):
         return io.NodeOutput(ref)
 
 
+def chosen_dtype(compute_dtype: str) -> str:
+    """The dtype that a widget names. "auto" is settled here, so that all workers of a run compute in the same one."""
+    if compute_dtype != AUTO:
+        return DTYPES[compute_dtype]
+    device = host.device()
+    dtype = dtype_name(auto_dtype(device))
+    LOG.info("compute_dtype auto: the blocks compute in %s on %s", dtype, device)
+    return dtype
+
+
 def dtype_input() -> io.Combo.Input:
     return io.Combo.Input(
         "compute_dtype",
         options=list(DTYPES),
-        default="bf16",
-        tooltip="What the blocks compute in, whatever the file holds. bf16: 0.70 GB per buffer. fp16: as "
-        "large, for devices without bf16. fp32: twice the memory and time, for comparisons on a "
-        "CPU.",
+        default=AUTO,
+        tooltip="What the blocks compute in, whatever the file holds. auto: bf16 where the device has units for it, "
+        "else fp16, else fp32, as on most CPUs. bf16 and fp16: 0.70 GB per buffer; a CPU without bf16 units takes "
+        "three to five times as long in them as in fp32. fp32: twice the memory, and on a GPU at least twice the time.",
     )
 
 

@@ -10,7 +10,7 @@ from ..plan import Attention, Storage
 from ..sampling import RequestError
 from . import sockets
 from .expert_inputs import attention_input, compile_input
-from .load import DTYPES, FOLDERS, dtype_input, storage_input
+from .load import FOLDERS, chosen_dtype, dtype_input, storage_input
 from .sample_inputs import FROM_BOUNDARY
 
 
@@ -52,7 +52,7 @@ class WanStreamOneExpert(io.ComfyNode):
     ) -> io.NodeOutput:
         ref = ExpertsRef(
             high_noise=host.model_path(file, *FOLDERS),
-            compute_dtype=DTYPES[compute_dtype],
+            compute_dtype=chosen_dtype(compute_dtype),
             storage=storage,
             one=True,
             attention=attention,

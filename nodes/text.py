@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..host import host, io
+from ..wan.compute_dtype import auto_dtype
 from ..wan.text_encoder import open_text_encoder
 
 
@@ -47,6 +48,6 @@ class WanStreamTextEncode(io.ComfyNode):
     @classmethod
     def execute(cls, text_encoder: str, positive: str, negative: str) -> io.NodeOutput:
         path, device = host.model_path(text_encoder, "diffusers", "text_encoders"), host.device()
-        with host.ledger().phase("text", device), open_text_encoder(path) as encoder:
+        with host.ledger().phase("text", device), open_text_encoder(path, compute_dtype=auto_dtype(device)) as encoder:
             embeddings = encoder.encode([positive, negative], device=device)
         return io.NodeOutput(*([[embedding, {"pooled_output": None}]] for embedding in embeddings))

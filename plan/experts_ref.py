@@ -33,7 +33,8 @@ class ExpertsRef:
 
     high_noise: Path
     low_noise: Path | None = None
-    compute_dtype: str = "bfloat16"
+    compute_dtype: str = "auto"
+    """torch's name of a dtype; or "auto": what the device is fast in, and the same for all workers of a run."""
     storage: Storage = "as stored"
     loras: tuple[LoraRef, ...] = ()
     one: bool = False

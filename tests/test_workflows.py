@@ -28,6 +28,7 @@ from wanstream.workbench.model_files import MODEL_FILES
 WORKFLOWS = Path(__file__).parent.parent / "workflows"
 NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
 NODES = {node.define_schema().node_id: node for node in asyncio.run(WanStreamExtension().get_node_list())}
+EXPERTS = ("WanStreamExperts", "WanStreamOneExpert")
 WIDGETS = {"INT", "FLOAT", "STRING", "COMBO", "BOOLEAN"}
 
 # Of ComfyUI's own nodes, those that workflows use.
@@ -120,6 +121,12 @@ def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(name: str, s
     carried = {node["title"]: node["properties"].get("models", []) for node in canvas["nodes"]}
     for node in prompt.values():
         assert carried[node["_meta"]["title"]] == [file._asdict() for file in models_of(node)]
+
+
+@EACH
+def test_experts_compute_in_what_the_machine_is_fast_in(name: str) -> None:
+    (loader,) = (node for node in prompt_of(name).values() if node["class_type"] in EXPERTS)
+    assert loader["inputs"]["compute_dtype"] == "auto"
 
 
 @EACH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .checkpoint import Expert
+from .compute_dtype import auto_dtype
 from .expert_engine import ExpertEngine
 from .experts import ExpertPair, open_experts, open_one_expert
 from .forward import Lane, forward_lanes
@@ -23,6 +24,7 @@ __all__ = [
     "Nag",
     "TextEncoder",
     "WanVae",
+    "auto_dtype",
     "denormalise",
     "forward_lanes",
     "held_against",

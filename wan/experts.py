@@ -11,6 +11,7 @@ import torch
 from ..plan import Storage
 from .block_storage import STORAGES, tell_what_stays
 from .checkpoint import Expert, open_expert
+from .compute_dtype import AUTO, ComputeDtype, resolved_dtype
 from .detect import IMAGE_LAYER
 from .expert_pair import ExpertPair
 from .key_map import both_names
@@ -25,7 +26,7 @@ def open_experts(
     high_noise: str | PathLike[str],
     low_noise: str | PathLike[str] | None = None,
     *,
-    compute_dtype: torch.dtype = torch.bfloat16,
+    compute_dtype: ComputeDtype = AUTO,
     storage: Storage = "as stored",
     direct: bool | None = None,
     shared: bool = False,
@@ -37,7 +38,8 @@ def open_experts(
             fp8 with scales or without) or a GGUF file, or a diffusers transformer folder. A diffusers pipeline folder
             stands for both experts.
         low_noise: the expert of the late steps, likewise.
-        compute_dtype: bf16, fp16 or fp32. What diffusers keeps in fp32 stays in fp32 whatever is asked here.
+        compute_dtype: bf16, fp16 or fp32; or "auto": `auto_dtype` of the GPU if there is one, otherwise of the CPU.
+            Give `auto_dtype(device)` for another device. What diffusers keeps in fp32 stays in fp32 in any case.
         storage: "as stored", or "fp8": the matrices of the blocks are kept in RAM and moved in fp8 (e4m3fn) with one
             scale for each row, which halves both for a bf16 or fp16 file. They are quantised while they are read, and
             decoded on arrival. Matrices that are fp8 already or packed (GGUF) stay as they are.
@@ -51,7 +53,7 @@ def open_experts(
         CheckpointError: the tensors are not those of an A14B expert, or the two experts do not belong together.
         ValueError: another compute dtype or storage.
     """
-    _check_settings(compute_dtype, storage)
+    dtype = _checked(compute_dtype, storage)
     high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
     high, low = open_expert(high_path), open_expert(low_path)
     for expert in (high, low):
@@ -59,13 +61,13 @@ def open_experts(
     _check_pair(high, low)
     _refuse_image_branch(high)
     tell_what_stays((high, low), storage)
-    return ExpertPair(high=high, low=low, compute_dtype=compute_dtype, storage=storage, direct=direct, shared=shared)
+    return ExpertPair(high=high, low=low, compute_dtype=dtype, storage=storage, direct=direct, shared=shared)
 
 
 def open_one_expert(
     path: str | PathLike[str],
     *,
-    compute_dtype: torch.dtype = torch.bfloat16,
+    compute_dtype: ComputeDtype = AUTO,
     storage: Storage = "as stored",
     direct: bool | None = None,
     shared: bool = False,
@@ -80,13 +82,11 @@ def open_one_expert(
     Raises as `open_experts`; a folder with two transformers is refused, and so is an image-to-video file that has no
     image branch.
     """
-    _check_settings(compute_dtype, storage)
+    dtype = _checked(compute_dtype, storage)
     expert = open_expert(_one_path(Path(path)))
     _require_image_branch(expert)
     tell_what_stays([expert], storage)
-    return ExpertPair(
-        high=expert, low=expert, compute_dtype=compute_dtype, storage=storage, direct=direct, shared=shared
-    )
+    return ExpertPair(high=expert, low=expert, compute_dtype=dtype, storage=storage, direct=direct, shared=shared)
 
 
 def _refuse_ti2v(expert: Expert) -> None:
@@ -115,13 +115,16 @@ def _require_image_branch(expert: Expert) -> None:
         )
 
 
-def _check_settings(compute_dtype: torch.dtype, storage: Storage) -> None:
-    if compute_dtype not in COMPUTE_DTYPES:
+def _checked(compute_dtype: ComputeDtype, storage: Storage) -> torch.dtype:
+    """The dtype to compute in. Raises ValueError for settings that cannot be."""
+    dtype = resolved_dtype(compute_dtype)
+    if dtype not in COMPUTE_DTYPES:
         raise ValueError(
-            f"compute_dtype is {compute_dtype}; {', '.join(map(str, COMPUTE_DTYPES))} can be computed with"
+            f"compute_dtype is {compute_dtype}; {', '.join(map(str, COMPUTE_DTYPES))} or 'auto' can be computed with"
         )
     if storage not in STORAGES:
         raise ValueError(f"storage is {storage!r}; blocks can be kept {' or '.join(map(repr, STORAGES))}")
+    return dtype
 
 
 def _one_path(path: Path) -> Path:

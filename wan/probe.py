@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from ..metrics import clock_for
 from ..plan import ExpertShape
 from ..plan.shapes import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS
+from .compute_dtype import auto_dtype
 
 FEWEST_TOKENS = 256
 SHARE_OF_FREE = 0.8
@@ -19,7 +20,7 @@ SHARE_OF_FREE = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeRate:
-    """Floating point operations per second of one block in bf16, as `ExpertShape.block_flops` counts them."""
+    """Floating point operations per second of one block in `auto_dtype`, as `ExpertShape.block_flops` counts them."""
 
     flops_per_s: float
     tokens: int
@@ -45,13 +46,13 @@ def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s
 
 
 def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBlock:
-    """A block in bf16 with small random weights, its norms in fp32 as diffusers keeps them."""
+    """A block in `auto_dtype(device)` with small random weights, its norms in fp32 as diffusers keeps them."""
     added = None if shape.image_width is None else shape.width
     with torch.device("meta"):
         block = WanTransformerBlock(
             shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True, added_kv_proj_dim=added
         )
-    block = block.to(torch.bfloat16).to_empty(device=device).eval().requires_grad_(False)
+    block = block.to(auto_dtype(device)).to_empty(device=device).eval().requires_grad_(False)
     tile = torch.randn(2**16, device=device).mul_(0.02)
     for parameter in block.parameters():
         flat = parameter.view(-1)
@@ -66,7 +67,7 @@ def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBloc
 def block_pass(block: WanTransformerBlock, shape: ExpertShape, tokens: int, device: torch.device) -> Callable[[], None]:
     """One lane of `tokens` through `block`, each time it is called."""
     rows = (tokens, TEXT_TOKENS + (0 if shape.image_width is None else IMAGE_TOKENS), 6)
-    hidden, text, modulation = (torch.randn(1, n, shape.width, device=device, dtype=torch.bfloat16) for n in rows)
+    hidden, text, modulation = (torch.randn(1, n, shape.width, device=device, dtype=auto_dtype(device)) for n in rows)
     rotary = tuple(torch.randn(1, tokens, 1, HEAD_DIM, device=device) for _ in range(2))
 
     def once() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..plan import ExpertsRef, LoraRef
+from .compute_dtype import AUTO, ComputeDtype
 from .experts import ExpertPair, open_experts, open_one_expert
 from .kernels import INDUCTOR, Kernels, check_installed
 from .lora import open_lora
@@ -15,7 +16,7 @@ from .lora import open_lora
 
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
     """Open the experts that `ref` names, without its LoRAs: reads headers only. `shared` as for `open_experts`."""
-    dtype = getattr(torch, ref.compute_dtype)
+    dtype: ComputeDtype = AUTO if ref.compute_dtype == AUTO else getattr(torch, ref.compute_dtype)
     if ref.one:
         return open_one_expert(ref.high_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
     return open_experts(ref.high_noise, ref.low_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)

@@ -20,6 +20,7 @@ from ..offload.file_source import FileSource, read_tensors
 from ..offload.layout import streamed_names
 from ..plan import BlockKey, OffloadPolicy
 from .component import component_folder
+from .compute_dtype import AUTO, ComputeDtype, resolved_dtype
 from .meta_model import set_parameters
 from .prompt import tokenise
 from .umt5 import TOKEN_TABLE, Umt5, open_umt5_file, open_umt5_folder
@@ -33,20 +34,20 @@ class PromptError(ValueError):
     """Prompts that cannot be encoded."""
 
 
-def open_text_encoder(path: Path | str, *, compute_dtype: torch.dtype = torch.bfloat16) -> TextEncoder:
+def open_text_encoder(path: Path | str, *, compute_dtype: ComputeDtype = AUTO) -> TextEncoder:
     """Open the text encoder of a diffusers pipeline folder, its `text_encoder` folder, or ComfyUI's single file.
 
-    A `text_encoder` folder needs `tokenizer` beside it; a single file holds its tokenizer. Reads that, the config and
-    headers only.
+    `compute_dtype` is as of `open_experts`. A `text_encoder` folder needs `tokenizer` next to it; a single file holds
+    its tokenizer. Reads that, the config and headers only.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file; the config or the tensors
             are not those of a UMT5 encoder that is 4096 wide; there is no tokenizer.
     """
-    path = Path(path)
+    path, dtype = Path(path), resolved_dtype(compute_dtype)
     if path.is_file():
-        return TextEncoder(open_umt5_file(path), compute_dtype=compute_dtype)
-    return TextEncoder(open_umt5_folder(component_folder(path, "text_encoder")), compute_dtype=compute_dtype)
+        return TextEncoder(open_umt5_file(path), compute_dtype=dtype)
+    return TextEncoder(open_umt5_folder(component_folder(path, "text_encoder")), compute_dtype=dtype)
 
 
 class TextEncoder:

@@ -7,14 +7,16 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from wanstream.cli import main
 from wanstream.cli.plan import shown
-from wanstream.cli.plan_arguments import PlanArguments, offload_job
+from wanstream.cli.plan_arguments import PlanArguments, asked_value_bytes, offload_job
 from wanstream.cli.sizes import SizeError
 from wanstream.plan import TI2V_5B, Budgets, OffloadPlan, plan_offload
 from wanstream.plan.figure_words import size_text
 from wanstream.plan.gpus import GPUS, expected_machine
+from wanstream.wan import compute_dtype
 
 ASKED = PlanArguments(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5, size="1280x720x81")
 COMMAND = ["plan", "--gpu", "RTX 4060 Ti 16GB", "--ram", "32", "--ssd", "3.5", "--size", "1280x720x81"]
@@ -141,3 +143,18 @@ def test_wrong_arguments(changes: dict[str, str | None], message: str, capsys: p
     told = capsys.readouterr()
     assert told.out == ""
     assert message in told.err
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_run_on_this_machine_is_planned_in_the_dtype_that_it_would_compute_in(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute_dtype, "auto_dtype", lambda device: dtype)
+    size = asked_value_bytes(replace(ASKED, gpu="this"))
+    assert size == dtype.itemsize
+    job, usual = offload_job(ASKED, value_bytes=size), offload_job(ASKED)
+    assert job.computed_bytes == job.expert.streamed_parameters * size
+    assert job.staying_bytes * 2 == usual.staying_bytes * size
+    assert (job.stored_bytes, job.file_bytes) == (usual.stored_bytes, usual.file_bytes)
+    assert job.decodes == (dtype != torch.bfloat16)
+    assert asked_value_bytes(ASKED) == 2

@@ -120,7 +120,12 @@ class FakeWorker:
         generation = None if self._meeting is None else self._meeting[0].generation
         missing = tuple(path for path in self._pool.missing.get(self._rank, ()) if path in paths)
         return replace(
-            self._pool.facts, pid=self.pid, node=f"node-{self._rank}", missing=missing, generation=generation
+            self._pool.facts,
+            pid=self.pid,
+            node=f"node-{self._rank}",
+            missing=missing,
+            generation=generation,
+            auto_dtype=self._pool.auto_dtypes.get(self._rank, "float32"),
         )
 
     def _free_port(self) -> int:
@@ -250,6 +255,8 @@ class FakePool:
     missing: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """By rank: paths that are not there."""
     meetings: dict[tuple[int, int], FakeMeeting] = field(default_factory=dict)
+    auto_dtypes: dict[int, str] = field(default_factory=dict)
+    """By rank; float32 for the others."""
     facts: WorkerFacts = field(
         default_factory=lambda: WorkerFacts(
             pid=0,

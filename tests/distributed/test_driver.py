@@ -8,6 +8,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,16 @@ def test_without_data_and_stages_a_batch_is_one_task(fakes: Any, request_of: Any
     pool, request = fakes.FakePool(2), request_of(3)
     driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request, LAYERWISE)
     assert [(rank, task.request is request) for rank, task in pool.sent] == [(0, True), (1, True)]
+
+
+@pytest.mark.parametrize(("asked", "computed"), [("auto", "float16"), ("bfloat16", "bfloat16")], ids=["auto", "chosen"])
+def test_all_workers_of_a_run_compute_in_the_same_dtype(
+    asked: str, computed: str, fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
+    pool = fakes.FakePool(4, auto_dtypes={0: "bfloat16", 1: "float16", 2: "bfloat16", 3: "bfloat16"})
+    driver_of(pool, Mesh(data=2, cfg=2)).denoise(replace(experts_ref(), compute_dtype=asked), request_of(2), LAYERWISE)
+    assert len(pool.sent) == 4
+    assert {task.experts.compute_dtype for _, task in pool.sent} == {computed}
 
 
 def test_samples_are_shared_out_evenly(fakes: Any, request_of: Any, experts_ref: Any) -> None:

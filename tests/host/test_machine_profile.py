@@ -120,7 +120,7 @@ def test_room_is_made_only_where_something_is_measured(kept: Path, models: Path)
 
 @pytest.mark.parametrize(
     "changed",
-    [{"device": "RTX 9090"}, {"ram_bytes": 1}, {"disk": -1}, {"block": [1, 2]}],
+    [{"device": "RTX 9090"}, {"ram_bytes": 1}, {"disk": -1}, {"block": [1, 2]}, {"computes_in": "float8"}],
     ids=lambda changed: next(iter(changed)),
 )
 def test_a_profile_of_another_machine_is_told_and_measured_again(

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from wanstream.plan import ExpertShape
+from wanstream.wan import auto_dtype
 from wanstream.wan.probe import block_pass, probe_block, sample_block
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def test_a_sample_block_is_one_of_the_shape_with_finite_results(shape: ExpertSha
     matrices = [p for p in block.parameters() if p.ndim == 2]
     assert sum(p.numel() for p in matrices) == shape.streamed_parameters
     assert sum(p.numel() for p in block.parameters()) == shape.streamed_parameters + shape.small_parameters
-    assert {p.dtype for p in matrices} == {torch.bfloat16}
+    assert {p.dtype for p in matrices} == {auto_dtype(CPU)}
     assert block.scale_shift_table.dtype == torch.float32
     seen: list[torch.Tensor] = []
     block.register_forward_hook(lambda module, inputs, output: seen.append(output))
