@@ -42,6 +42,8 @@ class ServerHost:
             raise UnreachableError(f"{self._client.url} answers with status {status}")
         if status not in {_OK, _BAD_REQUEST, _TOO_LARGE}:
             raise NotComfyUIError(f"{self._client.url} does not take workflows from here (status {status})")
+        if status == _OK and not isinstance(answer, dict):
+            raise UnreachableError(f"the answer of {self._client.url} to a workflow is not whole")
         said = answer if isinstance(answer, dict) else {}
         if status == _OK and said.get("prompt_id") != prompt_id:
             self.withdraw(str(said.get("prompt_id")))

@@ -18,7 +18,9 @@ from .batch_host import NoSuchFileError, UnreachableError
 
 TIMEOUT_SECONDS = 60.0
 _GATEWAY_ERRORS = (502, 503, 504)
-_OK, _NOT_FOUND = 200, 404
+_OK, _NOT_FOUND, _BROKEN = 200, 404, 500
+_NEVER = (400, 403, _NOT_FOUND, 410)
+"""Answers of `/view` that stay the same however often the file is requested."""
 _MOVED = (301, 302, 303, 307, 308)
 _PIECE = 1 << 20
 
@@ -48,6 +50,8 @@ class ComfyClient:
     def version(self) -> str:
         """ComfyUI's version, as it tells it. Raises NotComfyUIError if something else answers."""
         status, answer = self._ask("/system_stats")
+        if status >= _BROKEN:
+            raise UnreachableError(f"{self.url} answers with status {status}")
         if status in _MOVED:
             raise NotComfyUIError(f"{self.url} sends its callers elsewhere (status {status}): give that address")
         system = answer.get("system") if isinstance(answer, dict) else None
@@ -67,7 +71,7 @@ class ComfyClient:
     def job(self, prompt_id: str) -> dict[str, Any] | None:
         """The server's `/api/jobs/ID`, None if it knows no such workflow. Before 0.6.0 it is put together of others."""
         status, answer = self._ask(f"/api/jobs/{prompt_id}")
-        if status == _OK and isinstance(answer, dict):
+        if status == _OK and isinstance(answer, dict) and "status" in answer:
             return answer
         if status == _NOT_FOUND and isinstance(answer, dict) and "error" in answer:
             return None
@@ -78,17 +82,20 @@ class ComfyClient:
     def executed(self, prompt_id: str) -> tuple[dict[str, Any], set[str]] | None:
         """A workflow of the history and the output nodes that it was run for, None if it is not there."""
         entry = self._object(f"/history/{prompt_id}").get(prompt_id)
-        return None if entry is None else (entry["prompt"][2], set(entry["prompt"][4]))
+        with self._shape("/history"):
+            return None if entry is None else (entry["prompt"][2], set(entry["prompt"][4]))
 
     def download(self, filename: str, subfolder: str, part: Path) -> None:
         """Write an output file to `part`, all of it. Raises NoSuchFileError, or OSError where it cannot be written."""
         query = urllib.parse.urlencode({"filename": filename, "subfolder": subfolder, "type": "output"})
         with self._answer(urllib.request.Request(f"{self.url}/view?{query}")) as (status, body):
-            if status != _OK:
+            if status in _NEVER:
                 raise NoSuchFileError(
                     f"the server made '{filename}' but does not give it (status {status}): if it was removed there, "
                     "restart the server, which makes the same workflow from its cache otherwise"
                 )
+            if status != _OK:
+                raise UnreachableError(f"{self.url} does not send '{filename}' now (status {status})")
             promised = body.headers.get("Content-Length")
             with part.open("wb") as file:
                 shutil.copyfileobj(_Pieces(body), file, _PIECE)
@@ -98,26 +105,42 @@ class ComfyClient:
 
     def delete(self, prompt_id: str) -> None:
         """Take a workflow out of the queue, if it is waiting there."""
-        self._ask("/queue", {"delete": [prompt_id]})
+        self._order("/queue", {"delete": [prompt_id]})
 
     def interrupt(self, prompt_id: str) -> None:
         """Interrupt a workflow, if it is the one that runs."""
-        self._ask("/interrupt", {"prompt_id": prompt_id})
+        self._order("/interrupt", {"prompt_id": prompt_id})
+
+    def _order(self, route: str, body: object) -> None:
+        """Send an order; any status but 200 means that it may not have been followed."""
+        status, _ = self._ask(route, body)
+        if status != _OK:
+            raise UnreachableError(f"{self.url}{route} answers with status {status}")
 
     def _job_of_older_server(self, prompt_id: str) -> dict[str, Any] | None:
         # The queue first: what leaves it in between is in the history then.
         queue = self._object("/queue")
-        for key, status in (("queue_running", "in_progress"), ("queue_pending", "pending")):
-            if any(item[1] == prompt_id for item in queue[key]):
-                return {"status": status}
+        with self._shape("/queue"):
+            for key, status in (("queue_running", "in_progress"), ("queue_pending", "pending")):
+                if any(item[1] == prompt_id for item in queue[key]):
+                    return {"status": status}
         entry = self._object(f"/history/{prompt_id}").get(prompt_id)
         if entry is None:
             return None
-        messages = dict(message[:2] for message in entry["status"]["messages"])
-        if entry["status"]["status_str"] == "success":
-            return {"status": "completed", "outputs": entry["outputs"]}
-        status = "cancelled" if "execution_interrupted" in messages else "failed"
-        return {"status": status, "execution_error": messages.get("execution_error", {})}
+        with self._shape("/history"):
+            messages = dict(message[:2] for message in entry["status"]["messages"])
+            if entry["status"]["status_str"] == "success":
+                return {"status": "completed", "outputs": entry["outputs"]}
+            status = "cancelled" if "execution_interrupted" in messages else "failed"
+            return {"status": status, "execution_error": messages.get("execution_error", {})}
+
+    @contextmanager
+    def _shape(self, route: str) -> Iterator[None]:
+        """Take a JSON answer apart inside; one of another shape is that of a proxy, or of half a server."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError) as err:
+            raise UnreachableError(f"{self.url}{route} answers, but not as ComfyUI does: {err!r}") from err
 
     def _object(self, route: str) -> dict[str, Any]:
         status, answer = self._ask(route)

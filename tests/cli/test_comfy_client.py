@@ -147,6 +147,55 @@ def test_a_file_that_the_server_does_not_give(canned: Canned, tmp_path: Path) ->
     assert not (tmp_path / "part").exists()
 
 
+@pytest.mark.parametrize("status", [500, 501, 408, 429, 301])
+def test_a_file_that_the_server_cannot_send_now_is_asked_for_again(
+    canned: Canned, tmp_path: Path, status: int
+) -> None:
+    canned.answers["/view"] = (status, b"Internal Server Error")
+    with pytest.raises(UnreachableError, match=f"a.png.*status {status}"):
+        ComfyClient(canned.url).download("a.png", "", tmp_path / "part")
+    assert not (tmp_path / "part").exists()
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 410])
+def test_a_file_that_the_server_refuses_costs_its_row(canned: Canned, tmp_path: Path, status: int) -> None:
+    canned.answers["/view"] = (status, b"")
+    with pytest.raises(NoSuchFileError, match=f"status {status}"):
+        ComfyClient(canned.url).download("a.png", "", tmp_path / "part")
+
+
+def test_a_queue_that_answers_with_an_error_has_not_taken_a_row_out(canned: Canned) -> None:
+    """A row that counts as taken back while the server still runs it would be computed twice."""
+    canned.answers |= {"/queue": (500, b""), "/interrupt": (500, b"")}
+    client = ComfyClient(canned.url)
+    for call in (client.delete, client.interrupt):
+        with pytest.raises(UnreachableError, match="status 500"):
+            call("id")
+
+
+@pytest.mark.parametrize("status", [500, 502])
+def test_a_server_that_is_in_trouble_is_not_taken_for_another_program(canned: Canned, status: int) -> None:
+    canned.answers["/system_stats"] = (status, b"oops")
+    with pytest.raises(UnreachableError, match=f"status {status}"):
+        ComfyClient(canned.url).version()
+
+
+def test_half_an_answer_to_a_post_is_asked_about_again(canned: Canned) -> None:
+    canned.answers |= {"/prompt": (200, b'{"prompt_id": "id", "numb'), "/queue": (200, b"")}
+    with pytest.raises(UnreachableError, match="not whole"):
+        host_of(canned).post("id", PROMPT)
+
+
+@pytest.mark.parametrize("answer", [{}, {"queue_running": [], "queue_pending": [3]}, {"queue_running": None}])
+def test_an_answer_of_another_shape_is_no_answer(canned: Canned, answer: object) -> None:
+    canned.answers |= {"/queue": (200, answer), "/history/x": (200, {"x": {"status": 1}})}
+    with pytest.raises(UnreachableError, match="not as ComfyUI does"):
+        ComfyClient(canned.url).job("x")
+    canned.answers["/api/jobs/x"] = (200, answer)
+    with pytest.raises(UnreachableError):
+        ComfyClient(canned.url).job("x")
+
+
 def test_a_file_that_cannot_be_written_is_no_silence(canned: Canned, tmp_path: Path) -> None:
     canned.answers["/view"] = (200, b"12345")
     with pytest.raises(OSError, match="No such file") as refused:
