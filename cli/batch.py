@@ -21,8 +21,9 @@ from .batch_jobs import Planner, single_jobs, with_values
 from .batch_resume import Start, take_up
 from .batch_rows import Row, RowError, read_rows
 from .batch_runner import Limits, Runner
-from .batch_shelf import FULL_DISK, Shelf
+from .batch_shelf import Shelf
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
+from .full_disk import is_full_disk
 from .journal import Journal, State
 from .journal_lock import Lock
 from .lane_jobs import lane_planner
@@ -90,15 +91,20 @@ def batch(arguments: BatchArguments) -> int:
             desk = _desk(arguments, todo, opened)
         except (ValueError, OSError) as err:
             print(err, file=sys.stderr)
+            _advise(err, arguments.output)
             return INVALID
         try:
             stop = _run(arguments, todo, desk)
         except (ValueError, OSError) as err:
             print(f"failed: {err}", file=sys.stderr)
-            if isinstance(err, OSError) and err.errno in FULL_DISK:
-                print(f"make room in {arguments.output}: the same command goes on then", file=sys.stderr)
+            _advise(err, arguments.output)
             return FAILED
         return _summary(arguments, todo, desk.journal, stop)
+
+
+def _advise(err: Exception, output: Path) -> None:
+    if is_full_disk(err):
+        print(f"make room in {output}: the same command goes on then", file=sys.stderr)
 
 
 def _read(arguments: BatchArguments) -> _Batch:

@@ -16,7 +16,7 @@ from ..host.embedded_graph import Prompt
 from ..host.embedded_io import ComfyNode
 from ..host.embedded_run import History, NodeFailedError, run_workflow, validate_workflow
 from .batch_host import Ended, Failed, MadeFile, Outcome, RefusedError, Unknown
-from .batch_shelf import FULL_DISK
+from .full_disk import FULL_DISK
 
 _RESCUED = "*.latent"
 

@@ -22,7 +22,8 @@ NAME = "name"
 
 _CSV, _JSON_LINES = (".csv",), (".jsonl", ".ndjson")
 _OTHER_SEPARATORS = {";", "\t"}
-_FILE_NAME = re.compile(r"\w(?:[\w .,+()-]{0,98}[\w)])?")
+FILE_NAME = re.compile(r"\w(?:[\w .,+()-]{0,98}[\w)])?")
+"""The stem that a row may give its files."""
 _OF_WINDOWS = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?", re.IGNORECASE)
 """Devices there, whatever follows the dot; a folder may be read on another system than that which wrote it."""
 
@@ -166,7 +167,7 @@ def _row(line: int, said: object, given: Mapping[str, Any], *, as_text: bool = F
     """`said` is all that tells this row from another one."""
     values = {key: value for key, value in given.items() if key != NAME}
     name = given.get(NAME)
-    if name is not None and fault is None and not _FILE_NAME.fullmatch(name):
+    if name is not None and fault is None and not FILE_NAME.fullmatch(name):
         fault = f"{NAME} '{name}' is no name for a file: up to 100 letters, digits, spaces and any of . , + ( ) - _"
     elif name is not None and fault is None and _OF_WINDOWS.fullmatch(name):
         fault = f"{NAME} '{name}' is a device on Windows and cannot be a file there"

@@ -7,7 +7,6 @@ Whoever is killed between two of these finds what is needed to go on from there.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -17,9 +16,6 @@ from pathlib import Path
 
 from .journal import KeptFile
 from .media_check import check_media
-
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says when there is no room for a file."""
 
 _WORKSHOP = ".wanstream"
 _SUFFIX = re.compile(r"\.\w{1,15}")

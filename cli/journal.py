@@ -10,17 +10,20 @@ only, and whoever asks for another order gets an AssertionError:
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from enum import Enum
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from .batch_rows import Row
+from .full_disk import write_failure
+from .journal_entry import COLUMNS, Entry, KeptFile, State, entry_of
 from .journal_names import file_stems
 
 _APPLICATION = 0x57535442  # "WSTB": tells a journal from other SQLite files
@@ -32,49 +35,19 @@ _TABLES = (
 )
 
 
+_MADE_BY_SQLITE = ("index", None)
+"""The type and the SQL of an index that comes with a PRIMARY KEY or UNIQUE column."""
+
+
 class JournalError(OSError):
-    """The journal cannot be read or written, or it is that of another batch."""
+    """The journal cannot be read or written, or it is that of another batch. `errno` is set where the system has one."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
 
 
-class State(str, Enum):
-    """What has become of a row."""
-
-    waiting = "waiting"
-    """Nothing of it is anywhere."""
-    posted = "posted"
-    """Its prompt id may be known to the host: the id is written before it is sent."""
-    placing = "placing"
-    """Its files are here and checked; some of them may have their names already."""
-    done = "done"
-    failed = "failed"
-    """Taken up again by the next run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptFile:
-    """One file of a row, by its name in the batch's folder."""
-
-    name: str
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """What the journal says of one row. `stem` is what its files are called, `saves` whose files they are.
-
-    `line` None: the row is no longer in the file of rows. `saves` None: the files of all nodes.
-    """
-
-    hash: str
-    line: int | None
-    stem: str | None
-    state: State
-    prompt_id: str | None
-    attempts: int
-    error: str | None
-    saves: frozenset[str] | None
-    files: tuple[KeptFile, ...]
+class DamagedJournalError(JournalError):
+    """The file is not the journal that was written: it was cut, overwritten or changed."""
 
 
 class Journal:
@@ -86,9 +59,13 @@ class Journal:
         try:
             self._connection = sqlite3.connect(path, isolation_level=None)
         except sqlite3.Error as err:
-            raise JournalError(f"the journal {path} cannot be opened: {err}") from err
+            raise self._error(err) from err
         try:
+            # Before anything is read: a file of somebody else may hold triggers, views and functions.
+            with self._transaction(begin=False) as execute:
+                execute("PRAGMA trusted_schema = OFF")
             self._own(workflow)
+            self.entries()
         except JournalError:
             self._connection.close()
             raise
@@ -104,7 +81,7 @@ class Journal:
     def entries(self) -> dict[str, Entry]:
         """All rows by their hash, in the order of their lines."""
         with self._transaction() as execute:
-            return {row[0]: _entry(row) for row in execute(f"SELECT {_COLUMNS} FROM rows ORDER BY line")}
+            return self._entries(execute)
 
     def stem(self, digest: str) -> str:
         """What the files of a row that may run are called."""
@@ -120,7 +97,7 @@ class Journal:
         files are `gone`: they wait again.
         """
         with self._transaction() as execute:
-            known = {row[0]: _entry(row) for row in execute(f"SELECT {_COLUMNS} FROM rows")}
+            known = self._entries(execute)
             wanted = {row.hash for row in rows}
             left = [entry for entry in known.values() if entry.hash not in wanted]
             dropped = {entry.hash for entry in left if entry.state is not State.done or gone(entry)}
@@ -185,7 +162,7 @@ class Journal:
         with self._transaction() as execute:
             (application,) = execute("PRAGMA application_id").fetchone()
             (version,) = execute("PRAGMA user_version").fetchone()
-            (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
+            tables = [row[:2] for row in execute("SELECT sql, type FROM sqlite_master")]
             if not tables:
                 for statement in (*_TABLES, f"PRAGMA application_id = {_APPLICATION}"):
                     execute(statement)
@@ -198,12 +175,45 @@ class Journal:
                 raise JournalError(
                     f"{self._path} was written by another version ({version}, this one writes {_VERSION})"
                 )
-            (before,) = execute("SELECT workflow FROM batch").fetchone()
+            self._check_tables(tables)
+            (found,) = execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
+            (before,) = execute("SELECT workflow FROM batch").fetchone() or (None,)
+            if not isinstance(before, str):
+                raise DamagedJournalError(f"the journal {self._path} is damaged: the digest of its workflow is gone")
             if before != workflow:
                 raise JournalError(
                     f"{self._path} is the journal of another workflow: a batch has one workflow from its beginning to "
                     "its end; give another --out (or --journal), or the workflow that it began with"
                 )
+
+    def _check_tables(self, tables: Sequence[Sequence[object]]) -> None:
+        """Raise JournalError for triggers, views and whatever else this file has never made."""
+        strange = [sql for sql, kind in tables if (kind, sql) != _MADE_BY_SQLITE and sql not in _TABLES]
+        if strange or not {*_TABLES} <= {sql for sql, _ in tables}:
+            raise JournalError(
+                f"{self._path} is a journal that was changed by another program ({str(strange or 'a table is gone')!r:.80}"
+                "): move it away, and the same command goes on with the videos that are in the folder"
+            )
+
+    def _entries(self, execute: Callable[..., sqlite3.Cursor]) -> dict[str, Entry]:
+        try:
+            return {row[0]: entry_of(row) for row in execute(f"SELECT {COLUMNS} FROM rows ORDER BY line")}
+        except ValueError as err:
+            raise DamagedJournalError(f"the journal {self._path} is damaged: {err}") from err
+
+    def _error(self, err: sqlite3.Error) -> JournalError:
+        """The error of a call, with the system's own where SQLite keeps it to itself."""
+        # Of a file that is not a database, and of a malformed one; all others are of a class below this one.
+        if type(err) is sqlite3.DatabaseError or "decode to UTF-8" in str(err):
+            return DamagedJournalError(f"the journal {self._path} is damaged: {err}")
+        cause = write_failure(self._path)
+        if cause is None and "disk is full" in str(err):
+            cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if cause is not None:
+            return JournalError(cause.errno, f"the journal {self._path} cannot be written: {cause.strerror}")
+        return JournalError(f"the journal {self._path}: {err}")
 
     @staticmethod
     def _move(
@@ -223,9 +233,12 @@ class Journal:
         assert done.rowcount == 1, f"row {digest} is not {allowed}: it cannot become {after.value}"
 
     @contextmanager
-    def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
-        """All of what is executed inside, or nothing."""
+    def _transaction(self, *, begin: bool = True) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        """All of what is executed inside, or nothing. Without `begin` each statement is one of its own."""
         try:
+            if not begin:
+                yield self._connection.execute
+                return
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection.execute
@@ -234,22 +247,4 @@ class Journal:
                 self._connection.rollback()
                 raise
         except sqlite3.Error as err:
-            raise JournalError(f"the journal {self._path}: {err}") from err
-
-
-_COLUMNS = "hash, line, stem, state, prompt_id, attempts, error, saves, files"
-
-
-def _entry(row: Sequence[Any]) -> Entry:
-    digest, line, stem, state, prompt_id, attempts, error, saves, files = row
-    return Entry(
-        hash=digest,
-        line=line,
-        stem=stem,
-        state=State(state),
-        prompt_id=prompt_id,
-        attempts=attempts,
-        error=error,
-        saves=None if saves is None else frozenset(json.loads(saves)),
-        files=tuple(KeptFile(**file) for file in json.loads(files)),
-    )
+            raise self._error(err) from err

@@ -6,9 +6,14 @@ import sqlite3
 from pathlib import Path
 from types import TracebackType
 
+from .full_disk import write_failure
+
 
 class LockedError(OSError):
-    """Another process holds the lock."""
+    """Another process holds the lock, or its file cannot be made; `errno` is set where the system has one."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
 
 
 class Lock:
@@ -36,6 +41,9 @@ class Lock:
                 raise LockedError(
                     f"another `wanstream batch` is at work on {self._of}: wait for it, or stop it"
                 ) from err
+            cause = write_failure(self._path)
+            if cause is not None:
+                raise LockedError(cause.errno, f"{self._path} cannot be locked: {cause.strerror}") from err
             raise LockedError(f"{self._path} cannot be locked: {err}") from err
         self._connection = connection
         return self

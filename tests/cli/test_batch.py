@@ -266,7 +266,7 @@ FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
-@pytest.mark.parametrize(("limit", "reason"), [(4000, "the journal"), (22_000, "could not be written")])
+@pytest.mark.parametrize(("limit", "reason"), [(1, "lock"), (4000, "the journal"), (22_000, "could not be written")])
 def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(
     batch: Batch, tmp_path: Path, limit: int, reason: str
 ) -> None:
@@ -275,7 +275,8 @@ def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(
     done = subprocess.run(command(batch(*rows), before=FULL_DISK.format(limit)), capture_output=True, text=True)
     assert done.returncode in {FAILED, INVALID}
     assert reason in done.stderr
-    assert ("make room in" in done.stderr) == (limit > 4000)
+    assert "File too large" in done.stderr
+    assert f"make room in {tmp_path / 'out'}: the same command goes on then" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "out").glob("*.mp4"))
     assert main(batch(*rows)) == DONE

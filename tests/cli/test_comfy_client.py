@@ -148,9 +148,7 @@ def test_a_file_that_the_server_does_not_give(canned: Canned, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("status", [500, 501, 408, 429, 301])
-def test_a_file_that_the_server_cannot_send_now_is_asked_for_again(
-    canned: Canned, tmp_path: Path, status: int
-) -> None:
+def test_a_file_that_the_server_cannot_send_now_is_asked_for_again(canned: Canned, tmp_path: Path, status: int) -> None:
     canned.answers["/view"] = (status, b"Internal Server Error")
     with pytest.raises(UnreachableError, match=f"a.png.*status {status}"):
         ComfyClient(canned.url).download("a.png", "", tmp_path / "part")

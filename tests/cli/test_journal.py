@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import sqlite3
 import subprocess
 import sys
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from wanstream.cli.batch_rows import Row
-from wanstream.cli.journal import Entry, Journal, JournalError, KeptFile, State
+from wanstream.cli.full_disk import is_full_disk
+from wanstream.cli.journal import DamagedJournalError, Entry, Journal, JournalError, KeptFile, State
 from wanstream.cli.journal_lock import Lock, LockedError
 
 FILE = KeptFile(name="00001.mp4", size=3, sha256="abc")
@@ -79,7 +82,7 @@ def test_a_row_with_a_fault_has_failed_and_has_no_files(tmp_path: Path) -> None:
 
 
 def run_to_done(journal: Journal, digest: str, name: str) -> None:
-    journal.post({digest: None}, digest)
+    journal.post({digest: None}, f"id-of-{digest[-1]}")
     journal.place(digest, [KeptFile(name=name, size=1, sha256="")])
     journal.finish(digest)
 
@@ -157,6 +160,117 @@ def test_what_is_no_journal_is_left_alone(tmp_path: Path, kind: str) -> None:
     with pytest.raises(JournalError, match="journal"):
         Journal(path, workflow="w")
     assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def crafted(path: Path, *changes: str) -> Path:
+    """A journal with one row that was posted, changed by somebody else."""
+    with Journal(path, workflow="w") as journal:
+        journal.enter([row_of(1)], gone=never)
+        journal.post({"hash 1": None}, "id")
+    connection = sqlite3.connect(path)
+    for change in changes:
+        connection.execute(change)
+    connection.commit()
+    connection.close()
+    return path
+
+
+def named(name: str) -> str:
+    files = json.dumps([{"name": name, "size": 6, "sha256": "0"}])
+    return f"UPDATE rows SET state = 'placing', files = '{files}'"
+
+
+@pytest.mark.parametrize(
+    "name", ["../../victim.txt", "/etc/victim", "..", "00001/../x.mp4", "00001.mp4/x", "00001\\x.mp4", "00002.mp4", ""]
+)
+def test_a_journal_of_somebody_else_cannot_name_a_file_outside_its_folder(tmp_path: Path, name: str) -> None:
+    """`placing` moves the file that it names."""
+    with pytest.raises(DamagedJournalError, match="line 2 makes no sense: .* is not"):
+        Journal(crafted(tmp_path / "journal.sqlite", named(name)), workflow="w")
+
+
+def test_a_journal_of_somebody_else_cannot_have_a_folder_removed(tmp_path: Path) -> None:
+    """The folder of a prompt id is removed when its row is over."""
+    for prompt_id in ("../../../home", "/home", "..", ""):
+        path = tmp_path / f"{len(prompt_id)}.sqlite"
+        with pytest.raises(DamagedJournalError, match="is not a prompt id"):
+            Journal(crafted(path, f"UPDATE rows SET prompt_id = '{prompt_id}'"), workflow="w")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE TRIGGER t AFTER UPDATE ON rows BEGIN DELETE FROM rows; END",
+        "CREATE VIEW v AS SELECT * FROM rows",
+        "CREATE INDEX i ON rows (line)",
+        "CREATE TABLE more (a)",
+        "ALTER TABLE rows ADD COLUMN more TEXT",
+        "DROP TABLE batch",
+    ],
+)
+def test_a_journal_with_more_than_its_tables_is_refused(tmp_path: Path, change: str) -> None:
+    path = crafted(tmp_path / "journal.sqlite", change)
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="changed by another program.*move it away"):
+        Journal(path, workflow="w")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE rows SET state = 'flying'",
+        "UPDATE rows SET state = 7",
+        "UPDATE rows SET files = 'no json'",
+        "UPDATE rows SET files = '" + "[" * 5000 + "'",
+        'UPDATE rows SET files = \'[{"name": "00001.mp4"}]\'',
+        "UPDATE rows SET files = '{}'",
+        "UPDATE rows SET files = '[7]'",
+        "UPDATE rows SET saves = '[[1]]'",
+        "UPDATE rows SET saves = x'ff'",
+        "UPDATE rows SET line = 'two'",
+        "UPDATE rows SET stem = '../x'",
+        "UPDATE rows SET stem = CAST(x'ff' AS TEXT)",
+        "UPDATE rows SET prompt_id = NULL",
+        "UPDATE rows SET state = 'done'",
+        "UPDATE rows SET attempts = 'many'",
+        "DELETE FROM batch",
+    ],
+)
+def test_nonsense_in_a_journal_is_damage_and_not_a_traceback(tmp_path: Path, change: str) -> None:
+    with pytest.raises(DamagedJournalError, match="is damaged"):
+        Journal(crafted(tmp_path / "journal.sqlite", change), workflow="w")
+
+
+def test_a_journal_that_was_cut_or_overwritten_is_damaged(tmp_path: Path) -> None:
+    path = crafted(tmp_path / "journal.sqlite")
+    whole = path.read_bytes()
+    size = len(whole)
+    for content in (whole[: size // 2], whole[:4096], b"x" * size, whole[:100] + b"\0" * (size - 100), b"\0" * size):
+        path.write_bytes(content)
+        with pytest.raises(DamagedJournalError, match="is damaged"):
+            Journal(path, workflow="w")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+@pytest.mark.parametrize("limit", [1, 4000, 10_000])
+def test_the_cause_behind_a_disk_io_error_is_named(tmp_path: Path, limit: int) -> None:
+    """A limit on the size of any file stands for a full disk."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with (
+            pytest.raises(JournalError, match="File too large") as met,
+            Journal(tmp_path / "j", workflow="w") as journal,
+        ):
+            journal.enter([row_of(number) for number in range(1000)], gone=never)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert met.value.errno == errno.EFBIG
+    assert is_full_disk(met.value)
+    assert {path.name for path in tmp_path.iterdir()} <= {"j"}, "the probe leaves nothing"
 
 
 HOLD = """
