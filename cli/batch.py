@@ -115,7 +115,8 @@ def _read(arguments: BatchArguments) -> _Batch:
     if arguments.server is not None:
         ground = server_ground(arguments.server, workflow)
     else:
-        ground = embedded_ground(workflow, models=arguments.models, input_dir=arguments.input, device=arguments.device)
+        folders = {"models": arguments.models, "input_dir": arguments.input, "output": arguments.output}
+        ground = embedded_ground(workflow, **folders, device=arguments.device)
     fitted = tuple(_fitted(row, workflow, ground) for row in rows)
     return _Batch(rows=fitted, workflow=workflow, ground=ground, lanes=arguments.lanes)
 

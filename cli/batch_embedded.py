@@ -30,16 +30,18 @@ class DiskFullError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What workflows find: classes of nodes, folders of models and inputs, what computes (None: a GPU if any)."""
+    """What workflows find: classes of nodes, folders of models, inputs and results, a device (None: a GPU if any)."""
 
     nodes: Sequence[type[ComfyNode]]
     models: Path
     input: Path
+    output: Path
     device: torch.device | None = None
 
     def faults(self, prompt: Prompt) -> list[str]:
         """What is wrong with a workflow, a line each."""
-        return validate_workflow(prompt, self.nodes, models=self.models, input_dir=self.input).lines()
+        folders = {"models": self.models, "input_dir": self.input, "output": self.output}
+        return validate_workflow(prompt, self.nodes, **folders).lines()
 
 
 class EmbeddedHost:

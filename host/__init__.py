@@ -16,6 +16,7 @@ from .door import (
     ModelNotFoundError,
     NeedsComfyUIError,
     OutputFile,
+    OutputNameError,
     OutsideFolderError,
     Progress,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "ModelNotFoundError",
     "NeedsComfyUIError",
     "OutputFile",
+    "OutputNameError",
     "OutsideFolderError",
     "Progress",
     "host",

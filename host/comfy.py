@@ -24,7 +24,16 @@ from ..metrics.ledger import Ledger, Ledgers
 from ..plan import AutoOffload, ExpertShape, ExpertsRef, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef
 from .auto_offload import AutoPlanner, Choice, Room, measured_machine, room_beside
 from .door import LoadedExperts, OutputFile, Progress
-from .folders import GGUF_FILES, GGUF_FOLDERS, WEIGHT_FILES, KeptNames, diffusers_folders, find_model, inside
+from .folders import (
+    GGUF_FILES,
+    GGUF_FOLDERS,
+    WEIGHT_FILES,
+    KeptNames,
+    check_output,
+    diffusers_folders,
+    find_model,
+    inside,
+)
 from .kept_workers import KeptWorkers
 from .workers_plan import SharedRun, WorkersPlan
 
@@ -119,7 +128,7 @@ class ComfyDoor:
         return OutputFile(path=Path(folder) / filename, filename=filename, subfolder=subfolder)
 
     def check_output(self, prefix: str) -> None:
-        inside(Path(folder_paths.get_output_directory()), prefix)
+        check_output(Path(folder_paths.get_output_directory()), prefix)
 
     def graph_in_files(self) -> bool:
         return not comfy.cli_args.args.disable_metadata
@@ -138,6 +147,9 @@ class ComfyDoor:
     def should_stop(self) -> bool:
         stop: bool = comfy.model_management.processing_interrupted()
         return stop
+
+    def is_stop(self, error: BaseException) -> bool:
+        return isinstance(error, comfy.model_management.InterruptProcessingException)
 
     def raise_if_stopped(self) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()

@@ -34,6 +34,10 @@ class OutsideFolderError(ValueError):
     """A name from a workflow leaves the folder that it belongs to."""
 
 
+class OutputNameError(ValueError):
+    """No file can be written under a name from a workflow; the message says why, and what to change."""
+
+
 class ModelNotFoundError(FileNotFoundError):
     """No model folder holds the name that a workflow asks for."""
 
@@ -90,7 +94,10 @@ class Door(Protocol):
         """
 
     def check_output(self, prefix: str) -> None:
-        """Raise OutsideFolderError if `output_file` would; makes no folder, so that a workflow can be judged by it."""
+        """Refuse a prefix under which `output_file` could not make a file; makes no folder itself.
+
+        Raises OutsideFolderError or OutputNameError.
+        """
 
     def graph_in_files(self) -> bool:
         """Whether the user lets output files carry the graph that made them."""
@@ -106,6 +113,9 @@ class Door(Protocol):
 
     def should_stop(self) -> bool:
         """Whether the user wants the run to end. Asking changes nothing; any thread may ask."""
+
+    def is_stop(self, error: BaseException) -> bool:
+        """Whether this is the host's own interrupt, as of `raise_if_stopped`, and not an error."""
 
     def raise_if_stopped(self) -> None:
         """Raise the host's own interrupt if the user wants the run to end; the wish counts as answered then."""

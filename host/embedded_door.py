@@ -25,6 +25,7 @@ from .folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
     WEIGHT_FILES,
+    check_output,
     diffusers_folders,
     find_model,
     inside,
@@ -177,7 +178,7 @@ class EmbeddedDoor:
         return output_file(self.folders.output, prefix, extension, width=width, height=height)
 
     def check_output(self, prefix: str) -> None:
-        inside(self.folders.output, prefix)
+        check_output(self.folders.output, prefix)
 
     def graph_in_files(self) -> bool:
         return True
@@ -196,6 +197,9 @@ class EmbeddedDoor:
 
     def should_stop(self) -> bool:
         return self._stop.is_set()
+
+    def is_stop(self, error: BaseException) -> bool:
+        return isinstance(error, RunStoppedError)
 
     def raise_if_stopped(self) -> None:
         if self._stop.is_set():

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .door import ModelNotFoundError, OutputFile, OutsideFolderError
+from .door import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError
 
 WEIGHT_FILES = (".safetensors", ".sft")
 """What a model file that we can read ends in."""
@@ -21,6 +21,18 @@ GGUF_FOLDERS = ("diffusion_models",)
 """The kinds of folders in which such files count as well: only experts can be read from them."""
 
 _MODEL_MARKS = ("model_index.json", "config.json")
+
+_LONGEST_ENDING = "_00001_traces.json.part"
+"""What a prefix gets at most on its way to a file; the endings of our nodes are shorter."""
+
+_NAME_LIMIT, _PATH_LIMIT = 255, 4096
+"""Where the system does not say what its own are."""
+
+_WIDEST = 99999
+"""Stands for a width and a height that are not known yet."""
+
+_SHOWN = 40
+"""Characters of a long name in a message."""
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -96,6 +108,77 @@ def find_model(name: str, places: Mapping[str, Sequence[Path]]) -> Path:
             if path.is_dir() if kind == "diffusers" else path.is_file():
                 return path
     raise ModelNotFoundError(f"Model in folder '{', '.join(places)}' with filename '{name}' not found.")
+
+
+def check_output(output: Path, prefix: str) -> None:
+    """Refuse a prefix under which `output_file` could not make a file; makes no folder.
+
+    Free room on the disk is not looked at: it is another one when the file is written.
+
+    Raises OutsideFolderError or OutputNameError.
+    """
+    _check_characters(prefix)
+    stem = inside(output, _fill_in(prefix, width=_WIDEST, height=_WIDEST))
+    folder = next((place for place in stem.parents if os.path.lexists(place)), None)
+    if folder is None:
+        raise OutputNameError(f"'{prefix}': the drive of {stem} is not there: connect it, or choose another folder")
+    if not os.path.isdir(folder):
+        raise OutputNameError(
+            f"'{prefix}': {folder} is not a folder, and the file needs one of that name: choose another name, or move "
+            "what is there"
+        )
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise OutputNameError(
+            f"'{prefix}': nothing can be written in {folder}: choose another folder, or allow writing there"
+        )
+    _check_lengths(prefix, stem, folder)
+
+
+def _check_characters(prefix: str) -> None:
+    if "\0" in prefix:
+        raise OutputNameError(f"{prefix!r} holds a NUL character, which no file name can: remove it")
+    try:
+        prefix.encode()
+    except UnicodeEncodeError as err:
+        raise OutputNameError(f"{prefix!r} holds half a character, at place {err.start}: remove it") from err
+
+
+def _check_lengths(prefix: str, stem: Path, folder: Path) -> None:
+    """Refuse names that the file system of `folder`, which exists, cannot hold."""
+    most, longest = _limit(folder, "PC_NAME_MAX", _NAME_LIMIT), _limit(folder, "PC_PATH_MAX", _PATH_LIMIT)
+    ending = len(_LONGEST_ENDING)
+    for place in (stem, *stem.parents):
+        if place == folder:
+            break
+        room = most - (ending if place == stem else 0)
+        if _length(place.name) > room:
+            raise OutputNameError(
+                f"'{_shortened(prefix)}': {_shortened(place.name)!r} takes {_length(place.name)} bytes, and {room} are "
+                "possible there: shorten it"
+            )
+    whole = _length(str(stem)) + ending
+    if whole >= longest:
+        raise OutputNameError(
+            f"'{_shortened(prefix)}': the path takes {whole} bytes, and {longest - 1} are possible: shorten it"
+        )
+
+
+def _limit(folder: Path, name: str, usual: int) -> int:
+    """A limit of the file system that holds `folder`."""
+    try:
+        limit = os.pathconf(folder, name)
+    except (AttributeError, OSError, ValueError):  # Windows has no such call, and not every file system an answer
+        return usual
+    return limit if limit > 0 else usual
+
+
+def _length(name: str) -> int:
+    """Length of a file name as the system counts it."""
+    return len(name.encode("utf-16-le")) // 2 if os.name == "nt" else len(os.fsencode(name))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def output_file(output: Path, prefix: str, extension: str, *, width: int, height: int) -> OutputFile:

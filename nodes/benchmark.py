@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..host import OutsideFolderError, host, io
+from ..host import host, io
 from ..metrics.report import Report
 from ..metrics.report_files import summary
 from ..plan.trial_matrix import MOST_AHEAD, MOST_STEPS, MatrixError, TrialMatrix
@@ -20,6 +20,7 @@ from .benchmark_runs import Benchmark, measure, named_runs
 from .report_files import ReportFiles
 from .sample import TIMELINE
 from .sampler_run import SamplerRun
+from .saved_video import name_refusal
 
 TITLE = "WanStream benchmark"
 
@@ -62,11 +63,9 @@ class WanStreamBenchmark(io.ComfyNode):
         try:
             TrialTimes(**{name: times[name] for name in times if isinstance(times[name], int | float)})
             TrialMatrix.parse(policies or "", prefetch or "", steps or "")
-            if filename_prefix is not None:
-                host.check_output(filename_prefix)
-        except (MatrixError, RequestError, OutsideFolderError) as err:
+        except (MatrixError, RequestError) as err:
             return str(err)
-        return True
+        return name_refusal(filename_prefix)
 
     @classmethod
     def execute(

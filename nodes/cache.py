@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ..host import OutsideFolderError, host, io
+from ..host import io
 from ..plan.step_skips import SkipRule
 from ..sampling.cache_settings import PRESETS, CacheSettings, FirstBlockCache, MagCache
 from . import sockets
 from .calibration_file import read_table, write_table
 from .calibration_run import calibrate_run
 from .sampler_run import SamplerRun
+from .saved_video import name_refusal
 
 FIRST_BLOCK, MAGNITUDES = "first block", "magnitudes"
 OWN = "own threshold"
@@ -79,12 +80,7 @@ class WanStreamCacheCalibration(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
-        if filename_prefix is not None:
-            try:
-                host.check_output(filename_prefix)
-            except OutsideFolderError as err:
-                return str(err)
-        return True
+        return name_refusal(filename_prefix)
 
     @classmethod
     def execute(cls, run: SamplerRun, filename_prefix: str) -> io.NodeOutput:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from ..host import host
+from ..host.folders import inside
 from ..sampling import RequestError
 from ..sampling.mag_table import MagTable
 
@@ -43,8 +44,7 @@ def read_table(name: str) -> MagTable:
             "a cache by magnitudes needs a calibration: run Wan Cache Calibration once and give the name of its file, "
             "or choose first block"
         )
-    host.check_output(name)
-    path = host.output_file("calibration", "json").path.parent / name
+    path = inside(host.output_folder(), name)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as err:

@@ -16,7 +16,7 @@ from ..wan.latent_space import space_of
 from ..wan.smaller_tiles import in_words, with_smaller_tiles
 from ..wan.vae import WanVae, open_vae
 from .decode_settings import DecodeSettings
-from .latent_file import gone_if_empty, keep_latent_until_done
+from .latent_file import keep_latent_until_done
 from .shared_decode import decode_shared
 from .video_file import write_mp4
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     import torch
 
 LOG = logging.getLogger("wanstream.nodes")
-
-LATENT_FOLDER = "latents"
-"""Of the safety copy of a latent that is decoded, below the output folder; where ComfyUI's SaveLatent puts its own."""
 
 Made = TypeVar("Made")
 
@@ -40,14 +37,9 @@ def decode_images(
 ) -> tuple[torch.Tensor, list[str]]:
     """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3] in RAM, here or by workers, and what there is to tell.
 
-    Until the frames are there the latents lie in the output folder, see `keep_latent_until_done`.
+    Until the frames are there the latents lie in a file, see `keep_latent_until_done`.
     """
-
-    def copy() -> Path:
-        return host.output_file(f"{LATENT_FOLDER}/WanStream", "latent").path
-
-    kept = keep_latent_until_done(latents, copy, spare_folder=host.temp_folder)
-    with gone_if_empty(host.output_folder() / LATENT_FOLDER), kept:
+    with keep_latent_until_done(latents):
         if workers is not None:
             return decode_shared(workers, settings, latents, node_id=node_id)
 
@@ -65,14 +57,14 @@ def decode_to_file(
     Where memory runs out, the file is begun anew with smaller tiles.
     """
     height, width = (size * space_of(latents.shape[1]).pixels for size in latents.shape[3:])
-    file = host.output_file(prefix, "mp4", width=width, height=height)
 
     def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> None:
         parts = opened.stream(latents, device=host.device(), tiling=tiling, check=check)
         first = next(parts)  # reads the VAE's file: its errors are not those of the video's
         write_mp4(file.path, chain.from_iterable(chain([first], parts)), **encoding)
 
-    with keep_latent_until_done(latents, lambda: file.path.with_suffix(".latent"), spare_folder=host.temp_folder):
+    with keep_latent_until_done(latents):
+        file = host.output_file(prefix, "mp4", width=width, height=height)
         decode_here(settings, latents, decode, to_file=True, node_id=node_id)
     return file
 

@@ -10,7 +10,7 @@ from ..host import host, io
 from .decode_inputs import dtype_input, memory_input, tile_size_input, tiling_refusal, vae_input
 from .decode_run import decode_to_file
 from .decode_settings import DecodeSettings
-from .saved_video import graph_of, name_refusal, saving_inputs, shown
+from .saved_video import graph_of, name_refusal, rate_refusal, saving_inputs, shown
 
 
 class WanStreamDecodeVideo(io.ComfyNode):
@@ -28,7 +28,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
                 vae_input(),
                 io.Latent.Input(
                     "latent",
-                    tooltip="From Wan Sampler. A copy lies beside the video, under its name, until that is there.",
+                    tooltip="From Wan Sampler. A copy lies in output/latents until the video is there.",
                 ),
                 *saving_inputs(),
                 tile_size_input(),
@@ -41,9 +41,11 @@ class WanStreamDecodeVideo(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, filename_prefix: str | None = None, tile_size: int | None = None) -> bool | str:
-        named = name_refusal(filename_prefix)
-        return tiling_refusal(tile_size) if named is True else named
+    def validate_inputs(
+        cls, filename_prefix: str | None = None, fps: float | None = None, tile_size: int | None = None
+    ) -> bool | str:
+        judged = (name_refusal(filename_prefix), rate_refusal(fps), tiling_refusal(tile_size))
+        return next((refusal for refusal in judged if refusal is not True), True)
 
     @classmethod
     def execute(

@@ -1,83 +1,88 @@
-"""Owns the safety copy of a latent: no end of a decode, and no full disk, must cost hours of sampling."""
+"""Owns the safety copy of a latent: no failure after the last step, and no full disk, must cost hours of sampling."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
+from ..host import host
+from ..offload.shortage import is_out_of_memory
 from ..plan.vae_room import VaeRoomError
 from ..wan.smaller_tiles import NoRoomToDecodeError
 
 LOG = logging.getLogger("wanstream.nodes")
 
+LATENT_FOLDER = "latents"
+"""Of the copies, below the output folder; ComfyUI's SaveLatent puts its own there."""
+
 
 class VideoNotSavedError(OSError):
     """The video could not be saved; the message says where its latent is."""
 
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class VideoRefusedError(ValueError):
+    """The video cannot be made as it was asked for; the message says where its latent is."""
+
+
+class VideoFailedError(RuntimeError):
+    """Making the video failed by a fault and not by a refusal; the message says where its latent is."""
+
 
 @contextmanager
-def keep_latent_on_failure(
-    samples: torch.Tensor | None, path: Path, *, spare_folder: Callable[[], Path] | None = None
-) -> Iterator[None]:
-    """Hold `samples` in the file `path` until the block ends well; where it has no room, in `spare_folder()`.
+def keep_latent_until_done(samples: torch.Tensor | None) -> Iterator[None]:
+    """Hold `samples` in a file until the block ends well.
 
-    `samples` is a raw VAE latent [B, C, T, h, w]; None does nothing. The file is written first, while there is room
-    for it, and is what ComfyUI's LoadLatent reads. When the block raises an `OSError`, the file stays and the error
-    becomes a `VideoNotSavedError` that names it; any other end of the block removes it. Raises `OSError` when there
-    is no room for the latent at all.
+    `samples` is a raw VAE latent [B, C, T, h, w]; None does nothing. The file has a name of its own, which no input can
+    make impossible: in `LATENT_FOLDER` of the output folder, or in the temp folder where that has no room. However else
+    the block ends, the file stays: an error, a Cancel, the end of the process. The log says where it is, and so does
+    the error, which becomes a VideoNotSavedError (from an OSError), NoRoomToDecodeError (too little memory),
+    VideoRefusedError (from a ValueError) or VideoFailedError. Where neither place has room, the block runs without a
+    copy, because it may not need any; the log says so.
     """
     if samples is None:
         yield
         return
-    path = _write_somewhere(path, samples, spare_folder)
-    keep = False
-    try:
-        yield
-    except OSError as err:
-        keep = True
-        raise VideoNotSavedError(
-            err.errno, f"{err.strerror}. The latent is kept in {path}: make room on the disk and decode it again"
-        ) from err
-    finally:
-        if not keep:
-            path.unlink()
-
-
-@contextmanager
-def keep_latent_until_done(
-    samples: torch.Tensor, place: Callable[[], Path], *, spare_folder: Callable[[], Path]
-) -> Iterator[None]:
-    """Hold `samples` in the file `place()`, or else in `spare_folder()`, until the block ends well.
-
-    However else it ends, the file stays: an error, a Cancel, the end of the process. The log says where it is, and so
-    does a VaeRoomError, which becomes a NoRoomToDecodeError. Where neither place has room, the block runs without one,
-    because it may not need any; the log says so.
-    """
-    kept = _write_early(samples, place, spare_folder)
-    if kept is None:
-        yield
-        return
-    done = False
-    try:
-        yield
-        done = True
-    except VaeRoomError as err:
-        raise NoRoomToDecodeError(f"{err}. The latent is kept in {kept}") from err
-    finally:
-        if done:
+    with _gone_if_empty(host.output_folder() / LATENT_FOLDER):
+        kept = _write_somewhere(samples)
+        if kept is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException as err:
+            LOG.warning("the video was not made; its latent is kept in %s", kept)
+            if host.is_stop(err) or not isinstance(err, Exception):
+                raise
+            raise _with_place(err, kept) from err
+        try:
             kept.unlink(missing_ok=True)
-        else:
-            LOG.warning("the video was not decoded; its latent is kept in %s", kept)
+        except OSError as err:  # the video is there, and that is what counts
+            LOG.warning("the video was made; its latent could not be removed: %s", err)
+
+
+def _with_place(err: Exception, kept: Path) -> Exception:
+    """An error of the same kind that names the file."""
+    place = f"The latent is kept in {kept}: remove the cause, load it with LoadLatent and decode it again"
+    if isinstance(err, VaeRoomError) or (isinstance(err, RuntimeError) and is_out_of_memory(err)):
+        return NoRoomToDecodeError(f"{err}. {place}")
+    if isinstance(err, OSError):
+        return VideoNotSavedError(err.errno, f"{err.strerror or err}. {place}")
+    if isinstance(err, ValueError):
+        return VideoRefusedError(f"{err}. {place}")
+    return VideoFailedError(f"{type(err).__name__}: {err}. {place}")
 
 
 @contextmanager
-def gone_if_empty(folder: Path) -> Iterator[None]:
+def _gone_if_empty(folder: Path) -> Iterator[None]:
     """However the block ends: if `folder` was not there before it and is empty after it, it is removed."""
     there = folder.exists()
     try:
@@ -89,31 +94,20 @@ def gone_if_empty(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def _write_early(samples: torch.Tensor, place: Callable[[], Path], spare_folder: Callable[[], Path]) -> Path | None:
-    """Where the latent lies now; None where there is no room for it."""
+def _write_somewhere(samples: torch.Tensor) -> Path | None:
+    """The path of the copy; None where there is no room for it."""
     try:
-        path = place()
+        path = host.output_file(f"{LATENT_FOLDER}/WanStream", "latent").path
         write_latent(path, samples)
         return path
     except OSError as err:
-        said = str(err)
+        reason = str(err)
     try:
-        path = spare_folder() / f"WanStream_{uuid.uuid4().hex}.latent"
+        path = host.temp_folder() / f"WanStream_{uuid.uuid4().hex}.latent"
         write_latent(path, samples)
     except OSError as err:
-        LOG.warning("the latent could not be saved before it is decoded: %s; %s", said, err)
+        LOG.warning("the latent could not be saved before the video is made: %s; %s", reason, err)
         return None
-    return path
-
-
-def _write_somewhere(path: Path, samples: torch.Tensor, spare_folder: Callable[[], Path] | None) -> Path:
-    try:
-        write_latent(path, samples)
-    except OSError:
-        if spare_folder is None:
-            raise
-        path = spare_folder() / path.name
-        write_latent(path, samples)
     return path
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from ..host import OutputFile, OutsideFolderError, host, io, ui
+import math
+
+from ..host import OutputFile, OutputNameError, OutsideFolderError, host, io, ui
+
+SLOWEST, FASTEST = 0.01, 1000.0
+"""Frames per second."""
 
 
 def saving_inputs() -> list[io.Input]:
@@ -11,8 +16,8 @@ def saving_inputs() -> list[io.Input]:
         io.Float.Input(
             "fps",
             default=16.0,
-            min=0.01,
-            max=1000.0,
+            min=SLOWEST,
+            max=FASTEST,
             step=0.01,
             tooltip="Wan2.2 A14B makes 16 frames per second of motion, 5B 24; another number speeds it up or slows it "
             "down.",
@@ -35,16 +40,26 @@ def saving_inputs() -> list[io.Input]:
 
 
 def name_refusal(filename_prefix: str | None) -> bool | str:
-    """For `validate_inputs`: why no file may have that name; True if one may. None is a name that is not known yet.
+    """For `validate_inputs`: the reason why no file can have that name, True if one can; None is not known yet.
 
-    A name outside the output folder is refused now, not after hours of sampling.
+    Name and place are judged now, not after hours of sampling.
     """
     try:
         if filename_prefix is not None:
             host.check_output(filename_prefix)
-    except OutsideFolderError as err:
+    except (OutsideFolderError, OutputNameError) as err:
         return str(err)
     return True
+
+
+def rate_refusal(fps: float | None) -> bool | str:
+    """For `validate_inputs`: the reason why no video can have that frame rate, True if one can; None is not known yet.
+
+    Hosts let NaN pass, which is neither too small nor too large.
+    """
+    if fps is None or (math.isfinite(fps) and SLOWEST <= fps <= FASTEST):
+        return True
+    return f"{fps} frames per second: give a number from {SLOWEST} to {FASTEST:g}"
 
 
 def graph_of(hidden: io.HiddenHolder) -> dict[str, object]:

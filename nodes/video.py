@@ -10,8 +10,8 @@ from . import sockets
 from .decode_inputs import dtype_input, memory_input, tile_size_input, tiling_refusal, vae_input
 from .decode_run import decode_images
 from .decode_settings import DecodeSettings
-from .latent_file import keep_latent_on_failure
-from .saved_video import graph_of, name_refusal, saving_inputs, shown
+from .latent_file import keep_latent_until_done
+from .saved_video import graph_of, name_refusal, rate_refusal, saving_inputs, shown
 from .video_file import write_mp4
 
 
@@ -81,8 +81,8 @@ class WanStreamSaveVideo(io.ComfyNode):
                 io.Latent.Input(
                     "latent",
                     optional=True,
-                    tooltip="Kept if the video cannot be written, for example on a full disk: in the output folder, or "
-                    "in the temp folder where that has no room for it.",
+                    tooltip="Kept if the video cannot be written, for example on a full disk: in output/latents, or in "
+                    "the temp folder where that has no room for it.",
                 ),
             ],
             outputs=[],
@@ -91,8 +91,9 @@ class WanStreamSaveVideo(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
-        return name_refusal(filename_prefix)
+    def validate_inputs(cls, filename_prefix: str | None = None, fps: float | None = None) -> bool | str:
+        named = name_refusal(filename_prefix)
+        return rate_refusal(fps) if named is True else named
 
     @classmethod
     def execute(
@@ -104,9 +105,8 @@ class WanStreamSaveVideo(io.ComfyNode):
         latent: dict[str, torch.Tensor] | None = None,
     ) -> io.NodeOutput:
         _, height, width, _ = images.shape
-        file = host.output_file(filename_prefix, "mp4", width=width, height=height)
-        samples = latent["samples"] if latent else None
-        keep = keep_latent_on_failure(samples, file.path.with_suffix(".latent"), spare_folder=host.temp_folder)
+        keep = keep_latent_until_done(latent["samples"] if latent else None)
         with host.ledger().phase("save", host.device()), keep:
+            file = host.output_file(filename_prefix, "mp4", width=width, height=height)
             write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden))
         return io.NodeOutput(ui=shown(file))

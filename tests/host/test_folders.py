@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.host import ModelNotFoundError, OutsideFolderError
+from wanstream.host import ModelNotFoundError, OutputNameError, OutsideFolderError
 from wanstream.host.embedded_door import Folders, embedded_door
 from wanstream.host.folders import (
     GGUF_FILES,
     KeptNames,
+    check_output,
     diffusers_folders,
     find_model,
     inside,
@@ -45,6 +46,57 @@ def test_no_output_outside_the_output_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(OutsideFolderError):
         output_file(tmp_path / "top", name, "mp4", width=0, height=0)
     assert not list(tmp_path.rglob("*")), "a refused name left something behind"
+
+
+IMPOSSIBLE = {
+    "NUL": ("video/a\0b", "NUL character"),
+    "half a character": ("a\ud800", "half a character, at place 1"),
+    "a long name": ("x" * 300, "takes 300 bytes, and 232 are possible there: shorten it"),
+    "a long name in another script": ("\u5bb6" * 80, "takes 240 bytes, and 232 are possible"),
+    "a long folder": (f"{'y' * 256}/x", "takes 256 bytes, and 255 are possible"),
+    "a long path": ("abc/" * 1200 + "x", "the path takes"),
+    "a file for a folder": ("there/x", "there is not a folder"),
+    "a file further up": ("there/sub/sub/x", "there is not a folder"),
+    "a link that leads nowhere": ("dangling/x", "dangling is not a folder"),
+    "a folder that must not be written": ("locked/sub/x", "nothing can be written in"),
+}
+
+
+@pytest.mark.parametrize(("prefix", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_name_under_which_nothing_can_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, reason: str
+) -> None:
+    output = tmp_path / "output"
+    _touch(output / "there")
+    (output / "dangling").symlink_to(tmp_path / "gone")
+    (output / "locked").mkdir()
+    # Who runs tests as root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != output / "locked")
+    before = sorted(output.rglob("*"))
+    with pytest.raises(OutputNameError, match=reason) as refused:
+        check_output(output, prefix)
+    assert len(str(refused.value)) < 400 + len(str(output))
+    assert sorted(output.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "prefix", ["x", "video/x", "a/b/c/x", "%width%x%height%/%year%", "x" * 232, "\u5bb6/\u5bb6", "link/x"]
+)
+def test_a_name_that_is_not_refused_can_be_written(tmp_path: Path, prefix: str) -> None:
+    output = tmp_path / "not there" / "output"
+    (tmp_path / "elsewhere").mkdir()
+    if prefix.startswith("link"):
+        output.mkdir(parents=True)
+        (output / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    check_output(output, prefix)
+    file = output_file(output, prefix, "mp4", width=1, height=1)
+    file.path.with_name(f"{file.path.name}.part").touch()
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    _touch(tmp_path / "disk")
+    with pytest.raises(OutputNameError, match="disk is not a folder"):
+        check_output(tmp_path / "disk" / "output", "video/x")
 
 
 def test_output_files_are_counted_per_prefix(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError,
 from wanstream.host.embedded_run import History, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.decode_run import encode_here
-from wanstream.nodes.latent_file import gone_if_empty, keep_latent_until_done
-from wanstream.nodes.video_file import VideoFileError, write_mp4
+from wanstream.nodes.latent_file import VideoNotSavedError
+from wanstream.nodes.video_file import write_mp4
 from wanstream.nodes.workers_inputs import workers_inputs
 from wanstream.plan.vae_room import HEAP_BYTES, VaeRoomError, too_little
 from wanstream.plan.vae_tiles import Tiling
@@ -155,23 +155,6 @@ def test_the_vae_computes_in_the_dtype_that_is_asked_for(
         assert torch.equal(pictures(output / "video_00001_.mp4"), pictures(tmp_path / "expected.mp4"))
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_only_a_folder_of_our_own_goes_with_the_copy(tmp_path: Path, there: bool) -> None:
-    folder = tmp_path / "latents"
-    if there:
-        folder.mkdir()
-    with gone_if_empty(folder):
-        folder.mkdir(exist_ok=True)
-    assert folder.exists() == there
-    with gone_if_empty(folder):
-        pass
-    with pytest.raises(VaeRoomError), gone_if_empty(folder):
-        folder.mkdir(exist_ok=True)
-        (folder / "other.latent").touch()
-        raise VaeRoomError("too little")
-    assert [path.name for path in folder.iterdir()] == ["other.latent"]
-
-
 def test_the_largest_tiles_that_the_given_memory_allows(
     decode: Decode, frames: dict[int, torch.Tensor], sample_models: Path
 ) -> None:
@@ -285,25 +268,6 @@ def test_the_latent_is_there_while_it_is_decoded_and_after_a_cancel(
     assert f"its latent is kept in {kept}" in caplog.text
 
 
-def test_a_copy_for_which_there_is_no_place_does_not_hold_the_decode_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def gone() -> Path:
-        return tmp_path / "gone" / "a.latent"
-
-    with keep_latent_until_done(LATENT, gone, spare_folder=lambda: tmp_path):
-        (spare,) = tmp_path.iterdir()
-        assert torch.equal(load_file(spare)["latent_tensor"], LATENT)
-    assert not spare.exists()
-    with caplog.at_level(logging.WARNING, "wanstream.nodes"):
-        with keep_latent_until_done(LATENT, gone, spare_folder=lambda: tmp_path / "gone"):
-            pass
-        with pytest.raises(VaeRoomError, match=r"^too little$"):
-            with keep_latent_until_done(LATENT, gone, spare_folder=lambda: tmp_path / "gone"):
-                raise VaeRoomError("too little")
-    assert caplog.text.count("could not be saved before it is decoded") == 2
-
-
 def test_a_video_that_cannot_be_written_leaves_its_latent(decode: Decode, output: Path) -> None:
     def block(progress: NodeProgress) -> None:
         if progress.node_id == "decode" and progress.total > 1:
@@ -313,8 +277,10 @@ def test_a_video_that_cannot_be_written_leaves_its_latent(decode: Decode, output
         decode(
             "WanStreamDecodeVideo", on_progress=lambda p: block(p) if p.node_id == "decode" and p.total > 1 else None
         )
-    assert isinstance(no.value.__cause__, VideoFileError)
-    assert (output / "video_00001_.latent").exists()
+    assert isinstance(no.value.__cause__, VideoNotSavedError)
+    (kept,) = output.rglob("*.latent")
+    assert kept.parent == output / "latents"
+    assert f"The latent is kept in {kept}" in str(no.value)
 
 
 def test_a_start_image_is_encoded_in_the_tiles_that_fit(sample_models: Path, tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import av
 import pytest
 import torch
 
-from wanstream.nodes.latent_file import VideoNotSavedError, keep_latent_on_failure
 from wanstream.nodes.video_file import VideoFileError, write_mp4
 
 GREY = torch.full((5, 32, 48, 3), 0.5)
@@ -105,69 +102,3 @@ def test_frames_that_make_no_video_are_refused(tmp_path: Path, shape: tuple[int,
 def test_a_missing_folder_is_reported_by_path(tmp_path: Path) -> None:
     with pytest.raises(VideoFileError, match=r"gone/a\.mp4 could not be written: No such file"):
         write_mp4(tmp_path / "gone" / "a.mp4", GREY, fps=16, crf=20, metadata={})
-
-
-# A limit on the size of any file stands for a full disk: the same failing write, without a file system of our own.
-SAVE_WITH_LITTLE_ROOM = """
-import resource, sys
-from pathlib import Path
-import torch
-from wanstream.nodes.latent_file import VideoNotSavedError, keep_latent_on_failure
-from wanstream.nodes.video_file import write_mp4
-
-folder, room = Path(sys.argv[1]), int(sys.argv[2])
-noise = torch.rand(30, 64, 64, 3)
-resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-try:
-    with keep_latent_on_failure(torch.arange(512.0).view(1, 16, 2, 4, 4), folder / "a.latent"):
-        write_mp4(folder / "a.mp4", noise, fps=16, crf=1, metadata={})
-except OSError as err:
-    print(type(err).__name__, err.errno, err)
-"""
-
-
-def save_with_little_room(folder: Path, room: int) -> str:
-    command = [sys.executable, "-c", SAVE_WITH_LITTLE_ROOM, str(folder), str(room)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
-def test_a_full_disk_costs_the_video_but_not_the_latent(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    said = save_with_little_room(tmp_path, 20_000)
-
-    assert said.startswith(f"VideoNotSavedError {errno.EFBIG} ")
-    assert f"The latent is kept in {tmp_path / 'a.latent'}" in said
-    assert [file.name for file in tmp_path.iterdir()] == ["a.latent"]
-    kept = load_file(tmp_path / "a.latent")
-    assert torch.equal(kept["latent_tensor"], torch.arange(512.0).view(1, 16, 2, 4, 4))
-    assert "latent_format_version_0" in kept
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
-def test_no_room_even_for_the_latent_leaves_nothing_behind(tmp_path: Path) -> None:
-    said = save_with_little_room(tmp_path, 1_000)
-    assert said.startswith(f"OSError {errno.EFBIG} ")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_passed_over(tmp_path: Path) -> None:
-    gone = tmp_path / "gone" / "a.latent"
-    with pytest.raises(VideoNotSavedError, match="The latent is kept in") as not_saved:
-        with keep_latent_on_failure(torch.ones(1), gone, spare_folder=lambda: tmp_path):
-            raise VideoFileError(errno.ENOSPC, "no room")
-    assert str(tmp_path / "a.latent") in str(not_saved.value)
-    assert [file.name for file in tmp_path.iterdir()] == ["a.latent"]
-
-
-def test_the_safety_copy_goes_once_the_video_is_saved(tmp_path: Path) -> None:
-    with keep_latent_on_failure(torch.zeros(1, 16, 1, 2, 2), tmp_path / "a.latent"):
-        assert (tmp_path / "a.latent").exists()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_other_errors_keep_their_type(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="odd"), keep_latent_on_failure(torch.zeros(1), tmp_path / "a.latent"):
-        raise ValueError("odd")
-    assert list(tmp_path.iterdir()) == []
