@@ -23,7 +23,7 @@ from server import PromptServer
 from ..metrics.device import MemoryMeter
 from .announced_run import BEGIN, Announce
 from .node_times import ItemTimes, MemoryNow, NodeSeen
-from .run_log import NODES, RunLog
+from .run_log import NODES, RunLog, title_in, workflow_in
 
 MEMORY = "wanstream.memory"
 
@@ -56,8 +56,7 @@ class ComfyWatch:
         """Tell all browsers, and keep it for those that come later."""
         if event == BEGIN:
             prompt, workflow = _queued(payload["prompt_id"])
-            title = prompt.get(payload["shown_at"], {}).get("_meta", {}).get("title")
-            payload = {**payload, "workflow": workflow, "title": title}
+            payload = {**payload, "workflow": workflow, "title": title_in(prompt, payload["shown_at"])}
         self.log.note(event, payload)
         server = getattr(PromptServer, "instance", None)
         if server is not None:
@@ -227,6 +226,5 @@ def _queued(prompt_id: str | None) -> tuple[Mapping[str, Any], str | None]:
     running = [] if server is None else server.prompt_queue.get_current_queue_volatile()[0]
     for item in running:
         if item[1] == prompt_id:
-            workflow = (item[3].get("extra_pnginfo") or {}).get("workflow")
-            return item[2], workflow.get("id") if isinstance(workflow, dict) else None
+            return item[2], workflow_in(item[3])
     return {}, None

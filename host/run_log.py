@@ -15,6 +15,25 @@ NODES = "wanstream.nodes"
 KEPT_RUNS = 50
 KEPT_ITEMS = 50
 
+LONGEST_NAME = 200
+"""Characters of a title or an id that are kept; the rest of a longer one is cut off."""
+
+
+def title_in(prompt: Mapping[str, Any], node_id: str | None) -> str | None:
+    """The title of a node in a posted prompt, which may hold any JSON there; None where it is not a text."""
+    return _text_at(prompt, node_id, "_meta", "title")
+
+
+def workflow_in(extra_data: Mapping[str, Any]) -> str | None:
+    """The id of the canvas in what was posted next to a prompt; None without one, or where it is not a text."""
+    return _text_at(extra_data, "extra_pnginfo", "workflow", "id")
+
+
+def _text_at(value: object, *path: str | None) -> str | None:
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value[:LONGEST_NAME] if isinstance(value, str) else None
+
 
 class RunLog:
     """Takes every event in the order in which it is told, and answers with the state that they amount to."""

@@ -70,7 +70,11 @@ BADGES = "() => [...document.querySelectorAll('.wanstream-badge')].map(b => [b.d
 SEEDS = itertools.count(1000)
 """The server keeps what it made of a seed, and the sampler would not run again."""
 
-SMALL = {"Size": {"width": 64, "height": 48, "frames": 9}}
+SMALL = {
+    "Size": {"width": 64, "height": 48, "frames": 9},
+    # A CPU without units for bf16 multiplies it a hundred times slower.
+    "Wan2.2 T2V-A14B": {"compute_dtype": "fp32"},
+}
 
 
 class Page:
@@ -534,6 +538,45 @@ def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
     assert [cell.inner_text() for cell in row.all()] == ["4", "6 (1.50 x)"]
     assert [run["steps"] for run in json.loads(download(classic, "JSON"))["runs"]] == [4, 6]
     classic.picture("runs_table", x=60, y=500, width=1540, height=400)
+
+
+PLANTED = ["img", {"src": "x", "onerror": "window.ran = true"}]
+MARKUP = '<img src=x onerror="window.ran = true">'
+
+
+def prefixed(prompt: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The same graph with this before every id."""
+
+    def renamed(value: Any) -> Any:
+        return [f"{prefix}{value[0]}", value[1]] if isinstance(value, list) else value
+
+    return {
+        f"{prefix}{node_id}": {**node, "inputs": {name: renamed(value) for name, value in node["inputs"].items()}}
+        for node_id, node in prompt.items()
+    }
+
+
+@pytest.mark.parametrize("title", [PLANTED, MARKUP], ids=["array", "markup"])
+def test_nothing_of_a_posted_prompt_runs_in_the_page(classic: Page, title: Any) -> None:
+    """Whoever may post a prompt must not run a script in the page of whoever opens the table."""
+    workflow_id = classic.load(steps=2)
+    classic.page.evaluate("() => { window.ran = false }")
+    for prefix, canvas in [("", {"id": PLANTED}), ("", {"id": workflow_id}), (MARKUP, PLANTED)]:
+        prompt = prefixed(classic.frontend.export().prompt, prefix)
+        for node in prompt.values():
+            node["_meta"] = {"title": title}
+        (sampler,) = (node for node in prompt.values() if node["class_type"] == "WanStreamSampler")
+        sampler["inputs"]["seed"] = next(SEEDS)
+        classic.server.run(prompt, extra_pnginfo={"workflow": canvas})
+    open_table(classic)
+    for tick in classic.page.locator(".wanstream-table tbody tr[data-run] input").all()[:2]:
+        tick.check()
+    classic.page.locator(".wanstream-comparison").wait_for(timeout=WAIT_MS)
+    names = classic.page.locator(".wanstream-table tbody tr[data-run] td:nth-child(3)").all_inner_texts()
+    assert names[:3] == ([title] * 3 if title == MARKUP else [f"node {MARKUP}5", "node 5", "node 5"])
+    classic.page.wait_for_timeout(500)
+    assert classic.page.evaluate("() => window.ran") is False
+    assert classic.page.locator(".wanstream-panel img, .wanstream-run img, .wanstream-badges img").count() == 0
 
 
 def test_without_badges_there_is_no_layer_and_with_them_every_node_has_one(classic: Page) -> None:

@@ -306,3 +306,74 @@ def test_every_word_is_there_in_both_languages_with_the_same_values(modules: Mod
         places = [sorted(re.findall(r"\{\d\}", text)) for text in (words, chinese[key])]
         assert places[0] == places[1], key
         assert re.search(r"[\u4e00-\u9fff]", chinese[key]), key
+
+
+PLANTED = ["img", {"src": "x", "onerror": "window.ran = true", "onclick": "window.ran = true"}]
+"""What would run a script, if a value of a prompt became an element."""
+
+# Puts everything that the overlay makes of a run onto the page, and gives what came of it a moment to run.
+SHOW_ALL = f"""async ([runs, chosen]) => {{
+    const load = name => import(`/extensions/{PACK}/overlay/${{name}}.mjs`)
+    const [dom, table, chart, figures, badges] =
+        await Promise.all(['dom', 'runs_table', 'chart', 'figures', 'badges'].map(load))
+    window.ran = false
+    const shown = document.createElement('div')
+    const add = make => {{ try {{ shown.append(make()) }} catch (error) {{ shown.append(`refused: ${{error}}`) }} }}
+    const options = {{ ticked: new Set(), onTick: () => {{}} }}
+    add(() => dom.element(table.tableOf(runs, options)))
+    add(() => dom.element(table.comparisonOf(runs)))
+    for (const run of runs) {{
+        add(() => dom.element(chart.chart({{ run, width: 400, height: 150, font: 11, chosen: null, id: 'x' }})))
+        add(() => dom.element(figures.runText(run)))
+        add(() => dom.element(figures.stepText(figures.recordsOf(run)[0])))
+    }}
+    for (const value of chosen) add(() => dom.element(value))
+    document.body.append(shown)
+    await new Promise(done => setTimeout(done, 300))
+    const found = {{
+        ran: window.ran, text: shown.textContent,
+        foreign: shown.querySelectorAll('img, script, iframe, a, [onerror], [onclick], [onload]').length
+    }}
+    shown.remove()
+    return found
+}}"""
+
+
+@pytest.mark.parametrize("field", ["title", "error", "node", "shown_at", "prompt_id", "workflow"])
+def test_a_value_of_a_prompt_never_becomes_an_element(modules: Modules, field: str) -> None:
+    run = {**run_of(2, 2), "title": None, field: PLANTED}
+    shown = modules.frontend.page.evaluate(SHOW_ALL, [[run, run], [PLANTED, [PLANTED], {"toString": PLANTED}, None]])
+    assert (shown["ran"], shown["foreign"]) == (False, 0)
+    assert "onerror" in shown["text"], "it is shown as text"
+
+
+def test_the_name_of_an_expert_never_becomes_an_element(modules: Modules) -> None:
+    run = run_of(2, 2)
+    run["experts"] = [PLANTED, PLANTED]
+    run["records"] = [{**each, "expert": PLANTED} for each in run["records"]]
+    shown = modules.frontend.page.evaluate(SHOW_ALL, [[run], []])
+    assert (shown["ran"], shown["foreign"]) == (False, 0)
+
+
+REFUSED = f"""async ([tag, attributes]) => {{
+    const {{ element, h }} = await import('/extensions/{PACK}/overlay/dom.mjs')
+    try {{ element(h(tag, attributes)) }} catch (error) {{ return `${{error}}` }}
+    return null
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("tag", "attributes", "said"),
+    [
+        ("img", {"src": "x"}, "no element img"),
+        ("script", {}, "no element script"),
+        (["div"], {}, "no element"),
+        ("div", {"onclick": "window.ran = true"}, "onclick would run"),
+        ("rect", {"ONLOAD": "window.ran = true"}, "ONLOAD would run"),
+    ],
+)
+def test_other_elements_and_scripts_in_attributes_are_refused(
+    modules: Modules, tag: Any, attributes: dict[str, str], said: str
+) -> None:
+    assert said in (modules.frontend.page.evaluate(REFUSED, [tag, attributes]) or "made")
+    assert modules.frontend.page.evaluate(REFUSED, ["div", {"class": "plain", "hidden": True}]) is None

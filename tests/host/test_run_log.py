@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from wanstream.host.announced_run import AnnouncedRun
-from wanstream.host.run_log import KEPT_ITEMS, KEPT_RUNS, NODES, RunLog
+from wanstream.host.run_log import KEPT_ITEMS, KEPT_RUNS, LONGEST_NAME, NODES, RunLog, title_in, workflow_in
 from wanstream.plan import StepRecord, Timeline
 
 STEP = StepRecord(index=0, expert="high", sigma=None, wall_s=1.0, compute_s=1.0, stall_s=0.0, bytes_moved=1)
@@ -82,3 +84,27 @@ def test_what_is_of_no_use_later_is_not_kept() -> None:
     log = RunLog()
     log.note("wanstream.memory", {"at": 1.0})
     assert log.told() == {"runs": [], "items": []}
+
+
+IMAGE = ["img", {"src": "x", "onerror": "alert(1)"}]
+
+
+@pytest.mark.parametrize("hostile", [IMAGE, {"toString": "x"}, 7, None, True])
+def test_of_a_posted_prompt_only_texts_are_passed_on(hostile: object) -> None:
+    assert title_in({"7": {"_meta": {"title": "Sampler"}}}, "7") == "Sampler"
+    assert title_in({"7": {"_meta": {"title": hostile}}}, "7") is None
+    assert title_in({"7": {"_meta": hostile}}, "7") is None
+    assert workflow_in({"extra_pnginfo": {"workflow": {"id": "a graph"}}}) == "a graph"
+    assert workflow_in({"extra_pnginfo": {"workflow": {"id": hostile}}}) is None
+    assert workflow_in({"extra_pnginfo": {"workflow": hostile}}) is None
+    assert workflow_in({"extra_pnginfo": hostile}) is None
+
+
+def test_a_node_without_a_title_and_a_post_without_a_canvas_have_none() -> None:
+    assert title_in({}, "7") is None
+    assert title_in({"7": {}}, None) is None
+    assert workflow_in({}) is None
+
+
+def test_a_title_of_any_length_is_kept_short() -> None:
+    assert title_in({"7": {"_meta": {"title": "x" * 10**6}}}, "7") == "x" * LONGEST_NAME

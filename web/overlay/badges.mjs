@@ -5,7 +5,7 @@
  * badges are off there is no layer, and nothing is done when the canvas is drawn.
  */
 
-import { element } from "./dom.mjs"
+import { element, h } from "./dom.mjs"
 import { shortSeconds, sizeText } from "./figures.mjs"
 import { say } from "./words.mjs"
 
@@ -54,8 +54,8 @@ export class Badges {
   show(on) {
     if (on === this.shown) return
     if (on) {
-      this.inner = element(["div", { class: "wanstream-badges-inner" }])
-      this.layer = element(["div", { class: "wanstream-badges" }])
+      this.inner = element(h("div", { class: "wanstream-badges-inner" }))
+      this.layer = element(h("div", { class: "wanstream-badges" }))
       this.layer.append(this.inner)
       this.page.forwardAll(this.layer)
       this.page.canvas.canvas.parentElement.append(this.layer)
@@ -89,7 +89,7 @@ export class Badges {
   tell(node, figures) {
     let chip = this.chips.get(node)
     if (!chip) {
-      chip = element(["div", { class: "wanstream-badge", "data-node": node.id }])
+      chip = element(h("div", { class: "wanstream-badge", "data-node": node.id }))
       this.chips.set(node, chip)
       this.inner.append(chip)
     }

@@ -7,6 +7,7 @@
  * mean of some.
  */
 
+import { h } from "./dom.mjs"
 import { expertText, memoryOf, outsideSeconds, peakText, recordsOf, runText, secondsText } from "./figures.mjs"
 
 const LEAST_BAR = 3
@@ -73,7 +74,7 @@ export function chart({ run, width, height, font, chosen, id }) {
   const longest = Math.max(...columns.flatMap((column) => [column.measured?.wall ?? 0, column.predicted ?? 0]))
   const scale = longest > 0 ? (frame.bottom - frame.top) / longest : 0
   const whole = { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": runText(run) }
-  return [
+  return h(
     "svg",
     { class: "wanstream-svg", ...whole },
     hatch(id),
@@ -84,38 +85,36 @@ export function chart({ run, width, height, font, chosen, id }) {
     memoryLine(run, columns, frame, font),
     switchLine(run, columns, frame, font),
     ...expertNames(columns, frame, font),
-    longest > 0 ? text(frame.left, frame.top - font * 0.35, font, "start", secondsText(longest)) : ["g", {}]
-  ]
+    longest > 0 ? text(frame.left, frame.top - font * 0.35, font, "start", secondsText(longest)) : h("g", {})
+  )
 }
 
-const hatch = (id) => [
-  "defs",
-  {},
-  [
-    "pattern",
-    { id: `${id}-stall`, width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-    ["rect", { class: "wanstream-stall", width: 4, height: 4 }],
-    ["line", { class: "wanstream-hatch", x1: 0, y1: 0, x2: 0, y2: 4 }]
-  ]
-]
+const hatch = (id) =>
+  h(
+    "defs",
+    {},
+    h(
+      "pattern",
+      { id: `${id}-stall`, width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+      h("rect", { class: "wanstream-stall", width: 4, height: 4 }),
+      h("line", { class: "wanstream-hatch", x1: 0, y1: 0, x2: 0, y2: 4 })
+    )
+  )
 
-const text = (x, y, font, anchor, words, kind = "wanstream-text") => [
-  "text",
-  { class: kind, x, y, "font-size": font, "text-anchor": anchor },
-  words
-]
+const text = (x, y, font, anchor, words, kind = "wanstream-text") =>
+  h("text", { class: kind, x, y, "font-size": font, "text-anchor": anchor }, words)
 
 function highlight(columns, frame, chosen) {
   const index = chosen === null ? -1 : columnOf(columns, chosen)
-  if (index < 0) return ["g", {}]
+  if (index < 0) return h("g", {})
   const [x, y] = [frame.left + index * frame.step, frame.top]
-  return ["rect", { class: "wanstream-chosen", x, y, width: frame.step, height: frame.bottom - frame.top }]
+  return h("rect", { class: "wanstream-chosen", x, y, width: frame.step, height: frame.bottom - frame.top })
 }
 
 /** The stacked parts of one bar; its numbers are in `data-` attributes as they were measured. */
 function bar(column, index, frame, scale, id) {
   const attributes = { class: `wanstream-bar wanstream-${column.expert}`, "data-step": column.first }
-  if (!column.measured) return ["g", attributes]
+  if (!column.measured) return h("g", attributes)
   const gap = frame.step > 6 ? 1 : 0
   const { compute, rest, stall, wall } = column.measured
   const [x, width] = [frame.left + index * frame.step + gap, frame.step - 2 * gap]
@@ -123,37 +122,37 @@ function bar(column, index, frame, scale, id) {
   const part = (kind, seconds, fill = null) => {
     const height = seconds * scale
     y -= height
-    return ["rect", { class: kind, x, y, width, height, fill }]
+    return h("rect", { class: kind, x, y, width, height, fill })
   }
-  return [
+  return h(
     "g",
     { ...attributes, "data-compute": compute, "data-rest": rest, "data-stall": stall, "data-wall": wall },
     part("wanstream-compute", compute),
     part("wanstream-rest", rest),
     part("wanstream-stalled", stall, `url(#${id}-stall)`)
-  ]
+  )
 }
 
 /** Under the bar of a step in which a cache left blocks out. */
 function cachedMark(column, index, frame) {
-  if (!column.measured?.leftOut) return ["g", {}]
+  if (!column.measured?.leftOut) return h("g", {})
   const place = { x: frame.left + index * frame.step, y: frame.bottom, width: frame.step, height: 3 }
-  return ["rect", { class: "wanstream-cached", "data-left-out": column.measured.leftOut, ...place }]
+  return h("rect", { class: "wanstream-cached", "data-left-out": column.measured.leftOut, ...place })
 }
 
 function outline(column, index, frame, scale) {
-  if (column.predicted === null) return ["g", {}]
+  if (column.predicted === null) return h("g", {})
   const height = column.predicted * scale
   const [x, y] = [frame.left + index * frame.step + 0.5, frame.bottom - height]
   const place = { x, y, width: Math.max(1, frame.step - 1), height }
-  return ["rect", { class: "wanstream-predicted", "data-predicted": column.predicted, ...place }]
+  return h("rect", { class: "wanstream-predicted", "data-predicted": column.predicted, ...place })
 }
 
 function memoryLine(run, columns, frame, font) {
   const known = columns.flatMap((column, index) =>
     column.measured && column.measured.memory !== null ? [[index, column.measured.memory]] : []
   )
-  if (!known.length) return ["g", {}]
+  if (!known.length) return h("g", {})
   const peak = Math.max(...known.map(([, bytes]) => bytes))
   const samples = samplesOf(run, columns)
   const most = samples.reduce((most, [, bytes]) => Math.max(most, bytes), peak)
@@ -164,14 +163,14 @@ function memoryLine(run, columns, frame, font) {
   const line = (points) => points.map((point) => at(point).map((value) => value.toFixed(1)).join(",")).join(" ")
   const peaks = known.map(([index, bytes]) => [index + 0.5, bytes])
   const [x, y] = at(peaks.find(([, bytes]) => bytes === peak))
-  return [
+  return h(
     "g",
     { class: "wanstream-memory", "data-peak": peak },
-    ["polyline", { class: "wanstream-memory-samples", "data-samples": samples.length, points: line(samples) }],
-    ["polyline", { class: "wanstream-memory-line", points: line(peaks) }],
-    ["circle", { class: "wanstream-memory-peak", cx: x, cy: y, r: font / 4 }],
+    h("polyline", { class: "wanstream-memory-samples", "data-samples": samples.length, points: line(samples) }),
+    h("polyline", { class: "wanstream-memory-line", points: line(peaks) }),
+    h("circle", { class: "wanstream-memory-peak", cx: x, cy: y, r: font / 4 }),
     text(frame.right, frame.top - font * 0.35, font, "end", peakText(recordsOf(run)), MEMORY_TEXT)
-  ]
+  )
 }
 
 /** What samples saw of the memory during steps: places, in columns from the left, with bytes of the kind of the line. */
@@ -194,13 +193,13 @@ export function samplesOf(run, columns) {
 
 function switchLine(run, columns, frame, font) {
   const index = run.switch_step === null || run.switch_step === undefined ? -1 : columnOf(columns, run.switch_step)
-  if (index < 0) return ["g", {}]
+  if (index < 0) return h("g", {})
   const x = frame.left + index * frame.step
-  return [
+  return h(
     "g",
     { class: "wanstream-switch", "data-switch": run.switch_step },
-    ["line", { x1: x, x2: x, y1: frame.top, y2: frame.bottom + font }]
-  ]
+    h("line", { x1: x, x2: x, y1: frame.top, y2: frame.bottom + font })
+  )
 }
 
 /** Under the bars, each expert once for each stretch of its steps that is wide enough for its name. */

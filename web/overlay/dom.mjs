@@ -1,18 +1,48 @@
-/** Makes elements of descriptions: `[tag, {attribute: value}, ...children]`, where a child is a description or text. */
+/**
+ * Elements made of descriptions: `h(tag, {attribute: value}, ...children)`, where a child is a description or text.
+ *
+ * Titles, names and messages come from prompts that anyone may post. Only `h` makes descriptions, and JSON cannot: an
+ * array that comes as data is shown as its text and never becomes an element.
+ */
 
 const SVG = "http://www.w3.org/2000/svg"
-const SVG_TAGS = new Set(["svg", "g", "rect", "line", "polyline", "path", "circle", "text", "defs", "pattern"])
+const SVG_TAGS = new Set(["svg", "g", "rect", "line", "polyline", "circle", "text", "defs", "pattern"])
+const HTML_TAGS = new Set(["button", "div", "input", "p", "span", "table", "tbody", "td", "th", "thead", "tr"])
 
-/** A fresh element; what is null or false is left out, and functions listen to the event of their name. */
+const descriptions = new WeakSet()
+
+/** The description of one element. */
+export function h(tag, attributes, ...children) {
+  const description = [tag, attributes, ...children]
+  descriptions.add(description)
+  return description
+}
+
+/** A value of any JSON type as text. */
+const plain = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value))
+
+/**
+ * A new element, or the text of what is not a description; attributes that are null or false are left out, and
+ * functions listen to the event of their name.
+ *
+ * Throws a TypeError for tags that the overlay does not use, and for handlers of events as text.
+ */
 export function element(description) {
-  if (!Array.isArray(description)) return document.createTextNode(String(description))
+  if (!descriptions.has(description)) return document.createTextNode(plain(description))
   const [tag, attributes, ...children] = description
-  const made = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag)
+  const made = empty(tag)
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue
     if (typeof value === "function") made.addEventListener(name, value)
-    else made.setAttribute(name, value === true ? "" : value)
+    else if (/^on/i.test(name)) throw new TypeError(`the attribute ${name} would run its value as a script`)
+    else made.setAttribute(name, value === true ? "" : plain(value))
   }
   made.append(...children.map(element))
   return made
+}
+
+function empty(tag) {
+  if (SVG_TAGS.has(tag)) return document.createElementNS(SVG, tag)
+  if (HTML_TAGS.has(tag)) return document.createElement(tag)
+  throw new TypeError(`the overlay makes no element ${plain(tag)}`)
 }

@@ -6,7 +6,7 @@
  */
 
 import { chart, columnAt, columnsOf, frameOf } from "./chart.mjs"
-import { element } from "./dom.mjs"
+import { element, h } from "./dom.mjs"
 import { recordsOf, runText, sizeText, stepText } from "./figures.mjs"
 import { say } from "./words.mjs"
 
@@ -74,18 +74,18 @@ export class RunWidget {
     const toggle = () => this.toggle()
     // ComfyUI must not act on them too.
     const keep = (event) => ["Enter", " "].includes(event.key) && event.stopPropagation()
-    this.line = element(["span", { class: "wanstream-line-text" }])
-    this.button = element(["button", { type: "button", class: "wanstream-line", click: toggle, keydown: keep }])
-    this.button.append(element(["span", { class: "wanstream-arrow", "aria-hidden": "true" }]), this.line)
+    this.line = element(h("span", { class: "wanstream-line-text" }))
+    this.button = element(h("button", { type: "button", class: "wanstream-line", click: toggle, keydown: keep }))
+    this.button.append(element(h("span", { class: "wanstream-arrow", "aria-hidden": "true" })), this.line)
     const listeners = {
       keydown: (event) => this.onKey(event),
       pointermove: (event) => this.onPointer(event),
       pointerleave: () => this.choose(null),
       blur: () => this.choose(null)
     }
-    this.plot = element(["div", { class: "wanstream-plot", tabindex: 0, role: "group", ...listeners }])
-    this.numbers = element(["div", { class: "wanstream-numbers", role: "status", "aria-live": "polite" }])
-    this.root = element(["div", { class: "wanstream-run" }])
+    this.plot = element(h("div", { class: "wanstream-plot", tabindex: 0, role: "group", ...listeners }))
+    this.numbers = element(h("div", { class: "wanstream-numbers", role: "status", "aria-live": "polite" }))
+    this.root = element(h("div", { class: "wanstream-run" }))
     this.root.append(this.button, this.plot, this.numbers)
   }
 

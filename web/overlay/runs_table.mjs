@@ -4,14 +4,14 @@
  * The layout is pure (`tableOf`, `comparisonOf`, `csvOf`, `jsonOf`); the class puts it on the page.
  */
 
-import { element } from "./dom.mjs"
+import { element, h } from "./dom.mjs"
 import { figuresOf, stateText } from "./figures.mjs"
 import { say } from "./words.mjs"
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
 
 /** What a run is called: by the title of its node, as far as its workflow carries one. */
-const name = (run) => run.title || say("nodeOf", run.shown_at)
+const name = (run) => (typeof run.title === "string" && run.title) || say("nodeOf", run.shown_at)
 
 const ratioText = (value, first) => (value === null || !first ? "-" : `${(value / first).toFixed(2)} x`)
 
@@ -29,38 +29,38 @@ export function tableOf(runs, { ticked, onTick }) {
   const row = (run) => {
     const label = `${clock(run.at)} ${name(run)}`
     const tick = { checked: ticked.has(run.run), change: () => onTick(run.run), "aria-label": say("compare", label) }
-    const cell = (content) => ["td", {}, content]
+    const cell = (content) => h("td", {}, content)
     const known = figuresOf(run).filter((figure) => names.includes(figure.name))
-    const shown = known.map((figure) => ["td", { "data-figure": figure.name }, figure.text])
-    const first = [["input", { type: "checkbox", ...tick }], clock(run.at), name(run)].map(cell)
-    return ["tr", { "data-run": run.run }, ...first, ...shown, cell(stateText(run))]
+    const shown = known.map((figure) => h("td", { "data-figure": figure.name }, figure.text))
+    const first = [h("input", { type: "checkbox", ...tick }), clock(run.at), name(run)].map(cell)
+    return h("tr", { "data-run": run.run }, ...first, ...shown, cell(stateText(run)))
   }
-  return [
+  return h(
     "table",
     { class: "wanstream-table" },
-    ["thead", {}, ["tr", {}, ...heads.map((head) => ["th", { scope: "col" }, head])]],
-    ["tbody", {}, ...[...runs].reverse().map(row)]
-  ]
+    h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))),
+    h("tbody", {}, ...[...runs].reverse().map(row))
+  )
 }
 
 /** The chosen runs beside each other, each figure with its ratio to the first run. */
 export function comparisonOf(runs) {
   const names = knownFigures(runs).map((figure) => figure.name)
   const columns = runs.map((run) => figuresOf(run).filter((figure) => names.includes(figure.name)))
-  const head = runs.map((run) => ["th", { scope: "col" }, `${clock(run.at)} ${name(run)}`])
+  const head = runs.map((run) => h("th", { scope: "col" }, `${clock(run.at)} ${name(run)}`))
   const row = (figure, index) => {
     const cells = columns.map((figures, run) => {
       const { value, text } = figures[index]
-      return ["td", {}, run === 0 ? text : `${text} (${ratioText(value, figure.value)})`]
+      return h("td", {}, run === 0 ? text : `${text} (${ratioText(value, figure.value)})`)
     })
-    return ["tr", { "data-figure": figure.name }, ["th", { scope: "row" }, figure.head], ...cells]
+    return h("tr", { "data-figure": figure.name }, h("th", { scope: "row" }, figure.head), ...cells)
   }
-  return [
+  return h(
     "table",
     { class: "wanstream-table wanstream-comparison" },
-    ["thead", {}, ["tr", {}, ["th", {}], ...head]],
-    ["tbody", {}, ...columns[0].map(row)]
-  ]
+    h("thead", {}, h("tr", {}, h("th", {}), ...head)),
+    h("tbody", {}, ...columns[0].map(row))
+  )
 }
 
 const quoted = (value) => `"${String(value).replaceAll('"', '""')}"`
@@ -85,9 +85,9 @@ export class RunsTable {
     this.page = page
     this.ticked = new Set()
     this.runs = []
-    this.tools = element(["div", { class: "wanstream-tools" }])
-    this.body = element(["div", { class: "wanstream-tables" }])
-    this.root = element(["div", { class: "wanstream-panel" }])
+    this.tools = element(h("div", { class: "wanstream-tools" }))
+    this.body = element(h("div", { class: "wanstream-tables" }))
+    this.root = element(h("div", { class: "wanstream-panel" }))
     this.root.append(this.tools, this.body)
   }
 
@@ -98,11 +98,11 @@ export class RunsTable {
 
   drawTools() {
     if (this.tools.firstChild) return
-    const button = (words, click) => ["button", { type: "button", class: "wanstream-button", click }, words]
+    const button = (words, click) => h("button", { type: "button", class: "wanstream-button", click }, words)
     const tools = [
       button(say("exportJson"), () => this.export("json", "application/json", jsonOf)),
       button(say("exportCsv"), () => this.export("csv", "text/csv", csvOf)),
-      ["span", { class: "wanstream-hint" }, say("tick")]
+      h("span", { class: "wanstream-hint" }, say("tick"))
     ]
     this.tools.replaceChildren(...tools.map(element))
   }
@@ -121,7 +121,7 @@ export class RunsTable {
     const comparison = chosen.length > 1 ? [comparisonOf(chosen)] : []
     const all = this.runs.length
       ? tableOf(this.runs, { ticked: this.ticked, onTick })
-      : ["p", { class: "wanstream-hint" }, say("noRun")]
+      : h("p", { class: "wanstream-hint" }, say("noRun"))
     this.body.replaceChildren(...[...comparison, all].map(element))
     if (focused) this.body.querySelector(`tr[data-run="${focused}"] input`)?.focus()
   }
