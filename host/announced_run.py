@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from ..plan import StepRecord, Timeline
+from .run_settings import RunSettings
 
 BEGIN = "wanstream.begin"
 STEP = "wanstream.step"
@@ -41,6 +42,7 @@ class AnnouncedRun:
         shown_at: the node that the run belongs to where that is another one; None: the same.
         experts: the expert of each step of this run, in order.
         predicted: what was simulated for it.
+        settings: what a list of runs shows of its settings.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class AnnouncedRun:
         experts: Sequence[str],
         shown_at: str | None = None,
         predicted: Timeline | None = None,
+        settings: RunSettings | None = None,
     ) -> None:
         self._announce, self._experts, self._predicted = announce, list(experts), predicted
+        self._settings = None if settings is None else settings.plain()
         self._ids = {"run": uuid.uuid4().hex, "prompt_id": prompt_id, "node": node_id, "shown_at": shown_at or node_id}
         self._timeline: Timeline | None = None
         self._ranks: dict[int, Timeline] = {}
@@ -71,6 +75,7 @@ class AnnouncedRun:
             experts=self._experts,
             switch_step=switch,
             predicted=_plain(self._predicted),
+            settings=self._settings,
             at=time.time(),
         )
         return self

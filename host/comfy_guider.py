@@ -192,7 +192,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             outer_bytes=outer_bytes,
             policy=going,
             recorder=recorder,
-            watched=self._watch(experts, expected),
+            watched=self._watch(experts, expected, policy, noise.shape),
             shape=noise.shape,
             course=course,
             sampler=sampler,

@@ -14,6 +14,7 @@ from .auto_offload import Choice
 from .comfy_guider import ExpertsGuider
 from .guider_settings import GuiderSettings
 from .observed import observed
+from .run_settings import run_settings
 
 if TYPE_CHECKING:
     from .comfy import ComfyDoor
@@ -39,7 +40,9 @@ def make_guider(
     known = cached_policy(OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy, settings.cache)
     made_by = door.executing_node()
 
-    def watch(experts: Sequence[str], expected: Timeline | None) -> AnnouncedRun:
+    def watch(
+        experts: Sequence[str], expected: Timeline | None, began_with: OffloadPolicy, shape: Sequence[int]
+    ) -> AnnouncedRun:
         # By now a sampler executes; its run is shown at the guider.
         return AnnouncedRun(
             door.announce,
@@ -48,6 +51,7 @@ def make_guider(
             shown_at=made_by,
             experts=experts,
             predicted=expected,
+            settings=run_settings(ref, policy, began_with, shape, door.device()),
         )
 
     patcher = door.patcher(ref, known, flow_shift=flow_shift)

@@ -27,8 +27,8 @@ Choose: TypeAlias = Callable[[OffloadJob], Choice]
 Known: TypeAlias = Callable[[ExpertShape], "Machine | None"]
 """Gives the kept profile of this machine, None where there is none."""
 
-Watch: TypeAlias = Callable[[Sequence[str], "Timeline | None"], AnnouncedRun]
-"""Gives what tells of a run whose calls are of these experts, and of which that was foretold."""
+Watch: TypeAlias = Callable[[Sequence[str], "Timeline | None", OffloadPolicy, Sequence[int]], AnnouncedRun]
+"""Gives what announces a run: its experts by call, its prediction, its policy and the shape of its latents."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

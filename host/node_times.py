@@ -42,6 +42,7 @@ class _Node:
     ended: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
     partly: bool = False
+    cached: bool = False
 
     def told(self, now: float) -> dict[str, Any]:
         seconds = sum(self.ended.get(part, now) - began for part, began in self.began.items())
@@ -50,6 +51,7 @@ class _Node:
             "ran": bool(self.began),
             "running": self.began.keys() != self.ended.keys(),
             "seconds": seconds,
+            "cached": self.cached,
             "partly": self.partly,
             **{f"{name}_peak": self.peaks.get(name) for name in PEAKS},
         }
@@ -108,7 +110,7 @@ class ItemTimes:
         self._end(now)
         for node_id, class_type in graph.items():
             if node_id in cached or (node_id not in self._nodes and node_id not in self._missed):
-                self._nodes[node_id] = _Node(class_type=class_type)
+                self._nodes[node_id] = _Node(class_type=class_type, cached=node_id in cached)
                 self._changed.add(node_id)
 
     def leave(self, now: float) -> None:

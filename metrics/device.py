@@ -108,6 +108,12 @@ def free_bytes(device: torch.device) -> int | None:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
+def total_bytes(device: torch.device) -> tuple[int | None, int]:
+    """Bytes that `device` has, None on a CPU, and bytes of RAM that the machine has."""
+    on_device = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return on_device, int(psutil.virtual_memory().total)
+
+
 class MemoryMeter:
     """Memory of the process and of one device; peaks are those since the last `restart`. Never waits for the device.
 

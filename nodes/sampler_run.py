@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..host import AnnouncedRun, ExpertsRef, host
+from ..host.run_settings import run_settings
 from ..plan import AutoOffload, OffloadPolicy, Timeline, WorkersRef
 from ..sampling import Cancelled, DenoiseRequest, DenoiseResult, StepProgress, request_job
 from .prepared_run import OnStep, prepare_here
@@ -68,7 +69,8 @@ def run_experts(
     experts = [course.experts[step] for step in course.steps]
     report = on_step or _own_bar(len(experts) * prepared.parts, node_id)
     ids = {"prompt_id": host.run_id(), "node_id": node_id}
-    watched = AnnouncedRun(host.announce, experts=experts, predicted=prepared.predicted, **ids)
+    settings = run_settings(ref, asked, prepared.policy, request.noise.shape, prepared.device, workers=workers)
+    watched = AnnouncedRun(host.announce, experts=experts, predicted=prepared.predicted, settings=settings, **ids)
 
     def each_step(step: StepProgress) -> None:
         watched.step(step.record)

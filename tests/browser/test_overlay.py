@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -182,8 +183,13 @@ def assert_shows(shown: Mapping[str, Any], timeline: Timeline) -> None:
     fields = {"compute": "compute_s", "stall": "stall_s", "wall": "wall_s"}
     for name, field in fields.items():
         assert [float(bar[name]) for bar in shown["bars"]] == [getattr(step, field) for step in timeline.steps]
-    assert f"{seconds_text(timeline.wall_s)} s" in shown["line"]
-    assert f"stall {seconds_text(timeline.stall_s)} s" in shown["line"]
+    count = len(timeline.steps)
+    took = f"{seconds_text(timeline.wall_s)} s" if timeline.wall_s < 60 else f"{timeline.wall_s // 60:.0f}:"
+    assert shown["line"].startswith(f"{count} steps in {took}")
+    assert " s/step · " in shown["line"]
+    shown_stall = f"stall {seconds_text(timeline.stall_s)} s" in shown["line"]
+    assert shown_stall == (timeline.stall_s > 0.005 * timeline.wall_s)
+    assert re.search(r"[\d.]+( [MG]B)? of [\d.]+ GB RAM$", shown["line"])
     experts = [step.expert for step in timeline.steps]
     assert shown["marked"] == str(experts.index("low"))
     assert int(shown["peak"]) == max(step.rss_bytes or 0 for step in timeline.steps)
@@ -196,6 +202,7 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
     page.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
     live = page.shown()
     assert 1 < len(live["bars"]) < 60 == live["columns"]
+    assert re.match(r"step \d+/60 · [\d.]+ s/step · \d+:\d\d left · ", live["line"]), live["line"]
     page.picture(f"overlay_live_{renderer}")
     page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
     page.idle()
@@ -221,7 +228,7 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
     assert page.badges() == badges
     nodes = last_history(page.server)["prompt"][2]
     assert badges.keys() == nodes.keys(), "a badge on every node of the graph"
-    assert {text for text in badges.values() if not text.startswith("not run")}
+    assert {text for text in badges.values() if text not in ("cached", "not run")}
 
 
 def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page, renderer: str) -> None:
@@ -306,7 +313,7 @@ def test_the_overlay_speaks_chinese_where_comfyui_does(browser: Browser, server:
             assert page.shown()["line"] == "WanStream：尚无运行"
             shown = page.run()
             timeline = timeline_of(server)
-            assert shown["line"].startswith(f"4 步 · {seconds_text(timeline.wall_s)} s · 等待 ")
+            assert shown["line"].startswith(f"4 步，用时 {seconds_text(timeline.wall_s)} s · ")
             assert "内存" in shown["line"]
             assert "指向一个条形" in shown["numbers"]
             assert any("内存" in text for text in page.badges().values())
@@ -317,7 +324,7 @@ def test_the_overlay_speaks_chinese_where_comfyui_does(browser: Browser, server:
             assert page.shown()["numbers"].startswith("步 0（高噪）")
             open_table(page)
             heads = page.page.locator(".wanstream-table th").all_inner_texts()
-            assert heads[1:5] == ["时间", "节点", "步数", "总时间"]
+            assert heads[1:5] == ["时间", "节点", "尺寸", "精度"]
             assert page.page.get_by_text("WanStream 运行记录").count() > 0
             assert "wall" in download(page, "CSV").splitlines()[0], "what other programs read stays as it is"
     finally:
@@ -534,6 +541,8 @@ def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
     for number in range(2):
         classic.page.locator(".wanstream-table tbody tr[data-run] input").nth(number).focus()
         classic.page.keyboard.press("Space")
+    settings = classic.page.locator(".wanstream-table:not(.wanstream-comparison) tr[data-run] td[data-setting]")
+    assert settings.all_inner_texts()[:3] == ["64x48x9", "fp32", "layerwise, 1 ahead"]
     row = classic.page.locator('.wanstream-comparison tr[data-figure="steps"] td')
     assert [cell.inner_text() for cell in row.all()] == ["4", "6 (1.50 x)"]
     assert [run["steps"] for run in json.loads(download(classic, "JSON"))["runs"]] == [4, 6]
@@ -588,6 +597,67 @@ def test_without_badges_there_is_no_layer_and_with_them_every_node_has_one(class
     classic.page.evaluate("() => window.app.extensionManager.setting.set('WanStream.Badges', true)")
     classic.run()
     assert len(classic.badges()) == 7
+
+
+REMOVALS = {
+    "key": "window.app.canvas.selectNodes([find(title)])",
+    "call": f"{GRAPH}.remove(find(title))",
+    "clear": "window.app.extensionManager.command.execute('Comfy.ClearWorkflow')",
+}
+
+
+@pytest.mark.parametrize("way", REMOVALS)
+def test_a_badge_goes_with_its_node(page: Page, way: str) -> None:
+    page.page.on("dialog", lambda dialog: dialog.accept())
+    page.load(steps=1)
+    page.run()
+    before = page.badges()
+    assert len(before) == 7
+    page.page.evaluate(f"title => {{ {FIND}; {REMOVALS[way]} }}", SAMPLER)
+    if way == "key":
+        page.page.locator("#graph-canvas").focus()
+        page.page.keyboard.press("Delete")
+    gone = 7 if way == "clear" else 1
+    page.page.wait_for_function(f"() => {GRAPH}.nodes.length <= {8 - gone}")
+    page.page.wait_for_timeout(500)
+    assert len(page.badges()) == 7 - gone
+
+
+def test_what_comfyui_had_is_cached_and_no_badge_lies_on_the_title_of_a_group(page: Page) -> None:
+    page.load(steps=1)
+    page.run()
+    first = page.badges()
+    page.run()
+    second = page.badges()
+    assert "cached" in second.values()
+    assert not any("not run" in text or text.startswith("0.0 s") for text in [*first.values(), *second.values()])
+    page.page.evaluate(
+        "() => { const { ds } = window.app.canvas; ds.scale = 0.7; ds.offset[0] = 20; ds.offset[1] = 60;"
+        "window.app.canvas.setDirty(true, true) }"
+    )
+    page.page.wait_for_timeout(300)
+    covered = page.page.evaluate(ON_GROUP_TITLES)
+    assert covered == []
+
+
+# Badges that reach into the title of a group, which is drawn at its upper left in letters of its own size.
+ON_GROUP_TITLES = f"""() => {{
+    const {{ ds, canvas }} = window.app.canvas, found = [], place = canvas.getBoundingClientRect()
+    const pen = document.createElement('canvas').getContext('2d')
+    for (const group of {GRAPH}.groups) {{
+        pen.font = `${{group.font_size}}px Inter, Arial`
+        const width = pen.measureText(group.title).width + group.font_size
+        const [left, top] = [0, 1].map(axis => (group.pos[axis] + ds.offset[axis]) * ds.scale)
+        for (const badge of document.querySelectorAll('.wanstream-badge')) {{
+            const box = badge.getBoundingClientRect()
+            const [x, y] = [box.left - place.left, box.top - place.top]
+            const beside = x >= left + width * ds.scale || x + box.width <= left
+            const below = y >= top + group.font_size * 1.4 * ds.scale || y + box.height <= top
+            if (!beside && !below) found.push(`${{group.title}}: ${{badge.textContent}}`)
+        }}
+    }}
+    return found
+}}"""
 
 
 @pytest.mark.parametrize("palette", ["dark", "light"])

@@ -308,6 +308,108 @@ def test_every_word_is_there_in_both_languages_with_the_same_values(modules: Mod
         assert re.search(r"[\u4e00-\u9fff]", chinese[key]), key
 
 
+def steps_of(*seconds: float, **fields: Any) -> list[dict[str, Any]]:
+    return [record(number, wall_s=wall, **fields) for number, wall in enumerate(seconds)]
+
+
+SETTINGS = {"size": "832x480x81", "dtype": "bf16", "policy": "layerwise, 1 ahead", "lora": "", "workers": None}
+TOTALS = {"device_total": 25_300_000_000, "ram_total": 17_180_000_000}
+
+
+def test_a_run_that_goes_on_leads_with_its_step_its_pace_and_the_time_left(modules: Modules) -> None:
+    run = {**run_of(20, 0), "records": steps_of(*[12.4] * 7, stall_s=0.0, rss_bytes=1_120_000_000)}
+    run["settings"] = {**SETTINGS, **TOTALS}
+    assert modules.call("figures", "runText", run) == "step 7/20 · 12.4 s/step · 2:41 left · 1.12 of 17.2 GB RAM"
+    assert "· 2:36 left ·" in modules.call("figures", "runText", run, 5.0), "it falls between two steps"
+    assert "· 0:00 left ·" in modules.call("figures", "runText", run, 500.0)
+    run["records"] = steps_of(*[12.4] * 7, stall_s=1.5, device_bytes=6_930_000_000)
+    line = "step 7/20 · 12.4 s/step · 2:41 left · stall 10.50 s · 6.93 of 25.3 GB VRAM"
+    assert modules.call("figures", "runText", run) == line
+    run["settings"] = None
+    assert modules.call("figures", "runText", run).endswith(" · VRAM 6.93 GB"), "a machine that is not known"
+
+
+def test_a_run_that_has_ended_says_how_long_it_took(modules: Modules) -> None:
+    run = {**run_of(4, 0), "ended": True, "records": steps_of(*[90.0] * 4, stall_s=0.4)}
+    assert modules.call("figures", "runText", run) == "4 steps in 6:00 · 90.0 s/step · RAM 7 B"
+    run["records"] = steps_of(0.5, 0.5, stall_s=0.1)
+    assert modules.call("figures", "runText", run) == "2 steps in 1.00 s · 0.500 s/step · stall 0.200 s · RAM 7 B"
+
+
+def test_the_time_left_follows_the_last_steps_and_the_prediction(modules: Modules) -> None:
+    def left(*seconds: float, **fields: Any) -> Any:
+        return modules.call("figures", "secondsLeft", {**run_of(10, 0), "records": steps_of(*seconds), **fields})
+
+    assert left() is None
+    assert left(30.0) == pytest.approx(270), "the first step is all that is known"
+    assert left(30.0, 2.0, 2.0) == pytest.approx(14), "in the first step, weights are read"
+    assert left(9.0, 9.0, 9.0, 2.0, 2.0, 2.0, 2.0, 2.0) == pytest.approx(4), "the low expert has its own pace"
+    predicted = {"steps": steps_of(*[1.0] * 5, *[3.0] * 5)}
+    assert left(predicted=predicted) == pytest.approx(20)
+    assert left(9.0, 2.0, 2.0, 2.0, predicted=predicted) == pytest.approx(2 * (1 + 15)), "twice as slow as predicted"
+    assert left(*[1.0] * 10) is None
+    assert left(1.0, ended=True) is None
+
+
+def test_hours_are_told_from_minutes(modules: Modules) -> None:
+    assert [modules.call("figures", "clockText", value) for value in (0, 59.6, 156, 3756)] == [
+        *("0:00", "1:00", "2:36", "1:02:36"),
+    ]
+
+
+def cells_of(part: Any, tag: str) -> list[str]:
+    """The texts of all elements of this tag, in depth."""
+    if not isinstance(part, list):
+        return []
+    own = [part[2] if len(part) > 2 else ""] if part[0] == tag and not isinstance(part[-1], list) else []
+    return own + [text for child in part[2:] for text in cells_of(child, tag)]
+
+
+TABLE = f"""async runs => {{
+    const {{ comparisonOf, csvOf, tableOf }} = await import('/extensions/{PACK}/overlay/runs_table.mjs')
+    return [tableOf(runs, {{ ticked: new Set(), onTick: null }}), comparisonOf(runs), csvOf(runs)]
+}}"""
+
+
+def test_rows_of_the_table_differ_by_their_settings(modules: Modules) -> None:
+    one = {**run_of(2, 2), "title": "Sampler", "settings": {**SETTINGS, **TOTALS}}
+    other = {**one, "settings": {**one["settings"], "size": "1280x720x81", "lora": "fast 1", "dtype": "fp16"}}
+    table, comparison, exported = modules.frontend.page.evaluate(TABLE, [one, other])
+    assert cells_of(table, "th")[1:8] == ["time", "node", "size", "dtype", "policy", "LoRA", "steps"]
+    cells = cells_of(table, "td")
+    assert {"832x480x81", "1280x720x81", "bf16", "fp16", "layerwise, 1 ahead", "fast 1"} <= {*cells}
+    assert cells_of(comparison, "td")[:2] == ["832x480x81", "1280x720x81"]
+    head, first, _, _ = exported.split("\n")
+    assert head.startswith("run,prompt_id,at,node,size,dtype,policy,lora,workers,steps,")
+    assert '"832x480x81","bf16","layerwise, 1 ahead","",""' in first
+    table, _, _ = modules.frontend.page.evaluate(TABLE, [{**one, "settings": None}])
+    assert "size" not in cells_of(table, "th"), "of runs from before, nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"seconds": 0.0}, "< 0.1 s · 7.00 GB VRAM"),
+        ({"seconds": 0.04, "device_used_peak": None}, "< 0.1 s"),
+        ({"seconds": 0.12}, "0.1 s · 7.00 GB VRAM"),
+        ({"ran": False, "cached": True}, "cached"),
+        ({"ran": False, "cached": False}, "not run"),
+    ],
+)
+def test_a_badge_says_what_a_node_took_or_why_it_did_not_run(
+    modules: Modules, figures: dict[str, Any], words: str
+) -> None:
+    known = {"seconds": 1.0, "ran": True, "cached": False, "partly": False, "device_used_peak": 7e9}
+    assert modules.call("badges", "badgeText", {**known, **figures}) == words
+
+
+def test_a_subgraph_is_cached_if_all_of_it_is(modules: Modules) -> None:
+    figures = {f"5:{number}": {"class_type": "A", "seconds": 0, "ran": False, "cached": True} for number in range(2)}
+    assert modules.call("graph_ids", "figuresAt", figures, ["5"], "S")["cached"]
+    figures["5:1"]["cached"] = False
+    assert not modules.call("graph_ids", "figuresAt", figures, ["5"], "S")["cached"]
+
+
 PLANTED = ["img", {"src": "x", "onerror": "window.ran = true", "onclick": "window.ran = true"}]
 """What would run a script, if a value of a prompt became an element."""
 

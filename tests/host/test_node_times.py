@@ -90,6 +90,7 @@ def test_a_node_that_was_never_seen_did_not_run() -> None:
     times.close(2.0, {"a": "Class", "cached": "Loader"}, ())
     told = times.changes(2.0)
     assert (told["a"]["ran"], told["cached"]["ran"]) == (True, False)
+    assert not told["cached"]["cached"], "it may have been needed by nobody"
     assert (told["cached"]["class_type"], told["cached"]["seconds"]) == ("Loader", 0)
 
 
@@ -100,7 +101,7 @@ def test_what_was_cached_did_not_run_though_it_seemed_to() -> None:
     times.close(2.0, {"a": "Class", "b": "Class"}, {"b"})
     told = times.changes(2.0)
     assert set(told) == {"b"}
-    assert (told["b"]["ran"], told["b"]["running"]) == (False, False)
+    assert (told["b"]["ran"], told["b"]["running"], told["b"]["cached"]) == (False, False, True)
 
 
 def test_who_comes_late_says_nothing_of_what_has_ended_and_of_what_runs_only_what_was_seen() -> None:

@@ -1,5 +1,5 @@
 /**
- * A badge above every node with its seconds and its peak of memory in the last queue item.
+ * A badge above the right end of every node with its seconds and its peak of memory in the last queue item.
  *
  * One layer of elements over the canvas serves both renderers: it follows the canvas wherever that is drawn. While
  * badges are off there is no layer, and nothing is done when the canvas is drawn.
@@ -13,11 +13,13 @@ const TITLE_HEIGHT = 30
 const LEAST_ZOOM = 0.25
 const NEAR_FONT = 12
 const LEAST_SCREEN_FONT = 10
+const LEAST_SECONDS = 0.1 // what the server's looks at the nodes can tell
 
 /** The words of a badge; `figures` as `figuresAt` gives them. */
 export function badgeText(figures) {
-  if (!figures.ran) return say("notRun")
-  const seconds = `${figures.partly ? "≥ " : ""}${shortSeconds(figures.seconds)}`
+  if (!figures.ran) return say(figures.cached ? "cached" : "notRun")
+  const known = figures.seconds < LEAST_SECONDS ? `< ${LEAST_SECONDS} s` : shortSeconds(figures.seconds)
+  const seconds = figures.partly ? `≥ ${shortSeconds(figures.seconds)}` : known
   if (figures.device_used_peak) return say("badgeVRAM", seconds, sizeText(figures.device_used_peak))
   if (figures.rss_peak) return say("badgeRAM", seconds, sizeText(figures.rss_peak))
   return seconds
@@ -25,7 +27,7 @@ export function badgeText(figures) {
 
 /** What a badge says to whoever points at it. */
 export function badgeTitle(figures) {
-  if (!figures.ran) return say("notRunWhy")
+  if (!figures.ran) return say(figures.cached ? "cachedWhy" : "notRunWhy")
   const took = figures.partly ? "tookPartly" : figures.running ? "runningFor" : "took"
   const parts = [say(took, shortSeconds(figures.seconds))]
   const peak = (key, bytes) => bytes && parts.push(say(key, sizeText(bytes)))
@@ -34,6 +36,10 @@ export function badgeTitle(figures) {
   peak("ramMost", figures.rss_peak)
   return parts.join("; ")
 }
+
+const widthOf = (node) => (node.flags?.collapsed && node._collapsed_width) || node.size[0]
+
+const isIn = (graph, node) => graph.getNodeById(node.id) === node
 
 /** Letters in pixels of the graph that can be read at this zoom. */
 export const badgeFont = (zoom) => Math.max(NEAR_FONT, LEAST_SCREEN_FONT / zoom)
@@ -102,7 +108,8 @@ export class Badges {
   follow() {
     if (!this.layer) return
     const { canvas } = this.page
-    if (canvas.graph !== this.graph) {
+    // ComfyUI says of no node that it is gone where its whole graph is cleared.
+    if (canvas.graph !== this.graph || [...this.chips.keys()].some((node) => !isIn(this.graph, node))) {
       this.refresh()
       return
     }
@@ -111,7 +118,7 @@ export class Badges {
     this.inner.style.transform = `scale(${scale}) translate(${offset[0]}px, ${offset[1]}px)`
     this.inner.style.fontSize = `${badgeFont(scale)}px`
     for (const [node, chip] of this.chips) {
-      chip.style.left = `${node.pos[0]}px`
+      chip.style.left = `${node.pos[0] + widthOf(node)}px`
       chip.style.top = `${node.pos[1] - TITLE_HEIGHT}px`
     }
   }

@@ -32,6 +32,27 @@ export function secondsText(value) {
   return `${value.toFixed(digits)} s`
 }
 
+/** Three digits of the seconds of a step. */
+export function perStepText(value) {
+  const digits = value >= 99.95 ? 0 : value >= 9.995 ? 1 : value >= 0.9995 ? 2 : 3
+  return say("perStep", `${value.toFixed(digits)} s`)
+}
+
+/** 156 -> "2:36", 3756 -> "1:02:36". */
+export function clockText(seconds) {
+  const whole = Math.round(seconds)
+  const two = (value) => String(value).padStart(2, "0")
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60]
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`
+}
+
+/** "1.12 of 17.2 GB": the unit once where both have the same. */
+export function partText(key, bytes, total) {
+  const [part, whole] = [sizeText(bytes), sizeText(total)]
+  const [number, unit] = part.split(" ")
+  return say(key, whole.endsWith(` ${unit}`) ? number : part, whole)
+}
+
 /** Seconds for a badge: one digit is enough there. */
 export const shortSeconds = (value) => (value >= 99.95 ? `${value.toFixed(0)} s` : `${value.toFixed(1)} s`)
 
@@ -124,6 +145,39 @@ function routeText(key, bytes, seconds) {
 /** The error of a run that a server took with it when it ended. */
 export const RESTARTED = "the server was started again"
 
+const RECENT_STEPS = 5
+
+/** Seconds of a step: of the last ones while the run goes on, of all when it has ended; null before the first one. */
+export function secondsPerStep(run) {
+  const records = run.ended ? recordsOf(run) : recentOf(run)
+  return records.length ? sum(records, "wall_s") / records.length : null
+}
+
+/** The last steps that are known; the first step, in which weights are read, only where it is the only one. */
+function recentOf(run) {
+  const records = recordsOf(run)
+  return records.slice(Math.max(Math.min(1, records.length - 1), records.length - RECENT_STEPS))
+}
+
+/**
+ * Seconds until a run ends, `since` seconds after its last step; null where nothing is known of them.
+ *
+ * Where the run was predicted, the steps to come take what was predicted, scaled by what the last ones really took.
+ */
+export function secondsLeft(run, since = 0) {
+  const done = recordsOf(run).length
+  const rest = run.steps - done
+  if (run.ended || rest <= 0) return null
+  const recent = recentOf(run)
+  const predicted = run.predicted?.steps ?? []
+  let left = null
+  if (predicted.length === run.steps) {
+    const before = sum(predicted.slice(done - recent.length, done), "wall_s")
+    left = sum(predicted.slice(done), "wall_s") * (before > 0 ? sum(recent, "wall_s") / before : 1)
+  } else if (recent.length) left = rest * secondsPerStep(run)
+  return left === null ? null : Math.max(0, left - since)
+}
+
 /** How far a run is, or how it ended, in a few words. */
 export function stateText(run) {
   const records = recordsOf(run)
@@ -131,17 +185,41 @@ export function stateText(run) {
   return run.ended ? say("ended", records.length) : say("running", records.length, run.steps)
 }
 
-/** The run in one line, as the closed overlay shows it. */
-export function runText(run) {
+const LEAST_STALL_SHARE = 0.005
+
+/** The run in one line, as the closed overlay shows it; `since` as in `secondsLeft`. */
+export function runText(run, since = 0) {
   const records = recordsOf(run)
-  if (!records.length) return stateText(run)
   const all = totals(records)
-  const parts = [stateText(run), secondsText(all.wall_s), say("stall", secondsText(all.stall_s))]
-  const achieved = all.copy_bytes_per_s ?? all.read_bytes_per_s
-  if (achieved !== null) parts.push(rateText(achieved))
-  parts.push(mostText(records, ""))
+  const perStep = secondsPerStep(run)
+  const left = secondsLeft(run, since)
+  const parts = [run.ended && !run.error ? say("endedIn", records.length, lengthText(all.wall_s)) : stateText(run)]
+  if (perStep !== null) parts.push(perStepText(perStep))
+  if (left !== null) parts.push(say("left", clockText(left)))
+  if (all.stall_s > LEAST_STALL_SHARE * all.wall_s) parts.push(say("stall", secondsText(all.stall_s)))
+  parts.push(mostMemory(run))
   return parts.filter(Boolean).join(" · ")
 }
+
+/** The time of a whole run: seconds below a minute. */
+const lengthText = (seconds) => (seconds < 60 ? secondsText(seconds) : clockText(seconds))
+
+/** The most memory of the steps of a run, out of what the machine has where that is known. */
+function mostMemory(run) {
+  const records = recordsOf(run)
+  const known = records.map(memoryOf).filter(Boolean)
+  if (!known.length) return ""
+  const [{ kind }] = known
+  const total = kind === "VRAM" ? run.settings?.device_total : run.settings?.ram_total
+  if (!total) return mostText(records, "")
+  return partText(`of${kind}`, Math.max(...known.map((memory) => memory.bytes)), total)
+}
+
+const SETTINGS = ["size", "dtype", "policy", "lora", "workers"]
+
+/** The settings of a run by which it can be told from others: names (of columns in files), heads and words. */
+export const settingsOf = (run) =>
+  SETTINGS.map((name) => ({ name, head: say(`head ${name}`), text: String(run.settings?.[name] ?? "") }))
 
 /** One row of the table of runs: names (of columns in files), heads, words and the plain value. */
 export function figuresOf(run) {

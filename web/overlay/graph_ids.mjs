@@ -38,6 +38,7 @@ export function figuresAt(figures, ids, type) {
     seconds: found.reduce((total, each) => total + each.seconds, 0),
     running: found.some((each) => each.running),
     ran: found.some((each) => each.ran),
+    cached: found.every((each) => each.cached ?? false),
     partly: found.some((each) => each.partly ?? false),
     device_used_peak: most("device_used_peak"),
     torch_allocated_peak: most("torch_allocated_peak"),

@@ -34,6 +34,7 @@ export class RunWidget {
     this.page = page
     this.id = `wanstream-${(made += 1)}`
     this.run = null
+    this.changedAt = 0
     this.zoom = 1
     this.chosen = null
     this.build()
@@ -102,12 +103,16 @@ export class RunWidget {
     const drawn = !all && run === this.run && isFar(zoom) === isFar(this.zoom) && this.root.dataset.open !== undefined
     this.zoom = zoom
     if (!drawn) this.show(run)
-    else if (run && !run.ended) this.tell()
+    else if (run && !run.ended) {
+      this.sayLine()
+      this.tell()
+    }
   }
 
   show(run) {
     const appears = Boolean(run) !== Boolean(this.run)
     if (run?.run !== this.run?.run) this.chosen = null
+    if (run !== this.run) this.changedAt = performance.now()
     this.run = run
     const open = this.open && Boolean(run)
     this.root.dataset.open = open
@@ -117,11 +122,17 @@ export class RunWidget {
     this.root.style.minHeight = `${this.height() - 2 * MARGIN}px`
     this.button.setAttribute("aria-expanded", open)
     this.button.disabled = !run
-    this.line.textContent = run ? runText(run) : say("none")
+    this.sayLine()
     this.plot.setAttribute("aria-label", say("plot"))
-    this.button.title = this.line.textContent
     this.draw()
     if (appears) this.page.resize(this.node, false)
+  }
+
+  /** The time left falls while a step is computed, too. */
+  sayLine() {
+    const since = (performance.now() - this.changedAt) / 1000
+    const words = this.run ? runText(this.run, since) : say("none")
+    if (this.line.textContent !== words) this.line.textContent = this.button.title = words
   }
 
   draw() {

@@ -5,7 +5,7 @@
  */
 
 import { element, h } from "./dom.mjs"
-import { figuresOf, stateText } from "./figures.mjs"
+import { figuresOf, settingsOf, stateText } from "./figures.mjs"
 import { say } from "./words.mjs"
 
 const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString()
@@ -21,24 +21,34 @@ function knownFigures(runs) {
   return (known[0] ?? []).filter((_, index) => known.some((figures) => figures[index].value !== null))
 }
 
+/** Which settings any of the runs has. */
+function knownSettings(runs) {
+  const known = runs.map(settingsOf)
+  return (known[0] ?? []).filter((_, index) => known.some((settings) => settings[index].text))
+}
+
 /** All runs, the last one first. `ticked` holds the ids of chosen runs. */
 export function tableOf(runs, { ticked, onTick }) {
   const figures = knownFigures(runs)
-  const names = figures.map((figure) => figure.name)
-  const heads = ["", say("head time"), say("head node"), ...figures.map((figure) => figure.head), say("head state")]
+  const settings = knownSettings(runs)
+  const names = [...settings, ...figures].map((each) => each.name)
+  const heads = [...settings, ...figures].map((each) => each.head)
+  const allHeads = ["", say("head time"), say("head node"), ...heads, say("head state")]
   const row = (run) => {
     const label = `${clock(run.at)} ${name(run)}`
     const tick = { checked: ticked.has(run.run), change: () => onTick(run.run), "aria-label": say("compare", label) }
     const cell = (content) => h("td", {}, content)
-    const known = figuresOf(run).filter((figure) => names.includes(figure.name))
-    const shown = known.map((figure) => h("td", { "data-figure": figure.name }, figure.text))
+    const known = [...settingsOf(run), ...figuresOf(run)].filter((each) => names.includes(each.name))
+    const shown = known.map(({ name, text, value }) =>
+      h("td", { [value === undefined ? "data-setting" : "data-figure"]: name }, text)
+    )
     const first = [h("input", { type: "checkbox", ...tick }), clock(run.at), name(run)].map(cell)
     return h("tr", { "data-run": run.run }, ...first, ...shown, cell(stateText(run)))
   }
   return h(
     "table",
     { class: "wanstream-table" },
-    h("thead", {}, h("tr", {}, ...heads.map((head) => h("th", { scope: "col" }, head)))),
+    h("thead", {}, h("tr", {}, ...allHeads.map((head) => h("th", { scope: "col" }, head)))),
     h("tbody", {}, ...[...runs].reverse().map(row))
   )
 }
@@ -46,6 +56,10 @@ export function tableOf(runs, { ticked, onTick }) {
 /** The chosen runs beside each other, each figure with its ratio to the first run. */
 export function comparisonOf(runs) {
   const names = knownFigures(runs).map((figure) => figure.name)
+  const settings = knownSettings(runs).map(({ name, head }) => {
+    const cells = runs.map((run) => h("td", {}, settingsOf(run).find((setting) => setting.name === name).text))
+    return h("tr", { "data-setting": name }, h("th", { scope: "row" }, head), ...cells)
+  })
   const columns = runs.map((run) => figuresOf(run).filter((figure) => names.includes(figure.name)))
   const head = runs.map((run) => h("th", { scope: "col" }, `${clock(run.at)} ${name(run)}`))
   const row = (figure, index) => {
@@ -59,7 +73,7 @@ export function comparisonOf(runs) {
     "table",
     { class: "wanstream-table wanstream-comparison" },
     h("thead", {}, h("tr", {}, h("th", {}), ...head)),
-    h("tbody", {}, ...columns[0].map(row))
+    h("tbody", {}, ...settings, ...columns[0].map(row))
   )
 }
 
@@ -68,10 +82,13 @@ const quoted = (value) => `"${String(value).replaceAll('"', '""')}"`
 /** One line per run, figures as plain numbers in seconds and bytes. */
 export function csvOf(runs) {
   if (!runs.length) return ""
-  const heads = ["run", "prompt_id", "at", "node", ...figuresOf(runs[0]).map((figure) => figure.name), "state"]
+  const names = [...settingsOf(runs[0]), ...figuresOf(runs[0])].map((each) => each.name)
+  const heads = ["run", "prompt_id", "at", "node", ...names, "state"]
   const line = (run) => {
     const figures = figuresOf(run).map((figure) => figure.value ?? "")
-    return [run.run, run.prompt_id ?? "", run.at, quoted(name(run)), ...figures, quoted(stateText(run))].join(",")
+    const settings = settingsOf(run).map((setting) => quoted(setting.text))
+    const ids = [run.run, run.prompt_id ?? "", run.at, quoted(name(run))]
+    return [...ids, ...settings, ...figures, quoted(stateText(run))].join(",")
   }
   return [heads.join(","), ...runs.map(line), ""].join("\n")
 }
