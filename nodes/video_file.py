@@ -80,7 +80,14 @@ def _without_avx512() -> dict[str, str]:
     With AVX-512, x264 weighs macroblocks (its mbtree) sixteen at a time, past the end of rows whose width is no
     multiple of 256 pixels, by memory that nobody has written. With AVX2 it reads none of that, and takes no longer.
     """
-    return {"x264-params": "asm=avx2"} if torch.backends.cpu.get_cpu_capability() == "AVX512" else {}
+    return {"x264-params": "asm=avx2"} if _has_avx512() else {}
+
+
+def _has_avx512() -> bool:
+    """True on a CPU with AVX-512, as x264 detects it."""
+    # Not get_cpu_capability(): it obeys ATEN_CPU_CAPABILITY, which x264 does not read.
+    query = getattr(torch.cpu, "_is_avx512_supported", None)
+    return bool(query()) if query else torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _tag_bt709(codec: av.VideoCodecContext) -> None:
