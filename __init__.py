@@ -20,11 +20,15 @@ async def comfy_entrypoint() -> "WanStreamExtension":
 
     try:
         from .host import host
+        from .host.error_names import name_errors_of
         from .nodes import WanStreamExtension
 
         host.open_to_browsers()
+        extension = WanStreamExtension()
+        for node in await extension.get_node_list():
+            name_errors_of(node)
     except Exception:
         # ComfyUI prints one line without a traceback for an error in here.
         logging.getLogger("wanstream").exception("WanStream could not be loaded")
         raise
-    return WanStreamExtension()
+    return extension

@@ -34,6 +34,7 @@ from ..sampling.run_policy import RunPolicy
 from ..sampling.step_cache import CachedCalls
 from .auto_offload import Choice
 from .comfy_trace import one_level, predicted_sigmas, sampler_name
+from .error_names import plainly_named
 from .guider_course import GuiderCourse
 from .guider_run import Choose, GuiderRun, Known, Watch, foretold, guider_job
 from .guider_settings import GuiderSettings
@@ -80,6 +81,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             single_entry(side, given)  # what is refused is refused before ComfyUI makes anything of it
         super().set_conds(positive, negative)
 
+    @plainly_named  # called by a node of ComfyUI
     def sample(
         self, noise: Any, latent_image: Any, sampler: Any, sigmas: torch.Tensor, *run: Any, **settings: Any
     ) -> torch.Tensor:

@@ -12,11 +12,11 @@ from PIL import Image
 from ..host import host, io
 from ..metrics.report import Report
 from ..metrics.report_files import summary
-from ..plan.trial_matrix import MOST_AHEAD, MOST_STEPS, MatrixError, TrialMatrix
-from ..sampling import RequestError
+from ..plan.trial_matrix import MOST_AHEAD, MOST_STEPS, TrialMatrix
 from ..sampling.trials import LONGEST_PAUSE_S, MOST_RUNS, TrialTimes
 from . import sockets
 from .benchmark_runs import Benchmark, measure, named_runs
+from .expert_inputs import said_once
 from .report_files import ReportFiles
 from .sample import TIMELINE
 from .sampler_run import SamplerRun
@@ -58,14 +58,14 @@ class WanStreamBenchmark(io.ComfyNode):
         steps: str | None = None,
         filename_prefix: str | None = None,
     ) -> bool | str:
-        """Refuse before anything runs what is known by then; a link is None here, and judged when it is known."""
+        """Refuse before anything runs what is known by then; a link is None here, and judged when it is known.
+
+        Refusals are raised, see `said_once`.
+        """
         times: dict[str, Any] = {"repeats": repeats, "warm_up": warm_up, "cool_down_s": cool_down_s}
-        try:
-            TrialTimes(**{name: times[name] for name in times if isinstance(times[name], int | float)})
-            TrialMatrix.parse(policies or "", prefetch or "", steps or "")
-        except (MatrixError, RequestError) as err:
-            return str(err)
-        return name_refusal(filename_prefix)
+        TrialTimes(**{name: times[name] for name in times if isinstance(times[name], int | float)})
+        TrialMatrix.parse(policies or "", prefetch or "", steps or "")
+        return said_once(name_refusal(filename_prefix))
 
     @classmethod
     def execute(

@@ -10,6 +10,7 @@ from ..host import host, io
 from .decode_inputs import dtype_input, memory_input, tile_size_input, tiling_refusal, vae_input
 from .decode_run import decode_to_file
 from .decode_settings import DecodeSettings
+from .expert_inputs import said_once
 from .saved_video import graph_of, name_refusal, rate_refusal, saving_inputs, shown
 
 
@@ -45,7 +46,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
         cls, filename_prefix: str | None = None, fps: float | None = None, tile_size: int | None = None
     ) -> bool | str:
         judged = (name_refusal(filename_prefix), rate_refusal(fps), tiling_refusal(tile_size))
-        return next((refusal for refusal in judged if refusal is not True), True)
+        return said_once(next((refusal for refusal in judged if refusal is not True), True))
 
     @classmethod
     def execute(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..host import io
+from ..sampling import RequestError
 from ..wan.kernels import ATTENTIONS
 from . import sockets
 
@@ -32,6 +33,16 @@ def compile_input() -> io.Input:
         "start, and once more for a second video size; not for the other expert, another LoRA or another run. Last "
         "digits of the result differ. Needs Triton on a GPU, a C++ compiler on a CPU.",
     )
+
+
+def said_once(answer: bool | str) -> bool:
+    """For `validate_inputs` of several inputs: raise RequestError with a refusal instead of returning it.
+
+    ComfyUI repeats a refusal that is returned under every input that the signature names. An exception it shows once.
+    """
+    if isinstance(answer, str):
+        raise RequestError(answer)
+    return answer
 
 
 def boundary_input() -> io.Input:

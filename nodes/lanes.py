@@ -10,7 +10,7 @@ from ..host import ExpertsRef, io
 from ..plan import AutoOffload, OffloadPolicy, WorkersRef
 from ..sampling import DenoiseRequest, DenoiseResult, RequestError, joined, native_latent
 from . import sockets
-from .expert_inputs import experts_input
+from .expert_inputs import experts_input, said_once
 from .one_expert import settings_for
 from .sample import TIMELINE
 from .sample_inputs import seed_input, setting_inputs
@@ -109,7 +109,7 @@ class WanStreamLaneSampler(io.ComfyNode):
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool | str:
-        return course_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step)
+        return said_once(course_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
 
     @classmethod
     def execute(

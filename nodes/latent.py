@@ -7,6 +7,7 @@ import torch
 from ..host import io
 from ..plan.shapes import VideoShape
 from ..wan.latent_space import SPACES, WAN21, LatentSpace
+from .expert_inputs import said_once
 
 MADE_FOR = {space.models: space for space in SPACES}
 LARGEST = {"width": 4096, "height": 4096, "frames": 1025}
@@ -108,7 +109,7 @@ class WanStreamEmptyLatent(io.ComfyNode):
     ) -> bool | str:
         if made_for not in MADE_FOR:
             return True
-        return size_refusal(MADE_FOR[made_for], width=width, height=height, frames=frames)
+        return said_once(size_refusal(MADE_FOR[made_for], width=width, height=height, frames=frames))
 
     @classmethod
     def execute(

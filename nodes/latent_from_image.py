@@ -17,6 +17,7 @@ from ..wan.latent_space import WAN21
 from ..wan.vae import open_vae
 from .decode_inputs import vae_input
 from .decode_run import encode_here
+from .expert_inputs import said_once
 from .latent import empty_latent, size_inputs, size_refusal, video_shape
 
 Conditioning = list[list[Any]]
@@ -82,7 +83,7 @@ class WanStreamImageToVideo(io.ComfyNode):
     def validate_inputs(
         cls, width: int | None = None, height: int | None = None, frames: int | None = None
     ) -> bool | str:
-        return size_refusal(width=width, height=height, frames=frames)
+        return said_once(size_refusal(width=width, height=height, frames=frames))
 
     @classmethod
     def execute(

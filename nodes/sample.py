@@ -9,6 +9,7 @@ from ..host import ExpertsRef, io
 from ..plan import AutoOffload, OffloadPolicy, WorkersRef
 from ..sampling import native_latent
 from . import sockets
+from .expert_inputs import said_once
 from .one_expert import settings_for
 from .sample_inputs import sampler_inputs
 from .sample_request import NOT_CONNECTED, course_refusal, request_of
@@ -43,7 +44,7 @@ class WanStreamSampler(io.ComfyNode):
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool | str:
-        return course_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step)
+        return said_once(course_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
 
     @classmethod
     def execute(

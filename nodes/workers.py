@@ -7,6 +7,7 @@ from typing import Any
 from ..host import host, io
 from ..host.kept_workers import check_ray, gpus_of
 from . import sockets
+from .expert_inputs import said_once
 from .workers_inputs import workers_inputs, workers_ref, workers_refusal
 
 
@@ -42,7 +43,7 @@ class WanStreamWorkers(io.ComfyNode):
     ) -> bool | str:
         degrees = {"data": data, "stage": stage, "cfg": cfg, "ring": ring, "ulysses": ulysses}
         place = {"address": address, "path_map": path_map, "beyond_loopback": beyond_loopback}
-        return workers_refusal(gpus=gpus_of(host.device()), count=count, layout=layout, **degrees, **place)
+        return said_once(workers_refusal(gpus=gpus_of(host.device()), count=count, layout=layout, **degrees, **place))
 
     @classmethod
     def execute(

@@ -8,6 +8,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from .safetensors_header import MAX_HEADER_BYTES, CheckpointFileError, file_version
+from .safetensors_header import START_BYTES as KIND_BYTES
 
 # The magic number and the version.
 START_BYTES = 8
@@ -20,7 +21,7 @@ class HeaderCursor:
 
     Attributes:
         version: of the file.
-        start: the first nine bytes, or all where there are fewer.
+        start: the first bytes, by which a file of another kind is known; all where there are fewer.
         position: the byte that is read next.
 
     All methods that read raise CheckpointFileError where the header asks for more than there is.
@@ -29,7 +30,7 @@ class HeaderCursor:
     def __init__(self, path: Path, file: BufferedReader) -> None:
         self.version = file_version(os.fstat(file.fileno()))
         self.position = 0
-        self.start = file.read(START_BYTES + 1)
+        self.start = file.read(KIND_BYTES)
         file.seek(0)
         self._path = path
         self._file = file

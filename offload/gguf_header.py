@@ -34,6 +34,7 @@ from .safetensors_header import (
     CheckpointFileError,
     FileHeader,
     FileTensor,
+    failed_download,
 )
 
 # Version 1 counted in 32 bits.
@@ -118,9 +119,9 @@ def _check_start(cursor: HeaderCursor) -> None:
 def _what_instead(start: bytes, file_bytes: int) -> str:
     if start.startswith(PICKLE_STARTS):
         return "is a PyTorch pickle, which may run code when it is read: use the model in GGUF or safetensors"
-    if start[LENGTH_BYTES:] == b"{":
+    if start[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{":
         return "is not a GGUF file but safetensors: let its name end in .safetensors"
-    return f"is not a GGUF file: has {file_bytes} bytes and starts with {start!r}"
+    return failed_download(start) or f"is not a GGUF file: has {file_bytes} bytes and starts with {start[:9]!r}"
 
 
 def _named(cursor: HeaderCursor, count: int, read: Callable[[HeaderCursor, str], ItemT]) -> dict[str, ItemT]:

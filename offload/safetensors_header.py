@@ -40,6 +40,11 @@ PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x0
 
 GGUF_START = b"GGUF"
 
+# What downloads leave in place of a model.
+LFS_START = b"version https://git-lfs"
+PAGE_STARTS = (b"<!doctype", b"<html", b"<?xml")
+START_BYTES = 40
+
 # The library's own limit. A longer header is refused before it is read.
 MAX_HEADER_BYTES = 100_000_000
 
@@ -140,9 +145,9 @@ def _read_start(path: Path) -> tuple[bytes, FileVersion]:
     """Return the JSON header and the version of the file that it was read from."""
     with path.open("rb") as file:
         version = file_version(os.fstat(file.fileno()))
-        start = file.read(LENGTH_BYTES + 1)
+        start = file.read(START_BYTES)
         length = int.from_bytes(start[:LENGTH_BYTES], "little")
-        if start[LENGTH_BYTES:] != b"{" or length > MAX_HEADER_BYTES:
+        if start[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{" or length > MAX_HEADER_BYTES:
             raise CheckpointFileError(path, _what_instead(start, version.nbytes))
         file.seek(LENGTH_BYTES)
         header = file.read(length)
@@ -159,7 +164,22 @@ def _what_instead(start: bytes, file_bytes: int) -> str:
         return "is not a safetensors file but GGUF: let its name end in .gguf"
     if start.startswith(PICKLE_STARTS):
         return "is a PyTorch pickle, which may run code when it is read: use the safetensors version of the model"
-    return f"is not a safetensors file: has {file_bytes} bytes and starts with {start!r}"
+    return failed_download(start) or f"is not a safetensors file: has {file_bytes} bytes and starts with {start[:9]!r}"
+
+
+def failed_download(start: bytes) -> str:
+    """What a file that starts so is, if a download leaves such files in place of a model; empty otherwise."""
+    if start.startswith(LFS_START):
+        return (
+            "is not the model but a git-lfs pointer, a text of some 130 bytes that names it: download the file itself "
+            "again, in the browser, or with git lfs pull in its repository"
+        )
+    if start.lstrip().lower().startswith(PAGE_STARTS):
+        return (
+            "is not the model but a web page, as a download leaves it that needs a login or an accepted licence: open "
+            "the link in a browser, log in, and download it again"
+        )
+    return ""
 
 
 def _why_unsound(header: bytes, file_bytes: int, finding: str) -> str:

@@ -57,9 +57,13 @@ def check_course(steps: int, *, start_step: int, switch_step: int | None, end_st
     """Refuse a first step, a last one or an explicit switch that do not fit a run of `steps` steps."""
     if end_step < 1:
         raise RequestError(f"end step {end_step}: give at least 1, the first step runs before step 1")
-    if not 0 <= start_step < min(steps, end_step):
-        cut = f", of which those before step {end_step} are taken" if end_step < steps else ""
-        raise RequestError(f"start step {start_step} of {steps} steps{cut}: give 0 to {min(steps, end_step) - 1}")
+    if not 0 <= start_step < steps:
+        raise RequestError(f"start step {start_step} of {steps} steps: give 0 to {steps - 1}")
+    if start_step >= end_step:
+        raise RequestError(
+            f"the run starts with step {start_step} and ends before step {end_step}, so no step is left: set "
+            f"start_step below {end_step}, or end_step above {start_step}"
+        )
     if switch_step is not None and not 0 <= switch_step <= steps:
         raise RequestError(f"switch step {switch_step} of {steps} steps: give 0 to {steps}")
 

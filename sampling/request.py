@@ -271,9 +271,19 @@ def check_channels(request: DenoiseRequest, in_channels: int) -> None:
             "or open another one"
         )
     if in_channels == WAN22.channels:
-        remedy = "leave image_condition out: TI2V-5B takes a start image as the first frame of the latent"
+        words = (
+            "Wan2.2 5B takes a start image as the first frame of the latent, and this request has one as a condition "
+            "(image_condition), as A14B takes it: choose the VAE of Wan2.2 5B in Wan Image to Video"
+        )
     elif request.image_condition is None:
-        remedy = "give an image_condition, which image-to-video nodes make, or open other experts"
+        words = (
+            "these are image-to-video experts, and no start image is connected (image_condition): connect positive and "
+            "negative through Wan Image to Video, or choose text-to-video experts, whose files have t2v in their names"
+        )
     else:
-        remedy = "leave image_condition out, or open other experts"
-    raise RequestError(f"the experts take {in_channels} channels, the request has {given}: {remedy}")
+        words = (
+            "these are text-to-video experts, and a start image is connected (image_condition): connect positive and "
+            "negative straight from the text encoder, or choose image-to-video experts, whose files have i2v in their "
+            "names"
+        )
+    raise RequestError(f"{words} ({in_channels} channels expected, {given} given)")

@@ -58,8 +58,13 @@ async def nodes():
     extension = await module.comfy_entrypoint()
     return await extension.get_node_list()
 
-ids = [node.define_schema().node_id for node in asyncio.run(nodes())]
-print(json.dumps({"ids": ids, "path": sys.path == path, "wanstream": "wanstream" in sys.modules}))
+found = {node.define_schema().node_id: node for node in asyncio.run(nodes())}
+ids = list(found)
+try:
+    found["WanStreamExperts"].execute(high_noise="x", low_noise="x", compute_dtype="fp32")
+except Exception as err:
+    called = f"{type(err).__module__}.{type(err).__qualname__}"
+print(json.dumps({"ids": ids, "called": called, "path": sys.path == path, "wanstream": "wanstream" in sys.modules}))
 """
 
 
@@ -68,6 +73,7 @@ def test_entry_point_lists_nodes_under_any_folder_name(tmp_path: Path) -> None:
     folder.symlink_to(ROOT, target_is_directory=True)
     found = _run(ENTRY, str(folder))
     ids = found["ids"]
+    assert found["called"] == "wanstream.HostStateError", "not the path of the pack"
     assert isinstance(ids, list)
     assert "WanStreamSampler" in ids
     assert len(set(ids)) == len(ids)

@@ -73,7 +73,10 @@ def test_a_benchmark_prints_its_summary_and_the_path_of_its_chart(
             "policy.prefetch_blocks=-1",
             "policy (WanStreamLayerwise): value_smaller_than_min: Value -1 smaller than min of 0",
         ),
-        ("sampler.steps=0", "sampler (WanStreamSampler): custom_validation_failed"),
+        (
+            "sampler.steps=0",
+            "sampler (WanStreamSampler): exception_during_inner_validation: Exception when",
+        ),
         ("sampler.switch_step=21", "switch step 21 of 20 steps: give 0 to 20"),
         ("experts.high_noise=../x", "experts (WanStreamExperts): value_not_in_list"),
         ("save.filename_prefix=../x", "save (WanStreamSaveVideo): custom_validation_failed"),

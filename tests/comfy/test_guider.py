@@ -212,7 +212,7 @@ def test_previews_are_comfyuis(case: Case) -> None:
         ("control", "ConditioningError", "positive carries a ControlNet (control)"),
         ("size", "RequestError", "a latent of 8 x 5 does not divide"),
         ("several parts", "RequestError", "the latent has several parts"),
-        ("no image", "RequestError", "the experts take 36 channels, the request has 16"),
+        ("no image", "RequestError", "these are image-to-video experts, and no start image is connected"),
         ("boundary", "RequestError", "boundary ratio 1.5: give 0 to 1"),
         ("flow shift", "RequestError", "flow shift 0: give a positive number"),
     ],

@@ -350,6 +350,34 @@ def test_generated_workflows_are_judged_alike(comfyui: ComfyUI, server: Any, soc
     assert set(found) >= kinds, f"the generator no longer makes {kinds - set(found)}"
 
 
+@pytest.mark.parametrize(
+    ("class_type", "changes", "said"),
+    [
+        ("WanStreamEmptyLatent", {"width": 70}, "width is 70, it must be a multiple of 16: use 64"),
+        ("WanStreamEmptyLatent", {"frames": 6}, "frames is 6, it must be a multiple of 4 plus 1: use 5"),
+        ("WanStreamSampler", {"steps": 0}, "0 steps: give 1 to 1000"),
+        (
+            "WanStreamSampler",
+            {"steps": 4, "start_step": 2, "end_step": 1},
+            "set start_step below 1, or end_step",
+        ),
+        ("WanStreamContextWindows", {"frames": 6}, "frames"),
+    ],
+)
+def test_a_fault_is_told_once(
+    server: Any, sockets: Sockets, class_type: str, changes: dict[str, int], said: str
+) -> None:
+    for seed in range(1000):
+        prompt = Weaver(random.Random(seed), sockets).weave()
+        found = [node_id for node_id, node in prompt.items() if node["class_type"] == class_type]
+        if found and not _is_ambiguous(prompt):
+            break
+    prompt[found[0]]["inputs"] |= changes
+    _, theirs = server.post("/prompt", {"prompt": prompt})
+    (error,) = theirs["node_errors"][found[0]]["errors"]
+    assert said in error["details"]
+
+
 def test_a_request_without_a_workflow(server: Any) -> None:
     _, theirs = server.post("/prompt", {})
     ours = validate_workflow(None, NODES, models=server.base / "models", input_dir=server.base / "input")

@@ -64,6 +64,9 @@ save_file(latents, results)
 """
 
 
+PLACES = ("high_noise", "low_noise")
+
+
 def _prompt(workflow: str, **changes: dict[str, Any]) -> dict[str, Any]:
     """A shipped workflow, small enough for a CPU, with `changes` of inputs by node; nothing else is changed.
 
@@ -283,7 +286,7 @@ def test_the_benchmarks_workflow_measures_and_leaves_its_report(run_in_server: R
 def test_another_seed_uses_the_right_experts_and_reloads_nothing(
     run_in_server: Run, embedded: dict[str, torch.Tensor]
 ) -> None:
-    run_in_server(_prompt("t2v", experts={"compute_dtype": "fp32"}))  # closes whatever pair is open by now
+    run_in_server(_prompt("t2v", experts={"storage": "fp8"}))  # closes whatever pair is open by now
     _, first = run_in_server(_prompt("t2v", sampler={"seed": 45}))
     latent, history = run_in_server(_prompt("t2v", sampler={"seed": 43}))
     assert {"experts", "policy", "text", "latent"} <= _cached(history)
@@ -305,3 +308,17 @@ def test_cancel_ends_a_run_and_leaves_the_server_usable(
     assert events[-1] == "execution_interrupted"
     latent, _ = run_in_server(_prompt("t2v"))
     assert torch.equal(latent, embedded["t2v"])
+
+
+def test_a_start_image_on_text_to_video_experts_is_told_in_plain_words_without_the_path_of_the_pack(
+    server: Any, run_in_server: Run
+) -> None:
+    files = {name: {each: _prompt(name)["experts"]["inputs"][each] for each in PLACES} for name in ("t2v", "i2v")}
+    failed = server.wait(server.queue(_prompt("i2v", experts=files["t2v"])))
+    error = dict(failed["status"]["messages"])["execution_error"]
+    assert error["exception_type"] == "wanstream.RequestError"
+    assert "these are text-to-video experts, and a start image is connected" in error["exception_message"]
+    failed = server.wait(server.queue(_prompt("guider", experts=files["i2v"])))
+    error = dict(failed["status"]["messages"])["execution_error"]
+    assert error["exception_type"] == "wanstream.RequestError"
+    assert "these are image-to-video experts, and no start image is connected" in error["exception_message"]

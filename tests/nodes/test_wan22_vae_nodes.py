@@ -19,6 +19,7 @@ from wanstream.plan import WorkersRef
 from wanstream.plan.vae_room import HEAP_BYTES
 from wanstream.plan.vae_tiles import Tiling, TilingError
 from wanstream.plan.workers_ref import IN_PROCESS
+from wanstream.sampling import RequestError
 from wanstream.wan.latent_space import WAN22, denormalise
 from wanstream.wan.vae import VaeInputError, WanVae, open_vae
 
@@ -56,8 +57,8 @@ class TestSizes:
     def test_a_size_is_refused_before_anything_runs(self) -> None:
         size = {"width": 1280, "height": 720, "frames": 121}
         assert WanStreamEmptyLatent.validate_inputs(**size) is True
-        said = WanStreamEmptyLatent.validate_inputs(**size, made_for=WAN22.models)
-        assert said == "height is 720, it must be a multiple of 32: use 736"
+        with pytest.raises(RequestError, match="height is 720, it must be a multiple of 32: use 736"):
+            WanStreamEmptyLatent.validate_inputs(**size, made_for=WAN22.models)
 
     def test_a_link_is_known_at_the_run_only(self) -> None:
         assert WanStreamEmptyLatent.validate_inputs(width=1280, height=720, frames=121, made_for=None) is True

@@ -156,7 +156,8 @@ NUMBERS = struct.pack("<IQ", 5, 2) + struct.pack("<2i", 2, 1)
 BAD_FILES = {
     "empty": (b"", "is not a GGUF file: has 0 bytes"),
     "short": (b"GGUF\x03", "is not a GGUF file: has 5 bytes"),
-    "html": (b"<!DOCTYPE html><html>", "is not a GGUF file: has 21 bytes and starts with b'<!DOCTYPE'"),
+    "html": (b"<!DOCTYPE html><html>", "is not the model but a web page, as a download leaves it that needs a login"),
+    "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "is not the model but a git-lfs pointer"),
     "zip": (b"PK\x03\x04\x00\x00\x08\x08" + bytes(100), "PyTorch pickle"),
     "pickle": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "PyTorch pickle"),
     "safetensors": (struct.pack("<Q", 2) + b"{}", "not a GGUF file but safetensors: let its name end in .safetensors"),

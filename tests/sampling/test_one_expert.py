@@ -163,7 +163,7 @@ REFUSED = {
     "another encoder": ({"image_embedding": torch.zeros(1, 17, 64)}, r"\[1, 17, 64\], the model takes .* 80\]"),
     "short text": ({"positive": torch.zeros(1, 226, 4096)}, "positive has 226 tokens, .* counts on 512"),
     "long text": ({"negative": [torch.zeros(1, 600, 4096)]}, "negative has 600 tokens, .* counts on 512"),
-    "no condition": ({"image_condition": None}, "the experts take 36 channels, the request has 16"),
+    "no condition": ({"image_condition": None}, "these are image-to-video experts, and no start image is connected"),
 }
 
 

@@ -44,7 +44,7 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"steps": 4, "start_step": 4}, "start step 4 of 4 steps: give 0 to 3"),
         (
             {"steps": 4, "start_step": 2, "end_step": 2},
-            "start step 2 of 4 steps, of which those before step 2 are taken: give 0 to 1",
+            "starts with step 2 and ends before step 2, so no step is left: set start_step below 2, or end_",
         ),
         ({"steps": 4, "end_step": 0}, "end step 0: give at least 1"),
         ({"mask": torch.zeros(1, 1, 3, 4, 8)}, r"mask is \[1, 1, 3, 4, 8\]: give \[1 or 2, 1 or 16, 3, 4, 6\]"),
@@ -168,7 +168,13 @@ def test_an_image_condition_must_fit_the_experts() -> None:
     with_image = _request(image_condition=torch.zeros(1, 20, 3, 4, 6))
     check_channels(text_only, 16)
     check_channels(with_image, 36)
-    with pytest.raises(RequestError, match="take 36 channels, the request has 16: give an image_condition"):
+    with pytest.raises(
+        RequestError,
+        match=r"these are image-to-video experts, and no start image .* Wan Image to Video, .*36 channels expected",
+    ):
         check_channels(text_only, 36)
-    with pytest.raises(RequestError, match="take 16 channels, the request has 36: leave image_condition out"):
+    with pytest.raises(
+        RequestError,
+        match=r"these are text-to-video experts, and a start image .* i2v in their names \(16 channels expected, 36",
+    ):
         check_channels(with_image, 16)

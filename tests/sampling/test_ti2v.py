@@ -254,7 +254,10 @@ def test_what_does_not_fit_is_refused(
         _run(pair, make_request(**plain))
     with pytest.raises(RequestError, match=r"has 48 channels, as Wan2.2 5B have, .* with 16"):
         _run(open_one(), text_request())
-    with pytest.raises(RequestError, match=r"leave image_condition out: TI2V-5B takes a start image as the first"):
+    with pytest.raises(
+        RequestError,
+        match=r"as the first frame .* choose the VAE of Wan2\.2 5B in Wan Image",
+    ):
         _run(pair, text_request(image_condition=torch.zeros(1, 20, *SHAPE[2:])))
     with pytest.raises(RequestError, match=r"multiples of 32"):
         text_request(noise=_normal(1, 48, 3, 3, 6, seed=1))

@@ -1,0 +1,52 @@
+"""Plain names for errors in ComfyUI, which shows the module of a class: for a pack that is its path on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+NAME = "wanstream"
+PACKAGE = __name__.rsplit(".", 2)[0]
+"""`wanstream`, or the path of the pack."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function`, whose errors of our classes are called `wanstream.<class>`; for what ComfyUI calls.
+
+    They stay instances of their classes, and are pickled as such: the classes themselves keep the module by which
+    another process finds them.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as err:
+            if not type(err).__module__.startswith(f"{PACKAGE}."):
+                raise
+            err.__class__ = _twin(type(err))
+            # Not a bare `raise`: before Python 3.11 that keeps the former class for who asks `sys.exc_info`.
+            raise err
+
+    return call
+
+
+def name_errors_of(node: type[Any]) -> None:
+    """Let the errors that `execute` of a node class raises have plain names."""
+    node.execute = classmethod(plainly_named(node.execute.__func__))
+
+
+@lru_cache
+def _twin(cls: type[Exception]) -> type[Exception]:
+    """A class like `cls` in all but its module."""
+
+    def reduced(self: Exception) -> tuple[Any, ...]:
+        _, *rest = cls.__reduce__(self)
+        return (cls, *rest)
+
+    body = {"__module__": NAME, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__reduce__": reduced}
+    return type(cls.__name__, (cls,), body)

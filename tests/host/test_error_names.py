@@ -1,0 +1,71 @@
+"""What ComfyUI calls our errors, which it names by their module."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.distributed.peer_errors import PeerLostError
+from wanstream.host.error_names import plainly_named
+from wanstream.offload.safetensors_header import CheckpointFileError
+from wanstream.plan import OffloadPolicy
+from wanstream.sampling import RequestError
+from wanstream.sampling.errors import NoRoomError, SmallerPolicyError
+
+OURS: list[Callable[[], Exception]] = [
+    lambda: RequestError("70 is not a multiple"),
+    lambda: NoRoomError("9.3 GB"),
+    lambda: SmallerPolicyError("again", OffloadPolicy.layerwise()),
+    lambda: PeerLostError(104, "gone"),
+    lambda: CheckpointFileError(Path("a.safetensors"), "is truncated"),
+]
+
+
+def full_type_name(error: BaseException) -> str:
+    """As ComfyUI's execution.py."""
+    return f"{type(error).__module__}.{type(error).__qualname__}"
+
+
+@pytest.mark.parametrize("make", OURS, ids=lambda make: type(make()).__name__)
+def test_ours_are_called_by_the_name_of_the_project(make: Callable[[], Exception]) -> None:
+    before = make()
+
+    @plainly_named
+    def fails() -> None:
+        raise before
+
+    try:
+        fails()
+    except (ValueError, OSError):
+        seen = sys.exc_info()[:2]
+    assert seen == (type(before), before)
+    made = make()
+    assert full_type_name(before) == f"wanstream.{type(made).__name__}"
+    assert isinstance(before, type(made))
+    assert str(before) == str(made)
+    assert full_type_name(made) == f"{type(made).__module__}.{type(made).__name__}", "the class keeps its module"
+    travelled = pickle.loads(pickle.dumps(before))  # noqa: S301 - of our own
+    assert type(travelled) is type(made)
+    assert (str(travelled), travelled.__dict__) == (str(made), made.__dict__)
+
+
+def test_errors_of_others_stay_as_they_are() -> None:
+    error = torch.OutOfMemoryError("no room")
+
+    @plainly_named
+    def fails() -> None:
+        raise error
+
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        fails()
+    assert type(raised.value) is torch.OutOfMemoryError
+    assert raised.value.__traceback__ is not None
+
+
+def test_what_returns_is_left_alone() -> None:
+    assert plainly_named(divmod)(7, 2) == (3, 1)
