@@ -10,7 +10,7 @@ import torch
 
 from ..host import host, io
 from ..plan.shapes import VideoShape
-from ..sampling.conditioning import IMAGE_SEEN
+from ..sampling.conditioning_keys import IMAGE_SEEN
 from ..sampling.first_frame import begun_latent, framed_video, start_end_mask, start_frames, start_mask
 from ..wan.image_encoder import open_image_encoder
 from ..wan.latent_space import WAN21

@@ -14,38 +14,15 @@ import torch.nn.functional as F
 
 from ..plan.shapes import FRAMES_PER_LATENT, PIXELS_PER_LATENT
 from ..wan.latent_space import SPACES, WAN21, denormalise, normalise, space_of
+from .conditioning_keys import IMAGE_SEEN, check_keys
 from .errors import ConditioningError
 from .leftover import MARK, left_at, leftover_mark
 from .mask import latent_mask
 from .noise import seeded_noise
 
 MASK_CHANNELS = 4
-IMAGE_SEEN = "clip_vision_output"
-"""Where image-to-video nodes put what CLIP sees in the start image; the name is ComfyUI's."""
 SIZE_HINT = "downscale_ratio_spacial"
 """Where an empty LATENT says how many pixels of a side it stands for; the name is ComfyUI's."""
-
-# What a native node may write beside the text and native sampling would obey, but A14B experts or this sampler cannot.
-# Keys that native sampling ignores for these experts too (reference_latents) are not listed.
-REFUSED = {
-    "control": "a ControlNet",
-    "hooks": "hooks",
-    "model_conds": "inputs of another model",
-    "noise_concat": "channels of another model",
-    "area": "an area",
-    "mask": "a conditioning mask",
-    "concat_mask_index": "Fun control channels",
-    "control_video": "a control video",
-    "camera_conditions": "a camera path",
-    "time_dim_concat": "frames appended in time",
-    "vace_frames": "VACE frames",
-    "vace_mask": "a VACE mask",
-    "vace_strength": "a VACE strength",
-    "audio_embed": "audio",
-    "reference_motion": "reference motion",
-    "pose_video_latent": "a pose video",
-    "face_video_pixels": "a face video",
-}
 
 Conditioning = Sequence[Sequence[Any]]
 Latent = Mapping[str, Any]
@@ -77,7 +54,7 @@ class NativeInputs:
 
 
 def native_inputs(positive: Conditioning, negative: Conditioning | None, latent: Latent) -> NativeInputs:
-    """Read native values. Raises `ConditioningError` for what Wan2.2 A14B cannot use, naming the side and the key."""
+    """Read native values. Raises `ConditioningError` for what no request has a place for, with the side and the key."""
     samples = _samples(latent)
     noise_mask = latent.get("noise_mask")
     mask = None if noise_mask is None else latent_mask(noise_mask, samples.shape)
@@ -200,21 +177,16 @@ def _image_seen(conditioning: Conditioning) -> torch.Tensor | None:
 def single_entry(name: str, conditioning: Conditioning) -> tuple[torch.Tensor, Mapping[str, Any]]:
     """The text of the side `name` and what belongs to it.
 
-    Raises `ConditioningError` for several entries, and for what the experts cannot use.
+    Raises `ConditioningError` for several entries, and as of `check_keys`.
     """
     if len(conditioning) != 1:
         raise ConditioningError(
             f"{name} has {len(conditioning)} entries, only one can be used: do not combine conditionings"
         )
     text, options = conditioning[0]
-    for key, what in REFUSED.items():
-        value = options.get(key)
-        if value is not None and value != {}:
-            raise ConditioningError(
-                f"{name} carries {what} ({key}), which Wan2.2 A14B experts cannot use: remove that node"
-            )
-    if options.get("start_percent", 0.0) > 0.0 or options.get("end_percent", 1.0) < 1.0:
-        raise ConditioningError(f"{name} is limited to a range of steps, which is not supported: remove the time range")
+    if not isinstance(text, torch.Tensor):
+        raise ConditioningError(f"{name} has no text, but a {type(text).__name__}: connect a text encoder")
+    check_keys(name, options)
     return text, options
 
 

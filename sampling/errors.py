@@ -2,7 +2,7 @@
 
 ValueError
   RequestError            what was asked for cannot be done; raised before any compute
-    ConditioningError     a native CONDITIONING or LATENT that Wan2.2 A14B cannot use
+    ConditioningError     a native CONDITIONING or LATENT that the models here cannot use
   NonFiniteLatentError    a step made NaN or infinity
   NoRoomError             the device has too little memory for the smallest policy (also torch's OutOfMemoryError)
   SmallerPolicyError      memory was short in a step that others compute too: all must take it again, in less memory

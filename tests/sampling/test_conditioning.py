@@ -133,49 +133,6 @@ def test_images_of_a_batch_share_a_mask() -> None:
     assert torch.equal(both, image_condition(IMAGE, _start_mask()).repeat(2, 1, 1, 1, 1))
 
 
-def test_what_native_sampling_ignores_for_these_experts_is_ignored() -> None:
-    options = {
-        "reference_latents": [IMAGE],
-        "strength": 0.5,
-        "guidance": 4.0,
-        "start_percent": 0.0,
-        "end_percent": 1.0,
-        "model_conds": {},
-        "control": None,
-        "unclip_conditioning": [],
-    }
-    assert native_inputs(_cond(**options), None, EMPTY).image_condition is None
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("control", object()),
-        ("hooks", object()),
-        ("model_conds", {"y": object()}),
-        ("noise_concat", torch.zeros(1)),
-        ("area", (64, 64, 0, 0)),
-        ("mask", torch.ones(1, 8, 8)),
-        ("concat_mask_index", 16),
-        ("control_video", torch.zeros(1)),
-        ("camera_conditions", torch.zeros(1)),
-        ("time_dim_concat", torch.zeros(1)),
-        ("vace_frames", [torch.zeros(1)]),
-        ("vace_mask", [torch.zeros(1)]),
-        ("vace_strength", [1.0]),
-        ("audio_embed", torch.zeros(1)),
-        ("reference_motion", torch.zeros(1)),
-        ("pose_video_latent", torch.zeros(1)),
-        ("face_video_pixels", torch.zeros(1)),
-    ],
-)
-@pytest.mark.parametrize("side", ["positive", "negative"])
-def test_what_the_experts_cannot_obey_is_refused_by_name(side: str, key: str, value: object) -> None:
-    sides = {"positive": _cond(), "negative": _cond(), side: _cond(**{key: value})}
-    with pytest.raises(ConditioningError, match=rf"^{side} carries .*\({key}\)"):
-        native_inputs(sides["positive"], sides["negative"], EMPTY)
-
-
 @pytest.mark.parametrize(
     ("positive", "negative", "latent", "message"),
     [

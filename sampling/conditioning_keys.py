@@ -1,0 +1,148 @@
+"""The keys of a native CONDITIONING: those that are read, those that are harmless, and the refusal of all others.
+
+A key that is not known here and carries a tensor is refused, because a Wan model of a later ComfyUI may obey it: an
+edit or a reference would become another video. The lists are those of ComfyUI 0.18.1 and of later Wan nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .errors import ConditioningError
+
+LOG = logging.getLogger("wanstream.sampling")
+
+IMAGE_SEEN = "clip_vision_output"
+"""Where image-to-video nodes put what CLIP sees in the start image; the name is ComfyUI's."""
+
+READ = frozenset({"concat_latent_image", "concat_mask", IMAGE_SEEN})
+"""Keys that become part of a request."""
+
+RANGES = (("start_percent", "end_percent"), ("clip_start_percent", "clip_end_percent"))
+"""Keys by which an entry holds in some steps only."""
+
+# What native sampling obeys for some Wan model and no request has a place for. Some of these are obeyed with other
+# weights alone (VACE, Animate); a user who connects them wants what they do, so they are refused too.
+REFUSED: Mapping[str, str] = {
+    "control": "a ControlNet",
+    "hooks": "hooks",
+    "model_conds": "inputs of another model",
+    "noise_concat": "channels of another model",
+    "gligen": "boxes of GLIGEN",
+    "area": "an area",
+    "mask": "a conditioning mask",
+    "timestep_start": "a range of noise levels",
+    "timestep_end": "a range of noise levels",
+    "denoise_mask": "a noise mask of its own",
+    "concat_mask_index": "Fun control channels",
+    "control_video": "a control video",
+    "camera_conditions": "a camera path",
+    "context_latents": "context videos and images (Bernini-R)",
+    "time_dim_concat": "frames appended in time",
+    "vace_frames": "VACE frames",
+    "vace_mask": "a VACE mask",
+    "vace_strength": "a VACE strength",
+    "audio_embed": "audio",
+    "reference_motion": "reference motion",
+    "pose_video_latent": "a pose video",
+    "face_video_pixels": "a face video",
+    "clip_vision_output_pose": "a CLIP vision output of a pose (Animate-2)",
+    "cross_attn_pose": "the text of a pose (Animate-2)",
+    "driving_mask_28ch": "a driving mask (SCAIL-2)",
+    "ref_mask_28ch": "a reference mask (SCAIL-2)",
+    "clip_vision_output_ref": "a CLIP vision output of a reference (WanDancer)",
+}
+
+# Tensors that come with a text, whatever the model; no Wan model of ComfyUI reads them.
+BESIDE_THE_TEXT: Mapping[str, str] = {
+    "pooled_output": "one vector of a text; UMT5 makes none",
+    "pooled_output_controlnet": "the same, for a ControlNet, which is refused",
+    "cross_attn": "overwritten by the text of the entry",
+    "cross_attn_controlnet": "a text for a ControlNet, which is refused",
+    "attention_mask": "marks the padding of a text; Wan attends to padding",
+    "attention_mask_img_shape": "the same, for an image in a text",
+    "attention_mask_mt5xl": "the same, of Hunyuan-DiT",
+    "conditioning_mt5xl": "a second text of Hunyuan-DiT",
+    "conditioning_byt5small": "glyphs of HunyuanImage",
+    "conditioning_llama3": "a second text of HiDream",
+    "conditioning_lyrics": "lyrics of ACE-Step",
+    "t5xxl_ids": "tokens of Cosmos-Predict2 and Anima",
+    "t5xxl_weights": "weights of those tokens",
+}
+
+# Tensors that a user connects and that native sampling ignores for the weights that run here; the log says so.
+IGNORED: Mapping[str, str] = {
+    "reference_latents": "read by weights with ref_conv (Fun Control), S2V, HuMo and SCAIL, all refused when opened",
+    "reference_latents_text_embeds": "read by Z-Image alone",
+    "clip_vision_outputs": "read by Z-Image alone",
+    "unclip_conditioning": "read by unCLIP models and Z-Image",
+    "concat_image": "read by the Stable Diffusion upscaler alone",
+    "ref_latent": "read by HunyuanVideo alone",
+    "time_dim_replace": "read by Kandinsky 5 alone",
+    "keyframe_idxs": "read by LTX-Video alone",
+    "guide_attention_entries": "read by LTX-Video alone",
+    "ref_audio": "read by LTX-Video alone",
+    "reference_audio_timbre_latents": "read by ACE-Step alone",
+    "audio_codes": "read by ACE-Step alone",
+}
+
+_DEEPEST = 6
+"""Containers within containers that are searched for tensors."""
+
+
+def check_keys(side: str, options: Mapping[str, Any]) -> None:
+    """Refuse what an entry of `side` carries and no request has a place for; log what native sampling ignores as well.
+
+    A key that is not known and carries no tensor passes: it is a number, a flag or a note, and does nothing alone.
+
+    Raises ConditioningError, which names the key.
+    """
+    for key, value in options.items():
+        if key in READ or key in BESIDE_THE_TEXT or _is_nothing(value):
+            continue
+        if key in REFUSED:
+            raise ConditioningError(
+                f"{side} carries {REFUSED[key]} ({key}), which the models that run here cannot use: remove that node"
+            )
+        if key in IGNORED:
+            LOG.info("%s carries %s, which is ignored, as native sampling does: %s", side, key, IGNORED[key])
+        elif holds_tensor(value):
+            raise ConditioningError(
+                f"{side} carries a tensor under '{key}', which is not known here and may change the video: remove the "
+                f"node that writes it. Tensors that may be there: {_listed([*READ, *BESIDE_THE_TEXT, *IGNORED])}"
+            )
+    _check_ranges(side, options)
+    if options.get("strength") == 0:  # any other one cancels out, as there is one entry only
+        raise ConditioningError(f"{side} has strength 0, by which native sampling leaves it out: give another strength")
+
+
+def _check_ranges(side: str, options: Mapping[str, Any]) -> None:
+    for start, end in RANGES:
+        if options.get(start, 0.0) > 0.0 or options.get(end, 1.0) < 1.0:
+            raise ConditioningError(
+                f"{side} is limited to a range of steps ({start}, {end}), which is not supported: remove the time range"
+            )
+
+
+def _is_nothing(value: object) -> bool:
+    """None or an empty container: what nodes write to take a value back."""
+    return value is None or (isinstance(value, list | tuple | dict | set | str) and not value)
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys))
+
+
+def holds_tensor(value: object, depth: int = 0) -> bool:
+    """Whether a value is a tensor or an array, or holds one in containers or in attributes."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | type) or depth > _DEEPEST:
+        return False
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return True
+    if isinstance(value, Mapping):
+        return any(holds_tensor(inner, depth + 1) for inner in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return any(holds_tensor(inner, depth + 1) for inner in value)
+    return any(holds_tensor(inner, depth + 1) for inner in getattr(value, "__dict__", {}).values())

@@ -1,0 +1,122 @@
+"""Every key of a CONDITIONING is read, known to be harmless, or refused by its name."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from wanstream.sampling import ConditioningError, native_inputs
+from wanstream.sampling.conditioning_keys import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
+
+TEXT = torch.zeros(1, 4, 4096)
+EMPTY = {"samples": torch.zeros(1, 16, 3, 4, 6)}
+TENSOR = torch.zeros(1)
+
+
+def accept(**options: Any) -> None:
+    native_inputs([[TEXT, options]], None, EMPTY)
+
+
+def test_no_key_is_in_two_lists() -> None:
+    keys = [*READ, *REFUSED, *BESIDE_THE_TEXT, *IGNORED]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("control", object()),
+        ("hooks", object()),
+        ("model_conds", {"y": object()}),
+        ("area", (64, 64, 0, 0)),
+        ("gligen", ("position", object(), [])),
+        ("concat_mask_index", 16),
+        ("timestep_start", 0.5),
+        ("vace_strength", [1.0]),
+        ("context_latents", [TENSOR]),
+        *((key, [TENSOR]) for key in ("vace_frames", "vace_mask")),
+        *(
+            (key, TENSOR)
+            for key in REFUSED
+            if key not in {"control", "hooks", "model_conds", "area", "gligen", "concat_mask_index", "timestep_start"}
+            and not key.startswith(("vace", "context"))
+        ),
+    ],
+)
+@pytest.mark.parametrize("side", ["positive", "negative"])
+def test_what_no_model_here_can_obey_is_refused_by_name(side: str, key: str, value: object) -> None:
+    plain, carries = [[TEXT, {"pooled_output": None}]], [[TEXT, {"pooled_output": None, key: value}]]
+    sides = {"positive": plain, "negative": plain, side: carries}
+    with pytest.raises(ConditioningError, match=rf"^{side} carries .*\({key}\)"):
+        native_inputs(sides["positive"], sides["negative"], EMPTY)
+
+
+CARRIERS = {
+    "tensor": TENSOR,
+    "array": np.zeros(1),
+    "list": [1, [TENSOR]],
+    "dict": {"a": {"b": (TENSOR,)}},
+    "object": SimpleNamespace(inner=SimpleNamespace(states=TENSOR)),
+    "module": torch.nn.Linear(1, 1),
+}
+
+
+@pytest.mark.parametrize("value", CARRIERS.values(), ids=CARRIERS)
+def test_a_key_that_nobody_knows_is_refused_where_it_carries_a_tensor(value: object) -> None:
+    with pytest.raises(ConditioningError, match=r"under 'from_next_year'.*: attention_mask, .*reference_latents") as no:
+        accept(from_next_year=value)
+    assert "remove the node" in str(no.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strength": 0.5, "mask_strength": 1.0, "set_area_to_bounds": False, "default": True, "guidance": 4.0},
+        {"uuid": "4f", "prompt_type": "negative", "frame_rate": 24.0, "fps": 16, "noise_augmentation": 0.0},
+        {"start_percent": 0.0, "end_percent": 1.0, "clip_start_percent": 0.0, "clip_end_percent": 1.0},
+        {"control": None, "model_conds": {}, "hooks": None, "vace_frames": [], "keyframe_idxs": None},
+        {"note of a pack": "any text", "numbers of a pack": [1, 2.5, {"a": None}], "flag": object()},
+        {"control_apply_to_uncond": True, "pose_strength": 1.0, "reference_latents_method": "offset"},
+    ],
+)
+def test_bookkeeping_passes(options: dict[str, Any]) -> None:
+    accept(**options)
+
+
+@pytest.mark.parametrize("key", BESIDE_THE_TEXT)
+def test_what_text_encoders_add_passes_without_a_word(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "wanstream.sampling"):
+        accept(**{key: TENSOR})
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("key", IGNORED)
+def test_what_native_sampling_ignores_too_is_named_in_the_log(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "wanstream.sampling"):
+        accept(**{key: [TENSOR]})
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"positive carries {key}, which is ignored")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"start_percent": 0.5}, {"end_percent": 0.5}, {"clip_start_percent": 0.1}, {"clip_end_percent": 0.9}],
+)
+def test_a_range_of_steps_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ConditioningError, match="range of steps"):
+        accept(**options)
+
+
+def test_a_strength_that_leaves_the_entry_out_is_refused() -> None:
+    with pytest.raises(ConditioningError, match="strength 0"):
+        accept(strength=0.0)
+
+
+def test_an_entry_without_a_text_is_refused() -> None:
+    with pytest.raises(ConditioningError, match="positive has no text, but a NoneType"):
+        native_inputs([[None, {"cross_attn": TEXT}]], None, EMPTY)
