@@ -10,7 +10,15 @@ import torch
 
 from ..offload.file_source import read_tensors
 from ..offload.safetensors_header import FileTensor, file_version
-from .detect import Shape, WanConfig, config_from_shapes, refuse_other_models
+from .component import CONFIG, read_config
+from .detect import (
+    Shape,
+    WanConfig,
+    config_from_shapes,
+    refuse_other_classes,
+    refuse_other_models,
+    refuse_other_types,
+)
 from .fp8_layouts import FP8_DTYPES, resolve_scales
 from .gguf_expert import check_architecture, with_own_shapes
 from .key_map import both_names, parameter_names
@@ -50,6 +58,9 @@ def open_expert(path: Path) -> Expert:
     stored = read_stored(path)
     if is_gguf(path):
         check_architecture(path, stored.metadata)
+    if (path / CONFIG).is_file():
+        refuse_other_classes(path, read_config(path))
+    refuse_other_types(path, stored.metadata)
     refuse_other_models(path, stored.tensors)
     resolved = resolve_scales(path, stored.tensors, stored.metadata, read_tensors)
     names = parameter_names(path, resolved.weights)

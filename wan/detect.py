@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -34,13 +35,33 @@ IMAGE_BRANCH = re.compile(r"condition_embedder\.image_embedder\.|blocks\.\d+\.at
 OTHER_MODELS = (
     (("vace_blocks.", "vace_patch_embedding."), "a VACE model"),
     (("face_adapter.", "motion_encoder.", "pose_patch_embedding."), "an Animate model"),
-    (("casual_audio_encoder.", "audio_injector.", "audio_proj.", "trainable_cond_mask."), "a speech-to-video model"),
-    (("patch_embedding_pose.",), "a pose model"),
+    (("casual_audio_encoder.", "audio_injector.", "trainable_cond_mask."), "a speech-to-video model"),
+    (("audio_proj.audio_proj_glob",), "a HuMo model"),
+    (("audio_proj.",), "an InfiniteTalk or MultiTalk model"),
+    (("patch_embedding_mask.",), "a SCAIL-2 model"),
+    (("patch_embedding_pose.",), "a SCAIL model"),
+    (("patch_embedding_global.",), "a WanDancer model"),
     (("control_adapter.",), "a camera control model"),
     (("ref_conv.",), "a reference control model"),
     (("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"), "a first and last frame model of Wan2.1"),
     (("diffusion_model.", "lora_unet_", "lora_transformer_", "transformer."), "a LoRA or a wrapped model"),
 )
+
+# By channels of the input, for models that give 16 or 48 channels and have no tensor that says so.
+OTHER_CHANNELS = {
+    20: "a SCAIL model",
+    32: "a camera control model of Wan2.1",
+    48: "a Fun Control model of Wan2.1",
+    52: "a Fun Control model of Wan2.2 A14B",
+    100: "a Fun model of Wan2.2 5B",
+}
+
+TYPE_FIELD = "config"
+"""Of a file's metadata: JSON whose "transformer" says what tensors cannot. ComfyUI merges it over what it has found."""
+KNOWN_TYPES = ("t2v", "i2v", "ti2v")
+MODEL_CLASS = "WanTransformer3DModel"
+"""What the config.json of a diffusers folder calls the models that can run here."""
+ONLY_THESE = "only the T2V and I2V models of Wan2.1 and Wan2.2 A14B, and TI2V-5B can run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +106,55 @@ def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
         if found:
             raise CheckpointError(
                 path,
-                f"is {model}: it holds {found[0]}; only the T2V and I2V models of Wan2.1 and Wan2.2 A14B, and "
-                "TI2V-5B can run",
+                f"is {model}: it holds {found[0]}; {ONLY_THESE}",
             )
+
+
+def refuse_other_types(path: Path, metadata: Mapping[str, str]) -> None:
+    """Refuse a file whose metadata declare another model than a plain one, where the tensors are the same.
+
+    Wan-Animate-2 has the tensors of Wan2.1 I2V, FlowRVS and causal models have those of T2V. A file without the field
+    is what its tensors say. A field that cannot be read is refused: ComfyUI does not load such a file either.
+
+    Raises:
+        CheckpointError: names the model or the fault.
+    """
+    if TYPE_FIELD not in metadata:
+        return
+    declared = _declared(path, metadata[TYPE_FIELD])
+    kind, image_model = declared.get("model_type"), declared.get("image_model")
+    for name, value, known in (("model_type", kind, KNOWN_TYPES), ("image_model", image_model, ("wan2.1",))):
+        if value is not None and value not in known:
+            raise CheckpointError(path, f"is another model: its header says that {name} is {value!r}; {ONLY_THESE}")
+    if declared.get("causal_ar"):
+        raise CheckpointError(
+            path, f"is a causal model, which makes frames one after the other (causal_ar in its header); {ONLY_THESE}"
+        )
+
+
+def _declared(path: Path, text: object) -> Mapping[str, Any]:
+    """The object "transformer" of the metadata field `TYPE_FIELD`."""
+    try:
+        config = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError) as err:
+        raise CheckpointError(
+            path, f"has a {TYPE_FIELD} in its header that is not JSON ({err}): download it again"
+        ) from err
+    declared = config.get("transformer", {}) if isinstance(config, dict) else None
+    if not isinstance(declared, dict):
+        raise CheckpointError(path, f"has a {TYPE_FIELD} in its header that is not a JSON object: download it again")
+    return declared
+
+
+def refuse_other_classes(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a diffusers folder whose config.json names another class of models; one that names none passes.
+
+    Raises:
+        CheckpointError: names the class.
+    """
+    named = config.get("_class_name", MODEL_CLASS)
+    if named != MODEL_CLASS:
+        raise CheckpointError(path, f"is a {named}, not a {MODEL_CLASS}; {ONLY_THESE}")
 
 
 def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
@@ -125,9 +192,10 @@ def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
 def _check_family(path: Path, config: WanConfig, width: int) -> None:
     channels = (config.in_channels, config.out_channels)
     if channels not in KNOWN_CHANNELS:
+        named = f"is {OTHER_CHANNELS[channels[0]]}: " if channels[0] in OTHER_CHANNELS else ""
         raise CheckpointError(
             path,
-            f"patch_embedding.weight takes {channels[0]} channels and proj_out.weight gives {channels[1]}; "
+            f"{named}patch_embedding.weight takes {channels[0]} channels and proj_out.weight gives {channels[1]}; "
             "T2V is 16 to 16, I2V 36 to 16, TI2V-5B 48 to 48",
         )
     if config.image_dim is not None and config.family != "i2v":
