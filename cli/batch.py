@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from ..host.embedded_graph import Prompt, api_prompt
@@ -17,8 +18,8 @@ from .arguments import made_folder, read_json
 from .batch_bar import BatchBar
 from .batch_ground import Ground, embedded_ground, server_ground
 from .batch_host import Host
-from .batch_jobs import Planner, single_jobs, with_values
-from .batch_resume import Start, take_up
+from .batch_jobs import Planner, single_jobs, with_values, work_of
+from .batch_resume import Recognise, Start, take_up
 from .batch_rows import Row, RowError, read_rows
 from .batch_runner import Limits, Runner
 from .batch_shelf import Shelf
@@ -26,8 +27,10 @@ from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from .full_disk import is_full_disk
 from .journal import Journal, State
 from .journal_lock import Lock
+from .journal_recovery import open_journal
 from .lane_jobs import lane_planner
 from .lanes import check_lanes
+from .media_check import stored_prompt
 from .stop_request import StopRequest
 
 JOURNAL = "journal.sqlite"
@@ -98,13 +101,28 @@ def batch(arguments: BatchArguments) -> int:
         except (ValueError, OSError) as err:
             print(f"failed: {err}", file=sys.stderr)
             _advise(err, arguments.output)
+            _put_down(desk)
             return FAILED
+        _put_down(desk)
         return _summary(arguments, todo, desk.journal, stop)
 
 
 def _advise(err: Exception, output: Path) -> None:
     if is_full_disk(err):
         print(f"make room in {output}: the same command goes on then", file=sys.stderr)
+
+
+def _put_down(desk: _Desk) -> None:
+    """Copy the journal, remove what is of no use any more, and name what is. No error of that counts."""
+    try:
+        desk.journal.back_up()
+        left = desk.shelf.sweep(desk.journal.lines_left)
+    except OSError as err:
+        print(f"the journal was not copied, or the folder not cleared: {err}", file=sys.stderr)
+        return
+    for latent, lines in left:
+        rows = f"line {', '.join(map(str, lines))}" if lines else "a row that is not in the batch"
+        print(f"the latent of {rows}, which is not done, is kept in {latent}", file=sys.stderr)
 
 
 def _read(arguments: BatchArguments) -> _Batch:
@@ -150,8 +168,38 @@ def _desk(arguments: BatchArguments, todo: _Batch, opened: ExitStack) -> _Desk:
     path = arguments.journal or arguments.output / JOURNAL
     opened.enter_context(Lock(shelf.workshop / "lock", of=str(arguments.output)))
     opened.enter_context(Lock(path.with_name(f"{path.name}.lock"), of=str(path)))
-    journal = opened.enter_context(Journal(path, workflow=_digest(todo.workflow)))
-    return _Desk(shelf=shelf, journal=journal, start=take_up(journal, shelf, todo.rows))
+    recognise = _recogniser(todo)
+    journal, recovered = open_journal(
+        path,
+        workflow=_digest(todo.workflow),
+        start=lambda journal: take_up(journal, shelf, todo.rows, recognise),
+    )
+    opened.enter_context(journal)
+    start = take_up(journal, shelf, todo.rows, recognise)
+    shelf.sweep(journal.lines_left)
+    return _Desk(shelf=shelf, journal=journal, start=replace(start, notes=(*recovered, *start.notes)))
+
+
+def _recogniser(todo: _Batch) -> Recognise:
+    """The rows whose workflow a file holds."""
+
+    @cache
+    def by_work() -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for row in todo.rows:
+            if row.fault is None:
+                prompt = with_values(todo.workflow, row, todo.ground.sockets)
+                found.setdefault(work_of(prompt, todo.ground.sockets), []).append(row.hash)
+        return found
+
+    def recognise(path: Path) -> list[str]:
+        try:
+            prompt = api_prompt(stored_prompt(path))
+        except ValueError:
+            return []
+        return by_work().get(work_of(prompt, todo.ground.sockets), [])
+
+    return recognise
 
 
 def _run(arguments: BatchArguments, todo: _Batch, desk: _Desk) -> StopRequest:
@@ -161,7 +209,7 @@ def _run(arguments: BatchArguments, todo: _Batch, desk: _Desk) -> StopRequest:
         bar = opened.enter_context(BatchBar(rows=len(todo.rows), ended=start.done + len(start.faults)))
         for note in (*(f"line {row.line}: {fault}" for row, fault in start.faults), *start.notes):
             bar.note(note)
-        host = opened.enter_context(todo.ground.opened(desk.shelf.workshop, bar.show))
+        host = opened.enter_context(todo.ground.opened(desk.shelf.made, bar.show))
         runner = Runner(
             host=host,
             journal=desk.journal,

@@ -16,9 +16,8 @@ from ..host.embedded_graph import Prompt
 from ..host.embedded_io import ComfyNode
 from ..host.embedded_run import History, NodeFailedError, run_workflow, validate_workflow
 from .batch_host import Ended, Failed, MadeFile, Outcome, RefusedError, Unknown
+from .batch_shelf import LATENT
 from .full_disk import FULL_DISK
-
-_RESCUED = "*.latent"
 
 
 class DiskFullError(OSError):
@@ -60,8 +59,6 @@ class EmbeddedHost:
         self._ended: dict[str, Ended] = {}
 
     def __enter__(self) -> EmbeddedHost:
-        for folder in self._workshop.iterdir() if self._workshop.is_dir() else ():
-            self._remove(folder)
         return self
 
     def __exit__(
@@ -122,8 +119,8 @@ class EmbeddedHost:
 
     @staticmethod
     def _remove(folder: Path) -> None:
-        """A latent that was rescued when its video could not be written is the user's to remove."""
-        if folder.is_dir() and not any(folder.rglob(_RESCUED)):
+        """Remove the folder, but not before its row is done if a latent in it has no video yet."""
+        if folder.is_dir() and not any(folder.rglob(f"*{LATENT}")):
             shutil.rmtree(folder)
 
 

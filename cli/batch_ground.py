@@ -27,7 +27,7 @@ Progress = Callable[["NodeProgress"], None]
 class Ground:
     """`sockets` are the inputs of all nodes there, `faults` says what is wrong with a workflow, a line each.
 
-    `opened(workshop, on_progress)` is the host, open inside its `with`; it may leave files in `workshop`.
+    `opened(made, on_progress)` is the host, open inside its `with`; it may leave files in the folder `made`.
     """
 
     sockets: Sockets
@@ -49,7 +49,7 @@ def server_ground(url: str, workflow: Prompt) -> Ground:
     sockets = sockets_of_server(info)
 
     @contextmanager
-    def opened(workshop: Path, on_progress: Progress) -> Iterator[Host]:
+    def opened(made: Path, on_progress: Progress) -> Iterator[Host]:
         yield ServerHost(client, info)
 
     return Ground(sockets=sockets, faults=lambda prompt: server_faults(prompt, info, sockets), opened=opened)
@@ -80,5 +80,5 @@ def embedded_ground(workflow: Prompt, *, models: Path, input_dir: Path, output: 
     return Ground(
         sockets={name: {socket.name: socket for socket in sockets_of(node)} for name, node in classes.items()},
         faults=around.faults,
-        opened=lambda workshop, on_progress: EmbeddedHost(around, workshop / "made", on_progress),
+        opened=lambda made, on_progress: EmbeddedHost(around, made, on_progress),
     )

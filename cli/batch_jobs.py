@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..host.embedded_checks import Socket
+from ..host.embedded_checks import Socket, converted
 from ..host.embedded_graph import Prompt
 from .batch_rows import Row, RowError
 from .changes import ChangeError, node_named
+from .lane_traits import node_traits
 
 Sockets: TypeAlias = Mapping[str, Mapping[str, Socket]]
 """The inputs that each class of nodes describes: class -> name -> input."""
@@ -56,6 +57,19 @@ def with_values(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
         inputs = node.setdefault("inputs", {})
         inputs[name] = _typed(key, value, socket, inputs.get(name)) if row.as_text else value
     return changed
+
+
+def work_of(prompt: Prompt, sockets: Sockets) -> str:
+    """Return a text that is equal for workflows that make the same; titles and the spelling of numbers do not count."""
+    traits: dict[str, object] = {}
+    for node_id, node in prompt.items():
+        known = sockets.get(node.get("class_type", ""), {})
+        inputs = {
+            name: converted(known[name], value)[0] if name in known and not isinstance(value, list) else value
+            for name, value in node.get("inputs", {}).items()
+        }
+        traits |= node_traits({node_id: {"class_type": node.get("class_type"), "inputs": inputs}}, node_id)
+    return json.dumps(traits, sort_keys=True)
 
 
 def _target(key: str, workflow: Prompt) -> tuple[str, str]:

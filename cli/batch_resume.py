@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from .arguments import ArgumentError
 from .batch_rows import Row
 from .batch_runner import Flight
 from .batch_shelf import Shelf
 from .journal import Entry, Journal, State
+from .media_check import UnreadableFileError
+
+Recognise = Callable[[Path], Collection[str]]
+"""Returns the hashes of the rows whose workflow is stored in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,18 +29,19 @@ class Start:
     notes: tuple[str, ...]
 
 
-def take_up(journal: Journal, shelf: Shelf, rows: Sequence[Row]) -> Start:
+def take_up(journal: Journal, shelf: Shelf, rows: Sequence[Row], recognise: Recognise = lambda path: ()) -> Start:
     """Finish what was interrupted while files got their names, and make the journal know `rows`.
 
-    Raises ArgumentError if files of others have the names of files that are to be made.
+    A finished file that the journal does not have becomes the file of the row that it was made of, if `recognise`
+    finds one. Raises ArgumentError if files of others have the names of files that are to be made.
     """
-    for entry in journal.entries().values():
-        if entry.state is State.placing and shelf.place(entry.files):
-            journal.finish(entry.hash)
-        elif entry.state is State.placing:
-            journal.wait([entry.hash])
-    shelf.clear()
+    _finish(journal, shelf)
     missing = journal.enter(rows, gone=lambda entry: not shelf.has(entry.files))
+    adopted = _adopt(journal, shelf, rows, recognise)
+    if adopted:
+        _finish(journal, shelf)
+        journal.enter(rows, gone=lambda entry: not shelf.has(entry.files))
+    shelf.clear()
     before = journal.entries()
     for row in rows:
         if row.fault is not None and before[row.hash].state is State.posted:
@@ -48,8 +54,50 @@ def take_up(journal: Journal, shelf: Shelf, rows: Sequence[Row]) -> Start:
         flights=_flights(posted, entries),
         done=sum(entries[row.hash].state is State.done for row in rows),
         faults=tuple((row, entries[row.hash].error or "") for row in rows if entries[row.hash].state is State.failed),
-        notes=tuple(f"the files of line {row.line} are gone: they are made again" for row in missing),
+        notes=(
+            *(f"the files of line {row.line} are gone: they are made again" for row in missing if row not in adopted),
+            *(f"line {row.line} is not made again: a finished file has its workflow" for row in adopted),
+        ),
     )
+
+
+def _finish(journal: Journal, shelf: Shelf) -> None:
+    """Give the files of rows that are `placing` their names."""
+    for entry in journal.entries().values():
+        if entry.state is State.placing and shelf.place(entry.files):
+            journal.finish(entry.hash)
+        elif entry.state is State.placing:
+            journal.wait([entry.hash])
+
+
+def _adopt(journal: Journal, shelf: Shelf, rows: Sequence[Row], recognise: Recognise) -> list[Row]:
+    """Take finished files that no row has for those of the rows that they were made of; return these rows."""
+    entries = journal.entries()
+    taken = {(entry.stem or "").casefold() for entry in entries.values() if entry.files}
+    waiting = {row.hash: row for row in rows if entries[row.hash].state in {State.waiting, State.posted}}
+    made_of = {path: recognise(path) for path in shelf.finished()} if waiting else {}
+    adopted: list[Row] = []
+    # Where several rows have one workflow, a file goes first to the row that has its name.
+    for by_name in (True, False):
+        for path, digests in made_of.items():
+            fitting = [waiting[digest] for digest in digests if digest in waiting and _may_have(waiting[digest], path)]
+            named = [row for row in fitting if entries[row.hash].stem == path.stem]
+            row = next(iter(named if by_name else fitting), None)
+            if row is None or path.stem.casefold() in taken:
+                continue
+            try:
+                kept = shelf.inspect(path)
+            except UnreadableFileError:
+                continue  # Half of a file: it is made again.
+            journal.adopt(row.hash, path.stem, [kept])
+            taken.add(path.stem.casefold())
+            adopted.append(waiting.pop(row.hash))
+    return adopted
+
+
+def _may_have(row: Row, path: Path) -> bool:
+    """Return True if the files of the row may be called like this one: by its name, or by any number without one."""
+    return path.stem.casefold() == row.name.casefold() if row.name is not None else path.stem.isdecimal()
 
 
 def _check_names(shelf: Shelf, entries: Sequence[Entry]) -> None:

@@ -10,12 +10,17 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
+from .batch_rows import FILE_NAME
 from .journal import KeptFile
 from .media_check import check_media
+
+LATENT = ".latent"
+"""The suffix of latents, which are kept until their video is there."""
 
 _WORKSHOP = ".wanstream"
 _SUFFIX = re.compile(r"\.\w{1,15}")
@@ -40,6 +45,8 @@ class Shelf:
         """Make the folders. Raises OSError."""
         self.folder = folder
         self.workshop = folder / _WORKSHOP
+        self.made = self.workshop / "made"
+        """Where an embedded host saves, a folder for each prompt id."""
         self._parts = self.workshop / "parts"
         self._parts.mkdir(parents=True, exist_ok=True)
 
@@ -49,12 +56,15 @@ class Shelf:
 
     def seal(self, name: str) -> KeptFile:
         """Check the part and put it on the disk for good. Raises UnreadableFileError, or OSError for a full disk."""
-        part = self.part(name)
-        check_media(part)
-        with part.open("rb+") as file:
+        return self.inspect(self.part(name))
+
+    def inspect(self, path: Path) -> KeptFile:
+        """Check a file of this folder or a part, and put it on the disk for good. Raises as `seal`."""
+        check_media(path)
+        with path.open("rb+") as file:
             os.fsync(file.fileno())
-        _sync_folder(self._parts)
-        return KeptFile(name=name, size=part.stat().st_size, sha256=_sha256(part))
+        _sync_folder(path.parent)
+        return KeptFile(name=path.name, size=path.stat().st_size, sha256=_sha256(path))
 
     def place(self, files: Iterable[KeptFile]) -> bool:
         """Give sealed parts their names; may be done again. False: neither a part nor the file itself is here."""
@@ -76,6 +86,24 @@ class Shelf:
                 return False
         return True
 
+    def finished(self) -> list[Path]:
+        """The files that may be the only ones of a row: those in the folder, then the parts."""
+        return [path for folder in (self.folder, self._parts) for path in _files(folder) if _may_be_alone(path)]
+
+    def sweep(self, lines_left: Callable[[str], list[int] | None]) -> list[tuple[Path, list[int] | None]]:
+        """Remove what an embedded host has left, but not the latents of rows that are not done: return these.
+
+        `lines_left` has the lines of the rows of a prompt id that are not done, None for an id that is not known.
+        """
+        kept: list[tuple[Path, list[int] | None]] = []
+        for folder in sorted(self.made.iterdir()) if self.made.is_dir() else ():
+            latents, lines = sorted(folder.rglob(f"*{LATENT}")), lines_left(folder.name)
+            if latents and lines != []:
+                kept += [(latent, lines) for latent in latents]
+            elif folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder)
+        return kept
+
     def clear(self) -> None:
         """Remove all parts."""
         for part in self._parts.iterdir():
@@ -91,6 +119,14 @@ class Shelf:
             if path.is_file() and wanted & {stem.casefold() for stem in stems}:
                 found.append(path.name)
         return sorted(found)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+
+
+def _may_be_alone(path: Path) -> bool:
+    return bool(FILE_NAME.fullmatch(path.stem) and _SUFFIX.fullmatch(path.suffix))
 
 
 def _sha256(path: Path) -> str:

@@ -14,8 +14,9 @@ import errno
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -27,20 +28,26 @@ from .journal_entry import COLUMNS, Entry, KeptFile, State, entry_of
 from .journal_names import file_stems
 
 _APPLICATION = 0x57535442  # "WSTB": tells a journal from other SQLite files
-_VERSION = 1
-_TABLES = (
+_VERSION = 2
+_ATTEMPTS = "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)"
+_FIRST_TABLES = (
     "CREATE TABLE batch (workflow TEXT NOT NULL)",
     "CREATE TABLE rows (hash TEXT PRIMARY KEY, line INTEGER, stem TEXT UNIQUE COLLATE NOCASE, state TEXT NOT NULL, "
     "prompt_id TEXT, attempts INTEGER NOT NULL DEFAULT 0, error TEXT, saves TEXT, files TEXT NOT NULL DEFAULT '[]')",
 )
+_TABLES_OF = {1: _FIRST_TABLES, _VERSION: (*_FIRST_TABLES, _ATTEMPTS)}
+"""The tables of each version of the file. `attempts` has all prompt ids that a row was ever posted under."""
 
+
+_BACK_UP_SECONDS = 60.0
+"""Rows that end within this time after a copy was written are only in the next one."""
 
 _MADE_BY_SQLITE = ("index", None)
 """The type and the SQL of an index that comes with a PRIMARY KEY or UNIQUE column."""
 
 
 class JournalError(OSError):
-    """The journal cannot be read or written, or it is that of another batch. `errno` is set where the system has one."""
+    """The journal cannot be read or written, or it is that of another batch; `errno` as the system has it."""
 
     def __str__(self) -> str:
         return str(self.args[-1])
@@ -50,12 +57,18 @@ class DamagedJournalError(JournalError):
     """The file is not the journal that was written: it was cut, overwritten or changed."""
 
 
+def copy_of(path: Path) -> Path:
+    """The path of the copy that `Journal.back_up` writes."""
+    return path.with_name(f"{path.name}.before")
+
+
 class Journal:
     """One batch's journal, open. Only the holder of its lock may use it."""
 
     def __init__(self, path: Path, *, workflow: str) -> None:
         """Open or make the journal of a batch of the workflow with this digest. Raises JournalError."""
         self._path = path
+        self._backed_up = time.monotonic()
         try:
             self._connection = sqlite3.connect(path, isolation_level=None)
         except sqlite3.Error as err:
@@ -76,6 +89,10 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file back."""
         self._connection.close()
 
     def entries(self) -> dict[str, Entry]:
@@ -133,6 +150,40 @@ class Journal:
                 text = None if nodes is None else json.dumps(sorted(nodes))
                 given = {"prompt_id": prompt_id, "saves": text}
                 self._move(execute, digest, (State.waiting,), State.posted, "attempts = attempts + 1, ", **given)
+                execute("INSERT INTO attempts VALUES (?, ?)", (prompt_id, digest))
+
+    def lines_left(self, prompt_id: str) -> list[int] | None:
+        """The lines of the rows that were posted under this id and are not done; None for an id that is not known."""
+        with self._transaction() as execute:
+            query = "SELECT line, state FROM attempts JOIN rows USING (hash) WHERE attempts.prompt_id = ? ORDER BY line"
+            found = execute(query, (prompt_id,)).fetchall()
+            if not found:
+                return None
+            return [line for line, state in found if state != State.done and line is not None]
+
+    def adopt(self, digest: str, stem: str, files: Sequence[KeptFile]) -> None:
+        """Make finished files, which have this stem, those of a row that is not done; a row that had the stem has none.
+
+        The row is then as `place` leaves it.
+        """
+        text = json.dumps([asdict(file) for file in files])
+        before = (State.waiting, State.posted, State.failed)
+        with self._transaction() as execute:
+            execute("UPDATE rows SET stem = NULL WHERE stem = ? COLLATE NOCASE AND hash != ?", (stem, digest))
+            self._move(execute, digest, before, State.placing, stem=stem, files=text, error=None)
+
+    def back_up(self) -> None:
+        """Write a copy of the journal next to it, in one step. Raises JournalError."""
+        unfinished = self._path.with_name(f"{self._path.name}.copy")
+        try:
+            unfinished.unlink(missing_ok=True)
+            with closing(sqlite3.connect(unfinished)) as copy:
+                self._connection.backup(copy)
+            unfinished.replace(copy_of(self._path))
+        except (sqlite3.Error, OSError) as err:
+            unfinished.unlink(missing_ok=True)
+            raise (self._error(err) if isinstance(err, sqlite3.Error) else JournalError(err.errno, str(err))) from err
+        self._backed_up = time.monotonic()
 
     def wait(self, hashes: Iterable[str]) -> None:
         """What was sent of these rows is nowhere."""
@@ -156,6 +207,8 @@ class Journal:
         """All files of the row have their names."""
         with self._transaction() as execute:
             self._move(execute, digest, (State.placing,), State.done, error=None)
+        if time.monotonic() - self._backed_up > _BACK_UP_SECONDS:
+            self.back_up()
 
     def _own(self, workflow: str) -> None:
         """Make the tables, or see that they are those of this workflow."""
@@ -164,18 +217,18 @@ class Journal:
             (version,) = execute("PRAGMA user_version").fetchone()
             tables = [row[:2] for row in execute("SELECT sql, type FROM sqlite_master")]
             if not tables:
-                for statement in (*_TABLES, f"PRAGMA application_id = {_APPLICATION}"):
+                for statement in (*_TABLES_OF[_VERSION], f"PRAGMA application_id = {_APPLICATION}"):
                     execute(statement)
                 execute(f"PRAGMA user_version = {_VERSION}")
                 execute("INSERT INTO batch VALUES (?)", (workflow,))
                 return
             if application != _APPLICATION:
                 raise JournalError(f"{self._path} is a database, but no journal of a batch: give another --journal")
-            if version != _VERSION:
+            if version not in _TABLES_OF:
                 raise JournalError(
                     f"{self._path} was written by another version ({version}, this one writes {_VERSION})"
                 )
-            self._check_tables(tables)
+            self._check_tables(tables, _TABLES_OF[version])
             (found,) = execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
                 raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
@@ -187,14 +240,19 @@ class Journal:
                     f"{self._path} is the journal of another workflow: a batch has one workflow from its beginning to "
                     "its end; give another --out (or --journal), or the workflow that it began with"
                 )
+            if version != _VERSION:
+                execute(_ATTEMPTS)
+                execute("INSERT INTO attempts SELECT prompt_id, hash FROM rows WHERE prompt_id IS NOT NULL")
+                execute(f"PRAGMA user_version = {_VERSION}")
 
-    def _check_tables(self, tables: Sequence[Sequence[object]]) -> None:
+    def _check_tables(self, tables: Sequence[Sequence[object]], wanted: Collection[object]) -> None:
         """Raise JournalError for triggers, views and whatever else this file has never made."""
-        strange = [sql for sql, kind in tables if (kind, sql) != _MADE_BY_SQLITE and sql not in _TABLES]
-        if strange or not {*_TABLES} <= {sql for sql, _ in tables}:
+        strange = [sql for sql, kind in tables if (kind, sql) != _MADE_BY_SQLITE and sql not in wanted]
+        if strange or not {*wanted} <= {sql for sql, _ in tables}:
+            found = repr(strange or "a table is gone")
             raise JournalError(
-                f"{self._path} is a journal that was changed by another program ({str(strange or 'a table is gone')!r:.80}"
-                "): move it away, and the same command goes on with the videos that are in the folder"
+                f"{self._path} was changed by another program ({found:.80}): move it away, and the same command goes "
+                "on with the videos that are in the folder"
             )
 
     def _entries(self, execute: Callable[..., sqlite3.Cursor]) -> dict[str, Entry]:

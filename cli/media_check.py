@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import av
@@ -34,6 +35,24 @@ def check_media(path: Path) -> None:
     # pixels, an error that is none of them.
     except (av.FFmpegError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
         raise UnreadableFileError(f"{path.name} cannot be read to its end: {err}") from err
+
+
+def stored_prompt(path: Path) -> object:
+    """Return the API workflow that ComfyUI and this pack store in videos and PNG files; None if the file has none."""
+    suffix = path.suffix.lower()
+    try:
+        if suffix in _VIDEOS:
+            with av.open(str(path)) as container:
+                text = container.metadata.get("prompt")
+        elif suffix == ".png":
+            with Image.open(path) as picture:
+                text = picture.info.get("prompt")
+        else:
+            text = None
+        return None if text is None else json.loads(text)
+    # A file that cannot be opened, or whose text is not JSON, is a file without a workflow.
+    except (av.FFmpegError, OSError, ValueError, TypeError, SyntaxError, RecursionError, Image.DecompressionBombError):
+        return None
 
 
 def _decode(path: Path, kind: str) -> None:

@@ -24,7 +24,6 @@ COMFY = {
 }
 STDLIB_ONLY = {"plan"}
 NO_WAN = {"plan", "metrics", "offload"}
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
@@ -74,11 +73,8 @@ def test_host_and_nodes_do_not_know_each_other_backwards() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_files_and_functions_fit_on_a_screen(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    lines = len(source.splitlines())
-    assert lines <= MAX_FILE_LINES, f"{path.relative_to(ROOT)} has {lines} lines: one file, one idea"
-    for node in ast.walk(ast.parse(source)):
+def test_functions_fit_on_a_screen(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{path.relative_to(ROOT)}: {node.name} has {length} lines"

@@ -91,7 +91,8 @@ def test_a_batch_makes_a_file_for_each_row_and_names_the_lines_that_are_none(
         *((5, None, "failed", 0), (6, "00006", "failed", 1), (7, "00007", "failed", 1), (8, "00008", "done", 1)),
     ]
     # Nothing is left beside the files and the journal.
-    assert {path.name for path in out.iterdir()} == {*made(out), "journal.sqlite", "journal.sqlite.lock", ".wanstream"}
+    journals = {"journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock"}
+    assert {path.name for path in out.iterdir()} == {*made(out), *journals, ".wanstream"}
     assert [path for path in (out / ".wanstream").rglob("*") if path.is_file()] == [out / ".wanstream" / "lock"]
 
 

@@ -185,7 +185,7 @@ def named(name: str) -> str:
 )
 def test_a_journal_of_somebody_else_cannot_name_a_file_outside_its_folder(tmp_path: Path, name: str) -> None:
     """`placing` moves the file that it names."""
-    with pytest.raises(DamagedJournalError, match="line 2 makes no sense: .* is not"):
+    with pytest.raises(DamagedJournalError, match=r"line 2 makes no sense: .* is not"):
         Journal(crafted(tmp_path / "journal.sqlite", named(name)), workflow="w")
 
 
@@ -211,7 +211,7 @@ def test_a_journal_of_somebody_else_cannot_have_a_folder_removed(tmp_path: Path)
 def test_a_journal_with_more_than_its_tables_is_refused(tmp_path: Path, change: str) -> None:
     path = crafted(tmp_path / "journal.sqlite", change)
     before = path.read_bytes()
-    with pytest.raises(JournalError, match="changed by another program.*move it away"):
+    with pytest.raises(JournalError, match=r"changed by another program.*move it away"):
         Journal(path, workflow="w")
     assert path.read_bytes() == before
 

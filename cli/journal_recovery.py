@@ -1,0 +1,74 @@
+"""The way out of a damaged journal: its last copy, the finished videos in the folder, and the same command again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from itertools import chain, count
+from pathlib import Path
+
+from .journal import DamagedJournalError, Journal, JournalError, copy_of
+
+
+def open_journal(path: Path, *, workflow: str, start: Callable[[Journal], object]) -> tuple[Journal, list[str]]:
+    """Open the journal at `path`, or a new one made of its last copy where it is damaged or gone; and words about that.
+
+    `start` takes a journal up; a new journal replaces a damaged one only after `start` has returned, so that a refusal
+    changes nothing. The damaged file stays under another name. Raises JournalError, and what `start` raises.
+    """
+    gone = copy_of(path).is_file() and not (path.is_file() and path.stat().st_size)
+    reason = f"the journal {path} is gone"
+    try:
+        if not gone:
+            return Journal(path, workflow=workflow), []
+    except DamagedJournalError as err:
+        reason = str(err)
+    rebuilt = path.with_name(f"{path.name}.recovered")
+    try:
+        try:
+            source = _rebuild(rebuilt, path, workflow)
+        except JournalError as err:
+            if gone:  # The copy is that of a batch whose journal was removed to begin another one.
+                return Journal(path, workflow=workflow), []
+            raise JournalError(f"{reason}; its copy {copy_of(path).name} is of no use: {err}") from err
+        with Journal(rebuilt, workflow=workflow) as journal:
+            start(journal)
+        aside = _set_aside(path)
+        rebuilt.replace(path)
+    finally:
+        rebuilt.unlink(missing_ok=True)
+    kept = f"; it is kept as {aside.name}" if aside else ""
+    return Journal(path, workflow=workflow), [f"{reason}{kept}; the batch goes on from {source}"]
+
+
+_VIDEOS = "the finished videos in the folder"
+
+
+def _rebuild(rebuilt: Path, path: Path, workflow: str) -> str:
+    """Make `rebuilt` a journal of this workflow, of the copy if that is whole; return its source in words."""
+    for leftover in (rebuilt, Path(f"{rebuilt}-journal")):
+        leftover.unlink(missing_ok=True)
+    try:
+        shutil.copyfile(copy_of(path), rebuilt)
+        Journal(rebuilt, workflow=workflow).close()
+        return f"its last copy, {copy_of(path).name}, and {_VIDEOS}"
+    except (FileNotFoundError, DamagedJournalError):
+        rebuilt.unlink(missing_ok=True)
+    except JournalError:
+        rebuilt.unlink(missing_ok=True)
+        raise
+    return _VIDEOS
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Rename the damaged journal, and return its name; None if there is none."""
+    names = chain([f"{path.name}.damaged"], (f"{path.name}.damaged-{number}" for number in count(2)))
+    aside = next(free for name in names if not (free := path.with_name(name)).exists())
+    # SQLite would roll the changes in this file back in the journal that takes the place of the damaged one.
+    half = Path(f"{path}-journal")
+    if half.exists():
+        half.replace(f"{aside}-journal")
+    if not path.exists():
+        return None
+    path.replace(aside)
+    return aside

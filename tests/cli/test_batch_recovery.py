@@ -1,0 +1,230 @@
+"""What `wanstream batch` finds of an earlier run: a damaged journal, finished videos, latents. Computing is replaced."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from wanstream.cli import batch_embedded, main
+from wanstream.cli.exit_codes import DONE, FAILED, INVALID
+from wanstream.nodes.video_file import write_mp4
+from wanstream.tests.faults.replaced import computing_replaced, frames_of, named_models
+
+T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
+ROWS = [{"sampler.seed": 1}, {"sampler.seed": 2}, {"sampler.seed": 3, "name": "shot"}]
+
+Batch = Callable[..., int]
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Iterator[Batch]:
+    """`batch(rows=ROWS, more=())` runs a batch into `out`; the rows that were computed are in `batch.seeds`."""
+    workflow = json.loads(T2V.read_text(encoding="utf-8"))
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
+    models = named_models(tmp_path / "models", workflow)
+
+    def run(rows: list[dict[str, object]] = ROWS, *more: str) -> int:
+        (tmp_path / "jobs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        files = [str(tmp_path / "jobs.jsonl"), "--workflow", str(tmp_path / "workflow.json")]
+        return main(["batch", *files, "--out", str(tmp_path / "out"), "--models", str(models), *more])
+
+    with computing_replaced():
+        yield run
+
+
+@pytest.fixture
+def computed(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seeds that were computed so far."""
+    seeds: list[int] = []
+    inner = batch_embedded.run_workflow
+
+    def counted(prompt: dict, **named: object) -> object:
+        seeds.append(prompt["sampler"]["inputs"]["seed"])
+        return inner(prompt, **named)
+
+    monkeypatch.setattr(batch_embedded, "run_workflow", counted)
+    return seeds
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.mp4"))}
+
+
+def states(folder: Path) -> list[tuple[object, ...]]:
+    connection = sqlite3.connect(folder / "journal.sqlite")
+    rows = connection.execute("SELECT stem, state FROM rows ORDER BY line").fetchall()
+    connection.close()
+    return rows
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:5000]),
+    "overwritten": lambda path: path.write_text("no journal"),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "empty": lambda path: path.write_bytes(b""),
+    "gone": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("copy", ["whole", "damaged", "gone"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_same_command_goes_on_after_its_journal_was_damaged(
+    batch: Batch, computed: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str, copy: str
+) -> None:
+    assert batch(ROWS[:2]) == DONE
+    out = tmp_path / "out"
+    made = contents(out)
+    DAMAGES[damage](out / "journal.sqlite")
+    if copy != "whole":
+        DAMAGES["overwritten" if copy == "damaged" else "gone"](out / "journal.sqlite.before")
+    computed.clear()
+    capsys.readouterr()
+    assert batch() == DONE
+    assert computed == [3], "nothing is computed twice"
+    assert {name: contents(out)[name] for name in made} == made
+    assert states(out) == [("00001", "done"), ("00002", "done"), ("shot", "done")]
+    told = capsys.readouterr().err
+    if damage not in {"empty", "gone"}:
+        assert "is damaged" in told
+        assert "it is kept as journal.sqlite.damaged; the batch goes on from" in told
+        assert (out / "journal.sqlite.damaged").is_file()
+    if copy == "whole":
+        assert "its last copy, journal.sqlite.before" in told
+    assert {path.name for path in out.iterdir()} <= {
+        *("00001.mp4", "00002.mp4", "shot.mp4", ".wanstream", "journal.sqlite", "journal.sqlite.lock"),
+        *("journal.sqlite.before", "journal.sqlite.damaged"),
+    }
+    assert batch() == DONE
+    assert computed == [3]
+    assert "damaged" not in capsys.readouterr().err
+
+
+def test_videos_are_known_by_their_workflow_wherever_their_rows_are_now(
+    batch: Batch, computed: list[int], tmp_path: Path
+) -> None:
+    assert batch() == DONE
+    out = tmp_path / "out"
+    made = contents(out)
+    for path in out.glob("journal.sqlite*"):
+        path.unlink()
+    computed.clear()
+    assert batch([{"sampler.seed": 9}, ROWS[1], ROWS[0], ROWS[2]]) == DONE
+    assert computed == [9]
+    assert states(out) == [("00005", "done"), ("00002", "done"), ("00001", "done"), ("shot", "done")]
+    assert {name: contents(out)[name] for name in made} == made
+
+
+def test_a_video_of_another_workflow_is_never_taken_for_a_row(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch() == DONE
+    out = tmp_path / "out"
+    made = contents(out)
+    (out / "journal.sqlite").write_text("no journal")
+    (out / "journal.sqlite.before").unlink()
+    before = {path.name for path in out.iterdir()}
+    workflow = json.loads((tmp_path / "workflow.json").read_text())
+    workflow["sampler"]["inputs"]["steps"] = 3
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
+    assert batch() == INVALID
+    assert "which this batch has not made" in capsys.readouterr().err
+    assert {path.name for path in out.iterdir()} == before, "a refusal changes nothing"
+    assert contents(out) == made
+    workflow["sampler"]["inputs"]["steps"] = 20
+    (tmp_path / "workflow.json").write_text(T2V.read_text(encoding="utf-8"))
+    assert batch() == DONE
+    assert contents(out) == made
+
+
+def test_a_copy_of_another_batch_is_not_gone_on_from(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch() == DONE
+    out = tmp_path / "out"
+    (out / "journal.sqlite").write_text("no journal")
+    workflow = json.loads((tmp_path / "workflow.json").read_text())
+    workflow["sampler"]["inputs"]["steps"] = 3
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
+    assert batch([{"sampler.seed": 7, "name": "x"}]) == INVALID
+    told = capsys.readouterr().err
+    assert "is damaged" in told
+    assert "its copy journal.sqlite.before is of no use" in told
+    assert "journal of another workflow" in told
+
+
+def test_half_a_video_is_made_again(batch: Batch, computed: list[int], tmp_path: Path) -> None:
+    assert batch() == DONE
+    out = tmp_path / "out"
+    made = contents(out)
+    for path in out.glob("journal.sqlite*"):
+        path.unlink()
+    (out / "00001.mp4").rename(out / ".wanstream" / "parts" / "00001.mp4")
+    (out / "00002.mp4").unlink()
+    (out / ".wanstream" / "parts" / "00002.mp4").write_bytes(made["00002.mp4"][:-40])
+    computed.clear()
+    assert batch() == DONE
+    assert computed == [2]
+    assert contents(out) == made
+
+
+def test_a_journal_of_the_first_version_goes_on(batch: Batch, computed: list[int], tmp_path: Path) -> None:
+    assert batch(ROWS[:2]) == DONE
+    connection = sqlite3.connect(tmp_path / "out" / "journal.sqlite")
+    connection.execute("DROP TABLE attempts")
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    assert batch() == DONE
+    assert computed == [1, 2, 3]
+
+
+def latent_of(out: Path, prompt_id: str) -> Path:
+    path = out / ".wanstream" / "made" / prompt_id / "latents" / "x.latent"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    return path
+
+
+def test_latents_of_killed_rows_go_when_the_rows_are_done_and_others_are_named(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    inner = batch_embedded.run_workflow
+    left: list[Path] = []
+
+    def killed(prompt: dict, *, output: Path, **named: object) -> object:
+        left.append(latent_of(out, output.name))
+        if prompt["sampler"]["inputs"]["seed"] == 1 and len(left) == 1:
+            raise SystemExit(9)
+        if prompt["sampler"]["inputs"]["seed"] == 2:
+            raise batch_embedded.NodeFailedError("frames", "WanStreamVAEDecode", ValueError("no room"))
+        return inner(prompt, output=output, **named)
+
+    monkeypatch.setattr(batch_embedded, "run_workflow", killed)
+    with pytest.raises(SystemExit):
+        batch()
+    assert [path.exists() for path in left] == [True]
+    stranger = latent_of(out, "an-id-of-nobody")
+    capsys.readouterr()
+    assert batch() == FAILED
+    assert [path.exists() for path in left] == [False, False, True, False]
+    told = capsys.readouterr().err
+    assert f"the latent of line 2, which is not done, is kept in {left[2]}" in told
+    assert f"the latent of a row that is not in the batch, which is not done, is kept in {stranger}" in told
+    assert told.count("is kept in") == 2
+    monkeypatch.setattr(batch_embedded, "run_workflow", inner)
+    assert batch() == DONE
+    assert not left[2].exists()
+    assert stranger.exists()
+
+
+def test_a_video_without_a_workflow_in_the_way_is_refused_as_before(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    write_mp4(tmp_path / "out" / "00001.mp4", frames_of(1), fps=16, crf=30, metadata={"prompt": "[" * 50})
+    assert batch() == INVALID
+    assert "holds 00001.mp4, which this batch has not made" in capsys.readouterr().err

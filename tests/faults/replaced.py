@@ -1,0 +1,88 @@
+"""`run_workflow` without its computing: every save node gets a short video whose pictures depend on its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from wanstream.cli import batch_embedded
+from wanstream.host.embedded_door import NodeProgress, embedded_door
+from wanstream.host.embedded_graph import as_link
+from wanstream.host.embedded_run import History
+from wanstream.nodes.latent_file import write_latent
+from wanstream.nodes.video_file import write_mp4
+
+SAVE = "WanStreamSaveVideo"
+FRAMES, SIZE = 3, 16
+
+
+def seed_behind(prompt: Mapping[str, Any], node_id: str) -> int:
+    """The seed of the sampler that a node's result comes from; of a lane latent that of its lane."""
+    lane = None
+    while True:
+        node = prompt[node_id]
+        inputs = node["inputs"]
+        if node["class_type"] == "WanStreamLaneLatent":
+            lane, node_id = inputs["index"], as_link(inputs["latents"]).node_id  # type: ignore[union-attr]
+        elif node["class_type"] == "WanStreamLaneSampler":
+            # The last lane is linked to the sampler, each lane to the one before it.
+            chain = [as_link(inputs["lanes"]).node_id]  # type: ignore[union-attr]
+            while (before := as_link(prompt[chain[0]]["inputs"].get("lanes"))) is not None:
+                chain.insert(0, before.node_id)
+            return int(prompt[chain[lane or 0]]["inputs"]["seed"])
+        elif "seed" in inputs:
+            return int(inputs["seed"])
+        else:
+            node_id = next(link.node_id for value in inputs.values() if (link := as_link(value)))
+
+
+def frames_of(seed: int) -> torch.Tensor:
+    """The frames that stand for the video of a seed."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 255, (FRAMES, SIZE, SIZE, 3), generator=random, dtype=torch.uint8)
+
+
+def run_replaced(prompt: Mapping[str, Any], *, output: Path, on_progress: Any = None, **_: Any) -> History:
+    """Stand for `run_workflow`: the latent is on the disk while the video is made, as of the real nodes."""
+    shown = {}
+    for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
+        embedded_door.raise_if_stopped()
+        if on_progress is not None:
+            on_progress(NodeProgress(node_id=node_id, class_type=SAVE, done=0, total=1))
+        seed = seed_behind(prompt, node_id)
+        folder = output / "video"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{node_id}_00001_"
+        latent = folder / f"{name}.latent"
+        write_latent(latent, torch.full((1,), float(seed)))
+        write_mp4(folder / f"{name}.mp4", frames_of(seed), fps=16, crf=30, metadata={"prompt": prompt})
+        latent.unlink()
+        shown[node_id] = {"images": [{"filename": f"{name}.mp4", "subfolder": "video", "type": "output"}]}
+    return History(outputs=shown, results={}, node_errors={})
+
+
+@contextmanager
+def computing_replaced() -> Iterator[None]:
+    """Inside, `wanstream batch` in this process computes nothing; everything else is as it is."""
+    with mock.patch.object(batch_embedded, "run_workflow", run_replaced):
+        yield
+
+
+def named_models(folder: Path, workflow: Mapping[str, Any]) -> Path:
+    """A models folder with the names that a workflow asks for, and nothing in the files."""
+    kinds = {
+        "WanStreamExperts": "diffusion_models",
+        "WanStreamTextEncode": "text_encoders",
+        "WanStreamVAEDecode": "vae",
+    }
+    for node in workflow.values():
+        for name in (value for value in node["inputs"].values() if str(value).endswith(".safetensors")):
+            path = folder / kinds[node["class_type"]] / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    return folder
