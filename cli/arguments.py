@@ -16,7 +16,7 @@ def read_json(path: Path) -> object:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as err:
         raise ArgumentError(f"{path} cannot be read: {err.strerror}") from err
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise ArgumentError(f"{path} is not JSON: {err}") from err
 
 

@@ -25,7 +25,8 @@ from .batch_runner import Limits, Runner
 from .batch_shelf import Shelf
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from .full_disk import is_full_disk
-from .journal import Journal, State
+from .journal import Journal
+from .journal_entry import State
 from .journal_lock import Lock
 from .journal_recovery import open_journal
 from .lane_jobs import lane_planner

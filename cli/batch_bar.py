@@ -13,7 +13,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from ..host.embedded_door import NodeProgress
 from .batch_pace import Pace
 from .batch_rows import Row
-from .journal import KeptFile
+from .journal_entry import KeptFile
 
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}<{remaining}{postfix}]"
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..host.embedded_checks import Socket, converted
-from ..host.embedded_graph import Prompt
+from ..host.embedded_graph import MOST_NESTED, Prompt, nested_deeper
 from .batch_rows import Row, RowError
 from .changes import ChangeError, node_named
 from .lane_traits import node_traits
@@ -55,7 +55,10 @@ def with_values(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:
         node = changed[node_id]
         socket = _socket(node, name, sockets.get(node.get("class_type", ""), {}))
         inputs = node.setdefault("inputs", {})
-        inputs[name] = _typed(key, value, socket, inputs.get(name)) if row.as_text else value
+        given = _typed(key, value, socket, inputs.get(name)) if row.as_text else value
+        if nested_deeper(given, MOST_NESTED):
+            raise RowError(f"{key}: the value is nested more than {MOST_NESTED} deep")
+        inputs[name] = given
     return changed
 
 
@@ -110,6 +113,6 @@ def _typed(key: str, text: str, socket: Socket | None, before: object) -> object
         return text.lower() == "true"  # as spreadsheets write it
     try:
         return json.loads(text)
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         kind = "no text" if socket is None else socket.io_type
         raise RowError(f"{key} is {kind}, and '{text}' is no JSON value: {err}") from err

@@ -10,7 +10,8 @@ from .arguments import ArgumentError
 from .batch_rows import Row
 from .batch_runner import Flight
 from .batch_shelf import Shelf
-from .journal import Entry, Journal, State
+from .journal import Journal
+from .journal_entry import Entry, State
 from .media_check import UnreadableFileError
 
 Recognise = Callable[[Path], Collection[str]]

@@ -30,7 +30,8 @@ from .batch_host import (
 from .batch_jobs import Job, Planner
 from .batch_rows import Row
 from .batch_shelf import Shelf, file_names
-from .journal import Journal, KeptFile
+from .journal import Journal
+from .journal_entry import KeptFile
 from .media_check import UnreadableFileError
 from .stop_request import StopRequest
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from .batch_rows import FILE_NAME
-from .journal import KeptFile
+from .journal_entry import KeptFile
 from .media_check import check_media
 
 LATENT = ".latent"

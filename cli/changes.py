@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..host.embedded_checks import sockets_of
-from ..host.embedded_graph import Prompt
+from ..host.embedded_graph import MOST_NESTED, Prompt, nested_deeper
 from ..host.embedded_io import ComfyNode
 
 # A value for one of these is taken as it is typed; for any other type it is JSON.
@@ -34,7 +34,10 @@ def with_changes(prompt: Prompt, changes: Iterable[str], nodes: Mapping[str, typ
             node_id = node_named(name, changed)
         except ChangeError as err:
             raise ChangeError(f"--set {name}: {err}") from err
-        changed[node_id].setdefault("inputs", {})[socket] = _value(change, changed[node_id], socket, text, nodes)
+        value = _value(change, changed[node_id], socket, text, nodes)
+        if nested_deeper(value, MOST_NESTED):
+            raise ChangeError(f"--set {name}.{socket}: the value is nested more than {MOST_NESTED} deep")
+        changed[node_id].setdefault("inputs", {})[socket] = value
     return changed
 
 
@@ -64,7 +67,7 @@ def _value(
         return text
     try:
         return json.loads(text)
-    except json.JSONDecodeError as err:
+    except (ValueError, RecursionError) as err:
         raise ChangeError(f"--set {change}: {socket} is {types[socket]}, and {text!r} is no JSON value: {err}") from err
 
 

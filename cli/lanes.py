@@ -205,8 +205,8 @@ def _links(node: Mapping[str, Any]) -> Iterator[Link]:
 
 
 def _title(node: Mapping[str, Any]) -> str:
-    title: str = node.get("_meta", {}).get("title") or node.get("class_type", "")
-    return title
+    meta = node.get("_meta")
+    return str((meta.get("title") if isinstance(meta, Mapping) else None) or node.get("class_type", ""))
 
 
 def _as(node: Mapping[str, Any], title: str, inputs: Mapping[str, Any]) -> dict[str, Any]:

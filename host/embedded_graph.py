@@ -12,6 +12,10 @@ Prompt: TypeAlias = Mapping[str, Mapping[str, Any]]
 """`{node id: {"class_type": ..., "inputs": {name: constant or [node id, output index]}}}`."""
 
 
+MOST_NESTED = 100
+"""The deepest nesting of lists and objects in an input. What copies or writes a value calls itself for each level."""
+
+
 class WorkflowFormatError(ValueError):
     """The document is not an API-format workflow."""
 
@@ -50,7 +54,24 @@ def api_prompt(document: object) -> Prompt:
     for node_id, node in prompt.items():
         if not isinstance(node, dict) or not isinstance(node.get("inputs", {}), dict):
             raise WorkflowFormatError(f"node '{node_id}' is not an object with 'class_type' and 'inputs'")
+        if nested_deeper(node, MOST_NESTED):
+            raise WorkflowFormatError(f"node '{node_id}' has values that are nested more than {MOST_NESTED} deep")
+        if not isinstance(node.get("class_type"), str | None):
+            raise WorkflowFormatError(
+                f"node '{node_id}': class_type {node['class_type']!r:.80} is not the name of a class"
+            )
     return prompt
+
+
+def nested_deeper(value: object, most: int) -> bool:
+    """Return True if lists and objects of a parsed JSON value are nested more than `most` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        nested = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [part for parts in nested for part in parts]
+        if not level:
+            return False
+    return True
 
 
 def as_link(value: object) -> Link | None:

@@ -71,7 +71,8 @@ def validate_prompt(prompt: Prompt | None, nodes: Mapping[str, type[ComfyNode]])
     if prompt is None:
         return _refused({}, fault("no_prompt", "No prompt provided", "No prompt provided"))
     for node_id, node in prompt.items():
-        if node.get("class_type") not in nodes:
+        class_type = node.get("class_type")
+        if not isinstance(class_type, str) or class_type not in nodes:
             return _refused(prompt, _missing_node(node_id, node))
     outputs = [node_id for node_id, node in prompt.items() if nodes[node["class_type"]].define_schema().is_output_node]
     if not outputs:

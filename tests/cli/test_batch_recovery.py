@@ -1,4 +1,4 @@
-"""What `wanstream batch` finds of an earlier run: a damaged journal, finished videos, latents. Computing is replaced."""
+"""An earlier run in the folder of `wanstream batch`: a damaged journal, finished videos, latents; no computing."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ from wanstream.cli.batch_resume import take_up
 from wanstream.cli.batch_rows import Row
 from wanstream.cli.batch_runner import MOST_LOSSES, GaveUpError, Limits, Runner
 from wanstream.cli.batch_shelf import Shelf
-from wanstream.cli.journal import Journal, KeptFile, State
+from wanstream.cli.journal import Journal
+from wanstream.cli.journal_entry import KeptFile, State
 from wanstream.cli.stop_request import StopRequest
 
 ROWS = 12

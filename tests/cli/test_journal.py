@@ -14,7 +14,8 @@ import pytest
 
 from wanstream.cli.batch_rows import Row
 from wanstream.cli.full_disk import is_full_disk
-from wanstream.cli.journal import DamagedJournalError, Entry, Journal, JournalError, KeptFile, State
+from wanstream.cli.journal import DamagedJournalError, Journal, JournalError
+from wanstream.cli.journal_entry import Entry, KeptFile, State
 from wanstream.cli.journal_lock import Lock, LockedError
 
 FILE = KeptFile(name="00001.mp4", size=3, sha256="abc")
