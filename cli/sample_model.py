@@ -1,7 +1,7 @@
 """A models folder for trying the pack out: ComfyUI's layout, real file names, tiny random weights.
 
-Names and depth are those of Wan2.2 A14B and 5B and of Wan2.1, so every workflow runs on it unchanged. It has two attention
-heads instead of forty, so it takes 0.9 GB and its videos show noise. The weights follow from fixed seeds.
+Names and depth are those of Wan2.2 A14B and 5B and of Wan2.1, so every workflow runs on it unchanged. It has two
+attention heads instead of forty, so it takes 0.9 GB and its videos show noise. The weights follow from fixed seeds.
 """
 
 from __future__ import annotations

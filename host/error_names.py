@@ -28,7 +28,7 @@ def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
         except Exception as err:
             if not type(err).__module__.startswith(f"{PACKAGE}."):
                 raise
-            err.__class__ = _twin(type(err))
+            err.__class__ = _twin(type(err))  # type: ignore[arg-type] # a class is hashable, whatever its instances are
             # Not a bare `raise`: before Python 3.11 that keeps the former class for who asks `sys.exc_info`.
             raise err
 
@@ -45,8 +45,9 @@ def _twin(cls: type[Exception]) -> type[Exception]:
     """A class like `cls` in all but its module."""
 
     def reduced(self: Exception) -> tuple[Any, ...]:
-        _, *rest = cls.__reduce__(self)
-        return (cls, *rest)
+        parts = cls.__reduce__(self)
+        assert isinstance(parts, tuple), "an exception is not pickled by name"
+        return (cls, *parts[1:])
 
     body = {"__module__": NAME, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__reduce__": reduced}
     return type(cls.__name__, (cls,), body)

@@ -1,4 +1,4 @@
-"""An earlier run in the folder of `wanstream batch`: a damaged journal, finished videos, latents; no computing."""
+"""Recovery by `wanstream batch`: a damaged journal, finished videos, latents. Computing is replaced."""
 
 from __future__ import annotations
 
