@@ -166,6 +166,15 @@ class ComfyDoor:
         self._count_pins()
         self._patcher = None
 
+    def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
+        # Not kept here: ComfyUI's own cache does not run the node again for equal texts.
+        from ..wan.compute_dtype import auto_dtype
+        from ..wan.text_encoder import open_text_encoder
+
+        device = self.device()
+        with open_text_encoder(path, compute_dtype=auto_dtype(device)) as encoder:
+            return encoder.encode(texts, device=device)
+
     def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
         machine = partial(self._planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)
         return self._workers.plan(run, machine)

@@ -126,6 +126,12 @@ class Door(Protocol):
     def free_experts(self) -> None:
         """Close the open pair, if any."""
 
+    def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
+        """Embeddings of texts by the encoder at `path`, on the CPU; a host may keep them for equal texts.
+
+        Raises what opening the encoder raises, and PromptError.
+        """
+
     def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
         """Layout and policy of a run of the experts `ref` on workers; equal runs get the same ones.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ..metrics.ledger import Ledger
     from ..plan import ExpertShape, Machine
     from ..wan import ExpertPair
+    from ..wan.kept_texts import KeptTexts
     from ..wan.registry import ExpertsRegistry
 
 
@@ -95,6 +96,12 @@ class EmbeddedDoor:
         from ..wan.registry import ExpertsRegistry
 
         return ExpertsRegistry()
+
+    @cached_property
+    def _texts(self) -> KeptTexts:
+        from ..wan.kept_texts import KeptTexts
+
+        return KeptTexts()
 
     @contextmanager
     def opened(
@@ -211,6 +218,9 @@ class EmbeddedDoor:
 
     def free_experts(self) -> None:
         self._experts.free()
+
+    def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
+        return self._texts.encode(path, texts, device=self.device())
 
     def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
         machine = partial(self._planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from ..host import host, io
-from ..wan.compute_dtype import auto_dtype
-from ..wan.text_encoder import open_text_encoder
 
 
 class WanStreamTextEncode(io.ComfyNode):
@@ -48,6 +46,6 @@ class WanStreamTextEncode(io.ComfyNode):
     @classmethod
     def execute(cls, text_encoder: str, positive: str, negative: str) -> io.NodeOutput:
         path, device = host.model_path(text_encoder, "diffusers", "text_encoders"), host.device()
-        with host.ledger().phase("text", device), open_text_encoder(path, compute_dtype=auto_dtype(device)) as encoder:
-            embeddings = encoder.encode([positive, negative], device=device)
+        with host.ledger().phase("text", device):
+            embeddings = host.encode_texts(path, [positive, negative])
         return io.NodeOutput(*([[embedding, {"pooled_output": None}]] for embedding in embeddings))
