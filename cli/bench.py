@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from ..host.clusters import cluster
 from ..host.kept_workers import check_ray, gpus_of
 from ..metrics.device import DeviceError, compute_device
 from ..plan import ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef
 from ..plan.trial_matrix import Setting, TrialMatrix
 from ..plan.workers_ref import IN_PROCESS
-from ..plan.workers_text import check_address, check_count
+from ..plan.workers_text import check_count
 from ..sampling.trials import TrialTimes
 from ..wan.registry import open_pair
 from .arguments import ArgumentError, made_folder
@@ -52,8 +53,8 @@ class BenchArguments:
     cool_down_s: float
     experts: tuple[Path, ...]
     """Two files or folders, or one pipeline folder; none: small random ones."""
-    address: str
-    beyond_loopback: bool
+    cluster: str
+    """`local`, or an entry of the list of clusters."""
     threads: int
     held: tuple[bool, ...]
     """Whether fetches are held back while workers exchange tokens; each is measured."""
@@ -142,18 +143,21 @@ def _asked(arguments: BenchArguments) -> _Asked:
     if any(setting.steps is None for setting in settings):
         raise ArgumentError("--steps is empty: give numbers like 10,20")
     threads = arguments.threads or (1 if device.type == "cpu" and arguments.distributed else None)
+    place = cluster(arguments.cluster if arguments.distributed else IN_PROCESS)
     workers = WorkersRef(
         count=1,
-        address=arguments.address if arguments.distributed else IN_PROCESS,
+        address=place.address,
+        token_file=place.token_file,
+        paths=place.paths,
         threads=threads,
-        beyond_loopback=arguments.beyond_loopback,
+        beyond_loopback=place.remote_machines,
         restarts=0,
     )
     asked = _Asked(
         device=device,
         video=_video(arguments),
         settings=settings,
-        counts=_counts(arguments, device),
+        counts=_counts(arguments, device, place.address),
         layouts=tuple(mesh_of(words) for words in _words(arguments.layouts)),
         workers=workers,
         times=TrialTimes(repeats=arguments.repeats, warm_up=arguments.warm_up, cool_down_s=arguments.cool_down_s),
@@ -176,18 +180,17 @@ def _video(arguments: BenchArguments) -> VideoShape:
     return video_shape(arguments.size or (REAL_SIZE if arguments.experts else SMALL_SIZE))
 
 
-def _counts(arguments: BenchArguments, device: torch.device) -> tuple[int, ...]:
+def _counts(arguments: BenchArguments, device: torch.device, address: str) -> tuple[int, ...]:
     if not arguments.distributed:
         return (1,)
     gpus = gpus_of(device)
-    check_address(arguments.address, beyond_loopback=arguments.beyond_loopback)
     if not arguments.workers:
         return usual_counts(min(MOST, gpus or ON_CPU))
     words = _words(arguments.workers)
     if bad := [word for word in words if not word.isascii() or not word.isdecimal()]:
         raise ArgumentError(f"--workers: {bad[0]!r} is no number; write a list like 1,2,4")
     for count in map(int, words):
-        check_count(count, arguments.address, gpus=gpus, most=MOST)
+        check_count(count, address, gpus=gpus, most=MOST)
     return tuple(dict.fromkeys(map(int, words)))
 
 
@@ -198,11 +201,12 @@ def _words(text: str) -> list[str]:
 def _method(arguments: BenchArguments, prepared: Bench) -> str:
     video, workers, times = _video(arguments), prepared.workers, prepared.times
     kind = "the files that were named" if arguments.experts else "two random experts of 8 blocks, 4 heads x 128"
+    cluster_name = arguments.cluster if arguments.distributed else IN_PROCESS
     threads = "" if workers.threads is None else f", {workers.threads} CPU thread{'s' * (workers.threads != 1)} each"
     return (
         f"{kind}; {video.width}x{video.height}, {video.frames} frames, {arguments.videos} video"
         f"{'s' * (arguments.videos != 1)} at once, guidance {arguments.guidance:g}, UniPC, 512 random text tokens; "
-        f"workers {workers.address}{threads}; {times.repeats} measured after {times.warm_up} not counted, "
+        f"workers {cluster_name}{threads}; {times.repeats} measured after {times.warm_up} not counted, "
         f"{times.cool_down_s:g} s of rest before each; times are median (least to most) from the request to the "
         "latents on the driver; loading is from the first request to the first block's compute, on workers that had "
         "closed their experts, with the page cache as it was; the start of workers is told apart; memory is the "

@@ -39,8 +39,9 @@ def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     bench.add_argument(
         "--experts", type=Path, nargs="+", default=[], metavar="PATH", help="high-noise and low-noise, or one pipeline"
     )
-    bench.add_argument("--address", default="local", help="local, or host:port of a Ray cluster (default: local)")
-    bench.add_argument("--beyond-loopback", action="store_true", help="workers may listen where others reach them")
+    bench.add_argument(
+        "--cluster", default="local", metavar="NAME", help="local, or an entry of clusters.json (default: local)"
+    )
     bench.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads of a worker (on a CPU: 1)")
     bench.add_argument(
         "--hold-fetches",
@@ -78,8 +79,7 @@ def _bench(parsed: argparse.Namespace) -> int:
             warm_up=parsed.warm_up,
             cool_down_s=parsed.cool_down,
             experts=tuple(parsed.experts),
-            address=parsed.address,
-            beyond_loopback=parsed.beyond_loopback,
+            cluster=parsed.cluster,
             threads=parsed.threads,
             held=HOLDING[parsed.hold_fetches],
             device=parsed.device,

@@ -81,7 +81,8 @@ def check_paths(workers: Sequence[WorkerFacts], maps: Sequence[PathMap]) -> None
     )
     known = ", ".join(f"{each.here} -> {each.there}" for each in maps) or "empty"
     raise MissingPathError(
-        f"{told}: put the file there, or say in the path map of the workers where it is (the map is {known})"
+        f"{told}: put the file there, or write where it is into the path_map of the cluster in the "
+        f"list of clusters (the map is {known})"
     )
 
 

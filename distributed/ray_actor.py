@@ -33,7 +33,9 @@ def actor_class(ray: Any) -> Any:
                 found = [folder for folder in folders if Path(folder, "__init__.py").is_file()]
                 if not found:
                     looked = " or ".join(folders)
-                    raise ModuleNotFoundError(f"WanStream is not at {looked}: install it, or put it into the path map")
+                    raise ModuleNotFoundError(
+                        f"WanStream is not at {looked}: install it, or put its folder into the path_map of the cluster"
+                    )
                 # Ray puts the working directory there, in which our rooms would pass for other people's modules.
                 sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(found[0]).resolve()]
                 spec = importlib.util.spec_from_file_location(

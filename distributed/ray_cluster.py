@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from .ray_errors import RaySetupError
 CONNECT_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 40.0
 NEEDS_TOKEN = (
-    "a cluster that asks for a token needs RAY_AUTH_MODE=token, and the token, in the environment of this process too"
+    "a cluster that asks for a token needs the file with that token as token_file of its entry in the list of clusters"
 )
 
 JOIN = """
@@ -52,13 +51,3 @@ def check_answers(address: str, host: str, port: int, *, timeout_s: float = JOIN
         raise RaySetupError(
             f"the Ray cluster at {address} does not take this process in: {NEEDS_TOKEN}. Ray says: {said[-1].strip()}"
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether that is this machine's own address, which no other one reaches."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -10,19 +10,21 @@ import importlib
 import logging
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from .ray_errors import RayMissingError
+from .ray_errors import RayMissingError, RaySetupError
 
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for clusters; off, every port of Ray listens on loopback, on Linux too."""
 PREFIX, DEBUGGER = "RAY_", "PYTHONBREAKPOINT"
-TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""Where a user says how Ray knows whom to trust."""
+MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""From where Ray takes whether it sends a token, and which. Without them it takes the file `~/.ray/auth_token`."""
 
 
 def import_ray() -> Any:
@@ -38,20 +40,64 @@ def import_ray() -> Any:
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """While this lasts, a Ray that is started listens on loopback only, reports nothing, and knows a token of its own.
+    """While this lasts, a Ray that is started listens on loopback only, reports nothing, and has a token of its own.
 
-    Where the user says how Ray knows whom to trust, that holds.
+    A token in the environment belongs to a cluster, and is not given to this one.
     """
     values = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    if not any(name in os.environ for name in TOKENS):
-        values["RAY_AUTH_TOKEN"] = own_token()
-    with settings(values), on_loopback():
+    with settings({**values, TOKEN: own_token(), TOKEN_FILE: None}), on_loopback():
+        forget_token()
         yield
+
+
+@contextmanager
+def token_of_cluster(token_file: str) -> Iterator[None]:
+    """While this lasts, Ray and the processes that it starts send the token in that file, and without a file none.
+
+    Raises RaySetupError for a file that cannot be read, or that others can read.
+    """
+    if token_file:
+        check_token_file(token_file)
+    values: dict[str, str | None] = {MODE: "disabled", TOKEN: None, TOKEN_FILE: None}
+    if token_file:
+        values |= {MODE: "token", TOKEN_FILE: str(Path(token_file).expanduser())}
+    with settings(values):
+        forget_token()
+        yield
+
+
+def check_token_file(token_file: str) -> None:
+    """Raise RaySetupError for a token file that is not there, is empty, or that other users can read or change."""
+    file = Path(token_file).expanduser()
+    try:
+        about = file.stat()
+        empty = not file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as err:
+        raise RaySetupError(
+            f"the token file {file} cannot be read ({err}): correct token_file in the list of clusters, or make "
+            "the file (ray get-auth-token --generate)"
+        ) from err
+    if empty:
+        raise RaySetupError(f"the token file {file} is empty: copy the token of the cluster into it")
+    # Windows has no such bits; its profile folders are private to their user.
+    if os.name == "posix" and (stat.S_IMODE(about.st_mode) & 0o077 or about.st_uid != os.getuid()):
+        raise RaySetupError(
+            f"the token file {file} has the mode {stat.S_IMODE(about.st_mode):o} and belongs to user {about.st_uid}: "
+            f"it must be your own and readable by you alone (chmod 600 {file})"
+        )
+
+
+def forget_token() -> None:
+    """Have Ray read its token again: it keeps the first one of a process, and would send it to another cluster too."""
+    raylet = sys.modules.get("ray._raylet")
+    if raylet is not None:
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+        raylet.Config.initialize("")  # whether tokens are sent at all
 
 
 @cache
 def own_token() -> str:
-    """Of this process: Ray reads its token once, so that a second Ray needs the same one."""
+    """A token that is drawn once for this process."""
     return secrets.token_hex(32)
 
 
@@ -63,13 +109,16 @@ def on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def settings(values: Mapping[str, str]) -> Iterator[None]:
-    """While this lasts, the environment has these values; afterwards no setting of Ray is another than before.
+def settings(values: Mapping[str, str | None]) -> Iterator[None]:
+    """While this lasts, the environment has these values, None: not the variable; afterwards it is as it was.
 
     Ray leaves some of its own there, by which all that follows in this process would run with tokens.
     """
     kept = _of_ray()
-    os.environ.update(values)
+    os.environ.update({name: value for name, value in values.items() if value is not None})
+    for name in values:
+        if values[name] is None:
+            os.environ.pop(name, None)
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ class RayMissingError(RaySetupError):
     def __init__(self) -> None:
         super().__init__(
             'several workers need Ray, which is not installed: pip install "ray>=2.52" (or "wanstream[distributed]") '
-            f"for the Python at {sys.executable}, or set the address of the workers to in-process for one worker "
+            f"for the Python at {sys.executable}, or set the cluster of the workers to in-process for one worker "
             "without it"
         )
 

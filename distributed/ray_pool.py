@@ -11,11 +11,10 @@ from typing import Any
 
 from ..offload.shared_segment import sweep
 from ..plan import WorkersRef
+from ..plan.clusters import check_address, is_loopback
 from ..plan.workers_ref import LOCAL
-from ..plan.workers_text import check_address
 from .path_map import places
 from .ray_actor import FOLDER, PACKAGE, actor_class
-from .ray_cluster import is_loopback
 from .ray_errors import LostAtStartError, RaySetupError
 from .ray_handle import RayWorkerHandle, exit_words
 from .ray_placement import Placement
@@ -45,7 +44,7 @@ class RayPool:
         RaySetupError: fewer GPUs or CPU slots than workers; a cluster that does not answer, or that other machines
             reach without a token; another Ray in this process; workers that do not start within `start_timeout_s`.
         VersionsError: a worker has another WanStream, torch, diffusers or Python.
-        WorkersError: an address that `beyond_loopback` does not go with.
+        WorkersError: an address that `beyond_loopback` or `token_file` does not go with.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class RayPool:
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         assert ref.count >= 1, ref
-        check_address(ref.address, beyond_loopback=ref.beyond_loopback)
+        check_address(ref.address, beyond_loopback=ref.beyond_loopback, token_file=ref.token_file)
         self._ref, self._timeout_s = ref, start_timeout_s
         self._replacing, self._closed = threading.Lock(), False
         self._starting: list[Any] = []
@@ -188,11 +187,12 @@ def check_exposure(workers: Sequence[Started], *, beyond_loopback: bool) -> None
     outside = [started for started in workers if not is_loopback(started.facts.address)]
     if outside and not beyond_loopback:
         raise RaySetupError(
-            f"workers of this cluster listen on {outside[0].facts.address}, which other machines reach: turn "
-            "beyond_loopback on if that is meant, or start Ray with --node-ip-address 127.0.0.1"
+            f"workers of this cluster listen on {outside[0].facts.address}, which other machines reach: set "
+            "remote_machines to true in its entry if that is meant, or start Ray with --node-ip-address 127.0.0.1"
         )
     if any(not started.token for started in outside):
         raise RaySetupError(
             f"the cluster listens on {outside[0].facts.address} and asks nobody for a token: whoever reaches it can "
-            "run programs there. Start it, and this process, with RAY_AUTH_MODE=token (ray get-auth-token --generate)"
+            "run programs there. Start it with RAY_AUTH_MODE=token (ray get-auth-token --generate), and name that file "
+            "as token_file in its entry"
         )

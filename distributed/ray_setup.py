@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ..plan import WorkersRef
+from ..plan.clusters import host_and_port, is_loopback
 from ..plan.workers_ref import LOCAL
-from .ray_cluster import check_answers, is_loopback
-from .ray_environment import PREFIX, import_ray, on_loopback, own_ray, quiet, settings
+from .ray_cluster import check_answers
+from .ray_environment import PREFIX, forget_token, import_ray, on_loopback, own_ray, quiet, settings, token_of_cluster
 from .ray_errors import RaySetupError
 from .ray_server import RECONNECT, RECONNECT_S, answers, server_of
 from .ray_watch import RayWatch
@@ -89,6 +90,7 @@ class RayConnection:
             # The kernel ends Ray's processes with the *thread* that started them.
             thread = WorkThread("wanstream ray")
             undo.callback(thread.close)
+            undo.callback(forget_token)
             start = _start_local if ref.address == LOCAL else _join_cluster
             self._watch = thread.submit(start, ray, ref, store_bytes, undo).result()
             atexit.register(self._end_at_exit)
@@ -140,9 +142,13 @@ def _not_started(ray: Any, error: Exception) -> RaySetupError:
 
 
 def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> None:
-    host, _, port = ref.address.rpartition(":")
-    with on_loopback() if is_loopback(host) else quiet(), settings({f"{PREFIX}{RECONNECT}": str(RECONNECT_S)}):
-        check_answers(ref.address, host.strip("[]"), int(port))
+    host, port = host_and_port(ref.address)
+    with (
+        on_loopback() if is_loopback(host) else quiet(),
+        settings({f"{PREFIX}{RECONNECT}": str(RECONNECT_S)}),
+        token_of_cluster(ref.token_file),
+    ):
+        check_answers(ref.address, host, port)
         undo.callback(ray.shutdown)
         try:
             ray.init(address=ref.address, log_to_driver=False, configure_logging=False)
@@ -154,5 +160,5 @@ def _check_joinable(connected: str, asked: str) -> None:
     if asked != connected:
         raise RaySetupError(
             f"this process is connected to the Ray at {connected} already, by another node pack or script, and can "
-            f"have only one: give {connected} as the address to use that, or end it first"
+            f"have only one: add {connected} to the list of clusters to use that, or end it first"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, TypeAlias
 
+from ..distributed.ray_environment import check_token_file
 from ..distributed.ray_errors import RayMissingError
 from ..plan import Machine, Mesh, WorkersRef
 from ..plan.workers_ref import GOALS, IN_PROCESS
@@ -34,9 +35,14 @@ log = logging.getLogger("wanstream.workers")
 
 
 def check_ray(ref: WorkersRef) -> None:
-    """Raise RayMissingError where `ref` needs Ray and there is none. Imports nothing of it."""
+    """Raise RayMissingError where `ref` needs Ray and there is none, RaySetupError for an unusable token file.
+
+    Imports nothing of Ray.
+    """
     if ref.address != IN_PROCESS and find_spec("ray") is None:
         raise RayMissingError
+    if ref.token_file:
+        check_token_file(ref.token_file)
 
 
 def gpus_of(device: torch.device) -> int | None:

@@ -28,7 +28,7 @@ class WanStreamWorkers(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(  # noqa: PLR0913, PLR0917 (a host gives the inputs that are named here, and no others)
+    def validate_inputs(
         cls,
         count: int | None = None,
         layout: str | None = None,
@@ -37,28 +37,23 @@ class WanStreamWorkers(io.ComfyNode):
         cfg: int | None = None,
         ring: int | None = None,
         ulysses: int | None = None,
-        address: str | None = None,
-        path_map: str | None = None,
-        beyond_loopback: bool | None = None,
+        cluster: str | None = None,
     ) -> bool | str:
         degrees = {"data": data, "stage": stage, "cfg": cfg, "ring": ring, "ulysses": ulysses}
-        place = {"address": address, "path_map": path_map, "beyond_loopback": beyond_loopback}
-        return said_once(workers_refusal(gpus=gpus_of(host.device()), count=count, layout=layout, **degrees, **place))
+        gpus = gpus_of(host.device())
+        return said_once(workers_refusal(gpus=gpus, count=count, layout=layout, **degrees, cluster=cluster))
 
     @classmethod
     def execute(
         cls,
         threads: int = 0,
-        path_map: str = "",
-        beyond_loopback: bool = False,
         restarts: int = 3,
         timeout_s: float = 300.0,
         hold_fetches: bool = False,
         **settings: Any,
     ) -> io.NodeOutput:
-        place = {"path_map": path_map, "beyond_loopback": beyond_loopback, "threads": threads}
-        life = {"restarts": restarts, "timeout_s": timeout_s}
-        ref = workers_ref(gpus=gpus_of(host.device()), **settings, **place, **life, hold_fetches=hold_fetches)
+        life = {"threads": threads, "restarts": restarts, "timeout_s": timeout_s, "hold_fetches": hold_fetches}
+        ref = workers_ref(gpus=gpus_of(host.device()), **settings, **life)
         # Asked here so that what is missing is said on the node that wants it.
         check_ray(ref)
         return io.NodeOutput(ref)

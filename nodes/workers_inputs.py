@@ -5,21 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..host import io
+from ..host.clusters import cluster, cluster_names
 from ..plan import Mesh, MeshError, WorkersRef
 from ..plan.workers_ref import GOALS, LOCAL, WEIGHT_HOMES
-from ..plan.workers_text import WorkersError, check_address, check_count, check_degrees, path_maps
+from ..plan.workers_text import WorkersError, check_count, check_degrees
 
 AS_SET = "as set below"
 LAYOUTS = (*GOALS, AS_SET)
 MOST_WORKERS = 64
 AXES = ("data", "stage", "cfg", "ring", "ulysses")
-ANYWHERE = ""
-"""Stands for an address that another node gives."""
-KINDS: dict[str, type] = {
-    **dict.fromkeys(("count", *AXES), int),
-    **dict.fromkeys(("layout", "address", "path_map"), str),
-    "beyond_loopback": bool,
-}
+NUMBERS = ("count", *AXES)
 
 
 def workers_inputs() -> list[io.Input]:
@@ -30,9 +25,13 @@ def workers_inputs() -> list[io.Input]:
 def workers_refusal(*, gpus: int | None, **given: Any) -> bool | str:
     """For `validate_inputs`: why there can be no such workers, as far as it is known before the run; True if there can.
 
-    What is no number and no text is left to others: a link is None here, and judged when its value is known.
+    A link is None here, and judged when its value is known. Numbers that are not numbers are refused by the host.
     """
-    known = {name: value for name, value in given.items() if isinstance(value, KINDS[name])}
+    known = {
+        name: value
+        for name, value in given.items()
+        if (isinstance(value, int) if name in NUMBERS else value is not None)
+    }
     try:
         _check(gpus=gpus, **known)
     except (WorkersError, MeshError) as err:
@@ -43,17 +42,18 @@ def workers_refusal(*, gpus: int | None, **given: Any) -> bool | str:
 def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
     """The workers that the widgets describe. Raises WorkersError or MeshError for those that there cannot be."""
     _check(gpus=gpus, **settings)
-    layout = settings["layout"]
+    layout, place = settings["layout"], cluster(settings["cluster"])
     degrees = {axis: settings[axis] for axis in AXES}
     return WorkersRef(
         count=settings["count"],
         mesh=Mesh(**degrees) if layout == AS_SET else None,
         goal=GOALS[0] if layout == AS_SET else layout,
-        address=settings["address"].strip(),
+        address=place.address,
+        token_file=place.token_file,
         weights=settings["weights"],
-        paths=path_maps(settings["path_map"]),
+        paths=place.paths,
         threads=settings["threads"] or None,
-        beyond_loopback=settings["beyond_loopback"],
+        beyond_loopback=place.remote_machines,
         restarts=settings["restarts"],
         timeout_s=settings["timeout_s"],
         hold_fetches=settings["hold_fetches"],
@@ -63,15 +63,13 @@ def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
 def _check(*, gpus: int | None, **given: Any) -> None:
     if (layout := given.get("layout", GOALS[0])) not in LAYOUTS:
         raise WorkersError(f"the layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
-    address = given.get("address", ANYWHERE)
-    if address != ANYWHERE:
-        check_address(address.strip(), beyond_loopback=given.get("beyond_loopback"))
+    # A cluster that another node gives is not known yet, and limits nothing.
+    address = cluster(given["cluster"]).address if "cluster" in given else ""
     count, degrees = given.get("count"), {axis: given[axis] for axis in AXES if axis in given}
     if count is not None:
-        check_count(count, address.strip(), gpus=gpus, most=MOST_WORKERS)
+        check_count(count, address, gpus=gpus, most=MOST_WORKERS)
         if layout == AS_SET and len(degrees) == len(AXES):
             check_degrees(Mesh(**degrees), count)
-    path_maps(given.get("path_map", ""))
 
 
 def _layout_inputs() -> list[io.Input]:
@@ -135,11 +133,13 @@ def _degree(axis: str, most: int, what: str) -> io.Input:
 
 def _place_inputs() -> list[io.Input]:
     return [
-        io.String.Input(
-            "address",
+        io.Combo.Input(
+            "cluster",
+            options=cluster_names(),
             default=LOCAL,
-            tooltip="local: this machine's GPUs. in-process: one worker, here, without Ray. host:port: a Ray cluster "
-            "that runs already. What crosses a network costs its time in every exchange.",
+            tooltip="local: this machine's GPUs. in-process: one worker, here, without Ray. Other names are Ray "
+            "clusters from your list (clusters.json, see docs/workers.md). What crosses a network costs its time in "
+            "every exchange.",
         ),
         io.Combo.Input(
             "weights",
@@ -157,21 +157,6 @@ def _place_inputs() -> list[io.Input]:
             optional=True,
             tooltip="CPU threads of each worker. 0: the cores of a machine, shared out between its workers. More than "
             "there are cores cost time.",
-        ),
-        io.String.Input(
-            "path_map",
-            default="",
-            multiline=True,
-            optional=True,
-            tooltip="For workers on other machines, one line for each folder: /here/models -> /there/models. The model "
-            "files must be there already; nothing is copied. Empty: paths are the same everywhere.",
-        ),
-        io.Boolean.Input(
-            "beyond_loopback",
-            default=False,
-            optional=True,
-            tooltip="On: workers may listen on addresses that other machines reach, for a cluster that has Ray's token "
-            "authentication on; not for local. Off: nothing outside this machine can reach them.",
         ),
     ]
 

@@ -42,7 +42,9 @@ class WorkersRef:
     goal: Goal = "one video now"
     address: str = LOCAL
     """`IN_PROCESS` (one worker, in this process), `LOCAL` (a Ray of their own on this machine), or the address of a
-    Ray cluster that runs already ("host:port")."""
+    Ray cluster that runs already ("host:port"). Never taken from a graph: see `clusters`."""
+    token_file: str = ""
+    """The file with the token of the cluster, which is sent to `address` alone; empty: no token is sent."""
     weights: WeightHome = "auto"
     paths: tuple[PathMap, ...] = ()
     """For workers on other machines: each worker takes the first under which a file is there, else the path here."""

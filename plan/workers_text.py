@@ -1,4 +1,4 @@
-"""What a user writes about workers, as values: path maps, addresses, and how many of them there can be."""
+"""What a user writes about workers, as values: path maps, layouts, and how many of them there can be."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from .mesh import Mesh
 from .workers_ref import IN_PROCESS, LOCAL, PathMap, WorkersRef
 
 ARROW = "->"
-LOOPBACK = ("127.", "localhost", "[::1]")
-HIGHEST_PORT = 65535
 HEADS = 40
 """Of Wan2.2 A14B; what is known before the experts are."""
 
@@ -43,33 +41,6 @@ def path_map_text(paths: tuple[PathMap, ...]) -> str:
     return "\n".join(f"{path.here} {ARROW} {path.there}" for path in paths)
 
 
-def check_address(address: str, *, beyond_loopback: bool | None) -> None:
-    """Raise WorkersError for what is no address, and for one that other machines reach where nobody asked for that.
-
-    Neither for workers that are asked to be reached, and cannot be. `beyond_loopback` None: that is not known yet.
-    """
-    if address in (LOCAL, IN_PROCESS):
-        if beyond_loopback:
-            raise WorkersError(
-                f"beyond_loopback is on, and workers at {address!r} listen on 127.0.0.1 only: turn it off, or give the "
-                "address of a Ray cluster, like 192.168.1.5:6379"
-            )
-        return
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) <= HIGHEST_PORT:
-        raise WorkersError(
-            f"the address is {address!r}: give {LOCAL!r}, {IN_PROCESS!r}, or host:port of a Ray cluster that runs "
-            "already, like 192.168.1.5:6379"
-        )
-    if any(letter.isspace() or letter in "/@" for letter in host):
-        raise WorkersError(f"the address is {address!r}: give host:port alone, without a scheme, a user or a path")
-    if beyond_loopback is False and not host.startswith(LOOPBACK):
-        raise WorkersError(
-            f"{address} is another machine: turn beyond_loopback on if workers may listen on addresses that other "
-            "machines reach. The cluster needs Ray's token authentication then"
-        )
-
-
 def check_count(count: int, address: str, *, gpus: int | None, most: int) -> None:
     """Raise WorkersError for more workers than there is room for.
 
@@ -83,13 +54,13 @@ def check_count(count: int, address: str, *, gpus: int | None, most: int) -> Non
         raise WorkersError(f"{count} workers: give 1 to {most}")
     if address == IN_PROCESS and count > 1:
         raise WorkersError(
-            f"{count} workers in this process: there can be one, so set count to 1 or address to {LOCAL!r}"
+            f"{count} workers in this process: there can be one, so set count to 1 or cluster to {LOCAL!r}"
         )
     if address == LOCAL and gpus is not None and count > gpus:
         seen = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         raise WorkersError(
-            f"{count} workers, but {seen} here: every worker takes one. Lower count to {gpus}, or give the address of "
-            "a Ray cluster. If there are more, CUDA_VISIBLE_DEVICES or ComfyUI's --cuda-device hides them"
+            f"{count} workers, but {seen} here: every worker takes one. Lower count to {gpus}, or name a Ray cluster. "
+            "If there are more, CUDA_VISIBLE_DEVICES or ComfyUI's --cuda-device hides them"
         )
 
 

@@ -215,8 +215,7 @@ def test_it_measures_in_this_process_and_writes_both_files(tmp_path: Path, capsy
     [
         (["--distributed", "--workers", "1,two"], "'two' is no number"),
         (["--distributed", "--workers", "65"], "65 workers: give 1 to 64"),
-        (["--distributed", "--address", "10.0.0.7:1"], "turn beyond_loopback on"),
-        (["--distributed", "--beyond-loopback"], "workers at 'local' listen on 127.0.0.1 only"),
+        (["--distributed", "--cluster", "10.0.0.7:1"], "the cluster is '10.0.0.7:1', and there are local, in-process"),
         (["--layouts", "cfg two"], "is no layout"),
         (["--policies", "auto"], "name policies that stay the same"),
         (["--steps", "0"], "steps"),

@@ -122,7 +122,7 @@ class Weaver:
         degrees = {"data": self.rng.choice([1, 2]), "stage": 1, "cfg": self.rng.choice([1, 2])}
         layout = self.rng.choice(["one video now", "many videos", "as set below"])
         shape = {"layout": layout, "count": degrees["data"] * degrees["cfg"] * ring * ulysses}
-        place = {"address": "local", "path_map": "", "beyond_loopback": False}
+        place = {"cluster": "local"}
         return {**degrees, **shape, **place, "ring": ring, "ulysses": {"__value__": ulysses}}
 
     def _value(self, socket: Socket, depth: int) -> object:

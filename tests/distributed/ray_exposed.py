@@ -44,8 +44,11 @@ def refusal(**changes: object) -> str:
 def main(folder: Path) -> dict[str, str]:
     lay_network()
     start_ray(folder)
+    token_file = folder / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text("ab" * 32)
     return {
-        "without a token": refusal(address=f"{ADDRESS}:{PORT}", beyond_loopback=True),
+        "without a token": refusal(address=f"{ADDRESS}:{PORT}", beyond_loopback=True, token_file=str(token_file)),
         "by way of loopback": refusal(address=f"127.0.0.1:{PORT}"),
     }
 

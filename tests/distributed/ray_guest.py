@@ -1,4 +1,7 @@
-"""A process that has workers in the cluster at ADDRESS, twice: `ray_guest.py ADDRESS`. Prints what it finds as JSON."""
+"""A process that has workers in the cluster at ADDRESS, twice: `ray_guest.py ADDRESS [TOKEN_FILE]`.
+
+Prints what it finds as JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import json
 import os
 import sys
 
-from wanstream.distributed.ray_environment import import_ray, on_loopback
+from wanstream.distributed.ray_environment import import_ray, on_loopback, token_of_cluster
 from wanstream.distributed.ray_errors import RaySetupError
 from wanstream.distributed.ray_pool import RayPool
 from wanstream.plan import WorkersRef
 
 address = sys.argv[1]
+token_file = "".join(sys.argv[2:])
 
 
 def refusal(ref: WorkersRef) -> str:
@@ -23,7 +27,7 @@ def refusal(ref: WorkersRef) -> str:
 
 
 def main() -> dict[str, object]:
-    cluster = WorkersRef(count=1, threads=1, address=address)
+    cluster = WorkersRef(count=1, threads=1, address=address, token_file=token_file)
     found: dict[str, object] = {}
     try:
         pool = RayPool(cluster)
@@ -34,7 +38,7 @@ def main() -> dict[str, object]:
         found["other Ray"] = refusal(WorkersRef(count=1))
     ray = import_ray()
     found["left"] = not ray.is_initialized()
-    with on_loopback():
+    with on_loopback(), token_of_cluster(token_file):
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     found["foreign"] = refusal(WorkersRef(count=1))
     with RayPool(cluster) as pool:

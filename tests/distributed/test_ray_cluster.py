@@ -54,8 +54,17 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.kill()
 
 
-def guest(address: str, folder: Path, **changes: str) -> dict[str, Any]:
-    return told([sys.executable, str(HERE / "ray_guest.py"), address], folder, **changes)
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    """A file with the token of these clusters."""
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text(TOKEN["RAY_AUTH_TOKEN"])
+    return str(file)
+
+
+def guest(folder: Path, *words: str, **changes: str) -> dict[str, Any]:
+    return told([sys.executable, str(HERE / "ray_guest.py"), *words], folder, **changes)
 
 
 def told(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
@@ -85,21 +94,21 @@ def apart() -> list[str]:
     return program
 
 
-def test_a_cluster_is_joined_and_left_as_it_was(address: str, tmp_path: Path) -> None:
-    found = guest(address, tmp_path, **TOKEN)
+def test_a_cluster_is_joined_and_left_as_it_was(address: str, tmp_path: Path, token_file: str) -> None:
+    found = guest(tmp_path, address, token_file)
     assert "3 workers on CPUs, but Ray has slots for 2" in found["too many"]
     assert f"this process has workers at {address}, and can have others at local only when" in found["other Ray"]
     assert found["left"] is True
     assert f"this process is connected to the Ray at {address} already" in found["foreign"]
-    assert f"give {address} as the address" in found["foreign"]
+    assert f"add {address} to the list of clusters" in found["foreign"]
     assert found["kept"] is True, "a Ray that others made was ended"
     assert len({*found["pids"], found["own pid"]}) == 2
 
 
 def test_without_its_token_a_cluster_refuses_in_words(address: str, tmp_path: Path) -> None:
-    found = guest(address, tmp_path)
-    assert f"the Ray cluster at {address} does not take this process in" in found["refused"]
-    assert "RAY_AUTH_MODE=token" in found["refused"]
+    found = guest(tmp_path, address, **TOKEN)
+    assert f"the Ray cluster at {address} does not take this process in" in found["refused"], "a token was sent"
+    assert "token_file of its entry" in found["refused"]
 
 
 def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_guarded(
@@ -112,7 +121,7 @@ def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_gua
     assert "RAY_AUTH_MODE=token" in said
     said = found["by way of loopback"]
     assert "workers of this cluster listen on 198.18.9.1, which other machines reach" in said
-    assert "turn beyond_loopback on if that is meant" in said
+    assert "set remote_machines to true in its entry if that is meant" in said
 
 
 def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -131,7 +140,7 @@ from wanstream.distributed.pool import WorkerLostError
 from wanstream.distributed.ray_errors import RaySetupError
 from wanstream.distributed.ray_pool import RayPool
 from wanstream.plan import WorkersRef
-pool = RayPool(WorkersRef(count=1, threads=1, address=sys.argv[1]))
+pool = RayPool(WorkersRef(count=1, threads=1, address=sys.argv[1], token_file=sys.argv[2]))
 print("joined", pool.usable, flush=True)
 input()
 time.sleep(6)
@@ -148,19 +157,19 @@ os._exit(7)
 """
 
 
-def test_a_cluster_that_ends_takes_nobody_with_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_cluster_that_ends_takes_nobody_with_it(tmp_path_factory: pytest.TempPathFactory, token_file: str) -> None:
     """By itself Ray ends every process that has lost its server, after the seconds that are set here to 3."""
     folder = tmp_path_factory.mktemp("ends")
     head, address = start_head(folder)
     children = psutil.Process(head.pid).children(recursive=True)
     limit = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
     guest = subprocess.Popen(
-        [sys.executable, "-c", SURVIVOR, address],
+        [sys.executable, "-c", SURVIVOR, address, token_file],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env=environment(**TOKEN, **limit),
+        env=environment(**limit),
     )
     try:
         assert guest.stdout is not None

@@ -182,6 +182,8 @@ def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> No
         RayPool(WorkersRef(count=2, address="127.0.0.1:6379"))
     with pytest.raises(WorkersError, match=r"workers at 'local' listen on 127\.0\.0\.1 only"):
         RayPool(WorkersRef(count=2, beyond_loopback=True), "cpu")
+    with pytest.raises(WorkersError, match=r"localhost\.evil\.example:6379 is another machine"):
+        RayPool(WorkersRef(count=2, address="localhost.evil.example:6379"), "cpu")
     assert pool.workers[0].run(make_task(), ignore).result(LIMIT_S).sigma == 0
 
 

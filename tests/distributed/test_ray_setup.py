@@ -6,17 +6,27 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from wanstream.distributed.ray_cluster import check_answers, is_loopback
-from wanstream.distributed.ray_environment import ONE_MACHINE, own_ray, own_token, settings
+from wanstream.distributed.ray_cluster import check_answers
+from wanstream.distributed.ray_environment import (
+    ONE_MACHINE,
+    check_token_file,
+    on_loopback,
+    own_ray,
+    own_token,
+    settings,
+    token_of_cluster,
+)
 from wanstream.distributed.ray_errors import RaySetupError
 from wanstream.distributed.ray_handle import exit_words, tail
 from wanstream.distributed.ray_pool import check_exposure
 from wanstream.distributed.ray_worker import Started
 from wanstream.distributed.tasks import WorkerFacts
+from wanstream.distributed.work_thread import on_own_thread
 
 LIMIT_S = 120
 
@@ -74,19 +84,11 @@ def test_workers_on_loopback_need_no_token() -> None:
 
 def test_workers_that_others_reach_are_refused_unless_asked_for_and_guarded() -> None:
     outside = [started("127.0.0.1", token=True), started("192.0.2.7", token=True)]
-    with pytest.raises(RaySetupError, match=r"listen on 192\.0\.2\.7, which other machines reach: turn beyond_loop"):
+    with pytest.raises(RaySetupError, match=r"listen on 192\.0\.2\.7, which other machines reach: set remote_machines"):
         check_exposure(outside, beyond_loopback=False)
     check_exposure(outside, beyond_loopback=True)
     with pytest.raises(RaySetupError, match=r"192\.0\.2\.7 and asks nobody for a token: .* RAY_AUTH_MODE=token"):
         check_exposure([started("192.0.2.7", token=False)], beyond_loopback=True)
-
-
-@pytest.mark.parametrize(
-    ("host", "own"),
-    [("127.0.0.1", True), ("localhost", True), ("[::1]", True), ("192.0.2.7", False), ("rack.example", False)],
-)
-def test_which_hosts_are_this_machine_alone(host: str, own: bool) -> None:
-    assert is_loopback(host) is own
 
 
 def test_an_address_where_nobody_listens_is_told_at_once() -> None:
@@ -119,8 +121,81 @@ def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypat
         os.environ["RAY_LEFT_BY_RAY"] = os.environ["PYTHONBREAKPOINT"] = "x"
     assert dict(os.environ) == before
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/mine")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster")
     with own_ray():
+        assert os.environ["RAY_AUTH_TOKEN"] == own_token()
+        assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+    assert os.environ["RAY_AUTH_TOKEN"] == "of a cluster"
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    """A file with a token, readable by its user alone."""
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text("cd" * 32)
+    return file
+
+
+def test_a_token_comes_from_the_file_of_the_entry_alone(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+    before = dict(os.environ)
+    with token_of_cluster(str(token_file)):
         assert "RAY_AUTH_TOKEN" not in os.environ
+        assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token_file))
+    with token_of_cluster(""):
+        assert os.environ["RAY_AUTH_MODE"] == "disabled"
+        assert not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="these are bits of POSIX")
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_a_token_file_that_others_can_read_is_refused(token_file: Path, mode: int) -> None:
+    check_token_file(str(token_file))
+    token_file.chmod(mode)
+    with pytest.raises(RaySetupError, match=rf"has the mode {mode:o} .*chmod 600"):
+        check_token_file(str(token_file))
+
+
+def test_a_token_file_that_is_not_there_or_empty_is_refused(token_file: Path) -> None:
+    token_file.write_text(" \n")
+    with pytest.raises(RaySetupError, match="is empty: copy the token"):
+        check_token_file(str(token_file))
+    token_file.unlink()
+    with pytest.raises(RaySetupError, match=r"cannot be read .*ray get-auth-token --generate"):
+        check_token_file(str(token_file))
+
+
+@pytest.mark.slow
+def test_an_entry_without_a_token_gets_none_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "ef" * 32)
+    monkeypatch.setenv("HOME", str(tmp_path))  # without ~/.ray/auth_token
+    received: list[bytes] = []
+
+    def keep(listening: socket.socket) -> None:
+        listening.settimeout(30)
+        with suppress(TimeoutError):
+            while True:
+                connection, _ = listening.accept()
+                connection.settimeout(5)
+                # The empty settings of an HTTP/2 server: gRPC then sends its call with all headers.
+                with connection, suppress(TimeoutError, ConnectionError):
+                    connection.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+                    while got := connection.recv(1 << 16):
+                        received.append(got)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        heard = on_own_thread("listener", keep, listening)
+        with on_loopback(), token_of_cluster(""), pytest.raises(RaySetupError):
+            check_answers(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=25)
+        heard.result(60)
+    assert b"".join(received), "nothing was sent at all"
+    assert b"ef" * 32 not in b"".join(received)
 
 
 def test_how_a_worker_ended_is_said_without_remarks() -> None:

@@ -32,7 +32,7 @@ VAE = "wan_2.1_vae.safetensors"
 LATENT = torch.randn(1, 16, 2, 8, 10, generator=torch.Generator().manual_seed(0))
 
 ONE_WORKER = {socket.id: socket.as_dict()["default"] for socket in workers_inputs()}
-ONE_WORKER |= {"count": 1, "address": "in-process"}
+ONE_WORKER |= {"count": 1, "cluster": "in-process"}
 
 Decode = Callable[..., History]
 

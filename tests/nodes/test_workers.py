@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from wanstream.host.clusters import VARIABLE
 from wanstream.nodes.workers_inputs import workers_inputs, workers_ref, workers_refusal
 from wanstream.plan import Mesh, PathMap, WorkersRef
 
@@ -16,14 +19,28 @@ def test_as_it_is_it_names_two_workers_that_the_planner_lays_out() -> None:
     assert workers_ref(gpus=None, **AS_IT_IS) == WorkersRef(count=2)
 
 
-def test_every_setting_reaches_the_value() -> None:
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of clusters with an entry of that name."""
+    entry = {
+        "address": "10.0.0.7:6379",
+        "token_file": "/token",
+        "remote_machines": True,
+        "path_map": ["/a -> /b"],
+    }
+    (tmp_path / "clusters.json").write_text(json.dumps({"lab": entry}))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "clusters.json"))
+
+
+def test_every_setting_reaches_the_value(lab: None) -> None:
     set_below = {"layout": "as set below", "count": 8, "data": 2, "cfg": 2, "ulysses": 2}
-    place = {"address": " 10.0.0.7:6379 ", "beyond_loopback": True, "path_map": "/a -> /b", "weights": "sharded"}
+    place = {"cluster": "lab", "weights": "sharded"}
     life = {"threads": 3, "restarts": 0, "timeout_s": 60.0, "hold_fetches": True}
     assert workers_ref(gpus=1, **{**AS_IT_IS, **set_below, **place, **life}) == WorkersRef(
         count=8,
         mesh=Mesh(data=2, cfg=2, ulysses=2),
         address="10.0.0.7:6379",
+        token_file="/token",
         weights="sharded",
         paths=(PathMap(here="/a", there="/b"),),
         threads=3,
@@ -52,15 +69,15 @@ def test_degrees_are_read_with_their_layout_only() -> None:
         ),
         ({"layout": "as set below", "cfg": 3, "count": 3}, None, "cfg is 3"),
         ({"layout": "diagonal"}, None, "choose one of one video now, many videos, as set below"),
-        ({"path_map": "/models"}, None, "line 1 of the path map"),
-        ({"address": "next door"}, None, "the address is 'next door'"),
-        ({"address": "10.0.0.7:6379"}, None, "turn beyond_loopback on"),
-        ({"address": "in-process"}, None, "2 workers in this process"),
-        ({"beyond_loopback": True}, None, "workers at 'local' listen on 127.0.0.1 only"),
+        ({"cluster": "next door"}, None, "the cluster is 'next door', and there are local, in-process, lab"),
+        ({"cluster": "10.0.0.7:6379"}, None, "the cluster is '10.0.0.7:6379', and there are"),
+        ({"cluster": {"address": "10.0.0.7:6379"}}, None, "the cluster is {'address': '10.0.0.7:6379'}, and there are"),
+        ({"cluster": 7}, None, "the cluster is 7, and there are"),
+        ({"cluster": "in-process"}, None, "2 workers in this process"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run_and_in_it(
-    settings: dict[str, Any], gpus: int | None, said: str
+    lab: None, settings: dict[str, Any], gpus: int | None, said: str
 ) -> None:
     given = {name: value for name, value in {**AS_IT_IS, **settings}.items() if name not in NOT_ASKED}
     refused = workers_refusal(gpus=gpus, **given)
@@ -74,15 +91,19 @@ def test_what_cannot_be_is_refused_before_the_run_and_in_it(
 NOT_ASKED = ("weights", "threads", "restarts", "timeout_s", "hold_fetches")
 
 
-@pytest.mark.parametrize("linked", ["count", "layout", "address", "ulysses"])
+@pytest.mark.parametrize("linked", ["count", "layout", "cluster", "ulysses"])
 def test_a_setting_that_another_node_gives_is_judged_when_it_is_known(linked: str) -> None:
     """A link is None here; each of these alone could make the rest right."""
     degrees = {"layout": "as set below", "data": 1, "stage": 1, "cfg": 1, "ring": 1, "ulysses": 3, "count": 3}
-    many = {"address": "local", "count": 3}
-    given = many if linked == "address" else degrees
+    many = {"cluster": "local", "count": 3}
+    given = many if linked == "cluster" else degrees
     assert workers_refusal(gpus=2, **{**many, **given}) is not True
-    assert workers_refusal(gpus=None if linked != "address" else 2, **{**given, linked: None}) is True
+    assert workers_refusal(gpus=None if linked != "cluster" else 2, **{**given, linked: None}) is True
 
 
-def test_what_is_no_number_and_no_text_is_left_to_the_host() -> None:
-    assert workers_refusal(gpus=2, count="many", address=7, path_map=[], beyond_loopback="yes") is True
+def test_what_is_no_number_is_left_to_the_host() -> None:
+    assert workers_refusal(gpus=2, count="many", ulysses=[]) is True
+
+
+def test_no_input_of_the_node_is_an_address_a_path_or_leave() -> None:
+    assert not {"address", "beyond_loopback", "path_map", "token", "token_file"} & AS_IT_IS.keys()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.host.clusters import VARIABLE
 from wanstream.host.embedded_door import NodeProgress, RunStoppedError, embedded_door
 from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
@@ -21,7 +22,7 @@ from wanstream.plan import Timeline, WorkersRef
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "workers.json"
-HERE = {"count": 1, "address": "in-process"}
+HERE = {"count": 1, "cluster": "in-process"}
 
 Workflow = dict[str, dict[str, Any]]
 Run = Callable[..., History]
@@ -125,9 +126,8 @@ def test_this_process_holds_no_experts_while_workers_do(run: Run) -> None:
     [
         ({"count": 3, "layout": "as set below", "cfg": 2}, "cfg x ring x ulysses is 1 x 1 x 2 x 1 x 1 = 2"),
         ({"count": 3, "layout": "as set below", "ulysses": 3}, "ulysses 3 does not divide the 40 attention heads"),
-        ({"count": 2, "address": "in-process"}, "2 workers in this process"),
-        ({"address": "10.0.0.7:6379"}, "turn beyond_loopback on"),
-        ({"path_map": "/models to /data"}, "line 1 of the path map"),
+        ({"count": 2, "cluster": "in-process"}, "2 workers in this process"),
+        ({"cluster": "10.0.0.7:6379"}, "the cluster is '10.0.0.7:6379', and there are local, in-process"),
         ({"layout": "diagonal"}, "the layout is 'diagonal'"),
     ],
 )
@@ -139,9 +139,13 @@ def test_workers_that_cannot_be_are_refused_before_anything_runs(run: Run, worke
     assert said in error["details"]
 
 
-def test_a_layout_that_does_not_suit_the_run_is_refused_before_workers_start(run: Run) -> None:
+def test_a_layout_that_does_not_suit_the_run_is_refused_before_workers_start(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of guidance and heads nothing is known before the run; workers at this address would not answer."""
-    nowhere = {"count": 2, "layout": "as set below", "address": "127.0.0.1:1"}
+    (tmp_path / "clusters.json").write_text('{"nowhere": {"address": "127.0.0.1:1"}}')
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "clusters.json"))
+    nowhere = {"count": 2, "layout": "as set below", "cluster": "nowhere"}
     with pytest.raises(NodeFailedError, match="guidance is 1 under every expert"):
         run(workflow({**nowhere, "cfg": 2}, guidance_high=1.0, guidance_low=1.0))
     with pytest.raises(NodeFailedError, match="ulysses 4 does not divide 2 heads"):

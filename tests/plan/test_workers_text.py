@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from wanstream.plan import Mesh, PathMap
 from wanstream.plan.workers_text import (
     WorkersError,
-    check_address,
     check_count,
     check_degrees,
     path_map_text,
@@ -48,35 +47,6 @@ def test_path_maps_survive_as_text(pairs: list[tuple[str, str]]) -> None:
 def test_a_bad_line_of_a_path_map_is_named(text: str, said: str) -> None:
     with pytest.raises(WorkersError, match=said):
         path_maps(text)
-
-
-@pytest.mark.parametrize("address", ["local", "in-process", "127.0.0.1:6379", "localhost:1", "[::1]:65535"])
-def test_addresses_of_this_machine_need_no_leave(address: str) -> None:
-    check_address(address, beyond_loopback=False)
-
-
-@pytest.mark.parametrize("address", ["local", "in-process"])
-def test_what_listens_on_loopback_only_is_not_asked_for_more(address: str) -> None:
-    check_address(address, beyond_loopback=None)
-    with pytest.raises(WorkersError, match=f"workers at '{address}' listen on 127.0.0.1 only: turn it off, or"):
-        check_address(address, beyond_loopback=True)
-
-
-@pytest.mark.parametrize("address", ["192.168.1.5:6379", "node-3.lab:6379"])
-def test_another_machine_is_reached_only_when_asked_for(address: str) -> None:
-    check_address(address, beyond_loopback=True)
-    check_address(address, beyond_loopback=None)
-    with pytest.raises(WorkersError, match=f"{address} is another machine: turn beyond_loopback on"):
-        check_address(address, beyond_loopback=False)
-
-
-@pytest.mark.parametrize(
-    "address",
-    ["", "here", ":6379", "host:", "host:port", "host:0", "host:65536", "host:²", "ray://host:1", "a b:1", "me@host:1"],
-)
-def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(WorkersError, match="the address is"):
-        check_address(address, beyond_loopback=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""Where the list of clusters is, and what happens where it cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from wanstream.host.clusters import VARIABLE, cluster, cluster_names, clusters_file
+from wanstream.plan.workers_text import WorkersError
+
+
+@pytest.fixture
+def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A list with one entry."""
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"lab": {"address": "127.0.0.1:6379"}}))
+    monkeypatch.setenv(VARIABLE, str(file))
+    return file
+
+
+def test_names_are_those_of_this_machine_and_of_the_list(listed: Path) -> None:
+    assert clusters_file() == listed
+    assert cluster_names() == ["local", "in-process", "lab"]
+    assert cluster("lab").address == "127.0.0.1:6379"
+    listed.unlink()
+    assert cluster_names() == ["local", "in-process"]
+
+
+def test_without_the_variable_it_is_in_the_folder_of_the_users_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert clusters_file().parts[-2:] == ("wanstream", "clusters.json")
+
+
+def test_a_list_that_cannot_be_read_leaves_this_machine(listed: Path, caplog: pytest.LogCaptureFixture) -> None:
+    listed.write_bytes(b"\xff{")
+    assert cluster_names() == ["local", "in-process"]
+    assert "cannot be read" in caplog.text
+    assert cluster("local").address == "local"
+    with pytest.raises(WorkersError, match=r"mine\.json cannot be read"):
+        cluster("lab")
