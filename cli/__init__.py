@@ -62,6 +62,7 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="change an input; NODE is a node's id, or its class if only one node has it; may be repeated",
     )
     run.add_argument("--device", choices=["cpu", "cuda"], help="where to compute (default: a GPU if there is one)")
+    _add_strict(run)
     run.set_defaults(subcommand=_run)
 
 
@@ -107,7 +108,17 @@ def _add_batch(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="let up to N rows share one stream of weights: every video stays the same, device memory grows",
     )
     batch.add_argument("--dry-run", action="store_true", help="judge every row, queue nothing, write nothing")
+    _add_strict(batch)
     batch.set_defaults(subcommand=_batch)
+
+
+def _add_strict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="fail where something only looks wrong: experts or LoRAs that seem swapped, one file as both experts, a "
+        "LoRA of another kind of model (default: a warning)",
+    )
 
 
 def _count(text: str) -> int:
@@ -207,6 +218,7 @@ def _run(parsed: argparse.Namespace) -> int:
             input=parsed.input,
             changes=tuple(parsed.set),
             device=parsed.device,
+            strict=parsed.strict,
         )
     )
 
@@ -228,6 +240,7 @@ def _batch(parsed: argparse.Namespace) -> int:
             patience_s=parsed.patience,
             lanes=parsed.lanes,
             dry_run=parsed.dry_run,
+            strict=parsed.strict,
         )
     )
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from ..host.embedded_graph import Prompt, api_prompt
-from .arguments import made_folder, read_json
+from .arguments import ArgumentError, made_folder, read_json
 from .batch_bar import BatchBar
 from .batch_ground import Ground, embedded_ground, server_ground
 from .batch_host import Host
@@ -58,6 +58,8 @@ class BatchArguments:
     lanes: int = 1
     """How many rows may share one stream of weights."""
     dry_run: bool = False
+    strict: bool = False
+    """What only looks wrong is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +133,13 @@ def _read(arguments: BatchArguments) -> _Batch:
     check_lanes(arguments.lanes)
     rows = read_rows(arguments.jobs)
     workflow = api_prompt(read_json(arguments.workflow))
+    if arguments.strict and arguments.server is not None:
+        raise ArgumentError("--strict: the server decides; turn its setting on (Settings, WanStream) instead")
     if arguments.server is not None:
         ground = server_ground(arguments.server, workflow)
     else:
         folders = {"models": arguments.models, "input_dir": arguments.input, "output": arguments.output}
-        ground = embedded_ground(workflow, **folders, device=arguments.device)
+        ground = embedded_ground(workflow, **folders, device=arguments.device, strict=arguments.strict)
     fitted = tuple(_fitted(row, workflow, ground) for row in rows)
     return _Batch(rows=fitted, workflow=workflow, ground=ground, lanes=arguments.lanes)
 

@@ -36,6 +36,8 @@ class Surroundings:
     input: Path
     output: Path
     device: torch.device | None = None
+    strict: bool = False
+    """What only looks wrong is an error."""
 
     def faults(self, prompt: Prompt) -> list[str]:
         """What is wrong with a workflow, a line each."""
@@ -115,6 +117,7 @@ class EmbeddedHost:
             input_dir=self._around.input,
             on_progress=self._on_progress,
             device=self._around.device,
+            strict=self._around.strict,
         )
 
     @staticmethod

@@ -55,7 +55,9 @@ def server_ground(url: str, workflow: Prompt) -> Ground:
     return Ground(sockets=sockets, faults=lambda prompt: server_faults(prompt, info, sockets), opened=opened)
 
 
-def embedded_ground(workflow: Prompt, *, models: Path, input_dir: Path, output: Path, device: str | None) -> Ground:
+def embedded_ground(
+    workflow: Prompt, *, models: Path, input_dir: Path, output: Path, device: str | None, strict: bool = False
+) -> Ground:
     """This process. Raises ValueError for a workflow with other nodes than ours, and where there are no models."""
     check_models(models)
     # Only here: neither torch nor our nodes are needed where a server computes.
@@ -76,7 +78,7 @@ def embedded_ground(workflow: Prompt, *, models: Path, input_dir: Path, output: 
         hint = "only the nodes of this pack run without ComfyUI: start one, and give its address with --server"
         raise ArgumentError("\n".join([hint, *missing]))
     computes = torch.device(device) if device else None
-    around = Surroundings(nodes=nodes, models=models, input=input_dir, output=output, device=computes)
+    around = Surroundings(nodes=nodes, models=models, input=input_dir, output=output, device=computes, strict=strict)
     return Ground(
         sockets={name: {socket.name: socket for socket in sockets_of(node)} for name, node in classes.items()},
         faults=around.faults,

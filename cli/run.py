@@ -23,6 +23,7 @@ from ..host.embedded_validate import Verdict
 from ..nodes import WanStreamExtension
 from ..nodes.benchmark import REPORT
 from ..nodes.sample import TIMELINE
+from ..nodes.warnings_shown import WARNINGS
 from ..plan import Timeline
 from .arguments import ArgumentError, check_models, made_folder, read_json
 from .changes import with_changes
@@ -43,6 +44,8 @@ class RunArguments:
     """Each one `node.input=value`."""
     device: str | None = None
     """None: a GPU if there is one."""
+    strict: bool = False
+    """What only looks wrong is an error."""
 
 
 def run(arguments: RunArguments) -> int:
@@ -95,6 +98,7 @@ def _execute(arguments: RunArguments, prompt: Prompt, nodes: Sequence[type[Comfy
             input_dir=arguments.input,
             on_progress=bars.show,
             device=torch.device(arguments.device) if arguments.device else None,
+            strict=arguments.strict,
         )
     finally:
         embedded_door.free_experts()
@@ -131,6 +135,9 @@ def _faults(verdict: Verdict) -> str:
 
 
 def _print_results(history: History, output: Path) -> None:
+    for node_id, shown in history.outputs.items():
+        for warning in shown.get(WARNINGS, ()):
+            print(f"warning: {node_id}: {warning}", file=sys.stderr)
     for shown in history.outputs.values():
         if REPORT in shown:
             print(*shown[REPORT])

@@ -35,6 +35,7 @@ from .folders import (
     inside,
 )
 from .kept_workers import KeptWorkers
+from .user_settings import SETTINGS, STRICT, setting_is_on
 from .workers_plan import SharedRun, WorkersPlan
 
 if TYPE_CHECKING:
@@ -132,6 +133,10 @@ class ComfyDoor:
 
     def graph_in_files(self) -> bool:
         return not comfy.cli_args.args.disable_metadata
+
+    def strict(self) -> bool:
+        # Users of a server that has several share the choice of the default one: no node can see who queued it.
+        return setting_is_on(Path(folder_paths.get_user_directory()) / "default" / SETTINGS, STRICT)
 
     def output_folder(self) -> Path:
         return Path(folder_paths.get_output_directory())

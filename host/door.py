@@ -102,6 +102,9 @@ class Door(Protocol):
     def graph_in_files(self) -> bool:
         """Whether the user lets output files carry the graph that made them."""
 
+    def strict(self) -> bool:
+        """Whether the user wants an error where something only looks wrong."""
+
     def output_folder(self) -> Path:
         """The folder that `output_file` puts files into or below; it need not be there."""
 

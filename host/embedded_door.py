@@ -84,6 +84,7 @@ class EmbeddedDoor:
         self._running: tuple[str, str] | None = None
         self._on_progress: Callable[[NodeProgress], None] | None = None
         self._on_event: Callable[[str, Mapping[str, Any]], None] | None = None
+        self._strict = False
         self._device: torch.device | None = None
         self._stop = threading.Event()
         self._temp: Path | None = None
@@ -110,10 +111,12 @@ class EmbeddedDoor:
         on_progress: Callable[[NodeProgress], None] | None = None,
         device: torch.device | None = None,
         on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
+        *,
+        strict: bool = False,
     ) -> Iterator[None]:
         """Serve these folders and compute on `device` (None: a GPU if there is one) inside the `with`.
 
-        `on_event` is given what nodes announce.
+        `on_event` is given what nodes announce. `strict` makes an error of what only looks wrong.
 
         Raises HostStateError while another one is open.
         """
@@ -122,10 +125,12 @@ class EmbeddedDoor:
         self._stop.clear()
         self._folders, self._on_progress, self._device = folders, on_progress, device
         self._on_event = on_event
+        self._strict = strict
         self._run_id = uuid.uuid4().hex
         try:
             yield
         finally:
+            self._strict = False
             self._folders = self._on_progress = self._device = self._run_id = self._ledger = self._on_event = None
             self._busy.release()
 
@@ -189,6 +194,9 @@ class EmbeddedDoor:
 
     def graph_in_files(self) -> bool:
         return True
+
+    def strict(self) -> bool:
+        return self._strict
 
     def output_folder(self) -> Path:
         return self.folders.output

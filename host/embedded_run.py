@@ -65,15 +65,17 @@ def run_workflow(  # noqa: PLR0913 (all there is to say about a run, by name)
     keep: Collection[str] = (),
     device: torch.device | None = None,
     on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
+    strict: bool = False,
 ) -> History:
     """Run a workflow made of `nodes` and LoadImage; `keep` names nodes whose outputs the history shall hold.
 
-    `device` None means a GPU if there is one. `on_event` is given what nodes announce.
+    `device` None means a GPU if there is one. `on_event` is given what nodes announce. `strict` makes an error of what
+    only looks wrong.
 
     Raises InvalidWorkflowError before anything runs, NodeFailedError, or RunStoppedError after `embedded_door.stop()`.
     """
     folders = Folders(models=models, output=output, input=input_dir)
-    with embedded_door.opened(folders, on_progress, device, on_event), torch.inference_mode():
+    with embedded_door.opened(folders, on_progress, device, on_event, strict=strict), torch.inference_mode():
         by_id = nodes_by_id([*nodes, LoadImage])
         verdict = validate_prompt(prompt, by_id)
         if verdict.error is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from ..host import ExpertsRef, host, io
 from ..plan import Attention, Storage
 from ..wan.block_storage import STORAGES
 from ..wan.compute_dtype import AUTO, auto_dtype, dtype_name
+from ..wan.suspicions import expert_suspicions
 from . import sockets
 from .expert_inputs import attention_input, compile_input
+from .warnings_shown import shown_warnings
 
 SAME_FOLDER = "from the same pipeline folder"
 
@@ -74,8 +77,13 @@ class WanStreamExperts(io.ComfyNode):
         # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
         # the pair open.
         with host.ledger().phase("open", host.device()):
-            host.experts(ref)
-        return io.NodeOutput(ref)
+            pair = host.experts(ref)
+        return io.NodeOutput(ref, ui=shown_warnings(expert_suspicions(pair.high, pair.low)))
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> bool:
+        """Let the node run again when what it warns of becomes an error, or no error any more."""
+        return host.strict()
 
 
 def chosen_dtype(compute_dtype: str) -> str:

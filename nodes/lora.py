@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..host import ExpertsRef, LoraRef, host, io
+from ..wan.suspicions import lora_suspicions
 from . import sockets
+from .warnings_shown import shown_warnings
 
 NONE = "none"
 
@@ -51,8 +54,14 @@ class WanStreamLora(io.ComfyNode):
         )
         ref = replace(experts, loras=(*experts.loras, lora))
         # Opened here so that a bad file is reported on the node that names it.
-        host.experts(ref)
-        return io.NodeOutput(ref)
+        pair = host.experts(ref)
+        found = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, one=experts.one)
+        return io.NodeOutput(ref, ui=shown_warnings(found))
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> bool:
+        """Let the node run again when what it warns of becomes an error, or no error any more."""
+        return host.strict()
 
 
 def _file(name: str, steps: str) -> io.Combo.Input:

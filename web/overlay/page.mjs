@@ -39,7 +39,7 @@ export function start(app, api) {
 
   app.registerExtension({
     name: "WanStream.Overlay",
-    settings: [badgesSetting(showBadges)],
+    settings: [badgesSetting(showBadges), strictSetting],
     bottomPanelTabs: [tableTab(table, store)],
     setup() {
       addStyle()
@@ -146,6 +146,17 @@ function save(name, type, text) {
   link.download = name
   link.click()
   setTimeout(() => URL.revokeObjectURL(link.href))
+}
+
+// Read by the server from its file of settings.
+const strictSetting = {
+  id: "WanStream.Strict",
+  category: ["WanStream", "Runs", "Strict"],
+  name: "Stop where experts or LoRAs look wrong",
+  tooltip:
+    "Experts or LoRAs that seem swapped, one file as both experts, a LoRA of another kind of model: an error instead of a warning on the node.",
+  type: "boolean",
+  defaultValue: false
 }
 
 const badgesSetting = (onChange) => ({
