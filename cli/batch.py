@@ -161,6 +161,9 @@ def _dry_run(todo: _Batch) -> int:
         for fault in faults:
             print(f"line {row.line}: {fault}", file=sys.stderr)
         valid += [] if faults else [row]
+    unjudged = todo.ground.unjudged(todo.workflow)
+    if unjudged:
+        print(unjudged, file=sys.stderr)
     jobs = todo.planner(lambda text: print(text, file=sys.stderr))(valid)
     passes = f", in {len(jobs)} passes" if todo.lanes > 1 else ""
     print(f"{len(valid)} of {len(todo.rows)} rows are valid{passes}; nothing was queued")

@@ -16,17 +16,26 @@ from .batch_rows import Row
 from .journal_entry import KeptFile
 
 _FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}<{remaining}{postfix}]"
+_SILENT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}, no answer for {silence:.0f} s]"
+"""While nothing answers there is no time left to estimate."""
 
 
 class _Line(tqdm):  # type: ignore[misc]
     """A bar that may stand between two rows; what it counts in words are whole ones."""
 
     whole: int | None = None
+    silence = 0.0
+    """Seconds since the last answer of the host; 0 while it answers."""
+    silent_before = 0.0
+    """Seconds of earlier silences. The time left is estimated from the others."""
 
     @property
     def format_dict(self) -> dict[str, Any]:
         known: dict[str, Any] = super().format_dict
-        return {**known, "rows": f"{self.initial if self.whole is None else self.whole}/{self.total}"}
+        worked = known["elapsed"] - self.silent_before - self.silence
+        rate = (self.n - self.initial) / worked if worked > 0 else None
+        rows = f"{self.initial if self.whole is None else self.whole}/{self.total}"
+        return {**known, "rate": rate, "rows": rows, "silence": self.silence}
 
 
 class BatchBar:
@@ -39,6 +48,7 @@ class BatchBar:
     def __init__(self, *, rows: int, ended: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._pace = clock, Pace()
         self._together = 0
+        self._silent_since: float | None = None
         self._bar = _Line(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
         self._whole = ended
 
@@ -72,6 +82,15 @@ class BatchBar:
     def note(self, text: str) -> None:
         tqdm.write(text, file=sys.stderr)
 
+    def silent(self, silent: bool) -> None:
+        if silent and self._silent_since is None:
+            self._silent_since = self._clock()
+            self._bar.bar_format = _SILENT
+        elif not silent and self._silent_since is not None:
+            self._bar.silent_before += self._clock() - self._silent_since
+            self._silent_since, self._bar.silence, self._bar.bar_format = None, 0.0, _FORMAT
+        self.tick()
+
     def show(self, progress: NodeProgress) -> None:
         """How far the node is that runs in this process."""
         self._pace.report(progress.node_id, progress.done, progress.total, self._clock())
@@ -82,6 +101,8 @@ class BatchBar:
     def tick(self) -> None:
         """Bring the time up to date."""
         self._bar.n, self._bar.whole = self.passed, self._whole
+        if self._silent_since is not None:
+            self._bar.silence = self._clock() - self._silent_since
         self._bar.refresh()
 
     def _ended(self) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from ..host.embedded_graph import Prompt
+from ..host.embedded_graph import Prompt, nodes_by_id
+from ..host.embedded_io import ComfyNode
 from .arguments import ArgumentError, check_models
 from .batch_host import Host, UnreachableError
 from .batch_jobs import Sockets
@@ -32,6 +35,8 @@ class Ground:
 
     sockets: Sockets
     faults: Callable[[Prompt], list[str]]
+    unjudged: Callable[[Prompt], str]
+    """Says what of a workflow only a run can judge; empty for nothing."""
     opened: Callable[[Path, Progress], AbstractContextManager[Host]]
 
 
@@ -52,7 +57,48 @@ def server_ground(url: str, workflow: Prompt) -> Ground:
     def opened(made: Path, on_progress: Progress) -> Iterator[Host]:
         yield ServerHost(client, info)
 
-    return Ground(sockets=sockets, faults=lambda prompt: server_faults(prompt, info, sockets), opened=opened)
+    def faults(prompt: Prompt) -> list[str]:
+        with _own_checks() as (own, folder):
+            return [line.replace(folder, "output") for line in server_faults(prompt, info, sockets, own)]
+
+    def unjudged(prompt: Prompt) -> str:
+        with _own_checks() as (own, _):
+            others = sorted({node["class_type"] for node in prompt.values()} - own.keys())
+        if not others:
+            return ""
+        return (
+            f"of {', '.join(others)} only types, ranges and choices were judged: a check that such a node makes itself "
+            "runs on the server alone"
+        )
+
+    return Ground(sockets=sockets, faults=faults, unjudged=unjudged, opened=opened)
+
+
+@contextmanager
+def _own_checks() -> Iterator[tuple[Mapping[str, type[ComfyNode]], str]]:
+    """The nodes of this pack, whose own checks can be run inside, and the path that stands for the output folder.
+
+    There are none where torch is not installed.
+    """
+    try:
+        own = _own_nodes()
+    except ImportError:
+        yield {}, "output"
+        return
+    from ..host.embedded_door import Folders, embedded_door
+
+    # Output names are judged by a folder: that of the server cannot be seen from here, and this one is empty.
+    with TemporaryDirectory() as folder:
+        nowhere = Path(folder).resolve()
+        with embedded_door.opened(Folders(models=nowhere, output=nowhere, input=nowhere)):
+            yield own, str(nowhere)
+
+
+@cache
+def _own_nodes() -> Mapping[str, type[ComfyNode]]:
+    from ..nodes import WanStreamExtension
+
+    return nodes_by_id(asyncio.run(WanStreamExtension().get_node_list()))
 
 
 def embedded_ground(
@@ -64,7 +110,6 @@ def embedded_ground(
     import torch
 
     from ..host.embedded_checks import sockets_of
-    from ..host.embedded_graph import nodes_by_id
     from ..host.embedded_load_image import LoadImage
     from ..nodes import WanStreamExtension
     from .batch_embedded import EmbeddedHost, Surroundings
@@ -82,5 +127,6 @@ def embedded_ground(
     return Ground(
         sockets={name: {socket.name: socket for socket in sockets_of(node)} for name, node in classes.items()},
         faults=around.faults,
+        unjudged=lambda prompt: "",
         opened=lambda made, on_progress: EmbeddedHost(around, made, on_progress),
     )

@@ -58,6 +58,9 @@ class Teller(Protocol):
     def failed(self, row: Row, reason: str) -> None:
         """The row has come to nothing."""
 
+    def silent(self, silent: bool) -> None:
+        """Say that the host does not answer, or that it answers again."""
+
     def note(self, text: str) -> None:
         """Something else that the user should know."""
 
@@ -114,6 +117,8 @@ class Runner:
                     return
                 silence = self._wait_for_host(err, silence)
                 continue
+            if silence:
+                self.teller.silent(False)
             silence = 0.0
             poll = _FIRST_POLL if moved else min(poll * _SLOWER, _LAST_POLL)
             if self._flights and not moved:
@@ -247,6 +252,7 @@ class Runner:
             raise GaveUpError(f"{err}; given up after {silence:.0f} s: the same command goes on from here") from err
         if not silence:
             self.teller.note(f"{err}; trying again")
+        self.teller.silent(True)
         delay = min(max(silence, _FIRST_RETRY), _LAST_RETRY, max(self.limits.patience_s - silence, 0.1))
         self.sleep(delay)
         return silence + delay

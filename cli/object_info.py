@@ -1,7 +1,7 @@
 """What a ComfyUI server says of its nodes (`/object_info`), and what is wrong with a workflow by that. Pure functions.
 
-A node's own checks run on the server alone. So a value that only they could allow is not called wrong here: what this
-file finds, the server finds too, and more.
+A node's own checks run on the server alone, except those of this pack's classes, which can be run here as well. So a
+value that only they could allow is not called wrong here: what this file finds, the server finds too, and more.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from ..host.embedded_checks import (
     link_shape_fault,
     link_type_fault,
     missing_fault,
+    own_check,
+    own_faults,
     value_fault,
 )
 from ..host.embedded_graph import Prompt
+from ..host.embedded_io import ComfyNode
 from .batch_jobs import Sockets
 
 ObjectInfo: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -46,11 +49,17 @@ def unknown_classes(prompt: Prompt, known: Container[str]) -> list[str]:
     ]
 
 
-def server_faults(prompt: Prompt, info: ObjectInfo, sockets: Sockets) -> list[str]:
-    """What is wrong with a workflow of classes that the server has, a line each."""
+def server_faults(
+    prompt: Prompt, info: ObjectInfo, sockets: Sockets, own: Mapping[str, type[ComfyNode]] | None = None
+) -> list[str]:
+    """Return what is wrong with a workflow of classes that the server has, a line each.
+
+    `own` are the classes whose own checks can be run here.
+    """
     lines = []
     for node_id, node in prompt.items():
-        for found in _node_faults(prompt, node, info, sockets[node["class_type"]]):
+        here = (own or {}).get(node["class_type"])
+        for found in _node_faults(prompt, node, info, sockets[node["class_type"]], here):
             lines.append(f"node {node_id} ({node['class_type']}): {found['message']}: {found['details']}")
     if not any(info[node["class_type"]].get("output_node") for node in prompt.values()):
         lines.append("the workflow has no node that saves or shows anything")
@@ -69,9 +78,16 @@ def _sockets(node: Mapping[str, Any]) -> Iterator[Socket]:
 
 
 def _node_faults(
-    prompt: Prompt, node: Mapping[str, Any], info: ObjectInfo, sockets: Mapping[str, Socket]
-) -> Iterator[Fault]:
-    inputs = node.get("inputs", {})
+    prompt: Prompt,
+    node: Mapping[str, Any],
+    info: ObjectInfo,
+    sockets: Mapping[str, Socket],
+    own: type[ComfyNode] | None,
+) -> list[Fault]:
+    """The faults of one node; those of its own check come last, and only where its constants have the right types."""
+    inputs = dict(node.get("inputs", {}))
+    check = own_check(own) if own is not None else None
+    faults, typed = [], True
     for socket in sockets.values():
         if socket.io_type.startswith(_NESTED):
             continue
@@ -80,16 +96,18 @@ def _node_faults(
         elif isinstance(inputs[socket.name], list):
             found = _link_fault(prompt, socket, inputs[socket.name], info)
         else:
-            found = _constant_fault(socket, inputs[socket.name])
-        if found is not None:
-            yield found
+            inputs[socket.name], found = converted(socket, inputs[socket.name])
+            typed &= found is None
+            if found is None and not (check and check.covers(socket.name)):
+                found = _constant_fault(socket, inputs[socket.name])
+        faults += [found] if found is not None else []
+    if own is not None and check is not None and typed:
+        faults += own_faults(own, check, inputs, {})
+    return faults
 
 
-def _constant_fault(socket: Socket, constant: object) -> Fault | None:
-    value, found = converted(socket, constant)
-    if found is not None or any(socket.options.get(key) for key in _GROWING):
-        return found
-    if socket.io_type not in _COMPARED:
+def _constant_fault(socket: Socket, value: object) -> Fault | None:
+    if any(socket.options.get(key) for key in _GROWING) or socket.io_type not in _COMPARED:
         return None
     return value_fault(socket, value)
 

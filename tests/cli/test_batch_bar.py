@@ -50,3 +50,24 @@ def test_nothing_is_left_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     with BatchBar(rows=1, ended=0) as bar:
         bar.note("a word")
     assert capsys.readouterr().out == ""
+
+
+def test_the_bar_says_that_nothing_answers_and_its_time_left_does_not_grow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = [1000.0]
+    with BatchBar(rows=4, ended=0, clock=lambda: now[0]) as bar:
+        bar._bar._time, bar._bar.start_t = lambda: now[0], now[0]
+        now[0] += 60
+        bar.done(Row(line=1, position=1, hash="h"), [])
+        assert "<03:00" in capsys.readouterr().err.split("\r")[-1]
+        bar.silent(True)
+        now[0] += 300
+        bar.tick()
+        gone = capsys.readouterr().err.split("\r")[-1]
+        assert "1/4 [06:00, no answer for 300 s]" in gone
+        assert "<" not in gone
+        bar.silent(False)
+        back = capsys.readouterr().err.split("\r")[-1]
+        assert "1/4 [06:00<03:00" in back
+        assert "answer" not in back

@@ -155,6 +155,9 @@ class Silent:
     def note(self, text: str) -> None:
         self.told.append(text)
 
+    def silent(self, silent: bool) -> None:
+        self.told.append("silent" if silent else "answers")
+
 
 class Bench:
     """A client that can be started again and again on one folder."""

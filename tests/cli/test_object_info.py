@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from wanstream.cli import main
+from wanstream.cli.exit_codes import DONE, INVALID
 from wanstream.cli.object_info import server_faults, sockets_of_server, unknown_classes
+from wanstream.tests.faults.comfy_like import State, Trouble, handler_of
+from wanstream.tests.faults.replaced import named_models
 
 INFO: dict[str, Any] = {
     "Loader": {
@@ -101,3 +110,63 @@ def test_a_limit_of_a_type_of_somebodys_own_is_left_to_the_server() -> None:
     info = {"Own": any_number}
     workflow = {"1": {"class_type": "Own", "inputs": {"x": "seven"}}}
     assert server_faults(workflow, info, sockets_of_server(info)) == []
+
+
+T2V = json.loads((Path(__file__).parents[2] / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def server_url(tmp_path: Path) -> Iterator[str]:
+    """A server that speaks as ComfyUI with this pack does; it has the models of the workflow."""
+    state = State(tmp_path, named_models(tmp_path / "models", T2V))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(state, Trouble()))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"latent.width": 70}, "70"),
+        ({"latent.frames": 6}, "frames"),
+        ({"sampler.steps": 0}, "steps"),
+        ({"sampler.cfg_high": -5}, "cfg_high"),
+        ({"save.filename_prefix": "../../x"}, "leaves the folder output"),
+        ({"save.crf": 99}, "bigger than max of 51"),
+        ({"sampler.solver": "ddim"}, "not in"),
+        ({"sampler.seed": 5}, ""),
+    ],
+)
+def test_a_dry_run_judges_a_row_for_a_server_as_it_does_for_this_process(
+    server_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], reason: str
+) -> None:
+    """The server itself has no way to judge a workflow without running it."""
+    models = tmp_path / "models"
+    (tmp_path / "workflow.json").write_text(json.dumps(T2V), encoding="utf-8")
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    call = ["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(tmp_path / "workflow.json"), "--dry-run"]
+    call += ["--out", str(tmp_path / "out")]
+    told = {}
+    for where in (["--models", str(models)], ["--server", server_url]):
+        told[where[0]] = (main([*call, *where]), capsys.readouterr())
+    code, printed = told["--server"]
+    assert code == told["--models"][0] == (INVALID if reason else DONE)
+    assert reason in printed.err
+    assert "were judged" not in printed.err, "all nodes are ours"
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_dry_run_cannot_judge_is_named(
+    server_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wanstream.tests.faults.comfy_like.object_info", lambda models: INFO)
+    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW), encoding="utf-8")
+    (tmp_path / "jobs.jsonl").write_text('{"3.seed": 1}', encoding="utf-8")
+    call = ["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(tmp_path / "workflow.json"), "--dry-run"]
+    assert main([*call, "--out", str(tmp_path / "out"), "--server", server_url]) == DONE
+    told = capsys.readouterr().err
+    assert "of Loader, Picture, Sampler, Save only types, ranges and choices were judged" in told

@@ -1,0 +1,206 @@
+"""A small server that speaks as much of ComfyUI's HTTP as a batch needs, computes nothing, and can be in trouble.
+
+As ComfyUI, it keeps its queue and its history in memory: a restart loses both, and files in its output folder stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from wanstream.host.embedded_door import Folders, embedded_door
+from wanstream.host.embedded_graph import nodes_by_id
+from wanstream.nodes import WanStreamExtension
+from wanstream.nodes.video_file import write_mp4
+from wanstream.tests.faults.replaced import SAVE, frames_of, seed_behind
+
+COMMANDS = ("drop", "late drop", "500", "502", "cut")
+"""Troubles: closed before or after the request was followed, errors after it was followed, half of an answer."""
+
+
+@dataclass(kw_only=True)
+class Trouble:
+    """The share of requests that something happens to, and a seed."""
+
+    share: float = 0.0
+    seed: int = 0
+    kinds: tuple[str, ...] = COMMANDS
+
+
+@dataclass
+class State:
+    """Queue, history and output folder."""
+
+    output: Path
+    models: Path
+    seconds: float = 0.0
+    pending: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    running: str | None = None
+    stopped: set[str] = field(default_factory=set)
+    history: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def work(self) -> None:
+        """Work the queue off, for ever."""
+        while True:
+            with self.lock:
+                prompt_id, prompt = self.pending.pop(0) if self.pending else (None, {})
+                self.running = prompt_id
+            if prompt_id is None:
+                time.sleep(0.005)
+                continue
+            entry = self._run(prompt_id, prompt)
+            with self.lock:
+                self.history[prompt_id], self.running = entry, None
+
+    def _run(self, prompt_id: str, prompt: dict[str, Any]) -> dict[str, Any]:
+        outputs: dict[str, Any] = {}
+        for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
+            time.sleep(self.seconds)
+            if prompt_id in self.stopped:
+                return {"status": "cancelled"}
+            number = len([*self.output.glob("*.mp4")]) + 1
+            name = f"video_{number:05}_.mp4"
+            frames = frames_of(seed_behind(prompt, node_id))
+            write_mp4(self.output / name, frames, fps=16, crf=30, metadata={"prompt": prompt})
+            outputs[node_id] = {"images": [{"filename": name, "subfolder": "", "type": "output"}]}
+        return {"status": "completed", "outputs": outputs}
+
+    def job(self, prompt_id: str) -> dict[str, Any] | None:
+        with self.lock:
+            if prompt_id in self.history:
+                return self.history[prompt_id]
+            if prompt_id == self.running:
+                return {"status": "in_progress"}
+            return {"status": "pending"} if any(prompt_id == queued for queued, _ in self.pending) else None
+
+    def answer(self, route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        """The status, and JSON or bytes."""
+        if route == "/system_stats":
+            return 200, {"system": {"comfyui_version": "0.18.1"}}
+        if route == "/object_info":
+            return 200, object_info(self.models)
+        if route.startswith("/api/jobs/"):
+            job = self.job(route.rpartition("/")[2])
+            return (404, {"error": "Job not found"}) if job is None else (200, job)
+        if route.startswith("/history/"):
+            return 200, {}  # as if nobody had ever asked for it: the answer to a post that was not heard stays unknown
+        if route == "/view":
+            path = self.output / Path(query["filename"]).name
+            return (200, path.read_bytes()) if path.is_file() else (404, b"")
+        with self.lock:
+            if route == "/prompt":
+                self.pending.append((body["prompt_id"], body["prompt"]))
+                return 200, {"prompt_id": body["prompt_id"], "number": 1, "node_errors": {}}
+            if route == "/queue" and body is not None:
+                self.pending = [item for item in self.pending if item[0] not in body["delete"]]
+            if route == "/interrupt" and body["prompt_id"] == self.running:
+                self.stopped.add(body["prompt_id"])
+        return 200, b""
+
+
+def object_info(models: Path) -> dict[str, Any]:
+    """The description of its nodes by a ComfyUI with this pack alone."""
+    with embedded_door.opened(Folders(models=models, output=models, input=models)):
+        return _described()
+
+
+def _described() -> dict[str, Any]:
+    info = {}
+    for name, node in nodes_by_id(asyncio.run(WanStreamExtension().get_node_list())).items():
+        schema = node.define_schema()
+        described = {
+            kind: {key: list(value) for key, value in inputs.items()}
+            for kind, inputs in node.INPUT_TYPES().items()
+            if kind != "hidden"
+        }
+        outputs = [output.io_type for output in schema.outputs]
+        info[name] = {"input": described, "output": outputs, "output_node": schema.is_output_node}
+    described: dict[str, Any] = json.loads(json.dumps(info, default=str))
+    return described
+
+
+def handler_of(state: State, trouble: Trouble) -> type[BaseHTTPRequestHandler]:
+    chance = random.Random(trouble.seed)
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            parts = urllib.parse.urlsplit(self.path)
+            kind = chance.choice(trouble.kinds) if chance.random() < trouble.share else ""
+            if parts.path in {"/system_stats", "/object_info"}:
+                kind = ""  # A command that finds no server at its start runs nothing: exit code 2.
+            if kind == "drop":
+                return
+            status, answer = state.answer(parts.path, dict(urllib.parse.parse_qsl(parts.query)), body)
+            if kind == "late drop":
+                return
+            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            self.send_response(int(kind) if kind.isdigit() else status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data[: len(data) // 2] if kind == "cut" else data)
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    return Handler
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+
+def serve(port: int, state: State, trouble: Trouble) -> None:
+    """Serve until the process ends."""
+    threading.Thread(target=state.work, daemon=True).start()
+    Server(("127.0.0.1", port), handler_of(state, trouble)).serve_forever(poll_interval=0.05)
+
+
+def forked_server(
+    port: int, output: Path, models: Path, *, trouble: Trouble | None = None, seconds: float = 0.0
+) -> int:
+    """Start a server in a process of its own, and return its id once it listens."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            serve(port, State(output, models, seconds), trouble or Trouble())
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return pid
+        except OSError:
+            time.sleep(0.01)
+    raise TimeoutError(f"no server at port {port}")
+
+
+@contextmanager
+def running_server(port: int, output: Path, models: Path, **settings: Any) -> Iterator[int]:
+    """A server in a process of its own, which is killed at the end."""
+    pid = forked_server(port, output, models, **settings)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
