@@ -4,6 +4,7 @@ ValueError
   RaySetupError      workers cannot be had as they were asked for; the message says what to change
     RayMissingError  Ray is not installed
     LostAtStartError a worker, or its machine, is gone before it has answered
+    LateRayletError  a Ray of this machine took longer to start than it gives itself
 """
 
 from __future__ import annotations
@@ -28,3 +29,7 @@ class RayMissingError(RaySetupError):
 
 class LostAtStartError(RaySetupError):
     """The process of a worker, or its machine, is gone before it has answered; the message says what is known."""
+
+
+class LateRayletError(RaySetupError):
+    """A Ray of this machine took longer to start than it gives itself; another try may succeed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -24,14 +23,14 @@ OF_RAY = (":job_id:", ":actor_name:", ":task_name:")
 
 
 class RayWorkerHandle:
-    """See `WorkerHandle`."""
+    """See `WorkerHandle`. `is_here`: whether it runs on the machine of its driver."""
 
-    def __init__(self, ray: Any, actor: Any, rank: int, started: Started) -> None:
+    def __init__(self, ray: Any, actor: Any, rank: int, started: Started, *, is_here: bool) -> None:
         self._ray, self._actor, self._rank = ray, actor, rank
         self._thread = WorkThread(f"wanstream worker {rank}")
         self._lock = threading.Lock()
         self._killed = False
-        self._process = _process_here(started.facts)
+        self._process = _process_here(started.facts) if is_here else None
         self.started = started
 
     @property
@@ -127,9 +126,7 @@ class RayWorkerHandle:
 
 
 def _process_here(facts: WorkerFacts) -> psutil.Process | None:
-    """The worker's process, where it is on this machine."""
-    if facts.node != platform.node():
-        return None
+    """The process of a worker of this machine; None where it has ended."""
     try:
         process = psutil.Process(facts.pid)
         return process if OF_RAYS_WORKERS in " ".join(process.cmdline()) else None

@@ -58,7 +58,7 @@ class RayPool:
         assert ref.count >= 1, ref
         check_address(ref.address, beyond_loopback=ref.beyond_loopback, token_file=ref.token_file)
         self._ref, self._timeout_s = ref, start_timeout_s
-        self._replacing, self._closed = threading.Lock(), False
+        self._replacing, self._closed, self._failed = threading.Lock(), False, False
         self._starting: list[Any] = []
         with ExitStack() as undo:
             undo.callback(sweep)  # last: workers that are killed leave the RAM behind that they shared
@@ -79,14 +79,16 @@ class RayPool:
     @property
     def usable(self) -> bool:
         """See `Pool.usable`."""
-        return not self._closed and CONNECTION.is_there()
+        return not self._closed and not self._failed and CONNECTION.is_there()
 
     def replace(self, rank: int) -> RayWorkerHandle:
         """See `Pool.replace`. Raises as `RayPool` if the new one does not start, and after `close`."""
         with self._replacing:
             self._workers[rank].kill()
             self._workers[rank].wait_for_end(END_TIMEOUT_S)
+            self._failed = True  # until it has succeeded
             self._workers[rank] = self._started_again(rank)
+            self._failed = False
             return self._workers[rank]
 
     def close(self) -> None:
@@ -123,13 +125,15 @@ class RayPool:
         undo.callback(self._kill, actors)
         self._starting = actors
         self._check_open()
-        every = [self._answer(rank, answer) for rank, answer in zip(ranks, answers, strict=True)]
+        until = time.monotonic() + self._timeout_s  # one deadline for all of them
+        every = [self._answer(rank, answer, until) for rank, answer in zip(ranks, answers, strict=True)]
         self._starting = []
         CONNECTION.look()
         check_versions(Worker("cpu").facts(), [started.facts for started in every])
         check_exposure(every, beyond_loopback=self._ref.beyond_loopback)
+        own_node = self._ray.get_runtime_context().get_node_id()
         return [
-            RayWorkerHandle(self._ray, actor, rank, started)
+            RayWorkerHandle(self._ray, actor, rank, started, is_here=started.node_id == own_node)
             for actor, rank, started in zip(actors, ranks, every, strict=True)
         ]
 
@@ -165,10 +169,10 @@ class RayPool:
             for actor in actors:
                 self._ray.kill(actor)
 
-    def _answer(self, rank: int, answer: Any) -> Started:
+    def _answer(self, rank: int, answer: Any, until: float) -> Started:
         errors = self._ray.exceptions
         try:
-            started: Started = self._ray.get(answer, timeout=self._timeout_s)
+            started: Started = self._ray.get(answer, timeout=max(0.0, until - time.monotonic()))
         except errors.GetTimeoutError as err:
             raise RaySetupError(
                 f"worker {rank} did not start within {self._timeout_s:g} s: {self._placement.late_words()}"

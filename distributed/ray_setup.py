@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import tempfile
 import threading
 from contextlib import ExitStack
@@ -17,7 +16,7 @@ from ..plan.clusters import host_and_port, is_loopback
 from ..plan.workers_ref import LOCAL
 from .ray_cluster import check_answers
 from .ray_environment import PREFIX, forget_token, import_ray, on_loopback, own_ray, quiet, settings, token_of_cluster
-from .ray_errors import RaySetupError
+from .ray_errors import LateRayletError, RaySetupError
 from .ray_server import RECONNECT, RECONNECT_S, answers, server_of
 from .ray_watch import RayWatch
 from .work_thread import WorkThread
@@ -63,8 +62,20 @@ class RayConnection:
             return ray
 
     def is_there(self) -> bool:
-        """Whether this process is still connected to the same Ray, and that answers."""
-        return server_of(import_ray()) == self._server and answers(self._server)
+        """True while this process is connected to the same Ray, its server answers and this machine is part of it.
+
+        A server can outlive the raylet of this machine, without which no worker starts here.
+        """
+        ray, watch = import_ray(), self._watch
+        if server_of(ray) != self._server or not answers(self._server):
+            return False
+        if watch is not None and not watch.raylet_lives():
+            return False
+        own = ray.get_runtime_context().get_node_id()
+        try:
+            return any(node["Alive"] for node in ray.nodes() if node["NodeID"] == own)
+        except ray.exceptions.RayError:  # the server has ended just now
+            return False
 
     def look(self) -> None:
         """Note which processes Ray has started by now, to end them when this one is gone."""
@@ -105,8 +116,23 @@ CONNECTION = RayConnection()
 
 
 def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -> RayWatch:
+    """Start a Ray on this machine, with a second try where its raylet was late; `undo` gets what ends it."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+        return _try_local(ray, store_bytes, undo)
+    except LateRayletError:
+        return _try_local(ray, store_bytes, undo)
+
+
+def _try_local(ray: Any, store_bytes: int, undo: ExitStack) -> RayWatch:
+    with ExitStack() as attempt:
+        watch = _started(ray, store_bytes, attempt)
+        undo.push(attempt.pop_all())
+        return watch
+
+
+def _started(ray: Any, store_bytes: int, undo: ExitStack) -> RayWatch:
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER))
     except OSError as err:
         raise _not_started(ray, err) from err
     watch = RayWatch(folder)
@@ -123,11 +149,15 @@ def _start_local(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) -
                 log_to_driver=False,
                 configure_logging=False,
                 _node_ip_address=LOOPBACK,
-                _temp_dir=str(folder),
+                # Ray opens its own folder to all users; the one around it stays closed to them. A short name, as paths
+                # of sockets have at most 107 bytes.
+                _temp_dir=str(folder / "r"),
                 _system_config={"prestart_worker_first_driver": False, RECONNECT: RECONNECT_S},
             )
         except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
             raise _not_started(ray, err) from err
+        except Exception as err:
+            raise LateRayletError(str(_not_started(ray, err))) from err
         finally:
             watch.look()  # Ray leaves behind what it has started before it failed
     return watch
@@ -152,7 +182,7 @@ def _join_cluster(ray: Any, ref: WorkersRef, store_bytes: int, undo: ExitStack) 
         undo.callback(ray.shutdown)
         try:
             ray.init(address=ref.address, log_to_driver=False, configure_logging=False)
-        except (ray.exceptions.RayError, RuntimeError, OSError, ValueError) as err:
+        except Exception as err:
             raise RaySetupError(f"Ray {ray.__version__} cannot join the cluster at {ref.address}: {err}") from err
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 END_TIMEOUT_S = 20.0
+RAYLET = "raylet"
 
 WATCH = """
 import sys
@@ -44,6 +45,7 @@ class RayWatch:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._told: set[int] = set()
+        self._raylet: psutil.Process | None = None
         self._process = subprocess.Popen(
             [sys.executable, "-c", WATCH, str(folder)],
             stdin=subprocess.PIPE,
@@ -63,6 +65,14 @@ class RayWatch:
             self._told.add(pid)
         pipe.flush()
 
+    def raylet_lives(self) -> bool:
+        """False once the raylet that was there at the last `look` has ended, reaped or not."""
+        raylet = self._raylet
+        try:
+            return raylet is None or (raylet.is_running() and raylet.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
     def close(self) -> None:
         """Let it end what is left, now."""
         self._process.communicate(timeout=END_TIMEOUT_S)
@@ -72,6 +82,8 @@ class RayWatch:
         for child in psutil.Process().children():
             try:
                 if any(str(self._folder) in word for word in child.cmdline()):
+                    if self._raylet is None and child.name().startswith(RAYLET):
+                        self._raylet = child
                     found |= {child.pid, *(each.pid for each in child.children(recursive=True))}
             except psutil.NoSuchProcess:
                 continue

@@ -21,6 +21,8 @@ class Started:
     """What a worker's process tells when it is ready."""
 
     facts: WorkerFacts
+    node_id: str
+    """Ray's name for its machine; machines that were cloned may share a host name."""
     logs: tuple[str, ...]
     """Files on its machine that hold what it writes."""
     token: bool
@@ -42,11 +44,13 @@ class ServedWorker:
             address=ray.util.get_node_ip_address(),
             threads=threads or max(1, _cores() // workers_here),
         )
+        self._node_id = str(ray.get_runtime_context().get_node_id())
         self._thread = WorkThread("wanstream worker")
 
     def started(self) -> Started:
         """Who this is."""
-        return Started(facts=self._worker.facts(), logs=_logs(), token=os.environ.get("RAY_AUTH_MODE") == "token")
+        token = os.environ.get("RAY_AUTH_MODE") == "token"
+        return Started(facts=self._worker.facts(), node_id=self._node_id, logs=_logs(), token=token)
 
     def ask(self, method: str, args: tuple[Any, ...]) -> Any:
         """See `WorkerHandle.ask`."""

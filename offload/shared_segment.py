@@ -12,10 +12,12 @@ has no locks. Here two kinds of locks decide, and the system lets go of both whe
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
@@ -159,6 +161,7 @@ def _opened(place: Path, nbytes: int) -> FileLock:
     """Open or make the memory file of a segment, and stay its user."""
     while True:
         place.mkdir(mode=0o700, exist_ok=True)
+        _check_own(place)
         try:
             lock = FileLock(place / MEMORY)
         except FileNotFoundError:  # its last user has removed the folder just now
@@ -174,6 +177,19 @@ def _opened(place: Path, nbytes: int) -> FileLock:
             _leave(place, lock, os.getpid())
             raise
         lock.close()
+
+
+def _check_own(place: Path) -> None:
+    """Raise OSError for what another user, who can predict the name, may have put there to hand in weights."""
+    about = place.lstat()
+    if not stat.S_ISDIR(about.st_mode):
+        raise OSError(errno.ENOTDIR, "it is not a folder; remove it")
+    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) != 0o700):
+        raise OSError(
+            errno.EPERM,
+            f"it belongs to user {about.st_uid} and has the mode {stat.S_IMODE(about.st_mode):o}, not to user "
+            f"{os.getuid()} with 700; remove it",
+        )
 
 
 def _mapped(place: Path, lock: FileLock, nbytes: int) -> mmap.mmap:
@@ -198,8 +214,9 @@ def sweep(folder: Path | None = None, *, but: Path | None = None) -> None:
         if place == but:
             continue
         try:
+            _check_own(place)
             lock = FileLock(place / MEMORY, create=False)
-        except OSError:  # gone meanwhile, or not made yet
+        except OSError:  # gone meanwhile, not made yet, or another user's
             continue
         if lock.try_exclude():
             shutil.rmtree(place, ignore_errors=True)

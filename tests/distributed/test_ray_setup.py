@@ -74,7 +74,7 @@ def started(address: str, *, token: bool) -> Started:
         diffusers="0",
         python="0",
     )
-    return Started(facts=facts, logs=(), token=token)
+    return Started(facts=facts, node_id="a", logs=(), token=token)
 
 
 def test_workers_on_loopback_need_no_token() -> None:

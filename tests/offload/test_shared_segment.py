@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from wanstream.offload.host_slots import HostSlots
-from wanstream.offload.shared_segment import SHM, SharedSegment
+from wanstream.offload.shared_segment import SHM, SharedSegment, sweep
 from wanstream.offload.source import SourceError
 from wanstream.plan import BlockKey
 
@@ -411,3 +411,38 @@ def test_a_forked_child_does_not_take_the_segment_away(folder):
     assert told.stdout.strip() == "True"
     assert [place for place in folder.iterdir() if place != segment.path] == []
     segment.close()
+
+
+def expected_path(folder: Path) -> Path:
+    """A path that anybody can predict; nothing is there."""
+    segment = SharedSegment("model", SIZES, folder=folder)
+    segment.close()
+    return segment.path
+
+
+def test_a_folder_that_others_can_write_to_is_refused_and_not_swept(folder):
+    place = expected_path(folder)
+    place.mkdir(mode=0o700)
+    place.chmod(0o777)
+    (place / "memory").touch(mode=0o600)
+    with pytest.raises(SourceError, match="has the mode 777, not to user"):
+        SharedSegment("model", SIZES, folder=folder)
+    sweep(folder)
+    assert (place / "memory").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(folder):
+    place = expected_path(folder)
+    place.mkdir(mode=0o700)
+    os.chown(place, 12345, 12345)
+    with pytest.raises(SourceError, match="belongs to user 12345 and has the mode 700"):
+        SharedSegment("model", SIZES, folder=folder)
+
+
+def test_a_link_to_a_folder_is_refused(folder, tmp_path):
+    tmp_path.chmod(0o700)
+    expected_path(folder).symlink_to(tmp_path)
+    with pytest.raises(SourceError, match="it is not a folder"):
+        SharedSegment("model", SIZES, folder=folder)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,287 @@
+"""What becomes of a pool whose Ray starts late or not at all, loses its raylet, or has slow workers; without a Ray."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from wanstream.distributed import ray_pool, ray_setup
+from wanstream.distributed.pool import WorkerLostError
+from wanstream.distributed.ray_errors import LostAtStartError, RaySetupError
+from wanstream.distributed.ray_handle import OF_RAYS_WORKERS, RayWorkerHandle
+from wanstream.distributed.ray_pool import RayPool
+from wanstream.distributed.ray_setup import FOLDER, RayConnection
+from wanstream.distributed.ray_watch import RayWatch
+from wanstream.distributed.ray_worker import Started
+from wanstream.distributed.worker import Worker
+from wanstream.plan import WorkersRef
+
+OWN, OTHER = "own node", "other node"
+
+
+class RayError(Exception):
+    """As Ray's."""
+
+
+class GetTimeoutError(RayError):
+    """As Ray's."""
+
+
+class RayTaskError(RayError):
+    """As Ray's."""
+
+
+class RayActorError(RayError):
+    """As Ray's."""
+
+
+ERRORS = SimpleNamespace(
+    RayError=RayError, GetTimeoutError=GetTimeoutError, RayTaskError=RayTaskError, RayActorError=RayActorError
+)
+
+
+class FakeRay:
+    """As much of the module `ray` as a pool asks for. An answer is when it is there, or an error."""
+
+    __version__ = "0"
+    exceptions = ERRORS
+
+    def __init__(self) -> None:
+        self.alive = {OWN: True}
+        self.inits: list[Exception | None] = []
+        self.folders: list[Path] = []
+        self.ended = 0
+
+    def init(self, *, _temp_dir: str, **_: Any) -> None:
+        self.folders.append(Path(_temp_dir))
+        if (error := self.inits.pop(0)) is not None:
+            raise error
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: OWN, gcs_address="127.0.0.1:1")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": name, "Alive": alive} for name, alive in self.alive.items()]
+
+    def kill(self, actor: object) -> None:
+        return
+
+    def get(self, answer: float | Exception, timeout: float) -> Started:
+        if isinstance(answer, Exception):
+            raise answer
+        time.sleep(max(0.0, min(answer - time.monotonic(), timeout)))
+        if time.monotonic() < answer:
+            raise GetTimeoutError
+        return started()
+
+
+def started(**changes: Any) -> Started:
+    return Started(**{"facts": Worker("cpu").facts(), "node_id": OTHER, "logs": (), "token": True, **changes})
+
+
+class FakePlacement:
+    """Places that are always there."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        return
+
+    def options(self, rank: int) -> dict[str, Any]:
+        return {}
+
+    def node_of(self, rank: int) -> str:
+        return OWN
+
+    def workers_beside(self, rank: int) -> int:
+        return 1
+
+    def late_words(self) -> str:
+        return "see whether its machine is busy"
+
+    def close(self) -> None:
+        return
+
+
+@pytest.fixture
+def ray() -> FakeRay:
+    return FakeRay()
+
+
+@pytest.fixture
+def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Exception]:
+    """What workers answer when they are started, in order: after how many seconds, or with which error."""
+    every: list[float | Exception] = []
+
+    def start(*_: Any) -> float | Exception:
+        answer = every.pop(0)
+        return answer if isinstance(answer, Exception) else time.monotonic() + answer
+
+    closed: Future[None] = Future()
+    closed.set_result(None)
+    ask = SimpleNamespace(remote=lambda *_: SimpleNamespace(future=lambda: closed))
+    remote = SimpleNamespace(start=SimpleNamespace(remote=start), ask=ask)
+    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: remote))
+    monkeypatch.setattr(ray_pool, "actor_class", lambda _: made)
+    monkeypatch.setattr(ray_pool, "Placement", FakePlacement)
+    monkeypatch.setattr(ray_pool.CONNECTION, "enter", lambda ref, **_: ray)
+    monkeypatch.setattr(ray_pool.CONNECTION, "is_there", lambda: True)
+    monkeypatch.setattr(ray_pool.CONNECTION, "leave", lambda: None)
+    monkeypatch.setattr(ray_pool, "CLOSE_TIMEOUT_S", 0.0)
+    return every
+
+
+def test_all_workers_start_before_one_deadline(answers: list[float | Exception]) -> None:
+    answers += [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    began = time.monotonic()
+    with pytest.raises(RaySetupError, match=r"worker \d did not start within 0.25 s"):
+        RayPool(WorkersRef(count=6), start_timeout_s=0.25)
+    assert time.monotonic() - began < 2.0
+    answers[:] = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
+    with RayPool(WorkersRef(count=6), start_timeout_s=2.0) as pool:
+        assert pool.usable
+
+
+def test_a_worker_that_cannot_be_replaced_makes_the_pool_unusable(answers: list[float | Exception]) -> None:
+    answers += [0.0, RayActorError("Worker exit detail: gone."), 0.0]
+    with RayPool(WorkersRef(count=1), start_timeout_s=0.1) as pool:
+        with pytest.raises(LostAtStartError, match="worker 0 does not start: gone"):
+            pool.replace(0)
+        assert not pool.usable
+        pool.replace(0)
+        assert pool.usable
+
+
+def test_a_machine_that_ray_has_lost_makes_the_connection_unusable(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_setup, "import_ray", lambda: ray)
+    monkeypatch.setattr(ray_setup, "answers", lambda server: True)
+    connection = RayConnection()
+    connection._server = "127.0.0.1:1"
+    assert connection.is_there()
+    ray.alive[OTHER] = False
+    assert connection.is_there(), "that of a worker can be replaced"
+    ray.alive[OWN] = False
+    assert not connection.is_there()
+
+
+RAYLET = "import sys, time; print(flush=True); time.sleep(60)"
+
+
+def test_a_raylet_that_was_killed_makes_the_connection_unusable(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's server still counts on it for some seconds."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("a copy of the interpreter has another name elsewhere")
+    monkeypatch.setattr(ray_setup, "import_ray", lambda: ray)
+    monkeypatch.setattr(ray_setup, "answers", lambda server: True)
+    (tmp_path / "raylet").symlink_to(sys.executable)
+    raylet = subprocess.Popen([tmp_path / "raylet", "-c", RAYLET], stdout=subprocess.PIPE)
+    assert raylet.stdout is not None
+    raylet.stdout.readline()
+    connection = RayConnection()
+    connection._server, connection._watch = "127.0.0.1:1", RayWatch(tmp_path)
+    try:
+        connection.look()
+        assert connection.is_there()
+        raylet.kill()
+        while psutil.Process(raylet.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert not connection.is_there(), "one that nobody has reaped yet"
+        raylet.wait()
+        assert not connection.is_there()
+    finally:
+        raylet.kill()
+        raylet.communicate()
+        connection._watch.close()
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files of the test's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+LATE = "The current node timed out during startup."
+
+
+def test_a_ray_that_starts_late_is_tried_once_more(ray: FakeRay, temporary: Path) -> None:
+    ray.inits = [Exception(LATE), None]
+    with ExitStack() as undo:
+        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+        first, second = (folder.parent for folder in ray.folders)
+        assert (first.exists(), second.exists(), ray.ended) == (False, True, 1)
+    assert (list(temporary.iterdir()), ray.ended) == ([], 2)
+
+
+def test_a_ray_that_starts_late_twice_says_so_and_leaves_nothing(ray: FakeRay, temporary: Path) -> None:
+    ray.inits = [Exception(LATE), Exception(LATE), None]
+    with (
+        ExitStack() as undo,
+        pytest.raises(RaySetupError, match="this machine: The current node timed out"),
+    ):
+        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+    assert (list(temporary.iterdir()), len(ray.inits), ray.ended) == ([], 1, 2)
+
+
+def test_a_ray_that_cannot_start_is_not_tried_again(ray: FakeRay, temporary: Path) -> None:
+    ray.inits = [ValueError("the minimum allowed is 1"), None]
+    with ExitStack() as undo, pytest.raises(RaySetupError, match="the minimum allowed is 1"):
+        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+    assert len(ray.inits) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="these are bits of POSIX")
+def test_the_folder_of_ray_lies_in_one_that_is_closed_to_others(ray: FakeRay, temporary: Path) -> None:
+    ray.inits = [None]
+    with ExitStack() as undo:
+        ray_setup._start_local(ray, WorkersRef(count=1), 1 << 20, undo)
+        (outer,) = temporary.iterdir()
+        assert outer.name.startswith(FOLDER)
+        assert outer.stat().st_mode & 0o777 == 0o700
+        assert ray.folders == [outer / "r"]
+
+
+def test_paths_of_sockets_are_short_enough() -> None:
+    """In the usual folder for temporary files; the system takes 107 bytes."""
+    session = "session_2026-11-22_15-08-00_123456_4194304/sockets/plasma_store"
+    assert len(f"/tmp/{FOLDER}12345678/r/{session}.12") <= 107
+
+
+def test_a_process_of_another_machine_with_the_same_host_name_is_left_alone(ray: FakeRay, tmp_path: Path) -> None:
+    """Its number belongs to another process here."""
+    bystander = subprocess.Popen([sys.executable, "-c", RAYLET, OF_RAYS_WORKERS], stdout=subprocess.PIPE)
+    assert bystander.stdout is not None
+    bystander.stdout.readline()
+    try:
+        facts = Worker("cpu").facts()
+        same_name = started(facts=type(facts)(**{**vars(facts), "pid": bystander.pid}))
+        away = RayWorkerHandle(ray, object(), 0, same_name, is_here=False)
+        here = RayWorkerHandle(ray, object(), 0, same_name, is_here=True)
+        away.kill()
+        away.wait_for_end(0.1)
+        assert (away._process, bystander.poll()) == (None, None)
+        assert here._process is not None, "the number and the words would have fitted"
+        with pytest.raises(WorkerLostError):
+            away.ask("facts").result(0)
+    finally:
+        bystander.kill()
+        bystander.communicate()
