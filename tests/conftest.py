@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,46 @@ from wanstream.cli.sample_fp8 import FP8_LAYOUTS
 from wanstream.cli.sample_model import write_sample_model
 from wanstream.cli.sample_tokenizer import VOCABULARY
 from wanstream.cli.sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
+
+INTEGRATION_MARKS = {"comfy", "browser"}
+INTEGRATION_FIXTURES = {"processes", "process_pools"}
+SEEN = pytest.StashKey[dict[str, frozenset[str]]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests of servers, browsers and worker processes as `integration`, before `-m` selects.
+
+    Other tests that start a Python process have the mark in their file.
+    """
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if marks & INTEGRATION_MARKS or INTEGRATION_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("integration")
+    config.stash[SEEN] = {item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items}
+
+
+@pytest.fixture
+def collected(request: pytest.FixtureRequest) -> dict[str, frozenset[str]]:
+    """The marks of every test that this session collected, the deselected ones included."""
+    return request.config.stash[SEEN]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Refuse a new Python process in a unit test: it imports torch again, which takes seconds."""
+    if any(item.get_closest_marker(name) for name in ("integration", "slow")):
+        return (yield)
+    start = subprocess.Popen.__init__
+
+    def refuse_python(self: subprocess.Popen[Any], args: Any, *rest: Any, **options: Any) -> None:
+        if not isinstance(args, str) and args[0] == sys.executable:
+            pytest.fail(f"a unit test starts {args}: mark it with pytest.mark.integration")
+        start(self, args, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", refuse_python)
+        return (yield)
 
 
 @pytest.fixture(scope="session")

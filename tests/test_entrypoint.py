@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parent.parent
 
 # The way ComfyUI imports a folder of custom_nodes: the module's name is its path.

@@ -126,6 +126,7 @@ def test_a_lane_that_fails_costs_the_others_nothing_but_time(
     assert len(set(prompt_ids(tmp_path / "out"))) == 3
 
 
+@pytest.mark.integration
 def test_a_batch_that_is_killed_between_two_passes_goes_on_with_the_second(batch: Batch, tmp_path: Path) -> None:
     rows = [{"name": str(n), "sampler.seed": n, "text.positive": f"boat {n}"} for n in range(4)]
 

@@ -291,6 +291,7 @@ def holder(path: Path) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.integration
 def test_a_lock_has_one_holder_and_dies_with_it(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with holder(path) as other:

@@ -23,6 +23,7 @@ from wanstream.plan.workers_text import WorkersError
 from wanstream.sampling import Cancelled, RequestError
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.integration
 
 LIMIT_S = 120
 STORE_BYTES = 128 << 20

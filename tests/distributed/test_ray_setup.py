@@ -44,6 +44,7 @@ except RayMissingError as err:
 """
 
 
+@pytest.mark.integration
 def test_ray_is_imported_when_it_is_needed_and_where_it_is_missing_the_error_says_how_to_install_it(
     tmp_path: Path,
 ) -> None:
@@ -98,6 +99,7 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
         check_answers(f"127.0.0.1:{port}", "127.0.0.1", port)
 
 
+@pytest.mark.integration
 def test_what_is_no_ray_is_told_in_bounded_time() -> None:
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as listening:

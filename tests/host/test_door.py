@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 PICK = """
 import sys
 sys.path.insert(0, sys.argv[1])

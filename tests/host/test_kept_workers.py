@@ -174,6 +174,7 @@ def test_a_start_that_fails_leaves_nothing_behind() -> None:
     kept.close()
 
 
+@pytest.mark.integration
 def test_they_end_with_the_process() -> None:
     code = f"""{SETUP}
 class Pool:
@@ -185,6 +186,7 @@ kept.get(ONE, Mesh(), torch.device("cpu"))
     assert done.stdout == "ended\n"
 
 
+@pytest.mark.integration
 def test_without_ray_the_remedy_is_told_and_one_worker_here_needs_none() -> None:
     """In a Python that finds nothing but this package, as far as Ray goes."""
     code = f"""
@@ -203,6 +205,7 @@ except ValueError as err:
     assert 'pip install "ray>=2.52"' in done.stdout
 
 
+@pytest.mark.integration
 def test_looking_for_ray_does_not_import_it() -> None:
     code = f"{SETUP}\nimport sys, dataclasses\n" + (
         "check_ray(dataclasses.replace(ONE, address='local'))\nprint('ray' in sys.modules)"

@@ -119,6 +119,7 @@ except OSError as err:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+@pytest.mark.integration
 def test_no_unfinished_file_is_left_on_a_full_disk(tmp_path: Path) -> None:
     command = [sys.executable, "-B", "-c", WRITE_WITH_LITTLE_ROOM, str(tmp_path)]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout

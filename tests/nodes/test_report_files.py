@@ -117,6 +117,7 @@ def write_with_little_room(folder: Path, room: int, what: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+@pytest.mark.integration
 def test_a_full_disk_costs_the_last_run_and_leaves_those_before(tmp_path: Path) -> None:
     said = write_with_little_room(tmp_path, 100, "keep")
     assert said.startswith(f"ReportFileError {errno.EFBIG} ")
@@ -127,6 +128,7 @@ def test_a_full_disk_costs_the_last_run_and_leaves_those_before(tmp_path: Path) 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+@pytest.mark.integration
 def test_a_disk_that_is_full_at_the_end_has_everything_that_was_measured(tmp_path: Path) -> None:
     """Room for the JSON and the CSV, not for the page."""
     said = write_with_little_room(tmp_path, 5_000, "finish")

@@ -165,6 +165,7 @@ raise SystemExit(7)
 """
 
 
+@pytest.mark.integration
 def test_a_forward_that_never_ends_does_not_keep_the_process_alive():
     done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, timeout=60, check=False)
     assert done.returncode == 7, done.stderr

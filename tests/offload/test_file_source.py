@@ -319,6 +319,7 @@ source.close()
 """
 
 
+@pytest.mark.integration
 def test_processes_load_one_file_at_the_same_time(path, tensors):
     processes = [
         subprocess.Popen([sys.executable, "-c", LOADER, str(path), route], stdout=subprocess.PIPE, text=True)

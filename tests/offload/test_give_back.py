@@ -312,6 +312,7 @@ assert handle.loaded_bytes == 3 * 3072 * 3072 * 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process")
+@pytest.mark.integration
 def test_a_run_that_gets_no_memory_again_leaves_the_engine_usable():
     done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

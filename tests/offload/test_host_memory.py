@@ -64,6 +64,7 @@ def test_huge_memory_goes_with_its_last_view():
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
 @pytest.mark.parametrize(("count", "megabytes"), [(3, 9), (6, 17), (8, 9), (7, 31)])
+@pytest.mark.integration
 def test_freed_activations_are_not_faulted_in_again(count, megabytes):
     command = [sys.executable, "-c", FAULTS_OF_TEN_ROUNDS, str(count), str(megabytes)]
     faults = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -144,6 +144,7 @@ def digest(index: int) -> str:
     return hashlib.sha256(content(index).numpy()).hexdigest()
 
 
+@pytest.mark.integration
 def test_every_block_is_read_by_one_rank_and_found_by_all_bit_for_bit(start, folder):
     ranks = start(3)
     reads = 0
@@ -163,6 +164,7 @@ def test_every_block_is_read_by_one_rank_and_found_by_all_bit_for_bit(start, fol
     assert list(folder.iterdir()) == [], "a process that ends by itself need not close"
 
 
+@pytest.mark.integration
 def test_a_rank_that_is_killed_while_it_fills_leaves_the_block_to_the_next(start, folder):
     first, second, third = start(3)
     assert first.ask("fill 0")[0] == "1"
@@ -178,6 +180,7 @@ def test_a_rank_that_is_killed_while_it_fills_leaves_the_block_to_the_next(start
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.integration
 def test_what_killed_ranks_left_is_recognised_and_not_believed(start, folder):
     first, second = start(2)
     assert first.ask("fill 0")[0] == "1"
@@ -195,6 +198,7 @@ def test_what_killed_ranks_left_is_recognised_and_not_believed(start, folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.integration
 def test_what_killed_ranks_of_another_model_left_is_swept_out_and_what_is_used_stays(start, folder):
     dead, living = start(1, "dead")[0], start(1, "living")[0]
     assert dead.ask("fill 0")[0] == living.ask("fill 0")[0] == "1"
@@ -209,6 +213,7 @@ def test_what_killed_ranks_of_another_model_left_is_swept_out_and_what_is_used_s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
+@pytest.mark.integration
 def test_memory_is_there_once(start):
     nbytes = 16_000_000
     ranks = start(3, "large", 2, nbytes)
@@ -392,6 +397,7 @@ def test_slots_hold_shared_blocks_and_their_own_side_by_side(folder, limited_pag
 
 
 @pytest.mark.skipif(not re.match("linux|darwin", sys.platform), reason="needs fork")
+@pytest.mark.integration
 def test_a_forked_child_does_not_take_the_segment_away(folder):
     segment = SharedSegment("model", SIZES, folder=folder)
     code = (
