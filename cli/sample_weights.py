@@ -65,7 +65,7 @@ def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
     return randomised(model, seed)
 
 
-def make_vae(*, seed: int, base_dim: int = 16) -> AutoencoderKLWan:
+def make_vae(*, seed: int, base_dim: int = 8) -> AutoencoderKLWan:
     """A random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
     with torch.random.fork_rng(devices=[]):
         vae = AutoencoderKLWan(base_dim=base_dim)

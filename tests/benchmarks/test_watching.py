@@ -31,6 +31,7 @@ def test_dropped_files_are_read_from_the_disk_again(tmp_path: Path) -> None:
 
 
 @LINUX
+@pytest.mark.integration
 def test_a_process_is_seen_from_outside(tmp_path: Path) -> None:
     program = "import time; held = bytearray(b'x' * 60_000_000); time.sleep(0.5); print('done')"
     watched = watch([sys.executable, "-c", program], log=tmp_path / "log", environment={"A": "b"}, timeout_s=60)
@@ -41,6 +42,7 @@ def test_a_process_is_seen_from_outside(tmp_path: Path) -> None:
 
 
 @LINUX
+@pytest.mark.integration
 def test_a_process_that_fails_or_takes_too_long(tmp_path: Path) -> None:
     failed = watch([sys.executable, "-c", "raise OSError('no')"], log=tmp_path / "a", environment={}, timeout_s=60)
     assert failed.exit_code == 1

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from wanstream.host import machine_profile as module
 from wanstream.host.machine_profile import Profile, kept_machine, machine_profile, measure_machine, profile_path
 from wanstream.offload.available_memory import cgroup_limits
 from wanstream.plan import ExpertShape, Machine
@@ -44,6 +45,12 @@ def kept(measured: Profile, tmp_path: Path) -> Path:
     data["machine"]["copy_bytes_per_s"] = 12345.0
     profile_path(CPU, tmp_path).write_text(json.dumps(data), encoding="utf-8")
     return tmp_path
+
+
+@pytest.fixture
+def measures_at_once(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every further measurement find what `measured` found, in no time."""
+    monkeypatch.setattr(module, "_measured", lambda *_: measured.machine)
 
 
 def _change(folder: Path, **changes: Any) -> None:
@@ -105,6 +112,7 @@ def test_what_is_kept_can_be_asked_for_without_measuring(
     assert not caplog.records, "nothing is measured again, so there is nothing to tell"
 
 
+@pytest.mark.usefixtures("measures_at_once")
 def test_room_is_made_only_where_something_is_measured(kept: Path, models: Path) -> None:
     asked = list[bool]()
 
@@ -118,6 +126,7 @@ def test_room_is_made_only_where_something_is_measured(kept: Path, models: Path)
     assert asked == [False], "before anything is measured and kept"
 
 
+@pytest.mark.usefixtures("measures_at_once")
 @pytest.mark.parametrize(
     "changed",
     [{"device": "RTX 9090"}, {"ram_bytes": 1}, {"disk": -1}, {"block": [1, 2]}, {"computes_in": "float8"}],
@@ -136,6 +145,7 @@ def test_a_profile_of_another_machine_is_told_and_measured_again(
     assert machine_profile(CPU, expert=TINY, models=models, folder=kept) == machine
 
 
+@pytest.mark.usefixtures("measures_at_once")
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"format": 0}', '{"format": 1}', '{"format": 1, "machine": {}, "identity": {}}', "\0"],
@@ -151,6 +161,7 @@ def test_what_is_no_profile_is_told_and_measured_again(
     assert Machine.from_dict(json.loads(path.read_text(encoding="utf-8"))["machine"]) == machine
 
 
+@pytest.mark.usefixtures("measures_at_once")
 def test_bytes_that_are_no_text_are_measured_again(kept: Path, models: Path, caplog: pytest.LogCaptureFixture) -> None:
     profile_path(CPU, kept).write_bytes(b"\xff\xfe\x00")
     machine_profile(CPU, expert=TINY, models=models, folder=kept)

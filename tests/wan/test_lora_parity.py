@@ -28,6 +28,12 @@ TIME = "diffusion_model.time_projection.1"
 # Spellings that diffusers reads, and whether it takes biases in them.
 DIFFUSERS_READS = {"lightning": True, "lora_A": True, "lora_A without alpha": True, "musubi": False, "diffusers": True}
 
+# Every spelling, and every policy.
+FUSED = [
+    *((spelling, biases, "layerwise") for spelling, biases in DIFFUSERS_READS.items()),
+    *(("lightning", True, policy) for policy in POLICIES if policy != "layerwise"),
+]
+
 
 @pytest.fixture
 def pair(tiny_expert_folder):
@@ -116,14 +122,13 @@ def time_lora():
 
 
 class TestAgainstDiffusers:
-    @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-    @pytest.mark.parametrize(("spelling", "biases"), DIFFUSERS_READS.items(), ids=DIFFUSERS_READS)
+    @pytest.mark.parametrize(("spelling", "biases", "policy"), FUSED, ids=str)
     def test_fused_lora(self, pair, fused, lora_file, lane, record_property, spelling, biases, policy):
         high, low = (lora_file(seed=seed, style=spelling, biases=biases) for seed in (3, 4))
         expected = run_plain(fused([(high, 0.7)], [(low, -1.2)]), lane)
-        plain = run(pair, lane, policy)
+        plain = run(pair, lane, POLICIES[policy])
         pair.set_loras([(open_lora(high), 0.7)], [(open_lora(low), -1.2)])
-        found = run(pair, lane, policy)
+        found = run(pair, lane, POLICIES[policy])
         record_property("rel_l2", distance(found, expected))
         assert distance(found, expected) <= TOLERANCE
         assert distance(plain, expected) > 1e-2

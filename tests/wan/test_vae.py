@@ -129,7 +129,7 @@ class TestBadFiles:
             ({"_class_name": "AutoencoderKL"}, "_class_name is 'AutoencoderKL'"),
             ({"z_dim": 32}, "z_dim is 32, 16 is expected: give the VAE of Wan2.1 and Wan2.2 A14B or of Wan2.2 5B"),
             ({"z_dim": 48}, "is_residual is False, True is expected"),
-            ({"base_dim": 32}, r"encoder\.conv_in\.weight is \[16, 3, 3, 3, 3\]"),
+            ({"base_dim": 32}, r"encoder\.conv_in\.weight is \[8, 3, 3, 3, 3\]"),
             ({"base_dim": "wide"}, "base_dim is 'wide'; a whole number"),
             ({"dim_mult": []}, r"dim_mult is \[\], \[1, 2, 4, 4\] is expected"),
             ({"attn_scales": 1}, "no model that can be built"),

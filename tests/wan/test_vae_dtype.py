@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def _latents() -> torch.Tensor:
-    return 3 * torch.randn(1, 16, 3, 13, 9, generator=torch.Generator().manual_seed(0))
+    return 3 * torch.randn(1, 16, 2, 9, 5, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def own_vae(tiny_pipeline: Callable[[], Path]) -> AutoencoderKLWan:
 def test_whole_frames_and_latents_are_those_of_diffusers(
     tiny_pipeline: Callable[[], Path], own_vae: AutoencoderKLWan
 ) -> None:
-    video = torch.rand(5, 16, 24, 3, generator=torch.Generator().manual_seed(0))
+    video = torch.rand(5, 16, 8, 3, generator=torch.Generator().manual_seed(0))
     with open_vae(tiny_pipeline(), BF16) as vae, torch.no_grad():
         frames, latents = vae.decode(_latents(), device="cpu"), vae.encode(video, device="cpu")
         expected = own_vae.decode(_latents().to(BF16)).sample[0].movedim(0, -1).float()
@@ -66,6 +66,6 @@ def test_it_takes_half_the_memory(tiny_pipeline: Callable[[], Path], own_vae: Au
 
 def test_what_is_reckoned_is_what_it_takes(own_vae: AutoencoderKLWan) -> None:
     with torch.no_grad(), LiveTensors() as counted:
-        for frames in decoded_frames(own_vae, torch.zeros(1, 16, 3, 8, 8, dtype=BF16)):
+        for frames in decoded_frames(own_vae, torch.zeros(1, 16, 3, 6, 6, dtype=BF16)):
             del frames
-    assert counted.convolution_peak == pytest.approx(decode_pixel_bytes(own_vae.config, 3, BF16) * 64, rel=0.01)
+    assert counted.convolution_peak == pytest.approx(decode_pixel_bytes(own_vae.config, 3, BF16) * 36, rel=0.01)

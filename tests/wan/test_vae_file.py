@@ -80,11 +80,11 @@ class TestAgainstTheFolder:
         assert_equal(tmp_path / "vae" / WEIGHTS, vae_file)
 
     def test_the_width_follows_from_shapes(self, tmp_path: Path) -> None:
-        vae = make_vae(seed=0, base_dim=8)
+        vae = make_vae(seed=0, base_dim=16)
         save_vae_file(vae, tmp_path / "vae.safetensors")
         save_vae_folder(vae, tmp_path / "vae")
 
-        assert json.loads((tmp_path / "vae" / "config.json").read_text())["base_dim"] == 8
+        assert json.loads((tmp_path / "vae" / "config.json").read_text())["base_dim"] == 16
         assert_equal(tmp_path / "vae.safetensors", tmp_path)
 
 
@@ -167,7 +167,7 @@ class TestBadFiles:
     @pytest.mark.parametrize(
         ("edit", "message"),
         [
-            (lambda t: t.pop("decoder.head.0.gamma"), r"decoder\.head\.0\.gamma \[16, 1, 1, 1\] is missing"),
+            (lambda t: t.pop("decoder.head.0.gamma"), r"decoder\.head\.0\.gamma \[8, 1, 1, 1\] is missing"),
             (lambda t: t.pop("encoder.conv1.weight"), r"encoder\.conv1\.weight is missing"),
             (
                 lambda t: t.update({"encoder.conv1.weight": torch.zeros(16, 3, 3, 3)}),
