@@ -1,8 +1,13 @@
-"""The progress of a run on stderr: a line per node, with a bar for a node that has steps."""
+"""The progress of a run on stderr: a line per node, with a bar for a node that has steps.
+
+Where stderr is not a terminal, as in a log, a bar would be written again and again: there it is a few plain lines.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from types import TracebackType
 
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -10,6 +15,55 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from ..host.embedded_door import NodeProgress
 
 _NO_BAR = "{desc}: {elapsed}"
+
+LINE_EVERY_S = 10.0
+"""Between two plain lines of one node."""
+
+
+def progress_of_run() -> ProgressBars | ProgressLines:
+    """Return bars for a terminal, and plain lines for everything else."""
+    return ProgressBars() if sys.stderr.isatty() else ProgressLines()
+
+
+class ProgressLines:
+    """Writes a plain line when a node ends, and one every 10 s while its steps go on."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._progress: NodeProgress | None = None
+        self._begin = self._written = 0.0
+
+    def show(self, progress: NodeProgress) -> None:
+        """Note how far the node is; write the line of the node before it, or its own if it is due."""
+        now = self._clock()
+        if self._progress is None or self._progress.node_id != progress.node_id:
+            self._end()
+            self._begin = self._written = now
+            self._progress = progress
+        elif progress.total > 1:  # the end of a node has no steps
+            self._progress = progress
+        if now - self._written >= LINE_EVERY_S:
+            self._write(now)
+
+    def __enter__(self) -> ProgressLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._progress is not None:
+            self._write(self._clock())
+        self._progress = None
+
+    def _write(self, now: float) -> None:
+        node = self._progress
+        assert node is not None
+        steps = f" {node.done}/{node.total} steps" if node.total > 1 else ""
+        print(f"{node.node_id}:{steps} {now - self._begin:.1f} s", file=sys.stderr, flush=True)
+        self._written = now
 
 
 class ProgressBars:

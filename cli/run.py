@@ -28,7 +28,7 @@ from ..plan import Timeline
 from .arguments import ArgumentError, check_models, made_folder, read_json
 from .changes import with_changes
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
-from .progress import ProgressBars
+from .progress import ProgressBars, ProgressLines, progress_of_run
 from .table import step_table
 
 
@@ -57,8 +57,8 @@ def run(arguments: RunArguments) -> int:
         print(err, file=sys.stderr)
         return INVALID
     try:
-        with _ctrl_c_stops_the_run(), ProgressBars() as bars:
-            history = _execute(arguments, prompt, nodes, bars)
+        with _ctrl_c_stops_the_run(), progress_of_run() as progress:
+            history = _execute(arguments, prompt, nodes, progress)
     except NodeFailedError as err:
         if not isinstance(err.__cause__, ValueError | OSError):  # no refusal but a fault, ours or a library's
             traceback.print_exception(err.__cause__)
@@ -88,7 +88,9 @@ def _checked_prompt(arguments: RunArguments, nodes: Sequence[type[ComfyNode]]) -
     return prompt
 
 
-def _execute(arguments: RunArguments, prompt: Prompt, nodes: Sequence[type[ComfyNode]], bars: ProgressBars) -> History:
+def _execute(
+    arguments: RunArguments, prompt: Prompt, nodes: Sequence[type[ComfyNode]], progress: ProgressBars | ProgressLines
+) -> History:
     try:
         return run_workflow(
             prompt,
@@ -96,7 +98,7 @@ def _execute(arguments: RunArguments, prompt: Prompt, nodes: Sequence[type[Comfy
             models=arguments.models,
             output=arguments.output,
             input_dir=arguments.input,
-            on_progress=bars.show,
+            on_progress=progress.show,
             device=torch.device(arguments.device) if arguments.device else None,
             strict=arguments.strict,
         )

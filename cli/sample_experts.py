@@ -21,9 +21,13 @@ from .sample_weights import in_dtype
 
 def save_expert_folder(model: WanTransformer3DModel, folder: Path, *, dtype: torch.dtype, shards: int = 1) -> None:
     """Write a diffusers transformer folder with all tensors in `dtype`, in about `shards` files and an index."""
+    if shards == 1:  # without a copy of the model, which takes longer than all the rest
+        model.save_config(folder)
+        save_file(_stored(model, dtype), folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+        return
     model = in_dtype(model, dtype)
     total = sum(parameter.nbytes for parameter in model.parameters())
-    model.save_pretrained(folder, max_shard_size=total if shards == 1 else total // shards)
+    model.save_pretrained(folder, max_shard_size=total // shards)
 
 
 def save_expert_file(
@@ -35,14 +39,14 @@ def save_expert_file(
     fp8: Fp8Layout | None = None,
 ) -> None:
     """Write ComfyUI's single file; with `fp8` the matrices of the blocks are quantised, all the rest is in `dtype`."""
-    tensors = {native_transformer_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    tensors = {native_transformer_name(name): tensor for name, tensor in _stored(model, dtype).items()}
     metadata = {"format": "pt"}
     if fp8 is not None:
         layers = {native_layer(name): linear for name, linear in block_linears(model).items()}
         tensors |= fp8_tensors(layers, fp8)
         metadata |= fp8_metadata(layers, fp8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({f"{prefix}{name}": tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    save_file({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, path, metadata)
 
 
 def dequantised(model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.dtype = FP8) -> WanTransformer3DModel:
@@ -53,6 +57,10 @@ def dequantised(model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.
         weight, scale = quantise(originals[name].weight, fp8)
         linear.weight.copy_(weight.float() * scale)
     return rounded
+
+
+def _stored(model: WanTransformer3DModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype).contiguous() for name, tensor in model.state_dict().items()}
 
 
 def block_linears(model: WanTransformer3DModel) -> dict[str, nn.Linear]:

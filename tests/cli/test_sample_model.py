@@ -162,7 +162,7 @@ class TestContents:
         lines = model.summary().splitlines()
         assert len(lines) == 34
         assert lines[-1].endswith(f"on disk, in {model.folder}")
-        assert "14.4 MB  vae/wan_2.1_vae.safetensors" in model.summary()
+        assert "3.72 MB  vae/wan_2.1_vae.safetensors" in model.summary()
 
 
 class TestFolder:
