@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..host import OutputFile, host
+from ..offload.available_memory import surely_lacks
 from ..plan import WorkersRef
-from ..plan.vae_room import GB, HEAP_BYTES, DecodeNeeds, fitting_tiling
+from ..plan.vae_room import GB, HEAP_BYTES, DecodeNeeds, VaeRoomError, fitting_tiling
 from ..plan.vae_tiles import Tiling
 from ..wan.latent_space import space_of
 from ..wan.smaller_tiles import in_words, with_smaller_tiles
@@ -116,6 +117,7 @@ def _first_tiling(
     wanted = settings.memory_bytes or needs.device_bytes(settings.tiling)
     room = host.make_room(wanted + opened.weight_bytes) - opened.weight_bytes
     if settings.tiling is not None:
+        _check_ram(needs, settings.tiling)
         return settings.tiling
     budget = min(room, settings.memory_bytes) if settings.memory_bytes else room
     tiling = fitting_tiling(needs, budget, shared=host.device().type == "cpu")
@@ -124,7 +126,26 @@ def _first_tiling(
             f"decoded in {in_words(tiling)}: whole frames take {needs.device_bytes(None) / GB:.1f} GB, "
             f"{budget / GB:.1f} GB given"
         )
+    _check_ram(needs, tiling)
     return tiling
+
+
+def _check_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
+    """Refuse frames for which there is too little RAM: the system would end the process. Raises VaeRoomError."""
+    on_cpu = host.device().type == "cpu"
+    needed = needs.host_bytes(tiling) + (needs.device_bytes(tiling) if on_cpu else 0)
+    lacking = surely_lacks(needed)
+    if lacking is None:
+        return
+    ways = ["make the video shorter or smaller"]
+    if needs.keeps_frames:
+        ways.insert(0, "decode straight into a file (Wan Decode to Video), which keeps a fourth of each frame")
+    if on_cpu and tiling is not None:
+        ways.insert(0, "set tile_size to 0, which chooses tiles by the memory")
+    raise VaeRoomError(
+        f"decoding {needs.frames} frames takes about {needed / GB:.2f} GB of RAM, and {lacking / GB:.2f} GB are free "
+        f"(swap included), so the system would end this process: {', or '.join(ways)}"
+    )
 
 
 class _Shown:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from ..host import io
-from ..plan.shapes import VideoShape
+from ..offload.available_memory import surely_lacks
+from ..plan.shapes import FP32_BYTES, VideoShape
+from ..sampling import NoRoomError
 from ..wan.latent_space import SPACES, WAN21, LatentSpace
 from .expert_inputs import said_once
 
@@ -70,8 +74,19 @@ def size_refusal(space: LatentSpace = WAN21, **size: object) -> bool | str:
     return True
 
 
+def check_ram(nbytes: int, what: str) -> None:
+    """Refuse to make a tensor that the system would end the process for. Raises NoRoomError."""
+    lacking = surely_lacks(nbytes)
+    if lacking is not None:
+        raise NoRoomError(
+            f"{what} takes {nbytes / 1e9:.1f} GB of RAM, and {lacking / 1e9:.1f} GB are free (swap included): make the "
+            "video smaller or shorter, or batch_size smaller"
+        )
+
+
 def empty_latent(space: LatentSpace, shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
-    """A LATENT of zeros."""
+    """A LATENT of zeros. Raises NoRoomError where there is too little RAM for it."""
+    check_ram(batch_size * space.channels * prod(shape.latent) * FP32_BYTES, "the latent")
     return {"samples": torch.zeros(batch_size, space.channels, *shape.latent)}
 
 

@@ -28,6 +28,9 @@ V1 = _Controller(
 
 ROOT = Path("/")
 
+ESTIMATE_MARGIN = 1.1
+"""An estimate of activations is 0.9 to 1.02 times what is alive at once; blocks and frames are counted exactly."""
+
 
 def available_bytes(root: Path = ROOT) -> int:
     """Bytes of RAM that can be taken without swapping or being ended; cached file pages count, they make room.
@@ -36,6 +39,18 @@ def available_bytes(root: Path = ROOT) -> int:
         root: where the `proc` and `sys` lie that tell about control groups.
     """
     return min([int(psutil.virtual_memory().available), *cgroup_rooms(root)])
+
+
+def surely_lacks(nbytes: int, *, available: int | None = None, root: Path = ROOT) -> int | None:
+    """The RAM that there is, where so much of it that is estimated to need `nbytes` would be ended; None otherwise.
+
+    A refusal that was not needed is worse than one that comes late. So free swap counts too, but in a control group
+    with a limit, and only what takes `ESTIMATE_MARGIN` times of what there is is sure to fail.
+    """
+    if available is None:
+        rooms = [*cgroup_rooms(root)]
+        available = min([int(psutil.virtual_memory().available) + int(psutil.swap_memory().free), *rooms])
+    return available if nbytes > ESTIMATE_MARGIN * available else None
 
 
 def cgroup_rooms(root: Path = ROOT) -> Iterator[int]:

@@ -71,7 +71,8 @@ def denoise(
     Raises:
         RequestError: the request does not fit the experts.
         ValueError: the policy does not fit the experts, or the device is not there.
-        NoRoomError: the device has too little memory even for the smallest policy.
+        NoRoomError: the device has too little memory even for the smallest policy; or, on a CPU, the run is estimated
+            to need more RAM than there is.
         Cancelled: `should_stop` returned True. The pair can be used again at once, as after any error.
         NonFiniteLatentError: a step made NaN or infinity.
     """
@@ -140,6 +141,7 @@ def _denoise(
         split=part.split,
         cache=request.cache,
     )
+    going.check_ram()
     with torch.inference_mode():
         recorder = Recorder(place, observe=observe or Observe.asked(os.environ))
         denoising = Denoising(request, part, going, recorder, callbacks, cache)

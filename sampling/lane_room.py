@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
 from ..metrics import free_bytes
-from ..offload.available_memory import available_bytes
+from ..offload.available_memory import available_bytes, surely_lacks
 from ..plan import OffloadPolicy, fit_policy
 from ..plan.candidates import CHUNKS
+from ..plan.shapes import FP32_BYTES
 from ..wan import ExpertPair
+from .cache_settings import CacheSettings
 from .errors import NoRoomError
 from .request import DenoiseRequest
+from .split import WHOLE_STEP, Share
 from .working_bytes import tokens_of, working_bytes
+
+LATENT_COPIES = 8
+"""Of the latents in fp32: noise, state, estimate, velocities of both sides, and what a solver remembers."""
 
 
 def check_room(
@@ -57,6 +65,53 @@ def check_room(
         f"{request.batch} videos at once need {_gb(needed(request.batch))} to compute in, beside {_gb(weights)} of "
         f"weights in the fewest buffers; {_gb(room + weights)} are free for both. {remedy}, or close what else uses "
         "the device"
+    )
+
+
+def check_ram(
+    pair: ExpertPair,
+    shape: Sequence[int],
+    policy: OffloadPolicy,
+    device: torch.device,
+    *,
+    guided: bool,
+    share: Share = WHOLE_STEP,
+    cache: CacheSettings | None = None,
+    available: int | None = None,
+) -> None:
+    """Refuse a run on a CPU that is estimated to take more RAM than there is: the system would end the process.
+
+    A GPU raises an error instead, after which a smaller policy is tried. `available` None is what there is now.
+
+    Args:
+        shape: of the lanes of one side [B, C, T, h, w].
+
+    Raises NoRoomError, with the estimate and a remedy.
+    """
+    if device.type != "cpu":
+        return
+
+    def needs(policy: OffloadPolicy) -> tuple[int, int]:
+        """Of the weights that are not there yet, and of what is computed."""
+        working = working_bytes(pair, shape, guided=guided, chunk_tokens=policy.chunk_tokens, share=share, cache=cache)
+        latents = LATENT_COPIES * prod(shape) * FP32_BYTES
+        return max(0, pair.device_bytes(policy, device=device) - pair.loaded_bytes), working + latents
+
+    weights, working = needs(policy)
+    lacking = surely_lacks(weights + working, available=available)
+    if lacking is None:
+        return
+    smallest, _ = _smallest(pair, policy, tokens_of(shape), device)
+    fits = surely_lacks(sum(needs(smallest)), available=lacking) is None
+    remedy = (
+        "Choose Wan Auto Offload, which computes fewer tokens at once (a smaller policy, with chunk_tokens, in Python)"
+        if fits
+        else "Make the video smaller or shorter, or use context windows"
+    )
+    raise NoRoomError(
+        f"a step needs about {_gb(working)} of RAM to compute in, next to {_gb(weights)} for weights, and "
+        f"{_gb(lacking)} are free (swap included): the system would end this process. {remedy}, or close what else "
+        "takes memory"
     )
 
 

@@ -15,6 +15,7 @@ from ..plan.smaller import bytes_to_free, smaller_policy
 from ..wan import ExpertEngine, ExpertPair
 from .cache_settings import CacheSettings, cached_policy
 from .errors import NoRoomError, SmallerPolicyError
+from .lane_room import check_ram
 from .split import ALONE, Split
 from .working_bytes import tokens_of, working_bytes
 
@@ -57,6 +58,11 @@ class RunPolicy:
         """The pair's engine, under the policy as it is now. No run may be going on."""
         with torch.inference_mode(False):  # it outlives the run
             return self._pair.engine(self.policy, self.device)
+
+    def check_ram(self) -> None:
+        """Refuse a run that takes more RAM than there is; see `check_ram`."""
+        share, cache = self._split.share, self._cache
+        check_ram(self._pair, self._shape, self.policy, self.device, guided=self._guided, share=share, cache=cache)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -16,13 +16,16 @@ from safetensors.torch import load_file
 from wanstream.host import io
 from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError, embedded_door
 from wanstream.host.embedded_run import History, NodeFailedError, run_workflow
-from wanstream.nodes import WanStreamExtension
+from wanstream.nodes import WanStreamExtension, decode_run, latent
 from wanstream.nodes.decode_run import encode_here
+from wanstream.nodes.latent import WanStreamEmptyLatent
 from wanstream.nodes.latent_file import VideoNotSavedError
+from wanstream.nodes.latent_from_image import WanStreamImageToVideo
 from wanstream.nodes.video_file import write_mp4
 from wanstream.nodes.workers_inputs import workers_inputs
 from wanstream.plan.vae_room import HEAP_BYTES, VaeRoomError, too_little
 from wanstream.plan.vae_tiles import Tiling
+from wanstream.sampling import NoRoomError
 from wanstream.wan.mosaic import as_pixels
 from wanstream.wan.smaller_tiles import NoRoomToDecodeError, with_smaller_tiles
 from wanstream.wan.vae import open_vae
@@ -191,6 +194,32 @@ def test_a_video_is_that_of_the_images(
     assert [path.name for path in sorted(output.iterdir())] == ["video_00001_.mp4", "video_00002_.mp4"]
 
 
+@pytest.mark.parametrize(
+    ("class_type", "inputs", "ways"),
+    [
+        ("WanStreamVAEDecode", {"tile_size": 64}, "set tile_size to 0, .*, or decode straight into a file .*, or make"),
+        ("WanStreamVAEDecode", {}, "decode straight into a file .*, or make the video shorter"),
+        ("WanStreamDecodeVideo", {}, "process: make the video shorter or smaller"),
+    ],
+)
+def test_frames_for_which_there_is_too_little_ram_are_refused_and_the_latent_is_there(
+    class_type: str,
+    inputs: dict[str, Any],
+    ways: str,
+    decode: Decode,
+    output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_run, "surely_lacks", lambda nbytes: 1_000_000_000 if nbytes else None)
+    with pytest.raises(
+        NodeFailedError, match=rf"decoding 5 frames takes about .* 1\.00 GB are free .*{ways}"
+    ) as failed:
+        decode(class_type, **inputs)
+    assert isinstance(failed.value.__cause__, VaeRoomError)
+    (kept,) = output.rglob("*.latent")
+    assert torch.equal(load_file(kept)["latent_tensor"], LATENT)
+
+
 @pytest.mark.parametrize("class_type", ["WanStreamVAEDecode", "WanStreamDecodeVideo"])
 def test_memory_that_runs_out_leads_to_smaller_tiles(
     decode: Decode, frames: dict[int, torch.Tensor], output: Path, tmp_path: Path, class_type: str
@@ -281,6 +310,23 @@ def test_a_video_that_cannot_be_written_leaves_its_latent(decode: Decode, output
     (kept,) = output.rglob("*.latent")
     assert kept.parent == output / "latents"
     assert f"The latent is kept in {kept}" in str(no.value)
+
+
+def test_a_latent_or_a_start_video_for_which_there_is_too_little_ram_is_not_made(
+    monkeypatch: pytest.MonkeyPatch, sample_models: Path, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(latent, "surely_lacks", lambda nbytes: asked.append(nbytes) or 2_000_000_000)
+    with pytest.raises(NoRoomError, match=r"the latent takes 4\.3 GB of RAM, and 2\.0 GB are free"):
+        WanStreamEmptyLatent.execute(width=4096, height=4096, frames=1025, batch_size=1)
+    folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
+    size = {"width": 4096, "height": 4096, "frames": 1025}
+    with (
+        embedded_door.opened(folders, device=torch.device("cpu")),
+        pytest.raises(NoRoomError, match=r"the video with the start image takes 206\.4 GB of RAM"),
+    ):
+        WanStreamImageToVideo.execute([], [], vae=VAE, image=torch.zeros(1, 8, 8, 3), batch_size=1, **size)
+    assert asked == [16 * 257 * 512 * 512 * 4, 4096 * 4096 * 1025 * 3 * 4]
 
 
 def test_a_start_image_is_encoded_in_the_tiles_that_fit(sample_models: Path, tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from wanstream.offload.available_memory import available_bytes, cgroup_limits, cgroup_rooms
+from wanstream.offload.available_memory import available_bytes, cgroup_limits, cgroup_rooms, surely_lacks
 
 HUGE = "9223372036854771712"  # how version 1 writes that there is no limit
 
@@ -75,3 +76,14 @@ def test_this_process_can_take_something():
 def test_the_smallest_room_counts(tmp_path):
     write(tmp_path, {"proc/self/cgroup": "0::/a/b\n"} | v2("a/b", "9000", 600) | v2("a", "900", 700))
     assert available_bytes(tmp_path) == 200
+
+
+def test_only_what_surely_fails_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=6_000_000))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=4_000_000))
+    assert surely_lacks(11_000_000, root=tmp_path) is None
+    assert surely_lacks(11_000_001, root=tmp_path) == 10_000_000
+    groups = write(tmp_path, {"proc/self/cgroup": "0::/a\n"} | v2("a", "5000000", 4_000_000))
+    assert surely_lacks(1_100_000, root=groups) is None
+    assert surely_lacks(1_100_001, root=groups) == 1_000_000, "a control group leaves less than the system has"
+    assert surely_lacks(3, available=2) == 2

@@ -220,7 +220,7 @@ def test_the_request_is_left_alone_and_the_result_is_an_ordinary_tensor(
 
 
 def test_what_does_not_fit_the_experts_is_refused(open_pair: OpenPair, make_request: Request) -> None:
-    with pytest.raises(RequestError, match="take 36 channels"):
+    with pytest.raises(RequestError, match="these are image-to-video experts"):
         _latents(open_pair(in_channels=36), make_request())
     with pytest.raises(ValueError, match="blocks_to_swap"):
         _latents(open_pair(), make_request(), OffloadPolicy.block_swap(LAYERS + 1))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from wanstream.offload.available_memory import ESTIMATE_MARGIN
 from wanstream.plan import OffloadPolicy
-from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, working_bytes
+from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, working_bytes
 from wanstream.sampling.cache_settings import FirstBlockCache
+from wanstream.sampling.lane_room import LATENT_COPIES, check_ram
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")
@@ -104,3 +110,46 @@ def test_no_prefetch_asks_for_one_buffer(open_pair: OpenPair, lanes: Callable[..
 
 def test_this_machine_has_room_for_tiny_lanes(open_pair: OpenPair, make_request: Request) -> None:
     check_room(open_pair(), make_request(batch=4), LAYERWISE, CPU)
+
+
+def estimate(
+    pair: ExpertPair, *, guided: bool = True, chunk: int | None = None, shape: Sequence[int] = (1, *LARGE)
+) -> int:
+    working = working_bytes(pair, shape, guided=guided, chunk_tokens=chunk)
+    return working + pair.device_bytes(LAYERWISE, device=CPU) + LATENT_COPIES * prod(shape) * 4
+
+
+def test_a_run_on_a_cpu_is_refused_where_it_surely_takes_more_ram_than_there_is(open_pair: OpenPair) -> None:
+    pair, shape = open_pair(), (1, *LARGE)
+    needs = estimate(pair)
+    check_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) + 1)
+    with pytest.raises(NoRoomError) as refused:
+        check_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) - 1)
+    weights = pair.device_bytes(LAYERWISE, device=CPU)
+    assert f"needs about {(needs - weights) / 1e9:.2f} GB of RAM to compute in" in str(refused.value)
+    assert f"and {needs / ESTIMATE_MARGIN / 1e9:.2f} GB are free (swap included)" in str(refused.value)
+    assert "Choose Wan Auto Offload, which computes fewer tokens at once" in str(refused.value)
+    check_ram(pair, shape, replace(LAYERWISE, chunk_tokens=2048), CPU, guided=True, available=int(needs / 1.2))
+
+
+def test_where_no_policy_fits_the_video_must_be_smaller(open_pair: OpenPair) -> None:
+    pair = open_pair()
+    with pytest.raises(NoRoomError, match="Make the video smaller or shorter, or use context windows"):
+        check_ram(pair, (1, *LARGE), LAYERWISE, CPU, guided=True, available=estimate(pair, chunk=2048) // 2)
+
+
+def test_what_a_gpu_has_no_room_for_is_tried_in_less(open_pair: OpenPair) -> None:
+    check_ram(open_pair(), (1, *LARGE), LAYERWISE, torch.device("cuda"), guided=True, available=0)
+
+
+def test_a_video_that_no_machine_has_ram_for_is_refused_before_its_first_block(
+    open_pair: OpenPair, make_request: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4096x4096x1025, whose 16.8 million tokens take some 200 GB in experts 256 wide."""
+    pair, size = open_pair(), (1, 16, 257, 512, 512)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=25 * 10**9))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=10**9))
+    request = make_request(noise=torch.zeros(1).expand(size))
+    with pytest.raises(NoRoomError, match=r"needs about \d\d\d\.\d\d GB of RAM .* GB are free"):
+        denoise(pair, request, policy=LAYERWISE, device="cpu")
+    assert not pair.running
