@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 NAME = "wanstream"
@@ -28,7 +28,7 @@ def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
         except Exception as err:
             if not type(err).__module__.startswith(f"{PACKAGE}."):
                 raise
-            err.__class__ = _twin(type(err))  # type: ignore[arg-type] # a class is hashable, whatever its instances are
+            err.__class__ = _twin(type(err))
             # Not a bare `raise`: before Python 3.11 that keeps the former class for who asks `sys.exc_info`.
             raise err
 
@@ -40,14 +40,11 @@ def name_errors_of(node: type[Any]) -> None:
     node.execute = classmethod(plainly_named(node.execute.__func__))
 
 
-@lru_cache
-def _twin(cls: type[Exception]) -> type[Exception]:
+def _twin(cls: Any) -> Any:
     """A class like `cls` in all but its module."""
 
     def reduced(self: Exception) -> tuple[Any, ...]:
-        parts = cls.__reduce__(self)
-        assert isinstance(parts, tuple), "an exception is not pickled by name"
-        return (cls, *parts[1:])
+        return (cls, *cls.__reduce__(self)[1:])
 
     body = {"__module__": NAME, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "__reduce__": reduced}
     return type(cls.__name__, (cls,), body)

@@ -172,7 +172,8 @@ class Denoising:
     ) -> list[torch.Tensor]:
         """What the expert of the next step makes of each lane; or of some, and of what it made before."""
         step, expert = self._steps[self._done]
-        visit = cancellable(partial(runs.visit, step, expert), step, self._callbacks.should_stop)
+        should_stop, inside = self._callbacks.should_stop, self._policy.stops_inside
+        visit = cancellable(partial(runs.visit, step, expert), step, should_stop, inside=inside)
         own = self._split.own_tokens
         compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, own_tokens=own)
         if self._cache is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from ..wan import ExpertEngine, Lane
 from ..wan.frame_times import frame_timesteps
 from .checks import Texts
 from .errors import Cancelled
+from .interruptible import Interruptible
 from .request import DenoiseRequest
 from .windows import StepWindows
 
@@ -123,14 +125,28 @@ def foretell(
     engine.expect(timesteps, {expert: inputs.texts(with_negative=guided[expert]) for expert in timesteps})
 
 
-def cancellable(enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None) -> EnterBlock:
-    """`enter`, with a question before each block; where the answer is to stop, `Cancelled` is raised."""
+def cancellable(
+    enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None, *, inside: bool = False
+) -> EnterBlock:
+    """`enter`, with a question before each block; where the answer is to stop, `Cancelled` is raised.
+
+    Args:
+        inside: ask within a block too, see `Interruptible`.
+    """
     if should_stop is None:
         return enter
 
-    def visit(block: int) -> AbstractContextManager[object]:
+    def look(block: int) -> None:
         if should_stop():
             raise Cancelled(step, block)
+
+    def visit(block: int) -> AbstractContextManager[object]:
+        look(block)
         return enter(block)
 
-    return visit
+    @contextmanager
+    def long_visit(block: int) -> Iterator[None]:
+        with visit(block), Interruptible(partial(look, block)):
+            yield
+
+    return long_visit if inside else visit

@@ -136,7 +136,8 @@ class Passes:
         assert self._visits is not None
         expert, self._state = self._expected[0], PassState.COMPUTING
         graphs = self._engine.graphs
-        visit = cancellable(partial(self._visits.visit, call, expert), call, self._should_stop)
+        inside = self._policy is not None and self._policy.stops_inside
+        visit = cancellable(partial(self._visits.visit, call, expert), call, self._should_stop, inside=inside)
         with ExitStack() as ending:
             ending.push(self._end_run)
             try:

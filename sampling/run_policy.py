@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -15,9 +16,10 @@ from ..plan.smaller import bytes_to_free, smaller_policy
 from ..wan import ExpertEngine, ExpertPair
 from .cache_settings import CacheSettings, cached_policy
 from .errors import NoRoomError, SmallerPolicyError
+from .interruptible import LONG_VISIT_FLOPS
 from .lane_room import check_ram
 from .split import ALONE, Split
-from .working_bytes import tokens_of, working_bytes
+from .working_bytes import tokens_of, visit_flops, working_bytes
 
 Revise: TypeAlias = "Callable[[StepRecord], OffloadPolicy | None]"
 """How the first step went -> another policy for the rest of the run, or None."""
@@ -58,6 +60,17 @@ class RunPolicy:
         """The pair's engine, under the policy as it is now. No run may be going on."""
         with torch.inference_mode(False):  # it outlives the run
             return self._pair.engine(self.policy, self.device)
+
+    @cached_property
+    def stops_inside(self) -> bool:
+        """Whether a stop is looked for within blocks: on a CPU that computes each of them for long.
+
+        A GPU is given a block at once. Compilers make one piece of it. Workers that share a step stop together, between
+        blocks.
+        """
+        if self.device.type != "cpu" or not self._split.alone or self._pair.kernels.compiler is not None:
+            return False
+        return visit_flops(self._pair, self._shape, guided=self._guided) >= LONG_VISIT_FLOPS
 
     def check_ram(self) -> None:
         """Refuse a run that takes more RAM than there is; see `check_ram`."""

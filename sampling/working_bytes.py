@@ -27,10 +27,7 @@ def working_bytes(
     a cache keeps from step to step is among it, and so are `kept_states` more tensors of the size of each lane's hidden
     state.
     """
-    config = pair.high.config
-    expert = ExpertShape(
-        width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim, image_width=config.image_dim
-    )
+    expert = _shape_of(pair)
     lanes = shape[0] * (2 if guided else 1)
     return expert.working_bytes(
         tokens_of(shape),
@@ -40,6 +37,18 @@ def working_bytes(
         ring=share.ring,
         ulysses=share.ulysses,
         kept_states=kept_states + (0 if cache is None else cache.kept_states),
+    )
+
+
+def visit_flops(pair: ExpertPair, shape: Sequence[int], *, guided: bool) -> int:
+    """Floating point operations of a block for all lanes of latents of `shape` [B, C, T, h, w]."""
+    return shape[0] * (2 if guided else 1) * _shape_of(pair).block_flops(tokens_of(shape))
+
+
+def _shape_of(pair: ExpertPair) -> ExpertShape:
+    config = pair.high.config
+    return ExpertShape(
+        width=config.num_attention_heads * HEAD_DIM, ffn_width=config.ffn_dim, image_width=config.image_dim
     )
 
 

@@ -140,6 +140,7 @@ class WatchedPair:
         self.pair, self.runs = pair, list[OffloadRun]()
         self.in_channels, self.compute_dtype = pair.in_channels, pair.compute_dtype
         self.high, self.is_one = pair.high, pair.is_one
+        self.kernels = pair.kernels
         self.block_counts, self.device_bytes, self.loaded_bytes = pair.block_counts, pair.device_bytes, 0
 
     def engine(self, policy: OffloadPolicy, device: torch.device) -> WatchedEngine:
