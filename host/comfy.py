@@ -23,6 +23,7 @@ from comfy_execution.utils import get_executing_context
 from ..metrics.ledger import Ledger, Ledgers
 from ..plan import AutoOffload, ExpertShape, ExpertsRef, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef
 from .auto_offload import AutoPlanner, Choice, Room, measured_machine, room_beside
+from .console_line import ConsoleLine
 from .door import LoadedExperts, OutputFile, Progress
 from .folders import (
     GGUF_FILES,
@@ -53,12 +54,16 @@ if TYPE_CHECKING:
 class _Bar:
     """ComfyUI's progress bar; it shows previews, and looks whether the user has pressed Cancel."""
 
-    def __init__(self, total: int, node_id: str | None) -> None:
+    def __init__(self, total: int, node_id: str | None, unit: str | None) -> None:
         self._bar = comfy.utils.ProgressBar(total, node_id=node_id)
+        shown = unit is not None and comfy.utils.PROGRESS_BAR_ENABLED
+        self._line = ConsoleLine(total, unit=unit or "") if shown else None
         self._total = total
         self._preview: LatentPreview | None = None
 
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
+        if self._line is not None:
+            self._line.update(done)
         self._bar.update_absolute(done, self._total, None if denoised is None else self._picture(denoised))
 
     def _picture(self, denoised: torch.Tensor) -> object | None:
@@ -146,8 +151,8 @@ class ComfyDoor:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def progress(self, total: int, node_id: str | None) -> Progress:
-        return _Bar(total, node_id)
+    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> Progress:
+        return _Bar(total, node_id, unit)
 
     def should_stop(self) -> bool:
         stop: bool = comfy.model_management.processing_interrupted()

@@ -111,8 +111,11 @@ class Door(Protocol):
     def temp_folder(self) -> Path:
         """An existing folder for files that may be lost."""
 
-    def progress(self, total: int, node_id: str | None) -> Progress:
-        """A new progress bar over `total` steps for the node with this id (None: the one that executes)."""
+    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> Progress:
+        """A new progress bar over `total` steps for the node with this id (None: the one that executes).
+
+        With a `unit` the console of a server has a line for it too.
+        """
 
     def should_stop(self) -> bool:
         """Whether the user wants the run to end. Asking changes nothing; any thread may ask."""

@@ -207,7 +207,7 @@ class EmbeddedDoor:
             self._temp = Path(tempfile.mkdtemp(prefix="wanstream-"))
         return self._temp
 
-    def progress(self, total: int, node_id: str | None) -> Progress:
+    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> Progress:
         return EmbeddedBar(report=self._report, total=total)
 
     def should_stop(self) -> bool:

@@ -99,7 +99,7 @@ def run_experts(
 
 
 def _own_bar(total: int, node_id: str | None) -> Callable[[StepProgress], None]:
-    progress = host.progress(total, node_id)
+    progress = host.progress(total, node_id, unit="step")
 
     def on_step(step: StepProgress) -> None:
         progress.update(step.done, denoised=step.denoised)
