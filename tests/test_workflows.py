@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import combinations
@@ -15,15 +16,16 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 
 from wanstream.host.embedded_door import embedded_door
 from wanstream.host.embedded_run import run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.workbench.arrange import NOTE_TYPE, models_of
-from wanstream.workbench.graphs import by_title
+from wanstream.workbench.graphs import by_name, names_of
 from wanstream.workbench.layout import TITLE
 from wanstream.workbench.model_files import MODEL_FILES
+from wanstream.workbench.thumbnails import thumbnail
 
 WORKFLOWS = Path(__file__).parent.parent / "workflows"
 NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))
@@ -68,6 +70,12 @@ def test_comfyui_takes_templates_from_this_folder_alone() -> None:
     """It knows five names of such folders, and serves the files of the first one that it finds in a pack."""
     known = ("example_workflows", "example", "examples", "workflow", "workflows")
     assert [name for name in known if (WORKFLOWS.parent / name).exists()] == ["workflows"]
+
+
+def canvas_names(canvas: Mapping[str, Any]) -> dict[int, str]:
+    """The name of each node of a canvas by its id, as `names_of` gives it."""
+    counts = Counter(node["type"] for node in canvas["nodes"])
+    return {node["id"]: node["type"] if counts[node["type"]] == 1 else node["title"] for node in canvas["nodes"]}
 
 
 @EACH
@@ -117,10 +125,40 @@ def test_the_files_are_listed_and_the_canvas_and_its_note_link_them(name: str, s
     (note,) = (node for node in canvas["nodes"] if node["type"] == NOTE_TYPE)
     (text,) = note["widgets_values"]
     for file in (MODEL_FILES[value] for value in named):
-        assert f"`{file.directory}/` [{file.name}]({file.url})" in text
-    carried = {node["title"]: node["properties"].get("models", []) for node in canvas["nodes"]}
+        assert f"**{file.directory}/** [{file.name}]({file.url})" in text
+    names, named_nodes = canvas_names(canvas), names_of(prompt)
+    carried = {names[node["id"]]: node["properties"].get("models", []) for node in canvas["nodes"]}
+    for node_id, node in prompt.items():
+        assert carried[named_nodes[node_id]] == [file._asdict() for file in models_of(node)]
+
+
+@EACH
+def test_nodes_keep_the_names_of_menus_and_documents(name: str) -> None:
+    """A title of its own hides the name that documents use, in every language; only twins need one."""
+    prompt, canvas = prompt_of(name), canvas_of(name)
+    counts = Counter(node["class_type"] for node in prompt.values())
     for node in prompt.values():
-        assert carried[node["_meta"]["title"]] == [file._asdict() for file in models_of(node)]
+        title, kind = node["_meta"]["title"], node["class_type"]
+        if kind in NODES and counts[kind] == 1:
+            assert title == NODES[kind].define_schema().display_name
+    for node in canvas["nodes"]:
+        assert ("title" in node) == (node["type"] == NOTE_TYPE or counts[node["type"]] > 1), node["type"]
+
+
+@EACH
+def test_a_note_can_be_read_in_nodes_2(name: str) -> None:
+    """Nodes 2.0 draws what stands in backticks blue on grey-blue."""
+    (note,) = (node for node in canvas_of(name)["nodes"] if node["type"] == NOTE_TYPE)
+    assert "`" not in note["widgets_values"][0]
+
+
+@EACH
+def test_a_thumbnail_is_drawn_for_its_workflow(name: str) -> None:
+    drawn = thumbnail(name)
+    assert all(drawn.tobytes() != thumbnail(other).tobytes() for other in NAMES if other != name)
+    with Image.open(WORKFLOWS / f"{name}.jpg") as kept:
+        difference = ImageChops.difference(drawn, kept.convert("RGB"))
+    assert max(ImageStat.Stat(difference).mean) < 5, "run scripts/workflows"
 
 
 @EACH
@@ -150,13 +188,13 @@ def test_every_link_of_the_canvas_has_two_ends_that_know_it(name: str) -> None:
 def test_the_canvas_says_what_the_api_file_says(name: str) -> None:
     """Links of all nodes, and the widgets of ours, whose order the schemas give."""
     prompt, canvas = prompt_of(name), canvas_of(name)
-    said = by_title(prompt)
-    titles = {node["id"]: node["title"] for node in canvas["nodes"]}
-    origin = {link[0]: (titles[link[1]], link[2]) for link in canvas["links"]}
+    said = by_name(prompt)
+    names = canvas_names(canvas)
+    origin = {link[0]: (names[link[1]], link[2]) for link in canvas["links"]}
     for node in canvas["nodes"]:
         if node["type"] == NOTE_TYPE:
             continue
-        class_type, inputs = said.pop(node["title"])
+        class_type, inputs = said.pop(names[node["id"]])
         assert node["type"] == class_type
         links = {socket["name"]: origin[socket["link"]] for socket in node["inputs"] if socket.get("link") is not None}
         assert links == {key: value for key, value in inputs.items() if isinstance(value, tuple)}
@@ -178,7 +216,9 @@ def _widgets(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @EACH
 def test_no_two_nodes_overlap(name: str) -> None:
-    boxes = {node["title"]: (*node["pos"], *node["size"]) for node in canvas_of(name)["nodes"]}
+    canvas = canvas_of(name)
+    names = canvas_names(canvas)
+    boxes = {names[node["id"]]: (*node["pos"], *node["size"]) for node in canvas["nodes"]}
     for (one, (x, y, width, height)), (other, (right, low, wide, high)) in combinations(boxes.items(), 2):
         beside = x + width <= right or right + wide <= x
         above = y + height <= low - TITLE or low + high <= y - TITLE

@@ -99,10 +99,10 @@ def models_of(node: Mapping[str, Any]) -> list[ModelFile]:
 def note(stem: str, prompt: Prompt) -> str:
     """The text of a workflow's note: what is written for it, then its files with their links, by folder."""
     text = (NOTES / f"{stem}.md").read_text(encoding="utf-8").rstrip()
-    return "\n".join([text, "", "### Files, below `ComfyUI/models/`", "", *_file_lines(prompt), ""])
+    return "\n".join([text, "", "### Files, below ComfyUI/models/", "", *_file_lines(prompt), ""])
 
 
 def _file_lines(prompt: Prompt) -> Iterator[str]:
     files = dict.fromkeys(file for node in prompt.values() for file in models_of(node))
     for file in files:
-        yield f"- `{file.directory}/` [{file.name}]({file.url})"
+        yield f"- **{file.directory}/** [{file.name}]({file.url})"

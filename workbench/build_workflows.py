@@ -1,35 +1,37 @@
 """Makes the canvas workflows and their thumbnails from the API files, with ComfyUI's own frontend.
 
 Each `workflows/api/<name>.json` is loaded in the frontend of a real server, laid out, given its note and the links of
-its model files, and saved by the frontend as `workflows/<name>.json`, with a picture of the canvas as
-`workflows/<name>.jpg`. Run it by `scripts/workflows` after any change of a node's inputs or of an API file.
+its model files, and saved by the frontend as `workflows/<name>.json`. Nodes are laid out for the height that they have
+after a run, with chart, preview and result, in the renderer that draws them higher. `workflows/<name>.jpg` is drawn by
+`thumbnails.py`. Run it by `scripts/workflows` after any change of a node's inputs or of an API file.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from .arrange import NOTE, NOTE_TYPE, columns, least_size, models_of, note
 from .base_directory import ROOT, furnish
 from .comfyui import NoComfyUIError, find_comfyui, running_server
-from .frontend import CLASSIC, NODES_2, Frontend, NoBrowserError, opened_frontend, running_browser
+from .frontend import CLASSIC, EMPTY, NODES_2, Frontend, NoBrowserError, opened_frontend, running_browser
 from .graphs import numbered
 from .layout import Box, Layout, Size, place
+from .shown_run import furnish_results, show_run
+from .thumbnails import thumbnail
 
 WORKFLOWS = ROOT / "workflows"
-VIEW = (1600, 900)
-THUMBNAIL = (800, 450)
+VIEW = (2600, 1600)
+SCREEN = (1600, 900)
+"""The screen that a workflow fills when it is opened."""
 MARGIN = 30
+IDS_APART = 100
 QUALITY = 88
 
 ADD_NOTE = """([type, title, text]) => {
@@ -44,10 +46,13 @@ SIZES = """() => Object.fromEntries(
     window.app.rootGraph.nodes.map(node => [String(node.id), Array.from(node.computeSize())])
 )"""
 
-# Nodes 2.0 draws its rows higher, and tells the graph how high a node is when it has drawn it.
-WIDEN = """sizes => {
-    for (const node of window.app.rootGraph.nodes) node.setSize([sizes[node.id][0], 0])
+PUT = """([sizes, positions]) => {
+    for (const node of window.app.rootGraph.nodes) {
+        node.setSize(sizes[node.id])
+        node.pos = positions[node.id]
+    }
 }"""
+# Nodes 2.0 draws its rows higher, and gives the graph the height of a node when it has drawn it.
 HEIGHTS = """() => Object.fromEntries(
     window.app.rootGraph.nodes.map(node => [String(node.id), node.size[1]])
 )"""
@@ -79,17 +84,6 @@ SHOW = """([scale, x, y]) => {
     window.app.canvas.setDirty(true, true)
 }"""
 
-# The canvas alone: no menus, no badges, and text however small.
-BARE = {
-    "Comfy.Minimap.Visible": False,
-    "Comfy.Graph.CanvasMenu": False,
-    "Comfy.Graph.CanvasInfo": False,
-    "Comfy.NodeBadge.NodeSourceBadgeMode": "None",
-    "LiteGraph.Canvas.MinFontSizeForLOD": 0,
-}
-HIDE = "() => { window.app.extensionManager.focusMode = true }"
-HIDDEN = "button:has(> .pi-bars) { display: none }"  # the way back out of the focus mode
-
 
 def main(names: Sequence[str]) -> int:
     """Build the named workflows, all by default, and return the exit code."""
@@ -110,55 +104,62 @@ def main(names: Sequence[str]) -> int:
 def build(files: Sequence[Path], base: Path) -> None:
     """Build each of these API files, with a server whose base directory is `base`."""
     furnish(base)
+    furnish_results(base)
+    width, height = VIEW
+    heights: dict[Path, list[float]] = {}
     with running_browser() as browser, running_server(find_comfyui(), base) as server:
-        width, height = VIEW
-        heights = {}
-        for file in files:
-            # One each: nodes do not become lower than one of the same id was before.
-            with opened_frontend(browser, server, width=width, height=height, settings=NODES_2) as frontend:
-                heights[file] = _heights(frontend, _prompt(file))
-        server.post("/settings", BARE)
-        for file in files:
-            with opened_frontend(browser, server, width=width, height=height, settings=CLASSIC) as frontend:
-                frontend.page.evaluate(HIDE)
-                frontend.page.add_style_tag(content=HIDDEN)
+        for settings in (NODES_2, CLASSIC):
+            with opened_frontend(browser, server, width=width, height=height, settings=settings) as frontend:
+                for number, file in enumerate(files):
+                    # Nodes do not become lower than one of the same id was before.
+                    found = _heights_after_a_run(frontend, _prompt(file, first=1 + number * IDS_APART), settings)
+                    heights[file] = [max(pair) for pair in zip(found, heights.get(file, found), strict=True)]
+        with opened_frontend(browser, server, width=width, height=height, settings=CLASSIC) as frontend:
+            for file in files:
                 _build_one(frontend, file, heights[file])
-            print(f"workflows/{file.stem}.json")
+                print(f"workflows/{file.stem}.json")
 
 
-def _prompt(file: Path) -> dict[str, Any]:
-    return numbered(json.loads(file.read_text(encoding="utf-8")))
+def _prompt(file: Path, *, first: int = 1) -> dict[str, Any]:
+    return numbered(json.loads(file.read_text(encoding="utf-8")), first=first)
 
 
-def _heights(frontend: Frontend, prompt: dict[str, Any]) -> dict[str, float]:
-    """How high each node is in the renderer of `frontend`."""
+def _heights_after_a_run(frontend: Frontend, prompt: dict[str, Any], settings: Mapping[str, object]) -> list[float]:
+    """The height of each node in the renderer of `frontend`, in the order of the file, when all of it has run."""
     frontend.load_prompt(prompt)
-    frontend.page.evaluate(WIDEN, _sizes(frontend, prompt))
-    frontend.page.wait_for_function(DRAWN)
+    sizes = _sizes(frontend, prompt)
+    layout = place(columns(prompt), sizes)
+    frontend.page.evaluate(PUT, [sizes, layout.nodes])
+    frontend.page.evaluate(SHOW, _view(layout, VIEW))
+    if settings is NODES_2:
+        frontend.page.wait_for_function(DRAWN)
     frontend.page.wait_for_timeout(DRAWN_MS)
+    show_run(frontend, {node_id: node["class_type"] for node_id, node in prompt.items()})
     heights: dict[str, float] = frontend.page.evaluate(HEIGHTS)
-    return heights
+    return [heights[node_id] for node_id in prompt]
 
 
-def _build_one(frontend: Frontend, file: Path, heights: dict[str, float]) -> None:
-    """`heights` are those of nodes in the other renderer, which have to find room too."""
+def _build_one(frontend: Frontend, file: Path, heights: Sequence[float]) -> None:
+    """`heights` is the room that each node needs, in the order of the file; it is saved as high as it is now."""
     prompt = _prompt(file)
+    frontend.load_workflow(EMPTY)
     frontend.load_prompt(prompt)
     note_id: str = frontend.page.evaluate(ADD_NOTE, [NOTE_TYPE, NOTE, note(file.stem, prompt)])
     nodes = {**prompt, note_id: {"class_type": NOTE_TYPE, "inputs": {}}}
     sizes = _sizes(frontend, nodes)
-    room = {node: size._replace(height=max(size.height, ceil(heights.get(node, 0)))) for node, size in sizes.items()}
+    needed = dict(zip(prompt, map(ceil, heights), strict=True))
+    room = {node: size._replace(height=max(size.height, needed.get(node, 0))) for node, size in sizes.items()}
     layout = place(columns(nodes), room)
     frames = {title: frame for title, frame in layout.frames.items() if title != NOTE}
     models = {node_id: [model._asdict() for model in models_of(node)] for node_id, node in prompt.items()}
     linked = {node_id: found for node_id, found in models.items() if found}
     name = str(uuid.uuid5(uuid.NAMESPACE_URL, f"wanstream/{file.stem}"))
     frontend.page.evaluate(DRESS, [name, linked, sizes, layout.nodes, frames])
-    frontend.page.evaluate(SHOW, _view(layout))
+    frontend.page.evaluate(SHOW, _view(layout, SCREEN))
     saved = frontend.export().workflow
     target = WORKFLOWS / file.name
     target.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    _picture(frontend).save(target.with_suffix(".jpg"), quality=QUALITY, optimize=True)
+    thumbnail(file.stem).save(target.with_suffix(".jpg"), quality=QUALITY, optimize=True)
 
 
 def _sizes(frontend: Frontend, nodes: dict[str, Any]) -> dict[str, Size]:
@@ -169,19 +170,13 @@ def _sizes(frontend: Frontend, nodes: dict[str, Any]) -> dict[str, Size]:
     }
 
 
-def _view(layout: Layout) -> tuple[float, float, float]:
-    """Scale and offset with which the whole layout fills the view."""
+def _view(layout: Layout, screen: tuple[int, int]) -> tuple[float, float, float]:
+    """Scale and offset with which the whole layout fills a screen."""
     frames = layout.frames.values()
     whole = Box(0, 0, max(box.x + box.width for box in frames), max(box.y + box.height for box in frames))
-    width, height = VIEW
+    width, height = screen
     scale = min((width - 2 * MARGIN) / whole.width, (height - 2 * MARGIN) / whole.height)
     return scale, (width / scale - whole.width) / 2, (height / scale - whole.height) / 2
-
-
-def _picture(frontend: Frontend) -> Image.Image:
-    frontend.page.wait_for_timeout(1000)  # images and text are drawn some frames later
-    shot = Image.open(io.BytesIO(frontend.page.screenshot()))
-    return shot.convert("RGB").resize(THUMBNAIL, Image.Resampling.LANCZOS)
 
 
 if __name__ == "__main__":

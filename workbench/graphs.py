@@ -1,10 +1,12 @@
 """Graphs in API format as values: numbered, ordered and compared. Pure functions.
 
-In a shipped workflow every node has a title of its own, so a title says which node is meant whatever its id is.
+A node is named by its class, or by its title where a graph has several nodes of that class. So the names are the same
+whatever the ids are, and in every language and version of ComfyUI, which give nodes their titles.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -22,9 +24,9 @@ def links_of(node: Mapping[str, Any]) -> dict[str, str]:
     return {name: value[0] for name, value in node["inputs"].items() if isinstance(value, list)}
 
 
-def numbered(prompt: Prompt) -> dict[str, dict[str, Any]]:
+def numbered(prompt: Prompt, *, first: int = 1) -> dict[str, dict[str, Any]]:
     """The same graph with ids "1", "2", ..., in the order of the file: the canvas counts its nodes."""
-    ids = {old: str(number) for number, old in enumerate(prompt, start=1)}
+    ids = {old: str(number) for number, old in enumerate(prompt, start=first)}
 
     def renamed(value: object) -> object:
         return [ids[value[0]], value[1]] if isinstance(value, list) else value
@@ -35,19 +37,29 @@ def numbered(prompt: Prompt) -> dict[str, dict[str, Any]]:
     }
 
 
-def by_title(prompt: Prompt) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What a graph says whatever its ids are: for each title the class and the inputs, links as (title, output).
+def names_of(prompt: Prompt) -> dict[str, str]:
+    """The name of each node by its id. Raises ValueError if two nodes share their class and their title."""
+    counts = Counter(node["class_type"] for node in prompt.values())
+    names = {
+        node_id: node["class_type"] if counts[node["class_type"]] == 1 else title_of(node)
+        for node_id, node in prompt.items()
+    }
+    if len({*names.values()}) != len(names):
+        raise ValueError(f"two nodes share a title: {sorted(names.values())}")
+    return names
 
-    Two graphs are the same up to their ids exactly if these are equal. Raises ValueError if two nodes share a title.
+
+def by_name(prompt: Prompt) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The content of a graph whatever its ids are: for each name the class and the inputs, links as (name, output).
+
+    Two graphs are the same up to their ids exactly if these are equal. Raises ValueError as `names_of` does.
     """
-    titles = {node_id: title_of(node) for node_id, node in prompt.items()}
-    if len({*titles.values()}) != len(titles):
-        raise ValueError(f"two nodes share a title: {sorted(titles.values())}")
+    names = names_of(prompt)
 
     def named(value: object) -> object:
-        return (titles[value[0]], value[1]) if isinstance(value, list) else value
+        return (names[value[0]], value[1]) if isinstance(value, list) else value
 
     return {
-        titles[node_id]: (node["class_type"], {name: named(value) for name, value in node["inputs"].items()})
+        names[node_id]: (node["class_type"], {name: named(value) for name, value in node["inputs"].items()})
         for node_id, node in prompt.items()
     }

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 GAP = 50.0
 PADDING = 20.0
+BADGE = 30.0
+"""Room above each node for its badge, which stays readable when the canvas is zoomed out."""
 TITLE = 30.0
 """Height of a node's title bar, which lies above its position."""
-GROUP_TITLE = 40.0
+GROUP_TITLE = 36.0
 
 
 class Size(NamedTuple):
@@ -73,8 +75,8 @@ def _inside(group: Group, sizes: Mapping[str, Size], left: float, top: float) ->
     for rank in group.ranks:
         below = top
         for node in rank:
-            placed[node] = (left, below + TITLE)
-            below += TITLE + sizes[node].height + PADDING
+            placed[node] = (left, below + BADGE + TITLE)
+            below += BADGE + TITLE + sizes[node].height
         left += max(sizes[node].width for node in rank) + GAP
     return placed
 

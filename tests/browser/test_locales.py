@@ -11,7 +11,7 @@ import pytest
 
 from wanstream.workbench.comfyui import Server
 from wanstream.workbench.frontend import GRAPH, Frontend, opened_frontend
-from wanstream.workbench.graphs import by_title, numbered
+from wanstream.workbench.graphs import by_name, numbered
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -55,7 +55,7 @@ def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> No
         assert node["sockets"] == {name: expected[name] for name in node["sockets"]}
         assert node["outputs"] == [output["name"] for output in locale[kind]["outputs"].values()]
     # Names are for reading: what is queued and saved goes by the ids.
-    assert by_title(chinese.export().prompt) == by_title(prompt)
+    assert by_name(chinese.export().prompt) == by_name(prompt)
 
 
 def test_a_tooltip_comes_through_whole(chinese: Frontend) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from wanstream.workbench.arrange import NOTE
 from wanstream.workbench.base_directory import PACK
-from wanstream.workbench.build_workflows import DRAWN
+from wanstream.workbench.build_workflows import DRAWN, SHOW
 from wanstream.workbench.comfyui import Server, find_comfyui
-from wanstream.workbench.frontend import NODES_2, Frontend, opened_frontend
-from wanstream.workbench.graphs import by_title, numbered
+from wanstream.workbench.frontend import CLASSIC, NODES_2, Frontend, opened_frontend
+from wanstream.workbench.graphs import by_name, numbered
+from wanstream.workbench.shown_run import furnish_results, show_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -22,11 +26,6 @@ pytestmark = [pytest.mark.comfy, pytest.mark.browser]
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows"
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
-
-BOXES = """() => Object.fromEntries(window.app.rootGraph.nodes.map(node => {
-    const box = document.querySelector(`[data-node-id='${node.id}']`).getBoundingClientRect()
-    return [`${node.id} ${node.title}`, [box.left, box.top, box.right, box.bottom]]
-}))"""
 
 
 def canvas(name: str) -> dict[str, Any]:
@@ -45,30 +44,91 @@ def test_the_frontend_misses_nothing_and_exports_the_api_twin(frontend: Frontend
     frontend.load_workflow(workflow)
     assert frontend.complaints() == []
     exported = frontend.export()
-    assert by_title(exported.prompt) == by_title(api(name))
+    assert by_name(exported.prompt) == by_name(api(name))
     assert len(exported.workflow["links"]) == len(workflow["links"])
     assert {group["title"] for group in exported.workflow["groups"]} == {group["title"] for group in workflow["groups"]}
 
 
-@pytest.mark.parametrize("name", ["benchmark", "guider", "wan22_5b_i2v"])
-def test_nodes_have_room_in_nodes_2_too(browser: Browser, server: Server, name: str) -> None:
-    if find_comfyui().version() < (0, 4):
+# Nodes with their title bars, and the charts on them, in pixels of the graph.
+SHOWN = """() => Object.fromEntries(window.app.rootGraph.nodes.map(node => {
+    const [x, y] = node.pos, [width, height] = node.size
+    const chart = node.widgets?.find(widget => widget.name === 'wanstream_run')?.element.dataset.open ?? null
+    return [node.id, { title: node.title, chart, box: [x, y - 30, x + width, y + height] }]
+}))"""
+GROUPS = """() => window.app.rootGraph.groups.map(group =>
+    [group.title, [group.pos[0], group.pos[1], group.pos[0] + group.size[0], group.pos[1] + group.size[1]]])"""
+TOLERANCE = 2
+
+
+def shifted(workflow: Mapping[str, Any], by: int) -> dict[str, Any]:
+    """The same graph under other ids: in Nodes 2.0 no node becomes lower than one of the same id was before."""
+    nodes = [{**node, "id": node["id"] + by} for node in workflow["nodes"]]
+    links = [
+        [link, source + by, output, target + by, socket, kind]
+        for link, source, output, target, socket, kind in workflow["links"]
+    ]
+    return {**workflow, "nodes": nodes, "links": links, "last_node_id": workflow["last_node_id"] + by}
+
+
+def inside(box: Sequence[float], frame: Sequence[float]) -> bool:
+    grown = [frame[0] - TOLERANCE, frame[1] - TOLERANCE, frame[2] + TOLERANCE, frame[3] + TOLERANCE]
+    return all(low <= at for low, at in zip(grown[:2], box[:2], strict=True)) and all(
+        at <= high for at, high in zip(box[2:], grown[2:], strict=True)
+    )
+
+
+def apart(one: Sequence[float], other: Sequence[float]) -> bool:
+    beside = one[2] <= other[0] + TOLERANCE or other[2] <= one[0] + TOLERANCE
+    return beside or one[3] <= other[1] + TOLERANCE or other[3] <= one[1] + TOLERANCE
+
+
+@pytest.mark.parametrize("renderer", [CLASSIC, NODES_2], ids=["classic", "nodes-2"])
+def test_after_a_run_no_node_is_covered_and_each_is_in_its_group(
+    browser: Browser, server: Server, renderer: Mapping[str, object]
+) -> None:
+    if renderer is NODES_2 and find_comfyui().version() < (0, 4):
         pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
-    with opened_frontend(browser, server, settings=NODES_2) as frontend:
-        frontend.load_workflow(canvas(name))
-        frontend.page.wait_for_function(DRAWN)
-        frontend.page.wait_for_timeout(2000)  # heights follow when what is inside has been drawn
-        boxes: dict[str, tuple[float, float, float, float]] = frontend.page.evaluate(BOXES)
-    assert len(boxes) == len(canvas(name)["nodes"])
-    for one, other in combinations(boxes, 2):
-        (left, top, right, bottom), (x, y, end, below) = boxes[one], boxes[other]
-        assert right <= x or end <= left or bottom <= y or below <= top, f"{one} and {other}"
+    furnish_results(server.base)
+    faults = []
+    with opened_frontend(browser, server, width=2600, height=1600, settings=renderer) as frontend:
+        for number, name in enumerate(NAMES):
+            workflow = shifted(canvas(name), 100 * number)
+            workflow["extra"].pop("ds", None)
+            frontend.load_workflow(workflow)
+            frontend.page.evaluate(SHOW, [0.9, 60, 60])
+            if renderer is NODES_2:
+                frontend.page.wait_for_function(DRAWN)
+            groups = dict(frontend.page.evaluate(GROUPS))
+            group_of = {
+                node_id: next(title for title, frame in groups.items() if inside([*shown["box"][:2]] * 2, frame))
+                for node_id, shown in frontend.page.evaluate(SHOWN).items()
+                if shown["title"] != NOTE
+            }
+            show_run(frontend, {str(node["id"]): node["type"] for node in workflow["nodes"]})
+            keep_picture(frontend, f"{name}_{'classic' if renderer is CLASSIC else 'nodes-2'}")
+            nodes = frontend.page.evaluate(SHOWN)
+            assert any(shown["chart"] == "true" for shown in nodes.values()), f"{name}: no chart was opened"
+            for one, other in combinations(nodes.values(), 2):
+                if not apart(one["box"], other["box"]):
+                    faults.append(f"{name}: {one['title']} and {other['title']} overlap")
+            faults += [
+                f"{name}: {shown['title']} {shown['box']} leaves {group_of[node_id]} {groups[group_of[node_id]]}"
+                for node_id, shown in nodes.items()
+                if node_id in group_of and not inside(shown["box"], groups[group_of[node_id]])
+            ]
+    assert not faults, "\n".join(faults)
+
+
+def keep_picture(frontend: Frontend, name: str) -> None:
+    """Keep what is to be seen now, if pictures are wanted."""
+    if folder := os.environ.get("WANSTREAM_WORKFLOW_IMAGES"):
+        frontend.page.screenshot(path=Path(folder) / f"{name}.png")
 
 
 def test_an_api_file_dropped_on_the_canvas_is_the_same_graph(frontend: Frontend) -> None:
     for name in NAMES:
         frontend.load_prompt(numbered(api(name)))
-        assert by_title(frontend.export().prompt) == by_title(api(name)), name
+        assert by_name(frontend.export().prompt) == by_name(api(name)), name
     assert frontend.complaints() == []
 
 
@@ -93,7 +153,7 @@ def test_a_link_that_is_missing_would_be_seen(frontend: Frontend) -> None:
     (node,) = (node for node in workflow["nodes"] if node["id"] == target)
     node["inputs"][socket]["link"] = None
     frontend.load_workflow(workflow)
-    assert by_title(frontend.export().prompt) != by_title(api("t2v"))
+    assert by_name(frontend.export().prompt) != by_name(api("t2v"))
 
 
 def test_templates_are_listed_with_their_thumbnails(server: Server, frontend: Frontend) -> None:

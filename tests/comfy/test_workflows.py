@@ -250,7 +250,7 @@ def test_what_a_sampler_runs_through_the_guider_is_announced_call_by_call_and_sh
 ) -> None:
     run_in_server(_prompt("guider", noise={"noise_seed": 4711}))
     told = server.get("/wanstream/runs")["runs"][-1]
-    assert (told["node"], told["shown_at"], told["title"]) == ("sampler", "guider", "Both experts")
+    assert (told["node"], told["shown_at"], told["title"]) == ("sampler", "guider", "Wan Guider (both experts)")
     assert (told["ended"], told["error"]) == (True, None)
     assert [step["expert"] for step in told["timeline"]["steps"]] == told["experts"]
 

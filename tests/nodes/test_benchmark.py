@@ -148,9 +148,12 @@ def test_two_samplers_stand_head_to_head_under_their_titles(run: Run, folders: d
     nodes["other"]["_meta"] = {"title": "Another seed"}
     nodes["other"]["inputs"]["seed"] = 7
     history = run(nodes)
-    assert [variant["name"] for variant in written(folders)["variants"]] == ["Both experts", "Another seed"]
+    assert [variant["name"] for variant in written(folders)["variants"]] == [
+        "Wan Sampler (both experts)",
+        "Another seed",
+    ]
     _, summary = history.results["benchmark"]
-    assert "| Metric | Both experts | Another seed | against the first |" in summary
+    assert "| Metric | Wan Sampler (both experts) | Another seed | against the first |" in summary
     assert "equal to the bit" not in summary
 
 

@@ -362,7 +362,7 @@ def test_a_negative_that_nothing_reads_may_be_any(run: Run) -> None:
 def test_an_unknown_node_is_named(run: Run) -> None:
     nodes = workflow("t2v")
     nodes["sampler"]["class_type"] = "WanStreamSampler9000"
-    with pytest.raises(InvalidWorkflowError, match="Both experts") as refused:
+    with pytest.raises(InvalidWorkflowError, match=r"Wan Sampler \(both experts\)") as refused:
         run(nodes)
     assert refused.value.verdict.error["type"] == "missing_node_type"
 

@@ -11,7 +11,7 @@ import { recordsOf, runText, sizeText, stepText } from "./figures.mjs"
 import { say } from "./words.mjs"
 
 const CLOSED_HEIGHT = 26
-const OPEN_HEIGHT = 190
+const OPEN_HEIGHT = 205
 const MARGIN = 6
 const NEAR_FONT = 11
 const FAR_FONT = 19

@@ -1,0 +1,208 @@
+"""Pictures of the template browser: what a workflow takes on the left, what it makes on the right, its kind in between.
+
+Drawn with a few symbols (text, picture, film, chart, GPU, graph), so that templates can be told apart at a glance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import pi, sin
+from typing import Literal, TypeAlias
+
+from PIL import Image, ImageDraw, ImageFont
+
+SIZE = (800, 450)
+SCALE = 2
+"""Drawn larger and reduced: lines and edges become smooth."""
+
+PAPER, INK, FAINT = (23, 25, 33), (226, 230, 240), (92, 100, 120)
+HIGH, LOW, GREEN = (217, 115, 26), (47, 134, 214), (96, 190, 132)
+
+Taken: TypeAlias = Literal["text", "first", "last", "graph"]
+Made: TypeAlias = Literal["film", "chart"]
+
+TILE = 150
+"""Side of a symbol of what is taken."""
+FILM = (470, 138, 760, 312)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What a thumbnail shows."""
+
+    taken: tuple[Taken, ...]
+    label: str
+    """The model."""
+    mark: str = ""
+    """What sets the workflow apart, in two words."""
+    made: Made = "film"
+    experts: int = 2
+    gpus: int = 0
+    curve: bool = False
+    """Whether the sampler is chosen freely."""
+
+
+SCENES = {
+    "t2v": Scene(taken=("text",), label="Wan2.2 A14B"),
+    "i2v": Scene(taken=("text", "first"), label="Wan2.2 A14B"),
+    "flf2v": Scene(taken=("first", "last"), label="Wan2.2 A14B", mark="first + last"),
+    "t2v_lightning": Scene(taken=("text",), label="Wan2.2 A14B", mark="4 steps"),
+    "i2v_lightning": Scene(taken=("text", "first"), label="Wan2.2 A14B", mark="4 steps"),
+    "guider": Scene(taken=("text",), label="Wan2.2 A14B", mark="any sampler", curve=True),
+    "native_mixed": Scene(taken=("graph",), label="Wan2.2 A14B", mark="ComfyUI's nodes"),
+    "workers": Scene(taken=("text",), label="Wan2.2 A14B", mark="2 GPUs", gpus=2),
+    "benchmark": Scene(taken=("text",), label="Wan2.2 A14B", mark="benchmark", made="chart"),
+    "wan21_t2v": Scene(taken=("text",), label="Wan2.1 1.3B", experts=1),
+    "wan21_i2v": Scene(taken=("text", "first"), label="Wan2.1 14B", experts=1),
+    "wan22_5b_t2v": Scene(taken=("text",), label="Wan2.2 5B", experts=1),
+    "wan22_5b_i2v": Scene(taken=("text", "first"), label="Wan2.2 5B", experts=1),
+}
+"""One for each workflow; one that is missing here is a KeyError of the builder."""
+
+
+def thumbnail(stem: str) -> Image.Image:
+    """The picture of the workflow of that name."""
+    scene = SCENES[stem]
+    picture = Image.new("RGB", (SIZE[0] * SCALE, SIZE[1] * SCALE), PAPER)
+    pen = _Pen(picture)
+    tops = [150] if len(scene.taken) == 1 else [50, 230]
+    for taken, top in zip(scene.taken, tops, strict=True):
+        _taken(pen, taken, (50, top, 50 + TILE, top + TILE))
+    _arrow(pen, 212, 258)
+    _model(pen, scene)
+    _arrow(pen, 412, 458)
+    if scene.made == "film":
+        _film(pen, FILM)
+    else:
+        _chart(pen, FILM)
+    pen.words((340, 352), scene.label, 30, INK)
+    if scene.mark:
+        pen.words((615, 360), scene.mark, 40, GREEN)
+    return picture.resize(SIZE, Image.Resampling.LANCZOS)
+
+
+class _Pen:
+    """Draws in pixels of the thumbnail."""
+
+    def __init__(self, picture: Image.Image) -> None:
+        self.picture = picture
+        self.draw = ImageDraw.Draw(picture)
+
+    def box(
+        self,
+        box: tuple[float, ...],
+        *,
+        fill: tuple[int, ...] | None = None,
+        line: tuple[int, ...] | None = None,
+        round_by: float = 10,
+    ) -> None:
+        self.draw.rounded_rectangle([at * SCALE for at in box], round_by * SCALE, fill, line, 3 * SCALE)
+
+    def line(self, points: list[tuple[float, float]], colour: tuple[int, ...], width: float = 4) -> None:
+        scaled = [(x * SCALE, y * SCALE) for x, y in points]
+        self.draw.line(scaled, colour, round(width * SCALE), joint="curve")
+
+    def words(self, middle: tuple[float, float], text: str, size: int, colour: tuple[int, ...]) -> None:
+        font = ImageFont.load_default(size * SCALE)
+        self.draw.text((middle[0] * SCALE, middle[1] * SCALE), text, colour, font, anchor="mm")
+
+    def landscape(self, box: tuple[int, int, int, int], *, day: float) -> None:
+        left, top, right, bottom = (at * SCALE for at in box)
+        self.picture.paste(landscape(right - left, bottom - top, day=day), (left, top))
+
+
+def _taken(pen: _Pen, taken: Taken, box: tuple[int, int, int, int]) -> None:
+    left, top, right, bottom = box
+    if taken == "text":
+        pen.box(box, line=FAINT)
+        pen.words(((left + right) / 2, top + 45), "Aa", 52, INK)
+        for number, length in enumerate((1.0, 0.85, 0.6)):
+            y = top + 90 + 20 * number
+            pen.line([(left + 22, y), (left + 22 + (right - left - 44) * length, y)], FAINT, 6)
+    elif taken == "graph":
+        _graph(pen, box)
+    else:
+        pen.landscape((left, top + 15, right, bottom - 15), day=0.9 if taken == "last" else 0.1)
+        pen.box((left, top + 15, right, bottom - 15), line=INK, round_by=2)
+
+
+def _graph(pen: _Pen, box: tuple[int, int, int, int]) -> None:
+    """Three nodes and their links."""
+    left, top, right, bottom = box
+    ends = [(left + 55, top + 35), (left + 55, bottom - 35)]
+    for x, y in ends:
+        pen.line([(x, y), (x + 20, y), (right - 65, (top + bottom) / 2), (right - 50, (top + bottom) / 2)], GREEN)
+    for x, y in [*ends, (right, (top + bottom) / 2)]:
+        pen.box((x - 55, y - 25, x, y + 25), fill=(44, 48, 60), line=FAINT, round_by=6)
+
+
+def _arrow(pen: _Pen, left: float, right: float) -> None:
+    y = 225
+    pen.line([(left, y), (right, y)], FAINT, 6)
+    pen.line([(right - 14, y - 14), (right, y), (right - 14, y + 14)], FAINT, 6)
+
+
+def _model(pen: _Pen, scene: Scene) -> None:
+    """Blocks of the experts, each in its colour, of which two are on the device; GPUs, or a curve, above them."""
+    for row in range(4):
+        for column in range(4):
+            x, y = 275 + column * 33, 160 + row * 33
+            colour = HIGH if scene.experts == 2 and row < 2 else LOW
+            streamed = column < 2
+            pen.box((x, y, x + 26, y + 26), fill=colour if streamed else None, line=colour, round_by=4)
+    for gpu in range(scene.gpus):
+        left = 275 + gpu * 70
+        pen.box((left, 95, left + 56, 140), fill=(44, 48, 60), line=GREEN, round_by=5)
+        for pin in range(4):
+            x = left + 10 + pin * 12
+            pen.line([(x, 140), (x, 150)], GREEN, 4)
+    if scene.curve:
+        points = [(275 + step * 9.0, 100 + 40 * sin(pi * step / 28) ** 2 + step) for step in range(15)]
+        pen.line(points, GREEN, 5)
+        for x, y in points[::3]:
+            pen.box((x - 5, y - 5, x + 5, y + 5), fill=INK, round_by=5)
+
+
+def _film(pen: _Pen, box: tuple[int, int, int, int]) -> None:
+    """Frames of a video in which a day goes by."""
+    left, top, right, bottom = box
+    pen.box(box, fill=(44, 48, 60), round_by=6)
+    width = (right - left - 40) // 3
+    for number in range(3):
+        x = left + 10 + number * (width + 10)
+        pen.landscape((x, top + 30, x + width, bottom - 30), day=0.1 + 0.4 * number)
+    for hole in range(12):
+        x = left + 12 + hole * (right - left - 24) / 12
+        for y in (top + 9, bottom - 21):
+            pen.box((x, y, x + 12, y + 12), fill=PAPER, round_by=3)
+
+
+def _chart(pen: _Pen, box: tuple[int, int, int, int]) -> None:
+    """Bars of steps of both experts, the switch between them, and a line of memory."""
+    left, top, right, bottom = box
+    heights = (0.9, 0.62, 0.6, 0.61, 0.59, 0.6, 0.45, 0.44, 0.46, 0.45)
+    width = (right - left) / len(heights)
+    for number, height in enumerate(heights):
+        x = left + number * width
+        pen.box((x + 3, bottom - height * 170, x + width - 3, bottom), fill=HIGH if number < 5 else LOW, round_by=3)
+    middle = left + 5 * width
+    for y in range(top, bottom, 16):
+        pen.line([(middle, y), (middle, y + 9)], INK, 3)
+    pen.line([(left, top + 60), (left + 60, top + 12), (right, top + 12)], (154, 91, 214), 5)
+
+
+def landscape(width: int, height: int, *, day: float = 0.5) -> Image.Image:
+    """A sunset over the sea; `day` from 0 to 1 is how far the sun has gone down and to the right."""
+    picture = Image.new("RGB", (width, height))
+    draw = ImageDraw.Draw(picture)
+    horizon = height * 3 // 5
+    for y in range(height):
+        part = (y / horizon if y < horizon else (height - y) / (height - horizon) * 0.7) * (1.1 - 0.6 * day)
+        draw.line([(0, y), (width, y)], fill=(int(40 + 200 * part), int(60 + 90 * part), int(120 - 30 * part)))
+    sea = picture.crop((0, horizon, width, height))
+    radius = height // 8
+    middle_x, middle_y = width * (0.25 + 0.5 * day), horizon * (0.3 + 0.7 * day)
+    sun = (middle_x - radius, middle_y - radius, middle_x + radius, middle_y + radius)
+    draw.ellipse(sun, fill=(255, 226, 150))
+    picture.paste(sea, (0, horizon))
+    return picture
