@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 GAP = 50.0
 PADDING = 20.0
-BADGE = 30.0
+BADGE = 32.0
 """Room above each node for its badge, which stays readable when the canvas is zoomed out."""
 TITLE = 30.0
 """Height of a node's title bar, which lies above its position."""

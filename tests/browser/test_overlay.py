@@ -22,6 +22,7 @@ from PIL import Image
 from wanstream.plan.figure_words import rate_text, seconds_text, size_text
 from wanstream.plan.timeline import Timeline
 from wanstream.workbench.base_directory import PACK
+from wanstream.workbench.build_workflows import SHOW
 from wanstream.workbench.comfyui import Server, find_comfyui
 from wanstream.workbench.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
 from wanstream.workbench.graphs import numbered
@@ -633,13 +634,11 @@ def test_what_comfyui_had_is_cached_and_no_badge_lies_on_the_title_of_a_group(pa
     second = page.badges()
     assert "cached" in second.values()
     assert not any("not run" in text or text.startswith("0.0 s") for text in [*first.values(), *second.values()])
-    page.page.evaluate(
-        "() => { const { ds } = window.app.canvas; ds.scale = 0.7; ds.offset[0] = 20; ds.offset[1] = 60;"
-        "window.app.canvas.setDirty(true, true) }"
-    )
-    page.page.wait_for_timeout(300)
-    covered = page.page.evaluate(ON_GROUP_TITLES)
-    assert covered == []
+    for zoom in (1.0, 0.7, 0.5, 0.4):
+        page.page.evaluate(SHOW, [zoom, 20 / zoom, 60 / zoom])
+        page.page.wait_for_timeout(300)
+        assert page.page.evaluate(ON_GROUP_TITLES) == [], zoom
+        assert page.page.evaluate(ON_CORE_BADGES) == [], zoom
 
 
 # Badges that reach into the title of a group, which is drawn at its upper left in letters of its own size.
@@ -659,6 +658,22 @@ ON_GROUP_TITLES = f"""() => {{
         }}
     }}
     return found
+}}"""
+
+
+# Badges that reach over those that ComfyUI itself draws on the classic canvas, at the upper right of nodes.
+ON_CORE_BADGES = f"""() => {{
+    if (window.LiteGraph.vueNodesMode) return []
+    const {{ ds, canvas, ctx }} = window.app.canvas, place = canvas.getBoundingClientRect()
+    const width = badges => badges.reduce((sum, badge) => sum + (badge.visible ? badge.getWidth(ctx) : 0), 0)
+    const drawn = {GRAPH}.nodes.filter(node => node.badges.length)
+    if (!drawn.length) return ['there are none']
+    return drawn.filter(node => {{
+        const badge = document.querySelector(`.wanstream-badge[data-node='${{node.id}}']`)
+        const own = width(node.badges.map(badge => badge instanceof Function ? badge() : badge))
+        const left = (node.pos[0] + node.size[0] - own + ds.offset[0]) * ds.scale
+        return badge.getBoundingClientRect().right - place.left > left + 1
+    }}).map(node => node.title)
 }}"""
 
 

@@ -42,7 +42,7 @@ def test_a_group_stands_below_the_other_and_the_next_column_to_the_right() -> No
         [Group(title="three", ranks=[["d"]])],
     ]
     layout = place(columns, sizes)
-    assert layout.nodes["a"] == (20, 96)
+    assert layout.nodes["a"] == (20, 98)
     assert layout.nodes["b"][0] > layout.nodes["a"][0] + 100
     assert layout.nodes["b"][1] == layout.nodes["a"][1]
     one, two, three = (layout.frames[title] for title in ("one", "two", "three"))

@@ -10,9 +10,10 @@ import { shortSeconds, sizeText } from "./figures.mjs"
 import { say } from "./words.mjs"
 
 const TITLE_HEIGHT = 30
-const LEAST_ZOOM = 0.25
+const LEAST_ZOOM = 0.35
 const NEAR_FONT = 12
 const LEAST_SCREEN_FONT = 10
+const LARGEST_FONT = 18 // the shipped workflows have room for it between a node and what is above it
 const LEAST_SECONDS = 0.1 // what the server's looks at the nodes can tell
 
 /** The words of a badge; `figures` as `figuresAt` gives them. */
@@ -42,10 +43,13 @@ const widthOf = (node) => (node.flags?.collapsed && node._collapsed_width) || no
 const isIn = (graph, node) => graph.getNodeById(node.id) === node
 
 /** Letters in pixels of the graph that can be read at this zoom. */
-export const badgeFont = (zoom) => Math.max(NEAR_FONT, LEAST_SCREEN_FONT / zoom)
+export const badgeFont = (zoom) => Math.min(LARGEST_FONT, Math.max(NEAR_FONT, LEAST_SCREEN_FONT / zoom))
 
 export class Badges {
-  /** `page` gives `figuresOf(node)` (null: no badge), the `canvas` of litegraph, and `forwardAll(element)`. */
+  /**
+   * `page` gives `figuresOf(node)` (null: no badge), the `canvas` of litegraph, `badgesWidth(node)` and
+   * `forwardAll(element)`.
+   */
   constructor(page) {
     this.page = page
     this.layer = null
@@ -118,7 +122,7 @@ export class Badges {
     this.inner.style.transform = `scale(${scale}) translate(${offset[0]}px, ${offset[1]}px)`
     this.inner.style.fontSize = `${badgeFont(scale)}px`
     for (const [node, chip] of this.chips) {
-      chip.style.left = `${node.pos[0] + widthOf(node)}px`
+      chip.style.left = `${node.pos[0] + widthOf(node) - this.page.badgesWidth(node)}px`
       chip.style.top = `${node.pos[1] - TITLE_HEIGHT}px`
     }
   }

@@ -96,11 +96,21 @@ function pageOf(app, store) {
       const item = lastItem(store.state, root().id)
       return item ? figuresAt(item.nodes, idsOf(node), node.type) : null
     },
+    badgesWidth: (node) => badgesWidth(app, node),
     resize,
     forward: (element) => forward(app, element, isForCanvas),
     forwardAll: (element) => forward(app, element, null),
     save
   }
+}
+
+const BADGE_GAP = 4
+
+/** How far ComfyUI's own badges, which the classic canvas draws, reach from the right end of a node to the left. */
+function badgesWidth(app, node) {
+  if (window.LiteGraph?.vueNodesMode || node.badgePosition !== "top-right") return 0
+  const badges = (node.badges ?? []).map((badge) => (typeof badge === "function" ? badge() : badge))
+  return badges.reduce((width, badge) => (badge.visible ? width + badge.getWidth(app.canvas.ctx) + BADGE_GAP : width), 0)
 }
 
 /** A benchmark that repeats nothing shows the run of the sampler that is connected to it. */
