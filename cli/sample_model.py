@@ -28,7 +28,7 @@ from .sample_weights import SAMPLE_WIDTH, ExpertShape, make_expert, make_text_en
 __all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
 
 A14B_LAYERS = 40
-RECIPE = 6  # raised when other files are written, so that an older sample model is replaced
+RECIPE = 7  # raised when other files are written, so that an older sample model is replaced
 
 VAE_SEED, TEXT_SEED, WAN22_VAE_SEED = 1, 2, 4
 LORA_SEED = 100  # added to that of its expert

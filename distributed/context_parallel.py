@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
-from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
 from ..plan.mesh import MeshError
 from .attention_backends import backend_for
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
+    from diffusers.models._modeling_parallel import ParallelConfig
 
     from ..offload.fetch_gate import FetchGate
     from ..wan import ExpertEngine
@@ -92,6 +91,9 @@ def check_tokens(tokens: int, groups: Groups) -> None:
 
 @contextmanager
 def _attached(model: WanTransformer3DModel, groups: Groups) -> Iterator[None]:
+    from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
+    from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+
     cell, heads = groups.cell, model.config.num_attention_heads
     if heads % cell.ulysses:
         raise MeshError(f"ulysses {cell.ulysses} cannot share out {heads} heads evenly: choose another degree")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
-import diffusers
 import torch
 
 from ..metrics import compute_device, free_bytes
@@ -109,7 +109,7 @@ class Worker:
             free_bytes=free_bytes(self._device),
             wanstream=VERSION,
             torch=torch.__version__,
-            diffusers=diffusers.__version__,
+            diffusers=version("diffusers"),
             python=platform.python_version(),
             missing=tuple(path for path, place in there.items() if not place.exists()),
             sizes=tuple((path, weight_bytes(place)) for path, place in there.items() if place.exists()),

@@ -12,12 +12,6 @@ from copy import copy
 from typing import Any, Protocol
 
 import torch
-from diffusers import (
-    DPMSolverMultistepScheduler,
-    FlowMatchEulerDiscreteScheduler,
-    FlowMatchLCMScheduler,
-    UniPCMultistepScheduler,
-)
 
 from ..plan.experts import TRAIN_TIMESTEPS
 from .errors import RequestError
@@ -110,11 +104,15 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def euler(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
     """First order: one straight line per step."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
     return DiffusersSolver(FlowMatchEulerDiscreteScheduler(), schedule.sigmas, start_step, remembers=("_step_index",))
 
 
 def unipc(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
     """UniPC of order 2 (bh2), configured as in the Wan pipelines of diffusers."""
+    from diffusers import UniPCMultistepScheduler
+
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     # At a sigma of exactly 1 its log(1 - sigma) is infinite; diffusers steps down from 1 in the same way.
     sigmas = [min(sigma, HIGHEST_BELOW_ONE) for sigma in schedule.sigmas]
@@ -131,6 +129,8 @@ def dpm_plus_plus(schedule: Schedule, start_step: int, seeds: Sequence[int] | No
 
     So is the one behind a sigma of exactly 1: seen from there, what comes before lies infinitely far away.
     """
+    from diffusers import DPMSolverMultistepScheduler
+
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     remembers = ("_step_index", "model_outputs", "lower_order_nums")
     return DiffusersSolver(scheduler, schedule.sigmas, start_step, remembers=remembers)
@@ -143,6 +143,8 @@ def lcm(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Sol
     """
     if seeds is None:
         raise RequestError("the solver lcm draws noise in every step: give a seed for each sample")
+    from diffusers import FlowMatchLCMScheduler
+
     scheduler = FlowMatchLCMScheduler()
     return DiffusersSolver(scheduler, schedule.sigmas, start_step, remembers=("_step_index",), seeds=seeds)
 

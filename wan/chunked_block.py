@@ -12,15 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from ..plan.shapes import SHORT_CHUNK, TEXT_TOKENS
 from .block_forwards import BlockForwards
 from .frame_times import FrameModulation, pieces_of, rows_and_runs
 
 if TYPE_CHECKING:
-    from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+    from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanTransformerBlock
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -83,7 +81,10 @@ class ChunkedAttention:
     """
 
     def __init__(self, chunk_tokens: int) -> None:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
         self.chunk_tokens = chunk_tokens
+        self._dispatch = dispatch_attention_fn
         self._attention_backend: object = None
         self._parallel_config: object = None
 
@@ -122,7 +123,7 @@ class ChunkedAttention:
         shared: bool = False,
     ) -> torch.Tensor:
         """What `query` [B, S, D] makes of keys and values; those of text and image are whole on every rank."""
-        attended: torch.Tensor = dispatch_attention_fn(
+        attended: torch.Tensor = self._dispatch(
             *(tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value)),
             attn_mask=mask,
             dropout_p=0.0,
@@ -227,6 +228,8 @@ def _hand_over(former: WanAttnProcessor | ChunkedAttention, latter: WanAttnProce
 
 
 def _check(index: int, block: WanTransformerBlock) -> None:
+    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
     for attention in (block.attn1, block.attn2):
         if type(attention.processor) is not WanAttnProcessor:
             kind = type(attention.processor).__name__

@@ -12,8 +12,8 @@ from ..offload.layout import flat_layout
 from ..plan import OffloadPolicy, plan_residency
 from ..plan.memory_needs import RAW_SLOTS
 from .detect import WanConfig
+from .embedder_parts import part_of
 from .meta_model import FIRST_BLOCK, block_streams, parameter_dtype, parameter_shapes, table_bytes
-from .projections import part_of
 
 EXPERTS = ("high", "low")
 

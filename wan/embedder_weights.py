@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import WanTransformer3DModel
 
 from ..offload.file_source import FileSource
 from ..offload.host_slots import HostSlots
@@ -21,9 +21,12 @@ from ..offload.patches import WeightPatch
 from ..offload.safetensors_header import FileTensor
 from ..plan import BlockKey
 from .checkpoint import Expert
+from .embedder_parts import PARTS, EmbedderPart, part_of
 from .lora_factors import put_patched
 from .meta_model import parameter_dtype, placed, set_parameters
-from .projections import PARTS, EmbedderPart, part_of
+
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
 
 
 class EmbedderWeights:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import nn
 
 from ..offload.file_source import read_tensors
@@ -22,15 +22,20 @@ from ..offload.patches import WeightPatch
 from ..offload.safetensors_header import FileTensor
 from .block_kernels import BlockKernels
 from .checkpoint import Expert
+from .embedder_parts import PARTS, EmbedderPart, part_of
 from .embedder_weights import EmbedderWeights
 from .lora_patches import PatchedParameters
 from .meta_model import build_model, parameter_dtype, placed, set_parameters
-from .projections import PARTS, EmbedderPart, ProjectedEmbedder, part_of
+
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
+
+    from .projections import ProjectedEmbedder
 
 Tensors = dict[str, torch.Tensor]
 
 
-class ExpertModels(Mapping[str, WanTransformer3DModel]):
+class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
     """The models by expert name; looking one up waits until everything in it is there that stays.
 
     A thread reads raw bytes; they are decoded by the thread that looks a model up. Look-ups come from one thread.

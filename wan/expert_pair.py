@@ -12,13 +12,13 @@ from ..plan import OffloadPolicy, Storage
 from .block_storage import BlockBytes, block_bytes, row_scale_bytes
 from .checkpoint import Expert
 from .device_bytes import device_bytes, shards_bytes
+from .embedder_parts import part_of
 from .expert_engine import ExpertEngine
 from .kernels import Kernels
 from .lora import LoraFile
 from .lora_factors import LoraFactors, LoraStack, bytes_in_both_forms
 from .lora_fit import fitted_stack
 from .lora_patches import stack_identity
-from .projections import part_of
 
 
 class ExpertPair:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..plan.shapes import OUTPUT_TOKENS
+from .embedder_parts import Rows
 from .frame_times import FrameModulation, OwnTokens, frame_timesteps, pieces_of, rows_and_runs, token_runs
-from .projections import ProjectedEmbedder, Rows
 from .shortcut import Shortcut
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ def _frame_times(
 
 def _time_rows(model: WanTransformer3DModel, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """Time [R, D] and modulation [R, 6 D] of each timestep."""
+    from .projections import ProjectedEmbedder
+
     embedder = model.condition_embedder
     if isinstance(embedder, ProjectedEmbedder):
         return embedder.time_rows(timesteps)
@@ -185,6 +187,8 @@ def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
 
 def _embedded(model: WanTransformer3DModel, texts: Sequence[torch.Tensor], timestep: torch.Tensor) -> list[Rows]:
     """The timestep and each of the texts, embedded."""
+    from .projections import ProjectedEmbedder
+
     embedder = model.condition_embedder
     if isinstance(embedder, ProjectedEmbedder):
         return embedder.rows(timestep, texts)

@@ -12,12 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.functional import interpolate
-from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from ..offload.attach import attach_offload
 from ..offload.file_source import FileSource, read_tensors
@@ -35,6 +34,9 @@ from .component import (
 )
 from .meta_model import set_parameters
 from .stored import CheckpointError, read_stored
+
+if TYPE_CHECKING:
+    from transformers import CLIPVisionModel
 
 WIDTH = 1280
 HEADS = 16
@@ -80,7 +82,7 @@ def open_image_encoder(path: Path | str) -> ImageEncoder:
         config, described = _config_of(folder), CONFIG
         path = folder / CONFIG
         tensors = _own_tensors(folder, read_stored(folder, weights=WEIGHTS).tensors)
-    model = build_on_meta(path, lambda: _core(CLIPVisionModel(CLIPVisionConfig(**config))))
+    model = build_on_meta(path, lambda: _model(config))
     weights = match_weights(path, tensors, model, described_by=described, key_of=lambda name: PREFIX + name)
     return ImageEncoder(model, weights, image_size=config["image_size"])
 
@@ -156,6 +158,12 @@ def clip_pixels(images: torch.Tensor, size: int, *, crop: bool = False) -> torch
         pixels = pixels[..., top : top + size, left : left + size]
     mean, deviation = (torch.tensor(each, device=pixels.device).view(3, 1, 1) for each in (PIXEL_MEAN, PIXEL_STD))
     return ((pixels * 255).clamp(0, 255).round() / 255 - mean) / deviation
+
+
+def _model(config: Mapping[str, Any]) -> nn.Module:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    return _core(CLIPVisionModel(CLIPVisionConfig(**config)))
 
 
 def _core(model: CLIPVisionModel) -> nn.Module:

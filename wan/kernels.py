@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _check_attention_backend_requirements
 
 from ..plan import Attention
 
@@ -31,8 +30,8 @@ class KernelsError(ValueError):
 class AttentionKernel:
     """One choice of attention."""
 
-    backend: AttentionBackendName | None
-    """diffusers' name; None: what diffusers uses where nobody chose."""
+    backend: str | None
+    """The value of diffusers' `AttentionBackendName`; None: what diffusers uses where nobody chose."""
     package: str = ""
     """What is to be installed; empty: nothing."""
     on_gpu: bool = False
@@ -43,21 +42,17 @@ class AttentionKernel:
 
 ATTENTIONS: Mapping[Attention, AttentionKernel] = {
     "default": AttentionKernel(backend=None),
-    "sdpa": AttentionKernel(backend=AttentionBackendName.NATIVE),
-    "cudnn": AttentionKernel(backend=AttentionBackendName._NATIVE_CUDNN, on_gpu=True, in_half=True),
-    "flash": AttentionKernel(
-        backend=AttentionBackendName.FLASH, package="flash-attn 2.6.3 or later", on_gpu=True, in_half=True
-    ),
+    "sdpa": AttentionKernel(backend="native"),
+    "cudnn": AttentionKernel(backend="_native_cudnn", on_gpu=True, in_half=True),
+    "flash": AttentionKernel(backend="flash", package="flash-attn 2.6.3 or later", on_gpu=True, in_half=True),
     "flash 3": AttentionKernel(
-        backend=AttentionBackendName._FLASH_3,
+        backend="_flash_3",
         package="flash-attn 3 (flash_attn_interface), built from its source",
         on_gpu=True,
         in_half=True,
     ),
-    "sage": AttentionKernel(
-        backend=AttentionBackendName.SAGE, package="sageattention 2.1.1 or later", on_gpu=True, in_half=True
-    ),
-    "xformers": AttentionKernel(backend=AttentionBackendName.XFORMERS, package="xformers 0.0.29 or later", on_gpu=True),
+    "sage": AttentionKernel(backend="sage", package="sageattention 2.1.1 or later", on_gpu=True, in_half=True),
+    "xformers": AttentionKernel(backend="xformers", package="xformers 0.0.29 or later", on_gpu=True),
 }
 """By the name that users know them by. Which device and dtype each serves: its checks in diffusers, and its package."""
 
@@ -78,8 +73,10 @@ def check_installed(kernels: Kernels) -> None:
     kernel = ATTENTIONS[kernels.attention]
     if kernel.backend is None:
         return
+    from diffusers.models.attention_dispatch import AttentionBackendName, _check_attention_backend_requirements
+
     try:
-        _check_attention_backend_requirements(kernel.backend)
+        _check_attention_backend_requirements(AttentionBackendName(kernel.backend))
     except RuntimeError as err:
         raise KernelsError(
             f"attention {kernels.attention!r} needs {kernel.package}, which cannot be imported here: install it for "

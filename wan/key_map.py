@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-
 from .native_keys import native_transformer_name
 from .stored import CheckpointError
 
@@ -26,6 +24,8 @@ def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
     if not any(key.startswith(NATIVE_MARK) for key in keys):
         found = f"{len(keys)} tensors, {keys[0]} first" if keys else "no tensors"
         raise CheckpointError(path, f"is not a Wan transformer: it holds {found}")
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
     # The converter moves values from key to key without looking at them, so the keys themselves can be the values.
     renamed = convert_wan_transformer_to_diffusers({key: key for key in keys})
     names = {key: name for name, key in renamed.items()}

@@ -7,17 +7,19 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import WanTransformer3DModel
-from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import nn
 
 from ..offload.decode import decode_tensor
 from ..offload.layout import streamed_names
 from ..offload.packing import Packing
 from .detect import HEAD_DIM, Shape, WanConfig
-from .projections import ProjectedEmbedder
+
+if TYPE_CHECKING:
+    from diffusers import WanTransformer3DModel
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 FIRST_BLOCK = "blocks.0."
 
@@ -27,6 +29,8 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
 
     Its embedder is a `ProjectedEmbedder`.
     """
+    from .projections import ProjectedEmbedder
+
     model = _on_meta(config)
     with torch.device("meta"):
         model.condition_embedder = ProjectedEmbedder(
@@ -66,6 +70,8 @@ def table_bytes(config: WanConfig) -> int:
 
 def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype a parameter computes in: `compute_dtype`, or fp32 for what diffusers always keeps in fp32."""
+    from diffusers import WanTransformer3DModel
+
     in_fp32 = set(name.split(".")) & set(WanTransformer3DModel._keep_in_fp32_modules)
     return torch.float32 if in_fp32 else compute_dtype
 
@@ -96,6 +102,8 @@ def set_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Non
 
 
 def _on_meta(config: WanConfig) -> WanTransformer3DModel:
+    from diffusers import WanTransformer3DModel
+
     with torch.device("meta"):
         return WanTransformer3DModel(**config.model_arguments())
 
@@ -103,4 +111,6 @@ def _on_meta(config: WanConfig) -> WanTransformer3DModel:
 @functools.cache
 def _position_tables(patch_size: tuple[int, int, int], positions: int) -> WanRotaryPosEmbed:
     """Sines and cosines of every position; the same for both experts, so computed once."""
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
     return WanRotaryPosEmbed(HEAD_DIM, patch_size, positions)

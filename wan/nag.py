@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from .chunked_block import ChunkedAttention, image_and_text, parts_of
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
-    from diffusers.models.transformers.transformer_wan import WanAttention
+    from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 
     from .chunked_block import Rotary
 
@@ -65,6 +63,8 @@ def held_against(models: Iterable[WanTransformer3DModel], nag: Nag) -> Iterator[
 
     Raises ValueError for a block whose attention to the text is of a kind that is not known here.
     """
+    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
     replaced: list[tuple[WanAttention, WanAttnProcessor | ChunkedAttention]] = []
     try:
         for model in models:
@@ -88,7 +88,10 @@ class NagAttention:
     """
 
     def __init__(self, own: WanAttnProcessor | ChunkedAttention, nag: Nag) -> None:
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
         self._own, self._nag = own, nag
+        self._dispatch = dispatch_attention_fn
         self._at_once = own.chunk_tokens if isinstance(own, ChunkedAttention) else None
         self._attention_backend = own._attention_backend
         self._parallel_config = own._parallel_config
@@ -133,7 +136,7 @@ class NagAttention:
         return hidden
 
     def _attend(self, attn: WanAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        attended: torch.Tensor = dispatch_attention_fn(
+        attended: torch.Tensor = self._dispatch(
             *(tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value)),
             attn_mask=None,
             dropout_p=0.0,

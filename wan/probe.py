@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from ..metrics import clock_for
 from ..plan import ExpertShape
 from ..plan.shapes import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS
 from .compute_dtype import auto_dtype
+
+if TYPE_CHECKING:
+    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 FEWEST_TOKENS = 256
 SHARE_OF_FREE = 0.8
@@ -49,6 +52,8 @@ def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBloc
     """A block in `auto_dtype(device)` with small random weights, its norms in fp32 as diffusers keeps them."""
     added = None if shape.image_width is None else shape.width
     with torch.device("meta"):
+        from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
         block = WanTransformerBlock(
             shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True, added_kv_proj_dim=added
         )

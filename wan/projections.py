@@ -10,33 +10,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedding
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..offload.layout import host_bytes
+from .embedder_parts import PARTS, EmbedderPart, Rows
 
 Key = TypeVar("Key")
 Row = TypeVar("Row")
-EmbedderPart = Literal["time", "text"]
-PARTS: tuple[EmbedderPart, ...] = ("time", "text")
-
-Rows: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
-"""Time [1, D], modulation [1, 6 D], text [1, L, D]."""
-
 ROWS_KEPT = {"time": 64, "text": 8}
 """Rows that nobody foretold, beside those that are expected."""
-
-EMBEDDER = "condition_embedder."
-
-
-def part_of(parameter: str) -> EmbedderPart | None:
-    """Which part of the embedder a parameter of the model belongs to; None: to neither, or to the image branch."""
-    if not parameter.startswith(EMBEDDER) or parameter.startswith(f"{EMBEDDER}image_embedder."):
-        return None
-    return "text" if parameter.startswith(f"{EMBEDDER}text_embedder.") else "time"
 
 
 class ProjectedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]

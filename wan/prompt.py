@@ -7,13 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import ftfy
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .stored import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 WHITESPACE = re.compile(r"\s+")
 
@@ -59,6 +60,8 @@ class FolderTokenizer:
 
 def clean_prompt(prompt: str) -> str:
     """Repair broken encodings, undo HTML escapes (twice: "&amp;quot;" is common) and collapse white space."""
+    import ftfy
+
     unescaped = html.unescape(html.unescape(ftfy.fix_text(prompt)))
     return WHITESPACE.sub(" ", unescaped).strip()
 
@@ -71,6 +74,8 @@ def open_tokenizer(folder: Path) -> FolderTokenizer:
     """
     if not folder.is_dir():
         raise CheckpointError(folder, "the tokenizer is missing: it belongs beside the text encoder")
+    from transformers import AutoTokenizer
+
     try:
         return FolderTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as err:

@@ -15,9 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import UMT5Config, UMT5EncoderModel
+from typing import TYPE_CHECKING, Any
 
 from ..offload.file_source import read_tensors
 from ..offload.safetensors_header import FileTensor
@@ -35,6 +33,9 @@ from .fp8_layouts import FP8_DTYPES, resolve_scales
 from .prompt import Tokenizer, open_tokenizer
 from .sentence_tokenizer import SENTENCE_MODEL, open_sentence_tokenizer
 from .stored import CheckpointError, read_stored
+
+if TYPE_CHECKING:
+    from transformers import UMT5EncoderModel
 
 TEXT_WIDTH = 4096
 WEIGHTS = "model.safetensors"
@@ -77,7 +78,7 @@ def open_umt5_folder(folder: Path) -> Umt5:
     config = read_config(folder)
     require_config(folder, config, UMT5, "the text encoder of a Wan2.1 or Wan2.2 pipeline (UMT5-XXL)")
     require_sizes(folder, config, ["vocab_size", "d_kv", "d_ff", "num_heads", "num_layers"])
-    model = build_on_meta(folder / CONFIG, lambda: UMT5EncoderModel(UMT5Config(**config)))
+    model = build_on_meta(folder / CONFIG, lambda: _model(config))
     weights = component_weights(folder, model, weights=WEIGHTS, aliases=ALIASES)
     return Umt5(model=model, weights=weights, scales={}, tokenizer=open_tokenizer(folder.parent / "tokenizer"))
 
@@ -93,7 +94,7 @@ def open_umt5_file(path: Path) -> Umt5:
     tensors = {key: tensor for key, tensor in stored.tensors.items() if key not in (SENTENCE_MODEL, UNUSED)}
     resolved = resolve_scales(path, tensors, stored.metadata, read_tensors)
     config = _config_from_shapes(path, resolved.weights)
-    model = build_on_meta(path, lambda: UMT5EncoderModel(UMT5Config(**config)))
+    model = build_on_meta(path, lambda: _model(config))
     weights = match_weights(
         path,
         resolved.weights,
@@ -105,6 +106,12 @@ def open_umt5_file(path: Path) -> Umt5:
     scales = {ALIASES.get(name, name): scale for name, scale in resolved.scales.items()}
     tokenizer = open_sentence_tokenizer(path, stored.tensors, rows=weights[TOKEN_TABLE].shape[0])
     return Umt5(model=model, weights=weights, scales=scales, tokenizer=tokenizer)
+
+
+def _model(config: Mapping[str, Any]) -> UMT5EncoderModel:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config(**config))
 
 
 def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
-from diffusers import AutoencoderKLWan
 
 from ..offload.file_source import read_tensors
 from ..plan.shapes import FP32_BYTES, FRAMES_PER_LATENT
@@ -26,6 +26,9 @@ from .vae_decode import Check, tiled_frames, whole_frames
 from .vae_memory import decode_pixel_bytes, encode_pixel_bytes
 from .vae_tiles import decode_tile, empty_frames
 from .vae_weights import VaeWeights, family_of, open_vae_file, open_vae_folder
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
 
 
 class VaeInputError(ValueError):

@@ -9,16 +9,18 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import AutoencoderKLWan
 
 from ..plan.shapes import FRAMES_PER_LATENT
 from ..plan.vae_tiles import LEAST_LATENT
 from .live_tensors import LiveTensors
 from .meta_model import set_parameters
 from .vae_tiles import decoded_frames
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
 
 STEADY_AFTER = 3
 """Latent frames after which every further one takes the same."""
@@ -64,6 +66,8 @@ def _encode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
 def _counted(
     config: str, latent_frames: int, dtype: torch.dtype, work: Callable[[AutoencoderKLWan, int], LiveTensors]
 ) -> int:
+    from diffusers import AutoencoderKLWan
+
     # Inference mode shows fewer operations, and so less of what they make on their way.
     with torch.inference_mode(False), torch.device("meta"), torch.no_grad():
         vae = AutoencoderKLWan.from_config(json.loads(config)).eval()

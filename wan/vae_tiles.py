@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 
 from ..plan.shapes import FRAMES_PER_LATENT
 from ..plan.vae_tiles import Tile
@@ -29,6 +28,8 @@ def decoded_frames(vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool 
         whole: whether the frames shall be those of `AutoencoderKLWan.decode` without tiles, bit for bit, not those of
             its tiles: the first of its convolutions takes all latent frames at once there, and one by one in a tile.
     """
+    from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
+
     seen: list[object] = [None] * sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
     for at, states in enumerate(_states(vae, latents, whole)):
         with torch.no_grad():

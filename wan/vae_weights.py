@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from diffusers import AutoencoderKLWan
+from typing import TYPE_CHECKING, Any
 
 from ..offload.safetensors_header import FileTensor
 from .component import (
@@ -27,6 +25,9 @@ from .component import (
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace
 from .stored import CheckpointError, read_stored
 from .vae_keys import native_vae_name, native_wan22_vae_name
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,8 @@ def open_vae_file(path: Path) -> VaeWeights:
 
 
 def _build(path: Path, config: Mapping[str, Any]) -> AutoencoderKLWan:
+    from diffusers import AutoencoderKLWan
+
     return build_on_meta(path, lambda: AutoencoderKLWan.from_config(config))
 
 

@@ -13,9 +13,10 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.plan import OffloadPolicy
 from wanstream.wan import ExpertPair, open_experts
+from wanstream.wan.embedder_parts import part_of
 from wanstream.wan.expert_engine import ExpertEngine
 from wanstream.wan.kernels import Kernels
-from wanstream.wan.projections import ROWS_KEPT, ProjectedEmbedder, part_of
+from wanstream.wan.projections import ROWS_KEPT, ProjectedEmbedder
 
 H, L = "high", "low"
 TIMES = {H: [999.0, 937.5], L: [833.3, 625.0, 3.0]}
