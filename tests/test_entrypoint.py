@@ -68,7 +68,7 @@ try:
     found["WanStreamExperts"].execute(high_noise="x", low_noise="x", compute_dtype="fp32")
 except Exception as err:
     called = f"{type(err).__module__}.{type(err).__qualname__}"
-print(json.dumps({"ids": ids, "called": called, "path": sys.path == path, "wanstream": "wanstream" in sys.modules}))
+print(json.dumps({"ids": ids, "called": called, "path": sys.path == path, "modules": sorted(sys.modules)}))
 """
 
 
