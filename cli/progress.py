@@ -31,6 +31,7 @@ class ProgressLines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._progress: NodeProgress | None = None
+        self._shown: NodeProgress | None = None
         self._begin = self._written = 0.0
 
     def show(self, progress: NodeProgress) -> None:
@@ -54,16 +55,16 @@ class ProgressLines:
         self._end()
 
     def _end(self) -> None:
-        if self._progress is not None:
+        if self._progress is not self._shown:
             self._write(self._clock())
-        self._progress = None
+        self._progress = self._shown = None
 
     def _write(self, now: float) -> None:
         node = self._progress
         assert node is not None
         steps = f" {node.done}/{node.total} steps" if node.total > 1 else ""
         print(f"{node.node_id}:{steps} {now - self._begin:.1f} s", file=sys.stderr, flush=True)
-        self._written = now
+        self._written, self._shown = now, node
 
 
 class ProgressBars:
