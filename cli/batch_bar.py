@@ -23,6 +23,8 @@ _SILENT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}, no answer for {s
 class _Line(tqdm):  # type: ignore[misc]
     """A bar that may stand between two rows; what it counts in words are whole ones."""
 
+    # tqdm's own thread redraws bars that stand still. `tick` does that here, and starting a thread hangs without memory.
+    monitor_interval = 0
     whole: int | None = None
     silence = 0.0
     """Seconds since the last answer of the host; 0 while it answers."""

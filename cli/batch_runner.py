@@ -187,8 +187,9 @@ class Runner:
                 self._fail_row(row, str(err))
             else:
                 self.journal.place(row.hash, kept)
-                placed = self.shelf.place(kept)
-                assert placed, f"a file of {row.hash} that was sealed is gone"
+                if not self.shelf.place(kept):
+                    names = ", ".join(file.name for file in kept)
+                    raise FileNotFoundError(f"{names}: removed from {self.shelf.workshop} after it was checked")
                 self.journal.finish(row.hash)
                 self.teller.done(row, kept)
             flight.rows.pop(0)

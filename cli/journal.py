@@ -42,6 +42,9 @@ _TABLES_OF = {1: _FIRST_TABLES, _VERSION: (*_FIRST_TABLES, _ATTEMPTS)}
 _BACK_UP_SECONDS = 60.0
 """Rows that end within this time after a copy was written are only in the next one."""
 
+_LOCKED_SECONDS = 60.0
+"""A program that reads or copies the journal may hold it for so long."""
+
 _MADE_BY_SQLITE = ("index", None)
 """The type and the SQL of an index that comes with a PRIMARY KEY or UNIQUE column."""
 
@@ -70,7 +73,7 @@ class Journal:
         self._path = path
         self._backed_up = time.monotonic()
         try:
-            self._connection = sqlite3.connect(path, isolation_level=None)
+            self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_SECONDS)
         except sqlite3.Error as err:
             raise self._error(err) from err
         try:

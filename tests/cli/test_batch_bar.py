@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from wanstream.cli.batch_bar import BatchBar
@@ -71,3 +73,10 @@ def test_the_bar_says_that_nothing_answers_and_its_time_left_does_not_grow(
         back = capsys.readouterr().err.split("\r")[-1]
         assert "1/4 [06:00<03:00" in back
         assert "answer" not in back
+
+
+def test_a_bar_starts_no_thread() -> None:
+    """Where memory is short, the start of a thread may never return."""
+    before = threading.active_count()
+    with BatchBar(rows=2, ended=0):
+        assert threading.active_count() == before

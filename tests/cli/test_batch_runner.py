@@ -539,3 +539,17 @@ def test_a_file_that_was_removed_is_made_again_alone(tmp_path: Path) -> None:
     bench.run()
     bench.check(range(1, ROWS + 1))
     assert [made for made in bench.host.made if bench.host.made.count(made) > 1] == ["3", "3"]
+
+
+def test_a_checked_file_that_somebody_removes_ends_the_batch_in_words(tmp_path: Path) -> None:
+    class Robbed(Shelf):
+        def seal(self, name: str) -> KeptFile:
+            sealed = super().seal(name)
+            self.part(name).unlink()
+            return sealed
+
+    bench = Bench(tmp_path, World(), rows=rows_of(1))
+    with pytest.raises(FileNotFoundError, match=r"00001\.txt: removed from .* after it was checked"):
+        bench.run(shelf=Robbed(tmp_path))
+    bench.run()
+    bench.check([1])

@@ -1,0 +1,187 @@
+"""The campaign: faults in a seeded order, each on a stage of its own, against the files of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wanstream.cli.media_check import check_media
+from wanstream.cli.sample_model import write_sample_model
+from wanstream.host.embedded_door import Folders, embedded_door
+from wanstream.tests.faults.cases import KINDS, Kind, Place
+from wanstream.tests.faults.points import Points
+from wanstream.tests.faults.replaced import computing_replaced, named_models
+from wanstream.tests.faults.stage import Findings, Stage
+
+T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
+ROWS: tuple[dict[str, Any], ...] = (
+    {"sampler.seed": 1},
+    {"sampler.seed": 2, "name": "shot"},
+    {"sampler.seed": 3},
+    {"sampler.seed": 4},
+)
+SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "sampler": {"steps": 2}, "save": {"crf": 30}}
+REAL_ROWS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault: its kind, and its number among those of the kind."""
+
+    kind: Kind
+    number: int
+
+
+def small_workflow() -> dict[str, Any]:
+    """T2V, 32x32x5 in two steps, computed in fp32: half precision takes a hundred times as long on some CPUs."""
+    workflow: dict[str, Any] = json.loads(T2V.read_text(encoding="utf-8"))
+    for node_id, inputs in SMALL.items():
+        workflow[node_id]["inputs"] |= inputs
+    workflow["experts"]["inputs"]["compute_dtype"] = "fp32"
+    return workflow
+
+
+class Campaign:
+    """Makes stages below a folder; everything that is the same for all of them is made once."""
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        torch.set_num_threads(1)  # A child of a process with a pool of threads would wait for threads that it lacks.
+        self.folder, self.seed = folder, seed
+        self.workflow = small_workflow()
+        self._made = 0
+
+    def cases(self, kinds: Sequence[Kind] = KINDS) -> list[Case]:
+        """All cases of these kinds, kind by kind."""
+        return [Case(kind, number) for kind in kinds for number in range(self._count(kind))]
+
+    def sample(self, count: int) -> list[Case]:
+        """Cases of as many kinds as there can be, chosen by the seed."""
+        chance = random.Random(self.seed)
+        kinds = [kind for kind in chance.sample(KINDS, len(KINDS)) if kind.world != "run"]
+        chosen = [Case(kind, chance.randrange(self._count(kind))) for kind in kinds]
+        return chosen[:count]
+
+    def run(self, case: Case) -> Findings:
+        """Do one fault, and judge what is left of it. Raises SkippedError."""
+        chance = random.Random(f"{self.seed}/{case.kind.name}/{case.number}")
+        kind, real = case.kind, case.kind.world in {"real", "run"}
+        with ExitStack() as opened:
+            expected: Mapping[str, Sequence[bytes]] = {}
+            if kind.world == "real":
+                expected = self._swapped_files if "checkpoint" in kind.name else self._real_files
+            elif kind.world != "run":
+                expected = self._replaced_files
+                opened.enter_context(computing_replaced())
+            stage = opened.enter_context(self._on_stage(kind))
+            models = self.models if real else self.named_models
+            points = self.points if not real else 0
+            kind.harm(stage, chance, Place(points, case.number, models, self.other_models if real else None))
+            if kind.world != "server":
+                stage.finish()
+            if kind.world == "run":
+                return stage.judge_run(self._run_file)
+            return stage.judge(expected, frames_alone=kind.world == "lanes")
+
+    @cached_property
+    def named_models(self) -> Path:
+        return named_models(self.folder / "named", self.workflow)
+
+    @cached_property
+    def models(self) -> Path:
+        """The sample model; its texts are encoded here, and so known to all clients."""
+        folder = write_sample_model(self.folder / "models", layers=4).folder
+        text = self.workflow["text"]["inputs"]
+        with embedded_door.opened(Folders(models=folder, output=folder, input=folder)), torch.inference_mode():
+            path = embedded_door.model_path(text["text_encoder"], "diffusers", "text_encoders")
+            embedded_door.encode_texts(path, [text["positive"], text["negative"]])
+        return folder
+
+    @cached_property
+    def other_models(self) -> Path:
+        """A copy of the sample model in which each expert has the other one's weights: as valid, with other results."""
+        folder = self.folder / "other"
+        shutil.copytree(self.models, folder)
+        first, second = sorted((folder / "diffusion_models").glob("*t2v*fp8*"))
+        contents = first.read_bytes(), second.read_bytes()
+        first.write_bytes(contents[1])
+        second.write_bytes(contents[0])
+        return folder
+
+    @cached_property
+    def points(self) -> int:
+        """The crash points of an undisturbed client."""
+        with computing_replaced(), self._on_stage(KINDS[0]) as stage:
+            points, counted = Points(), stage.folder / "points"
+            stage.wait(stage.start(points.install, after=lambda: counted.write_text(str(points.count))))
+            return int(counted.read_text())
+
+    @cached_property
+    def _replaced_files(self) -> dict[str, list[bytes]]:
+        with computing_replaced():
+            return self._undisturbed("replaced", self.named_models)
+
+    @cached_property
+    def _real_files(self) -> dict[str, list[bytes]]:
+        return self._undisturbed("real", self.models)
+
+    @cached_property
+    def _swapped_files(self) -> dict[str, list[bytes]]:
+        """What the experts make where one of both has the other one's weights, besides the usual files."""
+        found = {name: list(contents) for name, contents in self._real_files.items()}
+        for file in sorted((self.models / "diffusion_models").glob("*t2v*fp8*")):
+            kept = file.with_name(f"{file.name}.kept")
+            file.rename(kept)
+            shutil.copyfile(self.other_models / "diffusion_models" / file.name, file)
+            for name, contents in self._undisturbed("real", self.models).items():
+                found[name] += contents
+            kept.replace(file)
+        return found
+
+    @cached_property
+    def _run_file(self) -> bytes:
+        with self._on_stage(next(kind for kind in KINDS if kind.world == "run")) as stage:
+            assert stage.run() == 0, stage.said()
+            (made,) = stage.out.rglob("*.mp4")
+            return made.read_bytes()
+
+    def _undisturbed(self, world: str, models: Path) -> dict[str, list[bytes]]:
+        with self._on_stage(next(kind for kind in KINDS if kind.world == world), models) as stage:
+            assert stage.run() == 0, stage.said()
+            made = {path.name: [path.read_bytes()] for path in stage.out.glob("*.mp4")}
+            assert len(made) == len(self._rows(world)), made.keys()
+            for path in stage.out.glob("*.mp4"):
+                check_media(path)
+            return made
+
+    @contextmanager
+    def _on_stage(self, kind: Kind, models: Path | None = None) -> Iterator[Stage]:
+        real = kind.world in {"real", "run"}
+        models = models or (self.models if real else self.named_models)
+        self._made += 1
+        rows = [*self._rows(kind.world), *kind.rows]
+        more = {"lanes": ["--lanes", "3"], "server": ["--patience", "60"]}.get(kind.world, [])
+        where = [] if kind.world == "server" else ["--models", str(models)]
+        stage = Stage(self.folder / f"stage{self._made}", self.workflow, rows, [*where, *more])
+        if kind.world == "run":
+            stage.command = ["run", str(stage.folder / "workflow.json"), "--out", str(stage.out), *where]
+        stage.done_code = kind.done_code
+        try:
+            yield stage
+        finally:
+            stage.clear()
+
+    @staticmethod
+    def _rows(world: str) -> tuple[dict[str, Any], ...]:
+        return ROWS[:REAL_ROWS] if world == "real" else ROWS
+
+    def _count(self, kind: Kind) -> int:
+        return self.points if kind.cases is None else kind.cases

@@ -1,0 +1,388 @@
+"""The kinds of faults, and how many cases of each the whole campaign has.
+
+Every case is a function that does the harm on a stage, by a random number generator of its own; the campaign then runs
+the same command until it is done, and judges the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from wanstream.tests.faults.comfy_like import Trouble, forked_server, running_server
+from wanstream.tests.faults.points import Points, full_disk, interrupt_twice, kill, remove
+from wanstream.tests.faults.stage import Stage
+from wanstream.workbench.comfyui import free_port
+
+Harm = Callable[[Stage, random.Random, "Place"], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a case may need: how many crash points a client has, the number of the case, and folders of models."""
+
+    points: int
+    number: int
+    models: Path
+    other_models: Path | None = None
+    """The same names, other weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of fault. `world` is what the batch runs on: replaced, real, run, lanes or server."""
+
+    name: str
+    harm: Harm
+    cases: int | None
+    """None: one for each crash point."""
+    world: str = "replaced"
+    done_code: int = 0
+    rows: tuple[str, ...] = ()
+    """Rows that fail, whatever happens."""
+
+
+class SkippedError(Exception):
+    """This machine cannot do that to a process; the message says what is missing."""
+
+
+def _at_a_point(action: Callable[[str], None], *, every: int = 1, after: bool = False) -> Harm:
+    def harm(stage: Stage, chance: random.Random, place: Place) -> None:
+        at = place.number * every % place.points
+        stage.run(Points(at, action, after=after).install)
+
+    return harm
+
+
+def _killed_twice(stage: Stage, chance: random.Random, place: Place) -> None:
+    for _ in range(2):
+        stage.run(Points(chance.randrange(place.points), kill, after=chance.random() < 0.5).install)
+
+
+def _folder_removed(which: str) -> Harm:
+    def harm(stage: Stage, chance: random.Random, place: Place) -> None:
+        folder = stage.out if which == "out" else stage.out / which
+        # Not before the client has made it and locked it: that is no fault.
+        stage.run(Points(chance.randrange(20, place.points), remove(folder)).install)
+
+    return harm
+
+
+def _journal_damaged(stage: Stage, chance: random.Random, place: Place) -> None:
+    if place.number % 2:
+        stage.run()
+    stage.run(Points(chance.randrange(20, place.points), kill).install)
+    damages: list[Callable[[Path], object]] = [
+        lambda path: os.truncate(path, chance.randrange(path.stat().st_size)),
+        lambda path: path.write_bytes(chance.randbytes(path.stat().st_size)),
+        lambda path: path.write_text("not a journal"),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.unlink(),
+        _zero_a_page(chance),
+    ]
+    journal, copy = stage.out / "journal.sqlite", stage.out / "journal.sqlite.before"
+    if journal.exists():
+        damages[place.number % len(damages)](journal)
+    if copy.exists() and chance.random() < 0.5:
+        chance.choice(damages)(copy)
+
+
+def _zero_a_page(chance: random.Random) -> Callable[[Path], object]:
+    def zero(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        page = chance.randrange(max(len(content) // 4096, 1))
+        content[page * 4096 : page * 4096 + 4096] = bytes(len(content[page * 4096 : page * 4096 + 4096]))
+        path.write_bytes(content)
+
+    return zero
+
+
+def _journal_crafted(stage: Stage, chance: random.Random, place: Place) -> None:
+    stage.run(Points(chance.randrange(30, place.points), kill).install)
+    victim = stage.folder / "victim.txt"
+    victim.write_text("victim")
+    there = '[{"name": "../../victim.txt", "size": 6, "sha256": "0"}]'
+    crafts = [
+        f"UPDATE rows SET state = 'placing', files = '{there}'",
+        f"UPDATE rows SET state = 'posted', prompt_id = '../../../{stage.temporary.name}'",
+        "UPDATE rows SET state = 'nonsense'",
+        "CREATE TRIGGER t AFTER UPDATE ON rows BEGIN DELETE FROM rows; END",
+        "UPDATE rows SET files = 'no json'",
+        "UPDATE rows SET stem = '../x'",
+    ]
+    with closing(sqlite3.connect(stage.out / "journal.sqlite")) as journal:
+        journal.execute(crafts[place.number % len(crafts)])
+        journal.commit()
+    if stage.run() == 2:  # refused, with the way out in words: move it away
+        shutil.move(stage.out / "journal.sqlite", stage.folder / "moved")
+    assert victim.read_text() == "victim"
+    assert stage.temporary.is_dir()
+
+
+def _journal_locked(stage: Stage, chance: random.Random, place: Place) -> None:
+    pid = stage.start(lambda: _slowly(0.2))
+    while not (stage.out / "journal.sqlite").exists():
+        time.sleep(0.002)
+    with closing(sqlite3.connect(stage.out / "journal.sqlite", isolation_level=None, timeout=10)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        time.sleep((1.0, 7.0)[place.number % 2])
+    stage.wait(pid)
+
+
+def _slowly(seconds: float) -> None:
+    """Let each row take at least so long."""
+    from wanstream.cli import batch_embedded
+
+    inner = batch_embedded.run_workflow
+
+    def slow(*arguments: object, **named: object) -> object:
+        time.sleep(seconds)
+        return inner(*arguments, **named)  # type: ignore[arg-type]
+
+    batch_embedded.run_workflow = slow  # type: ignore[assignment]
+
+
+def _two_clients(stage: Stage, chance: random.Random, place: Place) -> None:
+    pids = [stage.start(lambda: _slowly(0.1)) for _ in range(2)]
+    time.sleep(chance.uniform(0, 0.5))
+    pids.append(stage.start())
+    for pid in pids:
+        stage.wait(pid)
+
+
+def _limited(kind: int, values: Callable[[random.Random, int], int]) -> Harm:
+    def harm(stage: Stage, chance: random.Random, place: Place) -> None:
+        value = values(chance, place.number)
+        stage.run(lambda: _limit(kind, value))
+
+    return harm
+
+
+def _limit(kind: int, value: int) -> None:
+    with open(os.devnull, "w") as nowhere:  # The log is a file too, and the limit would end it.
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    resource.setrlimit(kind, (value, value))
+
+
+def _address_space(chance: random.Random, number: int) -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize() + chance.choice([1, 4, 20, 100]) * (1 << 20)
+
+
+def _small_disk(stage: Stage, chance: random.Random, place: Place) -> None:
+    if os.geteuid() != 0:
+        raise SkippedError("a small tmpfs needs root")
+    stage.out.mkdir()
+    size = chance.choice([24, 32, 44, 60]) * 1024
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", stage.out], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        raise SkippedError(f"a small tmpfs cannot be mounted: {mounted.stderr.strip()}")
+    try:
+        stage.run()
+        subprocess.run(["mount", "-o", "remount,size=64m", stage.out], check=True)
+        stage.finish()
+        kept = stage.folder / "kept"
+        shutil.copytree(stage.out, kept)
+    finally:
+        subprocess.run(["umount", stage.out], check=True)
+    stage.out.rmdir()
+    kept.rename(stage.out)
+
+
+def _nothing(stage: Stage, chance: random.Random, place: Place) -> None:
+    """The rows are the fault."""
+    stage.run(Points(chance.randrange(place.points), kill).install)
+
+
+# What computes for real.
+
+
+def _some_time(stage: Stage, chance: random.Random) -> None:
+    """Wait until the client is at work, and a little longer."""
+    deadline = time.monotonic() + 60
+    while "experts" not in stage.said() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0.0, 3.0))
+
+
+def _signalled(*numbers: int, pause: float = 0.3) -> Harm:
+    def harm(stage: Stage, chance: random.Random, place: Place) -> None:
+        pid = stage.start()
+        _some_time(stage, chance)
+        for number in numbers:
+            stage.signal(pid, number)
+            time.sleep(chance.uniform(0, pause))
+        stage.wait(pid)
+
+    return harm
+
+
+def _checkpoint(stage: Stage, chance: random.Random, place: Place) -> None:
+    """One of both experts is cut, zeroed, removed or swapped while it is in use, and is there again afterwards."""
+    file = sorted((place.models / "diffusion_models").glob("*t2v*fp8*"))[chance.randrange(2)]
+    kept = file.with_name(f"{file.name}.kept")
+    pid = stage.start()
+    _some_time(stage, chance)
+    os.link(file, kept)
+    try:
+        changed = file.with_name(f"{file.name}.changed")
+        match ("cut", "zeroed", "removed", "swapped")[place.number % 4]:
+            case "cut":
+                changed.write_bytes(file.read_bytes()[: chance.randrange(file.stat().st_size)])
+                changed.replace(file)
+            case "zeroed":
+                changed.write_bytes(bytes(file.stat().st_size))
+                changed.replace(file)
+            case "removed":
+                file.unlink()
+            case "swapped":
+                assert place.other_models is not None
+                shutil.copyfile(place.other_models / "diffusion_models" / file.name, changed)
+                changed.replace(file)
+        stage.wait(pid)
+    finally:
+        kept.replace(file)
+
+
+# `wanstream run` instead of `batch`.
+
+
+def _run_limited(stage: Stage, chance: random.Random, place: Place) -> None:
+    value = chance.choice([1, 1000, 4000, 10_000])
+    stage.run(lambda: _limit(resource.RLIMIT_FSIZE, value))
+
+
+# A server that speaks as ComfyUI does.
+
+
+def _on_server(harm: Callable[[Stage, random.Random, int, Path, Path], None]) -> Harm:
+    def on_server(stage: Stage, chance: random.Random, place: Place) -> None:
+        port, output = free_port(), stage.folder / "served"
+        output.mkdir()
+        stage.command = [*stage.command, "--server", f"http://127.0.0.1:{port}"]
+        harm(stage, chance, port, output, place.models)
+        with running_server(port, output, place.models):
+            stage.finish()
+
+    return on_server
+
+
+def _client_killed(stage: Stage, chance: random.Random, port: int, output: Path, models: Path) -> None:
+    with running_server(port, output, models, seconds=chance.choice([0.0, 0.05])):
+        stage.run(Points(chance.randrange(150), kill, after=chance.random() < 0.5).install)
+        # The server is still there: nothing that it has made is lost.
+        stage.finish()
+
+
+def _server_killed(times: int, client_too: bool) -> Callable[[Stage, random.Random, int, Path, Path], None]:
+    def harm(stage: Stage, chance: random.Random, port: int, output: Path, models: Path) -> None:
+        server = forked_server(port, output, models, seconds=0.1)
+        pid = stage.start()
+        for _ in range(times):
+            time.sleep(chance.uniform(0.0, 0.7))
+            _kill(server)
+            if client_too:
+                stage.signal(pid, signal.SIGKILL)
+            time.sleep(chance.uniform(0.0, 0.3))
+            server = forked_server(port, output, models, seconds=0.1)
+        stage.wait(pid)
+        _kill(server)
+
+    return harm
+
+
+def _client_signalled(*numbers: int) -> Callable[[Stage, random.Random, int, Path, Path], None]:
+    def harm(stage: Stage, chance: random.Random, port: int, output: Path, models: Path) -> None:
+        with running_server(port, output, models, seconds=0.1):
+            pid = stage.start()
+            time.sleep(chance.uniform(0.0, 1.0))
+            for number in numbers:
+                stage.signal(pid, number)
+                time.sleep(chance.uniform(0.0, 0.2))
+            stage.wait(pid)
+
+    return harm
+
+
+def _in_trouble(stage: Stage, chance: random.Random, port: int, output: Path, models: Path) -> None:
+    trouble = Trouble(share=0.15, seed=chance.randrange(1 << 30))
+    with ExitStack() as opened:
+        opened.enter_context(running_server(port, output, models, trouble=trouble, seconds=0.02))
+        pid = stage.start()
+        if chance.random() < 0.4:
+            time.sleep(chance.uniform(0.0, 1.5))
+            stage.signal(pid, signal.SIGKILL)
+        stage.wait(pid)
+
+
+def _kill(server: int) -> None:
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
+
+
+_BAD = ('{"latent.width": 70, "sampler.seed": 90}', "no json", '{"sampler.sed": 1}', '{"name": "../x"}', "[" * 9000)
+
+KINDS: tuple[Kind, ...] = (
+    Kind(name="SIGKILL before each disk or journal call", harm=_at_a_point(kill), cases=None),
+    Kind(name="SIGKILL after every second call", harm=_at_a_point(kill, every=2, after=True), cases=60),
+    Kind(name="full disk at every second call", harm=_at_a_point(full_disk, every=2), cases=60),
+    Kind(name="Ctrl-C twice at every third call", harm=_at_a_point(interrupt_twice, every=3), cases=40),
+    Kind(name="SIGKILL twice, the second time in the recovery", harm=_killed_twice, cases=20),
+    Kind(name="output folder removed", harm=_folder_removed("out"), cases=8),
+    Kind(name=".wanstream removed", harm=_folder_removed(".wanstream"), cases=8),
+    Kind(name="journal damaged, its copy too at times", harm=_journal_damaged, cases=28),
+    Kind(name="journal crafted", harm=_journal_crafted, cases=12),
+    Kind(name="journal locked by another program", harm=_journal_locked, cases=2),
+    Kind(name="two or three clients on one folder", harm=_two_clients, cases=4),
+    Kind(
+        name="file size limit (RLIMIT_FSIZE)",
+        harm=_limited(resource.RLIMIT_FSIZE, lambda chance, number: 1 if number == 0 else chance.randrange(1, 40_000)),
+        cases=12,
+    ),
+    Kind(name="memory limit (RLIMIT_AS)", harm=_limited(resource.RLIMIT_AS, _address_space), cases=6),
+    Kind(name="small disk, then a larger one", harm=_small_disk, cases=4),
+    Kind(name="rows that are invalid, and SIGKILL", harm=_nothing, cases=6, done_code=1, rows=_BAD),
+    Kind(name="lanes, SIGKILL at a random call", harm=_killed_twice, cases=20, world="lanes"),
+    Kind(name="all real: SIGKILL", harm=_signalled(signal.SIGKILL), cases=8, world="real"),
+    Kind(name="all real: SIGTERM", harm=_signalled(signal.SIGTERM), cases=2, world="real"),
+    Kind(name="all real: Ctrl-C once", harm=_signalled(signal.SIGINT), cases=2, world="real"),
+    Kind(name="all real: Ctrl-C twice", harm=_signalled(signal.SIGINT, signal.SIGINT), cases=3, world="real"),
+    Kind(
+        name="all real: Ctrl-C three times",
+        harm=_signalled(signal.SIGINT, signal.SIGINT, signal.SIGINT),
+        cases=2,
+        world="real",
+    ),
+    Kind(name="all real: checkpoint cut, zeroed, removed, swapped", harm=_checkpoint, cases=8, world="real"),
+    Kind(name="run: SIGKILL", harm=_signalled(signal.SIGKILL), cases=4, world="run"),
+    Kind(name="run: SIGTERM", harm=_signalled(signal.SIGTERM), cases=1, world="run"),
+    Kind(name="run: Ctrl-C once, twice", harm=_signalled(signal.SIGINT, signal.SIGINT), cases=3, world="run"),
+    Kind(name="run: file size limit", harm=_run_limited, cases=3, world="run"),
+    Kind(name="server: client SIGKILL at a call", harm=_on_server(_client_killed), cases=16, world="server"),
+    Kind(name="server: SIGKILL and restart", harm=_on_server(_server_killed(1, False)), cases=12, world="server"),
+    Kind(name="server: both SIGKILL", harm=_on_server(_server_killed(1, True)), cases=8, world="server"),
+    Kind(name="server: restarted three times", harm=_on_server(_server_killed(3, False)), cases=6, world="server"),
+    Kind(name="server: Ctrl-C once", harm=_on_server(_client_signalled(signal.SIGINT)), cases=8, world="server"),
+    Kind(
+        name="server: Ctrl-C twice",
+        harm=_on_server(_client_signalled(signal.SIGINT, signal.SIGINT)),
+        cases=8,
+        world="server",
+    ),
+    Kind(name="server: SIGTERM", harm=_on_server(_client_signalled(signal.SIGTERM)), cases=4, world="server"),
+    Kind(name="server: drops, 500, 502, half answers", harm=_on_server(_in_trouble), cases=24, world="server"),
+)

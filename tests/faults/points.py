@@ -1,0 +1,86 @@
+"""Crash points: counted calls of this process that touch the disk or a journal, and an action at one of them."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import signal
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Action = Callable[[str], None]
+"""What happens at the point; it is given the name of the call, and what it raises comes out of the call."""
+
+_OF_OS = ("fsync", "replace", "rename", "unlink", "remove", "mkdir", "rmdir")
+_OF_SHUTIL = ("rmtree", "copyfile")
+
+
+def kill(name: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full_disk(name: str) -> None:
+    if name.startswith("sqlite"):
+        raise sqlite3.OperationalError("database or disk is full")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def interrupt_twice(name: str) -> None:
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def remove(folder: Path) -> Action:
+    """Remove a folder, as somebody else would: once."""
+
+    def action(name: str) -> None:
+        shutil_rmtree(folder, ignore_errors=True)
+
+    return action
+
+
+shutil_rmtree = shutil.rmtree
+
+
+class Points:
+    """Counts the calls from `install` on, and acts before or after number `at`."""
+
+    def __init__(self, at: int | None = None, action: Action = kill, *, after: bool = False) -> None:
+        self._at, self._action, self._after = at, action, after
+        self._numbers = itertools.count()
+        self.count = 0
+
+    def install(self) -> None:
+        """Replace the calls of this process; it is a child that ends soon."""
+        for module, names in ((os, _OF_OS), (shutil, _OF_SHUTIL)):
+            for name in names:
+                setattr(module, name, self._wrapped(f"{module.__name__}.{name}", getattr(module, name)))
+        points, connect = self, sqlite3.connect
+
+        class Connection(sqlite3.Connection):
+            def execute(self, *arguments: Any) -> sqlite3.Cursor:
+                return points.call("sqlite.execute", super().execute, *arguments)
+
+            def backup(self, *arguments: Any, **named: Any) -> None:
+                points.call("sqlite.backup", super().backup, *arguments, **named)
+
+        sqlite3.connect = lambda *arguments, **named: points.call(  # type: ignore[assignment]
+            "sqlite.connect", connect, *arguments, **{**named, "factory": Connection}
+        )
+
+    def call(self, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        number = next(self._numbers)
+        self.count = number + 1
+        if number == self._at and not self._after:
+            self._action(name)
+        result = function(*arguments, **named)
+        if number == self._at and self._after:
+            self._action(name)
+        return result
+
+    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **named: self.call(name, function, *arguments, **named)

@@ -1,0 +1,197 @@
+"""The stage of one fault: a folder, clients in processes of their own, and a judge of what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from wanstream.cli import main
+from wanstream.cli.exit_codes import DONE
+
+TRACEBACK = 99
+"""The exit code of a client that ended with an exception."""
+
+WAIT_SECONDS = 240.0
+MOST_RUNS = 8
+
+_ALLOWED = ("journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock", ".wanstream/lock")
+
+
+def forked(work: Callable[[], int | None], log: Path, *, temporary: Path) -> int:
+    """Run `work` in a child that leads a session of its own, and return the id of the child."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code: int | None = TRACEBACK
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        tempfile.tempdir = str(temporary)
+        with log.open("ab") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+        code = work()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else TRACEBACK
+    except BaseException:  # noqa: BLE001 (whatever it is, it is in the log, and the exit code says so)
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(TRACEBACK if code is None else code)
+    return 0
+
+
+@dataclass
+class Findings:
+    """What a fault has cost, in words; each list is empty if nothing has happened."""
+
+    lost: list[str] = field(default_factory=list)
+    doubled: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    leaked: list[str] = field(default_factory=list)
+    codes: list[int] = field(default_factory=list)
+    """The exit codes of the clients, in order; negative for a signal."""
+
+    @property
+    def clean(self) -> bool:
+        return not (self.lost or self.doubled or self.broken or self.leaked)
+
+
+class Stage:
+    """A folder with rows and a workflow, and the clients that ran in it."""
+
+    def __init__(self, folder: Path, workflow: Mapping[str, Any], rows: Sequence[object], more: Sequence[str]) -> None:
+        self.folder, self.out, self.log = folder, folder / "out", folder / "log"
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir(parents=True)
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (folder / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        (folder / "workflow.json").write_text(json.dumps(workflow), encoding="utf-8")
+        files = [str(folder / "jobs.jsonl"), "--workflow", str(folder / "workflow.json")]
+        self.command = ["batch", *files, "--out", str(self.out), *more]
+        self.done_code = DONE
+        self.findings = Findings()
+        self._clients: list[int] = []
+
+    def start(self, prepare: Callable[[], object] | None = None, after: Callable[[], object] | None = None) -> int:
+        """Start a client; `prepare` runs in it before the command, `after` when that has ended."""
+
+        def work() -> int:
+            if prepare is not None:
+                prepare()
+            code = main(self.command)
+            if after is not None:
+                after()
+            return code
+
+        pid = forked(work, self.log, temporary=self.temporary)
+        self._clients.append(pid)
+        return pid
+
+    def wait(self, pid: int) -> int:
+        """The exit code of a client, negative for a signal."""
+        deadline, step = time.monotonic() + WAIT_SECONDS, 0.002
+        while True:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                break
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                self.findings.lost.append(f"no end after {WAIT_SECONDS:.0f} s")
+                deadline += 60
+            time.sleep(step)
+            step = min(step * 1.5, 0.05)
+        code = os.waitstatus_to_exitcode(status)
+        self.findings.codes.append(code)
+        return code
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a client that may have ended already."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def run(self, prepare: Callable[[], object] | None = None) -> int:
+        return self.wait(self.start(prepare))
+
+    def finish(self) -> None:
+        """Run the same command again until it is done."""
+        for _ in range(MOST_RUNS):
+            if self.run() == self.done_code:
+                return
+        self.findings.lost.append(f"not done after {MOST_RUNS} runs: {self.said()[-300:]}")
+
+    def said(self) -> str:
+        """What all clients have printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+
+    def judge(self, expected: Mapping[str, Sequence[bytes]], *, frames_alone: bool = False) -> Findings:
+        """Compare the folder with the files of an undisturbed run; each may have one of several contents."""
+        findings = self.findings
+        made = {path.name: path.read_bytes() for path in self.out.glob("*.mp4")} if self.out.is_dir() else {}
+        findings.lost += sorted(expected.keys() - made.keys())
+        findings.doubled += sorted(made.keys() - expected.keys())
+        same = _frames if frames_alone else bytes
+        for name in made.keys() & expected.keys():
+            if same(made[name]) not in [same(content) for content in expected[name]]:
+                findings.broken.append(name)
+        if findings.codes.count(TRACEBACK) or "Traceback" in self.said():
+            findings.broken.append("a traceback: " + self.said().partition("Traceback")[2][:3000])
+        findings.leaked += self._leaked()
+        return findings
+
+    def judge_run(self, expected: bytes) -> Findings:
+        """Judge the folder of `wanstream run`, which numbers its files: all whole and equal, and at least one."""
+        made = sorted(self.out.rglob("*.mp4"))
+        self.findings.lost += [] if made else ["no video"]
+        self.findings.broken += [path.name for path in made if path.read_bytes() != expected]
+        self.findings.broken += ["a traceback"] if "Traceback" in self.said() else []
+        self.findings.leaked += self._processes()
+        return self.findings
+
+    def _processes(self) -> list[str]:
+        left = []
+        for leader in self._clients:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(leader, 0)
+                left.append(f"a process of the session {leader}")
+                os.killpg(leader, signal.SIGKILL)
+        return left
+
+    def _leaked(self) -> list[str]:
+        leaked = self._processes()
+        announced = self.said()
+        for path in sorted((*self.out.rglob("*"), *self.temporary.rglob("*"))):
+            name = str(path.relative_to(self.out)) if path.is_relative_to(self.out) else str(path)
+            kept = name in _ALLOWED or name.startswith("journal.sqlite.damaged") or str(path) in announced
+            if path.is_file() and path.suffix != ".mp4" and not kept:
+                leaked.append(name)
+        return leaked
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _frames(content: bytes) -> bytes:
+    with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
+        file.write(content)
+        file.flush()
+        with av.open(file.name) as container:
+            return np.stack([frame.to_ndarray() for frame in container.decode(video=0)]).tobytes()
