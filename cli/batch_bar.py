@@ -23,7 +23,7 @@ _SILENT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}, no answer for {s
 class _Line(tqdm):  # type: ignore[misc]
     """A bar that may stand between two rows; what it counts in words are whole ones."""
 
-    # tqdm's own thread redraws bars that stand still. `tick` does that here, and starting a thread hangs without memory.
+    # No thread of tqdm's: `tick` redraws the bar, and where memory is short the start of a thread may never return.
     monitor_interval = 0
     whole: int | None = None
     silence = 0.0

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 from wanstream.tests.faults.campaign import Campaign
@@ -24,8 +25,7 @@ def run() -> int:
     asked = parser.parse_args()
     kinds = [kind for kind in KINDS if asked.kind.lower() in kind.name.lower()]
     begun, totals = time.monotonic(), Counter[str]()
-    with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(Path(folder), seed=asked.seed)
+    with tempfile.TemporaryDirectory() as folder, closing(Campaign(Path(folder), seed=asked.seed)) as campaign:
         print("| fault | n | lost | doubled | broken | leaked | exit codes of all clients | seconds |")
         print("|---|--:|--:|--:|--:|--:|---|--:|")
         for kind in kinds:

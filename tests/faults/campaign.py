@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,10 +19,12 @@ import torch
 from wanstream.cli.media_check import check_media
 from wanstream.cli.sample_model import write_sample_model
 from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.tests.faults.cases import KINDS, Kind, Place
+from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.points import Points
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.faults.stage import Findings, Stage
+from wanstream.workbench.base_directory import PACK, ROOT
+from wanstream.workbench.comfyui import ComfyUI, NoComfyUIError, find_comfyui, free_port, running_server
 
 T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 ROWS: tuple[dict[str, Any], ...] = (
@@ -31,6 +35,8 @@ ROWS: tuple[dict[str, Any], ...] = (
 )
 SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "sampler": {"steps": 2}, "save": {"crf": 30}}
 REAL_ROWS = 3
+_REAL = ("real", "run", "comfyui")
+"""Worlds in which videos are computed."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,33 @@ def small_workflow() -> dict[str, Any]:
     return workflow
 
 
+class RealServer:
+    """A ComfyUI server that is killed and started again at the same port."""
+
+    def __init__(self, comfyui: ComfyUI, base: Path, models: Path) -> None:
+        self._comfyui, self._base, self._port = comfyui, base, free_port()
+        self._opened, self._process_id = ExitStack(), 0
+        for folder in ("custom_nodes", "input", "output"):
+            (base / folder).mkdir(parents=True)
+        (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
+        (base / "models").symlink_to(models, target_is_directory=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def kill(self) -> None:
+        os.kill(self._process_id, signal.SIGKILL)
+        self._opened.close()
+
+    def start(self) -> None:
+        running = self._opened.enter_context(running_server(self._comfyui, self._base, port=self._port))
+        self._process_id = running.process_id
+
+    def close(self) -> None:
+        self._opened.close()
+
+
 class Campaign:
     """Makes stages below a folder; everything that is the same for all of them is made once."""
 
@@ -66,30 +99,59 @@ class Campaign:
     def sample(self, count: int) -> list[Case]:
         """Cases of as many kinds as there can be, chosen by the seed."""
         chance = random.Random(self.seed)
-        kinds = [kind for kind in chance.sample(KINDS, len(KINDS)) if kind.world != "run"]
+        kinds = [kind for kind in chance.sample(KINDS, len(KINDS)) if kind.world != "comfyui"]
         chosen = [Case(kind, chance.randrange(self._count(kind))) for kind in kinds]
         return chosen[:count]
 
     def run(self, case: Case) -> Findings:
         """Do one fault, and judge what is left of it. Raises SkippedError."""
         chance = random.Random(f"{self.seed}/{case.kind.name}/{case.number}")
-        kind, real = case.kind, case.kind.world in {"real", "run"}
+        kind, real = case.kind, case.kind.world in _REAL
         with ExitStack() as opened:
-            expected: Mapping[str, Sequence[bytes]] = {}
-            if kind.world == "real":
-                expected = self._swapped_files if "checkpoint" in kind.name else self._real_files
-            elif kind.world != "run":
-                expected = self._replaced_files
+            expected = {} if kind.world == "run" else self._expected(kind)
+            if not real:
                 opened.enter_context(computing_replaced())
             stage = opened.enter_context(self._on_stage(kind))
-            models = self.models if real else self.named_models
-            points = self.points if not real else 0
-            kind.harm(stage, chance, Place(points, case.number, models, self.other_models if real else None))
+            place = Place(
+                points=0 if real else self.points,
+                number=case.number,
+                models=self.models if real else self.named_models,
+                other_models=self.other_models if real else None,
+                comfyui=self.comfyui if kind.world == "comfyui" else None,
+            )
+            kind.harm(stage, chance, place)
             if kind.world != "server":
                 stage.finish()
             if kind.world == "run":
                 return stage.judge_run(self._run_file)
             return stage.judge(expected, frames_alone=kind.world == "lanes")
+
+    def _expected(self, kind: Kind) -> Mapping[str, Sequence[bytes]]:
+        if kind.world == "comfyui":
+            return self._comfyui_files
+        if kind.world == "real":
+            return self._swapped_files if "checkpoint" in kind.name else self._real_files
+        return self._replaced_files
+
+    @cached_property
+    def comfyui(self) -> RealServer:
+        """A ComfyUI with this pack and the sample model. Raises SkippedError where there is none."""
+        try:
+            server = RealServer(find_comfyui(), self.folder / "base", self.models)
+        except NoComfyUIError as err:
+            raise SkippedError(str(err)) from err
+        server.start()
+        return server
+
+    def close(self) -> None:
+        """End the server, if there is one."""
+        if "comfyui" in vars(self):
+            self.comfyui.close()
+
+    @cached_property
+    def _comfyui_files(self) -> dict[str, list[bytes]]:
+        _ = self.comfyui
+        return self._undisturbed("comfyui", self.models)
 
     @cached_property
     def named_models(self) -> Path:
@@ -164,12 +226,16 @@ class Campaign:
 
     @contextmanager
     def _on_stage(self, kind: Kind, models: Path | None = None) -> Iterator[Stage]:
-        real = kind.world in {"real", "run"}
+        real = kind.world in _REAL
         models = models or (self.models if real else self.named_models)
         self._made += 1
         rows = [*self._rows(kind.world), *kind.rows]
         more = {"lanes": ["--lanes", "3"], "server": ["--patience", "60"]}.get(kind.world, [])
-        where = [] if kind.world == "server" else ["--models", str(models)]
+        where = ["--models", str(models)]
+        if kind.world == "comfyui":
+            where = ["--server", self.comfyui.url, "--patience", "300"]
+        elif kind.world == "server":
+            where = []  # It is added when the server is there.
         stage = Stage(self.folder / f"stage{self._made}", self.workflow, rows, [*where, *more])
         if kind.world == "run":
             stage.command = ["run", str(stage.folder / "workflow.json"), "--out", str(stage.out), *where]
@@ -181,7 +247,7 @@ class Campaign:
 
     @staticmethod
     def _rows(world: str) -> tuple[dict[str, Any], ...]:
-        return ROWS[:REAL_ROWS] if world == "real" else ROWS
+        return ROWS[:REAL_ROWS] if world in {"real", "comfyui"} else ROWS
 
     def _count(self, kind: Kind) -> int:
         return self.points if kind.cases is None else kind.cases

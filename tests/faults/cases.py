@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from wanstream.tests.faults.comfy_like import Trouble, forked_server, running_server
 from wanstream.tests.faults.points import Points, full_disk, interrupt_twice, kill, remove
@@ -25,6 +26,16 @@ from wanstream.tests.faults.stage import Stage
 from wanstream.workbench.comfyui import free_port
 
 Harm = Callable[[Stage, random.Random, "Place"], None]
+
+
+class Restartable(Protocol):
+    """A real ComfyUI server, always at the same port."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+    def start(self) -> None:
+        """Start it again, and wait until it answers."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,7 @@ class Place:
     models: Path
     other_models: Path | None = None
     """The same names, other weights."""
+    comfyui: Restartable | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +341,18 @@ def _in_trouble(stage: Stage, chance: random.Random, port: int, output: Path, mo
         stage.wait(pid)
 
 
+def _comfyui_killed(stage: Stage, chance: random.Random, place: Place) -> None:
+    """A real ComfyUI is killed while it works, at times the client too."""
+    assert place.comfyui is not None
+    pid = stage.start()
+    time.sleep(chance.uniform(0.5, 8.0))
+    place.comfyui.kill()
+    if place.number % 4 == 3:
+        stage.signal(pid, signal.SIGKILL)
+    place.comfyui.start()
+    stage.wait(pid)
+
+
 def _kill(server: int) -> None:
     os.kill(server, signal.SIGKILL)
     os.waitpid(server, 0)
@@ -384,5 +408,6 @@ KINDS: tuple[Kind, ...] = (
         world="server",
     ),
     Kind(name="server: SIGTERM", harm=_on_server(_client_signalled(signal.SIGTERM)), cases=4, world="server"),
+    Kind(name="real ComfyUI: SIGKILL and restart", harm=_comfyui_killed, cases=20, world="comfyui"),
     Kind(name="server: drops, 500, 502, half answers", harm=_on_server(_in_trouble), cases=24, world="server"),
 )

@@ -1,0 +1,38 @@
+"""Twenty faults of the campaign, of twenty kinds; `python -m wanstream.tests.faults` runs all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from wanstream.tests.faults.campaign import Campaign
+from wanstream.tests.faults.cases import SkippedError
+
+SEED, COUNT = 14, 20
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="clients are forked, and limits are those of Linux"),
+    # Python warns of a fork beside threads; those of the test run are not used by a client.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Campaign]:
+    with closing(Campaign(tmp_path_factory.mktemp("faults"), seed=SEED)) as campaign:
+        yield campaign
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("index", range(COUNT))
+def test_a_fault_costs_nothing(campaign: Campaign, index: int) -> None:
+    case = campaign.sample(COUNT)[index]
+    try:
+        findings = campaign.run(case)
+    except SkippedError as err:
+        pytest.skip(f"{case.kind.name}: {err}")
+    assert findings.clean, (case.kind.name, case.number, findings)
