@@ -13,8 +13,8 @@ from .exit_codes import DONE, FAILED, INTERRUPTED
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: those of the process) and return the exit code."""
-    parsed = _parser().parse_args(arguments)
     try:
+        parsed = _parser().parse_args(arguments)
         return int(parsed.subcommand(parsed))
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
