@@ -29,6 +29,10 @@ END_TIMEOUT_S = 20.0
 
 
 CLOSE_TIMEOUT_S = 5.0
+TOKEN_HINT = (
+    " See that every machine of the cluster has started Ray with RAY_AUTH_MODE=token and the same token: workers "
+    "without it cannot reach this process"
+)
 
 
 class RayPool:
@@ -180,7 +184,9 @@ class RayPool:
         except errors.RayTaskError as err:
             raise RaySetupError(f"worker {rank} does not start: {err.cause or err}") from err
         except errors.RayActorError as err:
-            raise LostAtStartError(f"worker {rank} does not start: {exit_words(str(err))}") from err
+            raise LostAtStartError(
+                f"worker {rank} does not start: {exit_words(str(err))}{TOKEN_HINT if self._ref.token_file else ''}"
+            ) from err
         except errors.RayError as err:
             raise RaySetupError(f"worker {rank} does not start: {err}") from err
         return started

@@ -1,13 +1,16 @@
-"""A Ray on loopback that others join: prints its address, and ends with its standard input: `ray_head.py FOLDER`."""
+"""A Ray on loopback that others join, with the token of its environment: `ray_head.py FOLDER`.
+
+Prints its address, and ends with its standard input.
+"""
 
 from __future__ import annotations
 
 import sys
 
-from wanstream.distributed.ray_environment import import_ray, own_ray
+from wanstream.distributed.ray_environment import import_ray, on_loopback, settings
 
 ray = import_ray()
-with own_ray():
+with settings({"RAY_USAGE_STATS_ENABLED": "0"}), on_loopback():
     context = ray.init(
         address="local",
         num_cpus=1,

@@ -157,6 +157,12 @@ def test_all_workers_start_before_one_deadline(answers: list[float | Exception])
         assert pool.usable
 
 
+def test_a_worker_that_does_not_start_with_a_token_may_lack_that_token(answers: list[float | Exception]) -> None:
+    answers += [RayActorError("It never ran.")]
+    with pytest.raises(LostAtStartError, match=r"It never ran\. See that .* RAY_AUTH_MODE=token and the same token"):
+        RayPool(WorkersRef(count=1, address="127.0.0.1:1", token_file="/token"), start_timeout_s=0.1)
+
+
 def test_a_worker_that_cannot_be_replaced_makes_the_pool_unusable(answers: list[float | Exception]) -> None:
     answers += [0.0, RayActorError("Worker exit detail: gone."), 0.0]
     with RayPool(WorkersRef(count=1), start_timeout_s=0.1) as pool:

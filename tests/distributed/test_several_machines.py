@@ -148,14 +148,14 @@ def address(join: Callable[[int], str]) -> str:
 def driver(machines: Any, address: str) -> Iterator[Program]:
     """With four workers, two on the first machine and two on another."""
     command = [sys.executable, str(HERE / "machine_driver.py"), str(machines[0].models)]
-    program = Program(machines[0], command, RAY_AUTH_MODE="token")
+    program = Program(machines[0], command)
     yield program
     program.end()
 
 
 @pytest.fixture(scope="module")
 def begun(driver: Program, address: str) -> Any:
-    return driver.ask("begin", count=WORKERS, address=address, beyond_loopback=True)
+    return driver.ask("begin", count=WORKERS, address=address, beyond_loopback=True, token_file="~/.ray/auth_token")
 
 
 def test_workers_are_on_two_machines_and_listen_there(begun: Any, machines: Any) -> None:
