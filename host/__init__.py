@@ -6,8 +6,9 @@ embedded ones with the same shape; `host` is the matching `Door`. The choice is 
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..plan import ExpertsRef, LoraRef
 from .announced_run import AnnouncedRun
@@ -36,6 +37,14 @@ else:
 
     host = ComfyDoor()
 
+
+def search_words(*words: str) -> dict[str, Any]:
+    """The argument of `io.Schema` by which ComfyUI's search finds a node by `words`; none in versions without it."""
+    return {"search_aliases": list(words)} if "search_aliases" in _SCHEMA_FIELDS else {}
+
+
+_SCHEMA_FIELDS = {field.name for field in fields(io.Schema)}
+
 __all__ = [
     "AnnouncedRun",
     "ComfyExtension",
@@ -50,5 +59,6 @@ __all__ = [
     "Progress",
     "host",
     "io",
+    "search_words",
     "ui",
 ]

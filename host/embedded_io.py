@@ -55,7 +55,7 @@ class HiddenHolder:
 
 @dataclass(frozen=True)
 class Schema:
-    """Everything about a node but its code: the 14 fields that every ComfyUI since 0.3.64 knows."""
+    """Everything about a node but its code: the 14 fields of every ComfyUI since 0.3.64, and one of later ones."""
 
     node_id: str
     display_name: str | None = None
@@ -64,6 +64,8 @@ class Schema:
     outputs: Sequence[Output] = ()
     hidden: Sequence[Hidden] = ()
     description: str = ""
+    search_aliases: Sequence[str] = ()
+    """Words by which ComfyUI's search finds the node: 0.11 and later."""
     is_input_list: bool = False
     is_output_node: bool = False
     is_deprecated: bool = False

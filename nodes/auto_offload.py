@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..host import io
+from ..host import io, search_words
 from ..plan import AutoOffload, Budgets
 from . import sockets
 
@@ -17,7 +17,8 @@ class WanStreamAutoOffload(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamAutoOffload",
             display_name="Wan Auto Offload",
-            category="WanStream",
+            category="WanStream/offload",
+            **search_words("low vram", "vram", "automatic", "offload"),
             description="Simulates the run for this machine under every policy that fits, takes the fastest, and "
             "corrects itself once after the first step. The first run ever measures the machine, which takes some "
             "seconds.",

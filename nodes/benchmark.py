@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..host import host, io
+from ..host import host, io, search_words
 from ..metrics.report import Report
 from ..metrics.report_files import summary
 from ..plan.trial_matrix import MOST_AHEAD, MOST_STEPS, TrialMatrix
@@ -36,7 +36,8 @@ class WanStreamBenchmark(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamBenchmark",
             display_name="Wan Benchmark",
-            category="WanStream",
+            category="WanStream/benchmark",
+            **search_words("benchmark", "speed test", "measure", "profile", "timing"),
             description="Seconds, bytes and memory of every step of a sampler's run, head to head with other runs, as "
             "JSON, CSV, an HTML page and a chart in the output folder. Runs it again, as often as you say and under "
             "every setting that you name; as it is, it only reports what ran already.",

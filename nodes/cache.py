@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..host import io
+from ..host import io, search_words
 from ..plan.step_skips import SkipRule
 from ..sampling.cache_settings import PRESETS, CacheSettings, FirstBlockCache, MagCache
 from . import sockets
@@ -23,7 +23,8 @@ class WanStreamCache(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamCache",
             display_name="Wan Cache",
-            category="WanStream",
+            category="WanStream/sampling",
+            **search_words("teacache", "magcache", "first block cache", "skip steps"),
             description="Saves steps: where a step is much like the one before, its blocks are neither computed nor "
             "fetched, and what they added before is added again. Quality suffers with the threshold, first in motion "
             "and in the last frames: look at the result.",
@@ -56,7 +57,8 @@ class WanStreamCacheCalibration(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamCacheCalibration",
             display_name="Wan Cache Calibration",
-            category="WanStream",
+            category="WanStream/benchmark",
+            **search_words("magcache", "calibrate"),
             description="Measures what Wan Cache needs to know for magnitudes. Runs the sampler's run once more, with "
             "no cache and in this process, and writes a small file. It is good for every prompt and seed, with the "
             "same experts, steps, schedule and flow_shift.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..host import io
+from ..host import io, search_words
 from ..plan.context_windows import FUSES, ContextWindows
 from ..plan.shapes import FRAMES_PER_LATENT
 from . import sockets
@@ -18,7 +18,8 @@ class WanStreamContextWindows(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamContextWindows",
             display_name="Wan Context Windows",
-            category="WanStream",
+            category="WanStream/sampling",
+            **search_words("long video", "context options", "sliding window", "freenoise"),
             description="For videos longer than the 81 frames that Wan was trained on: every step computes overlapping "
             "windows and puts them together. The weights move once per step, however many windows there are.",
             inputs=[*_window_inputs(), *_merging_inputs()],

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..host import host, io
+from ..host import host, io, search_words
 from .decode_inputs import dtype_input, memory_input, tile_size_input, tiling_refusal, vae_input
 from .decode_run import decode_to_file
 from .decode_settings import DecodeSettings
@@ -22,7 +22,8 @@ class WanStreamDecodeVideo(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamDecodeVideo",
             display_name="Wan Decode to Video",
-            category="WanStream",
+            category="WanStream/video",
+            **search_words("mp4", "h264", "long video", "vae", "video combine"),
             description="Decodes a Wan latent straight into an MP4 (H.264), with no images in RAM between. Drop the "
             "file on the canvas to get the graph back.",
             inputs=[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..host import io
+from ..host import io, search_words
 from ..sampling import RequestError
 from ..sampling.guidance import Guidance, parse_scales
 from ..wan import Nag
@@ -20,7 +20,8 @@ class WanStreamGuidance(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamGuidance",
             display_name="Wan Guidance",
-            category="WanStream",
+            category="WanStream/sampling",
+            **search_words("nag", "normalized attention guidance", "cfg", "cfg schedule"),
             description="A guidance for each step instead of one for each expert; and NAG, which lets the negative "
             "prompt act where guidance is 1, as with distilled LoRAs, without the second pass that guidance costs.",
             inputs=[_steps_input(), *_nag_inputs()],

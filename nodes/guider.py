@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import ExpertsRef, host, io
+from ..host import ExpertsRef, host, io, search_words
 from ..host.guider_settings import GuiderSettings
 from ..plan import AutoOffload, OffloadPolicy
 from ..sampling.guidance import Guidance
@@ -28,7 +28,8 @@ class WanStreamGuider(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamGuider",
             display_name="Wan Guider (both experts)",
-            category="WanStream",
+            category="WanStream/sampling",
+            **search_words("ksampler", "moe", "cfg guider", "custom sampler"),
             description="Lets SamplerCustomAdvanced with any of ComfyUI's samplers run both experts in one go: no "
             "reload at the switch, and the sampler keeps its history across it. The defaults are those of Wan2.2 "
             "text-to-video; for image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
@@ -69,7 +70,8 @@ class WanStreamSigmas(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamSigmas",
             display_name="Wan Sigmas",
-            category="WanStream",
+            category="WanStream/sampling",
+            **search_words("scheduler", "flow shift", "shift"),
             description="Noise levels for SamplerCustomAdvanced or Wan Sampler: ComfyUI's schedules, and the one of "
             "Wan2.2 and diffusers. Does what ModelSamplingSD3 and BasicScheduler do, and needs no model.",
             inputs=_schedule_inputs(),

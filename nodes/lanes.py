@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..host import ExpertsRef, io
+from ..host import ExpertsRef, io, search_words
 from ..plan import AutoOffload, OffloadPolicy, WorkersRef
 from ..sampling import DenoiseRequest, DenoiseResult, RequestError, joined, native_latent
 from . import sockets
@@ -38,7 +38,8 @@ class WanStreamLane(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamLane",
             display_name="Wan Lane",
-            category="WanStream",
+            category="WanStream/sampling",
+            **search_words("batch", "several videos", "several prompts"),
             description="One more video for Wan Lane Sampler, with texts, image and seed of its own. Put as many in a "
             "row as videos are to share one pass over the weights.",
             inputs=[
@@ -84,7 +85,8 @@ class WanStreamLaneSampler(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamLaneSampler",
             display_name="Wan Lane Sampler",
-            category="WanStream",
+            category="WanStream/sampling",
+            **search_words("batch", "several videos", "ksampler"),
             description="Does what Wan Sampler does, for all videos of a row of Wan Lanes: the weights move once per "
             "step, whatever the number of videos. Each is the video that Wan Sampler makes of it alone.",
             inputs=[
@@ -136,7 +138,8 @@ class WanStreamLaneLatent(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamLaneLatent",
             display_name="Wan Lane Latent",
-            category="WanStream",
+            category="WanStream/sampling",
+            **search_words("batch", "select video"),
             description="Takes one video out of what Wan Lane Sampler has made.",
             inputs=[
                 sockets.LaneLatents.Input("latents", tooltip="From Wan Lane Sampler."),

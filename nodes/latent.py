@@ -6,7 +6,7 @@ from math import prod
 
 import torch
 
-from ..host import io
+from ..host import io, search_words
 from ..offload.available_memory import surely_lacks
 from ..plan.shapes import FP32_BYTES, VideoShape
 from ..sampling import NoRoomError
@@ -98,7 +98,8 @@ class WanStreamEmptyLatent(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamEmptyLatent",
             display_name="Wan Empty Latent",
-            category="WanStream",
+            category="WanStream/video",
+            **search_words("t2v", "text to video", "empty video latent"),
             description="An empty latent of the right size for a video made from text alone.",
             inputs=[
                 *size_inputs(),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..host import host, io
+from ..host import host, io, search_words
 from ..plan.shapes import FP32_BYTES, VideoShape
 from ..sampling.conditioning_keys import IMAGE_SEEN
 from ..sampling.first_frame import begun_latent, framed_video, start_end_mask, start_frames, start_mask
@@ -39,7 +39,8 @@ class WanStreamImageToVideo(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamImageToVideo",
             display_name="Wan Image to Video",
-            category="WanStream",
+            category="WanStream/video",
+            **search_words("i2v", "img2vid", "flf2v", "first last frame", "start image", "end image"),
             description="Encodes a start image, and an end image if there is one, and hands them to the sampler with "
             "both prompts. Needs I2V experts, or Wan2.2 5B and its VAE.",
             inputs=[

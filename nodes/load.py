@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ..host import ExpertsRef, host, io
+from ..host import ExpertsRef, host, io, search_words
 from ..plan import Attention, Storage
 from ..wan.block_storage import STORAGES
 from ..wan.compute_dtype import AUTO, auto_dtype, dtype_name
@@ -30,7 +30,10 @@ class WanStreamExperts(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamExperts",
             display_name="Wan Experts (streamed)",
-            category="WanStream",
+            category="WanStream/loaders",
+            **search_words(
+                "moe", "high noise", "low noise", "load diffusion model", "unet", "gguf", "fp8", "a14b", "wan 2.2"
+            ),
             description="Opens the two experts of Wan2.2 A14B. Only headers are read: weights move when a step needs "
             "them.",
             inputs=[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..host import ExpertsRef, LoraRef, host, io
+from ..host import ExpertsRef, LoraRef, host, io, search_words
 from ..wan.suspicions import lora_suspicions
 from . import sockets
 from .warnings_shown import shown_warnings
@@ -23,7 +23,8 @@ class WanStreamLora(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamLora",
             display_name="Wan LoRA (pair)",
-            category="WanStream",
+            category="WanStream/loaders",
+            **search_words("lightning", "lightx2v", "4 steps", "distill", "load lora"),
             description="Adds a LoRA to each expert's weights as they arrive on the device. Several of these nodes in "
             "a row add up; another LoRA or strength reloads no expert. The LoRA of a model of one expert is "
             "high_noise.",

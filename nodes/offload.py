@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..host import io
+from ..host import io, search_words
 from ..plan import OffloadPolicy
 from ..plan.residency import SourceKind
 from . import sockets
@@ -79,7 +79,8 @@ class WanStreamLayerwise(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamLayerwise",
             display_name="Wan Layerwise Prefetch",
-            category="WanStream",
+            category="WanStream/offload",
+            **search_words("low vram", "vram", "offload", "layerwise", "stream weights"),
             description="Smallest device memory: every block is fetched in every step, ahead of its use, and nothing "
             "stays.",
             inputs=[_prefetch_blocks(), _weights_from(), _ram_blocks(), _chunk_tokens()],
@@ -102,7 +103,8 @@ class WanStreamBlockSwap(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamBlockSwap",
             display_name="Wan Block Swap",
-            category="WanStream",
+            category="WanStream/offload",
+            **search_words("blockswap", "blocks to swap", "low vram", "vram", "offload"),
             description="Spends device memory to save bus time: only blocks_to_swap blocks of an expert are fetched "
             "per step.",
             inputs=[

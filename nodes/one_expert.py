@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..host import ExpertsRef, host, io
+from ..host import ExpertsRef, host, io, search_words
 from ..plan import Attention, Storage
 from ..sampling import RequestError
 from . import sockets
@@ -22,7 +22,8 @@ class WanStreamOneExpert(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamOneExpert",
             display_name="Wan One Expert (streamed)",
-            category="WanStream",
+            category="WanStream/loaders",
+            **search_words("load diffusion model", "unet", "gguf", "fp8", "5b", "ti2v", "1.3b", "wan 2.1"),
             description="Opens a model that has one expert for all steps: Wan2.1 T2V (1.3B, 14B), Wan2.1 I2V (14B) or "
             "Wan2.2 5B. Only headers are read: weights move when a step needs them.",
             inputs=[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..host import ExpertsRef, io
+from ..host import ExpertsRef, io, search_words
 from ..plan import AutoOffload, OffloadPolicy, WorkersRef
 from ..sampling import native_latent
 from . import sockets
@@ -27,7 +27,8 @@ class WanStreamSampler(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamSampler",
             display_name="Wan Sampler (both experts)",
-            category="WanStream",
+            category="WanStream/sampling",
+            **search_words("ksampler", "moe", "high noise", "low noise", "t2v", "i2v"),
             description="Denoises with both experts in one run. The defaults are those of Wan2.2 text-to-video; for "
             "image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
             inputs=sampler_inputs(),

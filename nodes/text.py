@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..host import host, io
+from ..host import host, io, search_words
 
 
 class WanStreamTextEncode(io.ComfyNode):
@@ -13,7 +13,8 @@ class WanStreamTextEncode(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamTextEncode",
             display_name="Wan Text Encode (streamed)",
-            category="WanStream",
+            category="WanStream/loaders",
+            **search_words("t5", "umt5", "clip", "prompt", "load clip"),
             description="Encodes both prompts in one pass; the encoder's blocks stream through the device like the "
             "experts'.",
             inputs=[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..host import host, io, ui
+from ..host import host, io, search_words, ui
 from ..plan import WorkersRef
 from . import sockets
 from .decode_inputs import dtype_input, memory_input, tile_size_input, tiling_refusal, vae_input
@@ -23,7 +23,8 @@ class WanStreamVAEDecode(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamVAEDecode",
             display_name="Wan VAE Decode",
-            category="WanStream",
+            category="WanStream/video",
+            **search_words("tiled vae", "vae"),
             description="Decodes a Wan latent, a few frames at a time, into images.",
             inputs=[
                 vae_input(),
@@ -73,7 +74,8 @@ class WanStreamSaveVideo(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamSaveVideo",
             display_name="Wan Save Video",
-            category="WanStream",
+            category="WanStream/video",
+            **search_words("mp4", "h264", "export video", "video combine"),
             description="Writes an MP4 (H.264). Drop the file on the canvas to get the graph back.",
             inputs=[
                 io.Image.Input("images", tooltip="From Wan VAE Decode, or any images of one size."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..host import host, io
+from ..host import host, io, search_words
 from ..host.kept_workers import check_ray, gpus_of
 from . import sockets
 from .expert_inputs import said_once
@@ -19,7 +19,8 @@ class WanStreamWorkers(io.ComfyNode):
         return io.Schema(
             node_id="WanStreamWorkers",
             display_name="Wan Workers (many GPUs)",
-            category="WanStream",
+            category="WanStream/offload",
+            **search_words("multigpu", "multi gpu", "two gpus", "ray", "distributed", "parallel", "ulysses"),
             description="Lets several GPUs, of this machine or of a Ray cluster, compute what Wan Sampler runs: one "
             "video sooner, or the videos of a batch at the same time. The result is the same. Needs Ray: pip install "
             "ray.",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import wanstream.host
 import wanstream.nodes
 from wanstream.host import io
 from wanstream.nodes import WanStreamExtension
@@ -82,7 +83,8 @@ def test_ids_inputs_and_outputs_are_those_of_saved_workflows() -> None:
 def test_a_node_says_what_it_is_and_what_its_settings_cost(node: type[io.ComfyNode]) -> None:
     schema = node.define_schema()
     assert schema.node_id == node.__name__
-    assert schema.category == "WanStream"
+    assert schema.category.removeprefix("WanStream/") in {"loaders", "offload", "sampling", "video", "benchmark"}
+    assert schema.search_aliases
     assert schema.display_name
     assert schema.description.endswith(".")
     for socket in schema.inputs:
@@ -106,3 +108,12 @@ def test_execute_stays_short() -> None:
             if isinstance(part, ast.FunctionDef) and part.name == "execute":
                 lines = part.end_lineno - part.body[0].lineno + 1
                 assert lines <= LONGEST_EXECUTE, f"{file.name}:{part.lineno} has {lines} lines"
+
+
+@pytest.mark.parametrize("fields", [{"node_id", "category"}, {"node_id", "category", "search_aliases"}])
+def test_words_of_the_search_are_given_only_to_a_comfyui_that_knows_them(
+    fields: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wanstream.host, "_SCHEMA_FIELDS", fields)
+    found = wanstream.host.search_words("block swap", "offload")
+    assert found == ({"search_aliases": ["block swap", "offload"]} if "search_aliases" in fields else {})

@@ -1,0 +1,60 @@
+"""The words by which users look for our nodes, in the search of ComfyUI's own frontend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from wanstream.workbench.comfyui import Server
+from wanstream.workbench.frontend import opened_frontend
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = [pytest.mark.comfy, pytest.mark.browser]
+
+WORDS = {
+    "block swap": "WanStreamBlockSwap",
+    "low vram": "WanStreamLayerwise",
+    "offload": "WanStreamAutoOffload",
+    "moe": "WanStreamExperts",
+    "high noise": "WanStreamExperts",
+    "multigpu": "WanStreamWorkers",
+    "i2v": "WanStreamImageToVideo",
+    "flf2v": "WanStreamImageToVideo",
+    "nag": "WanStreamGuidance",
+    "gguf": "WanStreamExperts",
+    "fp8": "WanStreamExperts",
+    "lightning": "WanStreamLora",
+    "4 steps": "WanStreamLora",
+    "t5": "WanStreamTextEncode",
+    "mp4": "WanStreamSaveVideo",
+    "long video": "WanStreamContextWindows",
+    "batch": "WanStreamLaneSampler",
+    "benchmark": "WanStreamBenchmark",
+    "load diffusion": "WanStreamExperts",
+    "unet": "WanStreamOneExpert",
+}
+
+# What the search of the "Add node" dialog finds, best first.
+SEARCH = """words => {
+    const pinia = document.querySelector('#vue-app').__vue_app__.config.globalProperties.$pinia
+    const search = word => pinia._s.get('nodeDef').nodeSearchService.searchNode(word, [], { limit: 64 })
+    return Object.fromEntries(words.map(word => [word, search(word).map(def => def.name)]))
+}"""
+
+
+def test_each_word_finds_a_node(browser: Browser, server: Server) -> None:
+    nodes = server.get("/object_info")
+    if "search_aliases" not in nodes["KSampler"]:
+        pytest.skip("this ComfyUI knows no other words for a node than its name")
+    with opened_frontend(browser, server) as frontend:
+        found: dict[str, list[str]] = frontend.page.evaluate(SEARCH, list(WORDS))
+    missed = {word: found[word][:5] for word, node in WORDS.items() if node not in found[word]}
+    assert not missed
+    ours = {name for name, node in nodes.items() if node["category"].startswith("WanStream/")}
+    assert len(ours) == 24
+    assert {nodes[name]["category"].removeprefix("WanStream/") for name in ours} == {
+        *("loaders", "offload", "sampling", "video", "benchmark"),
+    }
