@@ -133,7 +133,8 @@ def _add_sample_model(subcommands: argparse._SubParsersAction[argparse.ArgumentP
         "sample-model",
         help="write a tiny random model under the real file names",
         description="Writes a models folder with tiny random weights under the names of the real files, "
-        "so that every workflow of this pack runs on it. Its videos show noise.",
+        "so that the workflows of this pack run on it, all but native_mixed: ComfyUI's CLIPLoader reads no text "
+        "encoder as small as this one. Its videos show noise.",
     )
     sample.add_argument("folder", type=Path, metavar="DIR", help="the models folder to make")
     sample.set_defaults(subcommand=_sample_model)
