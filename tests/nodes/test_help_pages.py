@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -34,10 +34,25 @@ def section(page: str, title: str) -> str:
     return found[1]
 
 
-def input_rows(page: str) -> list[list[str]]:
-    """The cells of the inputs table, without its head."""
-    lines = [line for line in section(page, "Inputs").splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+class InputLine(NamedTuple):
+    """A line of the list of inputs: - `name` (default `value`; limits): text."""
+
+    name: str
+    default: str
+    """Of an input without one: `connected`, `optional`, or words."""
+    limits: str
+    what: str
+
+
+def input_lines(page: str, title: str = "Inputs") -> list[InputLine]:
+    found = []
+    for line in section(page, title).splitlines():
+        if line.startswith("- "):
+            parts = re.fullmatch(r"- `(\w+)` \((.+?)\)[:：] ?(.+)", line)
+            assert parts, line
+            default, _, limits = parts[2].replace("；", "; ").partition("; ")
+            found.append(InputLine(parts[1], re.sub("^(default |默认 )", "", default), limits, parts[3]))
+    return found
 
 
 def fixed_options(options: dict[str, Any]) -> list[str]:
@@ -67,16 +82,16 @@ def test_a_page_has_its_parts(node: type[io.ComfyNode]) -> None:
 
 
 @EACH_NODE
-def test_the_table_has_the_inputs_of_the_schema(node: type[io.ComfyNode]) -> None:
-    named = [cells[0] for cells in input_rows(page_of(node))]
-    assert named == [f"`{socket.id}`" for socket in node.define_schema().inputs]
+def test_the_list_has_the_inputs_of_the_schema(node: type[io.ComfyNode]) -> None:
+    named = [line.name for line in input_lines(page_of(node))]
+    assert named == [socket.id for socket in node.define_schema().inputs]
 
 
 @EACH_NODE
-def test_the_table_has_the_defaults_and_the_limits_of_the_schema(node: type[io.ComfyNode]) -> None:
-    rows = {cells[0].strip("`"): cells for cells in input_rows(page_of(node))}
+def test_the_list_has_the_defaults_and_the_limits_of_the_schema(node: type[io.ComfyNode]) -> None:
+    lines = {line.name: line for line in input_lines(page_of(node))}
     for socket in node.define_schema().inputs:
-        _, what, default, limits = rows[socket.id]
+        _, default, limits, what = lines[socket.id]
         options = socket.as_dict()
         if "default" in options:
             assert default == f"`{options['default']}`", socket.id
@@ -84,12 +99,19 @@ def test_the_table_has_the_defaults_and_the_limits_of_the_schema(node: type[io.C
             assert "`" not in default, f"{socket.id} has no default"
             assert (default == "optional") == bool(socket.optional), socket.id
         if "min" in options:
-            # A number of 20 digits cannot be broken and would push the rest of the table out of the panel.
+            # A number of 20 digits cannot be broken and would be wider than the panel.
             most = "2^64-1" if options["max"] == 2**64 - 1 else options["max"]
             assert limits == f"`{options['min']}..{most}`", socket.id
         for option in fixed_options(options):
             assert f"`{option}`" in limits, socket.id
         assert what.endswith("."), socket.id
+
+
+@EACH_NODE
+def test_tables_fit_the_panel(node: type[io.ComfyNode]) -> None:
+    """The side panel is about 300 pixels wide: three columns and more reach out of it."""
+    for line in page_of(node).splitlines():
+        assert line.count("|") <= 3 or not line.startswith("|"), line
 
 
 @EACH_NODE

@@ -13,6 +13,7 @@ import { say, speak } from "./words.mjs"
 
 const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", "WanStreamBenchmark", "WanStreamLaneSampler"]
 const BADGES_SETTING = "WanStream.Badges"
+const STRICT_SETTING = "WanStream.Strict"
 const LEASE_SECONDS = 90
 const RENEW_MS = 30_000
 
@@ -160,7 +161,7 @@ function save(name, type, text) {
 
 // Read by the server from its file of settings.
 const strictSetting = {
-  id: "WanStream.Strict",
+  id: STRICT_SETTING,
   category: ["WanStream", "Runs", "Strict"],
   name: "Stop where experts or LoRAs look wrong",
   tooltip:
