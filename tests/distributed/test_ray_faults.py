@@ -190,6 +190,7 @@ def test_a_machine_that_ray_has_lost_makes_the_connection_unusable(
 RAYLET = "import sys, time; print(flush=True); time.sleep(60)"
 
 
+@pytest.mark.integration
 def test_a_raylet_that_was_killed_makes_the_connection_unusable(
     ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +230,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 LATE = "The current node timed out during startup."
 
 
+@pytest.mark.integration
 def test_a_ray_that_starts_late_is_tried_once_more(ray: FakeRay, temporary: Path) -> None:
     ray.inits = [Exception(LATE), None]
     with ExitStack() as undo:
@@ -238,6 +240,7 @@ def test_a_ray_that_starts_late_is_tried_once_more(ray: FakeRay, temporary: Path
     assert (list(temporary.iterdir()), ray.ended) == ([], 2)
 
 
+@pytest.mark.integration
 def test_a_ray_that_starts_late_twice_says_so_and_leaves_nothing(ray: FakeRay, temporary: Path) -> None:
     ray.inits = [Exception(LATE), Exception(LATE), None]
     with (
@@ -248,6 +251,7 @@ def test_a_ray_that_starts_late_twice_says_so_and_leaves_nothing(ray: FakeRay, t
     assert (list(temporary.iterdir()), len(ray.inits), ray.ended) == ([], 1, 2)
 
 
+@pytest.mark.integration
 def test_a_ray_that_cannot_start_is_not_tried_again(ray: FakeRay, temporary: Path) -> None:
     ray.inits = [ValueError("the minimum allowed is 1"), None]
     with ExitStack() as undo, pytest.raises(RaySetupError, match="the minimum allowed is 1"):
@@ -256,6 +260,7 @@ def test_a_ray_that_cannot_start_is_not_tried_again(ray: FakeRay, temporary: Pat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="these are bits of POSIX")
+@pytest.mark.integration
 def test_the_folder_of_ray_lies_in_one_that_is_closed_to_others(ray: FakeRay, temporary: Path) -> None:
     ray.inits = [None]
     with ExitStack() as undo:
@@ -272,6 +277,7 @@ def test_paths_of_sockets_are_short_enough() -> None:
     assert len(f"/tmp/{FOLDER}12345678/r/{session}.12") <= 107
 
 
+@pytest.mark.integration
 def test_a_process_of_another_machine_with_the_same_host_name_is_left_alone(ray: FakeRay, tmp_path: Path) -> None:
     """Its number belongs to another process here."""
     bystander = subprocess.Popen([sys.executable, "-c", RAYLET, OF_RAYS_WORKERS], stdout=subprocess.PIPE)
