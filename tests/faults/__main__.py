@@ -22,8 +22,11 @@ def run() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same seed is the same campaign (default: 0)")
     parser.add_argument("--kind", default="", help="only kinds with this text in their names")
     parser.add_argument("--first", type=int, help="of each kind only so many cases")
+    parser.add_argument("--from", dest="begin", default="", help="only this kind and those after it")
     asked = parser.parse_args()
-    kinds = [kind for kind in KINDS if asked.kind.lower() in kind.name.lower()]
+    names = [kind.name for kind in KINDS]
+    begin = names.index(asked.begin) if asked.begin else 0
+    kinds = [kind for kind in KINDS[begin:] if asked.kind.lower() in kind.name.lower()]
     begun, totals = time.monotonic(), Counter[str]()
     with tempfile.TemporaryDirectory() as folder, closing(Campaign(Path(folder), seed=asked.seed)) as campaign:
         print("| fault | n | lost | doubled | broken | leaked | exit codes of all clients | seconds |")
