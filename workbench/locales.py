@@ -11,12 +11,13 @@ import asyncio
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..host import io
 from ..nodes import WanStreamExtension
+from .help_pages import DOCS, LANGUAGE, page_file, refresh_page, translated_by_hand
 
 LOCALES = Path(__file__).parent.parent / "locales"
 
@@ -36,19 +37,26 @@ def main(arguments: Sequence[str]) -> int:
         print("scripts/locales [--translated]", file=sys.stderr)
         return 2
     nodes = asyncio.run(WanStreamExtension().get_node_list())
-    left = refresh(LOCALES, english_names(nodes), translated=bool(arguments))
+    left = refresh(LOCALES, english_names(nodes), translated=bool(arguments), docs=DOCS)
+    for schema in (node.define_schema() for node in nodes):
+        if page_file(DOCS, schema.node_id, LANGUAGE).exists():
+            refresh_page(DOCS, schema, read_locale(LOCALES / LANGUAGE)["nodeDefs"][schema.node_id])
     for text in left:
         print(text)
     return 1 if left else 0
 
 
-def refresh(locales: Path, names: Mapping[str, Any], *, translated: bool) -> list[str]:
+def refresh(locales: Path, names: Mapping[str, Any], *, translated: bool, docs: Path | None = None) -> list[str]:
     """Write what nodes are called in English and return which Chinese texts are to be looked at.
 
-    `translated` says that the Chinese texts which are there were made from this English.
+    `translated` says that the Chinese texts which are there were made from this English. The help pages below `docs`
+    are among them.
     """
     write(locales / "en" / "nodeDefs.json", names)
     english, chinese = texts(read_locale(locales / "en")), texts(read_locale(locales / "zh"))
+    if docs is not None:
+        english |= page_texts(docs, names, "en")
+        chinese |= page_texts(docs, names, LANGUAGE)
     made_from = locales / "zh" / "made_from.json"
     if translated:
         write(made_from, {key: digits for key, digits in fingerprints(english).items() if key in chinese})
@@ -81,6 +89,12 @@ def texts(locale: Mapping[str, Any], before: str = "") -> Texts:
     return found
 
 
+def page_texts(docs: Path, names: Iterable[str], language: str) -> Texts:
+    """What is written by hand in the help page of each of these nodes, as far as it has one."""
+    pages = {f"docs.{name}": translated_by_hand(docs, name, language) for name in names}
+    return {key: page for key, page in pages.items() if page}
+
+
 def fingerprints(english: Texts) -> Texts:
     """Eight digits of each text: enough to notice that it changed."""
     return {key: hashlib.sha256(text.encode()).hexdigest()[:8] for key, text in english.items()}
@@ -89,10 +103,16 @@ def fingerprints(english: Texts) -> Texts:
 def untranslated(english: Texts, chinese: Texts, made_from: Texts) -> list[str]:
     """What the Chinese locale lacks, has beyond the English one, or made from an English that is no longer said."""
     now = fingerprints(english)
-    lacks = [f"lacks {key}: {text}" for key, text in english.items() if key not in chinese]
+    lacks = [f"lacks {key}: {_shortened(text)}" for key, text in english.items() if key not in chinese]
     beyond = [f"nobody needs {key}" for key in chinese if key not in english]
-    changed = [f"changed {key}: {english[key]}" for key in english if key in chinese and made_from.get(key) != now[key]]
+    stale = [key for key in english if key in chinese and made_from.get(key) != now[key]]
+    changed = [f"changed {key}: {_shortened(english[key])}" for key in stale]
     return [*lacks, *beyond, *changed]
+
+
+def _shortened(text: str) -> str:
+    """A tooltip as it is; of a help page the title."""
+    return text.partition("\n")[0]
 
 
 def read_locale(folder: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import pytest
 import wanstream.nodes
 from wanstream.host import io
 from wanstream.nodes import WanStreamExtension
+from wanstream.workbench.help_pages import input_lines as input_lines_in_chinese
+from wanstream.workbench.help_pages import section, translated_by_hand
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 EACH_NODE = pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
@@ -27,11 +30,9 @@ def page_of(node: type[io.ComfyNode]) -> str:
     return (DOCS / f"{node.__name__}.md").read_text(encoding="ascii")
 
 
-def section(page: str, title: str) -> str:
-    """The lines under `## title`, up to the next heading."""
-    found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    assert found, f"no section {title}"
-    return found[1]
+def chinese_page_of(node: type[io.ComfyNode]) -> str:
+    """Where ComfyUI looks for it where it speaks Chinese."""
+    return (DOCS / node.__name__ / "zh.md").read_text(encoding="utf-8")
 
 
 class InputLine(NamedTuple):
@@ -44,14 +45,14 @@ class InputLine(NamedTuple):
     what: str
 
 
-def input_lines(page: str, title: str = "Inputs") -> list[InputLine]:
+def input_lines(page: str) -> list[InputLine]:
     found = []
-    for line in section(page, title).splitlines():
+    for line in section(page, "Inputs").splitlines():
         if line.startswith("- "):
-            parts = re.fullmatch(r"- `(\w+)` \((.+?)\)[:：] ?(.+)", line)
+            parts = re.fullmatch(r"- `(\w+)` \((.+?)\): (.+)", line)
             assert parts, line
-            default, _, limits = parts[2].replace("；", "; ").partition("; ")
-            found.append(InputLine(parts[1], re.sub("^(default |默认 )", "", default), limits, parts[3]))
+            default, _, limits = parts[2].partition("; ")
+            found.append(InputLine(parts[1], default.removeprefix("default "), limits, parts[3]))
     return found
 
 
@@ -61,7 +62,9 @@ def fixed_options(options: dict[str, Any]) -> list[str]:
 
 
 def test_there_is_a_page_for_every_node_and_no_other() -> None:
-    assert sorted(file.name for file in DOCS.iterdir()) == sorted(f"{node.__name__}.md" for node in NODES)
+    """English for all languages that have no page of their own."""
+    expected = [path for node in NODES for path in (f"{node.__name__}.md", f"{node.__name__}/zh.md")]
+    assert sorted(file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")) == sorted(expected)
 
 
 def test_web_holds_one_script_that_comfyui_loads_and_it_names_every_module() -> None:
@@ -110,7 +113,7 @@ def test_the_list_has_the_defaults_and_the_limits_of_the_schema(node: type[io.Co
 @EACH_NODE
 def test_tables_fit_the_panel(node: type[io.ComfyNode]) -> None:
     """The side panel is about 300 pixels wide: three columns and more reach out of it."""
-    for line in page_of(node).splitlines():
+    for line in [*page_of(node).splitlines(), *chinese_page_of(node).splitlines()]:
         assert line.count("|") <= 3 or not line.startswith("|"), line
 
 
@@ -154,3 +157,38 @@ def test_a_page_names_only_settings_that_exist(node: type[io.ComfyNode]) -> None
             known |= {socket.id, *fixed_options(socket.as_dict())}
     prose = re.sub(r"```.*?```", "", page_of(node), flags=re.DOTALL)
     assert set(re.findall(r"`([a-z]+(?:_[a-z0-9]+)+)`", prose)) <= known
+
+
+CHINESE: dict[str, Any] = json.loads((WEB.parent / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+CODE = re.compile(r"`[^`\n]+`")
+
+
+@EACH_NODE
+def test_the_chinese_page_has_the_inputs_the_example_and_the_messages_of_the_english_one(
+    node: type[io.ComfyNode],
+) -> None:
+    schema, english, chinese = node.define_schema(), page_of(node), chinese_page_of(node)
+    said = CHINESE[schema.node_id]
+    assert chinese.splitlines()[0] == f"# {said['display_name']}"
+    assert section(chinese, "输入").split("\n")[1:-2] == input_lines_in_chinese(schema, said), "run scripts/locales"
+    assert section(chinese, "示例").strip() == section(english, "Example").strip(), "run scripts/locales"
+    messages = [
+        [CODE.findall(line.split("|")[1]) for line in section(page, title).splitlines() if line.startswith("| ")][1:]
+        for page, title in ((english, "Errors"), (chinese, "错误"))
+    ]
+    assert messages[0] == messages[1] != []
+    assert chinese.count("\n## ") == english.count("\n## ")
+
+
+@EACH_NODE
+def test_the_chinese_page_has_the_figures_and_names_the_nodes_of_the_english_one(node: type[io.ComfyNode]) -> None:
+    names = {other.define_schema().display_name: CHINESE[other.__name__]["display_name"] for other in NODES}
+    english, chinese = (translated_by_hand(DOCS, node.__name__, language) for language in ("en", "zh"))
+    assert Counter(NUMBER.findall(chinese)) == Counter(NUMBER.findall(english))
+    named = {names[name] for name in re.findall(r"\*\*(.+?)\*\*", english)}
+    assert set(re.findall(r"\*\*(.+?)\*\*", chinese)) == named
+    # Emphasis that ends in a bracket does not end before an ideograph.
+    assert not re.search(r"）\*\*[\u4e00-\u9fff]", chinese)
+    words = Counter(word for word in CODE.findall(english))
+    assert {*words} == {*CODE.findall(chinese)}

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from wanstream.nodes import WanStreamExtension
+from wanstream.workbench.help_pages import DOCS
 from wanstream.workbench.locales import (
     LOCALES,
     english_names,
     fingerprints,
+    page_texts,
     read,
     read_locale,
     refresh,
@@ -94,7 +96,10 @@ def test_the_english_locale_has_what_the_page_registers() -> None:
 
 
 def test_every_chinese_text_was_made_from_what_is_said_now() -> None:
-    assert untranslated(texts(ENGLISH), texts(CHINESE), MADE_FROM) == [], "translate, then scripts/locales --translated"
+    english, chinese = (
+        texts(locale) | page_texts(DOCS, NAMES, language) for locale, language in ((ENGLISH, "en"), (CHINESE, "zh"))
+    )
+    assert untranslated(english, chinese, MADE_FROM) == [], "translate, then scripts/locales --translated"
 
 
 def test_everything_is_chinese() -> None:
