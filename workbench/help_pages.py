@@ -72,7 +72,7 @@ def _pattern(title: str) -> str:
 
 
 def _default(socket: io.Input) -> str:
-    options = socket.as_dict()
+    options: Mapping[str, Any] = socket.as_dict()
     if "default" in options:
         return f"默认 `{options['default']}`"
     if options.get("options"):
@@ -81,7 +81,7 @@ def _default(socket: io.Input) -> str:
 
 
 def _limits(socket: io.Input) -> str:
-    options = socket.as_dict()
+    options: Mapping[str, Any] = socket.as_dict()
     if "min" in options:
         most = "2^64-1" if options["max"] == LARGEST else options["max"]
         return f"；`{options['min']}..{most}`"

@@ -132,8 +132,8 @@ def _graph(pen: _Pen, box: tuple[int, int, int, int]) -> None:
     ends = [(left + 55, top + 35), (left + 55, bottom - 35)]
     for x, y in ends:
         pen.line([(x, y), (x + 20, y), (right - 65, (top + bottom) / 2), (right - 50, (top + bottom) / 2)], GREEN)
-    for x, y in [*ends, (right, (top + bottom) / 2)]:
-        pen.box((x - 55, y - 25, x, y + 25), fill=(44, 48, 60), line=FAINT, round_by=6)
+    for end, middle in [*ends, (right, (top + bottom) // 2)]:
+        pen.box((end - 55, middle - 25, end, middle + 25), fill=(44, 48, 60), line=FAINT, round_by=6)
 
 
 def _arrow(pen: _Pen, left: float, right: float) -> None:
@@ -159,8 +159,8 @@ def _model(pen: _Pen, scene: Scene) -> None:
     if scene.curve:
         points = [(275 + step * 9.0, 100 + 40 * sin(pi * step / 28) ** 2 + step) for step in range(15)]
         pen.line(points, GREEN, 5)
-        for x, y in points[::3]:
-            pen.box((x - 5, y - 5, x + 5, y + 5), fill=INK, round_by=5)
+        for at, level in points[::3]:
+            pen.box((at - 5, level - 5, at + 5, level + 5), fill=INK, round_by=5)
 
 
 def _film(pen: _Pen, box: tuple[int, int, int, int]) -> None:
@@ -172,7 +172,7 @@ def _film(pen: _Pen, box: tuple[int, int, int, int]) -> None:
         x = left + 10 + number * (width + 10)
         pen.landscape((x, top + 30, x + width, bottom - 30), day=0.1 + 0.4 * number)
     for hole in range(12):
-        x = left + 12 + hole * (right - left - 24) / 12
+        x = left + 12 + hole * (right - left - 24) // 12
         for y in (top + 9, bottom - 21):
             pen.box((x, y, x + 12, y + 12), fill=PAPER, round_by=3)
 
