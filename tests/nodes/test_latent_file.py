@@ -234,6 +234,7 @@ def save_with_little_room(folder: Path, room: int) -> str:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+@pytest.mark.integration
 def test_a_full_disk_costs_the_video_but_not_the_latent(tmp_path: Path) -> None:
     said = save_with_little_room(tmp_path, 20_000)
 
@@ -243,6 +244,7 @@ def test_a_full_disk_costs_the_video_but_not_the_latent(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+@pytest.mark.integration
 def test_no_room_even_for_the_latent_leaves_nothing_behind(tmp_path: Path) -> None:
     said = save_with_little_room(tmp_path, 1_000)
     assert said.startswith(f"VideoFileError {errno.EFBIG} ")

@@ -197,8 +197,11 @@ def stacks(make_stacks: Callable[..., Stacks]) -> Stacks:
 
 @pytest.mark.parametrize("kept", ["file", "pinned"])
 @pytest.mark.parametrize("stored", SOURCES)
-@pytest.mark.parametrize("policy", POLICIES, ids=named)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [*((torch.float32, policy) for policy in POLICIES), (torch.bfloat16, POLICIES[0])],
+    ids=lambda value: named(value) if isinstance(value, OffloadPolicy) else str(value),
+)
 def test_patched_on_arrival_equals_patched_before(
     make_stacks, slow_source, tmp_path: Path, dtype: torch.dtype, policy: OffloadPolicy, stored: str, kept: str
 ):

@@ -130,6 +130,8 @@ def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     estimate = shape.working_bytes(TOKENS, lanes=1, value_bytes=dtype.itemsize, chunk_tokens=chunk)
     patches = TOKENS * 3 * 64 * 4
     assert alive.peak <= 1.02 * estimate + patches, f"{alive.peak / estimate:.3f}"
+    if chunk is None:
+        return
     times = torch.tensor([0.0, *[900.0] * 4]).repeat_interleave(TOKENS // 5)[None]
     with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), latents, text]) as by_token:
         model(latents.to(dtype), times, text, return_dict=False)

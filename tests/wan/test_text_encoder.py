@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
@@ -31,15 +32,20 @@ PROMPTS = [
 def own_encode(tiny_pipeline):
     """`own_encode(dtype, prompt)`: diffusers' embedding, [1, 512, 4096] in `dtype`."""
 
-    def encode(dtype, prompt, length=512):
+    @functools.cache
+    def pipeline_in(dtype):
         folder = tiny_pipeline()
         encoder = UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=dtype).eval()
         if dtype == torch.bfloat16:
             encoder.to(dtype)  # transformers 5.0 alone keeps `wo` in fp32 for bf16 too
         tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
-        pipeline = WanPipeline(tokenizer, encoder, vae=None, scheduler=None)
+        return WanPipeline(tokenizer, encoder, vae=None, scheduler=None)
+
+    def encode(dtype, prompt, length=512):
         with torch.no_grad():
-            return pipeline.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=length)[0]
+            return pipeline_in(dtype).encode_prompt(
+                prompt, do_classifier_free_guidance=False, max_sequence_length=length
+            )[0]
 
     return encode
 
