@@ -12,7 +12,7 @@ import torch
 from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.wan import ExpertPair
-from wanstream.wan.projections import part_of
+from wanstream.wan.embedder_parts import part_of
 
 OpenPair = Callable[..., ExpertPair]
 Request = Callable[..., DenoiseRequest]

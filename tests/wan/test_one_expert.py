@@ -22,7 +22,7 @@ from wanstream.wan import (
     open_lora,
     open_one_expert,
 )
-from wanstream.wan.projections import part_of
+from wanstream.wan.embedder_parts import part_of
 from wanstream.wan.registry import ExpertsRegistry
 
 IMAGE = {"in_channels": 36, "image_dim": 80}
