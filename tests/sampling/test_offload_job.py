@@ -25,7 +25,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 )
 def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, stored, storage, decodes):
     path = tiny_expert_file(dtype=stored)
-    with open_experts(path, path, storage=storage) as pair:
+    with open_experts(path, path, compute_dtype=torch.bfloat16, storage=storage) as pair:
         on_cpu, on_gpu = (
             offload_job(pair, (1, 16, 1, 4, 4), device, experts_of_steps=["high"], guided=UNGUIDED)
             for device in (CPU, GPU)
@@ -48,7 +48,7 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, 
 def test_the_planner_hears_of_the_5b_model_what_it_is(tiny_expert_file):
     """Widths, channels and bytes from its headers; tokens of latents of 16 pixels; one expert."""
     path = tiny_expert_file(dtype=torch.bfloat16, in_channels=48, heads=3, ffn_dim=640, layers=2)
-    with open_one_expert(path) as pair:
+    with open_one_expert(path, compute_dtype=torch.bfloat16) as pair:
         guided = {"high": True, "low": True}
         job = offload_job(pair, (1, 48, 31, 44, 80), GPU, experts_of_steps=["high"] * 2, guided=guided)
         expert = job.expert

@@ -44,7 +44,7 @@ def velocity(pair: ExpertPair, lane: Lane, expert: str = "high") -> torch.Tensor
 )
 def test_bytes_are_told_before_anything_is_read(tiny_expert_file, stored, fp8, storage, file, kept):
     path = tiny_expert_file(dtype=stored, fp8=fp8)
-    with open_experts(path, path, storage=storage) as pair:
+    with open_experts(path, path, compute_dtype=torch.bfloat16, storage=storage) as pair:
         assert (pair.file_bytes, pair.stored_bytes, pair.computed_bytes) == (file * VALUES, kept * VALUES, 2 * VALUES)
         assert pair.loaded_bytes == 0
         beside = pair.device_bytes(POLICY) - pair.device_bytes(POLICY, device="cpu")

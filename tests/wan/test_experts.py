@@ -20,6 +20,7 @@ from wanstream.wan.detect import WanConfig
 from wanstream.wan.meta_model import parameter_shapes
 
 HIGH, LOW = {"seed": 1}, {"seed": 2}
+BF16 = {"compute_dtype": torch.bfloat16}
 POLICIES = {
     "resident": OffloadPolicy.resident(),
     "layerwise": OffloadPolicy.layerwise(1),
@@ -270,22 +271,20 @@ class TestPair:
 
     def test_identity_is_a_value(self, tiny_expert_folder, tiny_expert_file):
         high, low = tiny_expert_folder(**HIGH), tiny_expert_file(**LOW)
-        pair, again = open_experts(high, low), open_experts(str(high / ".." / high.name), low)
+        pair, again = open_experts(high, low, **BF16), open_experts(str(high / ".." / high.name), low, **BF16)
         assert pair.identity == again.identity
         assert hash(pair.identity) == hash(again.identity)
         others = [
-            open_experts(low, high),
+            open_experts(low, high, **BF16),
             open_experts(high, low, compute_dtype=torch.float32),
-            open_experts(high, high),
+            open_experts(high, high, **BF16),
         ]
         assert len({pair.identity, *(other.identity for other in others)}) == 4
 
     @pytest.mark.parametrize("in_channels", [16, 36])
     def test_in_channels(self, tiny_expert_file, in_channels):
         file = tiny_expert_file(in_channels=in_channels)
-        pair = open_experts(file, file)
-        assert pair.in_channels == in_channels
-        assert pair.compute_dtype == torch.bfloat16
+        assert open_experts(file, file).in_channels == in_channels
 
     @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in /proc")
     def test_only_headers_and_markers_are_read(self, tiny_expert_file, fp8_layout):

@@ -274,7 +274,7 @@ class TestStreamed:
 
     def test_device_memory_is_that_of_the_compute_dtype(self, gguf_expert, lane):
         policy, path = OffloadPolicy.layerwise(1), gguf_expert(types="Q4_K")[0]
-        with open_experts(path, path) as pair:
+        with open_experts(path, path, compute_dtype=torch.bfloat16) as pair:
             streamed(pair, policy, lane)
             planned = device_bytes(pair.high.config, compute_dtype=torch.bfloat16, policy=policy)
             assert pair.loaded_bytes == planned
