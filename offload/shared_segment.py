@@ -21,6 +21,7 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -160,9 +161,11 @@ ALONE = "without a shared segment every rank keeps its own blocks"
 def _opened(place: Path, nbytes: int) -> FileLock:
     """Open or make the memory file of a segment, and stay its user."""
     while True:
-        place.mkdir(mode=0o700, exist_ok=True)
-        _check_own(place)
+        # Not `exist_ok`, which raises where the folder is removed between its two looks. A missing parent raises here.
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
         try:
+            _check_own(place)
             lock = FileLock(place / MEMORY)
         except FileNotFoundError:  # its last user has removed the folder just now
             continue
@@ -184,7 +187,8 @@ def _check_own(place: Path) -> None:
     about = place.lstat()
     if not stat.S_ISDIR(about.st_mode):
         raise OSError(errno.ENOTDIR, "it is not a folder; remove it")
-    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) != 0o700):
+    # Permissions alone: a folder inherits the setgid bit of the one that it is made in.
+    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o777 != 0o700):
         raise OSError(
             errno.EPERM,
             f"it belongs to user {about.st_uid} and has the mode {stat.S_IMODE(about.st_mode):o}, not to user "

@@ -275,6 +275,56 @@ def test_many_come_and_go_at_once(folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("made_by", ["another user of it", "this one"])
+def test_a_folder_that_its_last_user_removes_while_it_is_opened_is_made_again(folder, monkeypatch, made_by):
+    closed = SharedSegment("model", SIZES, folder=folder)
+    closed.close()
+    place, removed = closed.path, []
+    if made_by == "another user of it":
+        place.mkdir(mode=0o700)
+
+    def remove_before(look: str) -> None:
+        real = getattr(Path, look)
+
+        def looked(path: Path, *args: object, **kwargs: object) -> object:
+            if path == place and not removed:
+                removed.append(path)
+                shutil.rmtree(place)
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, look, looked)
+
+    remove_before("is_dir")
+    remove_before("lstat")
+    segment = SharedSegment("model", SIZES, folder=folder)
+    assert removed
+    assert segment.fill(KEYS[0], lambda memory: memory.fill_(7)).eq(7).all()
+    assert place.is_dir()
+    segment.close()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("occupied", ["file", "dangling link"])
+def test_what_has_the_name_of_the_folder_and_is_none_is_refused(folder, occupied):
+    closed = SharedSegment("model", SIZES, folder=folder)
+    closed.close()
+    place = closed.path
+    if occupied == "file":
+        place.touch()
+    else:
+        place.symlink_to(folder / "nowhere")
+    with pytest.raises(SourceError, match="it is not a folder; remove it"):
+        SharedSegment("model", SIZES, folder=folder)
+
+
+def test_a_folder_whose_children_inherit_its_group_is_used(folder):
+    folder.chmod(0o2700)
+    segment = SharedSegment("model", SIZES, folder=folder)
+    assert segment.path.stat().st_mode & 0o2777 == 0o2700
+    segment.close()
+    assert list(folder.iterdir()) == []
+
+
 def fail(memory: torch.Tensor) -> None:
     memory.fill_(1)
     raise SourceError("the disk went away")
