@@ -58,11 +58,11 @@ def server_ground(url: str, workflow: Prompt) -> Ground:
         yield ServerHost(client, info)
 
     def faults(prompt: Prompt) -> list[str]:
-        with _own_checks() as (own, folder):
+        with own_checks() as (own, folder):
             return [line.replace(folder, "output") for line in server_faults(prompt, info, sockets, own)]
 
     def unjudged(prompt: Prompt) -> str:
-        with _own_checks() as (own, _):
+        with own_checks() as (own, _):
             others = sorted({node["class_type"] for node in prompt.values()} - own.keys())
         if not others:
             return ""
@@ -75,22 +75,27 @@ def server_ground(url: str, workflow: Prompt) -> Ground:
 
 
 @contextmanager
-def _own_checks() -> Iterator[tuple[Mapping[str, type[ComfyNode]], str]]:
+def own_checks() -> Iterator[tuple[Mapping[str, type[ComfyNode]], str]]:
     """The nodes of this pack, whose own checks can be run inside, and the path that stands for the output folder.
 
     There are none where torch is not installed.
     """
     try:
         own = _own_nodes()
-    except ImportError:
+    except ModuleNotFoundError as err:
+        if err.name != "torch":
+            raise
         yield {}, "output"
         return
+    import torch
+
     from ..host.embedded_door import Folders, embedded_door
 
-    # Output names are judged by a folder: that of the server cannot be seen from here, and this one is empty.
+    # Output names are judged by a folder: that of the server cannot be seen from here, and this one is empty. Nor can
+    # its GPUs be counted from here; on a CPU no check limits them.
     with TemporaryDirectory() as folder:
         nowhere = Path(folder).resolve()
-        with embedded_door.opened(Folders(models=nowhere, output=nowhere, input=nowhere)):
+        with embedded_door.opened(Folders(models=nowhere, output=nowhere, input=nowhere), device=torch.device("cpu")):
             yield own, str(nowhere)
 
 

@@ -13,12 +13,14 @@ from ..host.embedded_checks import (
     Fault,
     Socket,
     converted,
+    exception_fault,
     fault,
     link_shape_fault,
     link_type_fault,
     missing_fault,
     own_check,
     own_faults,
+    sockets_of,
     value_fault,
 )
 from ..host.embedded_graph import Prompt
@@ -31,7 +33,8 @@ _KINDS = ("required", "optional")
 # Lists that grow while the server runs: a node with such an input looks for the file itself.
 _GROWING = ("image_upload", "video_upload", "audio_upload", "file_upload", "remote")
 _NESTED = "COMFY_"
-_COMPARED = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+_CHOICE = "COMBO"
+_COMPARED = ("INT", "FLOAT", "STRING", "BOOLEAN", _CHOICE)
 """What values of other types are, and whether they have a limit, their nodes know alone."""
 
 
@@ -87,6 +90,8 @@ def _node_faults(
     """The faults of one node; those of its own check come last, and only where its constants have the right types."""
     inputs = dict(node.get("inputs", {}))
     check = own_check(own) if own is not None else None
+    # The server's list judges these; to the own check, which has that of this machine, they are unknown as links are.
+    elsewhere = _of_the_server(own, sockets) if own is not None and check is not None else set[str]()
     faults, typed = [], True
     for socket in sockets.values():
         if socket.io_type.startswith(_NESTED):
@@ -98,12 +103,21 @@ def _node_faults(
         else:
             inputs[socket.name], found = converted(socket, inputs[socket.name])
             typed &= found is None
-            if found is None and not (check and check.covers(socket.name)):
+            if found is None and (socket.name in elsewhere or not (check and check.covers(socket.name))):
                 found = _constant_fault(socket, inputs[socket.name])
         faults += [found] if found is not None else []
     if own is not None and check is not None and typed:
-        faults += own_faults(own, check, inputs, {})
+        try:
+            faults += own_faults(own, check, {**inputs, **dict.fromkeys(elsewhere & inputs.keys())}, {})
+        except Exception as err:  # noqa: BLE001 (a node's own check may raise anything; it is reported, not lost)
+            faults.append(exception_fault(err))
     return faults
+
+
+def _of_the_server(own: type[ComfyNode], sockets: Mapping[str, Socket]) -> set[str]:
+    """Names of the choices of which the server has another list than this machine, such as its Ray clusters."""
+    here = {socket.name: socket.options.get("options") for socket in sockets_of(own) if socket.io_type == _CHOICE}
+    return {name for name in here.keys() & sockets.keys() if sockets[name].options.get("options") != here[name]}
 
 
 def _constant_fault(socket: Socket, value: object) -> Fault | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -46,6 +47,18 @@ class OwnCheck:
 def fault(kind: str, message: str, details: str, extra_info: Mapping[str, object] | None = None) -> Fault:
     """A fault in ComfyUI's shape."""
     return {"type": kind, "message": message, "details": details, "extra_info": dict(extra_info or {})}
+
+
+def exception_fault(
+    error: Exception,
+    about: Mapping[str, object] | None = None,
+    *,
+    kind: str = "exception_during_validation",
+    message: str = "Exception when validating node",
+) -> Fault:
+    """The fault of a node whose validation raised `error`; a node's own check may raise anything."""
+    trace = {"exception_type": type(error).__name__, "traceback": traceback.format_tb(error.__traceback__)}
+    return fault(kind, message, str(error), {**(about or {}), **trace})
 
 
 def sockets_of(node: type[ComfyNode]) -> list[Socket]:

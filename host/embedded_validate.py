@@ -7,7 +7,6 @@ dangling link points at, and where a cycle runs.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from .embedded_checks import (
     Fault,
     Socket,
     converted,
+    exception_fault,
     fault,
     link_shape_fault,
     link_type_fault,
@@ -136,8 +136,7 @@ class _Walk:
             try:
                 faults, sources_valid = self._inspect(node_id)
             except Exception as err:  # noqa: BLE001 (a node's own check may raise anything; it is reported, not lost)
-                trace = {"exception_type": type(err).__name__, "traceback": traceback.format_tb(err.__traceback__)}
-                faults, sources_valid = [fault(kind, message, str(err), {**about, **trace})], False
+                faults, sources_valid = [exception_fault(err, about, kind=kind, message=message)], False
             self._path.pop()
             self._valid[node_id] = sources_valid and not faults
             if faults:

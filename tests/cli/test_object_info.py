@@ -6,16 +6,21 @@ import copy
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from wanstream.cli import main
+from wanstream.cli import batch_ground, main
+from wanstream.cli.batch_ground import own_checks
+from wanstream.cli.batch_jobs import Sockets
 from wanstream.cli.exit_codes import DONE, INVALID
-from wanstream.cli.object_info import server_faults, sockets_of_server, unknown_classes
-from wanstream.tests.faults.comfy_like import State, Trouble, handler_of
+from wanstream.cli.object_info import ObjectInfo, server_faults, sockets_of_server, unknown_classes
+from wanstream.host.clusters import VARIABLE
+from wanstream.tests.faults.comfy_like import State, Trouble, handler_of, object_info
 from wanstream.tests.faults.replaced import named_models
 
 INFO: dict[str, Any] = {
@@ -158,6 +163,73 @@ def test_a_dry_run_judges_a_row_for_a_server_as_it_does_for_this_process(
     assert reason in printed.err
     assert "were judged" not in printed.err, "all nodes are ours"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_for_a_server_names_every_bad_row(
+    server_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checks of several inputs raise their refusal, which must not end the judging of the other rows."""
+    rows = [{"latent.width": 70}, {"sampler.seed": 5}, {"sampler.switch_step": 99}, {"latent.frames": 6}]
+    (tmp_path / "workflow.json").write_text(json.dumps(T2V), encoding="utf-8")
+    (tmp_path / "jobs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    call = ["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(tmp_path / "workflow.json"), "--dry-run"]
+    assert main([*call, "--out", str(tmp_path / "out"), "--server", server_url]) == INVALID
+    told = capsys.readouterr().err
+    for line, said in {1: "70", 3: "switch step 99", 4: "frames"}.items():
+        (reason,) = [each for each in told.splitlines() if f"line {line}:" in each]
+        assert "Exception when validating node" in reason
+        assert said in reason
+    assert "line 2:" not in told
+
+
+WORKERS = json.loads((Path(__file__).parents[2] / "workflows" / "api" / "workers.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def server_of_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ObjectInfo, Sockets]:
+    """The nodes of a server that has the cluster "lab"; this machine has the cluster "mine" and one GPU."""
+    lists = {}
+    for name in ("lab", "mine"):
+        lists[name] = tmp_path / f"{name}.json"
+        lists[name].write_text(json.dumps({name: {"address": "127.0.0.1:6379"}}), encoding="utf-8")
+    monkeypatch.setenv(VARIABLE, str(lists["lab"]))
+    info = object_info(named_models(tmp_path / "models", WORKERS))
+    monkeypatch.setenv(VARIABLE, str(lists["mine"]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return info, sockets_of_server(info)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cluster": "lab", "count": 8}, ""),
+        ({"cluster": "local", "count": 8}, ""),
+        ({"cluster": "mine"}, "'mine' not in ['local', 'in-process', 'lab']"),
+        ({"cluster": "lab", "layout": "as set below", "count": 3}, "there are 3 workers: change one of the degrees"),
+        ({"cluster": "lab", "layout": "x"}, "the layout is 'x'"),
+    ],
+)
+def test_workers_are_judged_by_the_clusters_and_gpus_of_the_server(
+    server_of_many_gpus: tuple[ObjectInfo, Sockets], changes: dict[str, Any], said: str
+) -> None:
+    workflow = copy.deepcopy(WORKERS)
+    (node,) = [node for node in workflow.values() if node["class_type"] == "WanStreamWorkers"]
+    node["inputs"].update(changes)
+    with own_checks() as (own, _):
+        faults = server_faults(workflow, *server_of_many_gpus, own)
+    assert len(faults) == (1 if said else 0)
+    assert said in "".join(faults)
+
+
+@pytest.mark.parametrize(("missing", "known"), [("torch", True), ("diffusers", False)])
+def test_only_without_torch_are_there_no_own_checks(monkeypatch: pytest.MonkeyPatch, missing: str, known: bool) -> None:
+    def no_nodes() -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(batch_ground, "_own_nodes", no_nodes)
+    with nullcontext() if known else pytest.raises(ModuleNotFoundError, match=missing), own_checks() as (own, _):
+        assert own == {}
 
 
 def test_what_a_dry_run_cannot_judge_is_named(
