@@ -30,7 +30,7 @@ from .journal_entry import State
 from .journal_lock import Lock
 from .journal_recovery import open_journal
 from .lane_jobs import lane_planner
-from .lanes import check_lanes
+from .lanes import check_lanes, lane_of
 from .media_check import stored_prompt
 from .stop_request import StopRequest
 
@@ -180,7 +180,7 @@ def _desk(arguments: BatchArguments, todo: _Batch, opened: ExitStack) -> _Desk:
     journal, recovered = open_journal(
         path,
         workflow=_digest(todo.workflow),
-        start=lambda journal: take_up(journal, shelf, todo.rows, recognise),
+        start=lambda journal: take_up(journal, shelf, todo.rows, recognise).notes,
     )
     opened.enter_context(journal)
     start = take_up(journal, shelf, todo.rows, recognise)
@@ -202,7 +202,8 @@ def _recogniser(todo: _Batch) -> Recognise:
 
     def recognise(path: Path) -> list[str]:
         try:
-            prompt = api_prompt(stored_prompt(path))
+            stored, node_id = stored_prompt(path)
+            prompt = lane_of(api_prompt(stored), str(node_id))
         except ValueError:
             return []
         return by_work().get(work_of(prompt, todo.ground.sockets), [])

@@ -14,6 +14,8 @@ from .journal import Journal
 from .journal_entry import Entry, State
 from .media_check import UnreadableFileError
 
+_TO_BE_MADE = (State.waiting, State.posted, State.failed)
+
 Recognise = Callable[[Path], Collection[str]]
 """Returns the hashes of the rows whose workflow is stored in a file."""
 
@@ -31,24 +33,31 @@ class Start:
 
 
 def take_up(journal: Journal, shelf: Shelf, rows: Sequence[Row], recognise: Recognise = lambda path: ()) -> Start:
-    """Finish what was interrupted while files got their names, and make the journal know `rows`.
+    """Make the journal know `rows`, and finish what was interrupted while files got their names.
 
     A finished file that the journal does not have becomes the file of the row that it was made of, if `recognise`
-    finds one. Raises ArgumentError if files of others have the names of files that are to be made.
+    finds one. Raises ArgumentError, before any file is moved or removed, if files of others have the names of files
+    that are to be made.
     """
-    _finish(journal, shelf)
-    missing = journal.enter(rows, gone=lambda entry: not shelf.has(entry.files))
+    for entry in _placing(journal):
+        if not shelf.can_place(entry.files):
+            journal.wait([entry.hash])
+    missing = _enter(journal, shelf, rows)
     adopted = _adopt(journal, shelf, rows, recognise)
     if adopted:
-        _finish(journal, shelf)
-        journal.enter(rows, gone=lambda entry: not shelf.has(entry.files))
+        _enter(journal, shelf, rows)
+    _check_names(shelf, [*journal.entries().values()])
+    for entry in _placing(journal):
+        if shelf.place(entry.files):
+            journal.finish(entry.hash)
+        else:
+            journal.wait([entry.hash])
     shelf.clear()
     before = journal.entries()
     for row in rows:
         if row.fault is not None and before[row.hash].state is State.posted:
             journal.fail(row.hash, row.fault)  # The host has other nodes than when the row was posted.
     entries = journal.entries()
-    _check_names(shelf, [entries[row.hash] for row in rows])
     posted = [row for row in rows if entries[row.hash].state is State.posted]
     return Start(
         waiting=tuple(row for row in rows if entries[row.hash].state is State.waiting),
@@ -62,13 +71,12 @@ def take_up(journal: Journal, shelf: Shelf, rows: Sequence[Row], recognise: Reco
     )
 
 
-def _finish(journal: Journal, shelf: Shelf) -> None:
-    """Give the files of rows that are `placing` their names."""
-    for entry in journal.entries().values():
-        if entry.state is State.placing and shelf.place(entry.files):
-            journal.finish(entry.hash)
-        elif entry.state is State.placing:
-            journal.wait([entry.hash])
+def _placing(journal: Journal) -> list[Entry]:
+    return [entry for entry in journal.entries().values() if entry.state is State.placing]
+
+
+def _enter(journal: Journal, shelf: Shelf, rows: Sequence[Row]) -> list[Row]:
+    return journal.enter(rows, gone=lambda entry: not shelf.has(entry.files))
 
 
 def _adopt(journal: Journal, shelf: Shelf, rows: Sequence[Row], recognise: Recognise) -> list[Row]:
@@ -76,34 +84,45 @@ def _adopt(journal: Journal, shelf: Shelf, rows: Sequence[Row], recognise: Recog
     entries = journal.entries()
     taken = {(entry.stem or "").casefold() for entry in entries.values() if entry.files}
     waiting = {row.hash: row for row in rows if entries[row.hash].state in {State.waiting, State.posted}}
-    made_of = {path: recognise(path) for path in shelf.finished()} if waiting else {}
+    free = [(stem, paths) for stem, paths in shelf.finished() if stem.casefold() not in taken] if waiting else []
+    made_of = [(stem, paths, _made_of(paths, recognise)) for stem, paths in free]
     adopted: list[Row] = []
     # Where several rows have one workflow, a file goes first to the row that has its name.
     for by_name in (True, False):
-        for path, digests in made_of.items():
-            fitting = [waiting[digest] for digest in digests if digest in waiting and _may_have(waiting[digest], path)]
-            named = [row for row in fitting if entries[row.hash].stem == path.stem]
+        for stem, paths, digests in made_of:
+            fitting = [waiting[digest] for digest in digests if digest in waiting and _may_have(waiting[digest], stem)]
+            named = [row for row in fitting if entries[row.hash].stem == stem]
             row = next(iter(named if by_name else fitting), None)
-            if row is None or path.stem.casefold() in taken:
+            if row is None or stem.casefold() in taken:
                 continue
             try:
-                kept = shelf.inspect(path)
+                kept = [shelf.inspect(path) for path in paths]
             except UnreadableFileError:
                 continue  # Half of a file: it is made again.
-            journal.adopt(row.hash, path.stem, [kept])
-            taken.add(path.stem.casefold())
+            journal.adopt(row.hash, stem, kept)
+            taken.add(stem.casefold())
             adopted.append(waiting.pop(row.hash))
     return adopted
 
 
-def _may_have(row: Row, path: Path) -> bool:
-    """Return True if the files of the row may be called like this one: by its name, or by any number without one."""
-    return path.stem.casefold() == row.name.casefold() if row.name is not None else path.stem.isdecimal()
+def _made_of(paths: Sequence[Path], recognise: Recognise) -> list[str]:
+    """Return the rows that all these files were made of."""
+    first, *others = (recognise(path) for path in paths)
+    return [digest for digest in first if all(digest in other for other in others)]
+
+
+def _may_have(row: Row, stem: str) -> bool:
+    """Return True if the files of the row may have this stem: its name, or any number for a row without a name."""
+    return stem.casefold() == row.name.casefold() if row.name is not None else stem.isdecimal()
 
 
 def _check_names(shelf: Shelf, entries: Sequence[Entry]) -> None:
     """Nothing that this batch has not made is ever replaced."""
-    strangers = shelf.strangers([entry.stem for entry in entries if entry.stem and entry.state is not State.done])
+    to_be_made = [entry for entry in entries if entry.line is not None and entry.state in _TO_BE_MADE]
+    strangers = shelf.strangers([entry.stem for entry in to_be_made if entry.stem])
+    for entry in entries:
+        if entry.state is State.placing:
+            strangers += shelf.in_the_way(entry.files)
     if strangers:
         more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
         raise ArgumentError(

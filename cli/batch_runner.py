@@ -30,7 +30,7 @@ from .batch_host import (
 from .batch_jobs import Job, Planner
 from .batch_rows import Row
 from .batch_shelf import Shelf, file_names
-from .journal import Journal
+from .journal import DamagedJournalError, Journal
 from .journal_entry import KeptFile
 from .media_check import UnreadableFileError
 from .stop_request import StopRequest
@@ -38,12 +38,23 @@ from .stop_request import StopRequest
 MOST_LOSSES = 5
 """So often may a row be lost while it runs: one that takes the server down with it must not do so for ever."""
 
+_MOST_TRIES = 5
+"""So often may one request for a row fail while the same request succeeds for other rows."""
+
 _FIRST_POLL, _LAST_POLL, _SLOWER = 0.05, 1.0, 1.5
 _FIRST_RETRY, _LAST_RETRY = 0.5, 30.0
 
 
 class GaveUpError(OSError):
     """The host has not answered for too long."""
+
+
+class UnsentError(UnreachableError):
+    """The host answers, but does not send the files of one row; `waited_s` seconds were waited for these so far."""
+
+    def __init__(self, err: UnreachableError, row: Row, waited_s: float) -> None:
+        super().__init__(str(err))
+        self.row, self.waited_s = row, waited_s
 
 
 class Teller(Protocol):
@@ -76,6 +87,19 @@ class Flight:
     unanswered: str = ""
 
 
+@dataclass(kw_only=True)
+class _Setback:
+    """Failed requests of one kind for a row. `succeeded`: the requests for other rows before the first of them."""
+
+    succeeded: int
+    tries: int = 0
+    waited_s: float = 0.0
+
+    def is_of_the_row(self, succeeded: int) -> bool:
+        """Return True if it is the row that fails: it was tried often enough, and others have succeeded meanwhile."""
+        return self.tries >= _MOST_TRIES and succeeded > self.succeeded
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """When to give up: after how many failed rows (None: never), after how many seconds without an answer."""
@@ -100,6 +124,13 @@ class Runner:
     _waiting: deque[Job] = field(default_factory=deque)
     _flights: list[Flight] = field(default_factory=list)
     _losses: Counter[str] = field(default_factory=Counter)
+    _posted: int = 0
+    _fetched: int = 0
+    _unposted: dict[str, _Setback] = field(default_factory=dict)
+    _unsent: dict[str, _Setback] = field(default_factory=dict)
+    _outage: bool = False
+    """The last post was not answered. That the host answers questions is no end of it."""
+    _copy_failed: bool = False
 
     def run(self, rows: Sequence[Row], flights: Iterable[Flight]) -> None:
         """Take care of the rows that wait and of what was posted before.
@@ -115,11 +146,16 @@ class Runner:
             except UnreachableError as err:
                 if self.stop.soon:
                     return
-                silence = self._wait_for_host(err, silence)
+                if isinstance(err, UnsentError):
+                    waited = self._wait_for_host(err, err.waited_s) - err.waited_s
+                    self._unsent[err.row.hash].waited_s += waited
+                    silence = max(silence, _FIRST_RETRY) if self._outage else _FIRST_RETRY
+                else:
+                    silence = self._wait_for_host(err, silence)
                 continue
-            if silence:
+            if silence and not self._outage:
                 self.teller.silent(False)
-            silence = 0.0
+                silence = 0.0
             poll = _FIRST_POLL if moved else min(poll * _SLOWER, _LAST_POLL)
             if self._flights and not moved:
                 self.sleep(poll)
@@ -137,10 +173,16 @@ class Runner:
             moved = True
         if self._flights:
             self.teller.runs(self._flights[0].prompt_id, len(self._flights[0].rows))
+        unsent: UnsentError | None = None
         for flight in list(self._flights):
             if self._closing() and not flight.begun:
                 self.host.withdraw(flight.prompt_id)
-            moved |= self._look(flight)
+            try:
+                moved |= self._look(flight)
+            except UnsentError as err:
+                unsent = err
+        if unsent is not None and not moved:
+            raise unsent
         return moved
 
     def _post(self, job: Job) -> None:
@@ -150,14 +192,29 @@ class Runner:
         try:
             self.host.post(flight.prompt_id, job.prompt)
         except RefusedError as err:
+            self._taken(flight)
             self._fail(flight, str(err))
         except UnreachableError as err:
             flight.unanswered = str(err)
+            self._outage = True
+            for row in flight.rows:
+                self._unposted.setdefault(row.hash, _Setback(succeeded=self._posted)).tries += 1
             raise
+        else:
+            self._taken(flight)
+
+    def _taken(self, flight: Flight) -> None:
+        """Note that the host has answered a post."""
+        self._outage = False
+        self._posted += 1
+        for row in flight.rows:
+            self._unposted.pop(row.hash, None)
 
     def _look(self, flight: Flight) -> bool:
         """Act on what has become of a flight; whether anything has."""
         outcome = self.host.outcome(flight.prompt_id)
+        if flight.unanswered and not isinstance(outcome, Unknown):
+            self._outage, flight.unanswered = False, ""  # The post has arrived: only its answer has not.
         if isinstance(outcome, UnderWay):
             changed = outcome.begun != flight.begun
             flight.begun = outcome.begun
@@ -185,6 +242,9 @@ class Runner:
             except (NoSuchFileError, UnreadableFileError) as err:
                 self.shelf.clear()
                 self._fail_row(row, str(err))
+            except UnreachableError as err:
+                self.shelf.clear()
+                self._not_sent(flight, err)
             else:
                 self.journal.place(row.hash, kept)
                 if not self.shelf.place(kept):
@@ -192,8 +252,38 @@ class Runner:
                     raise FileNotFoundError(f"{names}: removed from {self.shelf.workshop} after it was checked")
                 self.journal.finish(row.hash)
                 self.teller.done(row, kept)
-            flight.rows.pop(0)
+                self._fetched += 1
+            flight.rows.remove(row)
+            self._unsent.pop(row.hash, None)
         self._end(flight)
+        self._back_up()
+
+    def _not_sent(self, flight: Flight, err: UnreachableError) -> None:
+        """Fail the first row of a flight if its files do not come while others' do, or raise UnsentError.
+
+        The next try begins with the next row of the flight.
+        """
+        row = flight.rows[0]
+        setback = self._unsent.setdefault(row.hash, _Setback(succeeded=self._fetched))
+        setback.tries += 1
+        if setback.is_of_the_row(self._fetched) or setback.waited_s >= self.limits.patience_s:
+            self._fail_row(row, f"{err}; asked {setback.tries} times in {setback.waited_s:.0f} s")
+            return
+        flight.rows.append(flight.rows.pop(0))
+        raise UnsentError(err, row, setback.waited_s) from err
+
+    def _back_up(self) -> None:
+        """Copy the journal once in a while. A batch goes on without a copy, but not with a damaged journal."""
+        if not self.journal.copy_is_old:
+            return
+        try:
+            self.journal.back_up()
+        except DamagedJournalError:
+            raise
+        except OSError as err:
+            if not self._copy_failed:
+                self.teller.note(f"the journal was not copied: {err}")
+            self._copy_failed = True
 
     def _fetch(self, row: Row, made: Sequence[MadeFile]) -> list[KeptFile]:
         if not made:
@@ -209,13 +299,23 @@ class Runner:
         self.journal.wait(row.hash for row in flight.rows)
         if self._closing():
             return
+        if flight.unanswered:
+            self._never_arrived(flight)
+            return
         if flight.begun is not False:
             self._losses.update(row.hash for row in flight.rows)
         lost = [row for row in flight.rows if self._losses[row.hash] >= MOST_LOSSES]
         for row in lost:
-            last = f"; at the last post: {flight.unanswered}" if flight.unanswered else ""
-            self._fail_row(row, f"lost by the host {MOST_LOSSES} times{last}")
+            self._fail_row(row, f"lost by the host {MOST_LOSSES} times")
         self._waiting.extendleft(reversed(self.planner([row for row in flight.rows if row not in lost])))
+
+    def _never_arrived(self, flight: Flight) -> None:
+        """Post the rows again, after the others: an error of the host costs no row unless it takes other rows."""
+        bad = [row for row in flight.rows if self._unposted[row.hash].is_of_the_row(self._posted)]
+        for row in bad:
+            tries = self._unposted.pop(row.hash).tries
+            self._fail_row(row, f"not taken by the host {tries} times; at the last post: {flight.unanswered}")
+        self._waiting.extend(self.planner([row for row in flight.rows if row not in bad]))
 
     def _fail(self, flight: Flight, reason: str) -> None:
         """One row fails; of several that were posted together each is tried alone."""

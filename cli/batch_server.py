@@ -54,22 +54,20 @@ class ServerHost:
         if status == _OK:
             self.withdraw(prompt_id)
             self.interrupt(prompt_id)
-        raise RefusedError(_words(said) or f"the server refuses it with status {status}")
+        with self._client.shape("/prompt"):
+            words = _words(said)
+        raise RefusedError(words or f"the server refuses it with status {status}")
 
     def outcome(self, prompt_id: str) -> Outcome:
         job = self._client.job(prompt_id)
         if job is None:
             return Unknown()
-        if job["status"] in {"pending", "in_progress"}:
-            return UnderWay(begun=job["status"] == "in_progress")
-        if job["status"] == "cancelled":
-            return Interrupted()
-        if job["status"] != "completed":
-            return Failed(reason=_failure(job.get("execution_error") or {}))
+        with self._client.shape(f"/api/jobs/{prompt_id}"):
+            outcome = _outcome(job)
         # Whoever did not hear the answer to its post does not know whether outputs were dropped.
-        if prompt_id not in self._whole and not self._was_whole(prompt_id):
+        if isinstance(outcome, Ended) and prompt_id not in self._whole and not self._was_whole(prompt_id):
             return Unknown()
-        return Ended(files=_files(job.get("outputs") or {}))
+        return outcome
 
     def fetch(self, file: MadeFile, part: Path) -> None:
         self._client.download(file.filename, file.subfolder, part)
@@ -91,10 +89,22 @@ class ServerHost:
         if executed is None:
             return False
         prompt, outputs = executed
-        wanted = {
-            node_id for node_id, node in prompt.items() if self._info.get(node["class_type"], {}).get("output_node")
-        }
+        with self._client.shape("/history"):
+            wanted = {
+                node_id for node_id, node in prompt.items() if self._info.get(node["class_type"], {}).get("output_node")
+            }
         return outputs == wanted
+
+
+def _outcome(job: Mapping[str, Any]) -> Outcome:
+    """Return what `/api/jobs/ID` says."""
+    if job["status"] in {"pending", "in_progress"}:
+        return UnderWay(begun=job["status"] == "in_progress")
+    if job["status"] == "cancelled":
+        return Interrupted()
+    if job["status"] != "completed":
+        return Failed(reason=_failure(job.get("execution_error") or {}))
+    return Ended(files=_files(job.get("outputs") or {}))
 
 
 def _words(answer: Mapping[str, Any]) -> str:

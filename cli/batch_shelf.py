@@ -78,6 +78,17 @@ class Shelf:
         _sync_folder(self.folder)
         return True
 
+    def can_place(self, files: Iterable[KeptFile]) -> bool:
+        """Return True if `place` would. Changes nothing."""
+        return all(
+            self.part(file.name).exists() or (self.has([file]) and _sha256(self.folder / file.name) == file.sha256)
+            for file in files
+        )
+
+    def in_the_way(self, files: Iterable[KeptFile]) -> list[str]:
+        """Return the names of those sealed parts that a file in the folder has already."""
+        return [file.name for file in files if self.part(file.name).exists() and (self.folder / file.name).exists()]
+
     def has(self, files: Iterable[KeptFile]) -> bool:
         """Whether all these files are here, with their sizes."""
         for file in files:
@@ -86,9 +97,27 @@ class Shelf:
                 return False
         return True
 
-    def finished(self) -> list[Path]:
-        """The files that may be the only ones of a row: those in the folder, then the parts."""
-        return [path for folder in (self.folder, self._parts) for path in _files(folder) if _may_be_alone(path)]
+    def finished(self) -> list[tuple[str, list[Path]]]:
+        """Return the files that may be all those of a row, with their stem: sets in the folder, then parts.
+
+        Of a row with several files the first one is in the folder: all its parts were checked before that.
+        """
+        found: list[tuple[str, list[Path]]] = []
+        several: dict[str, dict[int, Path]] = {}
+        for folder in (self.folder, self._parts):
+            for path in _files(folder):
+                stem, number = _split(path.stem)
+                if not (FILE_NAME.fullmatch(stem) and _SUFFIX.fullmatch(path.suffix)):
+                    continue
+                if number is None:
+                    found.append((stem, [path]))
+                else:
+                    several.setdefault(stem, {}).setdefault(number, path)
+        for stem, paths in several.items():
+            numbers = sorted(paths)
+            if len(paths) > 1 and numbers == list(range(1, len(paths) + 1)) and paths[1].parent == self.folder:
+                found.append((stem, [paths[number] for number in numbers]))
+        return found
 
     def sweep(self, lines_left: Callable[[str], list[int] | None]) -> list[tuple[Path, list[int] | None]]:
         """Remove what an embedded host has left, but not the latents of rows that are not done: return these.
@@ -125,8 +154,10 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.is_symlink())
 
 
-def _may_be_alone(path: Path) -> bool:
-    return bool(FILE_NAME.fullmatch(path.stem) and _SUFFIX.fullmatch(path.suffix))
+def _split(stem: str) -> tuple[str, int | None]:
+    """Return the stem of a row and the number of one of its several files; None for the number of a single file."""
+    before, mark, number = stem.rpartition(_OF_SEVERAL)
+    return (before, int(number)) if mark and number.isdecimal() else (stem, None)
 
 
 def _sha256(path: Path) -> str:

@@ -82,7 +82,7 @@ class ComfyClient:
     def executed(self, prompt_id: str) -> tuple[dict[str, Any], set[str]] | None:
         """A workflow of the history and the output nodes that it was run for, None if it is not there."""
         entry = self._object(f"/history/{prompt_id}").get(prompt_id)
-        with self._shape("/history"):
+        with self.shape("/history"):
             return None if entry is None else (entry["prompt"][2], set(entry["prompt"][4]))
 
     def download(self, filename: str, subfolder: str, part: Path) -> None:
@@ -111,6 +111,14 @@ class ComfyClient:
         """Interrupt a workflow, if it is the one that runs."""
         self._order("/interrupt", {"prompt_id": prompt_id})
 
+    @contextmanager
+    def shape(self, route: str) -> Iterator[None]:
+        """Take a JSON answer apart inside; one of another shape is that of a proxy, or of half a server."""
+        try:
+            yield
+        except (LookupError, AttributeError, TypeError, ValueError) as err:
+            raise UnreachableError(f"{self.url}{route} answers, but not as ComfyUI does: {err!r}") from err
+
     def _order(self, route: str, body: object) -> None:
         """Send an order; any status but 200 means that it may not have been followed."""
         status, _ = self._ask(route, body)
@@ -120,27 +128,19 @@ class ComfyClient:
     def _job_of_older_server(self, prompt_id: str) -> dict[str, Any] | None:
         # The queue first: what leaves it in between is in the history then.
         queue = self._object("/queue")
-        with self._shape("/queue"):
+        with self.shape("/queue"):
             for key, status in (("queue_running", "in_progress"), ("queue_pending", "pending")):
                 if any(item[1] == prompt_id for item in queue[key]):
                     return {"status": status}
         entry = self._object(f"/history/{prompt_id}").get(prompt_id)
         if entry is None:
             return None
-        with self._shape("/history"):
+        with self.shape("/history"):
             messages = dict(message[:2] for message in entry["status"]["messages"])
             if entry["status"]["status_str"] == "success":
                 return {"status": "completed", "outputs": entry["outputs"]}
             status = "cancelled" if "execution_interrupted" in messages else "failed"
             return {"status": status, "execution_error": messages.get("execution_error", {})}
-
-    @contextmanager
-    def _shape(self, route: str) -> Iterator[None]:
-        """Take a JSON answer apart inside; one of another shape is that of a proxy, or of half a server."""
-        try:
-            yield
-        except (LookupError, TypeError, ValueError) as err:
-            raise UnreachableError(f"{self.url}{route} answers, but not as ComfyUI does: {err!r}") from err
 
     def _object(self, route: str) -> dict[str, Any]:
         status, answer = self._ask(route)

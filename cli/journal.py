@@ -40,7 +40,7 @@ _TABLES_OF = {1: _FIRST_TABLES, _VERSION: (*_FIRST_TABLES, _ATTEMPTS)}
 
 
 _BACK_UP_SECONDS = 60.0
-"""Rows that end within this time after a copy was written are only in the next one."""
+"""Passes that end within this time after a copy was written are only in the next one."""
 
 _LOCKED_SECONDS = 60.0
 """A program that reads or copies the journal may hold it for so long."""
@@ -58,6 +58,10 @@ class JournalError(OSError):
 
 class DamagedJournalError(JournalError):
     """The file is not the journal that was written: it was cut, overwritten or changed."""
+
+
+class OtherWorkflowError(JournalError):
+    """The file is a whole journal, of a batch of another workflow."""
 
 
 def copy_of(path: Path) -> Path:
@@ -111,7 +115,7 @@ class Journal:
         return str(stem)
 
     def enter(self, rows: Sequence[Row], *, gone: Callable[[Entry], bool]) -> list[Row]:
-        """Make the journal know exactly these rows, and those former ones whose files are still here.
+        """Make the journal know exactly these rows, and those former ones whose files are still here, or `placing`.
 
         A row that failed before waits again, a row with a fault has failed. Returns the rows that were done and whose
         files are `gone`: they wait again.
@@ -120,7 +124,9 @@ class Journal:
             known = self._entries(execute)
             wanted = {row.hash for row in rows}
             left = [entry for entry in known.values() if entry.hash not in wanted]
-            dropped = {entry.hash for entry in left if entry.state is not State.done or gone(entry)}
+            kept = {entry.hash for entry in left if entry.state is State.placing}
+            kept |= {entry.hash for entry in left if entry.state is State.done and not gone(entry)}
+            dropped = {entry.hash for entry in left} - kept
             execute("UPDATE rows SET line = NULL")
             for digest in dropped:
                 execute("DELETE FROM rows WHERE hash = ?", (digest,))
@@ -175,18 +181,35 @@ class Journal:
             execute("UPDATE rows SET stem = NULL WHERE stem = ? COLLATE NOCASE AND hash != ?", (stem, digest))
             self._move(execute, digest, before, State.placing, stem=stem, files=text, error=None)
 
+    @property
+    def copy_is_old(self) -> bool:
+        """True if the last attempt to write a copy was more than a minute ago."""
+        return time.monotonic() - self._backed_up > _BACK_UP_SECONDS
+
     def back_up(self) -> None:
-        """Write a copy of the journal next to it, in one step. Raises JournalError."""
+        """Write a copy of the journal next to it, in one step.
+
+        Raises JournalError; DamagedJournalError if the copy cannot be read, and the one before it stays.
+        """
+        self._backed_up = time.monotonic()
         unfinished = self._path.with_name(f"{self._path.name}.copy")
         try:
             unfinished.unlink(missing_ok=True)
             with closing(sqlite3.connect(unfinished)) as copy:
                 self._connection.backup(copy)
+                # The pages are copied unread: those of a damaged journal would replace its last good copy.
+                (found,) = copy.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise DamagedJournalError(
+                    f"the journal {self._path} is damaged: {found}; {copy_of(self._path).name} stays as it was, and "
+                    "the same command goes on from there"
+                )
             unfinished.replace(copy_of(self._path))
         except (sqlite3.Error, OSError) as err:
             unfinished.unlink(missing_ok=True)
+            if isinstance(err, JournalError):
+                raise
             raise (self._error(err) if isinstance(err, sqlite3.Error) else JournalError(err.errno, str(err))) from err
-        self._backed_up = time.monotonic()
 
     def wait(self, hashes: Iterable[str]) -> None:
         """What was sent of these rows is nowhere."""
@@ -210,8 +233,6 @@ class Journal:
         """All files of the row have their names."""
         with self._transaction() as execute:
             self._move(execute, digest, (State.placing,), State.done, error=None)
-        if time.monotonic() - self._backed_up > _BACK_UP_SECONDS:
-            self.back_up()
 
     def _own(self, workflow: str) -> None:
         """Make the tables, or see that they are those of this workflow."""
@@ -239,7 +260,7 @@ class Journal:
             if not isinstance(before, str):
                 raise DamagedJournalError(f"the journal {self._path} is damaged: the digest of its workflow is gone")
             if before != workflow:
-                raise JournalError(
+                raise OtherWorkflowError(
                     f"{self._path} is the journal of another workflow: a batch has one workflow from its beginning to "
                     "its end; give another --out (or --journal), or the workflow that it began with"
                 )

@@ -7,12 +7,13 @@ make their pass again.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..host.embedded_graph import Link, Prompt, as_link
-from .lane_traits import OWN_INPUTS, difference, lane_refusal, lane_traits, node_traits, sampler_ids, upstream
+from .lane_traits import OWN_INPUTS, SAMPLER, difference, lane_refusal, lane_traits, node_traits, sampler_ids, upstream
 
 LANE, LANE_SAMPLER, LANE_LATENT = "WanStreamLane", "WanStreamLaneSampler", "WanStreamLaneLatent"
 MOST_LANES = 1000
@@ -98,6 +99,20 @@ def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
     return LanePass(rows=rows, prompt=composer.prompt(), node_ids=composer.node_ids())
 
 
+def lane_of(prompt: Prompt, node_id: str) -> Prompt:
+    """Return the workflow of the row that the node belongs to, out of the prompt of a pass; a single row's as it is.
+
+    Titles of nodes stay those of the pass. Raises LanesError for a prompt that `lane_pass` has not composed, and for a
+    node that several rows share.
+    """
+    if not any(node.get("class_type") == LANE_SAMPLER for node in prompt.values()):
+        return prompt
+    try:
+        return _Lane(prompt, node_id).workflow()
+    except (LookupError, AttributeError, TypeError) as err:
+        raise LanesError(f"this prompt is not that of a pass: {err!r}") from err
+
+
 def _lonely(row: Hashable, prompts: Mapping[Any, Prompt], groups: Collection[Sequence[Hashable]]) -> str:
     """Why `row`, which could share a pass, found no other row; `groups` are the rows that fit together."""
     others = [rows[0] for rows in groups if row not in rows]
@@ -178,6 +193,62 @@ class _Composer:
 
     def _titled(self, row: int, node: Mapping[str, Any]) -> str:
         return f"{_title(node)} (lane {row + 1})"
+
+
+class _Lane:
+    """One row of a composed prompt: the inverse of `_Composer`."""
+
+    def __init__(self, prompt: Prompt, node_id: str) -> None:
+        self._prompt = prompt
+        self._chains = {own: self._chain(own) for own, node in prompt.items() if node["class_type"] == LANE_SAMPLER}
+        sampler, chain = next(iter(self._chains.items()))
+        stem = chain[0].removesuffix(f"_inputs1_{sampler}")
+        self._of_a_row = re.compile(rf"{re.escape(stem)}(\d+)_(.*)", re.DOTALL)
+        row = self._of_a_row.fullmatch(node_id)
+        if row is None or not 1 <= int(row[1]) <= len(chain):
+            raise LanesError(f"node {node_id} does not belong to one row")
+        self._row = int(row[1]) - 1
+
+    def workflow(self) -> Prompt:
+        found: dict[str, Mapping[str, Any]] = {}
+        pending = [each for each in self._prompt if (match := self._of_a_row.fullmatch(each)) and self._is_row(match)]
+        while pending:
+            node_id = pending.pop()
+            own = self._own(node_id)
+            if own in found:
+                continue
+            node = self._sampler(own) if own in self._chains else self._prompt[node_id]
+            links = {name: link for name, value in node.get("inputs", {}).items() if (link := as_link(value))}
+            links = {name: link for name, link in links.items() if link.node_id in self._prompt}
+            pending += [link.node_id for link in links.values()]
+            own_links = {name: [self._own(link.node_id), link.output] for name, link in links.items()}
+            found[own] = {**node, "inputs": {**node.get("inputs", {}), **own_links}}
+        return found
+
+    def _sampler(self, own: str) -> dict[str, Any]:
+        """Return the sampler of this row, as it was before its inputs were parted."""
+        node, lane = self._prompt[own], self._prompt[self._chains[own][self._row]]
+        inputs = {name: value for name, value in {**node["inputs"], **lane["inputs"]}.items() if name != "lanes"}
+        return {**node, "class_type": SAMPLER, "inputs": inputs}
+
+    def _own(self, node_id: str) -> str:
+        """Return the id that the row's own workflow has for what a node of the pass gives."""
+        if node_id in self._chains:
+            return node_id
+        match = self._of_a_row.fullmatch(node_id)
+        return match[2] if match else node_id
+
+    def _is_row(self, match: re.Match[str]) -> bool:
+        return int(match[1]) == self._row + 1
+
+    def _chain(self, sampler: str) -> list[str]:
+        """Return the lanes of a lane sampler, the first one first: each is linked to the one before it."""
+        chain: list[str] = []
+        link = as_link(self._prompt[sampler]["inputs"]["lanes"])
+        while link is not None and link.node_id not in chain:
+            chain.insert(0, link.node_id)
+            link = as_link(self._prompt[link.node_id]["inputs"].get("lanes"))
+        return chain
 
 
 def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[str, int]]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import av
 from PIL import Image, ImageSequence
+
+from ..host.door import SAVING_NODE
 
 _VIDEOS = (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi")
 _SOUNDS = (".flac", ".mp3", ".wav", ".opus", ".ogg", ".m4a")
@@ -37,22 +40,25 @@ def check_media(path: Path) -> None:
         raise UnreadableFileError(f"{path.name} cannot be read to its end: {err}") from err
 
 
-def stored_prompt(path: Path) -> object:
-    """Return the API workflow that ComfyUI and this pack store in videos and PNG files; None if the file has none."""
+def stored_prompt(path: Path) -> tuple[object, object]:
+    """Return the API workflow that ComfyUI and this pack store in videos and PNG files, and the id of the saving node.
+
+    ComfyUI's own nodes do not store the second. Each is None if the file does not have it.
+    """
     suffix = path.suffix.lower()
+    texts: Mapping[str, str] = {}
     try:
         if suffix in _VIDEOS:
             with av.open(str(path)) as container:
-                text = container.metadata.get("prompt")
+                texts = dict(container.metadata)
         elif suffix == ".png":
             with Image.open(path) as picture:
-                text = picture.info.get("prompt")
-        else:
-            text = None
-        return None if text is None else json.loads(text)
+                texts = dict(picture.info)
+        prompt, node_id = (json.loads(texts[key]) if key in texts else None for key in ("prompt", SAVING_NODE))
     # A file that cannot be opened, or whose text is not JSON, is a file without a workflow.
     except (av.FFmpegError, OSError, ValueError, TypeError, SyntaxError, RecursionError, Image.DecompressionBombError):
-        return None
+        return None, None
+    return prompt, node_id
 
 
 def _decode(path: Path, kind: str) -> None:

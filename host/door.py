@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from .guider_settings import GuiderSettings
     from .workers_plan import SharedRun, WorkersPlan
 
+SAVING_NODE = "wanstream_node"
+"""The key in a saved file for the id of the node that saved it: the `prompt` next to it may have several that save."""
+
 
 class NeedsComfyUIError(ValueError):
     """The embedded host was asked for what only ComfyUI can do; the message says what to use instead."""

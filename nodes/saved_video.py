@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from ..host import OutputFile, OutputNameError, OutsideFolderError, host, io, ui
+from ..host.door import SAVING_NODE
 
 SLOWEST, FASTEST = 0.01, 1000.0
 """Frames per second."""
@@ -67,7 +68,7 @@ def graph_of(hidden: io.HiddenHolder) -> dict[str, object]:
     if not host.graph_in_files():
         return {}
     graph = dict(hidden.extra_pnginfo or {})
-    return graph if hidden.prompt is None else {**graph, "prompt": hidden.prompt}
+    return graph if hidden.prompt is None else {**graph, "prompt": hidden.prompt, SAVING_NODE: hidden.unique_id}
 
 
 def shown(file: OutputFile) -> ui.PreviewVideo:

@@ -88,7 +88,7 @@ class WanStreamSaveVideo(io.ComfyNode):
                 ),
             ],
             outputs=[],
-            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
             is_output_node=True,
         )
 

@@ -7,8 +7,10 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import av
 import pytest
 
+from wanstream.cli import batch as batch_module
 from wanstream.cli import batch_embedded, main
 from wanstream.cli.exit_codes import DONE, FAILED, INVALID
 from wanstream.nodes.video_file import write_mp4
@@ -140,20 +142,154 @@ def test_a_video_of_another_workflow_is_never_taken_for_a_row(
     assert contents(out) == made
 
 
-def test_a_copy_of_another_batch_is_not_gone_on_from(
+def test_a_copy_of_another_batch_is_kept_and_not_gone_on_from(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch() == DONE
+    out = tmp_path / "out"
+    made, copy = contents(out), (out / "journal.sqlite.before").read_bytes()
+    (out / "journal.sqlite").write_text("no journal")
+    workflow = json.loads((tmp_path / "workflow.json").read_text())
+    workflow["sampler"]["inputs"]["steps"] = 3
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
+    assert batch([{"sampler.seed": 7, "name": "x"}]) == DONE
+    told = capsys.readouterr().err
+    assert "is damaged" in told
+    assert "it is kept as journal.sqlite.damaged; the batch goes on from the finished videos in the folder" in told
+    assert {name: contents(out)[name] for name in made} == made
+    assert states(out) == [("x", "done")]
+    assert (out / "journal.sqlite.damaged.before").read_bytes() == copy
+
+
+def test_recovery_names_the_rows_that_it_has_found(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert batch() == DONE
     out = tmp_path / "out"
     (out / "journal.sqlite").write_text("no journal")
-    workflow = json.loads((tmp_path / "workflow.json").read_text())
-    workflow["sampler"]["inputs"]["steps"] = 3
-    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
-    assert batch([{"sampler.seed": 7, "name": "x"}]) == INVALID
+    (out / "journal.sqlite.before").unlink()
+    (out / "00002.mp4").unlink()
+    capsys.readouterr()
+    assert batch() == DONE
     told = capsys.readouterr().err
-    assert "is damaged" in told
-    assert "its copy journal.sqlite.before is of no use" in told
-    assert "journal of another workflow" in told
+    assert "line 1 is not made again: a finished file has its workflow" in told
+    assert "line 3 is not made again" in told
+    assert "line 2 is not made again" not in told
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("journal", ["damaged", "whole"])
+def test_a_refusal_of_names_moves_and_removes_nothing(batch: Batch, tmp_path: Path, journal: str) -> None:
+    assert batch() == DONE
+    out = tmp_path / "out"
+    (out / "00002.mp4").write_bytes(b"of somebody else")
+    (out / ".wanstream" / "parts" / "00001.mp4").write_bytes(b"half")
+    (out / "00001.mp4").rename(out / ".wanstream" / "parts" / "00009.mp4")
+    if journal == "damaged":
+        (out / "journal.sqlite").write_text("no journal")
+        (out / "journal.sqlite.before").unlink()
+    before = everything(out)
+    assert batch() == INVALID
+    assert {name: content for name, content in everything(out).items() if ".sqlite" not in name} == {
+        name: content for name, content in before.items() if ".sqlite" not in name
+    }
+    if journal == "damaged":
+        assert everything(out) == before
+
+
+def test_files_that_the_journal_has_are_not_opened_at_the_start(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert batch() == DONE
+    write_mp4(tmp_path / "out" / "mine.mp4", frames_of(1), fps=16, crf=30, metadata={})
+    opened: list[str] = []
+    inner = batch_module.stored_prompt
+
+    def counted(path: Path) -> tuple[object, object]:
+        opened.append(path.name)
+        return inner(path)
+
+    monkeypatch.setattr(batch_module, "stored_prompt", counted)
+    assert batch([*ROWS, {"sampler.seed": 4}]) == DONE
+    assert [name for name in opened if name.endswith(".mp4")] == ["mine.mp4"]
+
+
+@pytest.fixture
+def runs(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many videos each run of a workflow has saved."""
+    saved: list[int] = []
+    inner = batch_embedded.run_workflow
+
+    def counted(prompt: dict, **named: object) -> object:
+        saved.append(sum(node["class_type"] == "WanStreamSaveVideo" for node in prompt.values()))
+        return inner(prompt, **named)
+
+    monkeypatch.setattr(batch_embedded, "run_workflow", counted)
+    return saved
+
+
+def forget(out: Path) -> None:
+    for path in out.glob("journal.sqlite*"):
+        path.unlink()
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    """The frames of every video, by the name of the file."""
+    found = {}
+    for path in sorted(folder.glob("*.mp4")):
+        with av.open(str(path)) as container:
+            found[path.name] = b"".join(frame.to_ndarray().tobytes() for frame in container.decode(video=0))
+    return found
+
+
+def test_videos_of_lanes_are_known_by_their_lane(batch: Batch, runs: list[int], tmp_path: Path) -> None:
+    assert batch(ROWS, "--lanes", "3") == DONE
+    out = tmp_path / "out"
+    made = contents(out)
+    first, second, shot = pictures(out).values()
+    assert runs == [3]
+    forget(out)
+    (out / "00002.mp4").unlink()
+    runs.clear()
+    rows = [{"sampler.seed": 9}, ROWS[1], ROWS[0], ROWS[2]]
+    assert batch(rows, "--lanes", "3") == DONE
+    assert runs == [2], "what is there is not computed again"
+    assert {name: contents(out)[name] for name in ("00001.mp4", "shot.mp4")} == {
+        name: made[name] for name in ("00001.mp4", "shot.mp4")
+    }
+    by_row = [pictures(out)[f"{stem}.mp4"] for stem, _ in states(out)]
+    assert by_row[1:] == [second, first, shot], "every row has its own lane's video"
+    forget(out)
+    runs.clear()
+    assert batch(rows) == DONE
+    assert runs == []
+
+
+def test_rows_with_several_files_are_known_when_all_are_there(batch: Batch, runs: list[int], tmp_path: Path) -> None:
+    workflow = json.loads((tmp_path / "workflow.json").read_text())
+    workflow["more"] = workflow["save"]
+    (tmp_path / "workflow.json").write_text(json.dumps(workflow))
+    assert batch(ROWS) == DONE
+    out, parts = tmp_path / "out", tmp_path / "out" / ".wanstream" / "parts"
+    made = contents(out)
+    assert len(made) == 6
+    forget(out)
+    (out / "shot~2.mp4").rename(parts / "shot~2.mp4")  # as of a client that was killed between the two
+    runs.clear()
+    assert batch(ROWS) == DONE
+    assert runs == []
+    assert contents(out) == made
+    forget(out)
+    (out / "00001~1.mp4").unlink()
+    (out / "00001~2.mp4").unlink()
+    (out / "shot~1.mp4").rename(parts / "shot~1.mp4")
+    (out / "shot~2.mp4").unlink()
+    assert batch(ROWS) == DONE
+    assert runs == [2, 2]
+    assert contents(out).keys() == made.keys()
 
 
 def test_half_a_video_is_made_again(batch: Batch, computed: list[int], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from wanstream.cli import journal as journal_module
 from wanstream.cli.batch_host import (
     Ended,
     Failed,
@@ -340,6 +341,108 @@ def test_a_row_that_takes_the_server_down_fails_and_the_others_are_done(tmp_path
     assert f"failed 4: lost by the host {MOST_LOSSES} times" in bench.teller.told
 
 
+class Withholding(World):
+    """Answers everything but the requests for the files of some rows."""
+
+    def __init__(self, *withheld: str) -> None:
+        super().__init__()
+        self.withheld = {f"row {number}" for number in withheld}
+
+    def fetch(self, file: MadeFile, part: Path) -> None:
+        if self.files[file.filename] in self.withheld:
+            part.write_text("half")
+            raise UnreachableError("http://there does not send it now (status 500)")
+        super().fetch(file, part)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("withheld", [["3"], ["3", "4"]])
+def test_files_that_never_come_cost_their_rows_alone(tmp_path: Path, withheld: list[str], size: int) -> None:
+    bench = Bench(tmp_path, Withholding(*withheld), size=size)
+    bench.run()
+    bench.check(number for number in range(1, ROWS + 1) if str(number) not in withheld)
+    assert bench.states().count(State.failed) == len(withheld)
+    failed = {told.partition(";")[0] for told in bench.teller.told if told.startswith("failed")}
+    assert failed == {f"failed {row}: http://there does not send it now (status 500)" for row in withheld}
+    assert len(bench.host.made) == ROWS, "nothing is computed twice"
+
+
+def test_the_only_file_that_is_left_is_requested_for_the_patience_and_then_fails(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, Withholding("1"), rows=rows_of(1))
+    bench.limits = Limits(patience_s=100.0)
+    bench.run()
+    assert sum(bench.slept) == pytest.approx(100.0, abs=1.0)
+    assert bench.states() == [State.failed]
+    (failed,) = [told for told in bench.teller.told if told.startswith("failed")]
+    assert failed.endswith("in 100 s")
+
+
+def test_a_file_that_comes_late_is_fetched(tmp_path: Path) -> None:
+    class Late(Withholding):
+        def fetch(self, file: MadeFile, part: Path) -> None:
+            if sum(bench.slept) > 50:
+                self.withheld = set()
+            super().fetch(file, part)
+
+    bench = Bench(tmp_path, Late("1"), rows=rows_of(1))
+    bench.run()
+    bench.check([1])
+
+
+class Refusing(World):
+    """Answers questions, but takes no workflow before so many seconds were waited."""
+
+    def __init__(self, slept: list[float], seconds: float) -> None:
+        super().__init__()
+        self._slept, self._seconds = slept, seconds
+
+    def post(self, prompt_id: str, prompt: Mapping[str, Any]) -> None:
+        if sum(self._slept) < self._seconds:
+            raise UnreachableError("http://there answers with status 503")
+        super().post(prompt_id, prompt)
+
+
+def test_an_outage_of_posts_alone_fails_no_row(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, World())
+    bench.host = Refusing(bench.slept, 300.0)
+    bench.run()
+    bench.check(range(1, ROWS + 1))
+    assert not any(told.startswith("failed") for told in bench.teller.told)
+
+
+def test_an_outage_of_posts_alone_ends_the_run_after_the_patience(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, World())
+    bench.host = Refusing(bench.slept, 1e9)
+    bench.limits = Limits(patience_s=100.0)
+    with pytest.raises(GaveUpError, match="status 503; given up after 100 s"):
+        bench.run()
+    assert sum(bench.slept) == pytest.approx(100.0)
+    assert State.failed not in bench.states()
+
+
+def test_the_journal_is_copied_at_the_end_of_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_BACK_UP_SECONDS", -1.0)
+    bench, copied = Bench(tmp_path, World(), size=3), []
+    inner = Journal.back_up
+
+    def counted(journal: Journal) -> None:
+        inner(journal)
+        copied.append(sum(entry.state is State.done for entry in journal.entries().values()))
+
+    monkeypatch.setattr(Journal, "back_up", counted)
+    bench.run()
+    assert copied == [3, 6, 9, 12]
+
+
+def test_a_copy_that_cannot_be_written_costs_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "_BACK_UP_SECONDS", -1.0)
+    (tmp_path / "journal.sqlite.before").mkdir()
+    bench = Bench(tmp_path, World())
+    bench.run()
+    bench.check(range(1, ROWS + 1))
+    assert len([told for told in bench.teller.told if "the journal was not copied" in told]) == 1
+
+
 class Broken(World):
     """Cannot take one of the rows: something in it breaks this server."""
 
@@ -354,9 +457,7 @@ def test_a_row_that_a_server_cannot_take_fails_with_what_the_server_said(tmp_pat
     bench.run()
     bench.check(number for number in range(1, ROWS + 1) if number != 4)
     (failed,) = [told for told in bench.teller.told if told.startswith("failed")]
-    assert failed == (
-        f"failed 4: lost by the host {MOST_LOSSES} times; at the last post: http://there answers with status 500"
-    )
+    assert failed == ("failed 4: not taken by the host 5 times; at the last post: http://there answers with status 500")
 
 
 def test_rows_that_fail_together_are_tried_alone(tmp_path: Path) -> None:
@@ -530,6 +631,25 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"00003\.txt, which this batch has not made"):
         Bench(tmp_path, World()).run()
     assert (tmp_path / "00003.txt").read_text() == "mine"
+
+
+def test_a_sealed_part_never_replaces_a_file_of_others_and_a_refusal_moves_nothing(tmp_path: Path) -> None:
+    bench, shelf = Bench(tmp_path, World(), rows=rows_of(3)), Shelf(tmp_path)
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter(bench.rows, gone=lambda entry: True)
+        for number in (1, 2):
+            shelf.part(f"0000{number}.txt").write_text(f"row {number}")
+            journal.post({f"hash {number}": None}, f"id{number}")
+            journal.place(f"hash {number}", [shelf.seal(f"0000{number}.txt")])
+    (tmp_path / "00002.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"00002\.txt, which this batch has not made"):
+        bench.run()
+    assert {path.name for path in tmp_path.glob("*.txt")} == {"00002.txt"}
+    assert (tmp_path / "00002.txt").read_text() == "mine"
+    assert len([*(tmp_path / ".wanstream" / "parts").iterdir()]) == 2
+    (tmp_path / "00002.txt").unlink()
+    bench.run()
+    bench.check([1, 2, 3])
 
 
 def test_a_file_that_was_removed_is_made_again_alone(tmp_path: Path) -> None:

@@ -343,3 +343,34 @@ def test_what_others_show_under_names_that_are_none_is_no_crash(canned: Canned) 
     ended = host.outcome("id")
     assert isinstance(ended, Ended)
     assert [file.filename for file in ended.files] == ["['a.png']"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"status": "completed", "outputs": [1]},
+        {"status": "completed", "outputs": "none"},
+        {"status": "failed", "execution_error": "too big"},
+        {"status": "failed", "execution_error": [1]},
+        {"status": ["completed"]},
+    ],
+)
+def test_a_job_of_another_shape_is_no_answer(canned: Canned, job: dict[str, Any]) -> None:
+    canned.answers |= {"/api/jobs/id": (200, job), "/history/id": (200, history(SAVED, executed=["3", "2"]))}
+    with pytest.raises(UnreachableError, match="not as ComfyUI does"):
+        host_of(canned).outcome("id")
+
+
+@pytest.mark.parametrize("prompt", [["1"], {"1": "Save"}, {"1": {}}, {"1": {"class_type": []}}])
+def test_a_history_of_another_shape_is_no_answer(canned: Canned, prompt: object) -> None:
+    entry = {"prompt": [1, "id", prompt, {}, ["2"]]}
+    canned.answers |= {"/api/jobs/id": (200, {"status": "completed"}), "/history/id": (200, {"id": entry})}
+    with pytest.raises(UnreachableError, match="not as ComfyUI does"):
+        host_of(canned).outcome("id")
+
+
+@pytest.mark.parametrize("faults", ["bad", [1], {"2": "bad"}, {"2": {"class_type": "Save", "errors": ["bad"]}}])
+def test_a_refusal_of_another_shape_is_no_answer(canned: Canned, faults: object) -> None:
+    canned.answers["/prompt"] = (400, {"error": {"message": "m", "details": ""}, "node_errors": faults})
+    with pytest.raises(UnreachableError, match="not as ComfyUI does"):
+        host_of(canned).post("id", PROMPT)

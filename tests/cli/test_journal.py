@@ -14,7 +14,7 @@ import pytest
 
 from wanstream.cli.batch_rows import Row
 from wanstream.cli.full_disk import is_full_disk
-from wanstream.cli.journal import DamagedJournalError, Journal, JournalError
+from wanstream.cli.journal import DamagedJournalError, Journal, JournalError, copy_of
 from wanstream.cli.journal_entry import Entry, KeptFile, State
 from wanstream.cli.journal_lock import Lock, LockedError
 
@@ -251,6 +251,23 @@ def test_a_journal_that_was_cut_or_overwritten_is_damaged(tmp_path: Path) -> Non
         path.write_bytes(content)
         with pytest.raises(DamagedJournalError, match="is damaged"):
             Journal(path, workflow="w")
+
+
+def test_a_journal_that_is_damaged_while_it_is_open_keeps_its_last_good_copy(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with Journal(path, workflow="w") as journal:
+        journal.enter([row_of(number) for number in range(1000)], gone=never)
+        journal.back_up()
+        good = copy_of(path).read_bytes()
+        with path.open("r+b") as file:
+            file.seek(24)  # the counter of changes: SQLite drops the pages that it has read
+            file.write(b"\xff" * 4)
+            file.seek(8 * 4096)
+            file.write(b"\xa5" * 8 * 4096)
+        with pytest.raises(DamagedJournalError, match=r"damaged"):
+            journal.back_up()
+    assert copy_of(path).read_bytes() == good
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, copy_of(path).name}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")

@@ -18,6 +18,7 @@ from wanstream.cli.lanes import (
     MOST_LANES,
     LanePass,
     LanesError,
+    lane_of,
     lane_pass,
     lane_passes,
 )
@@ -303,3 +304,36 @@ def test_a_broken_workflow_is_left_to_those_who_judge_workflows() -> None:
     made = only(cycle)
     assert made.prompt["text"]["inputs"]["positive"] == ["text", 0]
     assert [made.prompt[ids["save"]]["inputs"]["fps"] for ids in made.node_ids] == [["gone", 0]] * 2
+
+
+@pytest.mark.parametrize("name", ["t2v", "i2v", "flf2v", "t2v_lightning"])
+def test_a_pass_gives_every_row_its_own_workflow_back(name: str) -> None:
+    prompts = {n: row(name, sampler__seed=n, text__positive=("sun", "rain")[n % 2]) for n in range(3)}
+    for prompt in prompts.values():
+        prompt["lane"] = copy.deepcopy(prompt["save"])  # an id with which that of a composed node begins
+    made = lane_pass(prompts)
+    for prompt, ids in zip(prompts.values(), made.node_ids, strict=True):
+        for save in ("save", "lane"):
+            back = lane_of(made.prompt, ids[save])
+            plain = {own: (node["class_type"], node["inputs"]) for own, node in back.items()}
+            assert plain == {own: (node["class_type"], node["inputs"]) for own, node in prompt.items()}
+
+
+def test_the_workflow_of_one_row_is_given_back_as_it_is() -> None:
+    prompt = row()
+    assert lane_of(prompt, "save") is prompt
+    assert lane_of(prompt, "None") is prompt
+
+
+@pytest.mark.parametrize("node_id", ["experts", "sampler", "lane4_save", "lane0_save", "None", ""])
+def test_a_node_that_belongs_to_no_row_is_refused(node_id: str) -> None:
+    with pytest.raises(LanesError, match="does not belong to one row"):
+        lane_of(only(seeds(1, 2, 3)).prompt, node_id)
+
+
+@pytest.mark.parametrize(
+    "sampler", [{}, {"inputs": {}}, {"inputs": {"lanes": 3}}, {"inputs": {"lanes": ["sampler", 0]}}]
+)
+def test_a_composed_prompt_of_somebody_else_is_refused(sampler: dict[str, Any]) -> None:
+    with pytest.raises(LanesError):
+        lane_of({"sampler": {"class_type": LANE_SAMPLER, **sampler}, "x": {}}, "lane1_save")

@@ -381,6 +381,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="small disk, then a larger one", harm=_small_disk, cases=4),
     Kind(name="rows that are invalid, and SIGKILL", harm=_nothing, cases=6, done_code=1, rows=_BAD),
     Kind(name="lanes, SIGKILL at a random call", harm=_killed_twice, cases=20, world="lanes"),
+    Kind(name="lanes, journal damaged, its copy too at times", harm=_journal_damaged, cases=14, world="lanes"),
     Kind(name="all real: SIGKILL", harm=_signalled(signal.SIGKILL), cases=8, world="real"),
     Kind(name="all real: SIGTERM", harm=_signalled(signal.SIGTERM), cases=2, world="real"),
     Kind(name="all real: Ctrl-C once", harm=_signalled(signal.SIGINT), cases=2, world="real"),

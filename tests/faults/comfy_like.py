@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from wanstream.host.door import SAVING_NODE
 from wanstream.host.embedded_door import Folders, embedded_door
 from wanstream.host.embedded_graph import nodes_by_id
 from wanstream.nodes import WanStreamExtension
@@ -75,7 +76,7 @@ class State:
             number = len([*self.output.glob("*.mp4")]) + 1
             name = f"video_{number:05}_.mp4"
             frames = frames_of(seed_behind(prompt, node_id))
-            write_mp4(self.output / name, frames, fps=16, crf=30, metadata={"prompt": prompt})
+            write_mp4(self.output / name, frames, fps=16, crf=30, metadata={"prompt": prompt, SAVING_NODE: node_id})
             outputs[node_id] = {"images": [{"filename": name, "subfolder": "", "type": "output"}]}
         return {"status": "completed", "outputs": outputs}
 

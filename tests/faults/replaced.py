@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from wanstream.cli import batch_embedded
+from wanstream.host.door import SAVING_NODE
 from wanstream.host.embedded_door import NodeProgress, embedded_door
 from wanstream.host.embedded_graph import as_link
 from wanstream.host.embedded_run import History
@@ -60,7 +61,9 @@ def run_replaced(prompt: Mapping[str, Any], *, output: Path, on_progress: Any = 
         name = f"{node_id}_00001_"
         latent = folder / f"{name}.latent"
         write_latent(latent, torch.full((1,), float(seed)))
-        write_mp4(folder / f"{name}.mp4", frames_of(seed), fps=16, crf=30, metadata={"prompt": prompt})
+        write_mp4(
+            folder / f"{name}.mp4", frames_of(seed), fps=16, crf=30, metadata={"prompt": prompt, SAVING_NODE: node_id}
+        )
         latent.unlink()
         shown[node_id] = {"images": [{"filename": f"{name}.mp4", "subfolder": "video", "type": "output"}]}
     return History(outputs=shown, results={}, node_errors={})
