@@ -59,8 +59,8 @@ OTHER_CHANNELS = {
 TYPE_FIELD = "config"
 """Of a file's metadata: JSON whose "transformer" says what tensors cannot. ComfyUI merges it over what it has found."""
 KNOWN_TYPES = ("t2v", "i2v", "ti2v")
-MODEL_CLASS = "WanTransformer3DModel"
-"""What the config.json of a diffusers folder calls the models that can run here."""
+DIFFUSERS_CLASS, ORIGINAL_CLASS = "WanTransformer3DModel", "WanModel"
+"""Classes in the config.json of a folder that can run here: of diffusers, and of the folders that Wan-AI published."""
 ONLY_THESE = "only the T2V and I2V models of Wan2.1 and Wan2.2 A14B, and TI2V-5B can run"
 
 
@@ -147,14 +147,18 @@ def _declared(path: Path, text: object) -> Mapping[str, Any]:
 
 
 def refuse_other_classes(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a diffusers folder whose config.json names another class of models; one that names none passes.
+    """Refuse a folder whose config.json names another class or type of models; one that names none passes.
 
     Raises:
-        CheckpointError: names the class.
+        CheckpointError: names the class or the type.
     """
-    named = config.get("_class_name", MODEL_CLASS)
-    if named != MODEL_CLASS:
-        raise CheckpointError(path, f"is a {named}, not a {MODEL_CLASS}; {ONLY_THESE}")
+    named = config.get("_class_name", DIFFUSERS_CLASS)
+    if named not in (DIFFUSERS_CLASS, ORIGINAL_CLASS):
+        raise CheckpointError(path, f"is a {named}, not a {DIFFUSERS_CLASS} or {ORIGINAL_CLASS}; {ONLY_THESE}")
+    kind = config.get("model_type")
+    # Only the original class has types; diffusers reads no such key.
+    if named == ORIGINAL_CLASS and kind is not None and kind not in KNOWN_TYPES:
+        raise CheckpointError(path, f"is another model: its config.json has the model_type {kind!r}; {ONLY_THESE}")
 
 
 def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:

@@ -105,6 +105,29 @@ def test_a_folder_of_another_class_is_refused(tiny_expert_folder: Write, tmp_pat
     assert open_expert(folder).config.family == "t2v"
 
 
+@pytest.mark.parametrize(
+    ("class_name", "kind", "refusal"),
+    [
+        ("WanModel", "t2v", None),
+        ("WanModel", None, None),
+        ("WanModel", "vace", "has the model_type 'vace'"),
+        ("WanModel", ["t2v"], r"has the model_type \['t2v'\]"),
+        ("WanAnimateModel", "animate", "is a WanAnimateModel, not a WanTransformer3DModel or WanModel"),
+    ],
+)
+def test_a_folder_of_the_original_class_is_opened_where_its_type_can_run(
+    tiny_expert_file: Write, tmp_path: Path, class_name: str, kind: object, refusal: str | None
+) -> None:
+    shutil.copy(tiny_expert_file(), tmp_path / "diffusion_pytorch_model.safetensors")
+    config = {"_class_name": class_name, "dim": 128, "num_layers": 2} | ({} if kind is None else {"model_type": kind})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if refusal is None:
+        assert open_expert(tmp_path).config.family == "t2v"
+    else:
+        with pytest.raises(CheckpointError, match=refusal):
+            open_expert(tmp_path)
+
+
 # The tensor by which ComfyUI knows each variant (comfy/model_detection.py), and its name in our refusal.
 VARIANTS = {
     "vace_patch_embedding.weight": "VACE",
