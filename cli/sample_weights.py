@@ -18,6 +18,7 @@ from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
 from ..wan.latent_space import WAN21, WAN22
+from ..wan.meta_model import NoInitialValues
 from ..wan.vae_weights import family_of
 
 TEXT_DIM = 4096
@@ -60,14 +61,14 @@ def expert_config(shape: ExpertShape) -> dict[str, int]:
 
 def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
     """A random expert in fp32, in eval mode and without gradients."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), NoInitialValues():
         model = WanTransformer3DModel(**expert_config(shape))
     return randomised(model, seed)
 
 
 def make_vae(*, seed: int, base_dim: int = 8) -> AutoencoderKLWan:
     """A random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), NoInitialValues():
         vae = AutoencoderKLWan(base_dim=base_dim)
     return randomised(vae, seed)
 
@@ -93,7 +94,7 @@ def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5Enc
         feed_forward_proj="gated-gelu",
         dropout_rate=0.0,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), NoInitialValues():
         encoder = UMT5EncoderModel(config)
     return randomised(encoder, seed)
 

@@ -28,7 +28,7 @@ from wanstream.plan import (
     step_visits,
 )
 
-PROPERTY = settings(deadline=None, max_examples=300)
+PROPERTY = settings(deadline=None, max_examples=120)
 HIGH_LOW = ("high", "low")
 
 

@@ -34,7 +34,7 @@ from wanstream.plan import (
     step_visits,
 )
 
-PROPERTY = settings(deadline=None, max_examples=300)
+PROPERTY = settings(deadline=None, max_examples=120)
 EXPERTS = ("high", "low")
 WAN = dict.fromkeys(EXPERTS, 40)
 

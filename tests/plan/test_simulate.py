@@ -69,7 +69,7 @@ machines = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(data=st.data(), machine=machines)
 def test_time_and_bytes_add_up_and_no_prefix_beats_compute_or_bus(runs: Any, data: Any, machine: Hardware) -> None:
     case = data.draw(runs)
@@ -133,7 +133,7 @@ def test_three_streaming_buffers_reach_the_bound_for_any_residents(residents: in
         assert steady_step(timeline) <= 1.0005 * bound(residents, r)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(residents=st.integers(0, BLOCKS - 1), r=st.floats(0.02, 6.0), lanes=st.integers(1, 4), data=st.data())
 def test_a_steady_step_is_within_two_percent_of_its_bound(residents: int, r: float, lanes: int, data: Any) -> None:
     """Two streaming buffers are too few where streamed blocks come in runs with single gaps."""

@@ -38,7 +38,7 @@ from wanstream.plan import (
     step_visits,
 )
 
-PROPERTY = settings(deadline=None, max_examples=300)
+PROPERTY = settings(deadline=None, max_examples=120)
 BLOCKS = 40
 BLOCK_BYTES = 1000
 EXPERTS = ("high", "low")
