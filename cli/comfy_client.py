@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import shutil
 import urllib.error
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..plan.clusters import is_loopback
 from .batch_host import NoSuchFileError, UnreachableError
 
 TIMEOUT_SECONDS = 60.0
@@ -44,7 +44,7 @@ class ComfyClient:
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         # A proxy of the environment has no way to this machine's own ports.
-        handlers = [urllib.request.ProxyHandler({})] if _is_loopback(host) else []
+        handlers = [urllib.request.ProxyHandler({})] if is_loopback(host) else []
         self._opener = urllib.request.build_opener(_NoRedirect(), *handlers)
 
     def version(self) -> str:
@@ -193,10 +193,3 @@ class _Pieces:
         except (OSError, http.client.HTTPException) as err:
             raise UnreachableError(f"the answer broke off: {err}") from err
         return piece
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

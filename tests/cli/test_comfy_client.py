@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -82,6 +83,16 @@ PROMPT = {"1": {"class_type": "Load"}, "2": {"class_type": "Save"}, "3": {"class
 
 def host_of(canned: Canned) -> ServerHost:
     return ServerHost(ComfyClient(canned.url), INFO)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]"])
+def test_a_proxy_of_the_environment_has_no_part_in_calls_to_this_machine(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://192.0.2.7:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+    handlers = ComfyClient(f"http://{host}:8188")._opener.handlers
+    assert not any(isinstance(handler, urllib.request.ProxyHandler) for handler in handlers)
 
 
 @pytest.mark.parametrize(
