@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import platformdirs
@@ -39,7 +40,7 @@ def cluster(name: object) -> Cluster:
 
 
 def _clusters() -> dict[str, Cluster]:
-    """All entries; the token files have their whole paths."""
+    """All entries, token files as absolute paths: `~` is the user's folder, and others begin at that of the list."""
     file = clusters_file()
     try:
         text = file.read_text(encoding="utf-8")
@@ -47,4 +48,10 @@ def _clusters() -> dict[str, Cluster]:
         return dict(HERE)
     except (OSError, ValueError) as err:
         raise WorkersError(f"the list of clusters {file} cannot be read: {err}") from err
-    return read_clusters(text, str(file))
+    folder = file.absolute().parent
+    return {name: _with_whole_paths(entry, folder) for name, entry in read_clusters(text, str(file)).items()}
+
+
+def _with_whole_paths(entry: Cluster, folder: Path) -> Cluster:
+    # os.path leaves the `~` of an unknown user as it is: the file is then missing, and refused with its path.
+    return replace(entry, token_file=str(folder / os.path.expanduser(entry.token_file))) if entry.token_file else entry

@@ -25,7 +25,7 @@ class Cluster:
 
     Args:
         address: `host:port` of a Ray that runs already.
-        token_file: the file with its token; empty for a cluster on loopback that needs none.
+        token_file: the file with its token, as the list has it; empty for a cluster on loopback that needs none.
         remote_machines: permission for workers that listen on addresses that other machines reach.
         paths: folders here and on the machines of the cluster.
     """
@@ -91,7 +91,9 @@ def check_address(address: str, *, beyond_loopback: bool, token_file: str) -> No
 def host_and_port(address: str) -> tuple[str, int]:
     """Both parts of `host:port`, an IPv6 host without its brackets. Raises WorkersError for anything else."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port[:6]) <= HIGHEST_PORT:
+    # Read only where it is short: Python refuses to convert thousands of digits.
+    is_number = port.isascii() and port.isdigit() and len(port) <= len(str(HIGHEST_PORT))
+    if not colon or not host or not is_number or not 0 < int(port) <= HIGHEST_PORT:
         raise WorkersError(f"the address is {address!r}: write host:port of a Ray cluster, like 192.168.1.5:6379")
     if any(letter.isspace() or letter in "/@" for letter in host):
         raise WorkersError(f"the address is {address!r}: write host:port alone, without a scheme, a user or a path")

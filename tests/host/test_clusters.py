@@ -33,6 +33,25 @@ def test_without_the_variable_it_is_in_the_folder_of_the_users_settings(monkeypa
     assert clusters_file().parts[-2:] == ("wanstream", "clusters.json")
 
 
+def test_a_token_file_is_found_from_the_folder_of_the_list(listed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the folder that this process was started in, which a worker or a command does not share."""
+    home = listed.parent / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    monkeypatch.chdir(listed.parent.parent)
+    monkeypatch.setenv(VARIABLE, str(listed.relative_to(listed.parent.parent)))
+    elsewhere = listed.parent / "elsewhere" / "token"
+    for given, found in {
+        "tokens/lab": listed.parent / "tokens" / "lab",
+        "~/lab": home / "lab",
+        str(elsewhere): elsewhere,
+        "~nobody-of-that-name/lab": listed.parent / "~nobody-of-that-name" / "lab",
+        "": "",
+    }.items():
+        listed.write_text(json.dumps({"lab": {"address": "127.0.0.1:6379", "token_file": given}}))
+        assert cluster("lab").token_file == str(found)
+
+
 def test_a_list_that_cannot_be_read_leaves_this_machine(listed: Path, caplog: pytest.LogCaptureFixture) -> None:
     listed.write_bytes(b"\xff{")
     assert cluster_names() == ["local", "in-process"]

@@ -61,7 +61,19 @@ def test_workers_of_this_machine_take_no_token_and_no_leave(address: str) -> Non
 @pytest.mark.parametrize(
     "address",
     [
-        *("", "here", ":6379", "host:", "host:port", "host:0", "host:65536", "host:²", "host:1" + "0" * 5000),
+        *(
+            "",
+            "here",
+            ":6379",
+            "host:",
+            "host:port",
+            "host:0",
+            "host:65536",
+            "host:²",
+            "localhost:012345678",
+            "host:006379",
+            "host:1" + "0" * 5000,
+        ),
         *(
             "ray://host:1",
             "a b:1",
