@@ -17,7 +17,7 @@ NEEDS_TOKEN = (
 JOIN = """
 import sys
 
-sys.path.remove("")  # the folder that it is started in
+sys.path = [place for place in sys.path if place]  # without the folder that it is started in
 import ray
 
 try:

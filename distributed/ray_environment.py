@@ -12,8 +12,9 @@ import os
 import secrets
 import stat
 import sys
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,15 @@ PREFIX, DEBUGGER = "RAY_", "PYTHONBREAKPOINT"
 MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """From where Ray takes whether it sends a token, and which. Without them it takes the file `~/.ray/auth_token`."""
 
+_ENVIRONMENT = threading.RLock()
+"""Held while the environment is changed: it belongs to the process, and two threads would restore each other's."""
+
 
 def import_ray() -> Any:
     """The module `ray`. Raises RayMissingError where it is not installed."""
     try:
-        with settings({"RAY_USAGE_STATS_ENABLED": "0"}):
+        # Only the first import reads the environment; later ones are made while another thread may have changed it.
+        with nullcontext() if "ray" in sys.modules else settings({"RAY_USAGE_STATS_ENABLED": "0"}):
             return importlib.import_module("ray")
     except ModuleNotFoundError as err:
         if err.name != "ray":
@@ -40,12 +45,12 @@ def import_ray() -> Any:
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """While this lasts, a Ray that is started listens on loopback only, reports nothing, and has a token of its own.
+    """While this lasts, a Ray that is started listens on loopback only, reports nothing, and requires its own token.
 
-    A token in the environment belongs to a cluster, and is not given to this one.
+    A token in the environment belongs to a cluster, and so does a mode that requires none: both are replaced.
     """
     values = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    with settings({**values, TOKEN: own_token(), TOKEN_FILE: None}), on_loopback():
+    with settings({**values, MODE: "token", TOKEN: own_token(), TOKEN_FILE: None}), on_loopback():
         forget_token()
         yield
 
@@ -112,19 +117,21 @@ def on_loopback() -> Iterator[None]:
 def settings(values: Mapping[str, str | None]) -> Iterator[None]:
     """While this lasts, the environment has these values, None: not the variable; afterwards it is as it was.
 
-    Ray leaves some of its own there, by which all that follows in this process would run with tokens.
+    Ray leaves some of its own there, by which all that follows in this process would run with tokens. One thread at a
+    time has settings; another one waits.
     """
-    kept = _of_ray()
-    os.environ.update({name: value for name, value in values.items() if value is not None})
-    for name in values:
-        if values[name] is None:
-            os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        for name in _of_ray().keys() - kept.keys():
-            del os.environ[name]
-        os.environ.update(kept)
+    with _ENVIRONMENT:
+        kept = _of_ray()
+        os.environ.update({name: value for name, value in values.items() if value is not None})
+        for name in values:
+            if values[name] is None:
+                os.environ.pop(name, None)
+        try:
+            yield
+        finally:
+            for name in _of_ray().keys() - kept.keys():
+                del os.environ[name]
+            os.environ.update(kept)
 
 
 def _of_ray() -> dict[str, str]:

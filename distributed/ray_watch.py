@@ -18,7 +18,8 @@ RAYLET = "raylet"
 WATCH = """
 import sys
 
-sys.path.remove("")  # the folder that it is started in, where everybody may put files
+# Without the folder that it is started in, where everybody may put files; PYTHONSAFEPATH leaves it out already.
+sys.path = [place for place in sys.path if place]
 import shutil
 
 import psutil

@@ -36,9 +36,11 @@ Alone = Callable[[RunTask], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def untouched() -> tuple[dict[str, str], object]:
-    """The environment and the handler of SIGTERM before any worker was there."""
-    return dict(os.environ), signal.getsignal(signal.SIGTERM)
+def untouched() -> Iterator[tuple[dict[str, str], object]]:
+    """The environment and the handler of SIGTERM before any worker was there; Ray is to take its calls unguarded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        yield dict(os.environ), signal.getsignal(signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,7 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     facts = facts_of(pool)
     assert len({each.pid for each in facts} | {os.getpid()}) == 3
     assert [(each.address, each.device) for each in facts] == [("127.0.0.1", "cpu")] * 2
+    assert [worker.started.token for worker in pool.workers] == [True, True]
     assert [worker.rank for worker in pool.workers] == [0, 1]
     assert [each.missing for each in facts] == [(), ()]
     asked = pool.workers[0].ask("facts", ["/", "/not there"]).result(LIMIT_S)

@@ -6,15 +6,20 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
 
 import pytest
 
+from wanstream.distributed import ray_environment
 from wanstream.distributed.ray_cluster import check_answers
 from wanstream.distributed.ray_environment import (
     ONE_MACHINE,
     check_token_file,
+    import_ray,
     on_loopback,
     own_ray,
     own_token,
@@ -24,6 +29,7 @@ from wanstream.distributed.ray_environment import (
 from wanstream.distributed.ray_errors import RaySetupError
 from wanstream.distributed.ray_handle import exit_words, tail
 from wanstream.distributed.ray_pool import check_exposure
+from wanstream.distributed.ray_watch import RayWatch
 from wanstream.distributed.ray_worker import Started
 from wanstream.distributed.tasks import WorkerFacts
 from wanstream.distributed.work_thread import on_own_thread
@@ -100,6 +106,33 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_the_processes_beside_ray_start_wherever_python_looks_for_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: str
+) -> None:
+    """With PYTHONSAFEPATH there is no folder to leave out; without it, files of that folder are not imported."""
+    monkeypatch.setenv("PYTHONSAFEPATH", safe)
+    real, planted = tmp_path / "real", tmp_path / "planted"
+    for folder, does in (
+        (real, "def init(**_): pass\ndef shutdown(): pass"),
+        (planted, "raise RuntimeError('planted')"),
+    ):
+        folder.mkdir()
+        for module in ("ray", "shutil", "psutil"):
+            if folder is planted or module == "ray":
+                (folder / f"{module}.py").write_text(does)
+    monkeypatch.setenv("PYTHONPATH", str(real))
+    monkeypatch.chdir(planted)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        check_answers(f"127.0.0.1:{port}", "127.0.0.1", port)
+    watched = planted / "watched"
+    watched.mkdir()
+    RayWatch(watched).close()
+    assert not watched.exists()
+
+
+@pytest.mark.integration
 def test_what_is_no_ray_is_told_in_bounded_time() -> None:
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -122,12 +155,41 @@ def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypat
         assert len(own_token()) == 64
         os.environ["RAY_LEFT_BY_RAY"] = os.environ["PYTHONBREAKPOINT"] = "x"
     assert dict(os.environ) == before
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/mine")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster")
     with own_ray():
+        assert os.environ["RAY_AUTH_MODE"] == "token"
         assert os.environ["RAY_AUTH_TOKEN"] == own_token()
         assert "RAY_AUTH_TOKEN_PATH" not in os.environ
-    assert os.environ["RAY_AUTH_TOKEN"] == "of a cluster"
+    assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("disabled", "of a cluster")
+
+
+def test_one_thread_at_a_time_changes_the_environment() -> None:
+    before = dict(os.environ)
+    entered = threading.Event()
+
+    def enter() -> str | None:
+        with settings({"RAY_OF_THE_SECOND": "1"}):
+            entered.set()
+            return os.environ.get("RAY_OF_THE_FIRST")
+
+    with settings({"RAY_OF_THE_FIRST": "1"}), settings({ONE_MACHINE: "0"}):
+        second = on_own_thread("second", enter)
+        assert not entered.wait(0.1)
+    assert second.result(LIMIT_S) is None
+    assert dict(os.environ) == before
+
+
+def test_a_ray_that_was_imported_is_returned_while_another_thread_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = ModuleType("ray")
+    monkeypatch.setitem(sys.modules, "ray", imported)
+
+    def changed(values: object) -> NoReturn:
+        raise AssertionError(f"the environment is changed: {values}")
+
+    monkeypatch.setattr(ray_environment, "settings", changed)
+    assert import_ray() is imported
 
 
 @pytest.fixture
