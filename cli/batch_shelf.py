@@ -129,6 +129,8 @@ class Shelf:
             latents, lines = sorted(folder.rglob(f"*{LATENT}")), lines_left(folder.name)
             if latents and lines != []:
                 kept += [(latent, lines) for latent in latents]
+                for unfinished in folder.rglob("*.part"):
+                    unfinished.unlink()
             elif folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder)
         return kept

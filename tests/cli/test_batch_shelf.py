@@ -128,3 +128,14 @@ def test_only_files_that_would_be_replaced_are_in_the_way(tmp_path: Path) -> Non
         "files of these stems without suffix"
     )
     assert shelf.strangers(["00001", "00002", "shot_1"]) == ["00001.mp4", "00001~2.png", "SHOT_1.mp4"]
+
+
+@pytest.mark.parametrize("lines", [None, [2]])
+def test_half_a_video_does_not_stay_with_the_latent_that_is_kept(tmp_path: Path, lines: list[int] | None) -> None:
+    shelf = Shelf(tmp_path)
+    folder = shelf.made / "id" / "video"
+    folder.mkdir(parents=True)
+    for name in ("save_00001_.latent", "save_00001_.mp4.part"):
+        (folder / name).touch()
+    assert shelf.sweep(lambda prompt_id: lines) == [(folder / "save_00001_.latent", lines)]
+    assert [path.name for path in folder.iterdir()] == ["save_00001_.latent"]
