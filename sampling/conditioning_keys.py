@@ -7,7 +7,9 @@ edit or a reference would become another video. The lists are those of ComfyUI 0
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from .errors import ConditioningError
@@ -88,8 +90,14 @@ IGNORED: Mapping[str, str] = {
     "audio_codes": "read by ACE-Step alone",
 }
 
-_DEEPEST = 6
-"""Containers within containers that are searched for tensors."""
+MOST_SEARCHED = 100_000
+"""Containers and objects of one value that are searched for a tensor, some tenths of a second. A value of more counts as
+one with a tensor: something that large is a model or the state of a program, and passing over a tensor would change
+the video without a word, while a refusal names the key. A logger, with all others that it leads to, is below 5,000."""
+
+
+# Modules, classes and functions are code: what they refer to belongs to no value.
+_PLAIN = (bool, int, float, complex, str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType)
 
 
 def check_keys(side: str, options: Mapping[str, Any]) -> None:
@@ -110,8 +118,8 @@ def check_keys(side: str, options: Mapping[str, Any]) -> None:
             LOG.info("%s carries %s, which is ignored, as native sampling does: %s", side, key, IGNORED[key])
         elif holds_tensor(value):
             raise ConditioningError(
-                f"{side} carries a tensor under '{key}', which is not known here and may change the video: remove the "
-                f"node that writes it. Tensors that may be there: {_listed([*READ, *BESIDE_THE_TEXT, *IGNORED])}"
+                f"{side} carries a tensor, or more than is searched for one, under '{key}', which is not known here and "
+                f"may change the video: remove the node that writes it. Tensors that may be there: {_listed([*READ, *BESIDE_THE_TEXT, *IGNORED])}"
             )
     _check_ranges(side, options)
     if options.get("strength") == 0:  # any other one cancels out, as there is one entry only
@@ -120,7 +128,8 @@ def check_keys(side: str, options: Mapping[str, Any]) -> None:
 
 def _check_ranges(side: str, options: Mapping[str, Any]) -> None:
     for start, end in RANGES:
-        if options.get(start, 0.0) > 0.0 or options.get(end, 1.0) < 1.0:
+        begins, ends = options.get(start), options.get(end)  # None is no limit, as where the key is missing
+        if (begins is not None and begins > 0.0) or (ends is not None and ends < 1.0):
             raise ConditioningError(
                 f"{side} is limited to a range of steps ({start}, {end}), which is not supported: remove the time range"
             )
@@ -135,14 +144,27 @@ def _listed(keys: Iterable[str]) -> str:
     return ", ".join(sorted(keys))
 
 
-def holds_tensor(value: object, depth: int = 0) -> bool:
-    """Whether a value is a tensor or an array, or holds one in containers or in attributes."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | type) or depth > _DEEPEST:
-        return False
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return True
-    if isinstance(value, Mapping):
-        return any(holds_tensor(inner, depth + 1) for inner in value.values())
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(holds_tensor(inner, depth + 1) for inner in value)
-    return any(holds_tensor(inner, depth + 1) for inner in getattr(value, "__dict__", {}).values())
+def holds_tensor(value: object) -> bool:
+    """Whether a value is a tensor or an array, or holds one in containers or in attributes at any depth.
+
+    A tensor without dimensions is a number. A value of more than `MOST_SEARCHED` objects counts as one with a tensor.
+    """
+    waiting, seen = deque([value]), dict[int, object]()  # the values stay alive, so that no id is used twice
+    while waiting:
+        found = waiting.popleft()
+        if found is None or isinstance(found, _PLAIN) or id(found) in seen:
+            continue
+        if hasattr(found, "shape") and hasattr(found, "dtype"):
+            if found.shape == ():
+                continue
+            return True
+        if len(seen) == MOST_SEARCHED:
+            return True
+        seen[id(found)] = found
+        if isinstance(found, Mapping):
+            waiting.extend(found.values())
+        elif isinstance(found, list | tuple | set | frozenset | deque):
+            waiting.extend(found)
+        else:
+            waiting.extend(getattr(found, "__dict__", {}).values())
+    return False

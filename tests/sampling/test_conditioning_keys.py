@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from wanstream.sampling import ConditioningError, native_inputs
+from wanstream.sampling import ConditioningError, conditioning_keys, native_inputs
 from wanstream.sampling.conditioning_keys import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
 
 TEXT = torch.zeros(1, 4, 4096)
@@ -63,6 +63,7 @@ CARRIERS = {
     "dict": {"a": {"b": (TENSOR,)}},
     "object": SimpleNamespace(inner=SimpleNamespace(states=TENSOR)),
     "module": torch.nn.Linear(1, 1),
+    "deep": {"a": [{"b": [{"c": [{"d": [{"e": [TENSOR]}]}]}]}]},
 }
 
 
@@ -101,6 +102,48 @@ def test_what_native_sampling_ignores_too_is_named_in_the_log(key: str, caplog: 
         accept(**{key: [TENSOR]})
     (record,) = caplog.records
     assert record.getMessage().startswith(f"positive carries {key}, which is ignored")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strength": torch.tensor(1.0)},
+        {"strength": np.float32(0.5), "numbers of a pack": [np.int64(3), np.zeros(())]},
+        {"start_percent": None, "end_percent": None, "clip_start_percent": None, "clip_end_percent": None},
+        {"logger of a pack": SimpleNamespace(log=logging.getLogger("a.pack"))},
+        {"module of a pack": SimpleNamespace(library=torch)},
+    ],
+    ids=["a tensor of one number", "numpy", "no range", "a logger", "a module"],
+)
+def test_numbers_of_any_library_and_objects_without_tensors_pass(options: dict[str, Any]) -> None:
+    accept(**options)
+
+
+def test_objects_that_refer_to_each_other_are_searched_once() -> None:
+    class Looked(SimpleNamespace):
+        looks = 0
+
+        @property
+        def shape(self) -> None:
+            Looked.looks += 1
+            assert Looked.looks <= 5, "searched again and again"
+            raise AttributeError
+
+    web = [Looked() for _ in range(5)]
+    for each in web:
+        each.others = web
+    accept(from_next_year=web)
+    assert Looked.looks == 5
+    Looked.looks, web[3].inner = 0, [TENSOR]
+    with pytest.raises(ConditioningError, match="carries a tensor"):
+        accept(from_next_year=web)
+
+
+def test_a_value_too_large_to_search_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditioning_keys, "MOST_SEARCHED", 50)
+    accept(from_next_year=[[]] * 1000, more=list(range(1000)))
+    with pytest.raises(ConditioningError, match="more than is searched"):
+        accept(from_next_year=[[] for _ in range(100)])
 
 
 @pytest.mark.parametrize(
