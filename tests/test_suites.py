@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,41 @@ def suites() -> dict[str, Expression]:
     """The `-m` expression of every suite."""
     found = re.findall(r'^(\w+)\) .*?pytest -m "([^"]+)"', SCRIPT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return {name: Expression.compile(expression) for name, expression in found}
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(sys.platform == "win32", reason="a script of bash")
+@pytest.mark.parametrize(
+    ("arguments", "suite"),
+    [
+        (["-k", "cli"], "unit"),
+        (["-k", "tests"], "unit"),
+        (["-p", "a/b.py"], "unit"),
+        (["tests/cli"], "all"),
+        (["./cli"], "all"),
+        (["test_a.py::test_b"], "all"),
+        (["test_a.py"], "all"),
+        (["-m", "slow"], "all"),
+        (["slow", "-k", "cli"], "slow"),
+    ],
+)
+def test_the_suite_follows_from_files_and_not_from_values_of_options(
+    tmp_path: Path, arguments: list[str], suite: str
+) -> None:
+    for folder in ("scripts", "cli", "tests/cli", ".venv/bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "test_a.py").touch()
+    (tmp_path / "scripts" / "setup").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    script = shutil.copy(SCRIPT, tmp_path / "scripts" / "test")
+    done = subprocess.run(["bash", str(script), *arguments], capture_output=True, text=True, check=True, cwd=tmp_path)
+    marks = {"unit": "-m not slow and not integration", "slow": "-m slow", "all": ""}
+    words = done.stdout.splitlines()[-1]
+    assert words.startswith(f"-m pytest {marks[suite]}")
+    if suite == "all":
+        assert words == f"-m pytest {' '.join(arguments)}"
 
 
 def test_there_are_three_suites(suites: dict[str, Expression]) -> None:
