@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -384,6 +386,27 @@ def test_rows_of_the_table_differ_by_their_settings(modules: Modules) -> None:
     assert '"832x480x81","bf16","layerwise, 1 ahead","",""' in first
     table, _, _ = modules.frontend.page.evaluate(TABLE, [{**one, "settings": None}])
     assert "size" not in cells_of(table, "th"), "of runs from before, nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("text", "exported"),
+    [
+        ("=HYPERLINK(1)", "'=HYPERLINK(1)"),
+        ("+cmd", "'+cmd"),
+        ("-cmd", "'-cmd"),
+        ("@SUM(1)", "'@SUM(1)"),
+        ("\t=1", "'\t=1"),
+        ("\r=1", "'\r=1"),
+        ("-12.5", "-12.5"),
+        ("a=b", "a=b"),
+        ('=a"b', "'=a\"b"),
+    ],
+)
+def test_no_text_of_an_exported_table_is_a_formula(modules: Modules, text: str, exported: str) -> None:
+    run = {**run_of(2, 2), "title": text, "prompt_id": text, "settings": {**SETTINGS, **TOTALS}}
+    _, _, table = modules.frontend.page.evaluate(TABLE, [run])
+    (row,) = csv.DictReader(io.StringIO(table, newline=""))
+    assert (row["node"], row["prompt_id"]) == (exported, exported)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,12 @@ export function comparisonOf(runs) {
   )
 }
 
-const quoted = (value) => `"${String(value).replaceAll('"', '""')}"`
+/** A text as a cell of CSV. Spreadsheets compute one that begins like a formula, unless it has an apostrophe in front. */
+function quoted(value) {
+  const text = String(value)
+  const asText = /^[=+\-@\t\r]/.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text
+  return `"${asText.replaceAll('"', '""')}"`
+}
 
 /** One line per run, figures as plain numbers in seconds and bytes. */
 export function csvOf(runs) {
@@ -87,7 +92,7 @@ export function csvOf(runs) {
   const line = (run) => {
     const figures = figuresOf(run).map((figure) => figure.value ?? "")
     const settings = settingsOf(run).map((setting) => quoted(setting.text))
-    const ids = [run.run, run.prompt_id ?? "", run.at, quoted(name(run))]
+    const ids = [quoted(run.run), quoted(run.prompt_id ?? ""), run.at, quoted(name(run))]
     return [...ids, ...settings, ...figures, quoted(stateText(run))].join(",")
   }
   return [heads.join(","), ...runs.map(line), ""].join("\n")
