@@ -100,5 +100,5 @@ def _on_cpu(facts: WorkerFacts) -> bool:
 
 def _rooms(facts: list[WorkerFacts]) -> list[int]:
     """What each may take: of a GPU all, of RAM its part."""
-    sharing = Counter(each.node for each in facts if _on_cpu(each))
-    return [each.tile_bytes // (sharing[each.node] if _on_cpu(each) else 1) for each in facts]
+    sharing = Counter(each.machine for each in facts if _on_cpu(each))
+    return [each.tile_bytes // (sharing[each.machine] if _on_cpu(each) else 1) for each in facts]

@@ -93,7 +93,7 @@ class WorkerFacts:
 
     pid: int
     node: str
-    """Name of the machine; workers with the same one share its RAM and page cache."""
+    """Host name of the machine, for messages; machines that were cloned may share one."""
     address: str
     """Where other workers reach it."""
     device: str
@@ -116,3 +116,5 @@ class WorkerFacts:
     """Of the meeting that it is in; None outside one."""
     auto_dtype: str = "float32"
     """The dtype that experts compute in there where their `compute_dtype` is "auto"."""
+    machine: str = ""
+    """Identifier of the machine; workers with the same one share its RAM and page cache."""

@@ -63,6 +63,7 @@ class Worker:
     Args:
         device: "cuda:0" or "cpu", as this process sees it. Raises DeviceError if it is not there.
         address: where other workers reach this one.
+        machine: identifier of its machine; None: the host name.
         threads: CPU threads to compute with; None leaves this process as it is.
         experts: keeps experts open; None: a registry of its own.
         tiles: makes what decodes tiles on the device.
@@ -73,12 +74,14 @@ class Worker:
         device: str,
         *,
         address: str = LOOPBACK,
+        machine: str | None = None,
         threads: int | None = None,
         experts: ExpertsRegistry | None = None,
         tiles: Callable[[torch.device], TileDecoder] = TileDecoder,
     ) -> None:
         self._device = compute_device(device)
         self._address = address
+        self._machine = machine or platform.node()
         if threads is not None:
             torch.set_num_threads(threads)
         self._experts = experts or ExpertsRegistry(partial(open_pair, shared=True))
@@ -116,6 +119,7 @@ class Worker:
             tile_bytes=tile_room(self._device, self._experts.loaded_bytes),
             generation=None if groups is None else groups.meeting.generation,
             auto_dtype=dtype_name(auto_dtype(self._device)),
+            machine=self._machine,
         )
 
     def free_port(self) -> int:

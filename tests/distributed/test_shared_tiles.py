@@ -136,12 +136,13 @@ def test_the_worker_that_has_least_decides() -> None:
 
 def test_workers_on_cpus_share_the_ram_of_their_machine() -> None:
     room = NEEDS.device_bytes(None)
-    here = replace(gpu(room), device="cpu", node="here")
+    here = replace(gpu(room), device="cpu", machine="here")
     alone, two = tiles(here, weight_bytes=0), tiles(here, here, weight_bytes=0)
     assert NEEDS.fit(alone, room, shared=True), "frames lie in the same memory"
     assert NEEDS.fit(two, room // 2, shared=True)
     assert two.pixels < alone.pixels
-    there = replace(here, node="there")
+    there = replace(here, machine="there")
+    assert there.node == here.node, "machines that were cloned may share a host name"
     assert tiles(here, there, weight_bytes=0) == tiles_by_memory(
         Telling(here, WorkerLostError("gone", 1)), NEEDS, weight_bytes=0, memory_bytes=0, videos=1
     ), "one that does not answer is not counted"
