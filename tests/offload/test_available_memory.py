@@ -83,7 +83,50 @@ def test_only_what_surely_fails_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=4_000_000))
     assert surely_lacks(11_000_000, root=tmp_path) is None
     assert surely_lacks(11_000_001, root=tmp_path) == 10_000_000
-    groups = write(tmp_path, {"proc/self/cgroup": "0::/a\n"} | v2("a", "5000000", 4_000_000))
+    files = {"proc/self/cgroup": "0::/a\n", **v2("a", "5000000", 4_000_000), **swap_v2("a", "0", 0)}
+    groups = write(tmp_path, files)
     assert surely_lacks(1_100_000, root=groups) is None
     assert surely_lacks(1_100_001, root=groups) == 1_000_000, "a control group leaves less than the system has"
     assert surely_lacks(3, available=2) == 2
+
+
+def swap_v2(folder: str, limit: str, used: int) -> dict[str, str]:
+    place = f"sys/fs/cgroup/{folder}"
+    return {f"{place}/memory.swap.max": f"{limit}\n", f"{place}/memory.swap.current": f"{used}\n"}
+
+
+def swap_v1(folder: str, limit: str, used: int) -> dict[str, str]:
+    place = f"sys/fs/cgroup/memory/{folder}/memory.memsw"
+    return {f"{place}.limit_in_bytes": f"{limit}\n", f"{place}.usage_in_bytes": f"{used}\n"}
+
+
+OF_V2 = {"proc/self/cgroup": "0::/a\n", **v2("a", "1000", 600, "slab_reclaimable 50\nslab_unreclaimable 7\n")}
+OF_V1 = {"proc/self/cgroup": "4:memory:/a\n", **v1("a", "1000", 600)}
+
+
+@pytest.mark.parametrize(
+    ("files", "room"),
+    [
+        pytest.param(OF_V2 | swap_v2("a", "300", 100), 400 + 50 + 200, id="v2"),
+        pytest.param(OF_V2 | swap_v2("a", "300", 400), 400 + 50, id="v2, over the limit of swap"),
+        pytest.param(OF_V2 | swap_v2("a", "max", 100), 400 + 50 + 5000, id="v2, all of the swap"),
+        pytest.param(OF_V2, 400 + 50 + 5000, id="v2 does not count swap"),
+        pytest.param(OF_V1 | swap_v1("a", "1300", 700), 400 + 200, id="v1"),
+        pytest.param(OF_V1 | swap_v1("a", HUGE, 700), 400 + 5000, id="v1, no limit of both"),
+        pytest.param(OF_V1, 400 + 5000, id="v1 does not count swap"),
+    ],
+)
+def test_a_group_may_swap_what_it_is_allowed_before_anything_is_refused(tmp_path, monkeypatch, files, room):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=5000))
+    write(tmp_path, files)
+    assert surely_lacks(int(1.1 * room), root=tmp_path) is None
+    assert surely_lacks(int(1.1 * room) + 2, root=tmp_path) == room
+    assert available_bytes(tmp_path) == 400, "what can be taken without swapping"
+
+
+def test_nothing_surely_fails_where_the_system_enlarges_its_swap(monkeypatch):
+    assert surely_lacks(10**18) is not None
+    monkeypatch.setattr(psutil, "LINUX", False)
+    assert surely_lacks(10**18) is None
+    assert surely_lacks(3, available=2) is None
