@@ -27,7 +27,7 @@ def test_comfyui_is_picked_if_it_can_be_found(tmp_path: Path, comfyui: bool) -> 
 
 
 def _write_stand_in(folder: Path) -> None:
-    """The module names that the door imports, with nothing in them."""
+    """The modules that `host` imports, with no more in them than it reads on import."""
     latest = folder / "comfy_api" / "latest"
     latest.mkdir(parents=True)
     (folder / "comfy").mkdir()
@@ -39,4 +39,5 @@ def _write_stand_in(folder: Path) -> None:
     (folder / "comfy_execution").mkdir()
     (folder / "comfy_execution" / "__init__.py").touch()
     (folder / "comfy_execution" / "utils.py").write_text("def get_executing_context(): pass\n")
+    (latest / "io.py").write_text("from dataclasses import dataclass\n@dataclass\nclass Schema: pass\n")
     (latest / "__init__.py").write_text("from . import io, ui\nclass ComfyExtension: pass\n")
