@@ -17,7 +17,8 @@ PIECE_FLOPS = 5e10
 
 PIECE_ROWS = 768
 """torch's CPU kernel works on 256 queries at a time from that many on, and on fewer of a shorter piece, which rounds
-otherwise. So pieces are multiples of 256 and this long at least, and attention in pieces is the same to the bit."""
+otherwise. So pieces are multiples of 256 and this long at least, and attention in pieces is the same to the bit. It
+is not divided where that does not hold, see `_in_whole`."""
 ROWS_AT_ONCE = 256
 
 
@@ -46,7 +47,7 @@ class Interruptible(TorchFunctionMode):
     ) -> torch.Tensor:
         self._look()
         masked = bool(args) or given.get("attn_mask") is not None or given.get("is_causal")
-        pieces = () if masked else tuple(_pieces(query, key))
+        pieces = () if masked or _in_whole(query) else tuple(_pieces(query, key))
         if len(pieces) < 2:
             whole: torch.Tensor = func(query, key, value, *args, **given)
             return whole
@@ -56,6 +57,14 @@ class Interruptible(TorchFunctionMode):
             self._look()
             attended[..., piece, :] = func(query[..., piece, :], key, value, **given)
         return attended
+
+
+def _in_whole(query: torch.Tensor) -> bool:
+    """Whether attention of these queries must not be divided to stay the same to the bit."""
+    # With AMX, torch's kernel packs keys and values of half precision for oneDNN's products, or does not, by the number
+    # of queries, and the two round otherwise. A stop waits for the whole attention there.
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)  # an older torch lacks it
+    return query.element_size() < torch.float32.itemsize and has_amx()
 
 
 def _pieces(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:

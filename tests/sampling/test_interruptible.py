@@ -44,7 +44,20 @@ def test_attention_in_pieces_is_the_same_to_the_bit(
         pieces = functional.scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=None)
     assert torch.equal(pieces, whole)
     assert pieces.stride() == whole.stride()
-    assert len(looks) == (1 if rows < 2 * 768 else 1 + rows // 768)
+    whole_there = dtype is not torch.float32 and torch.cpu._is_amx_tile_supported()
+    assert len(looks) == (1 if rows < 2 * 768 or whole_there else 1 + rows // 768)
+
+
+@pytest.mark.parametrize(("dtype", "looks"), [(torch.float32, 4), (torch.bfloat16, 1), (torch.float16, 1)], ids=str)
+def test_half_precision_is_attended_in_one_piece_where_amx_computes_it(
+    dtype: torch.dtype, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interruptible, "PIECE_FLOPS", 1)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    states, looked = torch.zeros(1, 1, 3 * 768, 8, dtype=dtype), []
+    with Interruptible(lambda: looked.append(1)):
+        functional.scaled_dot_product_attention(states, states, states)
+    assert len(looked) == looks
 
 
 def test_a_mask_keeps_attention_whole(monkeypatch: pytest.MonkeyPatch) -> None:
