@@ -91,9 +91,12 @@ IGNORED: Mapping[str, str] = {
 }
 
 MOST_SEARCHED = 100_000
-"""Containers and objects of one value that are searched for a tensor, some tenths of a second. A value of more counts as
-one with a tensor: something that large is a model or the state of a program, and passing over a tensor would change
-the video without a word, while a refusal names the key. A logger, with all others that it leads to, is below 5,000."""
+"""Containers and objects of one value that are searched for a tensor, some tenths of a second.
+
+A value of more counts as one with a tensor: something that large is a model or the state of a program, and passing over
+a tensor would change the video without a word, while a refusal names the key. A logger, with all others that it leads
+to, is below 5,000.
+"""
 
 
 # Modules, classes and functions are code: what they refer to belongs to no value.
@@ -118,8 +121,9 @@ def check_keys(side: str, options: Mapping[str, Any]) -> None:
             LOG.info("%s carries %s, which is ignored, as native sampling does: %s", side, key, IGNORED[key])
         elif holds_tensor(value):
             raise ConditioningError(
-                f"{side} carries a tensor, or more than is searched for one, under '{key}', which is not known here and "
-                f"may change the video: remove the node that writes it. Tensors that may be there: {_listed([*READ, *BESIDE_THE_TEXT, *IGNORED])}"
+                f"{side} carries a tensor, or more than is searched for one, under '{key}', which is not known here "
+                "and may change the video: remove the node that writes it. Tensors that may be there: "
+                f"{_listed([*READ, *BESIDE_THE_TEXT, *IGNORED])}"
             )
     _check_ranges(side, options)
     if options.get("strength") == 0:  # any other one cancels out, as there is one entry only
