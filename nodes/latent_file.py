@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import uuid
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ class VideoFailedError(RuntimeError):
 
 
 @contextmanager
-def keep_latent_until_done(samples: torch.Tensor | None) -> Iterator[None]:
+def keep_latent_until_done(samples: torch.Tensor | None, *, after_cancel: bool = True) -> Iterator[None]:
     """Hold `samples` in a file until the block ends well.
 
     `samples` is a raw VAE latent [B, C, T, h, w]; None does nothing. The file has a name of its own, which no input can
@@ -47,6 +48,8 @@ def keep_latent_until_done(samples: torch.Tensor | None) -> Iterator[None]:
     the error, which becomes a VideoNotSavedError (from an OSError), NoRoomToDecodeError (too little memory),
     VideoRefusedError (from a ValueError) or VideoFailedError. Where neither place has room, the block runs without a
     copy, because it may not need any; the log says so.
+
+    With `after_cancel` False a Cancel removes the file: for a block that can be run again without the latent.
     """
     if samples is None:
         yield
@@ -59,6 +62,9 @@ def keep_latent_until_done(samples: torch.Tensor | None) -> Iterator[None]:
         try:
             yield
         except BaseException as err:
+            if host.is_stop(err) and not after_cancel:
+                kept.unlink(missing_ok=True)
+                raise
             LOG.warning("the video was not made; its latent is kept in %s", kept)
             if host.is_stop(err) or not isinstance(err, Exception):
                 raise
@@ -112,11 +118,20 @@ def _write_somewhere(samples: torch.Tensor) -> Path | None:
 
 
 def write_latent(path: Path, samples: torch.Tensor) -> None:
-    """Write `samples` as a `.latent` file; raises `OSError` and leaves nothing behind when there is no room for it."""
-    # The empty tensor is ComfyUI's mark for values that need no scaling when they are loaded.
-    tensors = {"latent_tensor": samples.contiguous().cpu(), "latent_format_version_0": torch.empty(0)}
+    """Write `samples` as a `.latent` file; raises `OSError` and leaves nothing behind when there is no room for it.
+
+    The file is put together in RAM: too little of that is an `OSError` as well.
+    """
     try:
+        # The empty tensor is ComfyUI's mark for values that need no scaling when they are loaded.
+        tensors = {"latent_tensor": samples.contiguous().cpu(), "latent_format_version_0": torch.empty(0)}
         path.write_bytes(safetensors.torch.save(tensors))
+    except (MemoryError, RuntimeError) as err:
+        if isinstance(err, RuntimeError) and not is_out_of_memory(err):
+            raise
+        path.unlink(missing_ok=True)
+        size = samples.numel() * samples.element_size() / 1e6
+        raise OSError(errno.ENOMEM, f"there is too little memory for a copy of {size:.1f} MB: {err}") from err
     except OSError:
         path.unlink(missing_ok=True)
         raise

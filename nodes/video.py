@@ -107,7 +107,8 @@ class WanStreamSaveVideo(io.ComfyNode):
         latent: dict[str, torch.Tensor] | None = None,
     ) -> io.NodeOutput:
         _, height, width, _ = images.shape
-        keep = keep_latent_until_done(latent["samples"] if latent else None)
+        # After a Cancel the images and the latent are still in the cache of the host.
+        keep = keep_latent_until_done(latent["samples"] if latent else None, after_cancel=False)
         with host.ledger().phase("save", host.device()), keep:
             file = host.output_file(filename_prefix, "mp4", width=width, height=height)
             write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden))

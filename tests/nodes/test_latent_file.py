@@ -179,6 +179,37 @@ def test_a_cancel_stays_a_cancel(opened: Path, caplog: pytest.LogCaptureFixture,
     assert f"its latent is kept in {kept_in(opened)}" in caplog.text
 
 
+def test_a_cancel_of_saving_leaves_no_latent(
+    save: Callable[..., None], output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {"a Cancel": RunStoppedError("stopped"), "an error": ValueError("odd size")}
+    for name, end in ends.items():
+
+        def stop(*_: object, end: Exception = end, **__: object) -> None:
+            raise end
+
+        monkeypatch.setattr("wanstream.nodes.video.write_mp4", stop)
+        with pytest.raises(Exception, match=str(end)):
+            save()
+        assert len([*output.rglob("*.latent")]) == (name == "an error"), name
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr)
+def test_without_memory_for_the_copy_the_video_is_made_all_the_same(
+    opened: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    def save(tensors: object) -> bytes:
+        raise error
+
+    monkeypatch.setattr("safetensors.torch.save", save)
+    done = False
+    with caplog.at_level(logging.WARNING, "wanstream.nodes"), keep_latent_until_done(LATENT):
+        done = True
+    assert done
+    assert "could not be saved before the video is made" in caplog.text
+    assert not [*opened.rglob("*.latent")]
+
+
 def test_without_a_place_for_the_copy_the_video_is_made_all_the_same(
     opened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
