@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 NAME = "wanstream"
@@ -29,15 +30,19 @@ def plainly_named(function: Callable[P, R]) -> Callable[P, R]:
             if not type(err).__module__.startswith(f"{PACKAGE}."):
                 raise
             err.__class__ = _twin(type(err))
-            # Not a bare `raise`: before Python 3.11 that keeps the former class for who asks `sys.exc_info`.
+            # Not a bare `raise`: before Python 3.11 that keeps the former class in `sys.exc_info`.
             raise err
 
+    # ComfyUI reads the inputs that `validate_inputs` judges by `getfullargspec`, which does not follow `wraps`.
+    call.__signature__ = signature(function)  # type: ignore[attr-defined]
     return call
 
 
 def name_errors_of(node: type[Any]) -> None:
-    """Let the errors that `execute` of a node class raises have plain names."""
-    node.execute = classmethod(plainly_named(node.execute.__func__))
+    """Give plain names to the errors that `execute` and `validate_inputs` of a node class raise."""
+    # ComfyUI calls `validate_inputs` of a node only where it is not that of the base class.
+    for name in vars(node).keys() & {"execute", "validate_inputs"}:
+        setattr(node, name, classmethod(plainly_named(getattr(node, name).__func__)))
 
 
 def _twin(cls: Any) -> Any:

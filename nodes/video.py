@@ -10,6 +10,7 @@ from . import sockets
 from .decode_inputs import dtype_input, memory_input, tile_size_input, tiling_refusal, vae_input
 from .decode_run import decode_images
 from .decode_settings import DecodeSettings
+from .expert_inputs import said_once
 from .latent_file import keep_latent_until_done
 from .saved_video import graph_of, name_refusal, rate_refusal, saving_inputs, shown
 from .video_file import write_mp4
@@ -95,7 +96,7 @@ class WanStreamSaveVideo(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, filename_prefix: str | None = None, fps: float | None = None) -> bool | str:
         named = name_refusal(filename_prefix)
-        return rate_refusal(fps) if named is True else named
+        return said_once(rate_refusal(fps) if named is True else named)
 
     @classmethod
     def execute(

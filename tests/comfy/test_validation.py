@@ -75,6 +75,10 @@ class Weaver:
             self._node("WanStreamDecodeVideo", 0)
         return self.prompt
 
+    def ending_with(self, class_type: str) -> Prompt:
+        self._node(class_type, 0)
+        return self.prompt
+
     def _node(self, class_type: str, depth: int) -> str:
         wanted = [s for s in self.sockets[class_type] if s.required or (depth < DEEPEST and self.rng.random() < 0.5)]
         inputs = {socket.name: self._value(socket, depth + 1) for socket in wanted}
@@ -361,21 +365,31 @@ def test_generated_workflows_are_judged_alike(comfyui: ComfyUI, server: Any, soc
             {"steps": 4, "start_step": 2, "end_step": 1},
             "set start_step below 1, or end_step",
         ),
+        ("WanStreamLaneSampler", {"steps": 0}, "0 steps: give 1 to 1000"),
         ("WanStreamContextWindows", {"frames": 6}, "frames"),
+        ("WanStreamSaveVideo", {"filename_prefix": "a\0b"}, "holds a NUL character"),
+        ("WanStreamDecodeVideo", {"filename_prefix": "a\0b"}, "holds a NUL character"),
+        ("WanStreamDecodeVideo", {"tile_size": 8}, "tile"),
+        ("WanStreamBenchmark", {"filename_prefix": "a\0b"}, "holds a NUL character"),
+        ("WanStreamBenchmark", {"policies": "fastest"}, "fastest"),
     ],
 )
 def test_a_fault_is_told_once(
-    server: Any, sockets: Sockets, class_type: str, changes: dict[str, int], said: str
+    server: Any, sockets: Sockets, class_type: str, changes: dict[str, Any], said: str
 ) -> None:
+    ends = CLASSES[class_type].define_schema().is_output_node
     for seed in range(1000):
-        prompt = Weaver(random.Random(seed), sockets).weave()
+        weaver = Weaver(random.Random(seed), sockets)
+        prompt = weaver.weave() if not ends else weaver.ending_with(class_type)
         found = [node_id for node_id, node in prompt.items() if node["class_type"] == class_type]
-        if found and not _is_ambiguous(prompt):
+        # Steps are not judged next to sigmas.
+        if found and not _is_ambiguous(prompt) and "sigmas" not in prompt[found[0]]["inputs"]:
             break
     prompt[found[0]]["inputs"] |= changes
     _, theirs = server.post("/prompt", {"prompt": prompt})
     (error,) = theirs["node_errors"][found[0]]["errors"]
     assert said in error["details"]
+    assert error["extra_info"]["exception_type"].rpartition(".")[0] in {"", "wanstream"}, "not the path of the pack"
 
 
 def test_a_request_without_a_workflow(server: Any) -> None:

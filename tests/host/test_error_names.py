@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from wanstream.distributed.peer_errors import PeerLostError
-from wanstream.host.error_names import plainly_named
+from wanstream.host.error_names import name_errors_of, plainly_named
 from wanstream.offload.safetensors_header import CheckpointFileError
 from wanstream.plan import OffloadPolicy
 from wanstream.sampling import RequestError
@@ -69,3 +70,27 @@ def test_errors_of_others_stay_as_they_are() -> None:
 
 def test_what_returns_is_left_alone() -> None:
     assert plainly_named(divmod)(7, 2) == (3, 1)
+
+
+def test_a_refusal_of_inputs_has_a_plain_name_and_the_inputs_keep_theirs() -> None:
+    class Node:
+        @classmethod
+        def execute(cls) -> None: ...
+
+        @classmethod
+        def validate_inputs(cls, steps: int | None = None) -> bool:
+            raise RequestError(f"{steps} steps")
+
+    class Plain:
+        @classmethod
+        def execute(cls) -> None: ...
+
+    before = inspect.getfullargspec(Node.validate_inputs)
+    name_errors_of(Node)
+    name_errors_of(Plain)
+    # What ComfyUI reads: a check that takes any keyword would switch off the limits of every input.
+    assert inspect.getfullargspec(Node.validate_inputs) == before
+    assert not hasattr(Plain, "validate_inputs")
+    with pytest.raises(RequestError, match="0 steps") as refused:
+        Node.validate_inputs(steps=0)
+    assert full_type_name(refused.value) == "wanstream.RequestError"
