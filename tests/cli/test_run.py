@@ -79,7 +79,7 @@ def test_a_benchmark_prints_its_summary_and_the_path_of_its_chart(
         ),
         ("sampler.switch_step=21", "switch step 21 of 20 steps: give 0 to 20"),
         ("experts.high_noise=../x", "experts (WanStreamExperts): value_not_in_list"),
-        ("save.filename_prefix=../x", "save (WanStreamSaveVideo): custom_validation_failed"),
+        ("save.filename_prefix=../x", "save (WanStreamSaveVideo): exception_during_validation"),
         ('sampler.latent=["text", 0]', "sampler (WanStreamSampler): return_type_mismatch"),
         ('sampler.latent=["gone", 0]', "sampler (WanStreamSampler): exception_during_inner_validation"),
         ("sampler.step=4", "WanStreamSampler has no input step"),
@@ -160,7 +160,7 @@ def test_an_output_that_is_no_folder_is_refused_before_the_run(
 ) -> None:
     (tmp_path / "out").write_text("a file", encoding="utf-8")
     assert main(arguments(*SMALL)) == INVALID
-    assert "File exists" in capsys.readouterr().err
+    assert "is not a folder, and the file needs one of that name" in capsys.readouterr().err
 
 
 def test_a_node_that_fails_is_named(arguments: Arguments, capsys: pytest.CaptureFixture[str]) -> None:

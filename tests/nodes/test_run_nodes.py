@@ -307,8 +307,8 @@ def put(node_id: str, **inputs: Any) -> Callable[[Workflow], None]:
         (put("experts", high_noise="../../etc/passwd"), "experts", "value_not_in_list"),
         (put("experts", high_noise="absent.safetensors"), "experts", "value_not_in_list"),
         (put("frames", vae="../models"), "frames", "value_not_in_list"),
-        (put("save", filename_prefix="../outside"), "save", "custom_validation_failed"),
-        (put("save", filename_prefix="/outside"), "save", "custom_validation_failed"),
+        (put("save", filename_prefix="../outside"), "save", "exception_during_validation"),
+        (put("save", filename_prefix="/outside"), "save", "exception_during_validation"),
         (put("save", crf=52), "save", "value_bigger_than_max"),
     ],
 )

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from wanstream.host.embedded_door import Folders, embedded_door
 from wanstream.nodes.decode_run import DecodeSettings, decode_images, decode_to_file
 from wanstream.nodes.latent import WanStreamEmptyLatent
+from wanstream.nodes.latent_file import VideoRefusedError
 from wanstream.nodes.latent_from_image import GivenImageError, WanStreamImageToVideo
 from wanstream.plan import WorkersRef
 from wanstream.plan.vae_room import HEAP_BYTES
@@ -102,19 +103,19 @@ class TestDecode:
 
 class TestTheWrongPair:
     def test_latents_of_48_channels_and_the_vae_of_16_keep_the_latent(self, output: Path) -> None:
-        with pytest.raises(VaeInputError, match=r"\[1, 48, 2, 5, 9\], of Wan2\.2 5B, .* take wan2\.2_vae"):
+        with pytest.raises(VideoRefusedError, match=r"\[1, 48, 2, 5, 9\], of Wan2\.2 5B, .* take wan2\.2_vae"):
             decoded(LATENT, vae=OTHER_VAE)
         (kept,) = output.rglob("*.latent")
         assert torch.equal(load_file(kept)["latent_tensor"], LATENT), "all its channels"
 
     def test_latents_of_16_channels_and_the_vae_of_48(self) -> None:
-        with pytest.raises(VaeInputError, match=r"for 48 channels: take wan_2\.1_vae\.safetensors for these latents"):
+        with pytest.raises(VideoRefusedError, match=r"for 48 channels: take wan_2\.1_vae\.safetensors for"):
             decoded(LATENT[:, :16])
 
     def test_workers_refuse_it_too(self) -> None:
         workers = WorkersRef(count=1, address=IN_PROCESS)
         try:
-            with pytest.raises(VaeInputError, match=r"take wan2\.2_vae\.safetensors"):
+            with pytest.raises(VideoRefusedError, match=r"take wan2\.2_vae\.safetensors"):
                 decoded(LATENT, vae=OTHER_VAE, tile=128, workers=workers)
         finally:
             embedded_door.free_experts()
