@@ -169,7 +169,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         engine, experts = pair.engine(policy, place), [self.settings.expert(sigma) for sigma in asked]
         shape, guided, kept = course.computed_shape(noise.shape), course.guided(asked), self.settings.cache
         going = RunPolicy(pair, policy, engine.device, shape=shape, guided=any(guided.values()), cache=kept)
-        going.check_ram()
+        going.refuse_without_ram()
         cached = CachedCalls.of(kept, course.calls(asked, len(noise)))
         recorder, outer_bytes = Recorder(engine.device, observe=self._observe()), engine.outer_bytes
         passes = Passes(

@@ -36,7 +36,8 @@ Decode = Callable[[WanVae, "Tiling | None", Check], Made]
 def decode_images(
     settings: DecodeSettings, latents: torch.Tensor, workers: WorkersRef | None, *, node_id: str | None
 ) -> tuple[torch.Tensor, list[str]]:
-    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3] in RAM, here or by workers, and what there is to tell.
+    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3] in RAM, here or by workers, and notes on how they
+    were decoded.
 
     Until the frames are there the latents lie in a file, see `keep_latent_until_done`.
     """
@@ -117,7 +118,7 @@ def _first_tiling(
     wanted = settings.memory_bytes or needs.device_bytes(settings.tiling)
     room = host.make_room(wanted + opened.weight_bytes) - opened.weight_bytes
     if settings.tiling is not None:
-        _check_ram(needs, settings.tiling)
+        _check_decode_ram(needs, settings.tiling)
         return settings.tiling
     budget = min(room, settings.memory_bytes) if settings.memory_bytes else room
     tiling = fitting_tiling(needs, budget, shared=host.device().type == "cpu")
@@ -126,11 +127,11 @@ def _first_tiling(
             f"decoded in {in_words(tiling)}: whole frames take {needs.device_bytes(None) / GB:.1f} GB, "
             f"{budget / GB:.1f} GB given"
         )
-    _check_ram(needs, tiling)
+    _check_decode_ram(needs, tiling)
     return tiling
 
 
-def _check_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
+def _check_decode_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
     """Refuse frames for which there is too little RAM: the system would end the process. Raises VaeRoomError."""
     on_cpu = host.device().type == "cpu"
     needed = needs.host_bytes(tiling) + (needs.device_bytes(tiling) if on_cpu else 0)

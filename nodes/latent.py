@@ -74,7 +74,7 @@ def size_refusal(space: LatentSpace = WAN21, **size: object) -> bool | str:
     return True
 
 
-def check_ram(nbytes: int, what: str) -> None:
+def check_tensor_ram(nbytes: int, what: str) -> None:
     """Refuse to make a tensor that the system would end the process for. Raises NoRoomError."""
     lacking = surely_lacks(nbytes)
     if lacking is not None:
@@ -86,7 +86,7 @@ def check_ram(nbytes: int, what: str) -> None:
 
 def empty_latent(space: LatentSpace, shape: VideoShape, batch_size: int) -> dict[str, torch.Tensor]:
     """A LATENT of zeros. Raises NoRoomError where there is too little RAM for it."""
-    check_ram(batch_size * space.channels * prod(shape.latent) * FP32_BYTES, "the latent")
+    check_tensor_ram(batch_size * space.channels * prod(shape.latent) * FP32_BYTES, "the latent")
     return {"samples": torch.zeros(batch_size, space.channels, *shape.latent)}
 
 

@@ -18,7 +18,7 @@ from ..wan.vae import open_vae
 from .decode_inputs import vae_input
 from .decode_run import encode_here
 from .expert_inputs import said_once
-from .latent import check_ram, empty_latent, size_inputs, size_refusal, video_shape
+from .latent import check_tensor_ram, empty_latent, size_inputs, size_refusal, video_shape
 
 Conditioning = list[list[Any]]
 """ComfyUI's: pairs of an embedding [1, L, 4096] and a dictionary of what belongs to it."""
@@ -105,7 +105,7 @@ class WanStreamImageToVideo(io.ComfyNode):
         if space != WAN21:
             _check_one_image(end_image, clip_vision)
             return io.NodeOutput(positive, negative, _begun(path, image, shape, batch_size))
-        check_ram(shape.width * shape.height * shape.frames * 3 * FP32_BYTES, "the video with the start image")
+        check_tensor_ram(shape.width * shape.height * shape.frames * 3 * FP32_BYTES, "the video with the start image")
         video = framed_video(image, end_image, shape)
         known = len(image)
         mask = start_mask(known, shape) if end_image is None else start_end_mask(known, len(end_image), shape)

@@ -141,7 +141,7 @@ def _denoise(
         split=part.split,
         cache=request.cache,
     )
-    going.check_ram()
+    going.refuse_without_ram()
     with torch.inference_mode():
         recorder = Recorder(place, observe=observe or Observe.asked(os.environ))
         denoising = Denoising(request, part, going, recorder, callbacks, cache)

@@ -68,7 +68,7 @@ def check_room(
     )
 
 
-def check_ram(
+def check_step_ram(
     pair: ExpertPair,
     shape: Sequence[int],
     policy: OffloadPolicy,

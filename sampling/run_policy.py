@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 
 from ..metrics import free_bytes
+from ..offload.shortage import is_out_of_memory
 from ..plan import OffloadPolicy, StepRecord
 from ..plan.plan_reason import policy_words
 from ..plan.smaller import bytes_to_free, smaller_policy
@@ -17,7 +18,7 @@ from ..wan import ExpertEngine, ExpertPair
 from .cache_settings import CacheSettings, cached_policy
 from .errors import NoRoomError, SmallerPolicyError
 from .interruptible import LONG_VISIT_FLOPS
-from .lane_room import check_ram
+from .lane_room import check_step_ram
 from .split import ALONE, Split
 from .working_bytes import tokens_of, visit_flops, working_bytes
 
@@ -72,10 +73,17 @@ class RunPolicy:
             return False
         return visit_flops(self._pair, self._shape, guided=self._guided) >= LONG_VISIT_FLOPS
 
-    def check_ram(self) -> None:
-        """Refuse a run that takes more RAM than there is; see `check_ram`."""
+    def refuse_without_ram(self) -> None:
+        """Refuse a run that takes more RAM than there is; see `check_step_ram`."""
+        # What the run before under another policy keeps in RAM is given back by the engine for this one.
+        if self.device.type == "cpu" and self._pair.host_bytes:
+            try:
+                self.engine()
+            except RuntimeError as err:  # the first step asks for it again, and goes on with a smaller policy
+                if not is_out_of_memory(err):
+                    raise
         share, cache = self._split.share, self._cache
-        check_ram(self._pair, self._shape, self.policy, self.device, guided=self._guided, share=share, cache=cache)
+        check_step_ram(self._pair, self._shape, self.policy, self.device, guided=self._guided, share=share, cache=cache)
 
     @property
     def compute_dtype(self) -> torch.dtype:

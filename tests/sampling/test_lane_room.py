@@ -16,7 +16,7 @@ from wanstream.offload.available_memory import ESTIMATE_MARGIN
 from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, working_bytes
 from wanstream.sampling.cache_settings import FirstBlockCache
-from wanstream.sampling.lane_room import LATENT_COPIES, check_ram
+from wanstream.sampling.lane_room import LATENT_COPIES, check_step_ram
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")
@@ -122,24 +122,46 @@ def estimate(
 def test_a_run_on_a_cpu_is_refused_where_it_surely_takes_more_ram_than_there_is(open_pair: OpenPair) -> None:
     pair, shape = open_pair(), (1, *LARGE)
     needs = estimate(pair)
-    check_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) + 1)
+    check_step_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) + 1)
     with pytest.raises(NoRoomError) as refused:
-        check_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) - 1)
+        check_step_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) - 1)
     weights = pair.device_bytes(LAYERWISE, device=CPU)
     assert f"needs about {(needs - weights) / 1e9:.2f} GB of RAM to compute in" in str(refused.value)
     assert f"and {needs / ESTIMATE_MARGIN / 1e9:.2f} GB are free (swap included)" in str(refused.value)
     assert "Choose Wan Auto Offload, which computes fewer tokens at once" in str(refused.value)
-    check_ram(pair, shape, replace(LAYERWISE, chunk_tokens=2048), CPU, guided=True, available=int(needs / 1.2))
+    check_step_ram(pair, shape, replace(LAYERWISE, chunk_tokens=2048), CPU, guided=True, available=int(needs / 1.2))
+
+
+def test_what_another_policy_keeps_in_ram_is_given_back_before_ram_is_counted(
+    open_pair: OpenPair, make_request: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, request = open_pair(), make_request(batch=1)
+    denoise(pair, request, policy=LAYERWISE, device="cpu")
+    without = pair.host_bytes
+    denoise(pair, request, policy=OffloadPolicy.layerwise(1, source="pinned"), device="cpu")
+    kept = pair.host_bytes - without
+    needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=None)
+    # Just enough once the blocks of the former policy are given back.
+    left = needed + LATENT_COPIES * prod(request.computed_shape) * 4
+
+    def memory() -> SimpleNamespace:
+        return SimpleNamespace(available=left - (pair.host_bytes - without))
+
+    monkeypatch.setattr(psutil, "virtual_memory", memory)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=0))
+    assert left - kept < left / ESTIMATE_MARGIN, "the test has blocks that matter"
+    denoise(pair, request, policy=LAYERWISE, device="cpu")
+    assert pair.host_bytes == without
 
 
 def test_where_no_policy_fits_the_video_must_be_smaller(open_pair: OpenPair) -> None:
     pair = open_pair()
     with pytest.raises(NoRoomError, match="Make the video smaller or shorter, or use context windows"):
-        check_ram(pair, (1, *LARGE), LAYERWISE, CPU, guided=True, available=estimate(pair, chunk=2048) // 2)
+        check_step_ram(pair, (1, *LARGE), LAYERWISE, CPU, guided=True, available=estimate(pair, chunk=2048) // 2)
 
 
 def test_what_a_gpu_has_no_room_for_is_tried_in_less(open_pair: OpenPair) -> None:
-    check_ram(open_pair(), (1, *LARGE), LAYERWISE, torch.device("cuda"), guided=True, available=0)
+    check_step_ram(open_pair(), (1, *LARGE), LAYERWISE, torch.device("cuda"), guided=True, available=0)
 
 
 def test_a_video_that_no_machine_has_ram_for_is_refused_before_its_first_block(
