@@ -16,7 +16,7 @@ class ConsoleLine:
     """
 
     def __init__(self, total: int, *, unit: str, file: TextIO | None = None) -> None:
-        # None: off where the file is no terminal. There a line for every step would fill a log.
+        # None: off where the file is not a terminal, because a line for every step would fill a log.
         self._line = tqdm(total=total, unit=unit, disable=None, file=file)
 
     def update(self, done: int) -> None:

@@ -36,8 +36,7 @@ Decode = Callable[[WanVae, "Tiling | None", Check], Made]
 def decode_images(
     settings: DecodeSettings, latents: torch.Tensor, workers: WorkersRef | None, *, node_id: str | None
 ) -> tuple[torch.Tensor, list[str]]:
-    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3] in RAM, here or by workers, and notes on how they
-    were decoded.
+    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3] in RAM, here or by workers, and notes on its tiles.
 
     Until the frames are there the latents lie in a file, see `keep_latent_until_done`.
     """
@@ -91,7 +90,7 @@ def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
 def decode_here(
     settings: DecodeSettings, latents: torch.Tensor, decode: Decode[Made], *, to_file: bool, node_id: str | None
 ) -> tuple[Made, list[str]]:
-    """What `decode` makes of raw latents [B, C, T, h, w] on the host's device, and what there is to tell about it.
+    """What `decode` makes of raw latents [B, C, T, h, w] on the host's device, and notes on its tiles.
 
     Raises VaeRoomError where no tile fits, the host's interrupt, and as of `WanVae.decode`.
     """

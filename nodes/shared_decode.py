@@ -23,7 +23,7 @@ LOG = logging.getLogger("wanstream.nodes")
 def decode_shared(
     ref: WorkersRef, settings: DecodeSettings, latents: torch.Tensor, *, node_id: str | None
 ) -> tuple[torch.Tensor, list[str]]:
-    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3], as of `decode_in_shared_tiles`, and what there is to tell.
+    """Raw latents [B, C, T, h, w] -> frames [B, F, H, W, 3], as of `decode_in_shared_tiles`, and notes on its tiles.
 
     Where none are set, the tiles are those of `tiles_by_memory`. The host's Cancel ends it. Raises as both, and what
     starting the workers raises.

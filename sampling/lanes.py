@@ -128,10 +128,10 @@ def foretell(
 def cancellable(
     enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None, *, inside: bool = False
 ) -> EnterBlock:
-    """`enter`, with a question before each block; where the answer is to stop, `Cancelled` is raised.
+    """Return `enter` with a call of `should_stop` before each block, which raises `Cancelled` where that is true.
 
     Args:
-        inside: ask within a block too, see `Interruptible`.
+        inside: call it within a block too, see `Interruptible`.
     """
     if should_stop is None:
         return enter

@@ -31,7 +31,7 @@ class AttentionKernel:
     """One choice of attention."""
 
     backend: str | None
-    """The value of diffusers' `AttentionBackendName`; None: what diffusers uses where nobody chose."""
+    """The value of diffusers' `AttentionBackendName`; None: what diffusers uses by default."""
     package: str = ""
     """What is to be installed; empty: nothing."""
     on_gpu: bool = False

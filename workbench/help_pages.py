@@ -25,7 +25,7 @@ def page_file(docs: Path, node_id: str, language: str) -> Path:
 
 
 def refresh_page(docs: Path, schema: io.Schema, said: Mapping[str, Any]) -> None:
-    """Write those parts of the Chinese page anew; `said` is what the locale calls the node."""
+    """Write those parts of the Chinese page again; `said` is what the locale calls the node."""
     file = page_file(docs, schema.node_id, LANGUAGE)
     english = page_file(docs, schema.node_id, "en").read_text(encoding="utf-8")
     page = file.read_text(encoding="utf-8")

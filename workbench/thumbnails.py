@@ -1,6 +1,6 @@
 """Pictures of the template browser: what a workflow takes on the left, what it makes on the right, its kind in between.
 
-Drawn with a few symbols (text, picture, film, chart, GPU, graph), so that templates can be told apart at a glance.
+Drawn with a few symbols (text, picture, film, chart, GPU, graph), so that templates differ at a glance.
 """
 
 from __future__ import annotations
