@@ -165,6 +165,9 @@ class ComfyDoor:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
+        from ..wan.compute_dtype import in_own_dtype
+
+        ref = in_own_dtype(ref, self.device())
         try:
             return self._experts.get(ref)
         finally:
@@ -214,9 +217,11 @@ class ComfyDoor:
         `flow_shift` None leaves the one that ComfyUI gives Wan by default. Raises ValueError for a policy that does not
         fit the experts.
         """
+        from ..wan.compute_dtype import in_own_dtype
         from .comfy_patcher import ExpertsModel, ExpertsPatcher
         from .comfy_sigmas import FlowSampling
 
+        ref = in_own_dtype(ref, self.device())
         root = self._patchers.get(ref.opened)
         if root is None:
             root = ExpertsPatcher(ExpertsModel(ref, self.experts), self.device(), torch.device("cpu"))

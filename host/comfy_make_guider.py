@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..plan import AutoOffload, ExpertsRef, OffloadJob, OffloadPolicy, Timeline
 from ..sampling.cache_settings import cached_policy
+from ..wan.compute_dtype import in_own_dtype
 from .announced_run import AnnouncedRun
 from .auto_offload import Choice
 from .comfy_guider import ExpertsGuider
@@ -31,6 +32,7 @@ def make_guider(
     policy: OffloadPolicy | AutoOffload,
 ) -> ExpertsGuider:
     """See `Door.guider`."""
+    ref = in_own_dtype(ref, door.device())
 
     def choose(job: OffloadJob) -> Choice:
         choice = door.choose_policy(ref, policy, job)

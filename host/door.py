@@ -130,7 +130,10 @@ class Door(Protocol):
         """Raise the host's own interrupt if the user wants the run to end; the wish counts as answered then."""
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        """The open pair that `ref` names; kept open until another one is asked for or `free_experts` is called."""
+        """The open pair that `ref` names, kept open until another one is asked for or `free_experts` is called.
+
+        Its dtype "auto" is resolved for `device()`.
+        """
 
     def free_experts(self) -> None:
         """Close the open pair, if any."""

@@ -222,7 +222,9 @@ class EmbeddedDoor:
             raise RunStoppedError("the run was stopped")
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        return self._experts.get(ref)
+        from ..wan.compute_dtype import in_own_dtype
+
+        return self._experts.get(in_own_dtype(ref, self.device()))
 
     def free_experts(self) -> None:
         self._experts.free()

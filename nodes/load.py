@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..host import ExpertsRef, host, io, search_words
 from ..plan import Attention, Storage
 from ..wan.block_storage import STORAGES
-from ..wan.compute_dtype import AUTO, auto_dtype, dtype_name
+from ..wan.compute_dtype import AUTO, dtype_name
 from ..wan.suspicions import expert_suspicions
 from . import sockets
 from .expert_inputs import attention_input, compile_input
 from .warnings_shown import shown_warnings
+
+if TYPE_CHECKING:
+    from ..wan.expert_pair import ExpertPair
 
 SAME_FOLDER = "from the same pipeline folder"
 
@@ -72,7 +75,7 @@ class WanStreamExperts(io.ComfyNode):
         ref = ExpertsRef(
             high_noise=host.model_path(high_noise, *FOLDERS),
             low_noise=None if low_noise == SAME_FOLDER else host.model_path(low_noise, *FOLDERS),
-            compute_dtype=chosen_dtype(compute_dtype),
+            compute_dtype=DTYPES[compute_dtype],
             storage=storage,
             attention=attention,
             compile=compile,
@@ -81,6 +84,7 @@ class WanStreamExperts(io.ComfyNode):
         # the pair open.
         with host.ledger().phase("open", host.device()):
             pair = host.experts(ref)
+        log_auto_dtype(ref, pair)
         return io.NodeOutput(ref, ui=shown_warnings(expert_suspicions(pair.high, pair.low)))
 
     @classmethod
@@ -89,14 +93,11 @@ class WanStreamExperts(io.ComfyNode):
         return host.strict()
 
 
-def chosen_dtype(compute_dtype: str) -> str:
-    """The dtype that a widget names. "auto" is settled here, so that all workers of a run compute in the same one."""
-    if compute_dtype != AUTO:
-        return DTYPES[compute_dtype]
-    device = host.device()
-    dtype = dtype_name(auto_dtype(device))
-    LOG.info("compute_dtype auto: the blocks compute in %s on %s", dtype, device)
-    return dtype
+def log_auto_dtype(ref: ExpertsRef, pair: ExpertPair) -> None:
+    """Log the dtype that `compute_dtype` auto gives in this process. It stays "auto" in `ref` for workers, which agree
+    on a dtype that is fast on the devices of all of them."""
+    if ref.compute_dtype == AUTO:
+        LOG.info("compute_dtype auto: the blocks compute in %s on %s", dtype_name(pair.compute_dtype), host.device())
 
 
 def dtype_input() -> io.Combo.Input:

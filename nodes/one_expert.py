@@ -10,7 +10,7 @@ from ..plan import Attention, Storage
 from ..sampling import RequestError
 from . import sockets
 from .expert_inputs import attention_input, compile_input
-from .load import FOLDERS, chosen_dtype, dtype_input, storage_input
+from .load import DTYPES, FOLDERS, dtype_input, log_auto_dtype, storage_input
 from .sample_inputs import FROM_BOUNDARY
 
 
@@ -53,7 +53,7 @@ class WanStreamOneExpert(io.ComfyNode):
     ) -> io.NodeOutput:
         ref = ExpertsRef(
             high_noise=host.model_path(file, *FOLDERS),
-            compute_dtype=chosen_dtype(compute_dtype),
+            compute_dtype=DTYPES[compute_dtype],
             storage=storage,
             one=True,
             attention=attention,
@@ -62,7 +62,8 @@ class WanStreamOneExpert(io.ComfyNode):
         # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
         # it open.
         with host.ledger().phase("open", host.device()):
-            host.experts(ref)
+            pair = host.experts(ref)
+        log_auto_dtype(ref, pair)
         return io.NodeOutput(ref)
 
 

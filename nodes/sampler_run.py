@@ -11,6 +11,7 @@ from ..host import AnnouncedRun, ExpertsRef, host
 from ..host.run_settings import run_settings
 from ..plan import AutoOffload, OffloadPolicy, Timeline, WorkersRef
 from ..sampling import Cancelled, DenoiseRequest, DenoiseResult, StepProgress, request_job
+from ..wan.compute_dtype import in_own_dtype
 from .prepared_run import OnStep, prepare_here
 from .shared_run import prepare_shared
 
@@ -59,6 +60,8 @@ def run_experts(
     `on_step` is told every step; None: a progress bar of the node's own is. `traces` is a folder for a trace of the
     run; None: one is written where the environment asks for it. Workers write none.
     """
+    if workers is None:
+        ref = in_own_dtype(ref, host.device())  # reports show it
     pair = host.experts(ref)
     job = request_job(pair, request, host.device())
     if workers is None:

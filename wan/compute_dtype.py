@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import torch
+
+from ..plan import ExpertsRef
 
 AUTO: Literal["auto"] = "auto"
 
@@ -36,6 +39,14 @@ def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
 def resolved_dtype(compute_dtype: ComputeDtype, device: torch.device | str | None = None) -> torch.dtype:
     """Return `compute_dtype` itself, or `auto_dtype(device)` for "auto"."""
     return auto_dtype(device) if isinstance(compute_dtype, str) and compute_dtype == AUTO else compute_dtype
+
+
+def in_own_dtype(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
+    """Return `ref` with the dtype that "auto" gives on `device`, where this process computes.
+
+    An "auto" that is resolved and the same dtype chosen are equal references then. Workers resolve it themselves.
+    """
+    return replace(ref, compute_dtype=dtype_name(auto_dtype(device))) if ref.compute_dtype == AUTO else ref
 
 
 def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:

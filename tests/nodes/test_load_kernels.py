@@ -14,10 +14,10 @@ import torch
 from wanstream.cli.sample_wan21 import T2V_FILE
 from wanstream.host import ExpertsRef, host, io
 from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes import load
 from wanstream.nodes.benchmark_runs import _expert_words
 from wanstream.nodes.load import WanStreamExperts
 from wanstream.nodes.one_expert import WanStreamOneExpert
+from wanstream.wan import compute_dtype
 from wanstream.wan.kernels import INDUCTOR, Kernels, KernelsError
 
 PAIR = {
@@ -68,20 +68,23 @@ def test_a_report_names_what_was_chosen() -> None:
 
 @pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_auto_is_settled_by_the_loader_and_said(
+def test_auto_is_resolved_where_it_is_used_and_stays_auto_for_workers(
     dtype: torch.dtype,
     loader: type[io.ComfyNode],
     files: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """So that planner, registry and workers see the same dtype."""
-    monkeypatch.setattr(load, "auto_dtype", {torch.device("cpu"): dtype}.__getitem__)
+    """A driver without a GPU must not choose the dtype of workers that have some."""
+    monkeypatch.setattr(compute_dtype, "auto_dtype", {torch.device("cpu"): dtype}.__getitem__)
     with caplog.at_level(logging.INFO):
         ref = loader.execute(**files, compute_dtype="auto").args[0]  # type: ignore[attr-defined]
-    assert ref.compute_dtype == str(dtype).removeprefix("torch.")
-    assert host.experts(ref).compute_dtype == dtype
-    assert f"compute_dtype auto: the blocks compute in {ref.compute_dtype} on cpu" in caplog.text
+    name = str(dtype).removeprefix("torch.")
+    assert ref.compute_dtype == "auto"
+    pair = host.experts(ref)
+    assert pair.compute_dtype == dtype
+    assert host.experts(replace(ref, compute_dtype=name)) is pair, "the same dtype chosen is the same pair"
+    assert f"compute_dtype auto: the blocks compute in {name} on cpu" in caplog.text
     assert loader.execute(**files, compute_dtype="fp16").args[0].compute_dtype == "float16"  # type: ignore[attr-defined]
     (choice,) = (each for each in loader.define_schema().inputs if each.id == "compute_dtype")
     assert choice.as_dict()["default"] == "auto"
