@@ -142,6 +142,7 @@ class WatchedPair:
         self.high, self.is_one = pair.high, pair.is_one
         self.kernels = pair.kernels
         self.block_counts, self.device_bytes, self.loaded_bytes = pair.block_counts, pair.device_bytes, 0
+        self.host_bytes = 0
 
     def engine(self, policy: OffloadPolicy, device: torch.device) -> WatchedEngine:
         return WatchedEngine(self.pair.engine(policy, device), self.runs)
