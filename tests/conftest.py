@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -41,6 +42,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if marks & INTEGRATION_MARKS or INTEGRATION_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("integration")
     config.stash[SEEN] = {item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items}
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector of garbage off what stays to the end: packages and tests, two million objects.
+
+    Going through them takes a third of a second, for each `gc.collect()` of a test and for its own ones between.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -195,11 +195,17 @@ def stacks(make_stacks: Callable[..., Stacks]) -> Stacks:
     return make_stacks()
 
 
-@pytest.mark.parametrize("kept", ["file", "pinned"])
-@pytest.mark.parametrize("stored", SOURCES)
 @pytest.mark.parametrize(
-    ("dtype", "policy"),
-    [*((torch.float32, policy) for policy in POLICIES), (torch.bfloat16, POLICIES[0])],
+    ("stored", "kept", "policy", "dtype"),
+    # Every policy with every way to store, from the file and from RAM in turn.
+    [
+        *(
+            (stored, ("file", "pinned")[(at + number) % 2], policy, torch.float32)
+            for at, stored in enumerate(SOURCES)
+            for number, policy in enumerate(POLICIES)
+        ),
+        *((stored, "file", POLICIES[0], torch.bfloat16) for stored in SOURCES),
+    ],
     ids=lambda value: named(value) if isinstance(value, OffloadPolicy) else str(value),
 )
 def test_patched_on_arrival_equals_patched_before(

@@ -27,7 +27,7 @@ def test_a_path_map_has_a_folder_here_and_one_there() -> None:
     assert path_maps("") == path_maps(" \n ") == ()
 
 
-@given(pairs=st.lists(st.tuples(NAMES, NAMES)))
+@given(pairs=st.lists(st.tuples(NAMES, NAMES), max_size=3))
 def test_path_maps_survive_as_text(pairs: list[tuple[str, str]]) -> None:
     paths = tuple(PathMap(here=here, there=there) for here, there in pairs)
     assert path_maps(path_map_text(paths)) == paths

@@ -19,8 +19,8 @@ LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = [
     OffloadPolicy.resident(source="file"),
     OffloadPolicy.resident(source="pinned"),
-    *(OffloadPolicy.layerwise(k, source=source) for k in (1, 2, 3) for source in ("file", "pinned")),
-    *(OffloadPolicy.block_swap(2, k, source=source) for k in (1, 2, 3) for source in ("file", "pinned")),
+    *(OffloadPolicy.layerwise(k, source=source) for k, source in ((1, "file"), (1, "pinned"), (3, "file"))),
+    *(OffloadPolicy.block_swap(2, k, source=source) for k, source in ((1, "pinned"), (2, "file"), (3, "pinned"))),
     OffloadPolicy.block_swap(0, 1),
     OffloadPolicy.block_swap(LAYERS, 1),
 ]

@@ -103,11 +103,14 @@ PREDICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("predicted", "calls", "surprises"), PREDICTIONS)
+POLICIES = [LAYERWISE, OffloadPolicy.layerwise(3), OffloadPolicy.block_swap(2, 1), OffloadPolicy.resident()]
+
+
 @pytest.mark.parametrize(
-    "policy",
-    [LAYERWISE, OffloadPolicy.layerwise(3), OffloadPolicy.block_swap(2, 1), OffloadPolicy.resident()],
-    ids=lambda policy: f"{policy.kind}-{policy.prefetch_blocks}",
+    ("predicted", "calls", "surprises", "policy"),
+    # Two policies for every prediction.
+    [(*case, POLICIES[(at + more) % 4]) for at, case in enumerate(PREDICTIONS) for more in (0, 1)],
+    ids=str,
 )
 def test_every_call_is_that_of_the_whole_model_whatever_was_predicted(
     policy: OffloadPolicy,

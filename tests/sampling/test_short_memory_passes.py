@@ -72,9 +72,21 @@ def undisturbed() -> dict[str, tuple[list[torch.Tensor], int]]:
     return {}
 
 
-@pytest.mark.parametrize("policy", [RESIDENT(), BLOCK_SWAP(2, 2), LAYERWISE(3)], ids=str)
-@pytest.mark.parametrize("uses", [{0}, {CALL - 1}, {CALL}, {3 * CALL, 3 * CALL + 1}, {2, 5 * CALL}])
-@pytest.mark.parametrize("predicted", [[H, H, L, L], [H, L], []], ids=str)
+POLICIES = [RESIDENT(), BLOCK_SWAP(2, 2), LAYERWISE(3)]
+USES = [{0}, {CALL - 1}, {CALL}, {3 * CALL, 3 * CALL + 1}, {2, 5 * CALL}]
+PREDICTIONS: list[list[str]] = [[H, H, L, L], [H, L], []]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "uses", "policy"),
+    # Every prediction with every use, and each of both with every policy.
+    [
+        (predicted, uses, POLICIES[(at + use) % 3])
+        for at, predicted in enumerate(PREDICTIONS)
+        for use, uses in enumerate(USES)
+    ],
+    ids=str,
+)
 def test_no_bit_of_a_call_changes(
     predicted: list[str],
     uses: set[int],

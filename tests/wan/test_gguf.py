@@ -110,8 +110,7 @@ class TestOpened:
         assert expert.scales == {}
         assert (expert.config.family, expert.config.num_layers, expert.config.ffn_dim) == ("t2v", 4, 512)
 
-    @pytest.mark.parametrize("in_channels", [16, 36])
-    @pytest.mark.parametrize("prefix", ["", PREFIX])
+    @pytest.mark.parametrize(("in_channels", "prefix"), [(16, ""), (36, PREFIX)])
     @pytest.mark.parametrize("patches", ["shape field", "five dimensions", "merged"])
     def test_every_way_to_write_five_dimensions(self, gguf_expert, patches, prefix, in_channels):
         path, model = gguf_expert(patches=patches, prefix=prefix, in_channels=in_channels)
