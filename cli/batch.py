@@ -59,7 +59,7 @@ class BatchArguments:
     """How many rows may share one stream of weights."""
     dry_run: bool = False
     strict: bool = False
-    """What only looks wrong is an error."""
+    """Raise an error for suspicious inputs instead of a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)

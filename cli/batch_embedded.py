@@ -29,7 +29,7 @@ class DiskFullError(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What workflows find: classes of nodes, folders of models, inputs and results, a device (None: a GPU if any)."""
+    """The environment of a workflow: node classes, folders of models, inputs and results, device (None: a GPU)."""
 
     nodes: Sequence[type[ComfyNode]]
     models: Path
@@ -37,7 +37,7 @@ class Surroundings:
     output: Path
     device: torch.device | None = None
     strict: bool = False
-    """What only looks wrong is an error."""
+    """Raise an error for suspicious inputs instead of a warning."""
 
     def faults(self, prompt: Prompt) -> list[str]:
         """What is wrong with a workflow, a line each."""

@@ -87,7 +87,7 @@ def _adopt(journal: Journal, shelf: Shelf, rows: Sequence[Row], recognise: Recog
     free = [(stem, paths) for stem, paths in shelf.finished() if stem.casefold() not in taken] if waiting else []
     made_of = [(stem, paths, _made_of(paths, recognise)) for stem, paths in free]
     adopted: list[Row] = []
-    # Where several rows have one workflow, a file goes first to the row that has its name.
+    # If several rows have one workflow, a file goes first to the row that has its name.
     for by_name in (True, False):
         for stem, paths, digests in made_of:
             fitting = [waiting[digest] for digest in digests if digest in waiting and _may_have(waiting[digest], stem)]

@@ -46,7 +46,7 @@ class Shelf:
         self.folder = folder
         self.workshop = folder / _WORKSHOP
         self.made = self.workshop / "made"
-        """Where an embedded host saves, a folder for each prompt id."""
+        """The folder an embedded host saves in, with a folder for each prompt id."""
         self._parts = self.workshop / "parts"
         self._parts.mkdir(parents=True, exist_ok=True)
 

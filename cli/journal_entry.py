@@ -21,7 +21,7 @@ _MADE = re.compile(r"(?:~\d{1,9})?(?:\.\w{1,15})?")
 
 
 class State(str, Enum):
-    """What has become of a row."""
+    """The state of a row."""
 
     waiting = "waiting"
     """Nothing of it is anywhere."""

@@ -45,7 +45,7 @@ class RunArguments:
     device: str | None = None
     """None: a GPU if there is one."""
     strict: bool = False
-    """What only looks wrong is an error."""
+    """Raise an error for suspicious inputs instead of a warning."""
 
 
 def run(arguments: RunArguments) -> int:

@@ -9,6 +9,7 @@ The driver keeps the last state of every video, so that nothing but the step tha
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -34,6 +35,8 @@ from .stages import POLL_S, GivenUpError, StageRun, Stepped
 from .tasks import StepTold, WorkerFacts
 from .work_thread import on_own_thread
 from .worker_cell import Work, WorkerCell
+
+LOG = logging.getLogger("wanstream.distributed")
 
 ShouldStop: TypeAlias = "Callable[[], bool]"
 Show: TypeAlias = "Callable[[int, StepTold], None]"
@@ -233,6 +236,7 @@ def _in_one_dtype(experts: ExpertsRef, facts: Sequence[WorkerFacts]) -> ExpertsR
     if experts.compute_dtype != AUTO:
         return experts
     dtype = common_dtype([getattr(torch, each.auto_dtype) for each in facts])
+    LOG.info("compute_dtype auto: the blocks compute in %s on all workers", dtype_name(dtype))
     return replace(experts, compute_dtype=dtype_name(dtype))
 
 

@@ -106,7 +106,7 @@ class Door(Protocol):
         """Whether the user lets output files carry the graph that made them."""
 
     def strict(self) -> bool:
-        """Whether the user wants an error where something only looks wrong."""
+        """True if the user wants an error instead of a warning for suspicious inputs."""
 
     def output_folder(self) -> Path:
         """The folder that `output_file` puts files into or below; it need not be there."""
@@ -124,7 +124,7 @@ class Door(Protocol):
         """Whether the user wants the run to end. Asking changes nothing; any thread may ask."""
 
     def is_stop(self, error: BaseException) -> bool:
-        """Whether this is the host's own interrupt, as of `raise_if_stopped`, and not an error."""
+        """True for the host's own interrupt, as of `raise_if_stopped`; False for an error."""
 
     def raise_if_stopped(self) -> None:
         """Raise the host's own interrupt if the user wants the run to end; the wish counts as answered then."""

@@ -23,10 +23,10 @@ GGUF_FOLDERS = ("diffusion_models",)
 _MODEL_MARKS = ("model_index.json", "config.json")
 
 _LONGEST_ENDING = "_00001_traces.json.part"
-"""What a prefix gets at most on its way to a file; the endings of our nodes are shorter."""
+"""The longest ending that a prefix gets on its way to a file; those of our nodes are shorter."""
 
 _NAME_LIMIT, _PATH_LIMIT = 255, 4096
-"""Where the system does not say what its own are."""
+"""The limits of systems that do not report their own."""
 
 _WIDEST = 99999
 """Stands for a width and a height that are not known yet."""

@@ -29,7 +29,7 @@ class RunSettings:
     lora: str
     """Name and strength of each LoRA; empty without one."""
     workers: int | None = None
-    """How many were asked for; None: this process computes."""
+    """The number requested; None: this process computes."""
     device_total: int | None = None
     """Bytes of the device; None on a CPU, and for workers, whose devices may be of several sizes."""
     ram_total: int | None = None

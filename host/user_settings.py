@@ -14,7 +14,7 @@ STRICT = "WanStream.Strict"
 
 
 def setting_is_on(file: Path, name: str) -> bool:
-    """Whether the setting `name` is true in `file`; a file that is not there, or that cannot be read, has none."""
+    """True if the setting `name` is true in `file`; a file that is not there, or that cannot be read, has none."""
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -182,7 +182,7 @@ def _file_inputs() -> list[io.Input]:
             default=False,
             optional=True,
             tooltip="On: every run that the benchmark makes leaves a trace of its visits and fetches for "
-            "ui.perfetto.dev, some MB each, beside the report.",
+            "ui.perfetto.dev, some MB each, next to the report.",
         ),
     ]
 

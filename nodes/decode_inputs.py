@@ -43,7 +43,7 @@ def memory_input() -> io.Input:
         max=1024.0,
         step=0.1,
         optional=True,
-        tooltip="Memory that decoding may take beside the VAE's own; 0: what is free. Whole frames of 1280x720 take "
+        tooltip="Memory for decoding, in addition to the VAE's weights; 0: what is free. Whole frames of 1280x720 take "
         "21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. Where even that is not there, "
         "smaller tiles are tried.",
     )

@@ -90,7 +90,7 @@ def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
 def decode_here(
     settings: DecodeSettings, latents: torch.Tensor, decode: Decode[Made], *, to_file: bool, node_id: str | None
 ) -> tuple[Made, list[str]]:
-    """What `decode` makes of raw latents [B, C, T, h, w] on the host's device, and notes on its tiles.
+    """The result of `decode` for raw latents [B, C, T, h, w] on the host's device, and notes on its tiles.
 
     Raises VaeRoomError where no tile fits, the host's interrupt, and as of `WanVae.decode`.
     """

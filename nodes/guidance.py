@@ -61,7 +61,7 @@ def _nag_inputs() -> list[io.Input]:
             max=100.0,
             step=0.1,
             tooltip="How far steps of guidance 1 are pushed away from the negative prompt. 1: not at all; 11 is usual. "
-            "By reckoning it costs 1 % more compute at 832x480x81; guidance would double it.",
+            "An estimate: it costs 1 % more compute at 832x480x81; guidance would double it.",
         ),
         io.Float.Input(
             "nag_tau",

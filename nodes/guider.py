@@ -108,7 +108,7 @@ def _number_inputs() -> list[io.Input]:
             3.0,
             "The same for the low-noise expert. 1 halves the compute of its calls. Not used by one expert.",
         ),
-        _shift_input("What some samplers reckon with beside the sigmas: give it the value the sigmas were made with."),
+        _shift_input("Some samplers use it in addition to the sigmas: set the value that the sigmas were made with."),
     ]
 
 

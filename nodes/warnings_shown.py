@@ -1,4 +1,4 @@
-"""What looks wrong without being impossible: shown on the node and in the log, an error where the user wants that."""
+"""Warnings about inputs that look wrong but could be meant: on the node and in the log, or an error if so set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..host import host
 LOG = logging.getLogger("wanstream.nodes")
 
 WARNINGS = "wanstream_warnings"
-"""Where the history keeps them, next to the text that the node shows."""
+"""The key of the history that keeps them, next to the text that the node shows."""
 
 
 class StrictError(ValueError):

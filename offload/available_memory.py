@@ -19,7 +19,7 @@ class _Controller(NamedTuple):
     swap_limit: str
     swap_usage: str
     swap_alone: bool
-    """Whether the last two are of swap alone, and not of RAM and swap together."""
+    """True if the last two are of swap alone, False if they are of RAM and swap together."""
 
 
 class _Group(NamedTuple):

@@ -40,7 +40,7 @@ PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x0
 
 GGUF_START = b"GGUF"
 
-# What downloads leave in place of a model.
+# First bytes of the files that failed downloads leave in place of a model.
 LFS_START = b"version https://git-lfs"
 PAGE_STARTS = (b"<!doctype", b"<html", b"<?xml")
 START_BYTES = 40
@@ -168,7 +168,7 @@ def _what_instead(start: bytes, file_bytes: int) -> str:
 
 
 def failed_download(start: bytes) -> str:
-    """What a file that starts so is, if a download leaves such files in place of a model; empty otherwise."""
+    """The kind of a file that starts so, if a download leaves such files in place of a model; empty otherwise."""
     if start.startswith(LFS_START):
         return (
             "is not the model but a git-lfs pointer, a text of some 130 bytes that names it: download the file itself "

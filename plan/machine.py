@@ -33,7 +33,7 @@ class Machine:
     disk_bytes_per_s: float
     """Reading a file of weights that is not in the page cache."""
     flops_per_s: float
-    """What a Wan block really reaches, its attention included, in the dtype that is `auto` there."""
+    """Rate measured on a Wan block, its attention included, in the dtype that is `auto` there."""
     decode_bytes_per_s: float
     """Computed bytes (bf16 values) that decoding of stored weights makes; on a CPU with every thread that computes."""
     copy_bytes_per_s: float

@@ -1,4 +1,4 @@
-"""What a user writes about workers, as values: path maps, layouts, and how many of them there can be."""
+"""Settings of workers that a user writes as text, as values: path maps, layouts, and how many of them there can be."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from .errors import ConditioningError
 LOG = logging.getLogger("wanstream.sampling")
 
 IMAGE_SEEN = "clip_vision_output"
-"""Where image-to-video nodes put what CLIP sees in the start image; the name is ComfyUI's."""
+"""Key of the CLIP embedding of the start image, as image-to-video nodes set it; the name is ComfyUI's."""
 
 READ = frozenset({"concat_latent_image", "concat_mask", IMAGE_SEEN})
 """Keys that become part of a request."""
@@ -25,7 +25,7 @@ READ = frozenset({"concat_latent_image", "concat_mask", IMAGE_SEEN})
 RANGES = (("start_percent", "end_percent"), ("clip_start_percent", "clip_end_percent"))
 """Keys by which an entry holds in some steps only."""
 
-# What native sampling obeys for some Wan model and no request has a place for. Some of these are obeyed with other
+# Keys that native sampling obeys for some Wan model and that no request has a place for. Some are obeyed with other
 # weights alone (VACE, Animate); a user who connects them wants what they do, so they are refused too.
 REFUSED: Mapping[str, str] = {
     "control": "a ControlNet",
@@ -149,7 +149,7 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def holds_tensor(value: object) -> bool:
-    """Whether a value is a tensor or an array, or holds one in containers or in attributes at any depth.
+    """True if a value is a tensor or an array, or holds one in containers or in attributes at any depth.
 
     A tensor without dimensions is a number. A value of more than `MOST_SEARCHED` objects counts as one with a tensor.
     """

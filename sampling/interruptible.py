@@ -60,7 +60,7 @@ class Interruptible(TorchFunctionMode):
 
 
 def _in_whole(query: torch.Tensor) -> bool:
-    """Whether attention of these queries must not be divided to stay the same to the bit."""
+    """True if attention of these queries must not be divided to stay the same to the bit."""
     # With AMX, torch's kernel packs keys and values of half precision for oneDNN's products, or does not, by the number
     # of queries, and the two round otherwise. A stop waits for the whole attention there.
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", bool)  # an older torch lacks it

@@ -64,7 +64,7 @@ class RunPolicy:
 
     @cached_property
     def stops_inside(self) -> bool:
-        """Whether a stop is looked for within blocks: on a CPU that computes each of them for long.
+        """True if a stop is polled within blocks: on a CPU that computes each of them for long.
 
         A GPU is given a block at once. Compilers make one piece of it. Workers that share a step stop together, between
         blocks.
@@ -75,7 +75,7 @@ class RunPolicy:
 
     def refuse_without_ram(self) -> None:
         """Refuse a run that takes more RAM than there is; see `check_step_ram`."""
-        # What the run before under another policy keeps in RAM is given back by the engine for this one.
+        # Making the engine releases the RAM that the run before keeps under another policy.
         if self.device.type == "cpu" and self._pair.host_bytes:
             try:
                 self.engine()

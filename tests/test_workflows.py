@@ -246,6 +246,7 @@ def _small(name: str) -> Prompt:
         for name in OURS
     ],
 )
+@pytest.mark.slow
 def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: Path, tmp_path: Path) -> None:
     if "WanStreamWorkers" in classes(prompt_of(name)) and find_spec("ray") is None:
         pytest.skip(f'RAY IS NOT INSTALLED, SO THE WORKFLOW {name} DID NOT RUN: pip install "ray>=2.52"')

@@ -16,7 +16,7 @@ EMBEDDER = "condition_embedder."
 
 
 def part_of(parameter: str) -> EmbedderPart | None:
-    """Which part of the embedder a parameter of the model belongs to; None: to neither, or to the image branch."""
+    """The part of the embedder that a parameter of the model belongs to; None: to neither, or to the image branch."""
     if not parameter.startswith(EMBEDDER) or parameter.startswith(f"{EMBEDDER}image_embedder."):
         return None
     return "text" if parameter.startswith(f"{EMBEDDER}text_embedder.") else "time"

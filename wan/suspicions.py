@@ -58,12 +58,12 @@ def named_place(name: str) -> Named | None:
 
 
 def names_image_to_video(name: str) -> bool:
-    """Whether a name states image to video, and not text to video as well."""
+    """True if a name states image to video, and not text to video as well."""
     return _IMAGE.search(name) is not None and _TEXT.search(name) is None
 
 
 def expert_suspicions(high: Expert, low: Expert) -> list[str]:
-    """What looks wrong with a pair of experts, a sentence with a remedy each."""
+    """Warnings about a pair of experts, a sentence with a remedy each."""
     if _is_same_file(high.path, low.path):
         return [f"{high.path.name} is both experts: choose the low-noise file of the model as low_noise"]
     if _is_same_weights(high, low):
@@ -75,7 +75,7 @@ def expert_suspicions(high: Expert, low: Expert) -> list[str]:
 
 
 def lora_suspicions(high: Path | None, low: Path | None, expert: Expert, *, one: bool) -> list[str]:
-    """What looks wrong with the LoRAs of the two experts of a model like `expert`; `one`: it has no other expert.
+    """Warnings about the LoRAs of the two experts of a model like `expert`; `one`: it has no other expert.
 
     Raises CheckpointFileError for a file that cannot be read.
     """
@@ -159,7 +159,7 @@ def _is_same_file(first: Path, second: Path) -> bool:
 
 
 def _is_same_weights(high: Expert, low: Expert) -> bool:
-    """Whether the compared tensors are equal, bit for bit; False where they are stored in another form."""
+    """True if the compared tensors are equal, bit for bit; False if they are stored in another form."""
     pairs = [(high.weights.get(name), low.weights.get(name)) for name in _COMPARED]
     for one, other in pairs:
         if one is None or other is None or one.packing is not None or other.packing is not None:

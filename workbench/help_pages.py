@@ -20,7 +20,7 @@ LARGEST = 2**64 - 1
 
 
 def page_file(docs: Path, node_id: str, language: str) -> Path:
-    """Where ComfyUI looks for the page of a node; the English one serves all languages that have none."""
+    """The path at which ComfyUI looks for the page of a node; the English one serves all languages that have none."""
     return docs / f"{node_id}.md" if language == "en" else docs / node_id / f"{language}.md"
 
 

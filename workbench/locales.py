@@ -90,7 +90,7 @@ def texts(locale: Mapping[str, Any], before: str = "") -> Texts:
 
 
 def page_texts(docs: Path, names: Iterable[str], language: str) -> Texts:
-    """What is written by hand in the help page of each of these nodes, as far as it has one."""
+    """The text that is written by hand in the help page of each of these nodes, as far as it has one."""
     pages = {f"docs.{name}": translated_by_hand(docs, name, language) for name in names}
     return {key: page for key, page in pages.items() if page}
 

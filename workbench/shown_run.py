@@ -64,7 +64,7 @@ def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
 
 
 def _run_events(node_id: str) -> list[tuple[str, dict[str, Any]]]:
-    """What a host announces of a run of that node."""
+    """The announcement of a run of that node by a host."""
     found: list[tuple[str, dict[str, Any]]] = []
     experts = ["high"] * (STEPS // 2) + ["low"] * (STEPS // 2)
     steps = tuple(

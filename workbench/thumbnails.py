@@ -28,18 +28,18 @@ FILM = (470, 138, 760, 312)
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What a thumbnail shows."""
+    """Content of a thumbnail."""
 
     taken: tuple[Taken, ...]
     label: str
     """The model."""
     mark: str = ""
-    """What sets the workflow apart, in two words."""
+    """Two words that set the workflow apart."""
     made: Made = "film"
     experts: int = 2
     gpus: int = 0
     curve: bool = False
-    """Whether the sampler is chosen freely."""
+    """True if the sampler is chosen freely."""
 
 
 SCENES = {

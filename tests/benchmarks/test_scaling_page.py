@@ -24,6 +24,7 @@ def files() -> dict[str, str]:
     return {"scaling.md": page(), **figures()}
 
 
+@pytest.mark.slow
 def test_the_page_in_the_repository_is_that_of_the_planner(files: dict[str, str]) -> None:
     for name, text in files.items():
         written = (ROOT / "docs" / name).read_text(encoding="utf-8")

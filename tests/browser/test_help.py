@@ -27,7 +27,7 @@ SELECT = f"""kind => {{
     canvas.selectNodes([node])
     canvas.setDirty(true, true)
 }}"""
-# What is wider than the panel that it stands in.
+# Elements wider than the panel that they stand in.
 TOO_WIDE = """head => {
     const title = [...document.querySelectorAll('h2')].find(found => found.textContent === head)
     const page = title.parentElement, right = page.getBoundingClientRect().right

@@ -434,7 +434,7 @@ def test_a_subgraph_is_cached_if_all_of_it_is(modules: Modules) -> None:
 
 
 PLANTED = ["img", {"src": "x", "onerror": "window.ran = true", "onclick": "window.ran = true"}]
-"""What would run a script, if a value of a prompt became an element."""
+"""Values that would run a script, if a value of a prompt became an element."""
 
 # Puts everything that the overlay makes of a run onto the page, and gives what came of it a moment to run.
 SHOW_ALL = f"""async ([runs, chosen]) => {{

@@ -37,7 +37,7 @@ WORDS = {
     "unet": "WanStreamOneExpert",
 }
 
-# What the search of the "Add node" dialog finds, best first.
+# Results of the search in the "Add node" dialog, best first.
 SEARCH = """words => {
     const pinia = document.querySelector('#vue-app').__vue_app__.config.globalProperties.$pinia
     const search = word => pinia._s.get('nodeDef').nodeSearchService.searchNode(word, [], { limit: 64 })

@@ -76,7 +76,7 @@ def test_the_bar_says_that_nothing_answers_and_its_time_left_does_not_grow(
 
 
 def test_a_bar_starts_no_thread() -> None:
-    """Where memory is short, the start of a thread may never return."""
+    """The start of a thread may never return if memory is short."""
     before = threading.active_count()
     with BatchBar(rows=2, ended=0):
         assert threading.active_count() == before

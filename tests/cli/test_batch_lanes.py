@@ -90,6 +90,7 @@ def test_more_lanes_than_rows_and_a_second_run_that_has_nothing_to_do(
     assert "alone" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_together_are_told_and_made_all_the_same(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -111,6 +112,7 @@ def test_rows_that_do_not_fit_together_are_told_and_made_all_the_same(
     assert len(set(ids)) == 4
 
 
+@pytest.mark.slow
 def test_a_lane_that_fails_costs_the_others_nothing_but_time(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -219,7 +219,7 @@ def test_files_that_the_journal_has_are_not_opened_at_the_start(
 
 @pytest.fixture
 def runs(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many videos each run of a workflow has saved."""
+    """Number of videos that each run of a workflow has saved."""
     saved: list[int] = []
     inner = batch_embedded.run_workflow
 

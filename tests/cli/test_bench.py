@@ -153,6 +153,7 @@ def test_a_worker_that_did_nothing_in_one_run_has_the_memory_of_the_others() -> 
     assert {rank: memory.peak for rank, memory in case.memory.items()} == {0: 100, 1: 101, 3: 103}
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path: Path) -> None:
     asked = bench_request(VideoShape(width=32, height=32, frames=5), videos=1, guidance=1.0, in_channels=16)
     bench = Bench(
@@ -198,6 +199,7 @@ def test_a_steady_step_is_neither_a_first_one_nor_the_switch() -> None:
     assert row.split(" | ")[2:6] == ["9.00", "1.50", "7.00", "4.67"]
 
 
+@pytest.mark.slow
 def test_it_measures_in_this_process_and_writes_both_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *TINY, "--policies", "layerwise, resident", "--out", str(tmp_path)]) == 0
     data, page = map(Path, capsys.readouterr().out.split())

@@ -166,6 +166,7 @@ class TestContents:
 
 
 class TestFolder:
+    @pytest.mark.slow
     def test_same_bytes_every_time(self, tmp_path):
         one, other = (write_sample_model(tmp_path / name, layers=1).folder for name in ("one", "other"))
 
@@ -195,6 +196,7 @@ class TestFolder:
         assert written == []
         assert {name: (tmp_path / name).stat().st_mtime_ns for name in entries(tmp_path)} == before
 
+    @pytest.mark.slow
     def test_one_of_another_recipe_or_with_a_file_lost_is_replaced_and_additions_are_kept(self, tmp_path):
         write_sample_model(tmp_path, layers=2)
         (tmp_path / "loras" / "mine.safetensors").write_text("mine")

@@ -53,7 +53,7 @@ class Vae:
 
 
 class Model:
-    """What InfiniteTalk patches."""
+    """The part of a model that InfiniteTalk patches."""
 
     def __init__(self) -> None:
         self.model_options: dict[str, Any] = {"transformer_options": {}}
@@ -150,7 +150,7 @@ def _given(node: str, schema: Any, optional: list[str]) -> dict[str, Any]:
 
 
 def _outcome(folder: Path, results: tuple[Any, ...]) -> dict[str, Any]:
-    """What our sampler makes of the first conditioning, the last one, and the latent of a node."""
+    """Result of our sampler for the first conditioning, the last one, and the latent of a node."""
     sides = [value for value in results if isinstance(value, list)]
     latent = next(value for value in results if isinstance(value, dict) and "samples" in value)
     keys = sorted({key for side in sides for _, options in side for key in options} - {"pooled_output"})

@@ -87,7 +87,7 @@ KEYS: dict[str, str] = {
 }
 """Every key that these nodes write."""
 
-# What models of ComfyUI read of a conditioning that is a number or a flag: nothing that could be a picture.
+# Numbers and flags that models of ComfyUI read of a conditioning: nothing that could be a picture.
 NUMBERS = {
     *("aesthetic_score", "aspect_ratio", "augmentation_level", "azimuth", "crop_h", "crop_w", "elevation", "fps"),
     *("frame_rate", "guidance", "guiding_frame_index", "height", "lyrics_strength", "motion_bucket_id"),
@@ -105,7 +105,7 @@ SAMPLERS_OWN = {"latent_image"}
 def found(
     ask: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What came of each node and way to connect it."""
+    """The result of each node and way to connect it."""
     folder = tmp_path_factory.mktemp("conditioning")
     for kind, channels in (("t2v", 16), ("i2v", 36)):
         for seed, name in enumerate(("high", "low"), start=1):

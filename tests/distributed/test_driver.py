@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import random
 import threading
 import weakref
@@ -106,12 +107,15 @@ def test_without_data_and_stages_a_batch_is_one_task(fakes: Any, request_of: Any
 
 @pytest.mark.parametrize(("asked", "computed"), [("auto", "float16"), ("bfloat16", "bfloat16")], ids=["auto", "chosen"])
 def test_all_workers_of_a_run_compute_in_the_same_dtype(
-    asked: str, computed: str, fakes: Any, request_of: Any, experts_ref: Any
+    asked: str, computed: str, fakes: Any, request_of: Any, experts_ref: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = fakes.FakePool(4, auto_dtypes={0: "bfloat16", 1: "float16", 2: "bfloat16", 3: "bfloat16"})
-    driver_of(pool, Mesh(data=2, cfg=2)).denoise(replace(experts_ref(), compute_dtype=asked), request_of(2), LAYERWISE)
+    with caplog.at_level(logging.INFO, "wanstream.distributed"):
+        experts = replace(experts_ref(), compute_dtype=asked)
+        driver_of(pool, Mesh(data=2, cfg=2)).denoise(experts, request_of(2), LAYERWISE)
     assert len(pool.sent) == 4
     assert {task.experts.compute_dtype for _, task in pool.sent} == {computed}
+    assert ("compute in float16 on all workers" in caplog.text) == (asked == "auto")
 
 
 def test_samples_are_shared_out_evenly(fakes: Any, request_of: Any, experts_ref: Any) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a pool whose Ray starts late or not at all, loses its raylet, or has slow workers; without a Ray."""
+"""A pool whose Ray starts late or not at all, loses its raylet, or has slow workers; without a Ray."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def ray() -> FakeRay:
 
 @pytest.fixture
 def answers(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> list[float | Exception]:
-    """What workers answer when they are started, in order: after how many seconds, or with which error."""
+    """Answers of workers when they are started, in order: seconds until then, or an error."""
     every: list[float | Exception] = []
 
     def start(*_: Any) -> float | Exception:

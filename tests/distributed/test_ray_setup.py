@@ -94,7 +94,7 @@ def test_workers_that_others_reach_are_refused_unless_asked_for_and_guarded() ->
     with pytest.raises(RaySetupError, match=r"listen on 192\.0\.2\.7, which other machines reach: set remote_machines"):
         check_exposure(outside, beyond_loopback=False)
     check_exposure(outside, beyond_loopback=True)
-    with pytest.raises(RaySetupError, match=r"192\.0\.2\.7 and asks nobody for a token: .* RAY_AUTH_MODE=token"):
+    with pytest.raises(RaySetupError, match=r"192\.0\.2\.7 and requires no token: .* RAY_AUTH_MODE=token"):
         check_exposure([started("192.0.2.7", token=False)], beyond_loopback=True)
 
 

@@ -197,7 +197,7 @@ class Campaign:
 
     @cached_property
     def _swapped_files(self) -> dict[str, list[bytes]]:
-        """What the experts make where one of both has the other one's weights, besides the usual files."""
+        """The result of experts of which one has the other one's weights, besides the usual files."""
         found = {name: list(contents) for name, contents in self._real_files.items()}
         for file in sorted((self.models / "diffusion_models").glob("*t2v*fp8*")):
             kept = file.with_name(f"{file.name}.kept")

@@ -40,7 +40,7 @@ class Restartable(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """What a case may need: how many crash points a client has, the number of the case, and folders of models."""
+    """Inputs of a case: number of crash points of a client, number of the case, and folders of models."""
 
     points: int
     number: int
@@ -220,7 +220,7 @@ def _nothing(stage: Stage, chance: random.Random, place: Place) -> None:
     stage.run(Points(chance.randrange(place.points), kill).install)
 
 
-# What computes for real.
+# Cases that compute for real.
 
 
 def _some_time(stage: Stage, chance: random.Random) -> None:

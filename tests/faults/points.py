@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 Action = Callable[[str], None]
-"""What happens at the point; it is given the name of the call, and what it raises comes out of the call."""
+"""The fault at the point; it is given the name of the call, and the call raises what it raises."""
 
 _OF_OS = ("fsync", "replace", "rename", "unlink", "remove", "mkdir", "rmdir")
 _OF_SHUTIL = ("rmtree", "copyfile")

@@ -64,7 +64,7 @@ def forked(work: Callable[[], int | None], log: Path, *, temporary: Path) -> int
 
 @dataclass
 class Findings:
-    """What a fault has cost, in words; each list is empty if nothing has happened."""
+    """Damage of a fault, in words; each list is empty if nothing has happened."""
 
     lost: list[str] = field(default_factory=list)
     doubled: list[str] = field(default_factory=list)
@@ -146,7 +146,7 @@ class Stage:
         self.findings.lost.append(f"not done after {MOST_RUNS} runs: {self.said()[-300:]}")
 
     def said(self) -> str:
-        """What all clients have printed."""
+        """Output of all clients."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
     def judge(self, expected: Mapping[str, Sequence[bytes]], *, frames_alone: bool = False) -> Findings:

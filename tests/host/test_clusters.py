@@ -1,4 +1,4 @@
-"""Where the list of clusters is, and what happens where it cannot be read."""
+"""The place of the list of clusters, and a list that cannot be read."""
 
 from __future__ import annotations
 

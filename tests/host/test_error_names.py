@@ -1,4 +1,4 @@
-"""What ComfyUI calls our errors, which it names by their module."""
+"""Names of our errors in ComfyUI, which names them by their module."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_refusal_of_inputs_has_a_plain_name_and_the_inputs_keep_theirs() -> No
     before = inspect.getfullargspec(Node.validate_inputs)
     name_errors_of(Node)
     name_errors_of(Plain)
-    # What ComfyUI reads: a check that takes any keyword would switch off the limits of every input.
+    # ComfyUI reads the signature: a check that takes any keyword would switch off the limits of every input.
     assert inspect.getfullargspec(Node.validate_inputs) == before
     assert not hasattr(Plain, "validate_inputs")
     with pytest.raises(RequestError, match="0 steps") as refused:

@@ -70,7 +70,7 @@ def test_a_name_under_which_nothing_can_be_written_is_refused(
     _touch(output / "there")
     (output / "dangling").symlink_to(tmp_path / "gone")
     (output / "locked").mkdir()
-    # Who runs tests as root may write everywhere.
+    # root may write everywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != output / "locked")
     before = sorted(output.rglob("*"))
     with pytest.raises(OutputNameError, match=reason) as refused:

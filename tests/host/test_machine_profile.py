@@ -75,6 +75,7 @@ def test_what_is_measured(measured: Profile, models: Path) -> None:
     assert len(measured.notes) == 2 or measured.notes[2].startswith("compute: measured with "), measured.notes
 
 
+@pytest.mark.slow
 def test_fewer_tokens_than_wanted_are_told(models: Path, tmp_path: Path) -> None:
     profile = measure_machine(CPU, expert=TINY, tokens=10_000_000, models=models, folder=tmp_path)
     assert profile.notes[-1].startswith("compute: measured with ")

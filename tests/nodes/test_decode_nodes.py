@@ -143,7 +143,9 @@ def test_whole_frames_where_they_fit(decode: Decode, frames: dict[int, torch.Ten
     assert [*output.rglob("*")] == []
 
 
-@pytest.mark.parametrize("class_type", ["WanStreamVAEDecode", "WanStreamDecodeVideo"])
+@pytest.mark.parametrize(
+    "class_type", ["WanStreamVAEDecode", pytest.param("WanStreamDecodeVideo", marks=pytest.mark.slow)]
+)
 def test_the_vae_computes_in_the_dtype_that_is_asked_for(
     decode: Decode, frames: dict[int, torch.Tensor], output: Path, tmp_path: Path, sample_models: Path, class_type: str
 ) -> None:

@@ -31,7 +31,7 @@ def page_of(node: type[io.ComfyNode]) -> str:
 
 
 def chinese_page_of(node: type[io.ComfyNode]) -> str:
-    """Where ComfyUI looks for it where it speaks Chinese."""
+    """The path that ComfyUI reads with Chinese as its language."""
     return (DOCS / node.__name__ / "zh.md").read_text(encoding="utf-8")
 
 

@@ -108,14 +108,17 @@ def test_four_videos_of_text_are_four_runs_to_the_bit_and_move_a_quarter(run: Ru
     ]
 
 
+@pytest.mark.slow
 def test_videos_of_different_images_are_single_runs_to_the_bit(run: Run) -> None:
     check_lanes(run, [row("i2v", sampler__seed=n, image__image=f"{name}.png") for n, name in enumerate(COLOURS[:3])])
 
 
+@pytest.mark.slow
 def test_with_loras_and_without_guidance(run: Run) -> None:
     check_lanes(run, [row("t2v_lightning", sampler__seed=n, text__positive=f"boat {n}") for n in (1, 2)])
 
 
+@pytest.mark.slow
 def test_texts_of_different_lengths_are_single_runs_to_the_bit(run: Run) -> None:
     def of_length(positive: int, negative: int) -> Workflow:
         nodes = row("t2v")
@@ -128,6 +131,7 @@ def test_texts_of_different_lengths_are_single_runs_to_the_bit(run: Run) -> None
     check_lanes(run, [of_length(3, 9), of_length(77, 9), of_length(9, 1), of_length(512, 226)])
 
 
+@pytest.mark.slow
 def test_a_run_in_two_parts_hands_each_lane_its_own_noise(run: Run) -> None:
     def in_two(seed: int) -> Workflow:
         nodes = row("t2v", sampler__seed=seed)
@@ -138,6 +142,7 @@ def test_a_run_in_two_parts_hands_each_lane_its_own_noise(run: Run) -> None:
     check_lanes(run, [in_two(1), in_two(2)])
 
 
+@pytest.mark.slow
 def test_a_batch_and_a_single_video_share_a_run(run: Run) -> None:
     one, two = check_lanes(run, [row("t2v"), row("t2v", latent__batch_size=2, sampler__seed=3)])
     assert (len(one), len(two)) == (1, 2)

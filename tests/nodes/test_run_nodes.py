@@ -193,6 +193,7 @@ def test_the_policy_changes_nothing_but_the_transfers(run: Run, policy: dict[str
     assert torch.equal(latent({**workflow("t2v"), "policy": policy}), latent(without))
 
 
+@pytest.mark.slow
 def test_the_planner_chooses_for_the_machine_that_it_has_measured(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

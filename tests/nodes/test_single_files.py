@@ -66,6 +66,7 @@ def test_a_file_decodes_what_the_folder_decodes() -> None:
     assert torch.equal(images, WanStreamVAEDecode.execute(FOLDER, latent).args[0])
 
 
+@pytest.mark.slow
 def test_tiles_are_decoded_by_this_process_or_by_workers() -> None:
     latent = {"samples": torch.randn(2, 16, 2, 9, 12, generator=torch.Generator().manual_seed(0))}
     with open_vae(embedded_door.model_path(VAE, "vae")) as vae:

@@ -1,4 +1,4 @@
-"""What looks wrong is shown on its node and in the log, and is an error where the user wants that."""
+"""Suspicious inputs are shown on their node and in the log, and are errors if the user wants that."""
 
 from __future__ import annotations
 

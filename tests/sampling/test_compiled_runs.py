@@ -97,6 +97,7 @@ def test_two_experts_a_switch_a_lora_and_a_second_queue_need_one_graph(
     assert len({tensor.sum().item() for tensor in plain}) == 4, "of the six runs three are the same one"
 
 
+@pytest.mark.slow
 def test_the_second_size_gets_a_graph_that_serves_any(pair: ExpertPair, make_request: Any) -> None:
     requests = [make_request(noise=torch.randn(1, 16, 2, 4, width)) for width in (6, 8, 10, 6, 14)]
     plain = [latents_of(pair, request) for request in requests]
@@ -108,6 +109,7 @@ def test_the_second_size_gets_a_graph_that_serves_any(pair: ExpertPair, make_req
     assert counted == [1, 2, 2, 2, 2]
 
 
+@pytest.mark.slow
 def test_weights_that_are_decoded_on_arrival_need_no_graph_of_their_own(
     make_request: Callable[..., DenoiseRequest],
     make_tiny_expert: Callable[..., Any],
@@ -165,6 +167,7 @@ def test_a_step_in_which_blocks_were_compiled_teaches_nothing(
     assert [record.index for record in told] == [0]
 
 
+@pytest.mark.slow
 def test_two_texts_against_each_other_need_one_graph_more(pair: ExpertPair, make_request: Any) -> None:
     request = make_request(guidance=(1.0, 1.0))
     held = replace(request, nag=Nag(scale=5.0))

@@ -297,8 +297,16 @@ def test_buffers_that_find_no_room_when_a_run_begins_are_fewer_then(open_pair: O
     assert torch.equal(result.latents, _run(open_pair(), request, LAYERWISE(1)).latents)
 
 
-@pytest.mark.parametrize("after", [LAYERWISE(2), BLOCK_SWAP(1), RESIDENT(), LAYERWISE(1, source="pinned")], ids=str)
-@pytest.mark.parametrize("before", [LAYERWISE(1), RESIDENT()], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (LAYERWISE(1), BLOCK_SWAP(1)),
+        (LAYERWISE(1), RESIDENT()),
+        (RESIDENT(), RESIDENT()),
+        (RESIDENT(), LAYERWISE(1, source="pinned")),
+    ],
+    ids=str,
+)
 def test_a_revised_policy_holds_from_the_second_step_on_and_changes_no_bit(
     before: OffloadPolicy, after: OffloadPolicy, open_pair: OpenPair, make_request: Request
 ) -> None:

@@ -68,7 +68,7 @@ class Calls:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, tuple[list[torch.Tensor], int]]:
-    """What runs make whose memory is never short: the velocities, and the number of new programs."""
+    """Results of runs whose memory is never short: the velocities, and the number of new programs."""
     return {}
 
 

@@ -113,9 +113,7 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     assert alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "chunk"), [(torch.bfloat16, None), (torch.float32, 64), (torch.float32, 700)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "chunk"), [(torch.bfloat16, None), (torch.float32, 64)], ids=str)
 def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
 ) -> None:
@@ -131,7 +129,7 @@ def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     estimate = shape.working_bytes(TOKENS, lanes=1, value_bytes=dtype.itemsize, chunk_tokens=chunk)
     patches = TOKENS * 3 * 64 * 4
     assert alive.peak <= 1.02 * estimate + patches, f"{alive.peak / estimate:.3f}"
-    if chunk != 64:
+    if chunk is None:
         return
     times = torch.tensor([0.0, *[900.0] * 4]).repeat_interleave(TOKENS // 5)[None]
     with torch.no_grad(), Alive([*model.parameters(), *model.buffers(), latents, text]) as by_token:

@@ -39,7 +39,9 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 def _lane(pair: ExpertPair) -> Lane:
     image = None if pair.high.config.image_dim is None else _normal(1, 17, pair.high.config.image_dim, seed=3)
-    text = _normal(1, 7 if image is None else 512, 4096, seed=2)  # diffusers takes what is before 512 rows for the image
+    text = _normal(
+        1, 7 if image is None else 512, 4096, seed=2
+    )  # diffusers takes what is before 512 rows for the image
     return Lane(latents=_normal(1, pair.in_channels, 2, 4, 6, seed=1), text=text, image=image)
 
 

@@ -89,6 +89,7 @@ def test_an_encode_never_takes_more_than_is_reckoned_either(height: int, width: 
 
 @given(st.integers(8, 14), st.integers(8, 14), st.integers(1, 4))
 @settings(max_examples=3, deadline=None)
+@pytest.mark.slow
 def test_neither_does_the_vae_of_wan22(height: int, width: int, count: int) -> None:
     taken = _taken(THIN_WAN22, torch.empty(1, 48, count, height, width, device="meta"))
     reckoned = decode_pixel_bytes(THIN_WAN22.config, count) * height * width

@@ -37,7 +37,7 @@ REFUSED = {
     "no object within": (json.dumps({"transformer": "t2v"}), "is not a JSON object"),
     "nothing within": (json.dumps({"transformer": None}), "is not a JSON object"),
 }
-"""What a header may declare, and the refusal. ComfyUI fails to load those that are no objects as well."""
+"""Declarations of a header, and the refusal. ComfyUI fails to load those that are no objects as well."""
 
 ACCEPTED = {
     "t2v": _config(model_type="t2v"),
