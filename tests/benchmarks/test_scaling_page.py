@@ -17,6 +17,7 @@ from wanstream.plan import Mesh, simulate_fleet
 from wanstream.plan.fleet import queue_on
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow  # the whole page is computed
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,6 @@ def files() -> dict[str, str]:
     return {"scaling.md": page(), **figures()}
 
 
-@pytest.mark.slow
 def test_the_page_in_the_repository_is_that_of_the_planner(files: dict[str, str]) -> None:
     for name, text in files.items():
         written = (ROOT / "docs" / name).read_text(encoding="utf-8")
