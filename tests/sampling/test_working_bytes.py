@@ -113,7 +113,9 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     assert alive.peak <= 1.02 * estimate, f"{alive.peak / estimate:.3f}"
 
 
-@pytest.mark.parametrize(("dtype", "chunk"), [(torch.bfloat16, None), (torch.float32, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "chunk"), [pytest.param(torch.bfloat16, None, marks=pytest.mark.slow), (torch.float32, 64)], ids=str
+)
 def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
 ) -> None:
