@@ -174,6 +174,9 @@ class Groups:
         return self._state is GroupsState.LEFT
 
     def _make_groups(self, store: MeetingStore) -> None:
+        # The first collective imports it otherwise, and the groups of that one listen as long as the process lives.
+        import torch._dynamo  # noqa: F401
+
         patience = timedelta(seconds=self.meeting.timeout_s)
         before, hook = open_sockets(), sys.excepthook
         dist.init_process_group("gloo", store=store.store, rank=self.place, world_size=self.size, timeout=patience)

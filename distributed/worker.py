@@ -39,6 +39,20 @@ STOPS_KEPT = 64
 Tell = Callable[[StepTold], None]
 
 
+def import_models() -> None:
+    """Import the packages of a first run before a worker takes part in one.
+
+    They take several seconds. Workers that wait for it within a run would take it for one that hangs.
+    """
+    import diffusers.loaders.single_file_utils  # noqa: F401
+    from diffusers import (  # noqa: F401
+        AutoencoderKLWan,
+        FlowMatchEulerDiscreteScheduler,
+        UniPCMultistepScheduler,
+        WanTransformer3DModel,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Place:
     """Where a worker stands while it computes a task."""
@@ -79,6 +93,7 @@ class Worker:
         experts: ExpertsRegistry | None = None,
         tiles: Callable[[torch.device], TileDecoder] = TileDecoder,
     ) -> None:
+        import_models()
         self._device = compute_device(device)
         self._address = address
         self._machine = machine or platform.node()

@@ -267,7 +267,7 @@ FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
-@pytest.mark.parametrize(("limit", "reason"), [(1, "lock"), (4000, "the journal"), (22_000, "could not be written")])
+@pytest.mark.parametrize(("limit", "reason"), [(1, "lock"), (4000, "the journal"), (44_000, "could not be written")])
 def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(
     batch: Batch, tmp_path: Path, limit: int, reason: str
 ) -> None:

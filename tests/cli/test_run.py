@@ -211,8 +211,8 @@ FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4
 @pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
 def test_a_full_disk_costs_the_video_but_not_the_latent(arguments: Arguments, tmp_path: Path) -> None:
     done = subprocess.run(command(arguments(*SMALL), before=FULL_DISK), capture_output=True, text=True)
-    (kept,) = (tmp_path / "out" / "video").iterdir()
-    assert kept.name == "wan2.2_t2v_00001_.latent"
+    (kept,) = (path for path in (tmp_path / "out").rglob("*") if path.is_file())
+    assert kept == tmp_path / "out" / "latents" / "WanStream_00001_.latent"
     assert f"The latent is kept in {kept}" in done.stderr
     assert done.returncode == FAILED
 

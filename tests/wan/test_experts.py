@@ -300,6 +300,8 @@ class TestPair:
 OPEN_AND_MEASURE = """
 import sys
 from pathlib import Path
+import diffusers.loaders.single_file_utils
+from diffusers import WanTransformer3DModel
 from wanstream.wan import open_experts
 
 def peak_kib():
