@@ -202,7 +202,7 @@ def check_exposure(workers: Sequence[Started], *, beyond_loopback: bool) -> None
         )
     if any(not started.token for started in outside):
         raise RaySetupError(
-            f"the cluster listens on {outside[0].facts.address} and requires no token: whoever reaches it can "
+            f"the cluster listens on {outside[0].facts.address} and requires no token: anyone who reaches it can "
             "run programs there. Start it with RAY_AUTH_MODE=token (ray get-auth-token --generate), and name that file "
             "as token_file in its entry"
         )

@@ -26,7 +26,7 @@ class DecodeSettings:
     tiling: Tiling | None
     """None: the largest that fits."""
     memory_bytes: int
-    """What the decode may take in addition to the weights; 0 for what is free."""
+    """Limit on the decode's memory without the weights; 0 for the free memory of its device."""
     dtype: torch.dtype = torch.float32
     """What the VAE computes in; frames are fp32 in any case."""
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace as Namespace
 from typing import Any
@@ -17,19 +15,9 @@ import comfy.clip_vision
 import torch
 from comfy_api.latest import io
 from comfy_extras import nodes_wan, nodes_wanmove
+from installed_pack import load_pack
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-def _pack() -> None:
-    """This pack under its own name, as an installed one would be."""
-    spec = spec_from_file_location("wanstream", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-    module = module_from_spec(spec)
-    sys.modules["wanstream"] = module
-    spec.loader.exec_module(module)
-
-
-_pack()
+load_pack()
 from wanstream.nodes.sample_request import request_of  # noqa: E402
 from wanstream.plan import OffloadPolicy  # noqa: E402
 from wanstream.sampling import RequestError, denoise  # noqa: E402

@@ -41,8 +41,8 @@ NODE_CLASS_MAPPINGS = {"TestGate": TestGate}
 # ComfyUI's own modules, imported in the order in which its main.py does.
 IMPORTS = """
 import json, sys
-arguments, sys.argv = json.loads(sys.argv[1]), ["main.py", "--cpu", "--base-directory", sys.argv[2]]
-sys.path.insert(0, ".")
+arguments, base, cases = json.loads(sys.argv[1]), *sys.argv[2:]
+sys.argv, sys.path[:0] = ["main.py", "--cpu", "--base-directory", base], [".", cases]
 import comfy.options
 comfy.options.enable_args_parsing()
 import utils.extra_config
@@ -52,9 +52,8 @@ from comfy_api.latest import io, ui
 
 
 GUIDER_CASES = """
-sys.path.insert(0, arguments[0])
 import guider_cases
-answer = guider_cases.answers(arguments[1])
+answer = guider_cases.answers(*arguments)
 """
 
 
@@ -94,12 +93,13 @@ def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(comfyui: ComfyUI, base: Path) -> Callable[..., Any]:
     """`ask(code, *arguments)` runs code in ComfyUI's Python and returns the JSON value of its variable `answer`.
 
-    It may take `seconds`. The code sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`.
+    It may take `seconds`. The code sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`, and the modules of this
+    folder can be imported.
     """
 
     def ask(code: str, *arguments: object, seconds: int = START_SECONDS) -> Any:
         script = f"{IMPORTS}\n{code}\nprint(json.dumps(answer))"
-        command = [str(comfyui.python), "-c", script, json.dumps(arguments), str(base)]
+        command = [str(comfyui.python), "-c", script, json.dumps(arguments), str(base), str(Path(__file__).parent)]
         done = subprocess.run(
             command, cwd=comfyui.path, env=comfyui.environment(), capture_output=True, text=True, timeout=seconds
         )
@@ -125,7 +125,7 @@ def answers(
     for kind, channels in (("t2v", 16), ("i2v", 36)):
         for seed, name in enumerate(("high", "low"), start=1):
             (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
-    told: dict[str, Any] = ask(GUIDER_CASES, str(Path(__file__).parent), str(folder), seconds=900)
+    told: dict[str, Any] = ask(GUIDER_CASES, str(folder), seconds=900)
     return told
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import inspect
 import logging
 import random
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace as Namespace
@@ -31,20 +30,10 @@ import latent_preview
 import numpy
 import torch
 from comfy_extras import nodes_advanced_samplers, nodes_custom_sampler, nodes_model_advanced
+from installed_pack import load_pack
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-def _pack() -> None:
-    """This pack under its own name, as an installed one would be."""
-    spec = spec_from_file_location("wanstream", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-    module = module_from_spec(spec)
-    sys.modules["wanstream"] = module
-    spec.loader.exec_module(module)
-
-
-_pack()
+load_pack()
 from wanstream.host import ExpertsRef, host  # noqa: E402
 from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
 from wanstream.host.comfy_guider import ExpertsGuider  # noqa: E402

@@ -7,11 +7,9 @@ The device has as many bytes as a case says, and all that is loaded takes of the
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,19 +18,9 @@ from typing import Any
 import comfy.model_management as mm
 import comfy.model_patcher
 import torch
+from installed_pack import load_pack
 
-ROOT = Path(__file__).parent.parent.parent
-
-
-def _pack() -> None:
-    """This pack under its own name, as an installed one would be."""
-    spec = spec_from_file_location("wanstream", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-    module = module_from_spec(spec)
-    sys.modules["wanstream"] = module
-    spec.loader.exec_module(module)
-
-
-_pack()
+load_pack()
 from wanstream.host import ExpertsRef  # noqa: E402
 from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
 from wanstream.host.comfy import ComfyDoor  # noqa: E402

@@ -13,9 +13,8 @@ from wanstream.sampling.conditioning_keys import BESIDE_THE_TEXT, IGNORED, READ,
 from wanstream.workbench.comfyui import ComfyUI
 
 CASES = """
-sys.path.insert(0, arguments[0])
 import conditioning_cases
-answer = conditioning_cases.answers(arguments[1])
+answer = conditioning_cases.answers(*arguments)
 """
 
 pytestmark = pytest.mark.comfy
@@ -110,7 +109,7 @@ def found(
     for kind, channels in (("t2v", 16), ("i2v", 36)):
         for seed, name in enumerate(("high", "low"), start=1):
             (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
-    answer: dict[str, Any] = ask(CASES, str(Path(__file__).parent), str(folder), seconds=900)
+    answer: dict[str, Any] = ask(CASES, str(folder), seconds=900)
     return answer
 
 

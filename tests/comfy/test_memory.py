@@ -11,9 +11,8 @@ import pytest
 pytestmark = [pytest.mark.comfy, pytest.mark.slow]
 
 ASK = """
-sys.path.insert(0, arguments[0])
 from memory_cases import answers
-answer = answers(*arguments[1:])
+answer = answers(*arguments)
 """
 
 SHAPE = {"layers": 12, "heads": 1, "ffn_dim": 256}
@@ -22,7 +21,7 @@ SHAPE = {"layers": 12, "heads": 1, "ffn_dim": 256}
 @pytest.fixture(scope="module")
 def found(ask: Callable[..., Any], tiny_expert_file: Callable[..., Path]) -> dict[str, Any]:
     high, low = (tiny_expert_file(seed=seed, **SHAPE) for seed in (1, 2))
-    answers: dict[str, Any] = ask(ASK, str(Path(__file__).parent), str(high), str(low))
+    answers: dict[str, Any] = ask(ASK, str(high), str(low))
     return answers
 
 

@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
 pytestmark = pytest.mark.comfy
 
 NAMES = """
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from installed_pack import load_pack
 
-models, root = Path(arguments[0]), Path(arguments[1])
-spec = spec_from_file_location("wanstream", root / "__init__.py", submodule_search_locations=[str(root)])
-sys.modules["wanstream"] = module_from_spec(spec)
-spec.loader.exec_module(sys.modules["wanstream"])
+load_pack()
+models = Path(arguments[0])
 from wanstream.host import host
 
 def names():
@@ -40,7 +36,7 @@ def test_gguf_is_listed_beside_what_comfyui_lists(ask: Callable[..., Any], tmp_p
         (tmp_path / kind / "sub").mkdir(parents=True)
         for name in ("a.safetensors", "b.gguf", "sub/c.gguf", "d.pt"):
             (tmp_path / kind / name).touch()
-    before, after, place, door = ask(NAMES, str(tmp_path), str(ROOT))
+    before, after, place, door = ask(NAMES, str(tmp_path))
     assert door == "ComfyDoor"
     others = {kind: ["a.safetensors"] for kind in ("vae", "loras", "text_encoders")}
     assert before == {"diffusion_models": ["a.safetensors", "b.gguf", "sub/c.gguf"], **others}

@@ -7,7 +7,6 @@ CLIP Vision output where there is an image. One process runs all cases (`one_exp
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ NATIVE = 1e-4
 SECONDS = 300
 
 ASK = """
-sys.path.insert(0, arguments[0])
 import one_expert_cases
-answer = one_expert_cases.answers(arguments[1])
+answer = one_expert_cases.answers(*arguments)
 """
 
 pytestmark = [pytest.mark.comfy, pytest.mark.timeout(SECONDS)]
@@ -37,7 +35,7 @@ def found(
     (folder / "i2v.safetensors").symlink_to(tiny_expert_file(seed=2, in_channels=36, image_dim=1280))
     (folder / "ti2v.safetensors").symlink_to(tiny_expert_file(seed=3, in_channels=48))
     save_vae_file(make_vae(seed=3, base_dim=vae_width), folder / "vae.safetensors")
-    answers = ask(ASK, str(Path(__file__).parent), str(folder), seconds=SECONDS)
+    answers = ask(ASK, str(folder), seconds=SECONDS)
 
     def told(case: str) -> Any:
         value = answers[case]

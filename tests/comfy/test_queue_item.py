@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.comfy
 
-ROOT = Path(__file__).parent.parent.parent
-
-PACK = """
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-
-root = Path(arguments[0])  # this pack under its own name, as an installed one would be
-spec = spec_from_file_location("wanstream", root / "__init__.py", submodule_search_locations=[str(root)])
-sys.modules["wanstream"] = module_from_spec(spec)
-spec.loader.exec_module(sys.modules["wanstream"])
-"""
-
-ASK = (
-    PACK
-    + """
+ASK = """
 import torch
+from installed_pack import load_pack
+load_pack()
 from comfy_execution.utils import CurrentNodeContext
 from wanstream.host import host
 
@@ -43,23 +30,21 @@ for prompt, node, name in (("p1", "1", "open"), ("p2", "1", "open"), ("p1", "2",
 ids.append(host.run_id())
 answer = {"ids": ids, "phases": phases, "nobodys": nobodys, "dynamic": host.dynamic_bytes()}
 """
-)
 
-DYNAMIC = (
-    PACK
-    + """
+DYNAMIC = """
 from comfy import memory_management
+from installed_pack import load_pack
+load_pack()
 from wanstream.host import host
 
 before = host.dynamic_bytes()
 memory_management.aimdo_enabled = True  # as main.py does where a GPU is there
 answer = [before, host.dynamic_bytes()]
 """
-)
 
 
 def test_phases_are_kept_by_queue_item(ask: Callable[..., Any]) -> None:
-    told = ask(ASK, str(ROOT))
+    told = ask(ASK)
     assert told["ids"] == [None, "p1", "p2", "p1", None]
     assert told["phases"] == [["open"], ["open"], ["open", "text"]]
     assert told["nobodys"] == [], "a ledger outside a queue item is nobody's"
@@ -69,4 +54,4 @@ def test_phases_are_kept_by_queue_item(ask: Callable[..., Any]) -> None:
 def test_dynamic_vram_is_asked_where_it_is_used(ask: Callable[..., Any]) -> None:
     if not ask("from importlib.util import find_spec\nanswer = bool(find_spec('comfy.memory_management'))"):
         pytest.skip("this ComfyUI has no dynamic VRAM")
-    assert ask(DYNAMIC, str(ROOT)) == [None, 0]
+    assert ask(DYNAMIC) == [None, 0]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-
 ASK = """
-from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("wanstream", arguments[0] + "/__init__.py", submodule_search_locations=[arguments[0]])
-sys.modules["wanstream"] = module = module_from_spec(spec)
-spec.loader.exec_module(module)
+from installed_pack import load_pack
+load_pack()
 from wanstream.host import host
 from wanstream.nodes.load import WanStreamExperts
 from wanstream.nodes.lora import WanStreamLora
@@ -26,11 +21,11 @@ pytestmark = pytest.mark.comfy
 
 
 def test_the_door_reads_what_the_settings_of_the_page_write(server: Any, ask: Callable[..., Any]) -> None:
-    assert ask(ASK, str(ROOT)) is False
+    assert ask(ASK) is False
     try:
         for value in (True, False):
             status, _ = server.post("/settings/WanStream.Strict", value)
             assert status == 200
-            assert ask(ASK, str(ROOT)) is value
+            assert ask(ASK) is value
     finally:
         server.post("/settings/WanStream.Strict", False)

@@ -31,18 +31,17 @@ GIVEN = {"one image": (1, 0), "five images": (5, 0), "first and last": (1, 1), "
 """How many start images and end images."""
 
 ASK_TEXT = """
-sys.path.insert(0, arguments[0])
 import clip_node
 from safetensors.torch import save_file
 
-folder_paths.add_model_folder_path("text_encoders", arguments[1], is_default=True)
+folder_paths.add_model_folder_path("text_encoders", arguments[0], is_default=True)
 found = {}
-for name in arguments[2]:
+for name in arguments[1]:
     (clip,) = clip_node.TestClip().load(name + ".safetensors", "wan")
-    for prompt in arguments[3]:
+    for prompt in arguments[2]:
         ((embedding, _),) = nodes.CLIPTextEncode().encode(clip, prompt)[0]
         found[f"{name} {prompt}"] = embedding.contiguous()
-save_file(found, arguments[4])
+save_file(found, arguments[3])
 answer = None
 """
 
@@ -113,7 +112,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def their_text(ask: Callable[..., None], comfyui: Any, files: Path) -> dict[str, torch.Tensor]:
     """ComfyUI's embeddings by file and prompt."""
     skip_without(comfyui, "utils.py", "convert_old_quants")
-    ask(ASK_TEXT, str(Path(__file__).parent), str(files), list(ENCODERS), PROMPTS, str(files / "found"))
+    ask(ASK_TEXT, str(files), list(ENCODERS), PROMPTS, str(files / "found"))
     return load_file(files / "found")
 
 
