@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 import comfy.clip_vision
 import torch
 from comfy_api.latest import io
-from comfy_extras import nodes_wan, nodes_wanmove
 from installed_pack import load_pack
 
 load_pack()
@@ -24,6 +24,8 @@ from wanstream.sampling import RequestError, denoise  # noqa: E402
 from wanstream.wan import open_experts  # noqa: E402
 
 SIZE, FRAMES = 64, 9
+MODULES = [name for name in ("nodes_wan", "nodes_wanmove") if importlib.util.find_spec(f"comfy_extras.{name}")]
+"""Files of native Wan nodes; ComfyUI 0.3.64 lacks the second one."""
 
 
 class Vae:
@@ -120,7 +122,7 @@ def _values(node: str) -> dict[str, Any]:
 def wan_nodes() -> dict[str, Any]:
     """Every node of ComfyUI's Wan modules that puts out a conditioning."""
     found = {}
-    for module in (nodes_wan, nodes_wanmove):
+    for module in (importlib.import_module(f"comfy_extras.{name}") for name in MODULES):
         for _, value in inspect.getmembers(module, inspect.isclass):
             if issubclass(value, io.ComfyNode) and value.__module__ == module.__name__:
                 schema = value.define_schema()

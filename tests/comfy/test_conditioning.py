@@ -113,8 +113,15 @@ def found(
     return answer
 
 
-def test_every_wan_node_is_in_the_table(found: dict[str, Any]) -> None:
-    assert {name.split(":")[0] for name in found} == set(EXPECTED)
+@pytest.fixture(scope="module")
+def has_all_nodes(comfyui: ComfyUI) -> bool:
+    """False for a ComfyUI older than the nodes of the table."""
+    return (comfyui.path / "comfy_extras" / "nodes_wanmove.py").exists()
+
+
+def test_every_wan_node_is_in_the_table(found: dict[str, Any], has_all_nodes: bool) -> None:
+    nodes = {name.split(":")[0] for name in found}
+    assert nodes == set(EXPECTED) if has_all_nodes else nodes < set(EXPECTED)
 
 
 def test_every_node_runs_or_is_refused_by_the_name_of_its_key(found: dict[str, Any]) -> None:
@@ -131,8 +138,9 @@ def test_every_node_runs_or_is_refused_by_the_name_of_its_key(found: dict[str, A
             assert "remove" in outcome["refused"], name
 
 
-def test_every_key_of_a_wan_node_is_known(found: dict[str, Any]) -> None:
-    assert {key for outcome in found.values() for key in outcome.get("keys", ())} == set(KEYS)
+def test_every_key_of_a_wan_node_is_known(found: dict[str, Any], has_all_nodes: bool) -> None:
+    keys = {key for outcome in found.values() for key in outcome.get("keys", ())}
+    assert keys == set(KEYS) if has_all_nodes else keys < set(KEYS)
     lists = {"read": READ, "ignored": IGNORED, "refused": REFUSED}
     for key, kind in KEYS.items():
         assert kind not in lists or key in lists[kind], key
