@@ -56,8 +56,6 @@ class BenchArguments:
     cluster: str
     """`local`, or an entry of the list of clusters."""
     threads: int
-    held: tuple[bool, ...]
-    """Whether fetches are held back while workers exchange tokens; each is measured."""
     device: str | None
     output: Path
 
@@ -173,7 +171,7 @@ def _prepared(arguments: BenchArguments, asked: _Asked, experts: ExpertsRef) -> 
         channels = opened.in_channels
     request = bench_request(asked.video, videos=arguments.videos, guidance=arguments.guidance, in_channels=channels)
     bench = Bench(experts=experts, request=request, times=asked.times, workers=asked.workers, device=asked.device)
-    return bench, bench_cases(asked.counts, asked.layouts, asked.settings, pair, held=arguments.held)
+    return bench, bench_cases(asked.counts, asked.layouts, asked.settings, pair)
 
 
 def _video(arguments: BenchArguments) -> VideoShape:

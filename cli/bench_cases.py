@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..plan import Mesh, MeshError, OffloadPolicy, plan_residency
 from ..plan.mesh_checks import check_mesh
@@ -28,8 +28,6 @@ class BenchCase:
     mesh: Mesh
     policy: OffloadPolicy
     steps: int
-    hold_fetches: bool = False
-    """As of `WorkersRef`."""
 
     @property
     def workers(self) -> int:
@@ -44,8 +42,7 @@ class BenchCase:
     def name(self) -> str:
         count = f"{self.workers} worker{'s' * (self.workers != 1)}"
         layout = f" ({self.mesh})" if self.workers > 1 else ""
-        held = ", fetches held back" if self.hold_fetches else ""
-        return f"{self.steps} steps, {count}{layout}, {self.mode}{held}"
+        return f"{self.steps} steps, {count}{layout}, {self.mode}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +58,11 @@ def bench_cases(
     layouts: Sequence[Mesh],
     settings: Sequence[Setting],
     pair: Pair,
-    *,
-    held: Sequence[bool] = (False,),
 ) -> Cases:
     """Every setting on every layout that has one of these numbers of workers.
 
     `layouts` empty: for one video those that share its lanes and tokens, for several also those that spread them. One
-    worker has its own. Where workers share tokens, each is measured with fetches held back or not, as `held` says.
+    worker has its own.
     """
     cases, refused = list[BenchCase](), dict[str, str]()
     for count in counts:
@@ -82,8 +77,7 @@ def bench_cases(
                 except ValueError as err:
                     refused[case.name] = str(err)
                 else:
-                    ways = held if mesh.ring * mesh.ulysses > 1 else (False,)
-                    cases += [replace(case, hold_fetches=way) for way in ways]
+                    cases.append(case)
     return Cases(cases=tuple(dict.fromkeys(cases)), refused=tuple(refused.items()))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HOLDING = {"off": (False,), "on": (True,), "both": (False, True)}
-
 
 def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
@@ -43,12 +41,6 @@ def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--cluster", default="local", metavar="NAME", help="local, or an entry of clusters.json (default: local)"
     )
     bench.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads of a worker (on a CPU: 1)")
-    bench.add_argument(
-        "--hold-fetches",
-        choices=list(HOLDING),
-        default="off",
-        help="no fetches of weights while workers exchange tokens: on, off (default), or both, side by side",
-    )
     bench.add_argument("--device", choices=["cpu", "cuda"], help="what computes (default: GPUs if there are any)")
     bench.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for both files")
     bench.set_defaults(subcommand=_bench)
@@ -81,7 +73,6 @@ def _bench(parsed: argparse.Namespace) -> int:
             experts=tuple(parsed.experts),
             cluster=parsed.cluster,
             threads=parsed.threads,
-            held=HOLDING[parsed.hold_fetches],
             device=parsed.device,
             output=parsed.out,
         )

@@ -83,7 +83,7 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, tell: C
     from ..distributed.driver import Driver
     from ..distributed.pool import WorkerLostError
 
-    ref = replace(bench.workers, count=case.workers, mesh=case.mesh, hold_fetches=case.hold_fetches)
+    ref = replace(bench.workers, count=case.workers, mesh=case.mesh)
     driver, request = Driver(pool, ref, case.mesh), with_steps(bench.request, case.steps)
     for asked in [worker.ask("close") for worker in pool.workers]:
         with suppress(WorkerLostError):  # in the case before; the driver replaces it

@@ -3,8 +3,6 @@
 Its hooks lie on submodules, which `forward_lanes` calls one by one: `rope` and `blocks.0` pass on the tokens of this
 worker, self-attention puts the heads (Ulysses) or the keys and values (ring) of all workers together, and behind
 `proj_out` every worker has all tokens again. The text stays whole everywhere, and attention to it is local.
-
-Where the engine holds fetches back, its gate is closed from the beginning of each self-attention to its end.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
     from diffusers.models._modeling_parallel import ParallelConfig
 
-    from ..offload.fetch_gate import FetchGate
     from ..wan import ExpertEngine
     from .groups import Groups
 
@@ -74,8 +71,6 @@ def shared_tokens(groups: Groups, engine: ExpertEngine) -> Iterator[None]:
     with ExitStack() as attached:
         for model in engine.models.bare.values():
             attached.enter_context(_attached(model, groups))
-            if engine.gate is not None:
-                attached.enter_context(_gated(model, engine.gate))
         yield
 
 
@@ -113,23 +108,6 @@ def _attached(model: WanTransformer3DModel, groups: Groups) -> Iterator[None]:
         attached.callback(model.proj_out.register_forward_hook(_OutputBytes(groups)).remove)
         attached.callback(remove_context_parallel, model, plan)
         apply_context_parallel(model, parallel, plan)
-        yield
-
-
-@contextmanager
-def _gated(model: WanTransformer3DModel, gate: FetchGate) -> Iterator[None]:
-    """Each self-attention, in which workers exchange tokens, tells the gate where it begins and ends."""
-
-    def before(module: object, given: object) -> None:
-        gate.close()
-
-    def after(module: object, given: object, output: object) -> None:
-        gate.open()
-
-    with ExitStack() as attached:
-        for block in model.blocks:
-            attached.callback(block.attn1.register_forward_pre_hook(before).remove)
-            attached.callback(block.attn1.register_forward_hook(after).remove)
         yield
 
 

@@ -182,7 +182,6 @@ class Driver:
             paths=self._ref.paths,
             policy=policy,
             notes=notes,
-            hold_fetches=self._ref.hold_fetches,
         )
 
     def _compute(self, run: StageRun[StepTold], work: Work, should_stop: ShouldStop | None) -> list[StepTold]:

@@ -51,8 +51,6 @@ class RunTask:
     """Of the meeting in which it is to be computed; None: in whichever there is, or alone."""
     wants_state: bool = True
     """Whether the leader tells the state after every step; without it nobody can go on after a loss."""
-    hold_fetches: bool = False
-    """As of `WorkersRef`; the same for all workers of the cell."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

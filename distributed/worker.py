@@ -174,7 +174,6 @@ class Worker:
             pair = self._experts.get(located_experts(task.experts, task.paths))
             kept = KeptWeights() if weights is None else weights.of(pair, task.request, task.policy)
             pair.shard(kept.sharded)
-            pair.hold_fetches(task.hold_fetches and groups is not None and groups.cell.ring * groups.cell.ulysses > 1)
             place = _Place.of(groups)
             ended = denoise_part(
                 pair,

@@ -37,8 +37,6 @@ class Work:
     """Where their files lie on the machines of workers."""
     policy: OffloadPolicy
     notes: RunNotes
-    hold_fetches: bool = False
-    """As of `WorkersRef`."""
 
 
 class WorkerCell:
@@ -93,7 +91,6 @@ class WorkerCell:
                 policy=self._policy,
                 resume=None if state is None else state.state,
                 until=given.steps.stop,
-                hold_fetches=work.hold_fetches,
                 generation=self._generation,
             )
             for _ in self.ranks

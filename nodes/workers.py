@@ -50,10 +50,9 @@ class WanStreamWorkers(io.ComfyNode):
         threads: int = 0,
         restarts: int = 3,
         timeout_s: float = 300.0,
-        hold_fetches: bool = False,
         **settings: Any,
     ) -> io.NodeOutput:
-        life = {"threads": threads, "restarts": restarts, "timeout_s": timeout_s, "hold_fetches": hold_fetches}
+        life = {"threads": threads, "restarts": restarts, "timeout_s": timeout_s}
         ref = workers_ref(gpus=gpus_of(host.device()), **settings, **life)
         # Asked here so that what is missing is said on the node that wants it.
         check_ray(ref)

@@ -56,7 +56,6 @@ def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
         beyond_loopback=place.remote_machines,
         restarts=settings["restarts"],
         timeout_s=settings["timeout_s"],
-        hold_fetches=settings["hold_fetches"],
     )
 
 
@@ -181,13 +180,5 @@ def _life_inputs() -> list[io.Input]:
             optional=True,
             tooltip="Seconds that a worker waits for another before it is taken for hung and replaced. Must be longer "
             "than the slowest block, first reads from disk included.",
-        ),
-        io.Boolean.Input(
-            "hold_fetches",
-            default=False,
-            optional=True,
-            tooltip="On: no weights are fetched while a worker exchanges tokens in self-attention (ring, ulysses). "
-            "Costs time where the rest of a block is too short for them; worth a try where exchanges slow down beside "
-            "them. Off: both go on at the same time.",
         ),
     ]

@@ -11,7 +11,6 @@ import torch
 from ..metrics import Mark
 from ..plan import BlockKey
 from .decode import decode_block
-from .fetch_gate import Held
 from .host_memory import keep_freed_memory
 from .layout import BlockFormat, host_bytes
 from .patches import HeldPatches
@@ -25,7 +24,6 @@ class CpuStreams:
     torch arithmetic on the fetch thread would start a second pool of threads that fights the first one for the cores.
     """
 
-    ahead = False
     device_bytes = 0
 
     def __init__(self, source: BlockSource, formats: Mapping[BlockKey, BlockFormat], patches: HeldPatches) -> None:
@@ -44,7 +42,6 @@ class CpuStreams:
         into: torch.Tensor,
         after: Mark,
         leave: Leave,
-        held: Held | None = None,
     ) -> Arrival:
         fmt = self._formats[key]
         patch = self._patches.get(key)
@@ -55,7 +52,7 @@ class CpuStreams:
             decode = self._decoding(key, stored, into, leave)
         elif stored is not None:
             began = time.perf_counter()
-            _copy(stored, into[: fmt.stored.nbytes], held)
+            _copy(stored, into[: fmt.stored.nbytes])
             copied = (began, time.perf_counter())
             leave()
         if patch is None:
@@ -90,11 +87,6 @@ class CpuStreams:
         return
 
 
-def _copy(stored: torch.Tensor, into: torch.Tensor, held: Held | None) -> None:
+def _copy(stored: torch.Tensor, into: torch.Tensor) -> None:
     # numpy copies on this thread alone; torch would call its thread pool for it.
-    source, target = host_bytes(stored), host_bytes(into)
-    if held is None:
-        np.copyto(target, source)
-        return
-    for part in held.gate.pieces(into.numel()):
-        np.copyto(target[part.start : part.stop], source[part.start : part.stop])
+    np.copyto(host_bytes(into), host_bytes(stored))

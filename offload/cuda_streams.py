@@ -12,7 +12,6 @@ from ..plan import BlockKey
 from ..plan.memory_needs import RAW_SLOTS
 from .decode import decode_block
 from .device_scales import DeviceScales
-from .fetch_gate import Held
 from .layout import BlockFormat, allocate_flat
 from .patches import HeldPatch, HeldPatches
 from .source import BlockSource
@@ -55,8 +54,6 @@ class CudaStreams:
     allocated on.
     """
 
-    ahead = True
-
     def __init__(
         self,
         source: BlockSource,
@@ -94,11 +91,8 @@ class CudaStreams:
         into: torch.Tensor,
         after: Mark,
         leave: Leave,
-        held: Held | None = None,
     ) -> Arrival:
         assert stored is not None, f"{key} cannot be read straight into device memory"
-        if held is not None and held.behind is not None:
-            self._copies.wait_event(cast(torch.cuda.Event, held.behind))
         patch = self._patches.get(key)
         free = cast(torch.cuda.Event, after)
         if patch is None and self._formats[key].is_raw:

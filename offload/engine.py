@@ -13,11 +13,10 @@ from collections.abc import Mapping
 
 import torch
 
-from ..metrics import Recorder, clock_for
+from ..metrics import Recorder
 from ..plan import BlockKey, RamHomes, Residency, RunPrograms, TransferProgram, check_program, check_ram, eviction_order
 from .buffers import BlockBuffer, BufferState
 from .engine_run import EngineRun
-from .fetch_gate import FetchGate
 from .gather import Sharded
 from .gathering import Gathering
 from .layout import allocate_flat
@@ -63,8 +62,6 @@ class StreamEngine:
         self.ram.resize(homes, self.staging)
         self.buffers = tuple(BlockBuffer(index) for index in range(buffers))
         self.streams = self._route.streams()
-        self.gate: FetchGate | None = None
-        """Keeps fetches out of a part of each visit, which whoever computes it tells; None: nothing is held back."""
         self._running = threading.Lock()
 
     @property
@@ -230,17 +227,6 @@ class StreamEngine:
             self._route.meet(sharded)
             self.streams = self._route.streams()
         finally:
-            self.release()
-
-    def hold_fetches(self, on: bool) -> None:
-        """Have a gate from the next run on, or none. The source then is a `RangeSource`, as those of files and modules.
-
-        Raises:
-            RuntimeError: a run is going on; nothing was touched.
-        """
-        if on != (self.gate is not None):
-            self.claim()
-            self.gate = FetchGate(clock_for(self.device)) if on else None
             self.release()
 
     def drop_buffers(self) -> None:

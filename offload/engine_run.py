@@ -18,7 +18,6 @@ from ..metrics.reading import ReadMeter
 from ..metrics.step_marks import BlockArrival
 from ..plan import AT_ONCE, KEPT, Fetch, RunPrograms, Visit
 from .buffers import BlockBuffer
-from .fetch_gate import Holding
 from .gather import StoppedAlike
 from .gathering import GATHERS_AHEAD, GatheringState
 from .progress import RunProgress, RunStopped
@@ -51,9 +50,6 @@ class EngineRun:
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
         self._progress = RunProgress()
-        self._holding: Holding | None = None
-        if engine.gate is not None:
-            self._holding = Holding(engine.gate, self.program, self._progress, ahead=engine.streams.ahead)
         self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._progress.no_more)
         self._arrivals: list[Arrival | None] = [None] * len(self.program.fetches)
         self._latest: deque[Mark] = deque(maxlen=PACE)
@@ -136,8 +132,6 @@ class EngineRun:
         """
         gathering = self._engine.gathering
         try:
-            if self._holding is not None:
-                self._holding.end_run()
             if gathering is not None and alike:
                 self._progress.end()
                 self._thread.join()
@@ -221,8 +215,6 @@ class EngineRun:
         self._latest.append(done)
         if number in self._awaited:
             self._freed[number] = done
-        if self._holding is not None:
-            self._holding.visit_over(number)
         last = number in self.program.last_use
         buffer.release(last=last)
         self._next += 1
@@ -261,18 +253,17 @@ class EngineRun:
         if self._engine.gathering is not None and number >= GATHERS_AHEAD:
             self._progress.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)
         self._progress.await_released(fetch.start_after)
-        held = None if self._holding is None else self._holding.held(fetch)
         after = self._origin if fetch.start_after == AT_ONCE else self._freed.pop(fetch.start_after)
         buffer = self._engine.buffers[fetch.buffer]
         buffer.begin_fill(fetch.block)
         if slot is None:
             key, stored = fetch.block, None
-            self._ram.read_straight(number, key, buffer.memory[: self._engine.formats[key].stored.nbytes], held)
+            self._ram.read_straight(number, key, buffer.memory[: self._engine.formats[key].stored.nbytes])
         else:
             assert slot.key is not None, f"slot {slot.index} was taken and holds nothing"
             key, stored = slot.key, slot.memory
         leave = partial(self._ram.leave, number)
-        self._arrivals[number] = self._engine.streams.land(key, stored, buffer.memory, after, leave, held)
+        self._arrivals[number] = self._engine.streams.land(key, stored, buffer.memory, after, leave)
         buffer.issued()
         self.fetched.append(fetch._replace(block=key, buffer=buffer.index))
         self._progress.note_issued(number)

@@ -11,7 +11,6 @@ import torch
 from ..metrics import Mark
 from ..plan import BlockKey
 from .cpu_streams import CpuStreams
-from .fetch_gate import Held
 from .gathered_scales import GatheredScales
 from .gathering import GATHERS_AHEAD, Gathering
 from .layout import BlockFormat, allocate_flat
@@ -27,8 +26,6 @@ class GatheredCpuStreams:
     Args:
         inner: decodes and patches what was gathered.
     """
-
-    ahead = False
 
     def __init__(
         self, inner: CpuStreams, shards: ShardSource, formats: Mapping[BlockKey, BlockFormat], gathering: Gathering
@@ -54,13 +51,10 @@ class GatheredCpuStreams:
         into: torch.Tensor,
         after: Mark,
         leave: Leave,
-        held: Held | None = None,
     ) -> Arrival:
         assert stored is not None, f"the shard of {key} lies in no slot"
         raw = self._formats[key].is_raw
         target = into if raw else self._next_raw_slot()
-        if held is not None:
-            held.gate.wait()
         self._scales.complete(key)
         began = time.perf_counter()
         self._gathering.all_gather(target[: self._size * stored.numel()], stored)

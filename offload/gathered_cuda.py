@@ -17,7 +17,6 @@ from ..plan import BlockKey
 from ..plan.memory_needs import RAW_SLOTS
 from .decode import decode_block
 from .device_scales import DeviceScales
-from .fetch_gate import Held
 from .gathered_scales import GatheredScales
 from .gathering import Gathering
 from .layout import BlockFormat, allocate_flat
@@ -58,8 +57,6 @@ class GatheredCudaStreams:
 
     A shard that lies in RAM is copied to the device before; one that lies there is gathered from where it is.
     """
-
-    ahead = True
 
     def __init__(
         self,
@@ -102,12 +99,8 @@ class GatheredCudaStreams:
         into: torch.Tensor,
         after: Mark,
         leave: Leave,
-        held: Held | None = None,
     ) -> Arrival:
         assert stored is not None, f"the shard of {key} lies in no slot"
-        if held is not None and held.behind is not None:
-            for stream in (self._copies, self._gathers):
-                stream.wait_event(cast(torch.cuda.Event, held.behind))
         free = cast(torch.cuda.Event, after)
         slot = self._slots[self._turn % RAW_SLOTS]
         self._turn += 1

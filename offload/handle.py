@@ -26,7 +26,6 @@ from .attached_run import OffloadRun
 from .binding import BlockBinding
 from .buffers import BlockBuffer
 from .engine import StreamEngine
-from .fetch_gate import FetchGate
 from .follow import ForwardFollower
 from .gather import Sharded
 from .patches import BlockPatch
@@ -161,21 +160,6 @@ class OffloadHandle:
         assert self._sharded.resembles(sharded), "other shards need another engine"
         self.engine.meet(sharded)
         self._sharded = sharded
-
-    def hold_fetches(self, on: bool) -> None:
-        """Keep fetches out of a part of each visit of the coming runs, which the caller tells to `gate`.
-
-        Copies are made in pieces then. The source is a `RangeSource`, as those of files and modules are.
-
-        Raises:
-            RuntimeError: a run is going on; nothing was touched.
-        """
-        self.engine.hold_fetches(on)
-
-    @property
-    def gate(self) -> FetchGate | None:
-        """What to close before that part and to open behind it; None where nothing is held back."""
-        return self.engine.gate
 
     def take_buffers(self) -> None:
         """Allocate all buffers now; otherwise each comes with the first run that fetches into it.

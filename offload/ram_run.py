@@ -9,7 +9,6 @@ import torch
 
 from ..metrics.reading import ReadMeter, ReadSpan
 from ..plan import AT_ONCE, DIRECT, KEPT, BlockKey, Fetch, RamProgram
-from .fetch_gate import Held
 from .progress import RunProgress, RunStopped
 from .ram_slots import RamSlot, RamSlots
 from .run_thread import RunThread
@@ -87,13 +86,13 @@ class RamRun:
         reads, expected = self._ram.program.fetches, self._ram.expected_from
         return sum(span.nbytes for number, span in self._spans.items() if reads[number].needed_by >= expected)
 
-    def read_straight(self, fetch: int, key: BlockKey, into: torch.Tensor, held: Held | None = None) -> None:
-        """Read the block of a fetch that has no slot into its buffer, as it is held back (fetch thread).
+    def read_straight(self, fetch: int, key: BlockKey, into: torch.Tensor) -> None:
+        """Read the block of a fetch that has no slot into its buffer (fetch thread).
 
         Raises:
             SourceError: the bytes could not be read.
         """
-        span = self._slots.read(key, into, self._meter, straight=True, held=held)
+        span = self._slots.read(key, into, self._meter, straight=True)
         if span is not None:
             self._straight[fetch] = span
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
-from typing import cast
 
 import torch
 
@@ -14,12 +13,11 @@ from ..plan import BlockKey, RamHomes, Residency, eviction_order
 from .available_memory import available_bytes
 from .buffers import BlockPlace, BufferState
 from .device_slots import DeviceSlots
-from .fetch_gate import Held
 from .host_memory import in_pages
 from .host_slots import HostSlots, SlotMemory
 from .page_lock import PageLock
 from .shared_segment import SharedSegment
-from .source import BlockSource, RangeSource
+from .source import BlockSource
 
 
 class RamSlot(BlockPlace):
@@ -168,18 +166,13 @@ class RamSlots:
         meter: ReadMeter | None = None,
         *,
         straight: bool = False,
-        held: Held | None = None,
     ) -> ReadSpan | None:
         """Read a block into `into`, 1-D uint8 CPU memory of its stored bytes; returns what `meter` measured.
-
-        Held back, it is read in pieces, out of a `RangeSource`; what was waited is measured with it.
 
         Raises:
             SourceError: the bytes could not be read.
         """
         read = partial(self._source.read_block, key, into)
-        if held is not None:
-            read = partial(_read_in_pieces, cast(RangeSource, self._source), key, into, held)
         if meter is not None:
             name = f"read {key.expert} {key.block}"
             return meter.measure(read, self._source.file_bytes(key), name=name, straight=straight)
@@ -235,8 +228,3 @@ class RamSlots:
 
 def _padded(slots: list[RamSlot | None], length: int) -> list[RamSlot | None]:
     return slots[:length] + [None] * (length - len(slots))
-
-
-def _read_in_pieces(source: RangeSource, key: BlockKey, into: torch.Tensor, held: Held) -> None:
-    for part in held.gate.pieces(into.numel()):
-        source.read_range(key, part, into[part.start : part.stop])

@@ -14,7 +14,6 @@ import torch
 
 from ..metrics import Mark
 from ..plan import BlockKey
-from .fetch_gate import Held
 
 
 def nothing_left() -> None:
@@ -45,10 +44,6 @@ class Arrival:
 class Streams(Protocol):
     """Moves the blocks of one source to one device."""
 
-    @property
-    def ahead(self) -> bool:
-        """Whether the device is told ahead of time, and works in the order of marks; otherwise `land` itself copies."""
-
     def begin_run(self) -> None:
         """A run begins (computing thread)."""
 
@@ -59,12 +54,10 @@ class Streams(Protocol):
         into: torch.Tensor,
         after: Mark,
         leave: Leave,
-        held: Held | None = None,
     ) -> Arrival:
         """The buffer `into` is free once the device has passed `after`; issue the copy into it (fetch thread).
 
-        `stored` are the bytes in RAM; None: they were read straight into the buffer. `held` says how the copy keeps out
-        of the way; None: not at all.
+        `stored` are the bytes in RAM; None: they were read straight into the buffer.
         """
 
     def end_run(self) -> None:

@@ -12,10 +12,6 @@ least:
 * sharded in VRAM: a gather and nothing else, where the shards of all blocks fit beside what a run needs.
 
 Full is kept wherever nothing is faster by more than what the figures are worth: it needs nobody else.
-
-Whether fetches wait for a part of a block in which attention exchanges nothing is asked apart (`hold_fetches` of
-`WorkersRef`); what that costs and spares is reckoned in docs/scaling.md. What is measured here are fetches that wait
-for nothing.
 """
 
 from __future__ import annotations

@@ -57,5 +57,3 @@ class WorkersRef:
     """How many lost workers are replaced in one run."""
     timeout_s: float = 300.0
     """How long a worker waits for the others of its cell before it says that one hangs."""
-    hold_fetches: bool = False
-    """Whether no fetch of weights begins while a worker exchanges tokens (ring, ulysses)."""

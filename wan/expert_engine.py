@@ -11,7 +11,6 @@ import torch
 from ..metrics import Recorder
 from ..offload.attach import attach_offload
 from ..offload.attached_run import OffloadRun
-from ..offload.fetch_gate import FetchGate
 from ..offload.gather import Sharded
 from ..offload.patches import BlockPatch, WeightPatch
 from ..plan import BlockKey, OffloadPolicy, RunPrograms, Storage, Visit
@@ -179,20 +178,6 @@ class ExpertEngine:
         """
         self._check_open()
         self._handle.meet(sharded)
-
-    def hold_fetches(self, on: bool) -> None:
-        """Keep fetches out of a part of each visit of the coming runs, which whoever computes it tells to `gate`.
-
-        Raises:
-            RuntimeError: a run is going on; nothing was touched.
-        """
-        self._check_open()
-        self._handle.hold_fetches(on)
-
-    @property
-    def gate(self) -> FetchGate | None:
-        """What to close before that part and to open behind it; None where nothing is held back."""
-        return self._handle.gate
 
     def take_buffers(self) -> None:
         """Allocate all buffers now; otherwise each comes with the first run that fetches into it.

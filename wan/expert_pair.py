@@ -50,7 +50,6 @@ class ExpertPair:
         self.kernels = Kernels()
         """What computes the blocks, from the next time on that the engine is asked for."""
         self._sharded: Sharded | None = None
-        self._holds_fetches = False
         self._engine: ExpertEngine | None = None
         self._engine_for: tuple[OffloadPolicy, torch.device] | None = None
         self._engine_sharded: Sharded | None = None
@@ -122,13 +121,6 @@ class ExpertPair:
         """
         self._sharded = sharded
 
-    def hold_fetches(self, on: bool) -> None:
-        """Keep fetches out of a part of each visit, which whoever computes it tells to the engine's `gate`.
-
-        Takes effect when the engine is asked for the next time.
-        """
-        self._holds_fetches = on
-
     def engine(self, policy: OffloadPolicy, device: torch.device | str) -> ExpertEngine:
         """Return the engine for `policy` on `device`, with the LoRAs set.
 
@@ -138,8 +130,7 @@ class ExpertPair:
             ValueError: the policy does not fit the number of blocks, a factor of a LoRA is not finite, or the kernels
                 are not installed or do not serve this device or dtype.
             OSError: a LoRA cannot be read, or its factors or the blocks to be kept in RAM do not fit there.
-            RuntimeError: the engine runs, and another one, other kernels, other LoRAs or another way to fetch are asked
-                for.
+            RuntimeError: the engine runs, and another one, other kernels or other LoRAs are asked for.
         """
         place = torch.device(device)
         self._meet()
@@ -166,7 +157,6 @@ class ExpertPair:
         self._engine.set_kernels(self.kernels)
         self._factors.keep_only([lora for stack in self._loras.values() for lora, _ in stack])
         self._engine.set_loras(self._active_loras(), self._factors)
-        self._engine.hold_fetches(self._holds_fetches)
         return self._engine
 
     def present_engine(self, policy: OffloadPolicy, device: torch.device) -> ExpertEngine | None:

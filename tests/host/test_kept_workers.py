@@ -96,7 +96,7 @@ def test_another_layout_is_another_driver_of_the_same_workers(kept: KeptWorkers,
     two = replace(ONE, count=2)
     sides = kept.get(two, Mesh(cfg=2), CPU)
     stages = kept.get(two, Mesh(stage=2), CPU)
-    held = {"restarts": 9, "goal": "many videos", "hold_fetches": True}
+    held = {"restarts": 9, "goal": "many videos"}
     patient = kept.get(replace(two, mesh=Mesh(stage=2), **held), Mesh(stage=2), CPU)
     assert len({id(driver) for driver in (sides, stages, patient)}) == 3
     assert sides.pool is stages.pool is patient.pool

@@ -28,7 +28,7 @@ SNAPSHOT = {
         "WANSTREAM_POLICY",
     ),
     "WanStreamWorkers": (
-        "count layout data stage cfg ring ulysses cluster weights threads restarts timeout_s hold_fetches",
+        "count layout data stage cfg ring ulysses cluster weights threads restarts timeout_s",
         "WANSTREAM_WORKERS",
     ),
     "WanStreamCache": ("kind preset threshold calibration most_in_a_row retention", "WANSTREAM_CACHE"),

@@ -35,7 +35,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_setting_reaches_the_value(lab: None) -> None:
     set_below = {"layout": "as set below", "count": 8, "data": 2, "cfg": 2, "ulysses": 2}
     place = {"cluster": "lab", "weights": "sharded"}
-    life = {"threads": 3, "restarts": 0, "timeout_s": 60.0, "hold_fetches": True}
+    life = {"threads": 3, "restarts": 0, "timeout_s": 60.0}
     assert workers_ref(gpus=1, **{**AS_IT_IS, **set_below, **place, **life}) == WorkersRef(
         count=8,
         mesh=Mesh(data=2, cfg=2, ulysses=2),
@@ -47,7 +47,6 @@ def test_every_setting_reaches_the_value(lab: None) -> None:
         beyond_loopback=True,
         restarts=0,
         timeout_s=60.0,
-        hold_fetches=True,
     )
 
 
@@ -88,7 +87,7 @@ def test_what_cannot_be_is_refused_before_the_run_and_in_it(
     assert str(raised.value) == refused
 
 
-NOT_ASKED = ("weights", "threads", "restarts", "timeout_s", "hold_fetches")
+NOT_ASKED = ("weights", "threads", "restarts", "timeout_s")
 
 
 @pytest.mark.parametrize("linked", ["count", "layout", "cluster", "ulysses"])
