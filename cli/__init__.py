@@ -193,11 +193,6 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     plan.add_argument("--device", choices=["cpu", "cuda"], help="with --gpu this: what computes")
     plan.add_argument("--workers", type=int, metavar="N", help="lay out N of these GPUs: for one video, and for many")
     plan.add_argument("--per-machine", type=int, default=8, metavar="N", help="with --workers: on one machine (8)")
-    plan.add_argument(
-        "--link",
-        choices=["pcie4", "pcie5", "nvlink"],
-        help="with --workers: how they are connected (default: over the bus of the GPU)",
-    )
     plan.add_argument("--videos", type=int, default=100, metavar="N", help="with --workers: many are so many (100)")
     plan.add_argument(
         "--ways",
@@ -283,7 +278,6 @@ def _plan(parsed: argparse.Namespace) -> int:
             models=parsed.models,
             device=parsed.device,
             workers=parsed.workers,
-            link=parsed.link,
             per_machine=parsed.per_machine,
             videos=parsed.videos,
             ways=parsed.ways,

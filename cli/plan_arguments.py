@@ -56,8 +56,6 @@ class PlanArguments:
     device: str | None = None
     workers: int | None = None
     """How many to lay out; None: one run on one of them."""
-    link: str | None = None
-    """Name of one of `LINKS`; None: as is expected of the machine's bus."""
     per_machine: int = 8
     """Workers on one machine."""
     videos: int = 100

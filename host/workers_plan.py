@@ -6,14 +6,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..plan import AutoOffload, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef
-from ..plan.fleet import simulate_fleet
-from ..plan.fleet_choice import propose_mesh
-from ..plan.links import Links, expected_links
-from ..plan.memory_needs import RAM_SHARE, VRAM_RESERVE, VRAM_SHARE
+from ..plan import AutoOffload, Budgets, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef, plan_offload
 from ..plan.mesh_checks import check_mesh
+from ..plan.parallel_layout import choose_layout, describe_layout, heads_of, worker_share
 from ..plan.plan_reason import policy_words, ram_words
-from ..plan.shapes import HEAD_DIM
 from ..plan.workers_ref import LOCAL, WeightHome
 
 GPUS_OF_A_MACHINE = 8
@@ -50,13 +46,15 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
     mesh, reasons = _layout(run, machine_of)
     if isinstance(run.asked, OffloadPolicy):
         return WorkersPlan(mesh=mesh, policy=run.asked, reasons=reasons)
-    machine = machine_of()
-    # Where weights are measured at the start, what takes most RAM must fit.
-    home: WeightHome = "full" if run.workers.weights == "auto" else run.workers.weights
-    links = _links(run.workers, machine)
-    fleet = simulate_fleet(_of_cell(run, mesh), _within(machine, run.asked), links, mesh, weights=(home,))
-    # All workers run under one policy: that of the stage with the most steps.
-    policy = max(fleet.stages, key=lambda stage: len(stage.steps)).policy
+    share = worker_share(
+        mesh,
+        _of_cell(run, mesh),
+        machine_of(),
+        run.asked.budgets,
+        workers_per_machine=_workers_per_machine(run.workers),
+        weights=_weights(run.workers),
+    )
+    policy = plan_offload(share.job, share.machine, share.budgets).policy
     chosen = f"chosen for each worker: {policy_words(policy, run.job.expert.blocks)}, {ram_words(policy)}"
     LOG.info("%s", chosen)
     return WorkersPlan(mesh=mesh, policy=policy, reasons=(*reasons, chosen))
@@ -69,7 +67,7 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
         return mesh, check_mesh(
             mesh,
             workers=count,
-            heads=max(1, job.expert.width // HEAD_DIM),
+            heads=heads_of(job),
             tokens=job.tokens,
             lanes={expert: job.lanes[expert] for expert in job.experts_of_steps},
             steps=len(job.experts_of_steps),
@@ -77,11 +75,18 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
         )
     if count == 1:
         return Mesh(), ()
-    machine = machine_of()
-    videos = run.videos if run.workers.goal == "many videos" else 1
-    plan = propose_mesh(count, _one_video(run), machine, _links(run.workers, machine), videos)
-    LOG.info("%s", plan.reason)
-    return plan.mesh, (f"laid out: {plan.reason}",)
+    mesh = choose_layout(
+        count,
+        _one_video(run),
+        machine_of(),
+        run.asked.budgets if isinstance(run.asked, AutoOffload) else Budgets(),
+        samples=run.videos if run.workers.goal == "many videos" else 1,
+        workers_per_machine=_workers_per_machine(run.workers),
+        weights=_weights(run.workers),
+    )
+    reason = f"laid out as {describe_layout(mesh)}"
+    LOG.info("%s", reason)
+    return mesh, (reason,)
 
 
 def _one_video(run: SharedRun) -> OffloadJob:
@@ -103,19 +108,13 @@ def _of_videos(run: SharedRun, count: int) -> OffloadJob:
     return replace(run.job, lanes={expert: count * lanes // run.videos for expert, lanes in run.job.lanes.items()})
 
 
-def _links(workers: WorkersRef, machine: Machine) -> Links:
-    here = workers.count if workers.address == LOCAL else min(workers.count, GPUS_OF_A_MACHINE)
-    return expected_links(machine, workers_per_machine=here)
+def _workers_per_machine(workers: WorkersRef) -> int:
+    return workers.count if workers.address == LOCAL else min(workers.count, GPUS_OF_A_MACHINE)
 
 
-def _within(machine: Machine, asked: AutoOffload) -> Machine:
-    """`machine` with as much memory as the budgets leave of it; RAM is that of all workers together."""
-    ram, vram = asked.budgets.ram_bytes, asked.budgets.vram_bytes
-    if ram is not None:
-        machine = replace(machine, ram_bytes=int(ram / RAM_SHARE))
-    if vram is not None:
-        machine = replace(machine, vram_bytes=min(machine.vram_bytes, int((vram + VRAM_RESERVE) / VRAM_SHARE)))
-    return machine
+def _weights(workers: WorkersRef) -> WeightHome:
+    # `auto` is measured when workers start; until then the place that takes most RAM must fit.
+    return "full" if workers.weights == "auto" else workers.weights
 
 
 class PlannedOnce:

@@ -8,10 +8,7 @@ from .eviction import eviction_order
 from .experts import split_at_boundary
 from .experts_ref import Attention, ExpertsRef, LoraRef, Storage
 from .fit import fit_policy, stay_near
-from .fleet import FleetRun, simulate_fleet
-from .fleet_choice import MeshPlan, propose_mesh
 from .hardware import Hardware
-from .links import Links, expected_links
 from .machine import Machine
 from .memory_needs import DoesNotFitError
 from .mesh import Coordinates, Mesh, MeshError
@@ -47,15 +44,12 @@ __all__ = [
     "ExpertShape",
     "ExpertsRef",
     "Fetch",
-    "FleetRun",
     "Hardware",
-    "Links",
     "LoraRef",
     "Machine",
     "MemorySample",
     "Mesh",
     "MeshError",
-    "MeshPlan",
     "OffloadJob",
     "OffloadPlan",
     "OffloadPolicy",
@@ -82,14 +76,11 @@ __all__ = [
     "compile_ram",
     "corrected",
     "eviction_order",
-    "expected_links",
     "fit_policy",
     "plan_offload",
     "plan_ram",
     "plan_residency",
-    "propose_mesh",
     "simulate",
-    "simulate_fleet",
     "split_at_boundary",
     "spread_evenly",
     "stage_boundaries",
