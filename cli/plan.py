@@ -80,7 +80,7 @@ def shown(job: OffloadJob, chosen: OffloadPlan) -> list[Candidate]:
     for candidate in chosen.candidates:
         policy = candidate.policy
         quarter = -(-policy.blocks_to_swap * 4 // job.expert.blocks)
-        way = (policy.kind, quarter, policy.source, policy.ram_rolls, policy.ram_blocks is None)
+        way = (policy.kind, quarter, policy.source, policy.ram_blocks is None)
         best.setdefault(way, candidate)
     return list(best.values())[:SHOWN]
 

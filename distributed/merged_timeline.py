@@ -6,7 +6,7 @@ not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,6 @@ def in_turn(computed: Iterable[Computed]) -> Timeline:
         kind="measured",
         steps=tuple(moved(step, part.began_s) for part in parts for step in part.timeline.steps),
         outer_bytes=sum(each.outer_bytes for each in timelines),
-        ahead_bytes=sum(each.ahead_bytes for each in timelines),
         first_block_s=min(first_blocks, default=None),
         # Why weights are kept as they are, each task of a worker says again.
         changes=tuple(dict.fromkeys(change for each in timelines for change in each.changes)),
@@ -56,7 +55,6 @@ def in_turn(computed: Iterable[Computed]) -> Timeline:
         ),
         copy_rates=together(rate for each in timelines for rate in each.copy_rates),
         read_rates=together(rate for each in timelines for rate in each.read_rates),
-        measuring_s=sum(each.measuring_s for each in timelines),
     )
 
 
@@ -95,8 +93,7 @@ def _over_rows(taken: Sequence[tuple[int, StepRecord]]) -> StepRecord:
         steps[0],
         **_sums(slowest, SPENT),
         **_sums(steps, MOVED),
-        **_known(steps, sum, ("cached_bytes",)),
-        **_known(steps, max, PEAKS),
+        **_peaks(steps),
         began_s=min(began, default=None),
     )
 
@@ -105,7 +102,7 @@ def _sums(steps: Sequence[StepRecord], names: Sequence[str]) -> dict[str, Any]:
     return {name: sum(getattr(step, name) for step in steps) for name in names}
 
 
-def _known(steps: Sequence[StepRecord], fold: Callable[[list[int]], int], names: Sequence[str]) -> dict[str, Any]:
-    """A figure that may be unknown: of all, as far as it is known."""
-    found = {name: [value for step in steps if (value := getattr(step, name)) is not None] for name in names}
-    return {name: fold(values) if values else None for name, values in found.items()}
+def _peaks(steps: Sequence[StepRecord]) -> dict[str, Any]:
+    """The highest known value of each figure that may be unknown."""
+    found = {name: [value for step in steps if (value := getattr(step, name)) is not None] for name in PEAKS}
+    return {name: max(values, default=None) for name, values in found.items()}

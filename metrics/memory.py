@@ -40,8 +40,6 @@ class MemorySampler:
     def __init__(
         self, device: torch.device, *, began: float, interval_s: float = INTERVAL_S, most: int = MOST_SAMPLES
     ) -> None:
-        self.spent_s = 0.0
-        """Seconds that sampling took."""
         self.state = SamplerState.NEW
         self._meter = MemoryMeter(device)
         self._began, self._interval_s, self._most = began, interval_s, most
@@ -80,9 +78,8 @@ class MemorySampler:
             ending = self._over.wait(self._interval_s)
 
     def _sample(self) -> None:
-        entered = time.perf_counter()
         sample = MemorySample(
-            at_s=entered - self._began,
+            at_s=time.perf_counter() - self._began,
             device_bytes=self._meter.allocated_bytes(),
             device_used_bytes=self._meter.used_bytes(),
             rss_bytes=self._meter.rss_bytes(),
@@ -92,7 +89,6 @@ class MemorySampler:
             if len(self._samples) > self._most:
                 self._samples = thinned(self._samples)
                 self._interval_s *= 2
-        self.spent_s += time.perf_counter() - entered
 
     def __enter__(self) -> MemorySampler:
         self.start()

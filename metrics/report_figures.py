@@ -105,10 +105,6 @@ def _mean_s(timeline: Timeline) -> float | None:
     return timeline.wall_s / len(timeline.steps) if timeline.steps else None
 
 
-def _measuring_share(timeline: Timeline) -> float | None:
-    return timeline.measuring_s / timeline.wall_s if timeline.measuring_s > 0 else None
-
-
 def _cached_share(timeline: Timeline) -> float | None:
     """None where no cache took anything over."""
     used = any(step.cached_lanes for step in timeline.steps)
@@ -141,8 +137,6 @@ FIGURES = (
     Figure(name="Transfers hidden", unit="share", of=lambda timeline: timeline.overlap),
     Figure(name="Moved to buffers", unit="bytes", of=lambda timeline: timeline.bytes_moved),
     Figure(name="Read from files", unit="bytes", of=lambda timeline: timeline.read_bytes),
-    Figure(name="Read from the page cache", unit="bytes", of=lambda timeline: timeline.cached_bytes),
-    Figure(name="Read ahead for the next run", unit="bytes", of=lambda timeline: timeline.ahead_bytes),
     Figure(name="Weights outside the blocks", unit="bytes", of=lambda timeline: timeline.outer_bytes),
     Figure(name="Rate to buffers", unit="bytes/s", of=lambda timeline: timeline.copy_bytes_per_s),
     Figure(name="Rate from files", unit="bytes/s", of=lambda timeline: timeline.read_bytes_per_s),
@@ -153,11 +147,6 @@ FIGURES = (
     Figure(name="Most RAM of the process", unit="bytes", of=_most("rss_bytes")),
     Figure(name="Most page-locked RAM", unit="bytes", of=_most("pinned_bytes")),
     Figure(name="Steps in which a cache left blocks out", unit="share", of=_cached_share),
-    Figure(
-        name="Time spent measuring",
-        unit="share",
-        of=_measuring_share,
-    ),
 )
 TOTAL = FIGURES[0]
 

@@ -9,9 +9,6 @@ from .device import Clock, Mark
 from .reading import ReadSpan
 from .trace import TraceSpan
 
-_MARKS_OF_VISIT = 4
-
-
 VisitMarks: TypeAlias = tuple[int, Mark, Mark, Mark, Mark]
 """One visit: its block; when that was asked for, there, and decoded; when the last lane had passed.
 
@@ -45,12 +42,6 @@ class StepMarks:
         self.cached_lanes = self.skipped_visits = 0
         self._seconds = clock.seconds
 
-    @property
-    def count(self) -> int:
-        """How many marks were made."""
-        pairs = sum((arrival.copied is not None) + (arrival.decoded is not None) for arrival in self.arrivals)
-        return _MARKS_OF_VISIT * len(self.visits) + 2 * pairs
-
     def compute_s(self) -> float:
         return sum(self._seconds(ready, done) for _, _, _, ready, done in self.visits)
 
@@ -79,12 +70,6 @@ class StepMarks:
             busy += max(0.0, read.ended - max(reached, read.began))
             reached = max(reached, read.ended)
         return busy
-
-    def cached_bytes(self) -> int | None:
-        """Bytes that the page cache gave; None where the kernel does not tell."""
-        reads = self.reads()
-        known = [read.cached_bytes for read in reads if read.cached_bytes is not None]
-        return sum(known) if len(known) == len(reads) else None
 
     def stall_file_s(self, end: Mark, now: float) -> float:
         """The part of the stall in which a block was still to leave its file; `end` was passed at `now`.
@@ -119,8 +104,8 @@ class StepMarks:
                 yield span("decode", arrival.block, *arrival.decoded)
             if (read := arrival.read) is not None:
                 row = "read straight" if read.straight else "read"
-                args = {"bytes": read.nbytes, "from_page_cache": read.cached_bytes}
-                yield TraceSpan(row, f"{expert} {arrival.block}", read.began - began, read.ended - began, args)
+                at = read.began - began, read.ended - began
+                yield TraceSpan(row, f"{expert} {arrival.block}", *at, {"bytes": read.nbytes})
 
     def _at(self, mark: Mark, end: Mark, now: float) -> float:
         return now - self._seconds(mark, end)

@@ -26,8 +26,6 @@ BEFORE = ("open", "text")
 
 OF_A_RUN = ("first block", "high", "switch", "low")
 
-_TRIED_MARKS = 20
-
 log = logging.getLogger("wanstream.metrics")
 
 
@@ -67,10 +65,6 @@ class Recorder:
         self._sampler: MemorySampler | None = None
         self._before: tuple[PhaseRecord, ...] = ()
         self._pinned_bytes: Callable[[], int] | None = None
-        self._ahead_bytes = 0
-        self._spent_s = 0.0
-        self._mark_count = 0
-        self._mark_s: float | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -96,7 +90,6 @@ class Recorder:
     @contextmanager
     def step(self, index: int, expert: str, sigma: float | None = None) -> Iterator[None]:
         """Everything inside belongs to step `index`; nothing is recorded when it raises."""
-        entered = time.perf_counter()
         self._marks = StepMarks(self.clock)
         self._memory.restart()
         began = time.perf_counter()
@@ -127,7 +120,6 @@ class Recorder:
                 copy_s=sum(seconds for _, seconds in copies),
                 copied_bytes=sum(nbytes for nbytes, _ in copies),
                 read_s=marks.read_s(),
-                cached_bytes=marks.cached_bytes(),
                 reserved_bytes=self._memory.reserved_bytes(),
                 device_used_bytes=self._memory.used_bytes(),
                 dynamic_bytes=self._observe.dynamic_bytes(),
@@ -141,35 +133,22 @@ class Recorder:
         if self._observe.trace is not None and len(self._spans) < self._most_spans:
             self._spans += marks.spans(expert, end, now, self._began)
             self._traced_steps = len(self._steps)
-        self._mark_count += marks.count
-        self._spent_s += began - entered + time.perf_counter() - now
 
     def run_began(self, pinned_bytes: Callable[[], int]) -> None:
         """A run of the engine begins; it is asked for its page-locked bytes when a step closes."""
         self._pinned_bytes = pinned_bytes
 
-    def run_ended(self, *, ahead_bytes: int, spent_s: float) -> None:
-        """A run of the engine is over.
-
-        Args:
-            ahead_bytes: bytes that were read from files for the run after it.
-            spent_s: seconds that measuring its reads has taken.
-        """
+    def run_ended(self) -> None:
+        """A run of the engine is over."""
         self._pinned_bytes = None
-        self._ahead_bytes += ahead_bytes
-        self._spent_s += spent_s
 
     def block_arrived(self, arrival: BlockArrival) -> None:
         """A visit may start for which a block was fetched."""
-        entered = time.perf_counter()
         self._marks.arrivals.append(arrival)
-        self._spent_s += time.perf_counter() - entered
 
     def visit(self, block: int, asked: Mark, arrived: Mark, ready: Mark, done: Mark) -> None:
         """One visit of `block`; see `VisitMarks`."""
-        entered = time.perf_counter()
         self._marks.visits.append((block, asked, arrived, ready, done))
-        self._spent_s += time.perf_counter() - entered
 
     def cached(self, *, lanes: int, visits: int) -> None:
         """A cache took over what `lanes` lanes would have computed, which left out `visits` visits of the step."""
@@ -187,13 +166,11 @@ class Recorder:
             steps=tuple(self._steps),
             kind="measured",
             outer_bytes=self.outer_bytes,
-            ahead_bytes=self._ahead_bytes,
             first_block_s=first_blocks[0] if first_blocks else None,
             phases=(*self._before, *self._run_phases()),
             memory=() if self._sampler is None else self._sampler.samples(),
             copy_rates=self._copy_rates.ranges(),
             read_rates=self._read_rates.ranges(),
-            measuring_s=self._measuring_s(),
         )
 
     def _write_trace(self, folder: Path) -> None:
@@ -206,16 +183,6 @@ class Recorder:
     def _run_phases(self) -> tuple[PhaseRecord, ...]:
         samples = () if self._sampler is None else self._sampler.samples()
         return tuple(_sampled(phase, samples) for phase in run_phases(self._steps, self._computed_from))
-
-    def _measuring_s(self) -> float:
-        """What was counted, and the time of the marks, which would take longer if each one was timed."""
-        if self._mark_s is None:
-            entered = time.perf_counter()
-            for _ in range(_TRIED_MARKS):
-                self.clock.mark()
-            self._mark_s = (time.perf_counter() - entered) / _TRIED_MARKS
-        sampling_s = 0.0 if self._sampler is None else self._sampler.spent_s
-        return self._spent_s + sampling_s + self._mark_count * self._mark_s
 
 
 def _before(noted: Sequence[PhaseRecord]) -> tuple[PhaseRecord, ...]:

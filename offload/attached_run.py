@@ -29,7 +29,7 @@ class OffloadRun:
 
     @property
     def reads(self) -> list[Fetch]:
-        """What was really read into slots of RAM so far, for the next run too: fetches of the RAM program."""
+        """Reads into slots of RAM so far: fetches of the RAM program."""
         return self._run.reads
 
     @property

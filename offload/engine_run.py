@@ -45,8 +45,8 @@ class EngineRun:
         self._engine = engine
         self._ranges: Ranges | None = None if recorder is None else recorder.ranges
         self._range: int | None = None  # of the visit that goes on
-        self._meter = None if recorder is None else ReadMeter(self._ranges)
-        self._ram = RamRun(engine.ram, programs.ram, self._meter)
+        meter = None if recorder is None else ReadMeter(self._ranges)
+        self._ram = RamRun(engine.ram, programs.ram, meter)
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
         self._progress = RunProgress()
@@ -119,8 +119,8 @@ class EngineRun:
             if self._engine.gathering is not None and self._engine.gathering.state is GatheringState.BROKEN:
                 self._engine.drop_buffers()  # a gather that was left may still write there
             self._ram.end()
-            if self._recorder is not None and self._meter is not None:
-                self._recorder.run_ended(ahead_bytes=self._ram.ahead_bytes, spent_s=self._meter.spent_s)
+            if self._recorder is not None:
+                self._recorder.run_ended()
             self._close_range()
             self._arrivals.clear()
             self._engine.release()

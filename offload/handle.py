@@ -71,8 +71,8 @@ class OffloadHandle:
         self._follower = ForwardFollower(self, stacks) if follow_forward else None
         self._attached = True
 
-    def programs(self, visits: Sequence[Visit], then: Sequence[Visit] = ()) -> RunPrograms:
-        """The programs for `visits`, starting from what buffers and slots hold now; `then` as for `run`."""
+    def programs(self, visits: Sequence[Visit]) -> RunPrograms:
+        """The programs for `visits`, starting from what buffers and slots hold now."""
         places = Places(
             residency=self._residency,
             buffers=len(self.engine.buffers),
@@ -81,22 +81,15 @@ class OffloadHandle:
             in_buffers=self.engine.contents(),
             in_slots=self.engine.ram.contents(),
         )
-        return compile_run(visits, places, then=then)
+        return compile_run(visits, places)
 
     def compile(self, visits: Sequence[Visit]) -> TransferProgram:
         """The device program for `visits`, starting from what the buffers hold now."""
         return self.programs(visits).device
 
-    def run(
-        self, visits: Sequence[Visit], *, recorder: Recorder | None = None, then: Sequence[Visit] = ()
-    ) -> OffloadRun:
-        """Compile `visits` and start them; use with `with`.
-
-        `then` are visits that are expected of the next run. Their blocks are read into slots of RAM that become free
-        before this run ends. It waits at its end for the one that is just being read, and for no other; the device does
-        nothing for them, and any other run is right as well.
-        """
-        return OffloadRun(self, self.engine.run(self.programs(visits, then), recorder=recorder))
+    def run(self, visits: Sequence[Visit], *, recorder: Recorder | None = None) -> OffloadRun:
+        """Compile `visits` and start them; use with `with`."""
+        return OffloadRun(self, self.engine.run(self.programs(visits), recorder=recorder))
 
     def set_policy(self, policy: OffloadPolicy) -> None:
         """Change between runs what stays on the device and in RAM; blocks that both policies keep are not read again.

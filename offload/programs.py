@@ -20,16 +20,8 @@ class Places:
     in_slots: Mapping[int, BlockKey]
 
 
-def compile_run(visits: Sequence[Visit], places: Places, *, then: Sequence[Visit] = ()) -> RunPrograms:
-    """The programs for `visits`; RAM is made ready for the visits `then`, which are expected of the run behind it.
-
-    Raises ProgramError when there are too few buffers.
-    """
+def compile_run(visits: Sequence[Visit], places: Places) -> RunPrograms:
+    """The programs for `visits`. Raises ProgramError when there are too few buffers."""
     device = compile_program(visits, places.residency, places.buffers, contents=places.in_buffers)
-    expected: list[BlockKey] = []
-    if then:
-        left = device.final_contents()
-        next_run = compile_program(then, places.residency, places.buffers, contents=left)
-        expected = [fetch.block for fetch in next_run.fetches]
-    ram = compile_ram(device, places.homes, staging=places.staging, contents=places.in_slots, then=expected)
+    ram = compile_ram(device, places.homes, staging=places.staging, contents=places.in_slots)
     return RunPrograms(device=device, ram=ram)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -13,14 +12,11 @@ from .progress import RunProgress, RunStopped
 from .ram_slots import RamSlot, RamSlots
 from .run_thread import RunThread
 
-logger = logging.getLogger(__name__)
-
 
 class RamRun:
     """The read thread goes through the program's reads in their order; the fetch thread takes and leaves.
 
-    What only the expected next run needs is read while this one goes on, and dropped where it comes too late. `meter`
-    measures all reads, and is closed at the end.
+    `meter` measures all reads.
     """
 
     def __init__(self, slots: RamSlots, ram: RamProgram, meter: ReadMeter | None = None) -> None:
@@ -36,15 +32,14 @@ class RamRun:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything was read that the run itself needed."""
-        done = set(self.reads)
-        return all(fetch in done for fetch in self._ram.program.fetches if fetch.needed_by < self._ram.expected_from)
+        """Whether everything was read that the program has."""
+        return tuple(self.reads) == self._ram.program.fetches
 
     def start(self) -> None:
         """Take over what the slots hold, and begin to read."""
         for index, key in self._ram.program.initial.items():
             self._slots[index].keep(key)
-        if self._to_read():
+        if self._ram.program.fetches:
             self._thread.start()
 
     def stop(self) -> None:
@@ -56,16 +51,8 @@ class RamRun:
         self._thread.join()
 
     def end(self) -> None:
-        """Nobody uses a slot any more. Reads that failed for the next run only are told in the log."""
-        if self._meter is not None:
-            self._meter.close()
+        """Nobody uses a slot any more."""
         self._slots.end_run()
-        error = self._thread.error
-        if error is not None and self.is_whole:
-            ours = None if isinstance(error, OSError) else error  # no fault of a disk: our own, with where it is
-            logger.warning(
-                "nothing more was read ahead for the next run, which will try again: %s", error, exc_info=ours
-            )
 
     def read_for(self, fetch: int) -> ReadSpan | None:
         """How a file was read for this fetch of the device program; None if it was read for one before, or by others.
@@ -79,12 +66,6 @@ class RamRun:
         if read == KEPT or self._ram.program.fetches[read].needed_by != visit:
             return None
         return self._spans.pop(read, None)
-
-    @property
-    def ahead_bytes(self) -> int:
-        """Bytes that were read for the expected next run, as far as they were measured."""
-        reads, expected = self._ram.program.fetches, self._ram.expected_from
-        return sum(span.nbytes for number, span in self._spans.items() if reads[number].needed_by >= expected)
 
     def read_straight(self, fetch: int, key: BlockKey, into: torch.Tensor) -> None:
         """Read the block of a fetch that has no slot into its buffer (fetch thread).
@@ -136,13 +117,8 @@ class RamRun:
                 self._thread.result()
             raise
 
-    def _to_read(self) -> list[tuple[int, Fetch]]:
-        """The reads whose slot becomes free in this run. (A later block of such a slot waits for a visit as well.)"""
-        expected = self._ram.expected_from
-        return [(number, f) for number, f in enumerate(self._ram.program.fetches) if f.start_after < expected]
-
     def _read_all(self) -> None:
-        for number, fetch in self._to_read():
+        for number, fetch in enumerate(self._ram.program.fetches):
             self._progress.await_released(fetch.start_after)
             slot = self._slots[fetch.buffer]
             span = self._slots.fill(slot, fetch.block, self._meter)

@@ -9,7 +9,7 @@ from itertools import count
 import torch
 
 from ..metrics.reading import ReadMeter, ReadSpan
-from ..plan import BlockKey, RamHomes, Residency, eviction_order
+from ..plan import BlockKey, RamHomes, Residency
 from .available_memory import available_bytes
 from .buffers import BlockPlace, BufferState
 from .device_slots import DeviceSlots
@@ -100,8 +100,6 @@ class RamSlots:
 
     def bytes_for(self, homes: RamHomes, staging: int) -> int:
         """Bytes of RAM that these slots take when all of them are in use."""
-        if not homes.residency.permanent:
-            return (homes.slots + staging) * in_pages(self._largest)
         sizes = {key: in_pages(nbytes) for key, nbytes in self._sizes.items()}
         at_home = sum(nbytes for key, nbytes in sizes.items() if homes.residency.keeps(*key))
         return at_home + self._passing_slots(homes, staging) * in_pages(self._largest)
@@ -111,7 +109,7 @@ class RamSlots:
         if wanted := self.bytes_for(homes, staging):
             if self._homes_memory is not self._passing:
                 freed += self._passing.nbytes
-            slots = homes.slots + (self._passing_slots(homes, staging) if homes.residency.permanent else staging)
+            slots = homes.slots + self._passing_slots(homes, staging)
             self._homes_memory.check_room(slots, wanted, available=available_bytes() + freed)
 
     def resize(self, homes: RamHomes, staging: int) -> None:
@@ -119,8 +117,7 @@ class RamSlots:
 
         No run may go on, and no copy out of a slot may be under way.
         """
-        kept = self._kept_permanent(homes, staging) if homes.residency.permanent else self._kept_rolling(homes, staging)
-        slots = [slot or RamSlot(0, next(self._numbers)) for slot in kept]
+        slots = [slot or RamSlot(0, next(self._numbers)) for slot in self._kept(homes, staging)]
         stay = {slot.number for slot in slots}
         for slot in self._slots:
             if slot.number not in stay:
@@ -128,7 +125,7 @@ class RamSlots:
         for index, slot in enumerate(slots):
             slot.index = index
         self._slots, self._homes = tuple(slots), homes
-        if not (homes.residency.permanent and homes.slots):
+        if not homes.slots:
             self._homes_memory.rest()
 
     def fill(self, slot: RamSlot, key: BlockKey, meter: ReadMeter | None = None) -> ReadSpan | None:
@@ -143,7 +140,7 @@ class RamSlots:
             slot.drained()
             slot.drained = None
         slot.begin_fill(key)
-        at_home = self._homes.residency.permanent and slot.index < self._homes.slots
+        at_home = slot.index < self._homes.slots
         nbytes = self._sizes[key]
         slot.room = nbytes if at_home else self._largest
         if self._homes_memory is not self._passing:
@@ -192,7 +189,7 @@ class RamSlots:
         for memory in self._memories():
             memory.close()
 
-    def _kept_permanent(self, homes: RamHomes, staging: int) -> list[RamSlot | None]:
+    def _kept(self, homes: RamHomes, staging: int) -> list[RamSlot | None]:
         """Per slot to be: the one that takes its place, or None. Homes come first, each with a slot of its own."""
         at_home: dict[BlockKey, RamSlot] = {}
         for index, key in self.contents().items():
@@ -203,13 +200,6 @@ class RamSlots:
         passing: list[RamSlot | None] = [s for s in self._slots if s.number not in taken and s.room == self._largest]
         passing = passing[: self._passing_slots(homes, staging)]
         return _padded(theirs, homes.slots) + _padded(passing, staging)
-
-    def _kept_rolling(self, homes: RamHomes, staging: int) -> list[RamSlot | None]:
-        """Per slot to be: the one that takes its place, or None. The most useful ones stay."""
-        order = eviction_order(range(len(self._slots)), self.contents(), homes.residency)
-        total = homes.slots + staging
-        stay: list[RamSlot | None] = [self._slots[index] for index in sorted(order[max(0, len(order) - total) :])]
-        return _padded(stay, total)
 
     def _passing_slots(self, homes: RamHomes, staging: int) -> int:
         """How many of the staging slots are ever used."""

@@ -47,7 +47,7 @@ def device_choices(blocks: int) -> Iterator[OffloadPolicy]:
 
 
 def fitting_policies(job: OffloadJob, machine: Machine, room: Room) -> tuple[list[Fit], list[Misfit]]:
-    """Every choice on the device with no home in RAM, as many as fit (kept or rolling), and all; and what others lack.
+    """Every choice on the device with no home in RAM, as many as fit, and all; and what others lack.
 
     Only usual policies are told of that do not fit.
     """
@@ -67,7 +67,7 @@ def is_usual(policy: OffloadPolicy, job: OffloadJob) -> bool:
 
 
 def with_homes(policy: OffloadPolicy, homes: int) -> OffloadPolicy:
-    """`policy` with that many homes in RAM, rolling or kept as before."""
+    """`policy` with that many homes in RAM."""
     return replace(policy, source="pinned", ram_blocks=homes)
 
 
@@ -84,7 +84,11 @@ def _with_tokens(
         if isinstance(without, Misfit):
             lacking = [without]
             continue
-        found += [without, *_some_at_home(job, machine, without, room)]
+        found.append(without)
+        homes = min(room.slots(without.needs) - without.needs.ram_slots, sum(job.block_counts.values()) - 1)
+        if homes > 0:
+            some = with_homes(without.policy, homes)
+            found.append(Fit(policy=some, needs=memory_needs(job, machine, some)))
         everything = _fit(job, machine, replace(without.policy, source="pinned"), room)
         if isinstance(everything, Fit):
             return [*found, everything], []
@@ -99,17 +103,6 @@ def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, room: Room) -
     needs = memory_needs(job, machine, policy)
     why = room.lacks(needs)
     return Fit(policy=policy, needs=needs) if why is None else Misfit(policy=policy, needs=needs, why=why)
-
-
-def _some_at_home(job: OffloadJob, machine: Machine, without: Fit, room: Room) -> Iterator[Fit]:
-    """`without` with as many homes in RAM as there is room for but not all, kept for later runs or rolling."""
-    most = room.slots(without.needs) - without.needs.ram_slots
-    kept = min(most, sum(job.block_counts.values()) - 1)
-    rolling = min(most, job.expert.blocks) if len(job.lanes) > 1 else 0
-    for homes, rolls in ((kept, False), (rolling, True)):
-        if homes > 0:
-            policy = replace(with_homes(without.policy, homes), ram_rolls=rolls)
-            yield Fit(policy=policy, needs=memory_needs(job, machine, policy))
 
 
 def least_seconds(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> float:
@@ -204,8 +197,7 @@ class _Traffic:
         at_home = self._homes.residency.residents.get(expert, frozenset())
         home_fetches = steps * len(at_home - residents) + (len(at_home & residents) if first else 0)
         home_reads = 0
-        anew = first and not (self._homes.residency.permanent and expert in self._read_before)
-        if anew:
+        if expert not in self._read_before:
             home_reads = len(at_home)
             self._read_before.add(expert)
         passing = fetches - home_fetches

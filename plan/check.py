@@ -27,16 +27,12 @@ def check_ram(program: TransferProgram, ram: RamProgram) -> None:
     check_program(ram.program)
     if len(ram.visit_of_fetch) != len(program.fetches):
         raise ProgramError(f"{len(program.fetches)} fetches, but {len(ram.visit_of_fetch)} of them are served from RAM")
-    if not 0 <= ram.expected_from <= len(ram.program.visits):
-        raise ProgramError(
-            f"the next run begins at visit {ram.expected_from} of {len(ram.program.visits)} visits of RAM"
-        )
-    due, needed_by = 0, AT_ONCE
+    due, needed_by, visits = 0, AT_ONCE, len(ram.program.visits)
     for number, (fetch, visit) in enumerate(zip(program.fetches, ram.visit_of_fetch, strict=True)):
         if visit == DIRECT:
             continue
-        if visit != due or due >= ram.expected_from:
-            raise ProgramError(f"fetch {number} is visit {visit} of RAM, visit {due} of {ram.expected_from} is due")
+        if visit != due or due >= visits:
+            raise ProgramError(f"fetch {number} is visit {visit} of RAM, visit {due} of {visits} is due")
         if ram.program.visits[visit].key != fetch.block:
             raise ProgramError(
                 f"fetch {number} wants {fetch.block}, visit {visit} of RAM is {ram.program.visits[visit].key}"
@@ -47,8 +43,8 @@ def check_ram(program: TransferProgram, ram: RamProgram) -> None:
                 "RAM would be emptied in another order than it is filled"
             )
         due, needed_by = due + 1, fetch.needed_by
-    if due != ram.expected_from:
-        raise ProgramError(f"visit {due} of RAM serves no fetch, and the next run begins only at {ram.expected_from}")
+    if due != visits:
+        raise ProgramError(f"visit {due} of {visits} visits of RAM serves no fetch")
 
 
 def _check_sizes(program: TransferProgram) -> None:

@@ -146,7 +146,7 @@ def staging_slots(job: OffloadJob, machine: Machine, homes: RamHomes) -> int:
 
 def _all_keep_a_home(residency: Residency, block_counts: Mapping[str, int]) -> bool:
     every = (residency.keeps(expert, block) for expert, blocks in block_counts.items() for block in range(blocks))
-    return residency.permanent and all(every)
+    return all(every)
 
 
 def _gb(nbytes: float) -> str:

@@ -36,7 +36,7 @@ def ram_words(policy: OffloadPolicy) -> str:
         return "file"
     if policy.ram_blocks is None:
         return "all in RAM"
-    return f"{policy.ram_blocks} in RAM, {'rolling' if policy.ram_rolls else 'kept'}"
+    return f"{policy.ram_blocks} in RAM"
 
 
 def _streaming(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> str:

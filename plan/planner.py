@@ -124,7 +124,7 @@ class _Search:
     def simulate(self, policy: OffloadPolicy) -> Candidate:
         """The candidate of this policy, added if it is not there yet."""
         if policy not in self.candidates:
-            on_device = replace(policy, source="file", ram_blocks=None, ram_rolls=False, chunk_tokens=None)
+            on_device = replace(policy, source="file", ram_blocks=None, chunk_tokens=None)
             programs = compile_programs(self._job, self._machine, policy, device=self._programs.get(on_device))
             self._programs[on_device] = programs.device
             prediction = predict(self._job, self._machine, policy, programs=programs)

@@ -20,11 +20,7 @@ DIRECT = -1
 
 @dataclass(frozen=True, kw_only=True)
 class RamHomes:
-    """Blocks that stay in RAM, and the slots that they take there.
-
-    With a permanent residency they stay for later runs; otherwise an expert's blocks stay for its stage, and those of
-    the next expert roll into their slots.
-    """
+    """Blocks that stay in RAM for this run and later ones, and the slots that they take there."""
 
     residency: Residency
     slots: int
@@ -41,8 +37,6 @@ class RamProgram:
     program: TransferProgram
     visit_of_fetch: tuple[int, ...]
     """Per fetch of the device program: its visit here, or `DIRECT`."""
-    expected_from: int
-    """Visits from this index on belong to the expected next run: they are read for, but not visited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +63,9 @@ def plan_ram(policy: OffloadPolicy, residency: Residency, block_counts: Mapping[
     wanted = 0 if policy.source == "file" else len(streamed) + len(resident)
     if policy.ram_blocks is not None:
         wanted = min(wanted, policy.ram_blocks)
-    if not policy.ram_rolls:
-        homes = _spread_homes(wanted, streamed, resident)
-        return RamHomes(residency=Residency(residents=_by_expert(homes, block_counts), permanent=True), slots=wanted)
-
-    homes = []
-    for expert in block_counts:
-        theirs = [key for key in streamed if key.expert == expert], [key for key in resident if key.expert == expert]
-        homes += _spread_homes(wanted, *theirs)
-    residents = _by_expert(homes, block_counts)
-    return RamHomes(residency=Residency(residents=residents), slots=max(map(len, residents.values()), default=0))
+    homes = _spread_homes(wanted, streamed, resident)
+    residents = {expert: frozenset(key.block for key in homes if key.expert == expert) for expert in block_counts}
+    return RamHomes(residency=Residency(residents=residents, permanent=True), slots=wanted)
 
 
 def compile_ram(
@@ -87,15 +74,12 @@ def compile_ram(
     *,
     staging: int,
     contents: Mapping[int, BlockKey] | None = None,
-    then: Sequence[BlockKey] = (),
 ) -> RamProgram:
     """The reads that bring the blocks of `program`'s fetches into `homes.slots + staging` slots of RAM.
 
     Without `staging` every block that has no home is read straight into its buffer. `contents` says what slots hold
-    from before (slot -> block). `then` names blocks that the bus will fetch in the expected next run, in order.
-
-    Homes that are permanent keep the slots below `homes.slots` for themselves, whatever runs; all other slots are
-    staging. Rolling homes share all slots with staging. Raises ProgramError when there are too few slots.
+    from before (slot -> block). Homes keep the slots below `homes.slots` for themselves, whatever runs; all other slots
+    are staging. Raises ProgramError when there are too few slots.
     """
     if staging < 0:
         raise ProgramError(f"staging is {staging}, it must be 0 or more slots")
@@ -106,15 +90,8 @@ def compile_ram(
         visit_of_fetch.append(len(visits) if through_ram else DIRECT)
         if through_ram:
             visits.append(Visit(program.visits[fetch.needed_by].step, *fetch.block))
-    expected_from = len(visits)
-    next_step = program.visits[-1].step + 1 if program.visits else 0
-    visits += [Visit(next_step, *key) for key in then if staging > 0 or homes.residency.keeps(*key)]
-    compiled = (
-        _compile_beside_homes(visits, homes, staging, contents or {})
-        if homes.residency.permanent and homes.slots
-        else compile_program(visits, homes.residency, homes.slots + staging, contents=contents)
-    )
-    return RamProgram(program=compiled, visit_of_fetch=tuple(visit_of_fetch), expected_from=expected_from)
+    compiled = _compile_beside_homes(visits, homes, staging, contents or {})
+    return RamProgram(program=compiled, visit_of_fetch=tuple(visit_of_fetch))
 
 
 def _spread_homes(wanted: int, streamed: Sequence[BlockKey], resident: Sequence[BlockKey]) -> list[BlockKey]:
@@ -127,14 +104,10 @@ def _spread_homes(wanted: int, streamed: Sequence[BlockKey], resident: Sequence[
     return homes
 
 
-def _by_expert(homes: Sequence[BlockKey], block_counts: Mapping[str, int]) -> dict[str, frozenset[int]]:
-    return {expert: frozenset(key.block for key in homes if key.expert == expert) for expert in block_counts}
-
-
 def _compile_beside_homes(
     visits: Sequence[Visit], homes: RamHomes, staging: int, contents: Mapping[int, BlockKey]
 ) -> TransferProgram:
-    """Permanent homes in slots of their own, all other visits through the staging slots behind them."""
+    """Homes in slots of their own, all other visits through the staging slots behind them."""
     at_home: dict[BlockKey, int] = {}
     for slot, block in sorted(contents.items()):
         if slot < homes.slots and homes.residency.keeps(*block):

@@ -38,10 +38,8 @@ class OffloadPolicy:
     blocks_to_swap: int
     source: SourceKind = "file"
     ram_blocks: int | None = None
-    """Blocks that have a home in pinned RAM; None: every block. The others are read from their file for every fetch."""
-    ram_rolls: bool = False
-    """False: `ram_blocks` are divided between the experts and kept for later runs. True: the expert that runs has them
-    all, and the next one takes them over at the switch."""
+    """Blocks of all experts together that have a home in pinned RAM, also for later runs; None: every block. The others
+    are read from their file for every fetch."""
     chunk_tokens: int | None = None
     """Tokens that go through feed-forward and norms at once; None: all of them."""
     keeps_first: bool = False
@@ -65,8 +63,6 @@ class OffloadPolicy:
 
     def _check_ram(self) -> None:
         if self.ram_blocks is None:
-            if self.ram_rolls:
-                raise ValueError("ram_rolls needs ram_blocks: when every block has a home in RAM, none is taken over")
             return
         if self.ram_blocks < 0:
             raise ValueError(f"ram_blocks is {self.ram_blocks}, it must be 0 or more (None keeps every block in RAM)")

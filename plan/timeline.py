@@ -51,8 +51,6 @@ class StepRecord:
     """Time in which the way from files to RAM, or straight to the buffers, was busy for this step. Likewise."""
     copied_bytes: int = 0
     """That part of `bytes_moved` that was copied in `copy_s`. A CPU reads or decodes the rest straight into buffers."""
-    cached_bytes: int | None = None
-    """That part of `read_bytes` that the page cache gave; None where it is not known."""
     reserved_bytes: int | None = None
     """Peak bytes that torch held on the device, in use or kept for later; None as `device_bytes`."""
     device_used_bytes: int | None = None
@@ -124,8 +122,6 @@ class Timeline:
     kind: TimelineKind
     outer_bytes: int = 0
     """Bytes moved for weights outside the blocks."""
-    ahead_bytes: int = 0
-    """Bytes that were read from files for the expected next run."""
     first_block_s: float | None = None
     """Seconds from the start of the run to the first block's compute; None when no block was visited."""
     changes: tuple[str, ...] = ()
@@ -137,8 +133,6 @@ class Timeline:
     """How fast single fetches were copied out of RAM; empty where nobody counted, and where the run is simulated."""
     read_rates: tuple[RateRange, ...] = ()
     """How fast blocks were read from files for the fetches of this run. Likewise."""
-    measuring_s: float = 0.0
-    """Seconds spent inside the calls that measure, on every thread of the run; waiting for the device is not in it."""
 
     @property
     def switch_step(self) -> int | None:
@@ -216,12 +210,6 @@ class Timeline:
     def overlap(self) -> float | None:
         """As that of a step, for the run."""
         return _overlap(self)
-
-    @property
-    def cached_bytes(self) -> int | None:
-        """That part of `read_bytes` that the page cache gave; None where it is not known of every step."""
-        known = [step.cached_bytes for step in self.steps if step.cached_bytes is not None]
-        return sum(known) if known and len(known) == len(self.steps) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, ready for JSON."""

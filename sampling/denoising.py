@@ -151,14 +151,12 @@ class Denoising:
         foretell(engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided)
 
     def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
-        """A run of all steps that are left; behind it RAM is made ready for the same request once more."""
+        """A run of all steps that are left."""
         experts = [expert for _, expert in self._steps[self._done :]]
         first = self._steps[self._done][0]
         visits = step_visits(experts, engine.block_counts, first_step=first, skipped=self._skips)
-        first_step, first_expert = self._steps[0]
         self._foretell(engine)
-        then = step_visits([first_expert], engine.block_counts, first_step=first_step)
-        return engine.run(visits, recorder=self._recorder, then=then)
+        return engine.run(visits, recorder=self._recorder)
 
     def _count_outer_bytes(self, engine: ExpertEngine, before: int) -> None:
         self._recorder.outer_bytes += engine.outer_bytes - before

@@ -93,7 +93,6 @@ class Passes:
         self._policy, self._revise = policy, revise
         self._nag, self._cached = nag, cached
         self._expected = tuple(predicted)
-        self._first = self._expected[:1]
         self._state = PassState.NEW
         self._run: AbstractContextManager[object] | None = None
         self._visits: OffloadRun | None = None
@@ -202,10 +201,8 @@ class Passes:
                 self._engine = self._policy.engine()
             skipped = frozenset[int]() if self._cached is None else self._cached.skipped
             visits = step_visits(self._expected, self._engine.block_counts, first_step=call, skipped=skipped)
-            # The next queue item is expected to begin as this one did.
-            then = step_visits(self._first, self._engine.block_counts)
             with ExitStack() as entering:
-                self._visits = entering.enter_context(self._engine.run(visits, recorder=self._recorder, then=then))
+                self._visits = entering.enter_context(self._engine.run(visits, recorder=self._recorder))
                 if self._nag is not None:
                     entering.enter_context(held_against(self._engine.models.bare.values(), self._nag))
                 self._run = entering.pop_all()

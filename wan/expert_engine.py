@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 
@@ -54,7 +53,7 @@ class ExpertEngine:
         self._shared = segment_of(source) if shared and sharded is None else None
         self._handle = attach_offload(
             self.models.blocks,
-            policy=self._own(policy),
+            policy=policy,
             device=device,
             source=source,
             follow_forward=False,
@@ -155,20 +154,18 @@ class ExpertEngine:
         """
         return self._handle.give_back(nbytes)
 
-    def run(
-        self, visits: Sequence[Visit], recorder: Recorder | None = None, then: Sequence[Visit] = ()
-    ) -> AbstractContextManager[OffloadRun]:
-        """Compile `visits` into transfer programs and start them; RAM is made ready for `then`, the expected next run.
+    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> AbstractContextManager[OffloadRun]:
+        """Compile `visits` into transfer programs and start them.
 
         Inside the context, `run.visit(step, expert, block)` gives the visits in their order.
         """
         self._check_open()
-        return self._handle.run(visits, recorder=recorder, then=then)
+        return self._handle.run(visits, recorder=recorder)
 
-    def programs(self, visits: Sequence[Visit], then: Sequence[Visit] = ()) -> RunPrograms:
+    def programs(self, visits: Sequence[Visit]) -> RunPrograms:
         """What `run` would execute now; `simulate` predicts it."""
         self._check_open()
-        return self._handle.programs(visits, then)
+        return self._handle.programs(visits)
 
     def meet(self, sharded: Sharded) -> None:
         """Gather with the ranks of another meeting, in which this one has the same shards.
@@ -197,7 +194,7 @@ class ExpertEngine:
             OSError: there is not enough RAM for the blocks that would have a home there; the former one stays.
         """
         self._check_open()
-        self._handle.set_policy(self._own(policy))
+        self._handle.set_policy(policy)
         self._chunk_tokens = policy.chunk_tokens
         self.models.kernels.set(self._kernels, self._chunk_tokens)
 
@@ -212,10 +209,6 @@ class ExpertEngine:
             self._shared.close()
         self._closed = True
         self.models.close()
-
-    def _own(self, policy: OffloadPolicy) -> OffloadPolicy:
-        """Homes that ranks share stay with their blocks: what rolls would be another block for each of them."""
-        return policy if self._shared is None else replace(policy, ram_rolls=False)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -32,7 +32,7 @@ from .shapes import SHAPES
 from .summary import summarise
 from .variants import DEVICE_PEERS, SWAP, chunked_variant, fp8_variants
 
-OURS = ("layerwise", "half", "pinned", "rolling")
+OURS = ("layerwise", "half", "pinned")
 PEERS = tuple(variant.name for variant in (*DEVICE_PEERS, SWAP))
 
 

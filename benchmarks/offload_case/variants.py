@@ -57,11 +57,6 @@ def half_swapped(blocks: int) -> OffloadPolicy:
     return OffloadPolicy.block_swap(blocks // 2)
 
 
-def rolling_homes(blocks: int) -> OffloadPolicy:
-    """Half of the blocks of the expert that runs have a home in RAM."""
-    return replace(OffloadPolicy.layerwise(source="pinned"), ram_blocks=blocks // 2, ram_rolls=True)
-
-
 def wanstream_variants(blocks: int) -> list[Variant]:
     """WanStream's policies for experts of that many blocks."""
     return [
@@ -69,7 +64,6 @@ def wanstream_variants(blocks: int) -> list[Variant]:
         _streamed("layerwise-buffered", "layerwise through the page cache", OffloadPolicy.layerwise(), direct=False),
         _streamed("half", "half of the blocks resident", half_swapped(blocks)),
         _streamed("pinned", "layerwise from RAM", OffloadPolicy.layerwise(source="pinned")),
-        _streamed("rolling", "layerwise, half of the running expert in RAM", rolling_homes(blocks)),
         _streamed("wanstream-resident", "resident", OffloadPolicy.resident()),
     ]
 

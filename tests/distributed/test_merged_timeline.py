@@ -40,13 +40,11 @@ def test_the_timeline_of_one_task_stays_what_it_is() -> None:
         step(0),
         step(1, began_s=1.0, expert="low"),
         outer_bytes=7,
-        ahead_bytes=8,
         first_block_s=0.1,
         changes=("smaller",),
         phases=(PhaseRecord(name="high", began_s=0.0, wall_s=1.0),),
         memory=(MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=5),),
         copy_rates=(RateRange(from_gb_per_s=1, fetches=2, nbytes=3, busy_s=0.4),),
-        measuring_s=0.01,
     )
     assert in_turn([computed(rich)]) == rich
     assert over_leaders([computed(rich)]) == rich
@@ -103,14 +101,10 @@ def test_stages_become_the_steps_of_one_run() -> None:
 
 @pytest.mark.parametrize("known", [(None, 5), (5, None), (None, None), (2, 3)])
 def test_what_is_not_known_of_all_is_told_as_far_as_it_is_known(known: tuple[int | None, int | None]) -> None:
-    parts = [
-        computed(timeline(replace(step(0), device_bytes=each, cached_bytes=each)), data=data)
-        for data, each in enumerate(known)
-    ]
+    parts = [computed(timeline(replace(step(0), device_bytes=each)), data=data) for data, each in enumerate(known)]
     (only,) = over_leaders(parts).steps
     told = [each for each in known if each is not None]
     assert only.device_bytes == (max(told) if told else None)
-    assert only.cached_bytes == (sum(told) if told else None)
 
 
 def test_steps_that_have_no_beginning_keep_none() -> None:

@@ -85,7 +85,6 @@ def test_a_peak_between_two_events_is_seen() -> None:
     assert most.rss_bytes > before + nbytes // 2
     assert [sample.at_s for sample in running.samples()] == sorted(sample.at_s for sample in running.samples())
     assert running.samples()[0].at_s >= 0
-    assert running.spent_s > 0
 
 
 def test_a_cpu_has_no_device_memory() -> None:
@@ -96,7 +95,7 @@ def test_a_cpu_has_no_device_memory() -> None:
 
 def test_a_long_run_keeps_a_bounded_number() -> None:
     with sampler(most=8) as running:
-        assert soon(lambda: running.spent_s > 0 and running._interval_s > 0.002)
+        assert soon(lambda: running._interval_s > 0.002)
         assert soon(lambda: len(running.samples()) >= 5)
     assert len(running.samples()) <= 9
 

@@ -23,7 +23,7 @@ MakeVariant = Callable[..., Variant]
 MakeReport = Callable[..., Report]
 
 TIMES = {"stall_s": 0.25, "stall_file_s": 0.125, "decode_s": 0.0625, "copy_s": 0.375, "read_s": 1.5}
-SIZES = {"copied_bytes": 10**9, "read_bytes": 3 * 10**9, "cached_bytes": 10**9, "device_bytes": 23 * 10**9}
+SIZES = {"copied_bytes": 10**9, "read_bytes": 3 * 10**9, "device_bytes": 23 * 10**9}
 MEASURED = {**TIMES, **SIZES, "rss_bytes": 7}
 
 

@@ -24,8 +24,8 @@ def arrival(
     return BlockArrival(block, 100, asked, arrived, read, copied, decoded)
 
 
-def read(began: float, ended: float, *, cached: int | None = 0, straight: bool = False) -> ReadSpan:
-    return ReadSpan(began, ended, 60, cached, straight)
+def read(began: float, ended: float, *, straight: bool = False) -> ReadSpan:
+    return ReadSpan(began, ended, 60, straight)
 
 
 def marks(*arrivals: BlockArrival, visits: tuple[VisitMarks, ...] = ()) -> StepMarks:
@@ -39,7 +39,6 @@ def test_visits_give_stall_and_computing() -> None:
     step = marks(visits=((0, 10.0, 11.0, 11.5, 13.0), (1, 13.0, 13.25, 13.25, 15.25)))
     assert (step.stall_s(), step.compute_s()) == (1.25, 3.5)
     assert step.computed_from(end=16.0, now=16.0) == 11.5
-    assert step.count == 8
 
 
 def test_an_empty_step_has_nothing() -> None:
@@ -47,13 +46,12 @@ def test_an_empty_step_has_nothing() -> None:
     sums = (step.stall_s(), step.compute_s(), step.read_s(), step.decode_s(), step.stall_file_s(1, 1))
     assert sums == (0, 0, 0, 0, 0)
     assert (step.bytes_moved(), step.copies(), step.reads()) == (0, [], [])
-    assert (step.cached_bytes(), step.computed_from(1, 1)) == (0, None)
+    assert step.computed_from(1, 1) is None
 
 
 def test_only_what_was_copied_counts_as_copied() -> None:
     step = marks(arrival(0, 0, 0, copied=(1.0, 3.0)), arrival(1, 0, 0, decoded=(4.0, 5.0)), arrival(2, 0, 0))
     assert (step.bytes_moved(), step.copies(), step.decode_s()) == (300, [(100, 2.0)], 1.0)
-    assert step.count == 4
 
 
 @pytest.mark.parametrize(
@@ -86,12 +84,6 @@ def test_times_of_a_device_are_laid_on_those_of_the_host_by_the_end_of_the_step(
     step = marks(arrival(0, 1010.0, 1012.0, read=read(1.0, 11.0)), visits=((0, 1010.0, 1012.0, 1012.0, 1013.0),))
     assert step.stall_file_s(end=1020.0, now=20.0) == 1.0
     assert step.computed_from(end=1020.0, now=20.0) == 12.0
-
-
-@pytest.mark.parametrize(("cached", "total"), [([3, 4], 7), ([3, None], None), ([None], None), ([], 0)])
-def test_the_page_caches_part(cached: list[int | None], total: int | None) -> None:
-    step = marks(*(arrival(0, 0, 0, read=read(0, 1, cached=each)) for each in cached))
-    assert step.cached_bytes() == total
 
 
 def test_rows_of_a_trace() -> None:

@@ -112,7 +112,7 @@ def test_fetches_are_counted_by_their_own_rates_whatever_their_steps_is() -> Non
     recorder = Recorder(CPU)
     for index in range(2):
         with recorder.step(index, "high"):
-            for seconds, read in ((0.1, None), (2.0, ReadSpan(1.0, 5.0, 2 * GB, 0, False))):
+            for seconds, read in ((0.1, None), (2.0, ReadSpan(1.0, 5.0, 2 * GB, False))):
                 recorder.block_arrived(BlockArrival(0, 3 * GB, 9.0, 9.0, read, (7.0, 7.0 + seconds), None))
             recorder.block_arrived(BlockArrival(2, 3 * GB, 9.0, 9.0, None, None, None))
     timeline = recorder.timeline()
@@ -124,53 +124,14 @@ def test_fetches_are_counted_by_their_own_rates_whatever_their_steps_is() -> Non
     assert sum(rates.busy_s for rates in timeline.copy_rates) == pytest.approx(timeline.copy_s)
 
 
-def test_the_cost_of_measuring_is_counted() -> None:
-    closing = Recorder(CPU)
-    take_step(closing, blocks=0)
-    assert closing.timeline().measuring_s > 0, "closing a step is measuring too"
-    recorder = Recorder(CPU)
-    assert recorder.timeline().measuring_s == 0
-    began = time.perf_counter()
-    take_step(recorder)
-    took = time.perf_counter() - began
-    first = recorder.timeline().measuring_s
-    assert 0 < first < took
-    assert recorder.timeline().measuring_s == first
-    take_step(recorder, 1)
-    assert recorder.timeline().measuring_s > first
-    recorder.run_ended(ahead_bytes=7, spent_s=5.0)
-    assert recorder.timeline().measuring_s > 5.0
-
-
-def test_a_later_step_takes_nothing_from_what_was_counted() -> None:
-    """A step with very many marks, and one with none."""
-    recorder = Recorder(CPU)
-    with recorder.step(0, "high"):
-        for block in range(20_000):
-            recorder.visit(block, 0.0, 0.0, 0.0, 0.0)
-    marked = recorder.timeline().measuring_s
-    with recorder.step(1, "high"):
-        pass
-    assert recorder.timeline().measuring_s > marked
-
-
-def test_bytes_read_ahead_are_those_of_every_run_of_the_engine() -> None:
-    """A run that gets fewer buffers on its way goes on in another run of the engine."""
-    recorder = Recorder(CPU)
-    for ahead_bytes in (5, 7):
-        recorder.run_ended(ahead_bytes=ahead_bytes, spent_s=0.0)
-    assert recorder.timeline().ahead_bytes == 12
-
-
 def test_pinned_bytes_are_those_of_the_run_that_goes_on() -> None:
     recorder = Recorder(CPU)
     take_step(recorder)
     recorder.run_began(lambda: 77)
     take_step(recorder)
-    recorder.run_ended(ahead_bytes=5, spent_s=0.0)
+    recorder.run_ended()
     take_step(recorder)
     assert [step.pinned_bytes for step in recorder.timeline().steps] == [None, 77, None]
-    assert recorder.timeline().ahead_bytes == 5
 
 
 def test_a_host_tells_its_dynamic_memory() -> None:

@@ -16,7 +16,7 @@ from wanstream.offload import OffloadHandle, attach_offload
 from wanstream.offload.attached_run import OffloadRun
 from wanstream.offload.layout import BlockFormat, host_bytes
 from wanstream.offload.module_source import ModuleSource, block_format, tensor_views
-from wanstream.plan import DIRECT, BlockKey, Fetch, OffloadPolicy, RamProgram, Visit
+from wanstream.plan import DIRECT, BlockKey, OffloadPolicy, Visit
 
 BLOCKS, WIDTH = 3, 16
 NAMES = ("high", "low")
@@ -62,9 +62,8 @@ HOMES = st.one_of(
     st.just({"source": "file"}),
     st.just({"source": "pinned"}),
     st.builds(
-        lambda blocks, rolls: {"source": "pinned", "ram_blocks": blocks, "ram_rolls": rolls},
+        lambda blocks: {"source": "pinned", "ram_blocks": blocks},
         st.integers(0, 2 * BLOCKS + 1),
-        st.booleans(),
     ),
 )
 POLICIES = st.builds(lambda policy, homes: replace(policy, **homes), DEVICE, HOMES)
@@ -88,49 +87,40 @@ def through(stacks: Stacks, visits: Sequence[Visit]) -> torch.Tensor:
     return value
 
 
-def carry_out(
-    handle: OffloadHandle, stacks: Stacks, visits: Sequence[Visit], then: Sequence[Visit]
-) -> tuple[OffloadRun, torch.Tensor]:
+def carry_out(handle: OffloadHandle, stacks: Stacks, visits: Sequence[Visit]) -> tuple[OffloadRun, torch.Tensor]:
     value = HIDDEN
-    with handle.run(visits, then=then) as run:
+    with handle.run(visits) as run:
         for visit in visits:
             with run.visit(*visit):
                 value = stacks[visit.expert][visit.block](value)
     return run, value
 
 
-def needed(ram: RamProgram) -> list[Fetch]:
-    return [fetch for fetch in ram.program.fetches if fetch.needed_by < ram.expected_from]
-
-
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    runs=st.lists(st.tuples(VISITS, POLICIES, st.booleans()), min_size=1, max_size=4),
+    runs=st.lists(st.tuples(VISITS, POLICIES), min_size=1, max_size=4),
     decoded=DECODED,
     seed=st.integers(0, 1000),
 )
 def test_bits_fetches_and_reads(
     stacks: Stacks,
     slow_source: Callable[..., ModuleSource],
-    runs: list[tuple[tuple[Visit, ...], OffloadPolicy, bool]],
+    runs: list[tuple[tuple[Visit, ...], OffloadPolicy]],
     decoded: frozenset[BlockKey],
     seed: int,
 ) -> None:
     plain = copy.deepcopy(stacks)
     source = slow_source(HalfSource(stacks, decoded), seed=seed, longest_s=0.001)
-    policies = [policy for _, policy, _ in runs]
-    with attach_offload(stacks, policy=policies[0], device="cpu", source=source, follow_forward=False) as handle:
-        for number, (visits, policy, looks_ahead) in enumerate(runs):
+    with attach_offload(stacks, policy=runs[0][1], device="cpu", source=source, follow_forward=False) as handle:
+        for visits, policy in runs:
             handle.set_policy(policy)
-            later = runs[(number + 1) % len(runs)][0] if looks_ahead else ()
             before = len(source.reads)
-            run, value = carry_out(handle, stacks, visits, later)
+            run, value = carry_out(handle, stacks, visits)
             assert torch.equal(value, through(plain, visits))
             assert tuple(run.fetched) == run.program.fetches
 
             ram = run.programs.ram
-            assert [f for f in run.reads if f.needed_by < ram.expected_from] == needed(ram)
-            assert later or len(run.reads) == len(ram.program.fetches)
+            assert tuple(run.reads) == ram.program.fetches
             direct = [f.block for f, v in zip(run.fetched, ram.visit_of_fetch, strict=True) if v == DIRECT]
             assert sorted(source.reads[before:]) == sorted([f.block for f in run.reads] + direct)
             held = handle.engine.ram.contents()

@@ -43,8 +43,7 @@ POLICIES = {
     "layerwise pinned": OffloadPolicy.layerwise(1, source="pinned"),
     "block swap pinned": OffloadPolicy.block_swap(3, 2, source="pinned"),
     "some at home": replace(OffloadPolicy.layerwise(1, source="pinned"), ram_blocks=5),
-    "some rolling": replace(OffloadPolicy.block_swap(4, 2, source="pinned"), ram_blocks=3, ram_rolls=True),
-    "all rolling": replace(OffloadPolicy.layerwise(2, source="pinned"), ram_blocks=BLOCKS, ram_rolls=True),
+    "some residents at home": replace(OffloadPolicy.block_swap(4, 2, source="pinned"), ram_blocks=3),
 }
 
 Stacks = dict[str, nn.ModuleList]
@@ -233,7 +232,6 @@ def test_what_was_recorded_is_what_happened(stacks, hidden, policy):
         assert step.device_bytes <= step.reserved_bytes <= step.device_used_bytes
     assert timeline.copy_s <= timeline.wall_s + 1e-3, "one stream copies, one block after the other"
     assert timeline.steps[0].pinned_bytes > 0, "staging at least"
-    assert timeline.measuring_s > 0
 
 
 class Model(nn.Module):

@@ -44,7 +44,6 @@ policies = [
     OffloadPolicy.block_swap(2, 1, source="pinned"),
     replace(pinned, ram_blocks=2),
     OffloadPolicy.resident(),
-    replace(pinned, ram_blocks=2, ram_rolls=True),
     pinned,
 ]
 process = psutil.Process(os.getpid())
@@ -54,8 +53,7 @@ with attach_offload(stacks, policy=policies[0], device="cpu", source=source, fol
         handle.set_policy(policies[number % len(policies)])
         value = torch.randn(1, width, generator=torch.Generator().manual_seed(number))
         visits = step_visits(["high", "high", "low"], handle.counts)
-        then = step_visits(["high"], handle.counts)
-        with torch.inference_mode(), handle.run(visits, then=then) as going:
+        with torch.inference_mode(), handle.run(visits) as going:
             for visit in visits:
                 with going.visit(*visit):
                     block = stacks[visit.expert][visit.block]

@@ -31,9 +31,7 @@ POLICIES = {
     "layerwise": OffloadPolicy.layerwise(1),
     "block swap": OffloadPolicy.block_swap(3, 2),
     "pinned": OffloadPolicy.layerwise(1, source="pinned"),
-    "rolling": OffloadPolicy(
-        kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, source="pinned", ram_blocks=2, ram_rolls=True
-    ),
+    "some at home": OffloadPolicy(kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, source="pinned", ram_blocks=2),
 }
 STEPS = ("high", "high", "low")
 
@@ -81,7 +79,7 @@ class Rank:
     def run(self, steps: Sequence[str] = STEPS, *, before: Callable[[int], None] = lambda visit: None) -> torch.Tensor:
         hidden = torch.ones(3, WIDTH, device=self.device)
         visits = step_visits(steps, self.handle.counts)
-        with self.handle.run(visits, then=visits) as run:
+        with self.handle.run(visits) as run:
             for number, visit in enumerate(visits):
                 before(number)
                 with run.visit(*visit):

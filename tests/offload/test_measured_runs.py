@@ -7,7 +7,6 @@ import json
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import nn
 
 from wanstream.metrics import Observe, Recorder
 from wanstream.metrics.reading import ReadSpan
-from wanstream.offload import OffloadHandle, OffloadRun, attach_offload
+from wanstream.offload import OffloadHandle, attach_offload
 from wanstream.offload.direct_read import ALIGNMENT, O_DIRECT
 from wanstream.offload.file_source import FileSource
 from wanstream.offload.module_source import ModuleSource
@@ -62,30 +61,19 @@ def stack(dtype: torch.dtype) -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH, bias=False, device="meta", dtype=dtype) for _ in range(BLOCKS)]
 
 
-def measured(source: FileSource, policy: OffloadPolicy, dtype: torch.dtype, *, then: bool = False) -> Timeline:
+def measured(source: FileSource, policy: OffloadPolicy, dtype: torch.dtype) -> Timeline:
     """Some steps through all blocks."""
     recorder = Recorder(CPU)
     blocks = {"high": stack(dtype)}
     with attach_offload(blocks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
         visits = step_visits(["high"] * STEPS, handle.counts)
-        expected = step_visits(["high"], handle.counts) if then else ()
-        with handle.run(visits, recorder=recorder, then=expected) as run:
+        with handle.run(visits, recorder=recorder) as run:
             for step in range(STEPS):
                 with recorder.step(step, "high"):
                     for block in range(BLOCKS):
                         with run.visit(step, "high", block):
                             pass
-            if then:
-                await_reading_ahead(run)
     return recorder.timeline()
-
-
-def await_reading_ahead(run: OffloadRun) -> None:
-    """Stay in the run until something was read for the next one; it would be dropped where it comes too late."""
-    deadline = time.monotonic() + 30
-    while not any(fetch.needed_by >= run.programs.ram.expected_from for fetch in run.reads):
-        assert time.monotonic() < deadline, "nothing was read ahead"
-        time.sleep(0.001)
 
 
 def disk_counts(weights: Path) -> bool:
@@ -106,23 +94,20 @@ def disk_counts(weights: Path) -> bool:
 
 
 ROUTES = {
-    "straight into buffers": (LAYERWISE, torch.bfloat16, False),
-    "through staging": (LAYERWISE, torch.float32, False),
-    "some at home": (replace(LAYERWISE, source="pinned", ram_blocks=2), torch.bfloat16, False),
-    "ahead for the next run": (LAYERWISE, torch.float32, True),
+    "straight into buffers": (LAYERWISE, torch.bfloat16),
+    "through staging": (LAYERWISE, torch.float32),
+    "some at home": (replace(LAYERWISE, source="pinned", ram_blocks=2), torch.bfloat16),
 }
 
 
 @needs_counters
 @pytest.mark.parametrize("route", ROUTES)
 def test_bytes_through_the_page_cache_are_those_that_the_kernel_counts(weights: Path, route: str) -> None:
-    policy, computed, then = ROUTES[route]
+    policy, computed = ROUTES[route]
     gc.collect()
     before = counted("rchar")
-    timeline = measured(source_of(weights, direct=False, computed=computed), policy, computed, then=then)
-    told = timeline.read_bytes + timeline.ahead_bytes
-    assert told == pytest.approx(counted("rchar") - before, rel=0.02)
-    assert (timeline.ahead_bytes > 0) == then
+    timeline = measured(source_of(weights, direct=False, computed=computed), policy, computed)
+    assert timeline.read_bytes == pytest.approx(counted("rchar") - before, rel=0.02)
     assert timeline.read_bytes == (BLOCKS + (STEPS - 1) * (BLOCKS - 2 * (route == "some at home"))) * BLOCK_BYTES
 
 
@@ -131,29 +116,10 @@ def test_bytes_through_the_page_cache_are_those_that_the_kernel_counts(weights: 
 def test_bytes_past_the_page_cache_are_those_that_the_kernel_counts(weights: Path, route: str) -> None:
     if not disk_counts(weights):
         pytest.skip(f"the file system of {weights.parent} refuses O_DIRECT, or the kernel counts no reads of it")
-    policy, computed, then = ROUTES[route]
+    policy, computed = ROUTES[route]
     before = counted("read_bytes")
-    timeline = measured(source_of(weights, direct=True, computed=computed), policy, computed, then=then)
-    told = timeline.read_bytes + timeline.ahead_bytes
-    assert told == pytest.approx(counted("read_bytes") - before, rel=0.02)
-    assert timeline.cached_bytes == 0, "the page cache gave nothing"
-
-
-@needs_counters
-def test_the_page_caches_part_is_what_the_disk_did_not_give(weights: Path) -> None:
-    if not disk_counts(weights):
-        pytest.skip(f"the kernel counts no reads of the file system of {weights.parent}")
-    weights.read_bytes()
-    warm = measured(source_of(weights, direct=False, computed=torch.bfloat16), LAYERWISE, torch.bfloat16)
-    assert warm.cached_bytes == pytest.approx(warm.read_bytes, rel=0.02)
-    with weights.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    before = counted("read_bytes")
-    cold = measured(source_of(weights, direct=False, computed=torch.bfloat16), LAYERWISE, torch.bfloat16)
-    from_disk = counted("read_bytes") - before
-    assert cold.cached_bytes is not None
-    assert cold.read_bytes - cold.cached_bytes == pytest.approx(from_disk, rel=0.02)
-    assert from_disk > 0, "the file is still in the page cache"
+    timeline = measured(source_of(weights, direct=True, computed=computed), policy, computed)
+    assert timeline.read_bytes == pytest.approx(counted("read_bytes") - before, rel=0.02)
 
 
 def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
@@ -169,7 +135,7 @@ def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
     first, *later = homes.steps
     assert first.read_s > 0
     for step in later:
-        assert (step.read_bytes, step.read_s, step.stall_file_s, step.cached_bytes) == (0, 0, 0, 0)
+        assert (step.read_bytes, step.read_s, step.stall_file_s) == (0, 0, 0)
         assert step.copied_bytes == step.bytes_moved == BLOCKS * BLOCK_BYTES
         assert 0 < step.copy_s <= homes.wall_s
         assert step.copy_bytes_per_s == step.copied_bytes / step.copy_s
@@ -301,17 +267,3 @@ def test_a_trace_has_every_visit_and_every_byte(weights: Path, tmp_path: Path) -
     for step in recorder.timeline().steps:
         began, ended = step.began_s * 1e6, (step.began_s + step.wall_s) * 1e6
         assert len([event for event in rows["compute"] if began <= event["ts"] < ended]) == BLOCKS
-
-
-def test_descriptors_of_the_kernels_counters_are_given_back(make_stack: Callable[..., nn.ModuleList]) -> None:
-    folder = Path("/proc/self/fd")
-    if not folder.is_dir():
-        pytest.skip("this system does not list descriptors")
-    with attach_offload({"high": make_stack(3)}, policy=LAYERWISE, device=CPU, follow_forward=False) as handle:
-        visits = step_visits(["high"], handle.counts)
-        before = len(list(folder.iterdir()))
-        for _ in range(5):
-            handle.run(visits, recorder=Recorder(CPU))  # never entered
-            with handle.run(visits, recorder=Recorder(CPU)):
-                pass
-        assert len(list(folder.iterdir())) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from wanstream.offload.host_memory import in_pages
 from wanstream.offload.layout import block_format
 from wanstream.offload.module_source import ModuleSource
 from wanstream.offload.source import SourceError
-from wanstream.plan import BlockKey, OffloadPolicy, Visit, plan_ram, plan_residency, step_visits
+from wanstream.plan import BlockKey, OffloadPolicy, Visit, step_visits
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32
@@ -41,20 +40,18 @@ def source(stacks: Stacks, slow_source):
     return slow_source(ModuleSource(stacks), seed=0, longest_s=0.001)
 
 
-def some(blocks: int, *, rolls: bool = False, **settings: int) -> OffloadPolicy:
+def some(blocks: int, **settings: int) -> OffloadPolicy:
     policy = OffloadPolicy.block_swap(**settings) if settings else OffloadPolicy.layerwise(1)
-    return replace(policy, source="pinned", ram_blocks=blocks, ram_rolls=rolls)
+    return replace(policy, source="pinned", ram_blocks=blocks)
 
 
 def attach(stacks: Stacks, policy: OffloadPolicy, source) -> OffloadHandle:
     return attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False)
 
 
-def run_through(
-    handle: OffloadHandle, stacks: Stacks, steps: Sequence[str], then: Sequence[str] = ()
-) -> tuple[torch.Tensor, OffloadRun]:
+def run_through(handle: OffloadHandle, stacks: Stacks, steps: Sequence[str]) -> tuple[torch.Tensor, OffloadRun]:
     value = torch.ones(1, WIDTH)
-    with handle.run(step_visits(steps, handle.counts), then=step_visits(then, handle.counts)) as run:
+    with handle.run(step_visits(steps, handle.counts)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
                 value = stacks[visit.expert][visit.block](value)
@@ -90,8 +87,6 @@ def test_a_home_that_is_kept_is_read_once_and_never_again(stacks, source):
         (some(0), [36, 36]),
         (some(6), [6 + 18, 18]),  # three of each expert; its other three are read in each of its steps
         (some(12), [12, 0]),
-        (some(6, rolls=True), [12, 12]),  # all of the expert that runs, taken over at the switch
-        (some(3, rolls=True), [2 * (3 + 9), 2 * (3 + 9)]),
         (some(6, blocks_to_swap=3), [6 + 6, 6]),  # the blocks that stream; residents are read once a stage
     ],
     ids=str,
@@ -110,98 +105,9 @@ def test_reads_of_two_runs(stacks, source, policy, reads):
     assert handle.host_bytes == 0
 
 
-class TestThen:
-    """What is read ahead for the expected next run."""
-
-    @pytest.mark.parametrize("rolls", [False, True])
-    def test_blocks_are_there_before_the_next_run(self, stacks, source, rolls):
-        """The first expert's homes take the slots of the second one's, as these are used for the last time."""
-        expected = plainly(stacks, ["high", "low"])
-        policy = some(6 if rolls else 12, rolls=rolls)
-        with attach(stacks, policy, source) as handle:
-            _, run = run_through(handle, stacks, ["low"], then=["high", "low"])
-            ahead = run.reads[len(needed_reads(run)) :]
-            assert {fetch.block.expert for fetch in ahead} == {"high"}
-            source.reads.clear()
-            assert torch.equal(run_through(handle, stacks, ["high", "low"])[0], expected)
-            again = {fetch.block for fetch in ahead} & set(source.reads)
-            assert again == set()
-
-    def test_all_that_fits_is_read_while_the_run_goes_on(self, stacks, source):
-        with attach(stacks, some(12), source) as handle:
-            visits = step_visits(["low"], handle.counts)
-            with handle.run(visits, then=step_visits(["high"], handle.counts)) as run:
-                for visit in visits:
-                    with run.visit(*visit):
-                        wait_until(lambda: len(source.reads) == 12)
-            source.reads.clear()
-            run_through(handle, stacks, ["high", "low"])
-            assert source.reads == []
-
-    def test_another_run_than_expected_is_right(self, stacks, source):
-        expected = plainly(stacks, ["low", "high", "low"])
-        with attach(stacks, some(4, rolls=True), source) as handle:
-            for _ in range(3):
-                run_through(handle, stacks, ["high", "low"], then=["high"])
-                assert torch.equal(run_through(handle, stacks, ["low", "high", "low"])[0], expected)
-
-    def test_the_device_does_nothing_for_it(self, stacks, source):
-        with attach(stacks, some(12), source) as handle:
-            visits, then = step_visits(["high"], handle.counts), step_visits(["low"], handle.counts)
-            assert handle.programs(visits, then).device == handle.programs(visits).device
-
-    def test_a_read_that_fails_there_does_not_fail_the_run(self, stacks, source, caplog):
-        expected = plainly(stacks, ["high", "low"])
-        with attach(stacks, some(12), source) as handle:
-            source.fail_at = BLOCKS + 2  # high 0 to 5, low 0 and 1, then the disk goes away
-            visits = step_visits(["high"], handle.counts)
-            with handle.run(visits, then=step_visits(["low"], handle.counts)) as run:
-                for visit in visits:
-                    with run.visit(*visit):
-                        wait_until(lambda: len(source.reads) == BLOCKS + 2)
-                wait_until(lambda: run._run._ram._thread.error is not None)
-            assert "the disk went away" in caplog.text
-            with pytest.raises(SourceError, match="the disk went away"):
-                run_through(handle, stacks, ["high", "low"])
-            source.fail_at = None
-            assert torch.equal(run_through(handle, stacks, ["high", "low"])[0], expected)
-            assert sorted(source.reads) == sorted(source.keys())
-
-    @pytest.mark.parametrize(("error", "traced"), [(SourceError("no disk"), False), (AssertionError("no sense"), True)])
-    def test_a_fault_of_our_own_is_told_with_where_it_is(self, stacks, caplog, error, traced):
-        class Faulty(ModuleSource):
-            def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-                if key.expert == "low":
-                    raise error
-                super().read_block(key, into)
-
-        with attach(stacks, ALL_AT_HOME, Faulty(stacks)) as handle:
-            visits = step_visits(["high"], handle.counts)
-            with handle.run(visits, then=step_visits(["low"], handle.counts)) as run:
-                for visit in visits:
-                    with run.visit(*visit):
-                        pass
-                wait_until(lambda: run._run._ram._thread.error is not None)
-        (record,) = caplog.records
-        assert f"will try again: {error}" in record.getMessage()
-        assert (record.exc_info is not None) == traced
-
-
-def needed_reads(run: OffloadRun) -> list[BlockKey]:
-    ram = run.programs.ram
-    return [fetch.block for fetch in ram.program.fetches if fetch.needed_by < ram.expected_from]
-
-
-def wait_until(there: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("fail_at", [0, 3, 7])
-@pytest.mark.parametrize("policy", [ALL_AT_HOME, some(3, rolls=True), some(5)], ids=str)
-def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, caplog, policy, fail_at):
+@pytest.mark.parametrize("policy", [ALL_AT_HOME, some(5)], ids=str)
+def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, fail_at):
     """What was read before it is there: every visit before the one that needs the block is done."""
     steps = ["high", "low"]
     expected = plainly(stacks, steps)
@@ -213,7 +119,6 @@ def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, caplog, 
                 for visit in run.program.visits:
                     with run.visit(*visit):
                         reached.append(visit)
-        assert "read ahead" not in caplog.text, "this run needed it"
         if policy == ALL_AT_HOME:
             assert len(reached) == fail_at
         held = set(handle.engine.ram.contents().values())
@@ -224,7 +129,7 @@ def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, caplog, 
         assert not (held if policy == ALL_AT_HOME else set()) & set(source.reads)
 
 
-@pytest.mark.parametrize("policy", [ALL_AT_HOME, some(3, rolls=True), some(5)], ids=str)
+@pytest.mark.parametrize("policy", [ALL_AT_HOME, some(5)], ids=str)
 @pytest.mark.parametrize("stop_at", [0, 1, 5, 8])
 def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source, policy, stop_at):
     steps = ["high", "low"]
@@ -255,7 +160,7 @@ def test_an_early_end_wakes_every_wait(stacks):
             gate.wait(60)
             super().read_block(key, into)
 
-    with attach(stacks, some(2, rolls=True), Gate(stacks)) as handle:
+    with attach(stacks, some(2), Gate(stacks)) as handle:
         with handle.run(step_visits(["high", "low"], handle.counts)):
             gate.set()
         with handle.run(step_visits(["high", "low"], handle.counts)) as run:
@@ -298,21 +203,6 @@ def test_the_timeline_counts_reads_and_decoding(fp16_file):
             for step, count in zip(steps, moved, strict=True):
                 assert (step.decode_s > 0) == (count > 0)
                 assert step.wall_s >= step.compute_s + step.stall_s + step.decode_s
-
-
-def test_a_read_ahead_that_has_no_slot_keeps_none_back_that_has(fp16_file):
-    """Two blocks have a home; of the others, three find a staging slot in this run, and one would have to wait."""
-    blocks = [nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(BLOCKS)]
-    policy = some(2)
-    residency, _ = plan_residency(policy, {"high": BLOCKS})
-    homes = plan_ram(policy, residency, {"high": BLOCKS}).residency.residents["high"]
-    first, *passing = sorted(set(range(BLOCKS)) - homes)
-    then = [Visit(0, "high", block) for block in (*passing, *homes)]
-    with attach({"high": blocks}, policy, fp16_file()) as handle:
-        with handle.run([Visit(0, "high", first)], then=then) as run, run.visit(0, "high", first):
-            wait_until(lambda: len(run.reads) == 5)
-        assert [fetch.block.block for fetch in run.reads] == [first, *passing[:2], *homes]
-        assert {key.block for key in handle.engine.ram.contents().values()} == {*passing[:2], *homes}
 
 
 def test_raw_blocks_without_a_home_are_read_straight_into_their_buffer(stacks, source):

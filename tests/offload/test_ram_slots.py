@@ -56,11 +56,9 @@ def stored_bytes(*keys: BlockKey) -> int:
 LARGEST = stored_bytes(KEYS[3])
 
 
-def homes(*keys: BlockKey, slots: int | None = None, rolls: bool = False) -> RamHomes:
+def homes(*keys: BlockKey) -> RamHomes:
     residents = {name: frozenset(key.block for key in keys if key.expert == name) for name in ("high", "low")}
-    return RamHomes(
-        residency=Residency(residents=residents, permanent=not rolls), slots=len(keys) if slots is None else slots
-    )
+    return RamHomes(residency=Residency(residents=residents, permanent=True), slots=len(keys))
 
 
 @pytest.fixture
@@ -105,9 +103,7 @@ def test_a_home_takes_its_own_size_and_a_place_to_pass_through_the_largest(slots
     assert (slots.nbytes, slots.locked_bytes, driver.locked, slots.contents()) == (0, 0, [], {})
 
 
-@pytest.mark.parametrize(
-    ("wanted", "staging", "blocks"), [(homes(), 2, 2), (homes(KEYS[0]), 2, 3), (homes(slots=3, rolls=True), 1, 4)]
-)
+@pytest.mark.parametrize(("wanted", "staging", "blocks"), [(homes(), 2, 2), (homes(KEYS[0]), 2, 3)])
 def test_room_is_asked_for_every_slot_that_is_used(driver, wanted, staging, blocks):
     slots = RamSlots(Numbers(), dict.fromkeys(KEYS, 1 << 47), lock=driver)
     told = rf"{blocks * (1 << 47) / 1e9:.1f} GB of RAM for {blocks} blocks, .* are available: keep fewer blocks in RAM,"
@@ -116,14 +112,6 @@ def test_room_is_asked_for_every_slot_that_is_used(driver, wanted, staging, bloc
     with pytest.raises(SourceError, match=told):
         slots.check_room(wanted, staging, freed=1 << 47)
     slots.check_room(wanted, staging, freed=blocks * (1 << 47))
-
-
-def test_rolling_homes_share_all_slots(slots):
-    slots.resize(homes(*KEYS, slots=2, rolls=True), 1)
-    for index, key in enumerate(KEYS[:3]):
-        read(slots, index, key)
-    assert slots.nbytes == 3 * LARGEST
-    assert slots.contents() == dict(enumerate(KEYS[:3]))
 
 
 def test_homes_that_stay_are_not_read_again(slots, source):
@@ -161,28 +149,6 @@ def test_where_nothing_passes_through_no_slot_keeps_memory_for_it(slots):
     slots.resize(homes(*KEYS), 2)
     assert slots.contents() == {0: KEYS[0]}
     assert slots.nbytes == stored_bytes(KEYS[0])
-
-
-@pytest.mark.parametrize("rolls", [False, True])
-def test_from_rolling_to_kept_and_back(slots, source, rolls):
-    here = homes(KEYS[0], KEYS[1], slots=2, rolls=rolls)
-    there = homes(KEYS[0], KEYS[1], slots=2, rolls=not rolls)
-    slots.resize(here, 1)
-    read(slots, 0, KEYS[0])
-    read(slots, 1, KEYS[1])
-    for wanted in (there, here):
-        slots.resize(wanted, 1)
-        assert set(slots.contents().values()) == {KEYS[0], KEYS[1]}
-        assert {slot.index for slot in slots} == {0, 1, 2}
-    assert source.reads == KEYS[:2]
-
-
-def test_fewer_rolling_slots_keep_the_most_useful_blocks(slots):
-    slots.resize(homes(KEYS[1], KEYS[3], slots=2, rolls=True), 2)
-    for index, key in enumerate(KEYS):
-        read(slots, index, key)
-    slots.resize(homes(KEYS[1], KEYS[3], slots=2, rolls=True), 0)
-    assert set(slots.contents().values()) == {KEYS[1], KEYS[3]}
 
 
 def test_a_slot_is_refilled_when_its_copy_has_drained(slots):
@@ -230,10 +196,8 @@ def test_a_slot_says_its_name_when_it_is_used_out_of_order(slots):
         (homes(KEYS[0], KEYS[2]), 0, stored_bytes(KEYS[0], KEYS[2])),
         (homes(KEYS[0], KEYS[2]), 2, stored_bytes(KEYS[0], KEYS[2]) + 2 * LARGEST),
         (homes(*KEYS), 2, stored_bytes(*KEYS)),
-        (homes(*KEYS, slots=2, rolls=True), 0, 2 * LARGEST),
-        (homes(*KEYS, slots=2, rolls=True), 2, 4 * LARGEST),
     ],
-    ids=["kept", "kept and passing", "nothing passes", "rolling", "rolling and passing"],
+    ids=["kept", "kept and passing", "nothing passes"],
 )
 def test_how_much_room_slots_will_take(slots, wanted, staging, nbytes):
     assert slots.bytes_for(wanted, staging) == nbytes

@@ -83,7 +83,7 @@ def test_more_room_keeps_no_fewer_blocks_of_those_asked_for(asked: OffloadPolicy
 
 @given(POLICIES, st.integers(0, 90))
 def test_what_is_said_about_ram_and_tokens_stays(asked: OffloadPolicy, buffers: int) -> None:
-    in_ram = {"source": "pinned", "ram_blocks": 7, "ram_rolls": True, "chunk_tokens": 4096}
+    in_ram = {"source": "pinned", "ram_blocks": 7, "chunk_tokens": 4096}
     assert _fit(replace(asked, **in_ram), buffers) == replace(_fit(asked, buffers), **in_ram)
 
 
@@ -115,9 +115,7 @@ def test_what_is_there_stays_until_there_is_room_for_two_blocks_more(
     assert stay_near(present, fitted, budget=OUTSIDE + buffers, device_bytes=_bytes) == kept
 
 
-@pytest.mark.parametrize(
-    "change", [{"ram_blocks": 8}, {"ram_rolls": True}, {"chunk_tokens": 512}, {"ram_blocks": None}], ids=str
-)
+@pytest.mark.parametrize("change", [{"ram_blocks": 8}, {"chunk_tokens": 512}, {"ram_blocks": None}], ids=str)
 def test_what_says_something_else_about_ram_or_tokens_is_no_neighbour(change: dict[str, int]) -> None:
     present = replace(BLOCK_SWAP(30), source="pinned", ram_blocks=7)
     fitted = replace(BLOCK_SWAP(30), **{"source": "pinned", "ram_blocks": 7, **change})

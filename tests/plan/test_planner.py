@@ -34,7 +34,6 @@ def _all_policies(job: OffloadJob) -> list[OffloadPolicy]:
         pinned = replace(policy, source="pinned")
         found += [policy, pinned]
         found += [replace(pinned, ram_blocks=homes) for homes in range(1, 2 * blocks)]
-        found += [replace(pinned, ram_blocks=homes, ram_rolls=True) for homes in range(1, blocks + 1)]
     return found
 
 
@@ -123,15 +122,6 @@ def test_more_ram_is_used_where_the_disk_is_slow(rate_machine: Rated, make_job: 
     assert [plan.total_s for plan in plans] == sorted({plan.total_s for plan in plans}, reverse=True)
 
 
-def test_ram_rolls_over_at_the_switch_where_it_does_not_hold_both_experts(rate_machine: Rated, make_job: Job) -> None:
-    job, machine, small = make_job(), rate_machine(**DISK_BOUND), OffloadPolicy.layerwise(1)
-    half = replace(small, source="pinned", ram_blocks=8)
-    chosen = plan_offload(job, machine, _budget(job, machine, device=small, ram=half))
-    assert chosen.policy.ram_rolls
-    kept = next(c for c in chosen.candidates if c.policy.ram_blocks == 8 and not c.policy.ram_rolls)
-    assert kept.total_s > 1.1 * chosen.total_s
-
-
 @pytest.mark.parametrize(
     ("slow", "fast", "memory"),
     [
@@ -197,7 +187,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_a_remedy(rate_machine: Rated
 def test_the_reason_says_what_streams_what_waits_and_what_the_switch_costs(rate_machine: Rated, make_job: Job) -> None:
     job, machine = make_job(), rate_machine(**DISK_BOUND)
     small = OffloadPolicy.layerwise(1)
-    ram = replace(small, source="pinned", ram_blocks=4, ram_rolls=True)
+    ram = replace(small, source="pinned", ram_blocks=4)
     chosen = plan_offload(job, machine, _budget(job, machine, device=small, ram=ram))
     assert chosen.policy == ram
     block_gb = job.stored_bytes / 1e9
@@ -219,10 +209,9 @@ def test_a_gpu_decodes_while_it_computes_and_a_cpu_between(rate_machine: Rated, 
         assert f"; {1 / per_block_s:.1f} GB/s needed from files" in reason
 
 
-def test_one_expert_has_no_switch_and_nothing_rolls(rate_machine: Rated, make_job: Job) -> None:
+def test_one_expert_has_no_switch(rate_machine: Rated, make_job: Job) -> None:
     job = make_job(experts_of_steps=("low",) * 3, lanes={"low": 1})
     chosen = plan_offload(job, rate_machine(**DISK_BOUND), Budgets())
-    assert not any(candidate.policy.ram_rolls for candidate in chosen.candidates)
     assert "switch" not in chosen.reason
     assert _homes(chosen) == 8 or chosen.policy.ram_blocks is None
 

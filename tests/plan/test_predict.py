@@ -79,7 +79,6 @@ def test_a_cpu_decodes_while_nothing_computes(rate_cpu: Rated, make_job: Job) ->
         OffloadPolicy.resident(),
         OffloadPolicy.block_swap(4, 2, source="pinned"),
         replace(LAYERWISE, source="pinned", ram_blocks=5),
-        replace(LAYERWISE, source="pinned", ram_blocks=5, ram_rolls=True),
     ],
 )
 def test_programs_are_right_on_every_machine(

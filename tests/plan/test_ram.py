@@ -64,10 +64,6 @@ def homes_of(asked: OffloadPolicy, block_counts: Mapping[str, int]) -> RamHomes:
         (policy(ram_blocks=20), WAN, {"high": 10, "low": 10}, 20),
         (policy(ram_blocks=99), WAN, {"high": 40, "low": 40}, 80),
         (policy(ram_blocks=35), {"high": 40, "low": 30}, {"high": 20, "low": 15}, 35),
-        (policy(ram_blocks=20, ram_rolls=True), WAN, {"high": 20, "low": 20}, 20),
-        (policy(ram_blocks=99, ram_rolls=True), WAN, {"high": 40, "low": 40}, 40),
-        (policy(ram_blocks=35, ram_rolls=True), {"high": 40, "low": 30}, {"high": 35, "low": 30}, 35),
-        (policy(ram_blocks=0, ram_rolls=True), WAN, {"high": 0, "low": 0}, 0),
     ],
 )
 def test_how_many_blocks_have_a_home(
@@ -76,28 +72,26 @@ def test_how_many_blocks_have_a_home(
     homes = homes_of(asked, block_counts)
     assert {expert: len(blocks) for expert, blocks in homes.residency.residents.items()} == expected
     assert homes.slots == slots
-    assert homes.residency.permanent == (not asked.ram_rolls)
+    assert homes.residency.permanent
 
 
 def test_what_stays_on_the_device_gets_a_home_last() -> None:
     """Half stays on the device: the first 20 homes are for the others, every second one of them with 10."""
-    on_device = spread_evenly(20, 40)
+    on_device, one = spread_evenly(20, 40), {"high": 40}
     for blocks, in_ram in ((10, 10), (20, 20), (25, 20)):
-        high = homes_of(policy(20, ram_blocks=blocks, ram_rolls=True), WAN).residency.residents["high"]
+        high = homes_of(policy(20, ram_blocks=blocks), one).residency.residents["high"]
         assert len(high) == blocks
         assert len(high - on_device) == in_ram
-    ten = homes_of(policy(20, ram_blocks=10, ram_rolls=True), WAN).residency.residents["high"]
+    ten = homes_of(policy(20, ram_blocks=10), one).residency.residents["high"]
     assert sorted(ten) == [3, 7, 11, 15, 19, 23, 27, 31, 35, 39]
 
 
-@given(st.integers(0, 40), st.integers(0, 90), st.booleans())
-def test_blocks_from_the_file_are_spread_evenly_over_the_streamed_ones(swapped: int, blocks: int, rolls: bool) -> None:
-    asked = policy(swapped, ram_blocks=blocks, ram_rolls=rolls)
+@given(st.integers(0, 40), st.integers(0, 90))
+def test_blocks_from_the_file_are_spread_evenly_over_the_streamed_ones(swapped: int, blocks: int) -> None:
+    asked = policy(swapped, ram_blocks=blocks)
     homes = homes_of(asked, WAN).residency
     device = plan_residency(asked, WAN)[0]
     streamed = [key for expert in EXPERTS for block in range(40) if not device.keeps(*(key := BlockKey(expert, block)))]
-    if rolls:
-        streamed = [key for key in streamed if key.expert == "high"]
     from_file = [place for place, key in enumerate(streamed) if not homes.keeps(*key)]
     gaps = [after - before for before, after in pairwise([*from_file, len(streamed)])]
     assert not from_file or from_file[0] == 0
@@ -202,11 +196,7 @@ class Replay:
 @st.composite
 def any_homes(draw: st.DrawFn) -> RamHomes:
     residents = {expert: draw(st.frozensets(st.integers(0, 9))) for expert in EXPERTS}
-    permanent = draw(st.booleans())
-    sizes = [len(blocks) for blocks in residents.values()]
-    return RamHomes(
-        residency=Residency(residents=residents, permanent=permanent), slots=sum(sizes) if permanent else max(sizes)
-    )
+    return RamHomes(residency=Residency(residents=residents, permanent=True), slots=sum(map(len, residents.values())))
 
 
 block = st.builds(BlockKey, st.sampled_from((*EXPERTS, "other")), st.integers(0, 10))
@@ -219,7 +209,6 @@ slot_contents = st.dictionaries(st.integers(-1, 12), block, max_size=14)
     homes=any_homes(),
     staging=st.integers(0, 3),
     contents=slot_contents,
-    then=st.lists(block, max_size=12),
     seed=st.integers(0, 2**16),
     bus=st.booleans(),
 )
@@ -229,32 +218,29 @@ def test_every_visit_finds_its_block_whatever_is_fast_and_whatever_is_slow(
     homes: RamHomes,
     staging: int,
     contents: Mapping[int, BlockKey],
-    then: list[BlockKey],
     seed: int,
     bus: bool,
 ) -> None:
     run = data.draw(runs)
     buffers = buffers_needed(run.visits, run.residency) + run.spare_buffers
     program = compile_program(run.visits, run.residency, buffers, contents=run.contents)
-    ram = compile_ram(program, homes, staging=staging, contents=contents, then=then)
+    ram = compile_ram(program, homes, staging=staging, contents=contents)
     check_ram(program, ram)
     assert ram.program.buffers == homes.slots + staging
     Replay(contents, run.contents).run(program, ram, seed, bus=bus)
 
 
 @PROPERTY
-@given(
-    data=st.data(), homes=any_homes(), staging=st.integers(0, 3), then=st.lists(block, max_size=12), bus=st.booleans()
-)
+@given(data=st.data(), homes=any_homes(), staging=st.integers(0, 3), bus=st.booleans())
 def test_a_second_run_starts_from_what_the_first_had_read(
-    runs: Any, data: Any, homes: RamHomes, staging: int, then: list[BlockKey], bus: bool
+    runs: Any, data: Any, homes: RamHomes, staging: int, bus: bool
 ) -> None:
     """What had not been read when the first run ended is dropped; a slot that was being filled holds nothing."""
     slots: dict[int, BlockKey] = {}
     for seed in range(3):
         run = data.draw(runs)
         program = compile_program(run.visits, run.residency, buffers_needed(run.visits, run.residency))
-        ram = compile_ram(program, homes, staging=staging, contents=slots, then=then)
+        ram = compile_ram(program, homes, staging=staging, contents=slots)
         check_ram(program, ram)
         replay = Replay(slots, {})
         replay.run(program, ram, seed, bus=bus)
@@ -275,9 +261,7 @@ def test_reads_are_what_has_no_home_and_each_home_once(
     if staging:
         assert [key for key in read if not homes.residency.keeps(*key)] == [fetch.block for fetch in without_home]
     at_home = [key for key in read if homes.residency.keeps(*key)]
-    stages = [before.expert != after.expert for before, after in pairwise(run.visits)]
-    if homes.residency.permanent or not any(stages):
-        assert len(at_home) == len(set(at_home))
+    assert len(at_home) == len(set(at_home))
     assert set(at_home) == {fetch.block for fetch in program.fetches if homes.residency.keeps(*fetch.block)}
 
 
@@ -293,24 +277,22 @@ def test_a_ram_program_that_fits_on_a_page() -> None:
     """Two steps of three streamed blocks, block 1 at home, one staging slot."""
     program = layerwise(2, 0, block_counts={"high": 3})
     homes = RamHomes(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
-    ram = compile_ram(program, homes, staging=1, then=[BlockKey("high", 0), BlockKey("high", 1)])
+    ram = compile_ram(program, homes, staging=1)
     high = [BlockKey("high", block) for block in range(3)]
     assert ram.visit_of_fetch == (0, 1, 2, 3, 4, 5)
-    assert ram.expected_from == 6
-    assert [visit.key for visit in ram.program.visits] == [*high, *high, high[0], high[1]]
-    assert [visit.step for visit in ram.program.visits] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [visit.key for visit in ram.program.visits] == [*high, *high]
+    assert [visit.step for visit in ram.program.visits] == [0, 0, 0, 1, 1, 1]
     reads = [(read.block.block, read.buffer, read.start_after, read.needed_by) for read in ram.program.fetches]
-    assert reads == [(0, 1, AT_ONCE, 0), (1, 0, AT_ONCE, 1), (2, 1, 0, 2), (0, 1, 2, 3), (2, 1, 3, 5), (0, 1, 5, 6)]
-    assert ram.program.visit_buffer == (1, 0, 1, 1, 0, 1, 1, 0)
+    assert reads == [(0, 1, AT_ONCE, 0), (1, 0, AT_ONCE, 1), (2, 1, 0, 2), (0, 1, 2, 3), (2, 1, 3, 5)]
+    assert ram.program.visit_buffer == (1, 0, 1, 1, 0, 1)
 
 
 def test_without_staging_only_homes_pass_through_ram() -> None:
     program = layerwise(2, 0, block_counts={"high": 3})
     homes = RamHomes(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
-    ram = compile_ram(program, homes, staging=0, then=[BlockKey("high", 0), BlockKey("high", 1)])
+    ram = compile_ram(program, homes, staging=0)
     assert ram.visit_of_fetch == (DIRECT, 0, DIRECT, DIRECT, 1, DIRECT)
     assert len(ram.program.fetches) == 1
-    assert len(ram.program.visits) - ram.expected_from == 1
     nothing = compile_ram(program, RamHomes(residency=Residency(residents={}), slots=0), staging=0)
     assert (nothing.program.visits, nothing.program.buffers) == ((), 0)
 
@@ -368,51 +350,14 @@ def test_reads_count_for_the_step_that_asks_first() -> None:
     assert [(visit.step, visit.block) for visit in ram.program.visits] == [(0, 0), (0, 1), (1, 1), (2, 1)]
 
 
-def test_rolling_homes_are_taken_over_while_the_last_high_step_still_runs() -> None:
-    homes = homes_of(policy(ram_blocks=20, ram_rolls=True), WAN)
-    program = layerwise(3, 3)
-    ram = compile_ram(program, homes, staging=2)
-    last_high_step = range(80, 120)
-    early = [read for read in ram.program.fetches if read.block.expert == "low" and read.start_after in last_high_step]
-    assert len(early) == 22
-    assert len(ram.program.fetches) == 6 * 20 + 2 * 20
-
-
-def test_the_next_run_is_read_for_when_slots_are_free_and_asks_for_nothing_else() -> None:
-    """Everything but the last visits' slots is ready for it, and no read of this run comes later for it."""
-    homes = homes_of(policy(ram_blocks=20, ram_rolls=True), WAN)
-    program = layerwise(3, 3)
-    next_run = [fetch.block for fetch in layerwise(1, 0).fetches]
-    alone = compile_ram(program, homes, staging=2)
-    ram = compile_ram(program, homes, staging=2, then=next_run)
-    check_ram(program, ram)
-    assert ram.visit_of_fetch == alone.visit_of_fetch
-    assert ram.program.fetches[: len(alone.program.fetches)] == alone.program.fetches
-    ahead = [read for read in ram.program.fetches if read.needed_by >= ram.expected_from]
-    ready = [read for read in ahead if read.start_after < ram.expected_from]
-    assert [read.block for read in ready] == next_run[:22]
-
-    again = compile_ram(program, homes, staging=2, contents={read.buffer: read.block for read in ready})
-    assert len(alone.program.fetches) - len(again.program.fetches) == 22
-
-
-def test_an_empty_run_reads_at_most_for_the_next_one() -> None:
-    program = layerwise(0, 0)
-    homes = homes_of(OffloadPolicy.layerwise(), WAN)
-    ram = compile_ram(program, homes, staging=2, then=[BlockKey("high", 0)])
-    assert [read.block for read in ram.program.fetches] == [BlockKey("high", 0)]
-    assert ram.expected_from == 0
-
-
 @pytest.mark.parametrize("staging", [-1, -2])
 def test_staging_below_nothing_is_refused(staging: int) -> None:
     with pytest.raises(ProgramError, match=f"staging is {staging}, it must be 0 or more"):
         compile_ram(layerwise(1, 0), homes_of(OffloadPolicy.layerwise(), WAN), staging=staging)
 
 
-@pytest.mark.parametrize("permanent", [True, False])
-def test_too_few_slots_are_refused_with_the_number_that_is_needed(permanent: bool) -> None:
-    homes = RamHomes(residency=Residency(residents={"high": frozenset(range(5))}, permanent=permanent), slots=3)
+def test_too_few_slots_are_refused_with_the_number_that_is_needed() -> None:
+    homes = RamHomes(residency=Residency(residents={"high": frozenset(range(5))}, permanent=True), slots=3)
     with pytest.raises(ProgramError, match=r"3 buffers are too few: .* need 5"):
         compile_ram(layerwise(2, 0), homes, staging=0)
 
@@ -424,7 +369,7 @@ def pair() -> tuple[TransferProgram, RamProgram]:
     """Two steps of three blocks; one home, one staging slot."""
     program = layerwise(2, 0, block_counts={"high": 3})
     homes = RamHomes(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
-    return program, compile_ram(program, homes, staging=1, then=[BlockKey("high", 0)])
+    return program, compile_ram(program, homes, staging=1)
 
 
 def with_read(number: int, **values: Any) -> RamProgram:
@@ -456,16 +401,12 @@ def test_the_pair_that_is_broken_below_is_right() -> None:
         ),
         pytest.param(
             replace(pair()[1], visit_of_fetch=(0, 1, 2, 3, 4, DIRECT)),
-            "visit 5 of RAM serves no fetch, and the next run begins only at 6",
+            "visit 5 of 6 visits of RAM serves no fetch",
             id="a slot that nobody empties",
         ),
         pytest.param(
             replace(pair()[1], visit_of_fetch=(0, DIRECT, 1, 2, 3, 4)), "fetch 2 wants .*block=2", id="another block"
         ),
-        pytest.param(
-            replace(pair()[1], expected_from=5), "fetch 5 is visit 5 .* visit 5 of 5 is due", id="next run too early"
-        ),
-        pytest.param(replace(pair()[1], expected_from=9), "visit 9 of 7 visits of RAM", id="next run out of range"),
     ],
 )
 def test_a_ram_program_that_does_not_serve_its_device_program_is_refused(broken: RamProgram, message: str) -> None:

@@ -87,7 +87,6 @@ def test_the_planned_buffers_are_enough_and_never_more_than_the_blocks(
         ({"blocks_to_swap": -2}, "blocks_to_swap is -2, it must be 0 or more"),
         ({"source": "pinned", "ram_blocks": -1}, "ram_blocks is -1, it must be 0 or more"),
         ({"ram_blocks": 12}, "ram_blocks is 12, but source is 'file': use source 'pinned'"),
-        ({"source": "pinned", "ram_rolls": True}, "ram_rolls needs ram_blocks"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0, it must be 1 or more"),
     ],
 )

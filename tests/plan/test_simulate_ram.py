@@ -5,7 +5,7 @@ Figures are in visits: a visit takes 1 s, a copy r s and a read d s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import median
@@ -57,10 +57,10 @@ def hardware(r: float, d: float, **values: Any) -> Hardware:
     return Hardware(**{**usual, **values})
 
 
-def pinned(blocks: int, *, rolls: bool = False) -> HomesOf:
-    """Homes for `blocks` blocks, as a user's policy says it."""
-    policy = replace(OffloadPolicy.layerwise(source="pinned"), ram_blocks=blocks, ram_rolls=rolls)
-    return lambda device: plan_ram(policy, device, WAN)
+def pinned(blocks: int, *, experts: Sequence[str] = EXPERTS) -> HomesOf:
+    """Homes for `blocks` blocks of these experts, as a user's policy says it."""
+    policy = replace(OffloadPolicy.layerwise(source="pinned"), ram_blocks=blocks)
+    return lambda device: plan_ram(policy, device, dict.fromkeys(experts, BLOCKS))
 
 
 def device_program(residents: int, streaming: int, high: int, low: int) -> tuple[TransferProgram, Residency]:
@@ -108,11 +108,7 @@ machines = st.builds(
 @st.composite
 def any_homes(draw: st.DrawFn) -> RamHomes:
     residents = {expert: draw(st.frozensets(st.integers(0, 9))) for expert in EXPERTS}
-    permanent = draw(st.booleans())
-    sizes = [len(blocks) for blocks in residents.values()]
-    return RamHomes(
-        residency=Residency(residents=residents, permanent=permanent), slots=sum(sizes) if permanent else max(sizes)
-    )
+    return RamHomes(residency=Residency(residents=residents, permanent=True), slots=sum(map(len, residents.values())))
 
 
 @st.composite
@@ -126,7 +122,6 @@ def pairs(draw: st.DrawFn, runs: Any) -> tuple[TransferProgram, RamProgram]:
         draw(any_homes()),
         staging=draw(st.integers(0, 3)),
         contents=draw(st.dictionaries(st.integers(0, 12), block, max_size=8)),
-        then=draw(st.lists(block, max_size=6)),
     )
     return program, ram
 
@@ -159,11 +154,10 @@ def test_no_prefix_of_a_whole_run_beats_compute_bus_or_disk(seed: int) -> None:
     """Runs of real size, as policies ask for them: both experts, any residents, homes and rates."""
     pick = Random(seed)
     residents, high, low = pick.randint(0, BLOCKS), pick.randint(0, 6), pick.randint(1, 6)
-    rolls = pick.random() < 0.5
     machine = hardware(pick.choice((0.1, 0.9, 1.1, 3.0)), pick.choice((0.1, 0.9, 1.1, 3.0)))
-    homes = pinned(pick.randint(0, BLOCKS if rolls else 2 * BLOCKS), rolls=rolls)
+    homes = pinned(pick.randint(0, 2 * BLOCKS))
     program, device = device_program(residents, pick.randint(1, 3), high, low)
-    ram = compile_ram(program, homes(device), staging=pick.randint(1, 3), then=[BlockKey("high", 0)])
+    ram = compile_ram(program, homes(device), staging=pick.randint(1, 3))
     check_program(program)
     check_ram(program, ram)
     assert machine.disk_bytes_per_s is not None
@@ -244,7 +238,7 @@ def test_a_steady_step_is_within_two_percent_of_its_bound(
     if staging == 2:
         assume(max(bus, disk) < 0.9 or max(bus, disk) / min(bus, disk) > 1.3)
     machine = hardware(bus * BLOCKS / streamed, disk * BLOCKS / from_file)
-    homes = pinned(streamed - from_file, rolls=True)
+    homes = pinned(streamed - from_file, experts=("high",))
     timeline = run(machine, homes, residents=residents, streaming=streaming, staging=staging)
     bound = BLOCKS * max(1.0, bus, disk)
     assert bound * (1 - 1e-9) <= steady_step(timeline) <= 1.02 * bound
@@ -297,7 +291,7 @@ def test_which_blocks_have_a_home_decides_at_equal_ram(
     for d, expected in contiguous.items():
         bound = max(BLOCKS, (streamed - blocks) * d)
         machine = hardware(0.2, d)
-        assert steady_step(run(machine, pinned(blocks, rolls=True), residents=residents)) == pytest.approx(bound)
+        assert steady_step(run(machine, pinned(blocks, experts=("high",)), residents=residents)) == pytest.approx(bound)
         assert steady_step(run(machine, first_ones, residents=residents)) / bound == pytest.approx(expected, abs=6e-4)
 
 
@@ -313,45 +307,21 @@ def test_homes_for_blocks_that_stay_on_the_device_are_wasted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("residents", "blocks", "d", "halves", "rolling"),
+    ("residents", "blocks", "d", "expected"),
     [
-        (0, 20, 1.5, (23.31, 620), (20.75, 440)),
-        (0, 20, 2.0, (31.06, 620), (22.06, 440)),
-        (0, 40, 2.0, (22.06, 440), (21.03, 80)),
-        (0, 40, 3.0, (33.06, 440), (22.90, 80)),
-        # 22.92 where the homes of low blocks serve as staging until the switch; homes that are kept are homes only.
-        (20, 20, 3.0, (23.67, 260), (22.87, 80)),
+        (0, 20, 1.5, (23.31, 620)),
+        (0, 20, 2.0, (31.06, 620)),
+        (0, 40, 2.0, (22.06, 440)),
+        (0, 40, 3.0, (33.06, 440)),
+        (20, 20, 3.0, (23.67, 260)),
     ],
 )
-def test_ram_that_rolls_at_the_switch_against_ram_in_halves(
-    residents: int, blocks: int, d: float, halves: tuple[float, int], rolling: tuple[float, int]
+def test_ram_is_shared_by_both_experts_in_halves(
+    residents: int, blocks: int, d: float, expected: tuple[float, int]
 ) -> None:
-    """Twenty steps with a switch after eight, r = 0.3: total in hidden steps, and reads. The same RAM for both."""
-    for homes, expected in ((pinned(blocks), halves), (pinned(blocks, rolls=True), rolling)):
-        timeline = run(hardware(0.3, d), homes, residents=residents, high=8, low=12)
-        assert (round(timeline.wall_s / BLOCKS, 2), timeline.read_bytes // BLOCK_BYTES) == expected
-
-
-@pytest.mark.parametrize(
-    ("residents", "blocks", "d", "expected"),
-    [(0, 20, 1.5, 26.23), (0, 20, 2.0, 33.03), (0, 40, 2.0, 31.95), (0, 40, 3.0, 44.90), (20, 20, 3.0, 28.37)],
-)
-def test_ram_for_the_high_expert_only_is_the_worst(residents: int, blocks: int, d: float, expected: float) -> None:
-    def high_only(device: Residency) -> RamHomes:
-        homes = pinned(blocks, rolls=True)(device)
-        return replace(homes, residency=Residency(residents={"high": homes.residency.residents["high"]}))
-
-    timeline = run(hardware(0.3, d), high_only, residents=residents, high=8, low=12)
-    assert timeline.wall_s / BLOCKS == pytest.approx(expected, abs=0.0051)
-
-
-def test_what_rolling_costs_at_the_switch() -> None:
-    """The one-off excess is larger than with halves in some cases, though the total is smaller."""
-    excess = {}
-    for rolls in (False, True):
-        timeline = run(hardware(0.3, 2.0), pinned(20, rolls=rolls), high=8, low=12)
-        excess[rolls] = timeline.steps[8].wall_s - timeline.steps[15].wall_s
-    assert excess == pytest.approx({False: 19.0, True: 39.0}, abs=0.5)
+    """Twenty steps with a switch after eight, r = 0.3: total in hidden steps, and reads."""
+    timeline = run(hardware(0.3, d), pinned(blocks), residents=residents, high=8, low=12)
+    assert (round(timeline.wall_s / BLOCKS, 2), timeline.read_bytes // BLOCK_BYTES) == expected
 
 
 def test_homes_that_hold_their_blocks_from_before_are_not_read_again() -> None:
@@ -363,19 +333,6 @@ def test_homes_that_hold_their_blocks_from_before_are_not_read_again() -> None:
     cold, warm = simulate(program, machine, first), simulate(program, machine, again)
     assert (cold.read_bytes, warm.read_bytes) == (140 * BLOCK_BYTES, 120 * BLOCK_BYTES)
     assert warm.wall_s <= cold.wall_s
-
-
-def test_what_was_read_for_the_next_run_is_there_when_it_starts() -> None:
-    program, device = device_program(0, 2, 2, 2)
-    homes = pinned(0)(device)
-    machine = hardware(0.2, 0.9)
-    then = [fetch.block for fetch in program.fetches[:BLOCKS]]
-    first = compile_ram(program, homes, staging=3, then=then)
-    contents = {fetch.buffer: fetch.block for fetch in first.program.fetches if fetch.start_after < first.expected_from}
-    again = compile_ram(program, homes, staging=3, contents=contents)
-    assert simulate(program, machine, first) == simulate(program, machine, compile_ram(program, homes, staging=3))
-    assert simulate(program, machine, first).first_block_s == pytest.approx(1.1)
-    assert simulate(program, machine, again).first_block_s == pytest.approx(0.2)
 
 
 # --- figures: real cases ------------------------------------------------------------------------------------------

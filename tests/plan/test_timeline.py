@@ -30,7 +30,6 @@ TIMELINE = Timeline(
             copy_s=0.5,
             copied_bytes=50,
             read_s=0.25,
-            cached_bytes=30,
             reserved_bytes=8,
             device_used_bytes=12,
             dynamic_bytes=3,
@@ -40,7 +39,6 @@ TIMELINE = Timeline(
     outer_bytes=11,
     first_block_s=0.25,
     changes=("step 1: 2 buffers instead of 4, the device was out of memory",),
-    ahead_bytes=13,
     phases=(
         PhaseRecord(name="text", began_s=-3.0, wall_s=2.0, rss_bytes=9),
         PhaseRecord(name="high", began_s=0, wall_s=2),
@@ -48,7 +46,6 @@ TIMELINE = Timeline(
     memory=(MemorySample(at_s=0.5, device_bytes=7, device_used_bytes=None, rss_bytes=9),),
     copy_rates=(RateRange(from_gb_per_s=1, fetches=2, nbytes=30, busy_s=0.5),),
     read_rates=(RateRange(from_gb_per_s=0, fetches=1, nbytes=3, busy_s=0.25),),
-    measuring_s=0.001,
 )
 
 
@@ -64,7 +61,7 @@ def test_sums_over_the_steps() -> None:
 
 def test_a_run_without_steps_took_nothing() -> None:
     empty = Timeline(steps=(), kind="simulated")
-    assert (empty.wall_s, empty.overlap, empty.switch_step, empty.cached_bytes) == (0, None, None, None)
+    assert (empty.wall_s, empty.overlap, empty.switch_step) == (0, None, None)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +103,6 @@ def test_the_switch_is_the_first_step_of_another_expert(experts: list[str], swit
     assert Timeline(steps=later, kind="measured").switch_step == (None if switch is None else switch + 5)
 
 
-@pytest.mark.parametrize(("cached", "total"), [([1, 2], 3), ([None, 2], None), ([None], None), ([0], 0)])
-def test_the_page_caches_part_is_known_only_if_every_step_knows_it(cached: list[int | None], total: int | None) -> None:
-    steps = tuple(record(cached_bytes=each) for each in cached)
-    assert Timeline(steps=steps, kind="measured").cached_bytes == total
-
-
 def test_it_survives_json() -> None:
     assert Timeline.from_dict(json.loads(json.dumps(TIMELINE.to_dict()))) == TIMELINE
 
@@ -123,14 +114,14 @@ def test_json_has_lists_and_no_tuples() -> None:
 
 def test_a_timeline_that_was_written_before_there_were_reads_and_changes_is_read() -> None:
     written = TIMELINE.to_dict()
-    for name in ("changes", "ahead_bytes", "phases", "memory", "copy_rates", "read_rates", "measuring_s"):
+    for name in ("changes", "phases", "memory", "copy_rates", "read_rates"):
         del written[name]
     old = {"index", "expert", "sigma", "wall_s", "compute_s", "stall_s", "bytes_moved", "device_bytes", "rss_bytes"}
     written["steps"] = [{name: step[name] for name in old} for step in written["steps"]]
     found = Timeline.from_dict(written)
     assert (found.changes, found.decode_s, found.read_bytes) == ((), 0, 0)
     assert (found.wall_s, found.bytes_moved, found.first_block_s) == (3.0, 150, 0.25)
-    assert (found.phases, found.memory, found.measuring_s, found.steps[1].began_s) == ((), (), 0.0, None)
+    assert (found.phases, found.memory, found.steps[1].began_s) == ((), (), None)
     assert (found.copy_rates, found.read_rates) == ((), ())
 
 

@@ -165,10 +165,8 @@ class WatchedEngine:
         return self._engine.outer_bytes
 
     @contextmanager
-    def run(
-        self, visits: Sequence[Visit], recorder: Recorder | None = None, then: Sequence[Visit] = ()
-    ) -> Iterator[OffloadRun]:
-        with self._engine.run(visits, recorder=recorder, then=then) as run:
+    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[OffloadRun]:
+        with self._engine.run(visits, recorder=recorder) as run:
             self._runs.append(run)
             yield run
 

@@ -24,7 +24,7 @@ POLICIES = {
     "resident": OffloadPolicy.resident(),
     "from RAM": PINNED,
     "partly from RAM": replace(PINNED, ram_blocks=3),
-    "RAM that rolls": replace(PINNED, ram_blocks=2, ram_rolls=True),
+    "some in RAM": replace(PINNED, ram_blocks=2),
     "half from RAM": OffloadPolicy.block_swap(2, 1, source="pinned"),
 }
 

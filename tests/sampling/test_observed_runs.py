@@ -33,10 +33,9 @@ def test_every_figure_of_a_step_is_told(open_pair: OpenPair, make_request: Reque
     timeline = denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu").timeline
     for step in timeline.steps:
         unknown = {field.name for field in fields(StepRecord) if getattr(step, field.name) is None}
-        assert unknown - {"cached_bytes"} == NOT_ON_A_CPU, "and the page cache's part where nobody counts"
+        assert unknown == NOT_ON_A_CPU
         assert step.pinned_bytes == 0
     assert [phase.name for phase in timeline.phases] == ["first block", "high", "switch", "low"]
-    assert timeline.measuring_s > 0
     assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
 
 
@@ -63,7 +62,6 @@ def test_the_run_begins_with_its_call_and_ends_with_it(open_pair: OpenPair, make
     last = timeline.steps[-1]
     assert last.began_s is not None
     assert timeline.wall_s <= last.began_s + last.wall_s <= took
-    assert 0 < timeline.measuring_s < took
     assert timeline.memory[-1].at_s <= took
 
 

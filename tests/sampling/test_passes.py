@@ -43,10 +43,8 @@ class Watched:
         return self._engine.graphs
 
     @contextmanager
-    def run(
-        self, visits: Sequence[Visit], recorder: Recorder | None = None, then: Sequence[Visit] = ()
-    ) -> Iterator[OffloadRun]:
-        with self._engine.run(visits, recorder=recorder, then=then) as run:
+    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[OffloadRun]:
+        with self._engine.run(visits, recorder=recorder) as run:
             self.runs.append(run)
             yield run
 
