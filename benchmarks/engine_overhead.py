@@ -14,7 +14,7 @@ from record import record
 from torch import nn
 
 from wanstream.metrics import Recorder
-from wanstream.offload import OffloadRun, attach_offload
+from wanstream.offload import EngineRun, attach_offload
 from wanstream.plan import OffloadPolicy, step_visits
 
 BLOCKS, PASSES = 40, 50
@@ -31,7 +31,7 @@ class Identity(nn.Module):
         return hidden
 
 
-def time_passes(run: OffloadRun, blocks: nn.ModuleList, recorder: Recorder) -> list[float]:
+def time_passes(run: EngineRun, blocks: nn.ModuleList, recorder: Recorder) -> list[float]:
     """Seconds per visit of every pass of the run."""
     hidden, seconds = torch.ones(1), []
     for step in range(PASSES + 1):
@@ -48,7 +48,7 @@ def main(device: str) -> None:
     blocks = nn.ModuleList(Identity() for _ in range(BLOCKS)).requires_grad_(False)
     with attach_offload(blocks, policy=OffloadPolicy.resident(), device=device, follow_forward=False) as handle:
         recorder = Recorder(torch.device(device))
-        with handle.run(step_visits(["blocks"] * (PASSES + 1), handle.counts), recorder=recorder) as run:
+        with handle.run(step_visits(["blocks"] * (PASSES + 1), handle.block_counts), recorder=recorder) as run:
             seconds = time_passes(run, blocks, recorder)
     micro = [value * 1e6 for value in seconds]
     figures = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .attach import OffloadHandle, OffloadRun, attach_offload
+from .attach import attach_offload
+from .engine import OffloadEngine
+from .engine_run import EngineRun
 from .file_source import FileSource, read_tensors
 from .layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, flat_layout, streamed_names, tensor_views
 from .module_source import ModuleSource
@@ -15,6 +17,7 @@ __all__ = [
     "BlockPatch",
     "BlockSource",
     "CheckpointFileError",
+    "EngineRun",
     "FileHeader",
     "FileSource",
     "FileTensor",
@@ -22,8 +25,7 @@ __all__ = [
     "FlatTensor",
     "ModuleSource",
     "NoRamError",
-    "OffloadHandle",
-    "OffloadRun",
+    "OffloadEngine",
     "SourceError",
     "WeightPatch",
     "allocate_flat",

@@ -1,14 +1,14 @@
 """Streams the blocks of any module through an engine, and takes everything back.
 
-    with attach_offload(model.blocks, policy=OffloadPolicy.layerwise(1), device="cuda") as handle:
+    with attach_offload(model.blocks, policy=OffloadPolicy.layerwise(1), device="cuda") as engine:
         model(x)                       # each forward is one run of one pass
-        with handle.passes(2):         # two forwards known in advance: the second finds its first blocks there
+        with engine.passes(2):         # two forwards known in advance: the second finds its first blocks there
             model(x), model(y)
 
 A caller with its own loop over blocks (lanes, two experts, many steps) names the visits instead:
 
-    handle = attach_offload({"high": ..., "low": ...}, policy=..., device=..., follow_forward=False)
-    with handle.run(visits) as run:
+    engine = attach_offload({"high": ..., "low": ...}, policy=..., device=..., follow_forward=False)
+    with engine.run(visits) as run:
         for step, expert, block in visits:
             with run.visit(step, expert, block):
                 ...
@@ -23,14 +23,11 @@ from torch import nn
 
 from ..metrics import compute_device
 from ..plan import OffloadPolicy, plan_residency
-from .attached_run import OffloadRun
+from .engine import OffloadEngine, Stacks
 from .gather import Sharded
-from .handle import OffloadHandle, Stacks
 from .module_source import ModuleSource
 from .shared_segment import SharedSegment
 from .source import BlockSource
-
-__all__ = ["OffloadHandle", "OffloadRun", "attach_offload"]
 
 ONLY_STACK = "blocks"  # the name a single stack of blocks goes by in visits
 
@@ -44,7 +41,7 @@ def attach_offload(
     follow_forward: bool = True,
     shared: SharedSegment | None = None,
     sharded: Sharded | None = None,
-) -> OffloadHandle:
+) -> OffloadEngine:
     """Let the Linear weights of `blocks` be streamed to `device`; everything else of the blocks moves there and stays.
 
     Args:
@@ -58,7 +55,7 @@ def attach_offload(
             visits under the same policy. The source then is a `RangeSource`, as those of files and modules are.
 
     Returns:
-        A handle; `detach()` or `with` leaves every block exactly as it was.
+        The engine; `detach()` or `with` leaves every block exactly as it was.
 
     Raises:
         ValueError: the device is not there, the policy does not fit the number of blocks, the source does not fit a
@@ -70,7 +67,7 @@ def attach_offload(
     plan_residency(policy, counts)  # refuse a policy that does not fit before anything is touched
     place = compute_device(device)
     own = source or ModuleSource(stacks)
-    return OffloadHandle(
+    return OffloadEngine(
         stacks,
         policy=policy,
         device=place,

@@ -26,7 +26,7 @@ from .run_thread import RunThread
 from .streams import Arrival
 
 if TYPE_CHECKING:
-    from .engine import StreamEngine
+    from .engine import OffloadEngine
 
 PACE = 2  # visits the host may be ahead of the device: enough to hide launches, few enough to cancel within two blocks
 
@@ -38,7 +38,7 @@ class VisitOrderError(RuntimeError):
 class EngineRun:
     """One execution of a device program and the RAM program below it."""
 
-    def __init__(self, engine: StreamEngine, programs: RunPrograms, recorder: Recorder | None) -> None:
+    def __init__(self, engine: OffloadEngine, programs: RunPrograms, recorder: Recorder | None) -> None:
         self.programs = programs
         self.program = programs.device
         self.fetched: list[Fetch] = []
@@ -123,6 +123,7 @@ class EngineRun:
                 self._recorder.run_ended()
             self._close_range()
             self._arrivals.clear()
+            self._engine.unbind_all()
             self._engine.release()
 
     def _end_threads(self, *, alike: bool = False) -> None:
@@ -181,8 +182,16 @@ class EngineRun:
         nbytes, read = self._engine.fetch_bytes(key), self._ram.read_for(number)
         self._recorder.block_arrived(BlockArrival(key.block, nbytes, asked, arrived, read, arrival.copied, decoded))
 
+    def visit(self, step: int, expert: str, block: int) -> VisitContext:
+        """The next visit of the program; inside this context the block's weights are on the device.
+
+        Raises:
+            VisitOrderError: on entering, if another visit is due.
+        """
+        return VisitContext(self, Visit(step, expert, block))
+
     def begin(self, visit: Visit) -> tuple[BlockBuffer, Mark, Mark, Mark]:
-        """Wait for the block of `visit`; returns its buffer and the marks 'asked', 'arrived' and 'ready'."""
+        """Wait for the block of `visit`, bind it, and return its buffer and the marks 'asked', 'arrived', 'ready'."""
         number, program = self._next, self.program
         if not self._going_on:
             raise VisitOrderError(f"{visit} is outside its run, which is not going on: enter the run with `with` first")
@@ -206,24 +215,26 @@ class EngineRun:
             self._note_arrival(fetch, arrival, (asked, arrived, ready))
         buffer = self._engine.buffers[program.visit_buffer[number]]
         buffer.acquire(key)
+        self._engine.bind(key, buffer)
         return buffer, asked, arrived, ready
 
-    def end(self, buffer: BlockBuffer, asked: Mark, arrived: Mark, ready: Mark) -> bool:
-        """The visit was given to the device; returns whether the block's tenancy is over."""
+    def end(self, buffer: BlockBuffer, asked: Mark, arrived: Mark, ready: Mark) -> None:
+        """Record that the visit was given to the device, and unbind its block after the last visit of its tenancy."""
         done = self._clock.mark()
         number = self._next
         self._latest.append(done)
         if number in self._awaited:
             self._freed[number] = done
-        last = number in self.program.last_use
+        last, visit = number in self.program.last_use, self.program.visits[number]
         buffer.release(last=last)
         self._next += 1
         self._progress.note_released(number)
         if self._recorder is not None:
-            self._recorder.visit(self.program.visits[number].block, asked, arrived, ready, done)
+            self._recorder.visit(visit.block, asked, arrived, ready, done)
         if self._range is not None:
             self._close_range()
-        return last
+        if last:
+            self._engine.unbind(visit.key)
 
     def _close_range(self) -> None:
         if self._range is not None:
@@ -267,3 +278,21 @@ class EngineRun:
         buffer.issued()
         self.fetched.append(fetch._replace(block=key, buffer=buffer.index))
         self._progress.note_issued(number)
+
+
+class VisitContext:
+    """`with` around the work of one visit. A class, not a generator: it is entered once per block and step."""
+
+    __slots__ = ("_begun", "_run", "_visit")
+
+    def __init__(self, run: EngineRun, visit: Visit) -> None:
+        self._run, self._visit = run, visit
+
+    def __enter__(self) -> None:
+        self._begun = self._run.begin(self._visit)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._run.end(*self._begun)

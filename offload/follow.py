@@ -10,20 +10,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..plan import Visit
-from .engine_run import VisitOrderError
-from .visit_context import VisitContext
+from .engine_run import EngineRun, VisitContext, VisitOrderError
 
 if TYPE_CHECKING:
-    from .attached_run import OffloadRun
-    from .handle import OffloadHandle, Stacks
+    from .engine import OffloadEngine, Stacks
 
 
 class ForwardFollower:
     """Hooks on every block: the first block of a stack opens a run, the last one of its last pass closes it."""
 
-    def __init__(self, handle: OffloadHandle, stacks: Stacks) -> None:
-        self._handle = handle
-        self._run: OffloadRun | None = None
+    def __init__(self, engine: OffloadEngine, stacks: Stacks) -> None:
+        self._engine = engine
+        self._run: EngineRun | None = None
         self._pending: list[Visit] = []
         self._open: VisitContext | None = None
         self._hooks = [
@@ -64,8 +62,8 @@ class ForwardFollower:
         ]
 
     def _begin(self, stack: str, count: int) -> None:
-        visits = self._handle.pass_visits(count, stack)
-        run = self._handle.run(visits)
+        visits = self._engine.pass_visits(count, stack)
+        run = self._engine.run(visits)
         run.__enter__()
         self._run, self._pending = run, list(reversed(visits))
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..metrics import Recorder
-from ..offload.attach import OffloadRun
+from ..offload import EngineRun
 from ..offload.shortage import forget, is_out_of_memory
 from ..plan import StepRecord, Timeline, step_visits
 from ..wan import ExpertEngine, Lane, forward_lanes, held_against
@@ -150,7 +150,7 @@ class Denoising:
         guided = {expert: expert in with_negative for _, expert in self._steps}
         foretell(engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided)
 
-    def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[OffloadRun]:
+    def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[EngineRun]:
         """A run of all steps that are left."""
         experts = [expert for _, expert in self._steps[self._done :]]
         first = self._steps[self._done][0]

@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 
 from ..metrics import Recorder
-from ..offload.attach import OffloadRun
+from ..offload import EngineRun
 from ..offload.shortage import forget, is_out_of_memory
 from ..plan import step_visits
 from ..plan.experts import TRAIN_TIMESTEPS
@@ -95,7 +95,7 @@ class Passes:
         self._expected = tuple(predicted)
         self._state = PassState.NEW
         self._run: AbstractContextManager[object] | None = None
-        self._visits: OffloadRun | None = None
+        self._visits: EngineRun | None = None
         self._watching = ExitStack()
         self._compiled = False
         self.calls = 0

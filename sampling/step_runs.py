@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from ..offload.attach import OffloadRun
+from ..offload import EngineRun
 
-Begin = Callable[[], AbstractContextManager[OffloadRun]]
+Begin = Callable[[], AbstractContextManager[EngineRun]]
 """A run for the steps that are left now."""
 
 
@@ -21,10 +21,10 @@ class StepRuns:
 
     def __init__(self, begin: Begin) -> None:
         self._begin = begin
-        self._entered: tuple[AbstractContextManager[OffloadRun], OffloadRun] | None = None
+        self._entered: tuple[AbstractContextManager[EngineRun], EngineRun] | None = None
 
     def visit(self, step: int, expert: str, block: int) -> AbstractContextManager[object]:
-        """The next visit; see `OffloadRun.visit`."""
+        """The next visit; see `EngineRun.visit`."""
         return self._run().visit(step, expert, block)
 
     def leave_step(self) -> None:
@@ -32,7 +32,7 @@ class StepRuns:
         self._run().leave()
         self._end(None, None, None)
 
-    def _run(self) -> OffloadRun:
+    def _run(self) -> EngineRun:
         if self._entered is None:
             manager = self._begin()
             self._entered = manager, manager.__enter__()

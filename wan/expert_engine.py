@@ -1,18 +1,16 @@
-"""Both experts attached to one offload engine: one pool of buffers, so that the switch is a visit like any other."""
+"""The offload engine of both experts: one pool of buffers, so that the switch is a visit like any other."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 
-from ..metrics import Recorder
-from ..offload.attach import attach_offload
-from ..offload.attached_run import OffloadRun
+from ..metrics import compute_device
+from ..offload import OffloadEngine
 from ..offload.gather import Sharded
 from ..offload.patches import BlockPatch, WeightPatch
-from ..plan import BlockKey, OffloadPolicy, RunPrograms, Storage, Visit
+from ..plan import BlockKey, OffloadPolicy, Storage
 from .block_storage import block_source, segment_of
 from .checkpoint import Expert
 from .expert_models import ExpertModels
@@ -23,8 +21,8 @@ from .lora_patches import block_patches, stack_identity, staying_patches
 NO_LORAS: Hashable = ()
 
 
-class ExpertEngine:
-    """Runs the blocks of the experts of one pair on one device under one policy.
+class ExpertEngine(OffloadEngine):
+    """Streams the blocks of the experts of one pair, and keeps everything else of them.
 
     `models` holds the diffusers models by expert name; they are plain modules whose block weights are there during a
     visit only. Nothing is read before the engine exists but the files' headers.
@@ -42,27 +40,19 @@ class ExpertEngine:
         shared: bool = False,
         sharded: Sharded | None = None,
     ) -> None:
-        self.device = device
+        device = compute_device(device)
         self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
         self._compute_dtype = compute_dtype
         self._kernels, self._chunk_tokens = Kernels(), policy.chunk_tokens
         self.models.kernels.set(self._kernels, self._chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
-        self.block_counts = {name: config.num_layers for name, config in self._configs.items()}
         source = block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct)
-        self._shared = segment_of(source) if shared and sharded is None else None
-        self._handle = attach_offload(
-            self.models.blocks,
-            policy=policy,
-            device=device,
-            source=source,
-            follow_forward=False,
-            shared=self._shared,
-            sharded=sharded,
+        self._segment = segment_of(source) if shared and sharded is None else None
+        super().__init__(
+            self.models.blocks, policy=policy, device=device, source=source, shared=self._segment, sharded=sharded
         )
         self.models.start_reading()
         self._loras: Hashable = NO_LORAS
-        self._closed = False
 
     @property
     def outer_bytes(self) -> int:
@@ -75,24 +65,9 @@ class ExpertEngine:
         return self.models.kernels.graphs
 
     @property
-    def running(self) -> bool:
-        """Whether a run is going on: nothing can be given back now."""
-        return self._handle.running
-
-    @property
     def loaded_bytes(self) -> int:
         """Bytes of device memory that the weights take now: buffers, and everything there that does not stream."""
-        return self._handle.loaded_bytes + self.models.loaded_bytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of host memory that are page-locked now."""
-        return self._handle.pinned_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that blocks in RAM, staging and LoRA factors of blocks take now, locked or not."""
-        return self._handle.host_bytes
+        return super().loaded_bytes + self.models.loaded_bytes
 
     def expect(self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Say which timesteps and texts the coming run will bring to each of its experts, which it names in order.
@@ -127,7 +102,7 @@ class ExpertEngine:
                 factors.of(lora)
             blocks |= block_patches(expert, self._configs[expert], stack, factors)
             staying[expert] = staying_patches(self._configs[expert], stack, factors)
-        self._handle.set_patches(blocks)
+        self.set_patches(blocks)
         self.models.set_patches(staying)
         self._loras = loras
 
@@ -146,55 +121,9 @@ class ExpertEngine:
         self.models.kernels.set(kernels, self._chunk_tokens)
         self._kernels = kernels
 
-    def give_back(self, nbytes: int) -> int:
-        """Free buffers until `nbytes` of device memory are free or none is left; returns the bytes freed.
-
-        Raises:
-            RuntimeError: a run is going on; nothing was touched.
-        """
-        return self._handle.give_back(nbytes)
-
-    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> AbstractContextManager[OffloadRun]:
-        """Compile `visits` into transfer programs and start them.
-
-        Inside the context, `run.visit(step, expert, block)` gives the visits in their order.
-        """
-        self._check_open()
-        return self._handle.run(visits, recorder=recorder)
-
-    def programs(self, visits: Sequence[Visit]) -> RunPrograms:
-        """What `run` would execute now; `simulate` predicts it."""
-        self._check_open()
-        return self._handle.programs(visits)
-
-    def meet(self, sharded: Sharded) -> None:
-        """Gather with the ranks of another meeting, in which this one has the same shards.
-
-        Raises:
-            RuntimeError: a run is going on; nothing was touched.
-        """
-        self._check_open()
-        self._handle.meet(sharded)
-
-    def take_buffers(self) -> None:
-        """Allocate all buffers now; otherwise each comes with the first run that fetches into it.
-
-        Raises:
-            RuntimeError: a run is going on; nothing was touched. Or the device has no memory left.
-        """
-        self._check_open()
-        self._handle.take_buffers()
-
     def set_policy(self, policy: OffloadPolicy) -> None:
-        """Change between runs what stays on the device and in RAM; blocks that both policies keep are not read again.
-
-        Raises:
-            RuntimeError: a run is going on.
-            ValueError: the policy does not fit the number of blocks; the former one stays.
-            OSError: there is not enough RAM for the blocks that would have a home there; the former one stays.
-        """
-        self._check_open()
-        self._handle.set_policy(policy)
+        """As `OffloadEngine.set_policy`; the tokens computed at once are those of the policy too."""
+        super().set_policy(policy)
         self._chunk_tokens = policy.chunk_tokens
         self.models.kernels.set(self._kernels, self._chunk_tokens)
 
@@ -204,12 +133,7 @@ class ExpertEngine:
         Raises:
             RuntimeError: a run is going on; it goes on undisturbed.
         """
-        self._handle.detach()
-        if self._shared is not None:
-            self._shared.close()
-        self._closed = True
+        self.detach()
+        if self._segment is not None:
+            self._segment.close()
         self.models.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this engine was closed; ask its pair for another one")

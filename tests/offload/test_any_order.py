@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from wanstream.offload import BlockPatch, OffloadHandle, WeightPatch, attach_offload
+from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
 from wanstream.plan import BlockKey, OffloadPolicy, Visit, step_visits
 
 BLOCKS, WIDTH = 3, 16
@@ -97,8 +97,8 @@ def stacks(make_stack: Callable[..., nn.ModuleList]) -> Stacks:
     return Stacks(make_stack)
 
 
-def carry_out(handle: OffloadHandle, stacks: Stacks, run: Run, strengths: Sequence[int]) -> None:
-    value, visits = HIDDEN, step_visits(run.steps, handle.counts)
+def carry_out(handle: OffloadEngine, stacks: Stacks, run: Run, strengths: Sequence[int]) -> None:
+    value, visits = HIDDEN, step_visits(run.steps, handle.block_counts)
     if run.stop_at is not None and run.stop_at < len(visits):
         with pytest.raises(KeyboardInterrupt), handle.run(visits) as going:
             for number, visit in enumerate(visits):
@@ -113,8 +113,8 @@ def carry_out(handle: OffloadHandle, stacks: Stacks, run: Run, strengths: Sequen
     assert torch.equal(value, stacks.plain(visits, strengths))
 
 
-def leave(handle: OffloadHandle, stacks: Stacks, run: Leave, strengths: Sequence[int]) -> None:
-    value, visits = HIDDEN, step_visits(run.steps, handle.counts)
+def leave(handle: OffloadEngine, stacks: Stacks, run: Leave, strengths: Sequence[int]) -> None:
+    value, visits = HIDDEN, step_visits(run.steps, handle.block_counts)
     come = visits[: run.visits]
     with handle.run(visits) as going:
         for visit in come:
@@ -123,7 +123,7 @@ def leave(handle: OffloadHandle, stacks: Stacks, run: Leave, strengths: Sequence
         going.leave()
     assert torch.equal(value, stacks.plain(come, strengths))
     last = {fetch.buffer: fetch.block for fetch in going.fetched}
-    assert last.items() <= handle.engine.contents().items(), "what was issued is there"
+    assert last.items() <= handle.contents().items(), "what was issued is there"
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -132,9 +132,9 @@ def leave(handle: OffloadHandle, stacks: Stacks, run: Leave, strengths: Sequence
 def test_always_the_bits_of_a_fresh_engine(stacks: Stacks, policy: OffloadPolicy, actions: list[NamedTuple]) -> None:
     strengths = (0,) * 2 * BLOCKS
     with attach_offload(stacks.streamed, policy=policy, device="cpu", follow_forward=False) as handle:
-        size = handle.loaded_bytes // len(handle.engine.buffers)
+        size = handle.loaded_bytes // len(handle.buffers)
         for action in [*actions, Run(("high", "low"), None)]:
-            held = set(handle.engine.contents().values())
+            held = set(handle.contents().values())
             if isinstance(action, Run):
                 carry_out(handle, stacks, action, strengths)
             elif isinstance(action, Leave):
@@ -143,7 +143,7 @@ def test_always_the_bits_of_a_fresh_engine(stacks: Stacks, policy: OffloadPolicy
                 before, strengths = strengths, action.strengths
                 handle.set_patches(patches_of(strengths))
                 changed = {key for key, *pair in zip(KEYS, before, strengths, strict=True) if len(set(pair)) > 1}
-                assert set(handle.engine.contents().values()) == held - changed
+                assert set(handle.contents().values()) == held - changed
             elif isinstance(action, GiveBack):
                 loaded = handle.loaded_bytes
                 freed = handle.give_back(action.buffers * size)

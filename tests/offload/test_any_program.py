@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from wanstream.offload import OffloadHandle, attach_offload
-from wanstream.offload.attached_run import OffloadRun
+from wanstream.offload import EngineRun, OffloadEngine, attach_offload
 from wanstream.offload.layout import BlockFormat, host_bytes
 from wanstream.offload.module_source import ModuleSource, block_format, tensor_views
 from wanstream.plan import DIRECT, BlockKey, OffloadPolicy, Visit
@@ -87,7 +86,7 @@ def through(stacks: Stacks, visits: Sequence[Visit]) -> torch.Tensor:
     return value
 
 
-def carry_out(handle: OffloadHandle, stacks: Stacks, visits: Sequence[Visit]) -> tuple[OffloadRun, torch.Tensor]:
+def carry_out(handle: OffloadEngine, stacks: Stacks, visits: Sequence[Visit]) -> tuple[EngineRun, torch.Tensor]:
     value = HIDDEN
     with handle.run(visits) as run:
         for visit in visits:
@@ -123,5 +122,5 @@ def test_bits_fetches_and_reads(
             assert tuple(run.reads) == ram.program.fetches
             direct = [f.block for f, v in zip(run.fetched, ram.visit_of_fetch, strict=True) if v == DIRECT]
             assert sorted(source.reads[before:]) == sorted([f.block for f in run.reads] + direct)
-            held = handle.engine.ram.contents()
+            held = handle.ram.contents()
             assert all(held[f.buffer] == f.block for f in {f.buffer: f for f in run.reads}.values())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload import OffloadHandle, attach_offload
+from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.engine_run import VisitOrderError
 from wanstream.offload.module_source import ModuleSource
 from wanstream.plan import OffloadPolicy
@@ -110,10 +110,10 @@ def test_under_inference_mode_and_after_it(make_stack: Callable[..., nn.ModuleLi
     handle.detach()
 
 
-def on_meta(stack: nn.ModuleList) -> OffloadHandle:
+def on_meta(stack: nn.ModuleList) -> OffloadEngine:
     """Attached to the meta device, which stands for one that is not the CPU: nothing computes, but everything moves."""
     stacks, policy = {"blocks": stack}, OffloadPolicy.layerwise(1)
-    return OffloadHandle(
+    return OffloadEngine(
         stacks, policy=policy, device=torch.device("meta"), source=ModuleSource(stacks), follow_forward=False
     )
 

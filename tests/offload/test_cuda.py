@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.metrics import Recorder
-from wanstream.offload import BlockPatch, OffloadHandle, WeightPatch, attach_offload
+from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
 from wanstream.offload.engine_run import PACE
 from wanstream.offload.file_source import FileSource
 from wanstream.offload.module_source import ModuleSource
@@ -76,10 +76,10 @@ def plain(stacks: Stacks, hidden: torch.Tensor) -> Iterator[Callable[[Sequence[s
 
 
 def streamed(
-    handle: OffloadHandle, stacks: Stacks, value: torch.Tensor, steps: Sequence[str] = STEPS, *, slow: int = 3
+    handle: OffloadEngine, stacks: Stacks, value: torch.Tensor, steps: Sequence[str] = STEPS, *, slow: int = 3
 ) -> torch.Tensor:
     """One run; every `slow`-th visit holds the device up before it reads the block."""
-    with torch.inference_mode(), handle.run(step_visits(steps, handle.counts)) as run:
+    with torch.inference_mode(), handle.run(step_visits(steps, handle.block_counts)) as run:
         for number, visit in enumerate(run.program.visits):
             with run.visit(*visit):
                 if number % slow == 0:
@@ -89,7 +89,7 @@ def streamed(
     return value
 
 
-def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadHandle:
+def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngine:
     return attach_offload(stacks, policy=policy, device="cuda", follow_forward=False, **how)
 
 
@@ -172,7 +172,7 @@ def test_a_run_cut_short_with_copies_under_way_leaves_the_engine_usable(stacks, 
     expected = plain(STEPS)
     torch.cuda.current_stream().synchronize()
     with attach(stacks, POLICIES[policy]) as handle:
-        with pytest.raises(KeyboardInterrupt), handle.run(step_visits(STEPS, handle.counts)) as run:
+        with pytest.raises(KeyboardInterrupt), handle.run(step_visits(STEPS, handle.block_counts)) as run:
             for number, visit in enumerate(run.program.visits):
                 with run.visit(*visit):
                     torch.cuda._sleep(LONG)
@@ -190,7 +190,7 @@ def test_the_host_is_never_further_ahead_than_a_cancel_can_wait(stacks, hidden):
     done = []
     with attach(stacks, OffloadPolicy.resident()) as handle:
         streamed(handle, stacks, hidden)  # every block is there: nothing but the pace holds the host
-        with handle.run(step_visits(["high"], handle.counts)) as run:
+        with handle.run(step_visits(["high"], handle.block_counts)) as run:
             for number, visit in enumerate(run.program.visits):
                 with run.visit(*visit):
                     assert number < PACE or done[number - PACE].query()
@@ -204,7 +204,7 @@ def test_the_host_is_never_further_ahead_than_a_cancel_can_wait(stacks, hidden):
 def test_what_was_recorded_is_what_happened(stacks, hidden, policy):
     recorder = Recorder(torch.device("cuda"))
     with attach(stacks, POLICIES[policy]) as handle:
-        with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.counts), recorder=recorder) as run:
+        with torch.inference_mode(), handle.run(handle.pass_visits(2, "high"), recorder=recorder) as run:
             value = hidden
             for step in range(2):
                 with recorder.step(step, "high", sigma=0.5):
@@ -286,7 +286,7 @@ def test_pinned_blocks_are_locked_where_they_lie_and_each_is_read_once(stacks, h
     with attach(stacks, OffloadPolicy.layerwise(1, source="pinned"), source=source) as handle:
         for _ in range(2):
             assert torch.equal(streamed(handle, stacks, hidden), plain(STEPS))
-        slots = handle.engine.ram
+        slots = handle.ram
         assert all(slots[index].memory.is_pinned() for index in slots.contents())
         assert sorted(source.reads) == sorted(source.keys())
         assert handle.pinned_bytes == 2 * BLOCKS * BLOCK_BYTES
@@ -323,7 +323,7 @@ def test_fp8_is_decoded_on_arrival(tmp_path: Path, pinned: str, shape: tuple[int
     with attach({"high": blocks}, policy, source=source) as handle:
         for _ in range(2):
             seen = []
-            with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.counts)) as run:
+            with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.block_counts)) as run:
                 for visit in run.program.visits:
                     with run.visit(*visit):
                         torch.cuda._sleep(LONG if visit.block % 2 else 0)
@@ -422,7 +422,7 @@ def test_fp8_is_decoded_and_patched_and_all_of_it_is_given_back(tmp_path: Path, 
         handle.set_patches(dict.fromkeys(keys[1::2], patch))
         for _ in range(2):
             seen = []
-            with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.counts)) as run:
+            with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.block_counts)) as run:
                 for visit in run.program.visits:
                     with run.visit(*visit):
                         torch.cuda._sleep(LONG if visit.block % 2 else 0)
@@ -464,7 +464,7 @@ def test_residents_that_stay_are_not_fetched_again(stacks, hidden, plain):
     with attach(stacks, OffloadPolicy.resident()) as handle:
         streamed(handle, stacks, hidden)
         assert handle.give_back(2 * BLOCK_BYTES) == 2 * BLOCK_BYTES
-        program = handle.compile(step_visits(STEPS, handle.counts))
+        program = handle.compile(step_visits(STEPS, handle.block_counts))
         assert [fetch.block for fetch in program.fetches] == [BlockKey("low", 4), BlockKey("low", 5)]
         assert torch.equal(streamed(handle, stacks, hidden), expected)
 

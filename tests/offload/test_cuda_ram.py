@@ -13,8 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.metrics import Recorder
-from wanstream.offload import BlockPatch, FileSource, OffloadHandle, WeightPatch, attach_offload, read_header
-from wanstream.offload.attached_run import OffloadRun
+from wanstream.offload import BlockPatch, EngineRun, FileSource, OffloadEngine, WeightPatch, attach_offload, read_header
 from wanstream.offload.module_source import ModuleSource
 from wanstream.plan import BlockKey, OffloadPolicy, step_visits
 
@@ -48,20 +47,20 @@ def expected(stacks: Stacks, hidden: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadHandle:
+def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngine:
     return attach_offload(stacks, policy=policy, device="cuda", follow_forward=False, **how)
 
 
 def streamed(
-    handle: OffloadHandle,
+    handle: OffloadEngine,
     stacks: Stacks,
     value: torch.Tensor,
     steps: Sequence[str] = STEPS,
     *,
     slow: int = 3,
-) -> tuple[torch.Tensor, OffloadRun]:
+) -> tuple[torch.Tensor, EngineRun]:
     """One run; every `slow`-th visit holds the device up before it reads the block."""
-    visits = step_visits(steps, handle.counts)
+    visits = step_visits(steps, handle.block_counts)
     with torch.inference_mode(), handle.run(visits) as run:
         for number, visit in enumerate(visits):
             with run.visit(*visit):
@@ -86,7 +85,7 @@ def test_a_slot_is_refilled_only_when_its_copy_has_left_it(stacks, hidden, expec
 @pytest.mark.parametrize("stop_at", [0, 3, 8])
 def test_slots_of_a_run_cut_short_are_not_overwritten_under_a_copy(stacks, hidden, expected, stop_at):
     with attach(stacks, replace(PINNED, ram_blocks=3)) as handle:
-        visits = step_visits(STEPS, handle.counts)
+        visits = step_visits(STEPS, handle.block_counts)
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt), handle.run(visits) as run:
                 for number, visit in enumerate(visits):
@@ -127,7 +126,7 @@ def test_blocks_that_both_policies_keep_are_neither_copied_nor_read_again(stacks
         before = torch.cuda.memory_allocated()
         handle.set_policy(OffloadPolicy.block_swap(3, 1, source="pinned"))
         assert before - torch.cuda.memory_allocated() == (2 * BLOCKS - 5) * BLOCK_BYTES
-        kept = {key for key in handle.engine.contents().values() if key.expert == "high"}
+        kept = {key for key in handle.contents().values() if key.expert == "high"}
         assert {BlockKey("high", number) for number in (0, 2, 4)} <= kept
         value, run = streamed(handle, stacks, hidden)
         assert torch.equal(value, expected)
@@ -184,7 +183,7 @@ def test_copies_run_ahead_of_decoding(fp8, policy, slow, patched):
         handle.set_patches(fp8.patches if patched else {})
         for _ in range(3):
             seen = []
-            with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.counts)) as run:
+            with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.block_counts)) as run:
                 for number, visit in enumerate(run.program.visits):
                     with run.visit(*visit):
                         torch.cuda._sleep(LONG if number % slow == 0 else 0)
@@ -198,7 +197,7 @@ def test_decoding_is_timed_by_the_device_and_takes_no_part_of_computing(fp8):
     recorder = Recorder(torch.device("cuda"))
     with attach({"high": blocks}, replace(PINNED, ram_blocks=2), source=fp8.source()) as handle:
         raw = 2 * 4096 * WIDTH
-        with torch.inference_mode(), handle.run(step_visits(["high"] * 2, handle.counts), recorder=recorder) as run:
+        with torch.inference_mode(), handle.run(handle.pass_visits(2, "high"), recorder=recorder) as run:
             for step in range(2):
                 with recorder.step(step, "high"):
                     for block in range(BLOCKS):
@@ -219,7 +218,7 @@ def test_a_run_cut_short_while_it_decodes_leaves_the_engine_usable(fp8):
     blocks = [nn.Linear(WIDTH, 4096, bias=False, device="meta") for _ in fp8.keys]
     with attach({"high": blocks}, OffloadPolicy.layerwise(3), source=fp8.source()) as handle:
         handle.set_patches(fp8.patches)
-        visits = step_visits(["high"] * 2, handle.counts)
+        visits = step_visits(["high"] * 2, handle.block_counts)
         for stop_at in (0, 1, 5, 8):
             with pytest.raises(KeyboardInterrupt), handle.run(visits) as run:
                 for number, visit in enumerate(visits):

@@ -60,7 +60,7 @@ def test_streamed_equals_plain_with_reads_delayed_at_random(
     with attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
         for _ in range(2):  # the second run starts from what the first one left in the buffers
             value = hidden
-            with handle.run(step_visits(STEPS, handle.counts)) as run:
+            with handle.run(step_visits(STEPS, handle.block_counts)) as run:
                 for step, expert, index in run.program.visits:
                     with run.visit(step, expert, index):
                         value = stacks[expert][index](value)
@@ -77,7 +77,7 @@ def test_permanent_residents_are_fetched_once_and_for_all(
         stacks, policy=OffloadPolicy.resident(), device=CPU, source=source, follow_forward=False
     ) as handle:
         for _ in range(3):
-            with handle.run(step_visits(["high", "low"], handle.counts)) as run:
+            with handle.run(step_visits(["high", "low"], handle.block_counts)) as run:
                 for visit in run.program.visits:
                     with run.visit(*visit):
                         pass
@@ -90,7 +90,7 @@ def test_the_recorder_counts_the_bytes_of_the_program(make_stack: Callable[..., 
     recorder = Recorder(CPU)
     with attach_offload(stacks, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False) as handle:
         block_bytes = 2 * 3 * 32 * 32 * 4
-        with handle.run(step_visits(["high", "high", "low"], handle.counts), recorder=recorder) as run:
+        with handle.run(step_visits(["high", "high", "low"], handle.block_counts), recorder=recorder) as run:
             for step, expert in enumerate(["high", "high", "low"]):
                 with recorder.step(step, expert, sigma=0.5):
                     for index in range(4):
@@ -130,7 +130,7 @@ def test_a_long_run_holds_no_more_marks_than_a_short_one(
     recorder.clock = CountedClock()
     with attach_offload(stacks, policy=policy, device=CPU, follow_forward=False) as handle:
         alive = []
-        with handle.run(step_visits(["high"] * steps, handle.counts), recorder=recorder) as run:
+        with handle.run(step_visits(["high"] * steps, handle.block_counts), recorder=recorder) as run:
             for step in range(steps):
                 with recorder.step(step, "high", sigma=0.5):
                     for index in range(4):
@@ -144,7 +144,7 @@ def test_a_visit_out_of_order_raises(make_stack: Callable[..., nn.ModuleList]) -
     stacks = {"high": make_stack(4)}
     with (
         attach_offload(stacks, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False) as handle,
-        handle.run(step_visits(["high"], handle.counts)) as run,
+        handle.run(step_visits(["high"], handle.block_counts)) as run,
     ):
         with run.visit(0, "high", 0):
             pass
@@ -155,11 +155,11 @@ def test_a_visit_out_of_order_raises(make_stack: Callable[..., nn.ModuleList]) -
 def test_a_program_with_two_fetches_exchanged_is_refused(make_stack: Callable[..., nn.ModuleList]) -> None:
     stacks = {"high": make_stack(4)}
     with attach_offload(stacks, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False) as handle:
-        programs = handle.programs(step_visits(["high", "high"], handle.counts))
+        programs = handle.programs(step_visits(["high", "high"], handle.block_counts))
         first, second, *rest = programs.device.fetches
         broken = replace(programs.device, fetches=(first._replace(buffer=second.buffer), second, *rest))
         with pytest.raises(ProgramError):
-            handle.engine.run(replace(programs, device=broken))
+            handle.execute(replace(programs, device=broken))
 
 
 def test_a_failing_read_reaches_the_visit_and_the_engine_stays_usable(
@@ -174,7 +174,7 @@ def test_a_failing_read_reaches_the_visit_and_the_engine_stays_usable(
     with attach_offload(
         {"high": stack}, policy=OffloadPolicy.layerwise(1), device=CPU, source=source, follow_forward=False
     ) as handle:
-        visits = step_visits(["high"], handle.counts)
+        visits = step_visits(["high"], handle.block_counts)
         reached = -1
         with pytest.raises(SourceError, match="disk went away"), handle.run(visits) as run:
             for visit in visits:
@@ -203,7 +203,7 @@ def test_a_run_cut_short_anywhere_leaves_the_engine_usable(
     source = slow_source(ModuleSource(stacks), seed=stop_at)
     policy = OffloadPolicy.block_swap(2, 1)
     with attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
-        visits = step_visits(["high", "low"], handle.counts)
+        visits = step_visits(["high", "low"], handle.block_counts)
         with pytest.raises(KeyboardInterrupt), handle.run(visits) as run:
             for number, visit in enumerate(visits):
                 with run.visit(*visit):

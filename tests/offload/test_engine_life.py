@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload import OffloadHandle, attach_offload
+from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.buffers import BufferOrderError
 from wanstream.offload.cpu_streams import CpuStreams
 from wanstream.offload.engine_run import VisitOrderError
@@ -29,16 +29,16 @@ def stack(make_stack: Callable[..., nn.ModuleList]) -> nn.ModuleList:
     return make_stack(4)
 
 
-def attach(stack: nn.ModuleList, **how: object) -> OffloadHandle:
+def attach(stack: nn.ModuleList, **how: object) -> OffloadEngine:
     settings = {"policy": OffloadPolicy.layerwise(1), "follow_forward": False, **how}
     return attach_offload({"high": stack}, device=CPU, **settings)
 
 
-def visits_of(handle: OffloadHandle) -> tuple[Visit, ...]:
-    return step_visits(["high"], handle.counts)
+def visits_of(handle: OffloadEngine) -> tuple[Visit, ...]:
+    return step_visits(["high"], handle.block_counts)
 
 
-def take_all(handle: OffloadHandle, stack: nn.ModuleList, value: torch.Tensor) -> torch.Tensor:
+def take_all(handle: OffloadEngine, stack: nn.ModuleList, value: torch.Tensor) -> torch.Tensor:
     with handle.run(visits_of(handle)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
@@ -69,10 +69,10 @@ def test_a_run_that_cannot_begin_leaves_the_engine_usable(stack, run_plain):
     with attach(stack, policy=OffloadPolicy.resident()) as handle:
         take_all(handle, stack, torch.ones(1, 32))
         stale = handle.run(visits_of(handle))
-        handle.engine.buffers[0].key = BlockKey("high", 3)
+        handle.buffers[0].key = BlockKey("high", 3)
         with pytest.raises(BufferOrderError), stale:
             pass
-        handle.engine.buffers[0].key = BlockKey("high", 0)
+        handle.buffers[0].key = BlockKey("high", 0)
         assert torch.equal(take_all(handle, stack, torch.ones(1, 32)), expected)
     assert fetch_threads() == []
 
@@ -138,7 +138,7 @@ def test_a_second_interrupt_does_not_leave_the_fetch_thread_behind(stack):
             return getattr(self.inner, name)
 
     with attach(stack, source=gate) as handle:
-        handle.engine.streams = told = Told(handle.engine.streams)
+        handle.streams = told = Told(handle.streams)
         again = threading.Thread(target=interrupt_again)
         try:
             with pytest.raises(KeyboardInterrupt), handle.run(visits_of(handle)):

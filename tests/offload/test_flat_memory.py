@@ -52,7 +52,7 @@ with attach_offload(stacks, policy=policies[0], device="cpu", source=source, fol
     for number in range(runs):
         handle.set_policy(policies[number % len(policies)])
         value = torch.randn(1, width, generator=torch.Generator().manual_seed(number))
-        visits = step_visits(["high", "high", "low"], handle.counts)
+        visits = step_visits(["high", "high", "low"], handle.block_counts)
         with torch.inference_mode(), handle.run(visits) as going:
             for visit in visits:
                 with going.visit(*visit):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,17 @@ class Stopped(StoppedAlike):
     """Somebody has asked all ranks to stop."""
 
 
+MADE: list[Rank] = []
+
+
+@pytest.fixture(autouse=True)
+def detached_ranks() -> Iterator[None]:
+    """Detach the ranks of a test, so that the threads of their readers end with it."""
+    yield
+    while MADE:
+        MADE.pop().handle.detach()
+
+
 class Rank:
     """A copy of two stacks, streamed from their file."""
 
@@ -75,10 +86,11 @@ class Rank:
         self.handle = attach_offload(
             self.stacks, policy=policy, device=device, source=source, follow_forward=False, sharded=sharded
         )
+        MADE.append(self)
 
     def run(self, steps: Sequence[str] = STEPS, *, before: Callable[[int], None] = lambda visit: None) -> torch.Tensor:
         hidden = torch.ones(3, WIDTH, device=self.device)
-        visits = step_visits(steps, self.handle.counts)
+        visits = step_visits(steps, self.handle.block_counts)
         with self.handle.run(visits) as run:
             for number, visit in enumerate(visits):
                 before(number)
@@ -157,7 +169,7 @@ def test_each_rank_reads_its_share_of_the_file(make_ranks, thread_group, policy,
     assert passes * BLOCKS * BLOCK_BYTES <= sum(read) <= passes * BLOCKS * BLOCK_BYTES + ahead
     assert max(read) - min(read) <= passes * BLOCKS * size * 256 + ahead
     shard = shard_bytes(BLOCK_BYTES, size)
-    kept = ranks[0].handle.engine.ram
+    kept = ranks[0].handle.ram
     assert (kept.device_bytes if on_device else 0) == (BLOCKS * shard if on_device else 0)
     for rank in ranks:
         rank.handle.detach()
@@ -179,7 +191,7 @@ def test_ranks_that_stop_before_the_same_visit_go_on_together(stack, path, make_
         stopped = together([lambda rank=rank: rank.run(before=halt) for rank in ranks])
         assert [type(result) for result in stopped] == [Stopped, Stopped]
         assert group.gathers[0] == group.gathers[1]
-        assert [rank.handle.engine.gathering.state for rank in ranks] == [GatheringState.APART] * 2
+        assert [rank.handle.gathering.state for rank in ranks] == [GatheringState.APART] * 2
     for result in together([rank.run for rank in ranks]):
         assert torch.equal(result, expected)
 
@@ -197,7 +209,7 @@ def test_a_run_that_fails_on_one_rank_breaks_the_group_until_they_meet_anew(stac
     assert isinstance(first, MemoryError)
     assert isinstance(second, GatherBrokenError)
     for rank in ranks:
-        assert rank.handle.engine.gathering.state is GatheringState.BROKEN
+        assert rank.handle.gathering.state is GatheringState.BROKEN
         assert rank.handle.loaded_bytes == 0, "what was left under way may still write there"
         with pytest.raises(GatherBrokenError, match="meet anew"):
             rank.run()

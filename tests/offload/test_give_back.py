@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from wanstream.offload import BlockPatch, OffloadHandle, WeightPatch, attach_offload
+from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
 from wanstream.offload.buffers import BufferOrderError
 from wanstream.offload.layout import block_format
 from wanstream.offload.module_source import ModuleSource
@@ -47,14 +47,14 @@ def expected(stacks: Stacks) -> torch.Tensor:
     return value
 
 
-def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadHandle:
+def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngine:
     return attach_offload(stacks, policy=policy, device=CPU, follow_forward=False, **how)
 
 
-def run(handle: OffloadHandle, stacks: Stacks, steps: list[str] = STEPS) -> tuple[torch.Tensor, list[BlockKey]]:
+def run(handle: OffloadEngine, stacks: Stacks, steps: list[str] = STEPS) -> tuple[torch.Tensor, list[BlockKey]]:
     """What comes out, and the blocks that were fetched."""
     value = torch.ones(1, WIDTH)
-    with handle.run(step_visits(steps, handle.counts)) as going:
+    with handle.run(step_visits(steps, handle.block_counts)) as going:
         for visit in going.program.visits:
             with going.visit(*visit):
                 value = stacks[visit.expert][visit.block](value)
@@ -62,8 +62,8 @@ def run(handle: OffloadHandle, stacks: Stacks, steps: list[str] = STEPS) -> tupl
     return value, [fetch.block for fetch in going.fetched]
 
 
-def storages(handle: OffloadHandle) -> list[StorageWeakRef]:
-    return [StorageWeakRef(buffer.memory.untyped_storage()) for buffer in handle.engine.buffers]
+def storages(handle: OffloadEngine) -> list[StorageWeakRef]:
+    return [StorageWeakRef(buffer.memory.untyped_storage()) for buffer in handle.buffers]
 
 
 def blocks(name: str, *numbers: int) -> set[BlockKey]:
@@ -82,7 +82,7 @@ def test_everything_is_given_back_and_comes_again(stacks, expected, policy):
             assert handle.give_back(1 << 60) == buffers * BLOCK_BYTES
             assert all(storage.expired() for storage in memory), "somebody keeps the memory of a buffer"
             assert handle.loaded_bytes == 0
-            assert handle.engine.contents() == {}
+            assert handle.contents() == {}
             assert handle.give_back(1) == 0
             value, fetched = run(handle, stacks)
             assert torch.equal(value, expected)
@@ -95,7 +95,7 @@ def test_everything_is_given_back_and_comes_again(stacks, expected, policy):
 def test_neither_a_run_that_was_kept_nor_one_that_failed_holds_the_memory(stacks, slow_source):
     source = slow_source(ModuleSource(stacks), seed=0)
     with attach(stacks, OffloadPolicy.layerwise(1), source=source) as handle:
-        visits = step_visits(["high"], handle.counts)
+        visits = step_visits(["high"], handle.block_counts)
         with handle.run(visits) as whole:
             memory = storages(handle)
             contexts = [whole.visit(*visit) for visit in visits]
@@ -113,7 +113,7 @@ def test_neither_a_run_that_was_kept_nor_one_that_failed_holds_the_memory(stacks
 def test_detached_blocks_hold_no_memory_either(stacks):
     handle = attach(stacks, OffloadPolicy.layerwise(1))
     run(handle, stacks)
-    buffers, memory = handle.engine.buffers, storages(handle)
+    buffers, memory = handle.buffers, storages(handle)
     handle.detach()
     assert all(storage.expired() for storage in memory)
     assert len(buffers) == 2
@@ -122,13 +122,13 @@ def test_detached_blocks_hold_no_memory_either(stacks):
 def test_empty_buffers_go_first_then_streamed_blocks_then_residents(stacks):
     with attach(stacks, OffloadPolicy.block_swap(3, 1)) as handle:  # residents: 0, 2 and 4
         run(handle, stacks, ["high"])
-        assert set(handle.engine.contents().values()) == blocks("high", 1, 2, 3, 4, 5)
+        assert set(handle.contents().values()) == blocks("high", 1, 2, 3, 4, 5)
         other = BlockPatch(identity=1, weights={"up.weight": WeightPatch(full=torch.zeros(3 * WIDTH, WIDTH))})
         handle.set_patches({BlockKey("high", 2): other})
         left = []
         for _ in range(5):
             assert handle.give_back(1) == BLOCK_BYTES
-            left.append(set(handle.engine.contents().values()))
+            left.append(set(handle.contents().values()))
         assert left == [
             blocks("high", 1, 3, 4, 5),
             blocks("high", 1, 3, 4),
@@ -206,7 +206,7 @@ def test_all_buffers_are_taken_at_once_for_who_reckons_with_them(stacks, expecte
         assert torch.equal(run(handle, stacks)[0], expected)
         handle.take_buffers()
         assert [storage.expired() for storage in memory] == [False] * 5, "those that are there stay"
-        with handle.run(step_visits(["high"], handle.counts)), pytest.raises(RuntimeError, match="already running"):
+        with handle.run(handle.pass_visits(1, "high")), pytest.raises(RuntimeError, match="already running"):
             handle.take_buffers()
     assert all(storage.expired() for storage in memory)
 
@@ -222,7 +222,7 @@ def test_nothing_is_asked_and_nothing_is_given(stacks, nbytes):
 def test_a_running_engine_gives_nothing_back(stacks, expected):
     value = torch.ones(1, WIDTH)
     with attach(stacks, OffloadPolicy.layerwise(1)) as handle:
-        with handle.run(step_visits(STEPS, handle.counts)) as going:
+        with handle.run(step_visits(STEPS, handle.block_counts)) as going:
             for visit in going.program.visits:
                 with going.visit(*visit):
                     with pytest.raises(RuntimeError, match="already running"):
@@ -235,7 +235,7 @@ def test_a_running_engine_gives_nothing_back(stacks, expected):
 def test_a_run_that_was_planned_before_cannot_begin_after(stacks, expected):
     with attach(stacks, OffloadPolicy.resident()) as handle:
         run(handle, stacks)
-        stale = handle.run(step_visits(STEPS, handle.counts))
+        stale = handle.run(step_visits(STEPS, handle.block_counts))
         handle.give_back(BLOCK_BYTES)
         with pytest.raises(BufferOrderError, match=r"is absent with None: keep needs it to be done"), stale:
             pass
@@ -250,7 +250,7 @@ def test_memory_that_came_again_in_inference_mode_serves_other_threads(stacks, e
         handle.give_back(1 << 60)
         with torch.inference_mode():
             values.append(run(handle, stacks)[0])
-        assert not any(buffer.memory.is_inference() for buffer in handle.engine.buffers)
+        assert not any(buffer.memory.is_inference() for buffer in handle.buffers)
         thread = threading.Thread(target=lambda: values.append(run(handle, stacks)[0]))
         thread.start()
         thread.join()
@@ -283,7 +283,7 @@ hidden = expected = torch.ones(1, 3072)
 for block in blocks:
     expected = block(expected)
 handle = attach_offload(blocks, policy=OffloadPolicy.resident(), device="cpu", follow_forward=False)
-visits = step_visits(["blocks"], handle.counts)
+visits = step_visits(["blocks"], handle.block_counts)
 
 
 def run(value):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from wanstream.metrics import Recorder
-from wanstream.offload import BlockPatch, OffloadHandle, WeightPatch, attach_offload
+from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
 from wanstream.plan import BlockKey, OffloadPolicy, step_visits
 
 BLOCKS, WIDTH = 6, 32
@@ -33,17 +33,17 @@ def stack(make_stack: Callable[..., nn.ModuleList]) -> nn.ModuleList:
 
 
 @pytest.fixture
-def handle(stack: nn.ModuleList, device: str) -> Iterator[OffloadHandle]:
+def handle(stack: nn.ModuleList, device: str) -> Iterator[OffloadEngine]:
     policy = OffloadPolicy.layerwise(2)
     with attach_offload({"high": stack}, policy=policy, device=device, follow_forward=False) as attached:
         yield attached
 
 
-def leave_after(handle: OffloadHandle, stack: nn.ModuleList, blocks: int, value: torch.Tensor, fetched: int) -> int:
+def leave_after(handle: OffloadEngine, stack: nn.ModuleList, blocks: int, value: torch.Tensor, fetched: int) -> int:
     """Visit some blocks of a run, wait until so many fetches were issued, and leave it; the bytes of that step."""
-    recorder = Recorder(handle.engine.device)
+    recorder = Recorder(handle.device)
     with recorder.step(0, "high"):
-        with handle.run(step_visits(["high"] * 2, handle.counts), recorder=recorder) as run:
+        with handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run:
             for block in range(blocks):
                 with run.visit(0, "high", block):
                     value = stack[block](value)
@@ -63,9 +63,9 @@ def patches() -> dict[BlockKey, BlockPatch]:
     return {BlockKey("high", block): BlockPatch(identity=1, weights={"up.weight": weight}) for block in range(BLOCKS)}
 
 
-def whole_pass(handle: OffloadHandle, stack: nn.ModuleList, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+def whole_pass(handle: OffloadEngine, stack: nn.ModuleList, value: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What all blocks make of `value`, and how many of them were fetched for it."""
-    with handle.run(step_visits(["high"], handle.counts)) as run:
+    with handle.run(step_visits(["high"], handle.block_counts)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
                 value = stack[visit.block](value)
@@ -75,7 +75,7 @@ def whole_pass(handle: OffloadHandle, stack: nn.ModuleList, value: torch.Tensor)
 @pytest.mark.parametrize("blocks", [0, 1, 2])
 @pytest.mark.parametrize("patched", [False, True])
 def test_what_was_issued_is_whole_and_is_not_fetched_again(
-    handle: OffloadHandle, stack: nn.ModuleList, device: str, blocks: int, patched: bool
+    handle: OffloadEngine, stack: nn.ModuleList, device: str, blocks: int, patched: bool
 ) -> None:
     if patched:
         handle.set_patches(patches())
@@ -85,24 +85,24 @@ def test_what_was_issued_is_whole_and_is_not_fetched_again(
     ahead = blocks + 3  # as many buffers as there are
     handle.give_back(handle.loaded_bytes)
     moved = leave_after(handle, stack, blocks, value, ahead)
-    assert moved == ahead * handle.engine.fetch_bytes(BlockKey("high", 0))
+    assert moved == ahead * handle.fetch_bytes(BlockKey("high", 0))
     held = {BlockKey("high", block) for block in range(blocks, ahead)}
-    assert set(handle.engine.contents().values()) == held
+    assert set(handle.contents().values()) == held
     again, fetched = whole_pass(handle, stack, value)
     assert torch.equal(again, expected)
     assert fetched == BLOCKS - sum(key.block < 3 for key in held)
 
 
 def test_a_run_that_ends_by_an_error_keeps_nothing_that_nobody_has_waited_for(
-    handle: OffloadHandle, stack: nn.ModuleList, device: str
+    handle: OffloadEngine, stack: nn.ModuleList, device: str
 ) -> None:
-    with pytest.raises(KeyError), handle.run(step_visits(["high"], handle.counts)) as run:
+    with pytest.raises(KeyError), handle.run(step_visits(["high"], handle.block_counts)) as run:
         run.leave()
         raise KeyError
-    assert handle.engine.contents() == {}
+    assert handle.contents() == {}
 
 
-def test_a_run_is_left_while_it_goes_on(handle: OffloadHandle, device: str) -> None:
-    run = handle.run(step_visits(["high"], handle.counts))
+def test_a_run_is_left_while_it_goes_on(handle: OffloadEngine, device: str) -> None:
+    run = handle.run(step_visits(["high"], handle.block_counts))
     with pytest.raises(AssertionError, match="before it is over"):
         run.leave()

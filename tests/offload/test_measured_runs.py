@@ -18,7 +18,7 @@ from torch import nn
 
 from wanstream.metrics import Observe, Recorder
 from wanstream.metrics.reading import ReadSpan
-from wanstream.offload import OffloadHandle, attach_offload
+from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.direct_read import ALIGNMENT, O_DIRECT
 from wanstream.offload.file_source import FileSource
 from wanstream.offload.module_source import ModuleSource
@@ -66,7 +66,7 @@ def measured(source: FileSource, policy: OffloadPolicy, dtype: torch.dtype) -> T
     recorder = Recorder(CPU)
     blocks = {"high": stack(dtype)}
     with attach_offload(blocks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
-        visits = step_visits(["high"] * STEPS, handle.counts)
+        visits = step_visits(["high"] * STEPS, handle.block_counts)
         with handle.run(visits, recorder=recorder) as run:
             for step in range(STEPS):
                 with recorder.step(step, "high"):
@@ -155,7 +155,7 @@ def test_a_long_run_keeps_no_reading_of_steps_that_are_over(weights: Path, compu
     recorder, steps, blocks = Recorder(CPU), 6, {"high": stack(computed)}
     source = source_of(weights, direct=False, computed=computed)
     with attach_offload(blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False) as handle:
-        with handle.run(step_visits(["high"] * steps, handle.counts), recorder=recorder) as run:
+        with handle.run(step_visits(["high"] * steps, handle.block_counts), recorder=recorder) as run:
             for step in range(steps):
                 with recorder.step(step, "high"):
                     for block in range(BLOCKS):
@@ -189,7 +189,7 @@ def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Call
     source = GatedSource(ModuleSource(blocks), BlockKey("high", 2))
     recorder = Recorder(CPU)
     with attach_offload(blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False) as handle:
-        with handle.run(step_visits(["high"], handle.counts), recorder=recorder) as run, recorder.step(0, "high"):
+        with handle.run(step_visits(["high"], handle.block_counts), recorder=recorder) as run, recorder.step(0, "high"):
             for block in range(4):
                 if block == 2:
                     assert source.asked.wait(30)
@@ -227,8 +227,8 @@ def test_visits_fetches_and_reads_are_ranges_that_all_end(
     ranges, blocks = Noted(), {"high": make_stack(4)}
     recorder = Recorder(CPU, ranges=ranges)
 
-    def run_all(handle: OffloadHandle) -> None:
-        with handle.run(step_visits(["high"] * 2, handle.counts), recorder=recorder) as run:
+    def run_all(handle: OffloadEngine) -> None:
+        with handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run:
             for step in range(2):
                 with recorder.step(step, "high"):
                     for block in range(4):
@@ -253,7 +253,7 @@ def test_a_trace_has_every_visit_and_every_byte(weights: Path, tmp_path: Path) -
     source = source_of(weights, direct=False, computed=torch.float32)
     blocks = {"high": stack(torch.float32)}
     with attach_offload(blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False) as handle:
-        with recorder.watching(), handle.run(step_visits(["high"] * 2, handle.counts), recorder=recorder) as run:
+        with recorder.watching(), handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run:
             for step in range(2):
                 with recorder.step(step, "high"):
                     for block in range(BLOCKS):

@@ -46,7 +46,7 @@ with open("/proc/self/clear_refs", "w") as refs:
     refs.write("5")  # the peak counts from here
 before = status("VmRSS")
 with attach_offload(stacks, policy=policy, device="cpu", source=source, follow_forward=False) as handle:
-    with torch.inference_mode(), handle.run(step_visits(["high", "high", "low", "low"], handle.counts)) as run:
+    with torch.inference_mode(), handle.run(step_visits(["high", "high", "low", "low"], handle.block_counts)) as run:
         for step, name, block in run.program.visits:
             with run.visit(step, name, block):
                 hidden = stacks[name][block](hidden)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.metrics import Recorder
-from wanstream.offload import BlockPatch, OffloadHandle, WeightPatch, attach_offload
+from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
 from wanstream.offload.cpu_streams import CpuStreams
 from wanstream.offload.file_source import FileSource
 from wanstream.offload.layout import allocate_flat, block_format
@@ -90,8 +90,8 @@ def run_plain(stacks: Stacks, hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def run_streamed(handle: OffloadHandle, stacks: Stacks, hidden: torch.Tensor) -> torch.Tensor:
-    with handle.run(step_visits(STEPS, handle.counts)) as run:
+def run_streamed(handle: OffloadEngine, stacks: Stacks, hidden: torch.Tensor) -> torch.Tensor:
+    with handle.run(step_visits(STEPS, handle.block_counts)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
                 hidden = stacks[visit.expert][visit.block](hidden)
@@ -99,8 +99,8 @@ def run_streamed(handle: OffloadHandle, stacks: Stacks, hidden: torch.Tensor) ->
     return hidden
 
 
-def fetched_by_a_run(handle: OffloadHandle) -> list[BlockKey]:
-    with handle.run(step_visits(STEPS, handle.counts)) as run:
+def fetched_by_a_run(handle: OffloadEngine) -> list[BlockKey]:
+    with handle.run(step_visits(STEPS, handle.block_counts)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
                 pass
@@ -287,10 +287,10 @@ def test_residents_that_changed_are_fetched_once_more_and_streamed_blocks_as_eve
         as_ever = fetched_by_a_run(handle)
         handle.set_patches(some_patches(1.0))
         again = fetched_by_a_run(handle)
-        kept = set(handle.engine.contents().values())
+        kept = set(handle.contents().values())
         assert set(again) - set(as_ever) <= some_patches(1.0).keys()
         assert fetched_by_a_run(handle) == as_ever
-        assert kept == set(handle.engine.contents().values())
+        assert kept == set(handle.contents().values())
 
 
 def test_a_patch_that_is_set_is_not_looked_at_again(stacks):
@@ -329,7 +329,7 @@ def test_bytes_of_factors_count_with_their_fetch(stacks):
     block_bytes = 2 * 3 * WIDTH * WIDTH * 4
     with attach_offload(stacks, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False) as handle:
         handle.set_patches({key: patch})
-        with handle.run(step_visits(["high", "low"], handle.counts), recorder=recorder) as run:
+        with handle.run(step_visits(["high", "low"], handle.block_counts), recorder=recorder) as run:
             for step, expert in enumerate(["high", "low"]):
                 with recorder.step(step, expert):
                     for block in range(BLOCKS):
@@ -424,7 +424,7 @@ def test_patches_are_not_changed_under_a_run(stacks):
         expected = block(expected)
     handle = attach_offload(stacks, policy=OffloadPolicy.layerwise(1), device=CPU, follow_forward=False)
     handle.set_patches(some_patches(1.0))
-    with handle.run(step_visits(["high"], handle.counts)) as run:
+    with handle.run(step_visits(["high"], handle.block_counts)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
                 with pytest.raises(RuntimeError, match="already running"):
@@ -445,7 +445,7 @@ def test_a_run_cut_short_leaves_no_block_patched_twice_or_not_at_all(stacks, slo
     policy = OffloadPolicy.block_swap(2, 1)
     with attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
         handle.set_patches(some_patches(1.0))
-        with pytest.raises(KeyboardInterrupt), handle.run(step_visits(STEPS, handle.counts)) as run:
+        with pytest.raises(KeyboardInterrupt), handle.run(step_visits(STEPS, handle.block_counts)) as run:
             for number, visit in enumerate(run.program.visits):
                 with run.visit(*visit):
                     if number == stop_at:

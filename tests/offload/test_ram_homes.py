@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.metrics import Recorder
-from wanstream.offload import BlockPatch, FileSource, OffloadHandle, WeightPatch, attach_offload, read_header
-from wanstream.offload.attached_run import OffloadRun
+from wanstream.offload import BlockPatch, EngineRun, FileSource, OffloadEngine, WeightPatch, attach_offload, read_header
 from wanstream.offload.host_memory import in_pages
 from wanstream.offload.layout import block_format
 from wanstream.offload.module_source import ModuleSource
@@ -45,13 +44,13 @@ def some(blocks: int, **settings: int) -> OffloadPolicy:
     return replace(policy, source="pinned", ram_blocks=blocks)
 
 
-def attach(stacks: Stacks, policy: OffloadPolicy, source) -> OffloadHandle:
+def attach(stacks: Stacks, policy: OffloadPolicy, source) -> OffloadEngine:
     return attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False)
 
 
-def run_through(handle: OffloadHandle, stacks: Stacks, steps: Sequence[str]) -> tuple[torch.Tensor, OffloadRun]:
+def run_through(handle: OffloadEngine, stacks: Stacks, steps: Sequence[str]) -> tuple[torch.Tensor, EngineRun]:
     value = torch.ones(1, WIDTH)
-    with handle.run(step_visits(steps, handle.counts)) as run:
+    with handle.run(step_visits(steps, handle.block_counts)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
                 value = stacks[visit.expert][visit.block](value)
@@ -115,13 +114,13 @@ def test_a_failing_read_reaches_the_visit_that_needs_it(stacks, source, policy, 
         source.fail_at = fail_at
         reached: list[Visit] = []
         with pytest.raises(SourceError, match="the disk went away at"):
-            with handle.run(step_visits(steps, handle.counts)) as run:
+            with handle.run(step_visits(steps, handle.block_counts)) as run:
                 for visit in run.program.visits:
                     with run.visit(*visit):
                         reached.append(visit)
         if policy == ALL_AT_HOME:
             assert len(reached) == fail_at
-        held = set(handle.engine.ram.contents().values())
+        held = set(handle.ram.contents().values())
         assert held <= set(source.reads)
         source.fail_at = None
         source.reads.clear()
@@ -135,12 +134,12 @@ def test_what_had_not_arrived_in_an_interrupted_run_is_forgotten(stacks, source,
     steps = ["high", "low"]
     expected = plainly(stacks, steps)
     with attach(stacks, policy, source) as handle:
-        with pytest.raises(KeyboardInterrupt), handle.run(step_visits(steps, handle.counts)) as run:
+        with pytest.raises(KeyboardInterrupt), handle.run(step_visits(steps, handle.block_counts)) as run:
             for number, visit in enumerate(run.program.visits):
                 with run.visit(*visit):
                     if number == stop_at:
                         raise KeyboardInterrupt
-        held = handle.engine.ram.contents()
+        held = handle.ram.contents()
         last = {fetch.buffer: fetch.block for fetch in run.reads}
         assert {index: held.get(index) for index in last} == last, "every read that ended left its block whole"
         assert torch.equal(run_through(handle, stacks, steps)[0], expected)
@@ -161,9 +160,9 @@ def test_an_early_end_wakes_every_wait(stacks):
             super().read_block(key, into)
 
     with attach(stacks, some(2), Gate(stacks)) as handle:
-        with handle.run(step_visits(["high", "low"], handle.counts)):
+        with handle.run(step_visits(["high", "low"], handle.block_counts)):
             gate.set()
-        with handle.run(step_visits(["high", "low"], handle.counts)) as run:
+        with handle.run(step_visits(["high", "low"], handle.block_counts)) as run:
             with run.visit(0, "high", 0):
                 pass
 
@@ -190,7 +189,7 @@ def test_the_timeline_counts_reads_and_decoding(fp16_file):
     ):
         recorder = Recorder(CPU)
         with attach({"high": blocks}, policy, fp16_file()) as handle:
-            with handle.run(step_visits(["high"] * 2, handle.counts), recorder=recorder) as run:
+            with handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run:
                 for step in range(2):
                     with recorder.step(step, "high"):
                         for block in range(BLOCKS):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload import OffloadHandle, attach_offload
+from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.host_memory import in_pages
 from wanstream.offload.module_source import ModuleSource
 from wanstream.offload.ram_slots import RamSlots
@@ -34,14 +34,14 @@ def source(stacks: Stacks, slow_source):
     return slow_source(ModuleSource(stacks), seed=0, longest_s=0.001)
 
 
-def attach(stacks: Stacks, policy: OffloadPolicy, source) -> OffloadHandle:
+def attach(stacks: Stacks, policy: OffloadPolicy, source) -> OffloadEngine:
     return attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False)
 
 
-def run(handle: OffloadHandle, stacks: Stacks, steps: Sequence[str] = STEPS) -> tuple[torch.Tensor, list[BlockKey]]:
+def run(handle: OffloadEngine, stacks: Stacks, steps: Sequence[str] = STEPS) -> tuple[torch.Tensor, list[BlockKey]]:
     """What comes out, and the blocks that were fetched."""
     value = torch.ones(1, WIDTH)
-    with handle.run(step_visits(steps, handle.counts)) as going:
+    with handle.run(step_visits(steps, handle.block_counts)) as going:
         for visit in going.program.visits:
             with going.visit(*visit):
                 value = stacks[visit.expert][visit.block](value)
@@ -63,13 +63,13 @@ def test_residents_that_both_keep_are_not_fetched_again(stacks, source):
         assert len(source.reads) == 2 * BLOCKS
         handle.set_policy(OffloadPolicy.block_swap(3, 1))
         assert handle.loaded_bytes == 5 * BLOCK_BYTES
-        kept = set(handle.engine.contents().values())
+        kept = set(handle.contents().values())
         assert {BlockKey("high", number) for number in (0, 2, 4)} <= kept
         value, fetched = run(handle, stacks)
         assert torch.equal(value, expected)
         assert len(fetched) == 2 * BLOCKS - len([key for key in kept if key.expert == "high"])
         handle.set_policy(OffloadPolicy.resident())
-        before = set(handle.engine.contents().values())
+        before = set(handle.contents().values())
         value, fetched = run(handle, stacks)
         assert torch.equal(value, expected)
         assert set(fetched) == set(source.keys()) - before
@@ -83,7 +83,7 @@ def test_new_buffers_take_memory_when_they_are_used(stacks, source):
         assert handle.loaded_bytes == BLOCK_BYTES
         run(handle, stacks)
         assert handle.loaded_bytes == 4 * BLOCK_BYTES
-        assert not any(buffer.memory.is_inference() for buffer in handle.engine.buffers)
+        assert not any(buffer.memory.is_inference() for buffer in handle.buffers)
 
 
 def test_homes_that_both_keep_are_not_read_again(stacks, source):
@@ -111,10 +111,10 @@ def test_a_policy_that_does_not_fit_changes_nothing(stacks, source, wrong):
     expected = plainly(stacks)
     with attach(stacks, OffloadPolicy.resident(source="pinned"), source) as handle:
         run(handle, stacks)
-        held, in_ram = handle.engine.contents(), handle.engine.ram.contents()
+        held, in_ram = handle.contents(), handle.ram.contents()
         with pytest.raises(ValueError, match="blocks_to_swap"):
             handle.set_policy(wrong)
-        assert (handle.engine.contents(), handle.engine.ram.contents()) == (held, in_ram)
+        assert (handle.contents(), handle.ram.contents()) == (held, in_ram)
         value, fetched = run(handle, stacks)
         assert torch.equal(value, expected)
         assert fetched == []
@@ -124,7 +124,7 @@ def test_only_between_runs_and_while_attached(stacks, source):
     expected = plainly(stacks)
     value = torch.ones(1, WIDTH)
     with attach(stacks, OffloadPolicy.layerwise(1), source) as handle:
-        with handle.run(step_visits(STEPS, handle.counts)) as going:
+        with handle.run(step_visits(STEPS, handle.block_counts)) as going:
             for visit in going.program.visits:
                 with going.visit(*visit):
                     with pytest.raises(RuntimeError, match="already running"):
@@ -138,7 +138,7 @@ def test_only_between_runs_and_while_attached(stacks, source):
 def test_a_run_that_was_planned_before_cannot_begin_after(stacks, source):
     expected = plainly(stacks)
     with attach(stacks, OffloadPolicy.layerwise(3), source) as handle:
-        stale = handle.run(step_visits(STEPS, handle.counts))
+        stale = handle.run(step_visits(STEPS, handle.block_counts))
         handle.set_policy(OffloadPolicy.layerwise(1))
         with pytest.raises(ValueError, match="needs 4 buffers, the engine has 2: compile it again"), stale:
             pass
@@ -150,7 +150,7 @@ def test_the_rest_of_a_run_under_a_smaller_policy(stacks, source, stop_at):
     """As after running out of memory: the visit that failed is taken again, with the blocks that are left."""
     expected = plainly(stacks)
     with attach(stacks, OffloadPolicy.block_swap(2, 2, source="pinned"), source) as handle:
-        visits, value = step_visits(STEPS, handle.counts), torch.ones(1, WIDTH)
+        visits, value = step_visits(STEPS, handle.block_counts), torch.ones(1, WIDTH)
         with pytest.raises(torch.OutOfMemoryError), handle.run(visits) as going:
             for number, visit in enumerate(visits):
                 with going.visit(*visit):
@@ -159,7 +159,7 @@ def test_the_rest_of_a_run_under_a_smaller_policy(stacks, source, stop_at):
                     value = stacks[visit.expert][visit.block](value)
         smaller = OffloadPolicy.block_swap(5, 1, source="pinned")
         handle.set_policy(smaller)
-        _, buffers = plan_residency(smaller, handle.counts)
+        _, buffers = plan_residency(smaller, handle.block_counts)
         assert handle.loaded_bytes <= buffers * BLOCK_BYTES
         with handle.run(visits[stop_at:]) as going:
             for visit in visits[stop_at:]:
@@ -180,9 +180,9 @@ def test_buffers_that_go_on_a_cpu_make_room_for_homes(stacks, source):
     expected = plainly(stacks)
     with attach(stacks, OffloadPolicy.resident(), source) as handle:
         run(handle, stacks)
-        sizes = {key: fmt.stored.nbytes for key, fmt in handle.engine.formats.items()}
-        handle.engine.ram = Told(source, sizes, lock=None)
+        sizes = {key: fmt.stored.nbytes for key, fmt in handle.formats.items()}
+        handle.ram = Told(source, sizes, lock=None)
         handle.set_policy(OffloadPolicy.layerwise(1, source="pinned"))
-        assert handle.engine.ram.freed == (2 * BLOCKS - 2) * BLOCK_BYTES
+        assert handle.ram.freed == (2 * BLOCKS - 2) * BLOCK_BYTES
         value, _ = run(handle, stacks)
         assert torch.equal(value, expected)

@@ -12,7 +12,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wanstream.metrics import Recorder
-from wanstream.offload.attach import OffloadRun
+from wanstream.offload import EngineRun
 from wanstream.plan import OffloadPolicy, Visit
 from wanstream.sampling import DenoiseRequest, make_solver
 from wanstream.sampling.noise import step_seeds
@@ -137,7 +137,7 @@ class WatchedPair:
     """Passes on to a pair and keeps the runs of its engine, so that a test can see what was fetched."""
 
     def __init__(self, pair: ExpertPair) -> None:
-        self.pair, self.runs = pair, list[OffloadRun]()
+        self.pair, self.runs = pair, list[EngineRun]()
         self.in_channels, self.compute_dtype = pair.in_channels, pair.compute_dtype
         self.high, self.is_one = pair.high, pair.is_one
         self.kernels = pair.kernels
@@ -151,7 +151,7 @@ class WatchedPair:
 class WatchedEngine:
     """See `WatchedPair`."""
 
-    def __init__(self, engine: ExpertEngine, runs: list[OffloadRun]) -> None:
+    def __init__(self, engine: ExpertEngine, runs: list[EngineRun]) -> None:
         self._engine, self._runs = engine, runs
         self.models, self.block_counts = engine.models, engine.block_counts
         self.expect = engine.expect
@@ -165,7 +165,7 @@ class WatchedEngine:
         return self._engine.outer_bytes
 
     @contextmanager
-    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[OffloadRun]:
+    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[EngineRun]:
         with self._engine.run(visits, recorder=recorder) as run:
             self._runs.append(run)
             yield run

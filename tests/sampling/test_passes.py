@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from wanstream.metrics import Recorder
-from wanstream.offload.attach import OffloadRun
+from wanstream.offload import EngineRun
 from wanstream.plan import OffloadPolicy, Visit
 from wanstream.sampling import Cancelled, Passes
 from wanstream.sampling.cache_settings import FirstBlockCache
@@ -36,14 +36,14 @@ class Watched:
     def __init__(self, engine: ExpertEngine) -> None:
         self._engine = engine
         self.device, self.models, self.block_counts = engine.device, engine.models, engine.block_counts
-        self.runs: list[OffloadRun] = []
+        self.runs: list[EngineRun] = []
 
     @property
     def graphs(self) -> int:
         return self._engine.graphs
 
     @contextmanager
-    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[OffloadRun]:
+    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[EngineRun]:
         with self._engine.run(visits, recorder=recorder) as run:
             self.runs.append(run)
             yield run

@@ -167,7 +167,7 @@ class TestEngine:
         pair.close()
         visits = step_visits(["high"], engine.block_counts)
         for ask in (lambda: engine.run(visits), lambda: engine.programs(visits), lambda: engine.set_policy(None)):
-            with pytest.raises(RuntimeError, match="closed"):
+            with pytest.raises(RuntimeError, match="detached"):
                 ask()
 
     def test_a_policy_that_does_not_fit_is_refused_and_leaves_the_pair_usable(self, pair):
