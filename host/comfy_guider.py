@@ -136,7 +136,6 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
                         *(noise, latent_image, device, sampler, sigmas, denoise_mask, callback, disable_pbar, seed),
                         **more,
                     )
-                run.recorder.outer_bytes = run.engine.outer_bytes - run.outer_bytes
                 told = tuple(filter(None, (self._choice.reason, *run.policy.changes)))
                 self.timeline = replace(run.recorder.timeline(), changes=told)
                 run.watched.ended(self.timeline)
@@ -168,17 +167,24 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         check_fits(request, pair)
         engine, experts = pair.engine(policy, place), [self.settings.expert(sigma) for sigma in asked]
         shape, guided, kept = course.computed_shape(noise.shape), course.guided(asked), self.settings.cache
-        going = RunPolicy(pair, policy, engine.device, shape=shape, guided=any(guided.values()), cache=kept)
+        going = RunPolicy(
+            pair,
+            policy,
+            engine.device,
+            shape=shape,
+            guided=any(guided.values()),
+            cache=kept,
+            revise=self._choice.revise_under(policy),
+        )
         going.refuse_without_ram()
         cached = CachedCalls.of(kept, course.calls(asked, len(noise)))
-        recorder, outer_bytes = Recorder(engine.device, observe=self._observe()), engine.outer_bytes
+        recorder = Recorder(engine.device, observe=self._observe())
         passes = Passes(
             engine,
             experts,
             recorder=recorder,
             should_stop=comfy.model_management.processing_interrupted,
             policy=going,
-            revise=self._choice.revise_under(policy),
             nag=self.settings.more_guidance.nag,
             cached=cached,
         )
@@ -191,8 +197,6 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         return GuiderRun(
             inputs=inputs,
             passes=passes,
-            engine=engine,
-            outer_bytes=outer_bytes,
             policy=going,
             recorder=recorder,
             watched=self._watch(experts, expected, policy, noise.shape),

@@ -37,9 +37,6 @@ class GuiderRun:
 
     inputs: LaneInputs
     passes: Passes
-    engine: ExpertEngine
-    outer_bytes: int
-    """That the engine had read before the run."""
     policy: RunPolicy
     recorder: Recorder
     watched: AnnouncedRun

@@ -140,14 +140,13 @@ def _denoise(
         guided=request.guided,
         split=part.split,
         cache=request.cache,
+        revise=callbacks.revise,
     )
     going.refuse_without_ram()
     with torch.inference_mode():
         recorder = Recorder(place, observe=observe or Observe.asked(os.environ))
         denoising = Denoising(request, part, going, recorder, callbacks, cache)
-        with recorder.watching():
-            while not denoising.is_done:
-                denoising.take_steps()
+        denoising.run()
     # A copy made outside inference mode is an ordinary tensor again.
     ended = denoising.latents.to(request.noise.device, copy=True)
     return DenoiseResult(latents=ended, sigma=denoising.sigma, timeline=denoising.timeline())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -11,23 +10,21 @@ from typing import NamedTuple
 import torch
 
 from ..metrics import Recorder
-from ..offload import EngineRun
-from ..offload.shortage import forget, is_out_of_memory
-from ..plan import StepRecord, Timeline, step_visits
-from ..wan import ExpertEngine, Lane, forward_lanes, held_against
+from ..plan import StepRecord, Timeline
+from ..wan import ExpertEngine
 from ..wan.latent_space import WAN22
 from .errors import NonFiniteLatentError
-from .lanes import LaneInputs, LaneName, cancellable, foretell, names_at, windows_at
+from .lanes import LaneInputs, LaneName, foretell, names_at, windows_at
 from .mask import KeptPart
 from .noise import step_seeds
+from .passes import Passes
 from .request import DenoiseRequest
 from .run_policy import Revise, RunPolicy
 from .run_state import RunState, own_steps
 from .schedules import PURE_NOISE
 from .solvers import Solver, make_solver
-from .split import Part
-from .step_cache import CachedPass, StepCache, step_cache
-from .step_runs import StepRuns
+from .split import Compute, Part
+from .step_cache import CachedCalls, StepCache, step_cache
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,8 +63,6 @@ class _Taken(NamedTuple):
     solver: Solver
     denoised: torch.Tensor
     finite: torch.Tensor
-    compiled: bool
-    """Whether blocks were compiled on the way."""
 
 
 class Denoising:
@@ -86,13 +81,12 @@ class Denoising:
         self.course = request.course()
         self._range = own_steps(self.course, part.resume, part.until)
         self._steps = [(step, self.course.experts[step]) for step in self._range]
-        self._request, self._policy, self._place, self._split = request, policy, place, part.split
+        self._request, self._policy, self._place = request, policy, place
         self._callbacks = callbacks
         self._recorder = recorder
         self._inputs = LaneInputs(request, place)
         self._kept = _kept_part(request, place)
         self._cache = cache or step_cache(request.cache, part.split)
-        self._skips = frozenset[int]() if self._cache is None else self._cache.known_skips(self._step_lanes())
         seeds = step_seeds(request.noise, request.latent)
         self._solver = make_solver(request.solver, self.course.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
@@ -103,10 +97,6 @@ class Denoising:
         self._done = 0
 
     @property
-    def is_done(self) -> bool:
-        return self._done == len(self._steps)
-
-    @property
     def sigma(self) -> float:
         """The noise level after the last step that this run takes."""
         return self.course.schedule.sigmas[self._range.stop]
@@ -114,33 +104,27 @@ class Denoising:
     def timeline(self) -> Timeline:
         return replace(self._recorder.timeline(), changes=tuple(self._policy.changes))
 
-    def take_steps(self) -> None:
-        """Take steps in one run of the engine: all that are left, or until the policy has changed."""
-        policy, short = self._policy.policy, None
-        with ExitStack() as ending:
-            try:
-                engine = self._policy.engine()
-                runs = ending.enter_context(StepRuns(partial(self._run_of, engine)))
-                ending.callback(self._count_outer_bytes, engine, engine.outer_bytes)
-                ending.enter_context(self._split.attached(engine))
-                if self._request.nag is not None:
-                    ending.enter_context(held_against(engine.models.bare.values(), self._request.nag))
-            except RuntimeError as err:
-                if not is_out_of_memory(err):
-                    raise
-                short = forget(err)
-            while short is None and not self.is_done and self._policy.policy == policy:
-                try:
-                    taken = self._take(engine, runs)
-                except RuntimeError as err:
-                    if not is_out_of_memory(err):
-                        raise
-                    short = forget(err)
-                else:
-                    self._accept(taken)
-        if short is not None:
-            step, expert = self._steps[self._done]
-            self._policy.make_smaller(f"step {step} ({expert}-noise expert)", short)
+    def run(self) -> None:
+        """Take all steps that are left."""
+        cached = None
+        if self._cache is not None:
+            cached = CachedCalls(cache=self._cache, skipped=self._cache.known_skips(self._step_lanes()))
+        passes = Passes(
+            None,
+            [expert for _, expert in self._steps],
+            recorder=self._recorder,
+            first_step=self._range.start,
+            should_stop=self._callbacks.should_stop,
+            policy=self._policy,
+            nag=self._request.nag,
+            cached=cached,
+        )
+        with passes:
+            if self._steps:
+                self._foretell(passes.engine)
+            schedule = self.course.schedule
+            for step, expert in self._steps:
+                self._accept(passes.step(expert, schedule.sigmas[step], schedule.timesteps[step], self._take))
 
     def _foretell(self, engine: ExpertEngine) -> None:
         """Tell the engine all timesteps and texts of this request, those of steps taken too: the next may be equal."""
@@ -150,63 +134,29 @@ class Denoising:
         guided = {expert: expert in with_negative for _, expert in self._steps}
         foretell(engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided)
 
-    def _run_of(self, engine: ExpertEngine) -> AbstractContextManager[EngineRun]:
-        """A run of all steps that are left."""
-        experts = [expert for _, expert in self._steps[self._done :]]
-        first = self._steps[self._done][0]
-        visits = step_visits(experts, engine.block_counts, first_step=first, skipped=self._skips)
-        self._foretell(engine)
-        return engine.run(visits, recorder=self._recorder)
-
-    def _count_outer_bytes(self, engine: ExpertEngine, before: int) -> None:
-        self._recorder.outer_bytes += engine.outer_bytes - before
-
     def _step_lanes(self) -> dict[int, tuple[str, Sequence[LaneName]]]:
         """The expert of each step, and the names of its lanes."""
         return {step: (expert, names_at(self._request, step)) for step, expert in self._steps}
 
-    def _velocities(
-        self, engine: ExpertEngine, runs: StepRuns, lanes: Sequence[Lane], timestep: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """What the expert of the next step makes of each lane; or of some, and of what it made before."""
-        step, expert = self._steps[self._done]
-        should_stop, inside = self._callbacks.should_stop, self._policy.stops_inside
-        visit = cancellable(partial(runs.visit, step, expert), step, should_stop, inside=inside)
-        own = self._split.own_tokens
-        compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, own_tokens=own)
-        if self._cache is None:
-            return self._split.forward(lanes, compute)
-        cached = CachedPass(self._cache, step, expert, lanes, engine.models[expert])
-        velocities = self._split.forward(lanes, partial(cached.forward, compute))
-        if cached.leaves_rest:
-            runs.leave_step()
-        cached.tell(self._recorder, blocks=engine.block_counts[expert])
-        return velocities
-
-    def _take(self, engine: ExpertEngine, runs: StepRuns) -> _Taken:
+    def _take(self, compute: Compute) -> _Taken:
         """Compute the next step and leave everything as it is."""
-        step, expert = self._steps[self._done]
-        schedule, guidance = self.course.schedule, self.course.guidance[step]
-        sigma, latents, solver = schedule.sigmas[step], self.latents, self._solver.copy()
-        graphs = engine.graphs
-        with self._recorder.step(step, expert, sigma):
-            timestep = torch.tensor([schedule.timesteps[step]])
-            shown = latents if self._kept is None else self._kept.shown(latents, sigma)
-            windows = windows_at(self._request, step)
-            held = guidance == 1 and self._request.nag is not None
-            lanes = self._inputs.lanes(shown, with_negative=guidance != 1, held_against=held, windows=windows)
-            velocities = self._velocities(engine, runs, lanes, timestep)
-            velocity = _guided(velocities if windows is None else windows.whole(velocities), guidance)
-            denoised = shown - sigma * velocity
-            if self._kept is not None:
-                denoised = self._kept.ended(denoised)
-                velocity = (latents - denoised) / sigma
-            latents = solver.step(velocity, latents)
-            finite = latents.isfinite().all()
-        return _Taken(latents=latents, solver=solver, denoised=denoised, finite=finite, compiled=engine.graphs > graphs)
+        step = self._steps[self._done][0]
+        sigma, guidance = self.course.schedule.sigmas[step], self.course.guidance[step]
+        latents, solver = self.latents, self._solver.copy()
+        shown = latents if self._kept is None else self._kept.shown(latents, sigma)
+        windows = windows_at(self._request, step)
+        held = guidance == 1 and self._request.nag is not None
+        velocities = compute(self._inputs.lanes(shown, with_negative=guidance != 1, held_against=held, windows=windows))
+        velocity = _guided(velocities if windows is None else windows.whole(velocities), guidance)
+        denoised = shown - sigma * velocity
+        if self._kept is not None:
+            denoised = self._kept.ended(denoised)
+            velocity = (latents - denoised) / sigma
+        latents = solver.step(velocity, latents)
+        return _Taken(latents=latents, solver=solver, denoised=denoised, finite=latents.isfinite().all())
 
     def _accept(self, taken: _Taken) -> None:
-        """The next step is whole: tell it, and ask after the first one whether to go on in the same way."""
+        """Go on from a step that was computed to its end, and report it."""
         step, expert = self._steps[self._done]
         if not taken.finite:
             raise NonFiniteLatentError(
@@ -223,8 +173,6 @@ class Denoising:
             done, total = before + self._done, len(self.course.steps)
             told = StepProgress(record=record, done=done, total=total, denoised=taken.denoised, state=state)
             self._callbacks.on_step(told)
-        if self._callbacks.revise is not None and self._done == 1 and not (self.is_done or taken.compiled):
-            self._policy.revise(self._callbacks.revise, record)
 
 
 def _state(next_step: int, taken: _Taken) -> RunState:

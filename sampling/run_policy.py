@@ -36,6 +36,7 @@ class RunPolicy:
         guided: whether there are negative lanes.
         split: how the steps are shared; who is not alone takes no step again without asking anybody.
         cache: takes steps over; what it keeps lies on the device too.
+        revise: called once with the record of the first step, unless memory was short in it.
     """
 
     def __init__(
@@ -48,13 +49,14 @@ class RunPolicy:
         guided: bool,
         split: Split = ALONE,
         cache: CacheSettings | None = None,
+        revise: Revise | None = None,
     ) -> None:
-        self._cache = cache
+        self._cache, self._revise = cache, revise
         self.policy = self._own(policy)
         self.changes: list[str] = []
         """What was changed on the way, in words."""
         self._pair, self.device = pair, device
-        self._shape, self._guided, self._split = shape, guided, split
+        self._shape, self._guided, self.split = shape, guided, split
         self._tried = [self.policy]
 
     def engine(self) -> ExpertEngine:
@@ -69,7 +71,7 @@ class RunPolicy:
         A GPU is given a block at once. Compilers make one piece of it. Workers that share a step stop together, between
         blocks.
         """
-        if self.device.type != "cpu" or not self._split.alone or self._pair.kernels.compiler is not None:
+        if self.device.type != "cpu" or not self.split.alone or self._pair.kernels.compiler is not None:
             return False
         return visit_flops(self._pair, self._shape, guided=self._guided) >= LONG_VISIT_FLOPS
 
@@ -82,26 +84,30 @@ class RunPolicy:
             except RuntimeError as err:  # the first step asks for it again, and goes on with a smaller policy
                 if not is_out_of_memory(err):
                     raise
-        share, cache = self._split.share, self._cache
+        share, cache = self.split.share, self._cache
         check_step_ram(self._pair, self._shape, self.policy, self.device, guided=self._guided, share=share, cache=cache)
 
     @property
     def compute_dtype(self) -> torch.dtype:
         return self._pair.compute_dtype
 
-    def revise(self, revise: Revise, record: StepRecord) -> None:
-        """Ask `revise` about the first step; not where memory was short in it, which no reckoning foresaw."""
-        if self.changes:
-            return
-        revised = revise(record)
+    def revise(self, record: StepRecord) -> bool:
+        """Take the policy that the record of the first step asks for; True if it is another one.
+
+        Where memory was short in that step, nothing is revised: no prediction was made of that.
+        """
+        if self._revise is None or self.changes:
+            return False
+        revised = self._revise(record)
         policy = self.policy if revised is None else self._own(revised)
         if policy == self.policy:
-            return
+            return False
         text = f"after the first step: {self._words(policy)} instead of {self._words(self.policy)}"
         log.info("%s", text)
         self.changes.append(text)
         self.policy = policy
         self._tried = [policy]
+        return True
 
     def make_smaller(self, where: str, said: str) -> None:
         """Memory was short in `where`, and what was computed there is free again: go on with a smaller policy.
@@ -109,7 +115,7 @@ class RunPolicy:
         Raises NoRoomError where none is smaller, and SmallerPolicyError, with that policy, in a run that is not alone.
         """
         chunk, free = self.policy.chunk_tokens, free_bytes(self.device)
-        share = self._split.share
+        share = self.split.share
         working = working_bytes(
             self._pair, self._shape, guided=self._guided, chunk_tokens=chunk, share=share, cache=self._cache
         )
@@ -124,7 +130,7 @@ class RunPolicy:
         if smaller is None:
             raise NoRoomError(self._no_room(where, said, working, free))
         text = f"out of memory in {where}: {self._words(smaller)} instead of {self._words(self.policy)}"
-        if not self._split.alone:
+        if not self.split.alone:
             raise SmallerPolicyError(f"{text} ({said})", smaller)
         same = "" if smaller.chunk_tokens != chunk else ", and the result is the same"
         log.warning("%s; this part is computed again%s (%s)", text, same, said)

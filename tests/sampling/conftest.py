@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +163,9 @@ class WatchedEngine:
     def outer_bytes(self) -> int:
         return self._engine.outer_bytes
 
-    @contextmanager
-    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[EngineRun]:
-        with self._engine.run(visits, recorder=recorder) as run:
-            self._runs.append(run)
-            yield run
+    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> EngineRun:
+        self._runs.append(self._engine.run(visits, recorder=recorder))
+        return self._runs[-1]
 
 
 @pytest.fixture

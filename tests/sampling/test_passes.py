@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,11 +41,13 @@ class Watched:
     def graphs(self) -> int:
         return self._engine.graphs
 
-    @contextmanager
-    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> Iterator[EngineRun]:
-        with self._engine.run(visits, recorder=recorder) as run:
-            self.runs.append(run)
-            yield run
+    @property
+    def outer_bytes(self) -> int:
+        return self._engine.outer_bytes
+
+    def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> EngineRun:
+        self.runs.append(self._engine.run(visits, recorder=recorder))
+        return self.runs[-1]
 
     @property
     def fetched(self) -> int:

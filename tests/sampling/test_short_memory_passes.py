@@ -12,7 +12,7 @@ from wanstream.metrics import Recorder
 from wanstream.plan import OffloadPolicy
 from wanstream.sampling import Cancelled, NoRoomError, Passes
 from wanstream.sampling.passes import PassState
-from wanstream.sampling.run_policy import RunPolicy
+from wanstream.sampling.run_policy import Revise, RunPolicy
 from wanstream.wan import ExpertPair, Lane
 from wanstream.wan.kernels import Kernels
 
@@ -36,8 +36,15 @@ def _lanes() -> list[Lane]:
 class Calls:
     """Passes over a pair in which memory is short at chosen uses of a block."""
 
-    def __init__(self, pair: ExpertPair, policy: OffloadPolicy, short: Callable[[int], bool] = lambda _: False) -> None:
-        self.policy = RunPolicy(pair, policy, CPU, shape=(1, 16, 2, 4, 6), guided=True)
+    def __init__(
+        self,
+        pair: ExpertPair,
+        policy: OffloadPolicy,
+        short: Callable[[int], bool] = lambda _: False,
+        *,
+        revise: Revise | None = None,
+    ) -> None:
+        self.policy = RunPolicy(pair, policy, CPU, shape=(1, 16, 2, 4, 6), guided=True, revise=revise)
         self.recorder = Recorder(CPU)
         self._uses, self._short = 0, short
         self.engine = self.policy.engine()
@@ -165,8 +172,8 @@ def test_a_policy_is_revised_after_an_undisturbed_first_call(
         return BLOCK_SWAP(2)
 
     before = RESIDENT() if uses else LAYERWISE(1)
-    going = Calls(open_pair(), before, uses.__contains__)
-    found = going.of(calls, calls, revise=revise)
+    going = Calls(open_pair(), before, uses.__contains__, revise=revise)
+    found = going.of(calls, calls)
     expected = Calls(open_pair(), LAYERWISE(1)).of(calls, calls)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert len(told) == asked
@@ -178,7 +185,7 @@ def test_a_call_in_which_blocks_were_compiled_teaches_nothing(open_pair: OpenPai
     torch._dynamo.reset()
     told, pair = list[Any](), open_pair(layers=2)
     pair.kernels = Kernels(compiler="eager")
-    Calls(pair, LAYERWISE(1)).of([H, H], [H, H], revise=told.append)
+    Calls(pair, LAYERWISE(1), revise=told.append).of([H, H], [H, H])
     assert told == []
-    Calls(pair, LAYERWISE(1)).of([H, H], [H, H], revise=told.append)
+    Calls(pair, LAYERWISE(1), revise=told.append).of([H, H], [H, H])
     assert len(told) == 1
