@@ -6,8 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .bench_parser import add_bench
+from .command_line import Parser, values_of
 from .exit_codes import DONE, FAILED, INTERRUPTED
 
 
@@ -22,10 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="wanstream", description="Wan2.2 and Wan2.1 with their experts streamed through a few buffers."
     )
-    subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
+    subcommands: Any = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(subcommands)
     _add_batch(subcommands)
     _add_sample_model(subcommands)
@@ -43,7 +45,9 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "Exit code 0: done; 1: a node failed; 2: the workflow or the arguments are wrong; 130: stopped by Ctrl-C.",
     )
     run.add_argument("workflow", type=Path, help="a file from workflows/api, or Workflow > Export (API) in ComfyUI")
-    run.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for what the workflow saves")
+    run.add_argument(
+        "--out", dest="output", type=Path, required=True, metavar="DIR", help="folder for what the workflow saves"
+    )
     run.add_argument(
         "--models",
         type=Path,
@@ -56,6 +60,7 @@ def _add_run(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     run.add_argument(
         "--set",
+        dest="changes",
         action="append",
         default=[],
         metavar="NODE.INPUT=VALUE",
@@ -82,7 +87,7 @@ def _add_batch(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
         "names the files",
     )
     batch.add_argument("--workflow", type=Path, required=True, metavar="FILE", help="in API format")
-    batch.add_argument("--out", type=Path, required=True, metavar="DIR", help="the batch's own folder")
+    batch.add_argument("--out", dest="output", type=Path, required=True, metavar="DIR", help="the batch's own folder")
     batch.add_argument("--server", metavar="URL", help="of a ComfyUI, like http://127.0.0.1:8188 (default: run here)")
     batch.add_argument(
         "--models", type=Path, default=Path("models"), metavar="DIR", help="without --server: as for `wanstream run`"
@@ -95,6 +100,7 @@ def _add_batch(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     batch.add_argument("--max-failures", type=_count, metavar="N", help="begin no more rows when N have failed")
     batch.add_argument(
         "--patience",
+        dest="patience_s",
         type=float,
         default=600.0,
         metavar="SECONDS",
@@ -170,8 +176,10 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "`wanstream probe` has not.",
     )
     plan.add_argument("--gpu", required=True, metavar="NAME", help='for example "RTX 4060 Ti 16GB"; this: as probed')
-    plan.add_argument("--ram", type=float, metavar="GB", help="all RAM of that machine")
-    plan.add_argument("--ssd", type=float, metavar="GB/S", help="what its disk gives when a large file is read")
+    plan.add_argument("--ram", dest="ram_gb", type=float, metavar="GB", help="all RAM of that machine")
+    plan.add_argument(
+        "--ssd", dest="ssd_gb_s", type=float, metavar="GB/S", help="what its disk gives when a large file is read"
+    )
     plan.add_argument("--size", required=True, metavar="WxHxF", help="video to make, for example 1280x720x81")
     plan.add_argument("--model", choices=["a14b", "5b"], default="a14b", help="of Wan2.2 (default: a14b)")
     plan.add_argument("--steps", type=int, default=20, help="of both experts together (default: 20)")
@@ -188,7 +196,7 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="bf16",
         help="how weights lie in RAM: fp8 is made from a bf16 file, Q are GGUF files (default: bf16)",
     )
-    plan.add_argument("--vram", type=float, metavar="GB", help="take no more device memory than this")
+    plan.add_argument("--vram", dest="vram_gb", type=float, metavar="GB", help="take no more device memory than this")
     plan.add_argument("--models", type=Path, metavar="DIR", help="with --gpu this: where weights are read from")
     plan.add_argument("--device", choices=["cpu", "cuda"], help="with --gpu this: what computes")
     plan.add_argument("--workers", type=int, metavar="N", help="lay out N of these GPUs: for one video, and for many")
@@ -206,39 +214,13 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _run(parsed: argparse.Namespace) -> int:
     from .run import RunArguments, run
 
-    return run(
-        RunArguments(
-            workflow=parsed.workflow,
-            output=parsed.out,
-            models=parsed.models,
-            input=parsed.input,
-            changes=tuple(parsed.set),
-            device=parsed.device,
-            strict=parsed.strict,
-        )
-    )
+    return run(values_of(RunArguments, parsed))
 
 
 def _batch(parsed: argparse.Namespace) -> int:
     from .batch import BatchArguments, batch
 
-    return batch(
-        BatchArguments(
-            jobs=parsed.jobs,
-            workflow=parsed.workflow,
-            output=parsed.out,
-            server=parsed.server,
-            models=parsed.models,
-            input=parsed.input,
-            device=parsed.device,
-            journal=parsed.journal,
-            max_failures=parsed.max_failures,
-            patience_s=parsed.patience,
-            lanes=parsed.lanes,
-            dry_run=parsed.dry_run,
-            strict=parsed.strict,
-        )
-    )
+    return batch(values_of(BatchArguments, parsed))
 
 
 def _sample_model(parsed: argparse.Namespace) -> int:
@@ -256,31 +238,11 @@ def _sample_model(parsed: argparse.Namespace) -> int:
 def _probe(parsed: argparse.Namespace) -> int:
     from .probe import ProbeArguments, probe
 
-    return probe(ProbeArguments(models=parsed.models, device=parsed.device, size=parsed.size, json=parsed.json))
+    return probe(values_of(ProbeArguments, parsed))
 
 
 def _plan(parsed: argparse.Namespace) -> int:
     from .plan import plan
     from .plan_arguments import PlanArguments
 
-    return plan(
-        PlanArguments(
-            gpu=parsed.gpu,
-            ram_gb=parsed.ram,
-            ssd_gb_s=parsed.ssd,
-            model=parsed.model,
-            size=parsed.size,
-            steps=parsed.steps,
-            switch=parsed.switch,
-            cfg=parsed.cfg,
-            storage=parsed.storage,
-            vram_gb=parsed.vram,
-            models=parsed.models,
-            device=parsed.device,
-            workers=parsed.workers,
-            per_machine=parsed.per_machine,
-            videos=parsed.videos,
-            ways=parsed.ways,
-            json=parsed.json,
-        )
-    )
+    return plan(values_of(PlanArguments, parsed))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..host.embedded_checks import Socket, converted
+from ..host.embedded_checks import Socket, converted, names_listed
 from ..host.embedded_graph import MOST_NESTED, Prompt, nested_deeper
 from .batch_rows import Row, RowError
 from .changes import ChangeError, node_named
@@ -97,8 +97,8 @@ def _socket(node: Mapping[str, Any], name: str, known: Mapping[str, Socket]) -> 
     above = known.get(name.partition(".")[0])
     if name in node.get("inputs", {}) or (above is not None and above.io_type.startswith(_NESTED)):
         return None
-    names = ", ".join(dict.fromkeys((*known, *node.get("inputs", {}))))
-    raise RowError(f"{node.get('class_type')} has no input {name}; it has {names}")
+    names = dict.fromkeys((*known, *node.get("inputs", {})))
+    raise RowError(f"{node.get('class_type')} has no input {name}; {names_listed(name, names)}")
 
 
 def _typed(key: str, text: str, socket: Socket | None, before: object) -> object:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..host.embedded_checks import sockets_of
+from ..host.embedded_checks import names_listed, sockets_of
 from ..host.embedded_graph import MOST_NESTED, Prompt, nested_deeper
 from ..host.embedded_io import ComfyNode
 
@@ -62,7 +62,7 @@ def _value(
         return text  # The validation of the workflow has more to say about an unknown class.
     types = {known.name: known.io_type for known in sockets_of(nodes[class_type])}
     if socket not in types:
-        raise ChangeError(f"--set {change}: {class_type} has no input {socket}; it has {_listed(types)}")
+        raise ChangeError(f"--set {change}: {class_type} has no input {socket}; {names_listed(socket, types)}")
     if types[socket] in _TYPED_AS_TEXT:
         return text
     try:

@@ -1,7 +1,4 @@
-"""Runs items through stages. Knows a state, a step function and cells that compute; not what a model is.
-
-    cells = {Cell(0, 0): StepCell(high_step), Cell(0, 1): StepCell(low_step)}
-    ended = run_stages([[range(0, 4), range(4, 9)]] * 8, cells, starts)
+"""Runs items through stages: states, and cells that compute; independent of the model.
 
 An item's state is handed from one stage to the next; several items are on their way at once.
 """
@@ -105,37 +102,8 @@ class RunPhase(Enum):
     OVER = "is over"
 
 
-def run_stages(
-    steps: Sequence[Sequence[range]],
-    cells: Mapping[Cell, StageCell[S]],
-    states: Sequence[S | None],
-    *,
-    restarts: int = 0,
-    on_step: Callable[[Stepped[S]], None] | None = None,
-    should_stop: Callable[[], bool] | None = None,
-) -> list[S]:
-    """The states of all items after their last steps.
-
-    Args:
-        steps: of each item, by stage.
-        cells: one for every place of the grid of data and stages.
-        states: what each item starts from.
-        restarts: how often a cell that lost a worker is mended.
-        on_step: called on this thread; what it raises ends the run.
-        should_stop: asked often, on this thread.
-
-    Raises:
-        Cancelled: `should_stop` returned True. Like after any error, no cell has a job any more.
-        GivenUpError: more was lost than `restarts`, with what was said of the last one.
-    """
-    data = 1 + max(cell.data for cell in cells)
-    schedule = Schedule.of(steps, data=data, restarts=restarts)
-    assert set(schedule.cells()) == set(cells), "the cells do not fill their grid"
-    return StageRun(schedule, cells, states, on_step=on_step, should_stop=should_stop).go()
-
-
 class StageRun(Generic[S]):
-    """One run through stages; see `run_stages`. Used once, on one thread.
+    """One run through stages. Used once, on one thread.
 
     Args:
         on_done: told (item, its last state) on this thread, as soon as it is done; what it raises ends the run. The
@@ -161,7 +129,12 @@ class StageRun(Generic[S]):
         """What came out of jobs that were stopped."""
 
     def go(self) -> list[S]:
-        """Run to the end; see `run_stages`."""
+        """Run to the end, and return the states of all items after their last steps.
+
+        Raises:
+            Cancelled: `should_stop` returned True. As after any error, no cell has a job any more.
+            GivenUpError: more was lost than the restarts of the schedule.
+        """
         assert self._phase is RunPhase.NEW, f"this run {self._phase.value}"
         self._phase = RunPhase.GOING
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -78,6 +79,19 @@ def own_check(node: type[ComfyNode]) -> OwnCheck | None:
     parameters = inspect.signature(node.validate_inputs).parameters.values()
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return OwnCheck(names=frozenset(parameter.name for parameter in parameters), everything=everything)
+
+
+def names_listed(unknown: str, known: Iterable[str]) -> str:
+    """`did you mean steps? It has steps, seed`: the name nearest to an unknown one, where one is near, and all."""
+    names = list(known)
+    near = difflib.get_close_matches(unknown, names, n=1)
+    return f"{f'did you mean {near[0]}? ' if near else ''}it has {', '.join(names)}"
+
+
+def unknown_fault(name: str, sockets: Iterable[Socket]) -> Fault:
+    """The fault of an input that the node does not have. ComfyUI ignores it, and a mistyped name with it."""
+    details = f"{name}: {names_listed(name, (socket.name for socket in sockets))}"
+    return fault("unknown_input", "Node has no such input", details, {"input_name": name})
 
 
 def missing_fault(socket: Socket) -> Fault | None:

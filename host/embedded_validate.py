@@ -23,6 +23,7 @@ from .embedded_checks import (
     own_check,
     own_faults,
     sockets_of,
+    unknown_fault,
     value_fault,
 )
 from .embedded_graph import Prompt
@@ -148,10 +149,12 @@ class _Walk:
         node = self._nodes[self._prompt[node_id]["class_type"]]
         inputs = self._prompt[node_id]["inputs"]
         check = own_check(node)
-        faults: list[Fault] = []
+        sockets = sockets_of(node)
+        known = {socket.name for socket in sockets}
+        faults: list[Fault] = [unknown_fault(name, sockets) for name in inputs if name not in known]
         received: dict[str, str] = {}
         sources_valid = True
-        for socket in sockets_of(node):
+        for socket in sockets:
             value = inputs.get(socket.name)
             found: Fault | None = None
             if socket.name not in inputs:

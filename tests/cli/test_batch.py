@@ -78,7 +78,7 @@ def test_a_batch_makes_a_file_for_each_row_and_names_the_lines_that_are_none(
     assert printed.out == f"3 of 8 rows are done in {out}; 5 failed\n"
     for told in [
         "line 3 failed: this is no JSON",
-        "line 4 failed: WanStreamSampler has no input sed; it has experts",
+        "line 4 failed: WanStreamSampler has no input sed; did you mean seed? it has experts",
         "line 5 failed: KSampler.x: no such node; the workflow has experts",
         "line 6 failed: node sampler (WanStreamSampler): Exception when validating inner node",
         "line 7 failed: node experts (WanStreamExperts): Value not in list: low_noise: 'none' not in",

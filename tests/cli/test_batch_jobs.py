@@ -76,7 +76,7 @@ def test_json_values_stay_as_they_are() -> None:
     [
         ("4.seed", "7", "no such node; the workflow has 3, 1, 129:86"),
         ("Loader.file", "x", "several nodes are a Loader: use an id, 1, 129:86"),
-        ("3.sed", "7", "Sampler has no input sed; it has seed, cfg, model"),
+        ("3.sed", "7", "Sampler has no input sed; did you mean seed\\? it has seed, cfg, model"),
         ("3.seed", "seven", "3.seed is INT, and 'seven' is no JSON value"),
         ("save.loop", "yes", "save.loop is BOOLEAN"),
         ("129:86.made_up", "x", "129:86.made_up is no text"),

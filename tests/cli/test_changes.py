@@ -60,7 +60,7 @@ def test_a_value_is_read_as_its_input_wants_it(change: str, node: str, socket: s
         ("sampler.=4", "write node.input=value"),
         ("decoder.steps=4", "no such node; the workflow has sampler, 1.5, 2"),
         ("Other.steps=4", "several nodes are a Other: use an id, 1.5, 2"),
-        ("sampler.stepz=4", "Sampler has no input stepz; it has steps, shift, text, solver"),
+        ("sampler.stepz=4", "Sampler has no input stepz; did you mean steps\\? it has steps, shift, text, solver"),
         ("sampler.steps=four", "steps is INT, and 'four' is no JSON value"),
     ],
 )

@@ -1,5 +1,7 @@
 """200 generated workflows of our nodes, sound and broken: the embedded host and a real server must judge them alike.
 
+Unknown inputs are not among the faults: ComfyUI ignores them, the embedded host refuses them.
+
 Every workflow is drawn from a seed. A broken one carries either one fault that ends ComfyUI's look at a node early (it
 walks the inputs of a node in an order of its own, so what it finds besides is chance), or up to three that do not.
 """
@@ -223,10 +225,6 @@ def missing(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
     del node["inputs"][rng.choice(list(node["inputs"]))]
 
 
-def stray(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
-    rng.choice(list(prompt.values()))["inputs"]["stray"] = rng.choice([1, "x", ["1", 0], ["99", 0]])
-
-
 def outside_the_run(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
     for node in prompt.values():
         if node.get("class_type") == "WanStreamSampler":
@@ -282,7 +280,7 @@ def linked_picture(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None
     prompt[_last_output(prompt)]["inputs"]["images"] = ["pic2", 0]
 
 
-ADDING = [too_small, too_big, no_number, not_in_list, no_link, constant_on_a_socket, wrong_type, missing, stray]
+ADDING = [too_small, too_big, no_number, not_in_list, no_link, constant_on_a_socket, wrong_type, missing]
 ADDING += [leaving_the_output, outside_the_run]
 ENDING = [dangling, no_such_output, no_inputs, unknown_node, no_class, no_output_node, missing_picture, linked_picture]
 

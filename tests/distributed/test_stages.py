@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.distributed.local_stages import StepCell, StepFunction, run_stages
 from wanstream.distributed.pool import WorkerLostError
 from wanstream.distributed.schedule import Cell
-from wanstream.distributed.stages import GivenUpError, Stepped, run_stages
-from wanstream.distributed.step_cell import StepCell, StepFunction
+from wanstream.distributed.stages import GivenUpError, Stepped
 from wanstream.distributed.tasks import RunTask
 from wanstream.sampling import Cancelled, Part, RunState, StepProgress, denoise_part
 from wanstream.wan.registry import ExpertsRegistry

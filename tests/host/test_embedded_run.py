@@ -16,10 +16,10 @@ from wanstream.host.embedded_graph import Link, UnsupportedNodeError, nodes_by_i
 from wanstream.host.embedded_run import History, NodeFailedError
 from wanstream.host.embedded_validate import InvalidWorkflowError
 
-# 1 is read twice, 5 by nobody, and 3 knows nothing of `stray`.
+# 1 is read twice, and 5 not at all.
 PROMPT: dict[str, Any] = {
     "4": {"class_type": "Show", "inputs": {"number": ["3", 0]}},
-    "3": {"class_type": "Add", "inputs": {"a": ["1", 0], "b": ["2", 0], "stray": ["5", 0]}},
+    "3": {"class_type": "Add", "inputs": {"a": ["1", 0], "b": ["2", 0]}},
     "2": {"class_type": "Add", "inputs": {"a": ["1", 0], "b": "1"}},
     "1": {"class_type": "Number", "inputs": {"value": 20}},
     "5": {"class_type": "Number", "inputs": {"value": 1}},

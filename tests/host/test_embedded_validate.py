@@ -55,6 +55,7 @@ NODE_FAULTS = [
     ("2", {"a": [[], 0]}, "2", "exception_during_inner_validation"),
     ("3", {"number": ["9", 0]}, "3", "exception_during_validation"),
     ("3", {"prefix": "../a"}, "3", "custom_validation_failed"),
+    ("2", {"scael": 2.0}, "2", "unknown_input"),
 ]
 
 
@@ -138,6 +139,14 @@ def test_a_cycle_is_refused_and_told(validate: Callable[[Any], Verdict], back: s
     assert "Dependency cycle detected: 2 -> " in verdict.error["details"]
     assert "Dependency cycle" in verdict.lines()[0]
     assert verdict.outputs == ()
+
+
+def test_an_unknown_input_is_refused_with_the_nearest_name(validate: Callable[[Any], Verdict]) -> None:
+    prompt = copy.deepcopy(GOOD)
+    prompt["2"]["inputs"] |= {"scael": 2.0, "zzz": 1}
+    details = [fault["details"] for fault in validate(prompt).node_errors["2"]["errors"]]
+    assert details[0].startswith("scael: did you mean scale? it has a, b, scale")
+    assert details[1].startswith("zzz: it has a, b, scale")
 
 
 def test_long_lists_are_not_told(validate: Callable[[Any], Verdict], tmp_path: Path, nodes: SimpleNamespace) -> None:

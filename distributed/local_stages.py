@@ -1,17 +1,21 @@
-"""A cell in this process: one thread that calls a step function. Any model fits in that has one."""
+"""Stages of any model that has a step function, each on a thread of this process.
+
+cells = {Cell(0, 0): StepCell(high_step), Cell(0, 1): StepCell(low_step)}
+ended = run_stages([[range(0, 4), range(4, 9)]] * 8, cells, starts)
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 
 from ..sampling import Cancelled
 from .pool import WorkerLostError
-from .schedule import Assignment, Cell
-from .stages import Dropped, Failed, Finished, Stepped, Tell
+from .schedule import Assignment, Cell, Schedule
+from .stages import Dropped, Failed, Finished, StageCell, StageRun, Stepped, Tell
 from .work_thread import on_own_thread
 
 S = TypeVar("S")
@@ -63,3 +67,32 @@ def _tell_end(cell: Cell, tell: Tell[S], done: Future[None]) -> None:
         tell(Dropped(cell=cell, error=error, counts=True))
     else:
         tell(Failed(cell=cell, error=error))
+
+
+def run_stages(
+    steps: Sequence[Sequence[range]],
+    cells: Mapping[Cell, StageCell[S]],
+    states: Sequence[S | None],
+    *,
+    restarts: int = 0,
+    on_step: Callable[[Stepped[S]], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[S]:
+    """The states of all items after their last steps.
+
+    Args:
+        steps: of each item, by stage.
+        cells: one for every place of the grid of data and stages.
+        states: what each item starts from.
+        restarts: how often a cell that lost a worker is mended.
+        on_step: called on this thread; what it raises ends the run.
+        should_stop: asked often, on this thread.
+
+    Raises:
+        Cancelled: `should_stop` returned True. Like after any error, no cell has a job any more.
+        GivenUpError: more was lost than `restarts`, with what was said of the last one.
+    """
+    data = 1 + max(cell.data for cell in cells)
+    schedule = Schedule.of(steps, data=data, restarts=restarts)
+    assert set(schedule.cells()) == set(cells), "the cells do not fill their grid"
+    return StageRun(schedule, cells, states, on_step=on_step, should_stop=should_stop).go()
