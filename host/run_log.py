@@ -9,11 +9,7 @@ from typing import Any
 
 from .announced_run import BEGIN, END, STEP
 
-NODES = "wanstream.nodes"
-"""Event: time and memory of the nodes of a queue item, those alone that have changed since the last one."""
-
 KEPT_RUNS = 50
-KEPT_ITEMS = 50
 
 LONGEST_NAME = 200
 """Characters of a title or an id that are kept; the rest of a longer one is cut off."""
@@ -41,28 +37,21 @@ class RunLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        self._items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def note(self, event: str, payload: Mapping[str, Any]) -> None:
         """Keep what an event says; events of runs that were forgotten, and of other kinds, are not kept."""
         with self._lock:
             if event == BEGIN:
                 self._runs[payload["run"]] = {**payload, "records": [], "ended": False, "timeline": None, "error": None}
-                _keep_last(self._runs, KEPT_RUNS)
+                while len(self._runs) > KEPT_RUNS:
+                    self._runs.popitem(last=False)
             elif event in (STEP, END) and payload["run"] in self._runs:
                 self._go_on(self._runs[payload["run"]], event, payload)
-            elif event == NODES:
-                item = self._items.setdefault(payload["prompt_id"], {**payload, "nodes": {}})
-                item.update({**payload, "nodes": item["nodes"] | payload["nodes"]})
-                _keep_last(self._items, KEPT_ITEMS)
 
     def told(self) -> dict[str, list[dict[str, Any]]]:
-        """`runs` and `items`, the oldest first: copies that no later event changes."""
+        """`runs`, the oldest first: copies that no later event changes."""
         with self._lock:
-            return {
-                "runs": [{**run, "records": list(run["records"])} for run in self._runs.values()],
-                "items": [{**item, "nodes": dict(item["nodes"])} for item in self._items.values()],
-            }
+            return {"runs": [{**run, "records": list(run["records"])} for run in self._runs.values()]}
 
     @staticmethod
     def _go_on(run: dict[str, Any], event: str, payload: Mapping[str, Any]) -> None:
@@ -73,8 +62,3 @@ class RunLog:
         run.update(ended=True, timeline=timeline, predicted=payload["predicted"], error=payload["error"])
         if timeline is not None:
             run["records"] = []  # the timeline holds them
-
-
-def _keep_last(kept: OrderedDict[str, Any], count: int) -> None:
-    while len(kept) > count:
-        kept.popitem(last=False)

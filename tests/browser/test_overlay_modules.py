@@ -27,10 +27,10 @@ CALL = f"""async ([module, name, values]) => {{
 }}"""
 STATE = f"""async told => {{
     const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
-    return told.reduce((state, [event, payload]) => after(state, event, payload), EMPTY)
+    return told.reduce((state, [event, payload, now]) => after(state, event, payload, now), EMPTY)
 }}"""
 
-Event = tuple[str, dict[str, Any]]
+Event = tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], float]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def end(run: str, error: str | None = None, **timeline: Any) -> Event:
     return "wanstream.end", {"run": run, "timeline": told, "predicted": None, "error": error}
 
 
-def snapshot_of(*runs: dict[str, Any], items: Sequence[Any] = (), known: Sequence[str] = ()) -> Event:
-    return "snapshot", {"runs": list(runs), "items": list(items), "known": list(known)}
+def snapshot_of(*runs: dict[str, Any], known: Sequence[str] = ()) -> Event:
+    return "snapshot", {"runs": list(runs), "known": list(known)}
 
 
 @pytest.mark.parametrize(
@@ -143,18 +143,100 @@ def test_a_run_that_begins_while_the_answer_is_under_way_goes_on(modules: Module
     assert len(runs[1]["records"]) == 1
 
 
-def nodes_of(at: float, running: bool, **nodes: float) -> dict[str, Any]:
-    told = {name: {"seconds": seconds, "running": running} for name, seconds in nodes.items()}
-    return {"prompt_id": "p", "workflow": None, "at": at, "running": running, "nodes": told}
+def item(event: str, now: float = 0.0, **payload: Any) -> Event:
+    """An event of ComfyUI about the queue item "p"."""
+    return event, {"prompt_id": "p", **payload}, now
 
 
-def test_an_answer_that_is_older_than_what_was_heard_changes_no_badge_back(modules: Modules) -> None:
-    heard = ("wanstream.nodes", nodes_of(5.0, False, b=3.0))
-    (item,) = modules.state([heard, snapshot_of(items=[nodes_of(4.0, True, a=1.0, b=2.0)])])["items"]
-    assert (item["at"], item["running"]) == (5.0, False)
-    assert {name: each["seconds"] for name, each in item["nodes"].items()} == {"a": 1.0, "b": 3.0}
-    (item,) = modules.state([heard, snapshot_of(items=[nodes_of(6.0, False, b=4.0)])])["items"]
-    assert item["nodes"]["b"]["seconds"] == 4.0
+def parts(now: float, **states: str) -> Event:
+    """The states of all parts of nodes that have begun; "a.1" is a part of "a", as one that "a" has expanded into."""
+    names = {name.replace("_", "."): state for name, state in states.items()}
+    nodes = {name: {"state": state, "display_node_id": name.split(".")[0]} for name, state in names.items()}
+    return item("progress_state", now, nodes=nodes)
+
+
+GRAPH_OF_P = item("graph", workflow="here", classes={"a": "A", "b": "B", "c": "C"})
+
+
+def figures_of(modules: Modules, told: Sequence[Event], now: float) -> dict[str, Any]:
+    """The figures of each node of the item "p"."""
+    found = modules.call("store", "lastItem", modules.state(told), "here")
+    nodes = {"a": "A", "b": "B", "c": "C"}
+    return {key: found and modules.call("graph_ids", "figuresAt", found, [key], nodes[key], now) for key in nodes}
+
+
+def test_a_node_takes_the_time_between_its_events(modules: Modules) -> None:
+    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), parts(2.5, a="running")]
+    figures = figures_of(modules, told, 3.0)
+    assert (figures["a"]["seconds"], figures["a"]["running"], figures["a"]["ran"]) == (2.0, True, True)
+    assert figures["b"] is None, "it may still run"
+    told += [parts(4.0, a="finished"), parts(5.0, a="finished", b="running"), item("execution_success", 7.0)]
+    figures = figures_of(modules, told, 99.0)
+    assert [(figures[key]["seconds"], figures[key]["running"]) for key in "ab"] == [(3.0, False), (2.0, False)]
+    assert (figures["c"]["ran"], figures["c"]["cached"]) == (False, False), "not run"
+
+
+@pytest.mark.parametrize("event", ["execution_error", "execution_interrupted"])
+def test_a_node_that_fails_or_is_interrupted_ends_with_its_item(modules: Modules, event: str) -> None:
+    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), item(event, 3.0)]
+    figures = figures_of(modules, told, 99.0)
+    assert (figures["a"]["seconds"], figures["a"]["running"], figures["b"]["ran"]) == (2.0, False, False)
+
+
+def test_the_error_of_a_blocked_node_ends_no_item(modules: Modules) -> None:
+    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), item("execution_error", 2.0)]
+    figures = figures_of(modules, [*told, parts(3.0, a="finished", b="running")], 5.0)
+    assert (figures["b"]["seconds"], figures["b"]["running"], figures["c"]) == (2.0, True, None)
+
+
+def test_a_node_runs_while_any_of_its_parts_does(modules: Modules) -> None:
+    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), parts(2.0, a="running", a_1="running")]
+    told += [parts(3.0, a="running", a_1="finished"), parts(5.0, a="finished", a_1="finished")]
+    assert figures_of(modules, told, 9.0)["a"]["seconds"] == 4.0
+    told += [parts(6.0, a="finished", a_1="finished", a_2="running")]
+    assert figures_of(modules, told, 7.0)["a"]["seconds"] == 5.0
+
+
+def test_a_cached_node_seems_finished_and_took_no_time(modules: Modules) -> None:
+    told = [item("execution_start"), item("execution_cached", nodes=["a"]), parts(1.0, a="finished"), GRAPH_OF_P]
+    figures = figures_of(modules, told, 2.0)
+    assert (figures["a"]["cached"], figures["a"]["ran"]) == (True, False)
+
+
+def test_no_time_is_shown_that_nobody_measured(modules: Modules) -> None:
+    opened_in_the_middle = [parts(1.0, a="running"), parts(2.0, a="finished"), item("execution_success", 3.0)]
+    assert modules.state([*opened_in_the_middle, GRAPH_OF_P])["items"] == []
+    told = [item("execution_start"), GRAPH_OF_P, parts(1.0, a="running"), ("reconnecting", {})]
+    assert modules.state([*told, parts(9.0, a="finished")])["items"] == []
+    over = [item("execution_start"), GRAPH_OF_P, item("execution_success"), ("reconnecting", {})]
+    assert len(modules.state(over)["items"]) == 1
+
+
+def test_an_item_is_of_no_graph_before_its_own_is_known(modules: Modules) -> None:
+    state = modules.state([item("execution_start"), parts(1.0, a="running")])
+    assert modules.call("store", "lastItem", state, "here") is None
+    state = modules.state([item("execution_start"), parts(1.0, a="running"), GRAPH_OF_P])
+    assert modules.call("store", "lastItem", state, "here")["times"]["a"]["since"] == 1.0
+    assert modules.call("store", "lastItem", state, "elsewhere") is None
+
+
+def test_an_event_that_moves_a_progress_bar_alone_changes_nothing(modules: Modules) -> None:
+    same = f"""async told => {{
+        const {{ EMPTY, after }} = await import('/extensions/{PACK}/overlay/store.mjs')
+        const before = told.slice(0, -1).reduce((state, each) => after(state, ...each), EMPTY)
+        return after(before, ...told.at(-1)) === before
+    }}"""
+    told = [item("execution_start"), parts(1.0, a="running"), parts(2.0, a="running")]
+    assert modules.frontend.page.evaluate(same, [list(each) for each in told])
+
+
+def test_the_memory_of_a_badge_is_that_of_the_runs_of_its_node(modules: Modules) -> None:
+    told = [begin("r", node="5:2"), step("r", 1), begin("other", node="52"), begin("before", prompt_id="o", node="5:2")]
+    state = modules.state(told)
+    counts = [len(modules.call("store", "recordsAt", state, "p", [key])) for key in ("5", "5:2", "52", "2")]
+    assert counts == [1, 1, 0, 0]
+    assert modules.call("figures", "mostMemory", [record(), record(rss_bytes=9)]) == {"kind": "RAM", "bytes": 9}
+    assert modules.call("figures", "mostMemory", []) is None
 
 
 def test_only_the_last_runs_are_kept(modules: Modules) -> None:
@@ -176,22 +258,22 @@ def test_the_last_run_of_a_node_is_that_of_its_graph(modules: Modules) -> None:
 
 
 def test_figures_of_a_subgraph_are_those_of_its_nodes(modules: Modules) -> None:
-    figures = {
-        "1": {"seconds": 9.0, "running": False, "ran": False, "class_type": "A"},
-        "5:1": {"seconds": 1.0, "running": False, "ran": False, "class_type": "A", "device_used_peak": 7},
-        "5:2:1": {"seconds": 2.0, "running": True, "ran": True, "class_type": "B", "device_used_peak": 4},
-        "51": {"seconds": 100.0, "running": False, "ran": True, "class_type": "A"},
-    }
-    found = modules.call("graph_ids", "figuresAt", figures, ["5"], "a subgraph's own type")
-    assert (found["seconds"], found["running"], found["ran"], found["device_used_peak"]) == (3.0, True, True, 7)
-    assert modules.call("graph_ids", "figuresAt", figures, ["5:2:1"], "B")["seconds"] == 2.0
-    assert not found["partly"]
-    figures["5:1"]["partly"] = True
-    found = modules.call("graph_ids", "figuresAt", figures, ["5"], "a subgraph's own type")
-    found |= {"ran": True, "device_used_peak": 7e9}
-    assert modules.call("badges", "badgeText", found) == "≥ 3.0 s · 7.00 GB VRAM"
-    assert modules.call("badges", "badgeText", {**found, "partly": False}) == "3.0 s · 7.00 GB VRAM"
-    assert modules.call("graph_ids", "figuresAt", figures, ["1"], "B") is None, "another graph's node"
+    classes = {"1": "A", "5:1": "A", "5:2:1": "B", "5:3": "C", "51": "A"}
+    times = {"5:1": {"seconds": 1.0, "since": None}, "5:2:1": {"seconds": 0.0, "since": 8.0}}
+    times["51"] = {"seconds": 100.0, "since": None}
+    found = {"classes": classes, "times": times, "cached": ["5:3"], "running": True}
+
+    def figures(key: str, class_type: str) -> Any:
+        return modules.call("graph_ids", "figuresAt", found, [key], class_type, 10.0)
+
+    assert figures("5", "a subgraph's own type") == {"seconds": 3.0, "running": True, "ran": True, "cached": False}
+    assert figures("5:2:1", "B")["seconds"] == 2.0
+    assert figures("51", "B") is None, "another graph's node"
+    assert figures("1", "A") is None
+    found |= {"cached": ["5:1", "5:2:1", "5:3"], "times": {}}
+    assert figures("5", "a subgraph's own type")["cached"]
+    found |= {"cached": ["5:1"], "running": False}
+    assert figures("5", "a subgraph's own type") == {"seconds": 0, "running": False, "ran": False, "cached": False}
 
 
 def run_of(count: int, measured: int) -> dict[str, Any]:
@@ -413,8 +495,8 @@ def test_no_text_of_an_exported_table_is_a_formula(modules: Modules, text: str, 
     ("figures", "words"),
     [
         ({"seconds": 0.0}, "< 0.1 s · 7.00 GB VRAM"),
-        ({"seconds": 0.04, "device_used_peak": None}, "< 0.1 s"),
-        ({"seconds": 0.12}, "0.1 s · 7.00 GB VRAM"),
+        ({"seconds": 0.04, "memory": None}, "< 0.1 s"),
+        ({"seconds": 0.12, "memory": {"kind": "RAM", "bytes": 8e6}}, "0.1 s · 8.00 MB RAM"),
         ({"ran": False, "cached": True}, "cached"),
         ({"ran": False, "cached": False}, "not run"),
     ],
@@ -422,15 +504,8 @@ def test_no_text_of_an_exported_table_is_a_formula(modules: Modules, text: str, 
 def test_a_badge_says_what_a_node_took_or_why_it_did_not_run(
     modules: Modules, figures: dict[str, Any], words: str
 ) -> None:
-    known = {"seconds": 1.0, "ran": True, "cached": False, "partly": False, "device_used_peak": 7e9}
+    known = {"seconds": 1.0, "ran": True, "cached": False, "memory": {"kind": "VRAM", "bytes": 7e9}}
     assert modules.call("badges", "badgeText", {**known, **figures}) == words
-
-
-def test_a_subgraph_is_cached_if_all_of_it_is(modules: Modules) -> None:
-    figures = {f"5:{number}": {"class_type": "A", "seconds": 0, "ran": False, "cached": True} for number in range(2)}
-    assert modules.call("graph_ids", "figuresAt", figures, ["5"], "S")["cached"]
-    figures["5:1"]["cached"] = False
-    assert not modules.call("graph_ids", "figuresAt", figures, ["5"], "S")["cached"]
 
 
 PLANTED = ["img", {"src": "x", "onerror": "window.ran = true", "onclick": "window.ran = true"}]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from wanstream.host.announced_run import AnnouncedRun
-from wanstream.host.run_log import KEPT_ITEMS, KEPT_RUNS, LONGEST_NAME, NODES, RunLog, title_in, workflow_in
+from wanstream.host.run_log import KEPT_RUNS, LONGEST_NAME, RunLog, title_in, workflow_in
 from wanstream.plan import StepRecord, Timeline
 
 STEP = StepRecord(index=0, expert="high", sigma=None, wall_s=1.0, compute_s=1.0, stall_s=0.0, bytes_moved=1)
@@ -16,11 +14,6 @@ TIMELINE = Timeline(steps=(STEP,), kind="measured")
 
 def run_in(log: RunLog, node_id: str = "7", *, experts: tuple[str, ...] = ("high", "low")) -> AnnouncedRun:
     return AnnouncedRun(log.note, prompt_id="p", node_id=node_id, experts=experts)
-
-
-def told_nodes(log: RunLog, prompt_id: str, **nodes: float) -> None:
-    figures = {node_id: {"seconds": seconds} for node_id, seconds in nodes.items()}
-    log.note(NODES, {"prompt_id": prompt_id, "workflow": None, "running": True, "nodes": figures})
 
 
 def test_a_page_that_comes_in_the_middle_sees_the_steps_so_far() -> None:
@@ -65,25 +58,10 @@ def test_the_oldest_runs_are_forgotten_and_their_steps_with_them() -> None:
     assert [run["node"] for run in log.told()["runs"]] == [str(number) for number in range(KEPT_RUNS)]
 
 
-def test_nodes_are_kept_by_queue_item() -> None:
-    log = RunLog()
-    told_nodes(log, "p", a=1.0)
-    told_nodes(log, "p", a=2.0)
-    told_nodes(log, "p", b=0.5)
-    told_nodes(log, "q", a=9.0)
-    items: list[dict[str, Any]] = log.told()["items"]
-    assert [item["prompt_id"] for item in items] == ["p", "q"]
-    assert {node_id: figures["seconds"] for node_id, figures in items[0]["nodes"].items()} == {"a": 2.0, "b": 0.5}
-    for number in range(KEPT_ITEMS):
-        told_nodes(log, f"item {number}", a=1.0)
-    assert "p" not in {item["prompt_id"] for item in log.told()["items"]}
-    assert len(log.told()["items"]) == KEPT_ITEMS
-
-
 def test_what_is_of_no_use_later_is_not_kept() -> None:
     log = RunLog()
-    log.note("wanstream.memory", {"at": 1.0})
-    assert log.told() == {"runs": [], "items": []}
+    log.note("wanstream.other", {"at": 1.0})
+    assert log.told() == {"runs": []}
 
 
 IMAGE = ["img", {"src": "x", "onerror": "alert(1)"}]

@@ -1,5 +1,5 @@
 /**
- * A badge above the right end of every node with its seconds and its peak of memory in the last queue item.
+ * A badge above the right end of every node with its seconds in the last queue item, and with the most memory of a run.
  *
  * One layer of elements over the canvas serves both renderers: it follows the canvas wherever that is drawn. While
  * badges are off there is no layer, and nothing is done when the canvas is drawn.
@@ -14,28 +14,20 @@ const LEAST_ZOOM = 0.35
 const NEAR_FONT = 12
 const LEAST_SCREEN_FONT = 10
 const LARGEST_FONT = 18 // the shipped workflows have room for it between a node and what is above it
-const LEAST_SECONDS = 0.1 // what the server's looks at the nodes can tell
+const LEAST_SECONDS = 0.1
 
-/** The words of a badge; `figures` as `figuresAt` gives them. */
+/** The words of a badge; `figures` as `figuresAt` gives them, with the `memory` of the node's runs or null. */
 export function badgeText(figures) {
   if (!figures.ran) return say(figures.cached ? "cached" : "notRun")
-  const known = figures.seconds < LEAST_SECONDS ? `< ${LEAST_SECONDS} s` : shortSeconds(figures.seconds)
-  const seconds = figures.partly ? `≥ ${shortSeconds(figures.seconds)}` : known
-  if (figures.device_used_peak) return say("badgeVRAM", seconds, sizeText(figures.device_used_peak))
-  if (figures.rss_peak) return say("badgeRAM", seconds, sizeText(figures.rss_peak))
-  return seconds
+  const seconds = figures.seconds < LEAST_SECONDS ? `< ${LEAST_SECONDS} s` : shortSeconds(figures.seconds)
+  return figures.memory ? say(`badge${figures.memory.kind}`, seconds, sizeText(figures.memory.bytes)) : seconds
 }
 
 /** What a badge says to whoever points at it. */
 export function badgeTitle(figures) {
   if (!figures.ran) return say(figures.cached ? "cachedWhy" : "notRunWhy")
-  const took = figures.partly ? "tookPartly" : figures.running ? "runningFor" : "took"
-  const parts = [say(took, shortSeconds(figures.seconds))]
-  const peak = (key, bytes) => bytes && parts.push(say(key, sizeText(bytes)))
-  peak("deviceMost", figures.device_used_peak)
-  peak("torchMost", figures.torch_allocated_peak)
-  peak("ramMost", figures.rss_peak)
-  return parts.join("; ")
+  const took = say(figures.running ? "runningFor" : "took", shortSeconds(figures.seconds))
+  return figures.memory ? `${took}; ${say(`peak${figures.memory.kind}`, sizeText(figures.memory.bytes))}` : took
 }
 
 const widthOf = (node) => (node.flags?.collapsed && node._collapsed_width) || node.size[0]

@@ -102,13 +102,18 @@ export function totals(records) {
   }
 }
 
+/** The most memory of some steps, as `memoryOf`; null where nothing is known. */
+export function mostMemory(records) {
+  const known = records.map(memoryOf).filter(Boolean)
+  return known.length ? { kind: known[0].kind, bytes: Math.max(...known.map((memory) => memory.bytes)) } : null
+}
+
 /** The most memory of some steps, in words: "VRAM peak 6.93 GB"; empty where nothing is known. */
 export const peakText = (records) => mostText(records, "peak")
 
 function mostText(records, prefix) {
-  const known = records.map(memoryOf).filter(Boolean)
-  if (!known.length) return ""
-  return say(`${prefix}${known[0].kind}`, sizeText(Math.max(...known.map((memory) => memory.bytes))))
+  const most = mostMemory(records)
+  return most ? say(`${prefix}${most.kind}`, sizeText(most.bytes)) : ""
 }
 
 /** Everything that is known of one step, in one line. */
@@ -197,7 +202,7 @@ export function runText(run, since = 0) {
   if (perStep !== null) parts.push(perStepText(perStep))
   if (left !== null) parts.push(say("left", clockText(left)))
   if (all.stall_s > LEAST_STALL_SHARE * all.wall_s) parts.push(say("stall", secondsText(all.stall_s)))
-  parts.push(mostMemory(run))
+  parts.push(mostOfAll(run))
   return parts.filter(Boolean).join(" · ")
 }
 
@@ -205,14 +210,11 @@ export function runText(run, since = 0) {
 const lengthText = (seconds) => (seconds < 60 ? secondsText(seconds) : clockText(seconds))
 
 /** The most memory of the steps of a run, out of what the machine has where that is known. */
-function mostMemory(run) {
-  const records = recordsOf(run)
-  const known = records.map(memoryOf).filter(Boolean)
-  if (!known.length) return ""
-  const [{ kind }] = known
-  const total = kind === "VRAM" ? run.settings?.device_total : run.settings?.ram_total
-  if (!total) return mostText(records, "")
-  return partText(`of${kind}`, Math.max(...known.map((memory) => memory.bytes)), total)
+function mostOfAll(run) {
+  const most = mostMemory(recordsOf(run))
+  if (!most) return ""
+  const total = most.kind === "VRAM" ? run.settings?.device_total : run.settings?.ram_total
+  return total ? partText(`of${most.kind}`, most.bytes, total) : say(most.kind, sizeText(most.bytes))
 }
 
 const SETTINGS = ["size", "dtype", "policy", "lora", "workers"]

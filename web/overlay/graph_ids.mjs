@@ -23,25 +23,26 @@ function* walk(graph, prefix) {
   }
 }
 
+/** Whether the node with the id `inner` is the one with the id `outer`, or lies inside it. */
+export const isWithin = (inner, outer) => inner === outer || inner.startsWith(`${outer}:`)
+
 /**
- * The figures of a node of this type: its own, or those of all nodes inside it; null where nothing is known.
+ * Seconds and state of a node of this type in a queue item, at `now`: its own, or those of all nodes inside it; null
+ * where nothing is known.
  *
  * Another type under the same id belongs to another graph.
  */
-export function figuresAt(figures, ids, type) {
-  const belongs = (id, key, each) => (key === id ? each.class_type === type : key.startsWith(`${id}:`))
-  const inside = Object.entries(figures).filter(([key, each]) => ids.some((id) => belongs(id, key, each)))
+export function figuresAt(item, ids, type, now) {
+  const belongs = (key) => ids.some((id) => (key === id ? item.classes[key] === type : isWithin(key, id)))
+  // Before the end of an item, a node without a time may still run.
+  const isKnown = (key) => key in item.times || item.cached.includes(key) || !item.running
+  const inside = Object.keys(item.classes).filter((key) => belongs(key) && isKnown(key))
   if (!inside.length) return null
-  const found = inside.map(([, each]) => each)
-  const most = (name) => found.reduce((peak, each) => Math.max(peak, each[name] ?? 0), 0) || null
+  const times = inside.map((key) => item.times[key]).filter(Boolean)
   return {
-    seconds: found.reduce((total, each) => total + each.seconds, 0),
-    running: found.some((each) => each.running),
-    ran: found.some((each) => each.ran),
-    cached: found.every((each) => each.cached ?? false),
-    partly: found.some((each) => each.partly ?? false),
-    device_used_peak: most("device_used_peak"),
-    torch_allocated_peak: most("torch_allocated_peak"),
-    rss_peak: most("rss_peak")
+    seconds: times.reduce((total, { seconds, since }) => total + seconds + (since === null ? 0 : now - since), 0),
+    running: times.some(({ since }) => since !== null),
+    ran: times.length > 0,
+    cached: inside.every((key) => item.cached.includes(key))
   }
 }

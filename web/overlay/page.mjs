@@ -5,17 +5,20 @@
  */
 
 import { Badges } from "./badges.mjs"
+import { mostMemory } from "./figures.mjs"
 import { executionIds, figuresAt } from "./graph_ids.mjs"
 import { RunWidget, isFar } from "./run_widget.mjs"
 import { RunsTable } from "./runs_table.mjs"
-import { EVENTS, Store, lastItem, lastRun, leavesGap } from "./store.mjs"
+import { EVENTS, Store, lastItem, lastRun, leavesGap, recordsAt } from "./store.mjs"
 import { say, speak } from "./words.mjs"
 
 const SHOWN_ON = ["WanStreamSampler", "WanStreamGuider", "WanStreamBenchmark", "WanStreamLaneSampler"]
 const BADGES_SETTING = "WanStream.Badges"
 const STRICT_SETTING = "WanStream.Strict"
-const LEASE_SECONDS = 90
-const RENEW_MS = 30_000
+const TICK_MS = 500
+
+/** Seconds of the page's clock. */
+const clock = () => performance.now() / 1000
 
 /** Register everything with the page. */
 export function start(app, api) {
@@ -31,12 +34,7 @@ export function start(app, api) {
     badges.refresh()
     table.refresh(store.state)
   }
-  const renew = () => badges.shown && interest(api)
-  const showBadges = (on) => {
-    if (!app.canvas) return // asked again in `setup`
-    badges.show(on)
-    renew()
-  }
+  const showBadges = (on) => app.canvas && badges.show(on) // without a canvas, `setup` does it
 
   app.registerExtension({
     name: "WanStream.Overlay",
@@ -44,11 +42,11 @@ export function start(app, api) {
     bottomPanelTabs: [tableTab(table, store)],
     setup() {
       addStyle()
-      listen(api, store, renew)
+      listen(api, store)
       followCanvas(app, () => badges.follow(), refresh)
       store.subscribe(refresh)
       showBadges(app.extensionManager?.setting?.get(BADGES_SETTING) ?? true)
-      setInterval(renew, RENEW_MS)
+      setInterval(() => store.state.items.at(-1)?.running && badges.refresh(), TICK_MS)
       catchUp(api, store) // the page need not wait for it
     },
     nodeCreated(node) {
@@ -86,7 +84,6 @@ function pageOf(app, store) {
       return app.canvas
     },
     zoom: () => app.canvas?.ds.scale ?? 1,
-    memory: () => store.state.memory,
     isHere: (node) => idsOf(node).length > 0,
     runOf(node) {
       const last = (shown) => lastRun(store.state, root().id, idsOf(shown))
@@ -95,7 +92,8 @@ function pageOf(app, store) {
     },
     figuresOf(node) {
       const item = lastItem(store.state, root().id)
-      return item ? figuresAt(item.nodes, idsOf(node), node.type) : null
+      const figures = item && figuresAt(item, idsOf(node), node.type, clock())
+      return figures && { ...figures, memory: mostMemory(recordsAt(store.state, item.prompt_id, idsOf(node))) }
     },
     badgesWidth: (node) => badgesWidth(app, node),
     resize,
@@ -173,8 +171,8 @@ const strictSetting = {
 const badgesSetting = (onChange) => ({
   id: BADGES_SETTING,
   category: ["WanStream", "Overlay", "Badges"],
-  name: "Badges with seconds and memory above all nodes",
-  tooltip: "While they are on, the server looks 20 times a second which node runs.",
+  name: "Badges with seconds above all nodes",
+  tooltip: "Seconds of each node in the last run, and for WanStream's samplers the most memory.",
   type: "boolean",
   defaultValue: true,
   onChange
@@ -233,26 +231,28 @@ async function catchUp(api, store) {
   if (askAgain) await catchUp(api, store)
 }
 
-/** Let the server look at nodes for a while longer. */
-const interest = (api) =>
-  api.fetchApi("/wanstream/watch", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ seconds: LEASE_SECONDS })
-  })
+/** Ask ComfyUI for the graph of a queue item that has just begun, which its events do not name. */
+async function findGraph(api, store, prompt_id) {
+  const json = async (route) => (await api.fetchApi(route)).json()
+  const running = (await json("/queue")).queue_running.find((item) => item[1] === prompt_id)
+  // A quick one is over before the answer comes.
+  const found = running ?? (await json(`/history/${prompt_id}`))[prompt_id]?.prompt
+  if (!found) return
+  const [, , prompt, extra] = found
+  const classes = Object.fromEntries(Object.entries(prompt).map(([id, node]) => [id, node.class_type]))
+  store.take("graph", { prompt_id, classes, workflow: extra.extra_pnginfo?.workflow?.id })
+}
 
-function listen(api, store, renew) {
+function listen(api, store) {
   for (const event of EVENTS) {
     api.addEventListener(event, ({ detail }) => {
       const gap = event === "wanstream.step" && leavesGap(store.state, detail)
-      store.take(event, detail)
+      store.take(event, detail, clock())
       if (gap) catchUp(api, store)
+      if (event === "execution_start") findGraph(api, store, detail.prompt_id)
     })
   }
-  api.addEventListener("reconnected", () => {
-    catchUp(api, store)
-    renew()
-  })
+  api.addEventListener("reconnected", () => catchUp(api, store))
 }
 
 /** The canvas moves badges, and its zoom changes the size of letters. */

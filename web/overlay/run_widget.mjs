@@ -26,8 +26,7 @@ let made = 0
 
 export class RunWidget {
   /**
-   * `page` gives what the page knows: `runOf(node)`, `zoom()`, `memory()`; and does `resize(node, shrink)` and
-   * `forward(element)`.
+   * `page` gives what the page knows: `runOf(node)`, `zoom()`; and does `resize(node, shrink)` and `forward(element)`.
    */
   constructor(node, page) {
     this.node = node
@@ -153,10 +152,9 @@ export class RunWidget {
 
   summary() {
     const { timeline, predicted, ended } = this.run
-    const memory = this.page.memory()
-    if (!ended && memory?.device_used && memory.prompt_id === this.run.prompt_id) {
-      return say("memoryNow", sizeText(memory.device_used), sizeText(memory.device_total))
-    }
+    const used = recordsOf(this.run).at(-1)?.device_used_bytes
+    const total = this.run.settings?.device_total
+    if (!ended && used && total) return say("memoryNow", sizeText(used), sizeText(total))
     if (timeline?.changes?.length) return timeline.changes.join("; ")
     return say(predicted ? "pointPredicted" : "point")
   }

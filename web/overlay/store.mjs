@@ -1,15 +1,16 @@
 /**
- * Everything that one page knows of runs and nodes. The only state: elements are drawn from it.
+ * Everything that one page knows of runs and queue items. The only state: elements are drawn from it.
  *
  * `state` is a value: each event gives a new one, by a pure function. A page that comes later starts from a snapshot.
  */
 
-import { RESTARTED } from "./figures.mjs"
+import { RESTARTED, recordsOf } from "./figures.mjs"
+import { isWithin } from "./graph_ids.mjs"
 
 const KEPT_RUNS = 50
 const NO_WORKFLOW = "00000000-0000-0000-0000-000000000000"
 
-export const EMPTY = { runs: [], items: [], memory: null }
+export const EMPTY = { runs: [], items: [] }
 
 const begin = (state, payload) => ({
   ...state,
@@ -39,11 +40,38 @@ const end = (state, payload) =>
     error: payload.error
   }))
 
-function nodes(state, payload) {
-  const before = state.items.find((item) => item.prompt_id === payload.prompt_id)
-  const item = { ...payload, nodes: { ...before?.nodes, ...payload.nodes } }
-  return { ...state, items: [...state.items.filter((other) => other !== before), item].slice(-KEPT_RUNS) }
+/**
+ * A queue item, timed from its first event to its last. ComfyUI sends these events to the page that queued the item: a
+ * page that was loaded later has no `execution_start` of it, and says nothing of its nodes.
+ */
+const start = (state, { prompt_id }) => ({
+  ...state,
+  items: [...state.items, { prompt_id, workflow: null, classes: null, cached: [], times: {}, running: true }].slice(-KEPT_RUNS)
+})
+
+const changeItem = (state, id, changed) => ({
+  ...state,
+  items: state.items.map((item) => (item.prompt_id === id ? { ...item, ...changed(item) } : item))
+})
+
+/** The parts of a node that has expanded into others have its display id: it runs while any of them does. */
+function progress(state, { prompt_id, nodes }, now) {
+  const item = state.items.find((known) => known.prompt_id === prompt_id)
+  if (!item) return state
+  const parts = Object.values(nodes).filter((part) => part.state === "running")
+  const running = new Set(parts.map((part) => part.display_node_id))
+  const isOn = (id) => (item.times[id]?.since ?? null) !== null
+  const begun = [...running].filter((id) => !isOn(id))
+  const ended = Object.keys(item.times).filter((id) => isOn(id) && !running.has(id))
+  if (!begun.length && !ended.length) return state // most events only move a progress bar
+  const times = { ...item.times }
+  for (const id of begun) times[id] = { seconds: times[id]?.seconds ?? 0, since: now }
+  for (const id of ended) times[id] = { seconds: times[id].seconds + now - times[id].since, since: null }
+  return changeItem(state, prompt_id, () => ({ times, running: true })) // a blocked node's error ends no item
 }
+
+const finish = (state, { prompt_id }, now) =>
+  changeItem(progress(state, { prompt_id, nodes: {} }, now), prompt_id, () => ({ running: false }))
 
 /**
  * What the server knows of all runs: it wins wherever it knows more than this page.
@@ -64,29 +92,33 @@ function snapshot(state, told) {
     .filter((run) => told.known.includes(run.run))
     .map((run) => (run.ended ? run : { ...run, ended: true, error: RESTARTED }))
   const later = unknown.filter((run) => !told.known.includes(run.run))
-  const items = told.items.reduce(older, state).items
-  return { ...state, runs: [...lost, ...runs, ...later].slice(-KEPT_RUNS), items }
+  return { ...state, runs: [...lost, ...runs, ...later].slice(-KEPT_RUNS) }
 }
 
-/** What a snapshot says of the nodes of a queue item: less than an event that came while it was under way. */
-function older(state, item) {
-  const ours = state.items.find((known) => known.prompt_id === item.prompt_id)
-  if (!ours || ours.at <= item.at) return nodes(state, item)
-  return nodes(state, { ...ours, nodes: { ...item.nodes, ...ours.nodes } })
-}
-
-const REACTIONS = {
+const HEARD = {
   "wanstream.begin": begin,
   "wanstream.step": step,
   "wanstream.end": end,
-  "wanstream.nodes": nodes,
-  "wanstream.memory": (state, payload) => ({ ...state, memory: payload }),
-  snapshot
+  execution_start: start,
+  execution_cached: (state, { prompt_id, nodes }) => changeItem(state, prompt_id, () => ({ cached: nodes })),
+  progress_state: progress,
+  execution_success: finish,
+  execution_error: finish,
+  execution_interrupted: finish,
+  // The events of a connection that was lost are lost: nobody measured the nodes that ran meanwhile.
+  reconnecting: (state) => ({ ...state, items: state.items.filter((item) => !item.running) })
 }
 
-export const EVENTS = Object.keys(REACTIONS).filter((name) => name.startsWith("wanstream."))
+const ANSWERS = {
+  snapshot,
+  /** `workflow` is the id of an item's graph, `classes` has the class of each of its nodes. */
+  graph: (state, { prompt_id, ...graph }) => changeItem(state, prompt_id, () => graph)
+}
 
-export const after = (state, event, payload) => REACTIONS[event](state, payload)
+export const EVENTS = Object.keys(HEARD)
+
+/** The state after an event, or after an answer of the server, that came at `now` seconds of the page's clock. */
+export const after = (state, event, payload, now) => ({ ...HEARD, ...ANSWERS })[event](state, payload, now)
 
 /** Whether a step comes after others that this page never saw: then it needs a snapshot. */
 export function leavesGap(state, payload) {
@@ -106,8 +138,15 @@ export function lastRun(state, workflow, nodeIds) {
   return shown.at(-1) ?? null
 }
 
-/** What is known of the nodes of this graph from its last queue item, or null. */
-export const lastItem = (state, workflow) => state.items.filter((item) => isOf(item, workflow)).at(-1) ?? null
+/** The last queue item that is known to be of this graph, or null. */
+export const lastItem = (state, workflow) =>
+  state.items.filter((item) => item.classes && isOf(item, workflow)).at(-1) ?? null
+
+/** The steps of a queue item that were made by one of these nodes, or inside it. */
+export const recordsAt = (state, promptId, nodeIds) =>
+  state.runs
+    .filter((run) => run.prompt_id === promptId && nodeIds.some((id) => isWithin(`${run.node}`, id)))
+    .flatMap(recordsOf)
 
 /** Holds the state of the page and tells those who asked when it has changed, at most once per frame. */
 export class Store {
@@ -118,9 +157,10 @@ export class Store {
     this.waiting = false
   }
 
-  take(event, payload) {
-    this.state = after(this.state, event, payload)
-    if (this.waiting) return
+  take(event, payload, now) {
+    const before = this.state
+    this.state = after(before, event, payload, now)
+    if (this.waiting || this.state === before) return
     this.waiting = true
     this.nextFrame(() => {
       this.waiting = false
