@@ -22,8 +22,7 @@ from ..wan.registry import open_pair
 from .arguments import ArgumentError, made_folder
 from .bench_cases import Cases, bench_cases, mesh_of, usual_counts
 from .bench_experts import bench_request, pair_of, small_experts
-from .bench_figures import figures
-from .bench_record import Record, save
+from .bench_report import save
 from .bench_runs import Bench, CaseRuns, run_cases
 from .exit_codes import DONE, FAILED, INVALID
 from .sizes import video_shape
@@ -106,13 +105,13 @@ def bench(arguments: BenchArguments) -> int:
 def _saved(arguments: BenchArguments, prepared: Bench, cases: Cases, measured: Sequence[CaseRuns]) -> tuple[Path, ...]:
     """Write what is known by now, after each case: whole tables take hours on small machines."""
     failed = ((runs.case.name, runs.failed) for runs in measured if runs.failed)
-    record = Record(
+    return save(
+        measured,
         method=_method(arguments, prepared),
-        figures=figures(measured),
         without=(*cases.refused, *failed),
         device=prepared.device,
+        folder=arguments.output,
     )
-    return save(record, arguments.output)
 
 
 def _tell(line: str) -> None:

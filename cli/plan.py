@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..bench import Table
 from ..plan import (
     Candidate,
     DoesNotFitError,
@@ -20,7 +21,6 @@ from ..plan import (
 from ..plan.choices import Choice, plan_choices
 from ..plan.figure_words import size_text
 from ..plan.plan_reason import policy_words, ram_words
-from .aligned import aligned
 from .exit_codes import DONE, FAILED, INVALID
 from .plan_arguments import GB, PlanArguments, asked_budgets, asked_machine, asked_value_bytes, offload_job
 from .plan_workers import plan_workers
@@ -61,13 +61,13 @@ def plan(arguments: PlanArguments) -> int:
 def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:
     """A row per candidate worth showing, the best first, then what does not fit, then the reason."""
     header = ("on the device", "in RAM", "tokens at once", "total", "per step", "stall", "VRAM", "RAM", "switch")
-    rows = [header, *(_row(job, candidate) for candidate in shown(job, chosen))]
+    rows = tuple(_row(job, candidate) for candidate in shown(job, chosen))
     misfits = {_words(job, misfit.policy): misfit.why for misfit in chosen.misfits}
     return "\n".join(
         [
             f"simulated for {machine.name}, {size_text(machine.ram_bytes)} of RAM, files at "
             f"{machine.disk_bytes_per_s / GB:.2f} GB/s ({machine.origin})",
-            aligned(rows, left=3),
+            Table(head=header, rows=rows).text(),
             *(f"does not fit: {words}, because it {why}" for words, why in misfits.items()),
             f"best: {_words(job, chosen.policy)}: {chosen.reason}",
         ]
@@ -88,7 +88,7 @@ def shown(job: OffloadJob, chosen: OffloadPlan) -> list[Candidate]:
 def ways_table(ways: Sequence[Choice]) -> str:
     """A row per way that fits, the fastest per video first, then why the others do not."""
     header = ("other ways", "per video", "whole run", "VRAM", "RAM")
-    rows = [
+    rows = tuple(
         (
             way.words,
             f"{way.video_s:.1f} s",
@@ -98,9 +98,9 @@ def ways_table(ways: Sequence[Choice]) -> str:
         )
         for way in ways
         if way.plan is not None
-    ]
+    )
     lacking = [f"does not fit: {way.words}, because {way.why_not}" for way in ways if way.plan is None]
-    return "\n".join([aligned([header, *rows], left=1), *lacking])
+    return "\n".join([Table(head=header, rows=rows).text(), *lacking])
 
 
 def plan_json(machine: Machine, chosen: OffloadPlan, ways: Sequence[Choice] = ()) -> str:

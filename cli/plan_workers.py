@@ -6,11 +6,11 @@ import json
 import sys
 from dataclasses import asdict, dataclass
 
+from ..bench import Table
 from ..plan import Budgets, DoesNotFitError, Machine, Mesh, OffloadJob, OffloadPlan, plan_offload
 from ..plan.figure_words import size_text
 from ..plan.parallel_layout import choose_layout, describe_layout, worker_share
 from ..plan.plan_reason import policy_words, ram_words
-from .aligned import aligned
 from .exit_codes import DONE, FAILED, INVALID
 from .plan_arguments import PlanArguments, asked_budgets
 from .sizes import SizeError
@@ -66,7 +66,7 @@ def _table(arguments: PlanArguments, job: OffloadJob, machine: Machine, proposal
         [
             f"{arguments.workers} workers with {machine.name}, up to {arguments.per_machine} on a machine with "
             f"{size_text(machine.ram_bytes)} of RAM ({machine.origin})",
-            aligned([header, *rows], left=4),
+            Table(head=header, rows=tuple(rows)).text(),
             *(f"{_purpose(each.videos)}: {describe_layout(each.mesh)}" for each in proposals),
             "layouts follow the rule in docs/scaling.md; seconds are simulated for one worker and its share of one "
             "video, without what workers exchange",

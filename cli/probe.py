@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from ..bench import Table
 from ..host.machine_profile import Profile, measure_machine
 from ..metrics.device import DeviceError, compute_device
 from ..plan import Machine, VideoShape
 from ..plan.figure_words import size_text
-from .aligned import aligned
 from .exit_codes import DONE, FAILED, INVALID
 from .sizes import SizeError, video_shape
 
@@ -52,9 +52,9 @@ def probe(arguments: ProbeArguments) -> int:
 def probe_table(profile: Profile, video: VideoShape) -> str:
     """One line per figure, then how they were measured and where they are kept."""
     machine = profile.machine
-    rows = [(name, figure) for name, figure in _figures(machine, video) if figure]
+    rows = tuple((name, figure) for name, figure in _figures(machine, video) if figure)
     kept = "not kept: see above" if profile.kept_in is None else f"kept in {profile.kept_in}"
-    return "\n".join([machine.name, aligned(rows), *profile.notes, kept])
+    return "\n".join([machine.name, Table(head=("", ""), rows=rows).text(), *profile.notes, kept])
 
 
 def _figures(machine: Machine, video: VideoShape) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from types import FrameType
 
 import torch
 
+from ..bench import run_table
 from ..host.embedded_door import RunStoppedError, embedded_door
 from ..host.embedded_graph import Prompt, api_prompt, nodes_by_id
 from ..host.embedded_io import ComfyNode
@@ -29,7 +30,6 @@ from .arguments import ArgumentError, check_models, made_folder, read_json
 from .changes import with_changes
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from .progress import ProgressBars, ProgressLines, progress_of_run
-from .table import step_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,8 @@ def _print_results(history: History, output: Path) -> None:
             print(*shown[REPORT])
             continue
         for timeline in shown.get(TIMELINE, ()):
-            print(step_table(Timeline.from_dict(timeline)))
+            ran = Timeline.from_dict(timeline)
+            print(run_table(ran).text(), *ran.changes, sep="\n")
     for shown in history.outputs.values():
         for file in shown.get("images", ()):
             print(output / file["subfolder"] / file["filename"])

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from ..bench import Report, summary
 from ..host import host, io, search_words
-from ..metrics.report import Report
-from ..metrics.report_files import summary
 from ..plan.trial_matrix import MOST_AHEAD, MOST_STEPS, TrialMatrix
 from ..sampling.trials import LONGEST_PAUSE_S, MOST_RUNS, TrialTimes
 from . import sockets

@@ -10,11 +10,10 @@ from typing import Protocol
 
 import torch
 
+from ..bench import Report, Trial, Variant, machine_words
 from ..distributed.stages import GivenUpError
 from ..distributed.worker_cell import WorkerFailedError
 from ..host import ExpertsRef, host
-from ..metrics.report import Report, Trial, Variant
-from ..metrics.surroundings import surroundings
 from ..offload import NoRamError
 from ..plan import DoesNotFitError, MeshError, OffloadPolicy, WorkersRef, plan_residency
 from ..plan.plan_reason import ram_words
@@ -151,7 +150,7 @@ def _empty(benchmark: Benchmark) -> Report:
             "Made": now.isoformat(sep=" ", timespec="seconds"),
             "With": f"WanStream {VERSION}, {host.name()}",
         },
-        machine=surroundings(device),
+        machine=machine_words(device),
         phases=host.ledger().phases(),
         planned=0,
         finished=False,

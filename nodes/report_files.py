@@ -9,11 +9,9 @@ from types import TracebackType
 
 from PIL import Image
 
+from ..bench import Report, csv_document, html_document, json_document, report_chart
 from ..host import OutputFile, ui
 from ..host import io as host_io
-from ..metrics.charts import report_chart
-from ..metrics.report import Report
-from ..metrics.report_files import csv_document, html_document, json_document
 
 log = logging.getLogger("wanstream.nodes")
 
@@ -40,13 +38,12 @@ class ReportFiles:
 
     def finish(self, report: Report) -> Image.Image:
         """Write all four and return the chart."""
-        drawing = report_chart(report)
-        chart = drawing.image()
+        chart = report_chart(report)
         pixels = io.BytesIO()
         chart.save(pixels, "PNG")
         self.keep(report)
         self._write(".csv", _bytes(csv_document(report)))
-        self._write(".html", _bytes(html_document(report, drawing.svg())))
+        self._write(".html", _bytes(html_document(report, pixels.getvalue())))
         self._write(".png", pixels.getvalue())
         return chart
 

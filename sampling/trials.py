@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from ..metrics.report import Trial
+from ..bench import Trial
 from ..plan.shapes import FRAMES_PER_LATENT
 from ..wan import Nag
 from ..wan.latent_space import space_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("plan", "metrics", "offload", "wan", "sampling", "distributed", "host", "nodes", "cli", "workbench")
+ROOMS = ("plan", "metrics", "bench", "offload", "wan", "sampling", "distributed", "host", "nodes", "cli", "workbench")
 LEVEL = {room: level for level, room in enumerate(ROOMS)}
 COMFY = {
     "comfy",
@@ -23,7 +23,7 @@ COMFY = {
     "nodes",
 }
 STDLIB_ONLY = {"plan"}
-NO_WAN = {"plan", "metrics", "offload"}
+NO_WAN = {"plan", "metrics", "bench", "offload"}
 MAX_FUNCTION_LINES = 60
 
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
@@ -87,7 +87,7 @@ def test_every_file_says_what_it_owns(path: Path) -> None:
     assert path.stem not in {"utils", "common", "helpers", "manager"}, path
 
 
-@pytest.mark.parametrize("room", ["metrics", "offload", "wan", "sampling", "host", "nodes", "cli"])
+@pytest.mark.parametrize("room", ["metrics", "bench", "offload", "wan", "sampling", "host", "nodes", "cli"])
 def test_only_one_file_may_synchronise_a_device(room: str) -> None:
     for path in (ROOT / room).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

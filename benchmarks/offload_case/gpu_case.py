@@ -80,8 +80,8 @@ def run_part(chosen: argparse.Namespace) -> None:
                 method=METHOD,
                 figures=merged(sessions, chosen.device),
                 folder=chosen.results,
-                measured_on=lines[-1]["hardware"],
-                measured_with=lines[-1]["versions"],
+                hardware=lines[-1]["hardware"],
+                versions=lines[-1]["versions"],
             )
         )
         return

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..record import hardware, versions
+from wanstream.bench import hardware, usual_device, versions
+
 from .memory_limit import LimitedGroup, limited_group
 from .model_files import COMPLETE, expert_folders, weight_files
 from .page_cache import cached_bytes, drop
@@ -132,7 +133,7 @@ class Session:
         disturbed = watched.disturbance > DISTURBED
         line = {
             **asdict(planned),
-            "hardware": hardware(),
+            "hardware": hardware(usual_device()),
             "versions": versions(),
             "attempt": attempt,
             "began": time.strftime("%Y-%m-%dT%H:%M:%S"),

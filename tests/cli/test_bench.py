@@ -13,9 +13,8 @@ import torch
 from wanstream.cli import main
 from wanstream.cli.bench_cases import BenchCase, Pair, bench_cases, mesh_of, usual_counts
 from wanstream.cli.bench_experts import bench_request, small_experts
-from wanstream.cli.bench_figures import figures
+from wanstream.cli.bench_report import figures, page
 from wanstream.cli.bench_runs import Bench, BenchRun, CaseRuns, run_cases
-from wanstream.cli.bench_tables import report
 from wanstream.distributed.in_process import InProcessPool
 from wanstream.plan import (
     MemorySample,
@@ -125,7 +124,7 @@ def case_runs(mesh: Mesh, *seconds: float, warm: float = 99.0, latents: str = "s
 
 def test_figures_are_of_runs_that_count_and_are_held_against_one_worker() -> None:
     one, two = figures([case_runs(Mesh(), 10, 12, 11), case_runs(Mesh(cfg=2), 6, 5, 5.5, latents="other")])
-    assert (two.generation_s.least, two.generation_s.median, two.generation_s.most) == (5, 5.5, 6)
+    assert two.to_dict()["generation_s"] == {"median": 5.5, "least": 5, "most": 6}
     assert (two.speedup, two.efficiency) == (2.0, 1.0)
     assert (one.speedup, one.same_latents, two.same_latents) == (1.0, True, False)
     assert (two.load_s, two.total_s) == (0.25, 3.0 + 99.0)
@@ -176,25 +175,21 @@ def test_a_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path: Path)
 
 
 def test_the_page_has_a_row_for_every_case_worker_and_step() -> None:
-    found = figures([case_runs(Mesh(), 10, 12), case_runs(Mesh(cfg=2), 6, 6)])
-    page = report("A page", found, method="by hand", machine={"Device": "CPU"}, without=[("8 workers", "too many")])
-    assert "* Device: CPU\n" in page
-    assert "Method: by hand\n" in page
-    rows = [line for line in page.splitlines() if line.startswith("| 3 steps, 2 workers (cfg 2)")]
-    assert len(rows) == 1 + 1 + 2
-    assert rows[0].endswith("| 6.00 | 102.0 | 101 B | 76 B | 1.83x | 92 % | equal |")
-    assert "| 3 | low | switch of experts |" in page
-    assert "| 3 steps, 2 workers (cfg 2), layerwise, 1 ahead | 1 | 1-3 | 101 B | 76 B |" in page
-    assert page.endswith("* 8 workers: too many\n")
-
-
-def test_a_steady_step_is_neither_a_first_one_nor_the_switch() -> None:
-    (case,) = figures([case_runs(Mesh(), 10)])
-    taken, experts = (9.0, 8.0, 1.0, 7.0, 2.0, 1.5), ("high", "high", "high", "low", "low", "low")
-    varied = replace(case, steps=6, step_s=taken, experts=experts)
-    page = report("A page", [varied], method="by hand", machine={}, without=[])
-    row = page.split("## Policies head to head")[1].splitlines()[4]
-    assert row.split(" | ")[2:6] == ["9.00", "1.50", "7.00", "4.67"]
+    cases = [case_runs(Mesh(), 10, 12), case_runs(Mesh(cfg=2), 6, 6)]
+    without = [("8 workers", "too many")]
+    text = page("A page", cases, method="by hand", machine={"Device": "CPU"}, without=without)
+    assert text.startswith("# A page\n\nMethod: by hand  \nDevice: CPU\n")
+    tables = {part.splitlines()[0]: part.splitlines()[4:] for part in text.split("\n## ")[1:]}
+    one, two = tables["Loading and generation"][:2]
+    assert one.startswith("| 3 steps, 1 worker, layerwise, 1 ahead | 3.00 | 0.250 | 11.00 s (10.00 to 12.00) |")
+    assert two.endswith("| 6.00 s (6.00 to 6.00) | 102.0 | 1.83x | 92 % | equal | 60 B | 7 B |")
+    memory = tables["Workers, their steps and their memory"]
+    assert memory[2] == "| 3 steps, 2 workers (cfg 2), layerwise, 1 ahead | 1 | 1-3 | 101 B | 76 B |"
+    assert tables["Not measured"][:1] == ["| 8 workers | too many |"]
+    latents = next(row for row in tables["Head to head"] if row.startswith("| Latents"))
+    assert "| equal to the bit |" in latents
+    steps = tables["Per-step timing: 3 steps, 2 workers (cfg 2), layerwise, 1 ahead"]
+    assert [row.split(" | ")[1].strip("*") for row in steps[:3]] == ["high", "high", "low"]
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def test_the_table_has_a_layout_for_one_video_and_one_for_many(capsys: pytest.Ca
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("4 workers with RTX 4090, up to 8 on a machine with 137 GB of RAM")
     assert "without what workers exchange" in lines[-1]
-    rows = {row[0]: row for row in (re.split(r" {2,}", line) for line in lines[2:4])}
+    rows = {row[0]: row for row in (re.split(r" {2,}", line.strip()) for line in lines[2:4])}
     for videos in (1, 100):
         mesh, worker = _plan(4, videos)
         assert (rows[str(videos)][1], rows[str(videos)][4]) == (str(mesh), f"{worker.total_s:.1f} s")

@@ -58,9 +58,9 @@ def test_a_benchmark_prints_its_summary_and_the_path_of_its_chart(
     fewer = ("benchmark.warm_up=0", "benchmark.repeats=2")
     assert main(arguments(*SMALL, *fewer, workflow=WORKFLOWS / "benchmark.json")) == DONE
     printed = capsys.readouterr()
-    assert "## WanStream benchmark" in printed.out
+    assert "# WanStream benchmark\n" in printed.out
     assert "Runs of each variant: 2 measured after 0 not counted" in printed.out
-    assert printed.out.count("### Per-step timing: layerwise, ") == 2
+    assert printed.out.count("\n## Per-step timing: layerwise, ") == 2
     chart = Path(printed.out.splitlines()[-1])
     assert chart == tmp_path / "out" / "benchmark" / "wan2.2_t2v_00001_.png"
     assert chart.stat().st_size > 0

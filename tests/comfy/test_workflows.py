@@ -277,7 +277,7 @@ def test_the_benchmarks_workflow_measures_and_leaves_its_report(run_in_server: R
     assert len(trials) == 8
     assert len({trial["latents"] for trial in trials}) == 1
     assert {len(trial["timeline"]["steps"]) for trial in trials} == {4}
-    assert shown["text"][0].startswith("## WanStream benchmark")
+    assert shown["text"][0].startswith("# WanStream benchmark")
     with Image.open(png) as picture:
         assert picture.format == "PNG"
     assert {png.with_suffix(suffix).stat().st_size > 0 for suffix in (".csv", ".html")} == {True}

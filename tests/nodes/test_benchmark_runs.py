@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.bench import Report
 from wanstream.distributed.stages import GivenUpError
 from wanstream.distributed.worker_cell import WorkerFailedError
 from wanstream.host import ExpertsRef, LoraRef
 from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError, embedded_door
-from wanstream.metrics.report import Report
 from wanstream.nodes.benchmark_runs import Benchmark, measure, named_runs
 from wanstream.nodes.sampler_run import SamplerRun
 from wanstream.offload import NoRamError

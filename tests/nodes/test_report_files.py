@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from wanstream.bench import Report, Trial, Variant
 from wanstream.host import OutputFile
-from wanstream.metrics.report import Report, Trial, Variant
 from wanstream.nodes.report_files import ReportFileError, ReportFiles
 from wanstream.plan import StepRecord, Timeline
 

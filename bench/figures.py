@@ -1,14 +1,14 @@
-"""The figures of a variant: for each the median of its runs, the least and the most."""
+"""Figures of a variant: for each the median of its runs, the least and the most."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from ..plan import StepRecord, Timeline
+from ..plan import MemorySample, StepRecord, Timeline
 from ..plan.figure_words import rate_text, second_digits, seconds_text, share_text, size_text
 from .report import Variant
 
@@ -17,7 +17,7 @@ Unit = Literal["s", "bytes", "bytes/s", "share"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """What several runs gave for one figure."""
+    """One figure over several runs."""
 
     median: float
     low: float
@@ -34,6 +34,22 @@ class Spread:
             known.append(value)
         return cls(median=statistics.median(known), low=min(known), high=max(known), runs=len(known)) if known else None
 
+    def text(self, unit: Unit, digits: int = 4) -> str:
+        """`23.0 s (22.6 to 23.4)`, or `23.0 s (1 run)`.
+
+        Seconds have no more than `digits` digits behind the point, and as few as suit the median.
+        """
+        digits = min(digits, second_digits([self.median]))
+        median, low, high = (_words(value, unit, digits) for value in (self.median, self.low, self.high))
+        suffix = " s" if unit == "s" else ""
+        return f"{median}{suffix} (1 run)" if self.runs == 1 else f"{median}{suffix} ({low} to {high})"
+
+
+def _words(value: float, unit: Unit, digits: int) -> str:
+    if unit == "s":
+        return seconds_text(value, digits)
+    return {"bytes": size_text, "bytes/s": rate_text, "share": share_text}[unit](value)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
@@ -48,19 +64,13 @@ class Figure:
         return Spread.of(self.of(timeline) for timeline in variant.measured)
 
     def text(self, spread: Spread, digits: int = 4) -> str:
-        """`23.0 s (22.6 to 23.4)`; of one run it is said that it was one.
+        """The spread with its unit."""
+        return spread.text(self.unit, digits)
 
-        Seconds have no more than `digits` digits behind the point, and as few as suit the median.
-        """
-        digits = min(digits, second_digits([spread.median]))
-        median, low, high = (self._words(value, digits) for value in (spread.median, spread.low, spread.high))
-        unit = " s" if self.unit == "s" else ""
-        return f"{median}{unit} (1 run)" if spread.runs == 1 else f"{median}{unit} ({low} to {high})"
 
-    def _words(self, value: float, digits: int) -> str:
-        if self.unit == "s":
-            return seconds_text(value, digits)
-        return {"bytes": size_text, "bytes/s": rate_text, "share": share_text}[self.unit](value)
+def held_bytes(record: StepRecord | MemorySample) -> int | None:
+    """Bytes on the device, or the RAM of the process where the device has no counter."""
+    return record.rss_bytes if record.device_bytes is None else record.device_bytes
 
 
 def steady_s(timeline: Timeline, expert: str) -> float | None:
@@ -158,16 +168,6 @@ def known_figures(variants: Iterable[Variant]) -> tuple[Figure, ...]:
 
 
 def figures_dict(variant: Variant) -> dict[str, Any]:
-    """Every figure that the runs of `variant` know, ready for JSON: median, least, most, runs and unit."""
+    """Every known figure of `variant`, ready for JSON: median, least, most, runs and unit."""
     found = ((figure, figure.spread(variant)) for figure in FIGURES)
-    return {
-        figure.name: {
-            "median": spread.median,
-            "low": spread.low,
-            "high": spread.high,
-            "runs": spread.runs,
-            "unit": figure.unit,
-        }
-        for figure, spread in found
-        if spread is not None
-    }
+    return {figure.name: {**asdict(spread), "unit": figure.unit} for figure, spread in found if spread is not None}

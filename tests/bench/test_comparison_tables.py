@@ -3,9 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from wanstream.metrics.report import Report, Trial, Variant
-from wanstream.metrics.report_comparison import comparison, every_table, phase_table, run_phase_table, settings_table
-from wanstream.metrics.report_table import Table
+from wanstream.bench import Report, Table, Trial, Variant
+from wanstream.bench.report_tables import comparison, every_table, phase_table, run_phase_table, settings_table
 from wanstream.plan import PhaseRecord, Timeline
 
 MakeTimeline = Callable[..., Timeline]

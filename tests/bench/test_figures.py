@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.metrics.report import Variant
-from wanstream.metrics.report_figures import (
+from wanstream.bench import Variant
+from wanstream.bench.figures import (
     FIGURES,
     Figure,
     Spread,

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import getpass
+import os
 import platform
 from pathlib import Path
 
 import pytest
 import torch
 
-from wanstream.metrics.surroundings import device_name, surroundings
+from wanstream.bench.machine_info import device_name, hardware, machine_words, versions
 
 
 def test_a_report_says_what_it_was_measured_on_and_nothing_private() -> None:
-    words = surroundings(torch.device("cpu"))
+    words = machine_words(torch.device("cpu"))
     assert words.keys() == {"Device", "Processor", "RAM", "System", "Versions"}
     assert words["Device"] == "CPU"
     assert torch.__version__ in words["Versions"]
@@ -28,4 +29,13 @@ def test_a_gpu_is_named_with_its_memory() -> None:
     device = torch.device("cuda", 0)
     assert device_name(device).startswith(torch.cuda.get_device_properties(0).name)
     assert device_name(device).endswith("GB")
-    assert str(torch.version.cuda) in surroundings(device)["Versions"]
+    assert str(torch.version.cuda) in machine_words(device)["Versions"]
+
+
+def test_a_result_names_its_machine_and_versions() -> None:
+    machine = hardware(torch.device("cpu"))
+    assert machine["name"] == f"cpu-{os.cpu_count()}-cores"
+    assert machine["ram_gb"] > 0
+    found = versions(("safetensors", "no-such-library"))
+    assert found.keys() == {"torch", "safetensors", "python", "commit"}
+    assert all(isinstance(value, str) and value for value in found.values())

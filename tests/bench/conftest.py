@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.metrics.report import Report, Trial, Variant
+from wanstream.bench import Report, Trial, Variant
 from wanstream.plan import StepRecord, Timeline
 
 OF_STEP = {field.name for field in fields(StepRecord)}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from wanstream.metrics.report import Variant
-from wanstream.metrics.report_steps import bandwidth_tables, step_table
-from wanstream.metrics.report_table import Table
+from wanstream.bench import Table, Variant
+from wanstream.bench.report_tables import bandwidth_tables, step_table
 from wanstream.plan import Timeline
 from wanstream.plan.fetch_rates import RateRange
 

@@ -1,24 +1,25 @@
-"""A report as documents: JSON, CSV, and one HTML page that needs no other file."""
+"""Documents of a report: Markdown, JSON, CSV, and one HTML page that needs no other file."""
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from html import escape
 
 from ..plan import StepRecord
+from .figures import figures_dict
 from .report import Report
-from .report_comparison import every_table
-from .report_figures import figures_dict
-from .report_table import Table
+from .report_tables import every_table
+from .table import Table
 
 CSV_HEAD = ("variant", "run", "warm_up", *(field.name for field in fields(StepRecord)), "cumulative_s")
 
 # A page that may load nothing: what is in it came from a workflow, which others may have written.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --faint: #d8d8d8; --paper: #fff; --row: #f3f6fa; --mark: #fdf0dc; }
@@ -37,15 +38,15 @@ tr:nth-child(even) { background: var(--row); }
 tr.marked { background: var(--mark); font-weight: 600; }
 dl { display: grid; grid-template-columns: max-content auto; gap: .15em 1em; margin: 0; }
 dt { opacity: .7; } dd { margin: 0; }
-svg { max-width: 100%; height: auto; }
+img { max-width: 100%; height: auto; }
 """
 
 
-def summary(report: Report) -> str:
-    """All tables as Markdown, with how and on what they were measured in front."""
-    said = [f"## {report.title}", *_unfinished(report)]
-    said += [f"{name}: {words}" for name, words in {**report.method, **report.machine}.items()]
-    return "\n\n".join(["  \n".join(said), *(table.markdown() for table in every_table(report))]) + "\n"
+def summary(report: Report, tables: Iterable[Table] = ()) -> str:
+    """Title, method, machine, `tables` and those of the report as Markdown."""
+    about = [f"{name}: {words}" for name, words in {**report.method, **report.machine}.items()]
+    head = f"# {report.title}\n\n" + "  \n".join([*_unfinished(report), *about])
+    return "\n\n".join([head, *(table.markdown() for table in (*tables, *every_table(report)))]) + "\n"
 
 
 def json_document(report: Report) -> str:
@@ -73,9 +74,10 @@ def _as_text(words: str) -> str:
     return f"'{words}" if words.startswith(("=", "+", "-", "@")) else words
 
 
-def html_document(report: Report, charts: str) -> str:
-    """One page with the same tables; `charts` is SVG that is put in as it is."""
+def html_document(report: Report, chart: bytes) -> str:
+    """One page with the same tables; `chart` is a PNG image, which is put into the page."""
     about = {**report.method, **report.machine}
+    picture = base64.b64encode(chart).decode("ascii")
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -85,8 +87,8 @@ def html_document(report: Report, charts: str) -> str:
         f"<h1>{escape(report.title)}</h1>",
         *(f"<p><strong>{escape(line)}</strong></p>" for line in _unfinished(report)),
         _definitions(about),
-        charts,
-        *(_html_table(table) for table in every_table(report)),
+        f'<p><img src="data:image/png;base64,{picture}" width="1100" alt="Chart; its figures are in the tables"></p>',
+        *(table.html() for table in every_table(report)),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -99,15 +101,3 @@ def _unfinished(report: Report) -> Iterator[str]:
 
 def _definitions(words: Mapping[str, str]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>" for name, said in words.items()) + "</dl>"
-
-
-def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
-    rows = [
-        f"<tr{' class=' + chr(34) + 'marked' + chr(34) if place == table.marked else ''}>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row)
-        + "</tr>"
-        for place, row in enumerate(table.rows)
-    ]
-    body = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return f'<h2>{escape(table.title)}</h2><div class="wide">{body}</div>'

@@ -1,0 +1,327 @@
+"""Tables of a report: variants compared, the steps and transfer rates of each, phases, settings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+
+from ..plan import PHASES, StepRecord, Timeline
+from ..plan.fetch_rates import RATE_BORDERS, RateRange, together
+from ..plan.figure_words import rate_text, second_digits, seconds_text, share_text, size_text
+from .figures import FIGURES, TOTAL, Figure, Spread, held_bytes, known_figures, over_steady_s, steady_s
+from .report import Report, Variant
+from .table import Table
+
+SIDE_BY_SIDE = 4
+"""Most variants that have columns of their own; more of them have a line each."""
+
+IN_LINES = (
+    *("Total denoising", "Steady step, high-noise expert", "Steady step, low-noise expert", "First step"),
+    *("Switch step over a steady one", "Stall", "Transfers hidden", "Rate to buffers", "Rate from files"),
+    *("Peak VRAM, allocated", "Most RAM of the process"),
+)
+"""The figures that a line of a variant has room for."""
+
+
+def comparison(report: Report) -> Table:
+    """The variants head to head, the first one as what the others are measured against."""
+    return _lines(report) if len(report.variants) > SIDE_BY_SIDE else _columns(report)
+
+
+def _columns(report: Report) -> Table:
+    """A line for each figure."""
+    first, *others = report.variants
+    digits = _digits(report)
+    head = ["Metric", first.name]
+    for variant in others:
+        head += [variant.name, "against the first"]
+    rows = [_figure_row(figure, first, others, digits) for figure in known_figures(report.variants)]
+    rows += [_words_row(name, words, report) for name, words in _WORDS]
+    said = tuple(row for row in rows if any(row[1:]))
+    return Table(title="Head to head" if others else "Figures", head=tuple(head), rows=said)
+
+
+def _digits(report: Report) -> int:
+    """Digits behind the point that suit the seconds of a step."""
+    runs = [timeline for variant in report.variants for timeline in variant.measured]
+    return second_digits(step.wall_s for timeline in runs for step in timeline.steps)
+
+
+def _figure_row(figure: Figure, first: Variant, others: list[Variant], digits: int) -> tuple[str, ...]:
+    base = figure.spread(first)
+    cells = [figure.name, _text(figure, base, digits)]
+    for variant in others:
+        spread = figure.spread(variant)
+        cells += [_text(figure, spread, digits), _ratio(spread, base, least=0.1**digits)]
+    return tuple(cells)
+
+
+def _words_row(name: str, words: Callable[[Variant, Report], str], report: Report) -> tuple[str, ...]:
+    first, *others = (words(variant, report) for variant in report.variants)
+    return (name, first, *(cell for said in others for cell in (said, "")))
+
+
+def _lines(report: Report) -> Table:
+    """A line for each variant."""
+    first = report.variants[0]
+    known = {figure.name for figure in known_figures(report.variants)}
+    figures = [figure for figure in FIGURES if figure.name in IN_LINES and figure.name in known]
+    head = ("Variant", *(figure.name for figure in figures), "Total against the first", *(name for name, _ in _WORDS))
+    rows, digits = [], _digits(report)
+    for variant in report.variants:
+        cells = [_text(figure, figure.spread(variant), digits) for figure in figures]
+        ratio = _ratio(TOTAL.spread(variant), TOTAL.spread(first), least=0.1**digits)
+        rows.append((variant.name, *cells, ratio, *(words(variant, report) for _, words in _WORDS)))
+    return Table(title="Head to head", head=head, rows=tuple(rows)).without_empty_columns()
+
+
+def _text(figure: Figure, spread: Spread | None, digits: int) -> str:
+    return "" if spread is None else figure.text(spread, digits)
+
+
+def _ratio(spread: Spread | None, base: Spread | None, *, least: float) -> str:
+    """`1.13x`: the median against that of the first variant; nothing against what is shown as 0, or less than 0."""
+    if spread is None or base is None or spread.median < 0 or base.median < least:
+        return ""
+    return f"{spread.median / base.median:.2f}x"
+
+
+def _predicted(variant: Variant, report: Report) -> str:
+    """What the simulator said of the total, and how the measured median stands to it."""
+    total = TOTAL.spread(variant)
+    if variant.predicted is None:
+        return ""
+    wall = variant.predicted.wall_s
+    measured = "" if total is None or wall <= 0 else f" (measured: {total.median / wall:.2f}x)"
+    return f"{seconds_text(wall)} s{measured}"
+
+
+def _latents(variant: Variant, report: Report) -> str:
+    """Whether the results of all runs are equal to the bit: among each other, and to the first variant of their job."""
+    if not variant.latents:
+        return ""
+    if len(variant.latents) > 1:
+        return "differ from run to run"
+    first = next(other for other in report.variants if other.job == variant.job and other.latents)
+    if first is variant:
+        return f"{min(variant.latents)[:12]} in {len(variant.trials)} of {len(variant.trials)} runs"
+    equal = "equal to the bit" if first.latents == variant.latents else "not equal"
+    return equal if first is report.variants[0] else f"{equal} to {first.name}"
+
+
+def _remarks(variant: Variant, report: Report) -> str:
+    """What was changed on the way, in any of the runs, and why a variant could not be run."""
+    said = dict.fromkeys(change for timeline in variant.measured for change in timeline.changes)
+    return "; ".join([*([f"failed: {variant.failed}"] if variant.failed else []), *said])
+
+
+_WORDS: tuple[tuple[str, Callable[[Variant, Report], str]], ...] = (
+    ("Predicted total", _predicted),
+    ("Latents", _latents),
+    ("Remarks", _remarks),
+)
+
+
+def settings_table(report: Report) -> Table:
+    """What was run: a line for each setting, a column for each variant."""
+    names = dict.fromkeys(name for variant in report.variants for name in variant.settings)
+    rows = tuple((name, *(variant.settings.get(name, "") for variant in report.variants)) for name in names)
+    return Table(title="What was run", head=("Setting", *(variant.name for variant in report.variants)), rows=rows)
+
+
+def run_phase_table(report: Report) -> Table | None:
+    """Seconds of the phases of each variant's runs, a line for each phase; None where nobody took them down."""
+    digits = _digits(report)
+    rows = []
+    for name in PHASES:
+        figure = Figure(name=name, unit="s", of=partial(_phase_s, name=name))
+        cells = [_text(figure, figure.spread(variant), digits) for variant in report.variants]
+        if any(cells):
+            rows.append((name, *cells))
+    head = ("Phase", *(variant.name for variant in report.variants))
+    return Table(title="Phases of a run", head=head, rows=tuple(rows)) if rows else None
+
+
+def _phase_s(timeline: Timeline, name: str) -> float | None:
+    found = [phase.wall_s for phase in timeline.phases if phase.name == name]
+    return sum(found) if found else None
+
+
+def phase_table(report: Report) -> Table | None:
+    """The parts of the queue item, in the order in which they began; None where nobody took them down."""
+    if not report.phases:
+        return None
+    digits = second_digits(phase.wall_s for phase in report.phases)
+    rows = tuple(
+        (
+            phase.name,
+            seconds_text(phase.began_s, digits),
+            seconds_text(phase.wall_s, digits),
+            *("" if nbytes is None else size_text(nbytes) for nbytes in (phase.device_bytes, phase.rss_bytes)),
+        )
+        for phase in report.phases
+    )
+    head = ("Phase", "Began (s)", "Took (s)", "VRAM peak", "RAM")
+    return Table(title="Parts of the queue item", head=head, rows=rows).without_empty_columns()
+
+
+STEP_HEAD = (
+    *("Step", "Expert", "Cumulative (s)", "Delta (s)", "Spread (s)", "Compute (s)", "Stall (s)", "Stall, files (s)"),
+    *("Moved", "To buffers", "Read", "From files", "Hidden", "VRAM peak", "RAM", "Left out", "Phase"),
+)
+
+ROUTES: tuple[tuple[str, Callable[[Timeline], Sequence[RateRange]]], ...] = (
+    ("RAM to buffers", lambda timeline: timeline.copy_rates),
+    ("files", lambda timeline: timeline.read_rates),
+)
+"""Each route, and how fast a run's fetches went on it."""
+
+
+def step_table(variant: Variant) -> Table | None:
+    """One line per step with its times, transfers, memory and phase; None where no run was measured.
+
+    Several runs give their medians, and next to them the shortest and the longest time of each step.
+    """
+    runs = variant.measured
+    if not runs:
+        return None
+    digits, switch = second_digits(step.wall_s for run in runs for step in run.steps), runs[0].switch_step
+    ends = [tuple(accumulate(step.wall_s for step in run.steps)) for run in runs]
+    rows = [
+        _step_row(steps, [end[place] for end in ends], _step_phase(runs, place, switch, digits), digits)
+        for place, steps in enumerate(zip(*(run.steps for run in runs), strict=True))
+    ]
+    marked = next((place for place, step in enumerate(runs[0].steps) if step.index == switch), None)
+    table = Table(title=f"Per-step timing: {variant.name}", head=STEP_HEAD, rows=tuple(rows), marked=marked)
+    return table.without_empty_columns()
+
+
+def _step_row(steps: Sequence[StepRecord], ends: Sequence[float], phase: str, digits: int) -> tuple[str, ...]:
+    """The cells of one step, which the runs have ended at `ends`."""
+
+    def cell(words: Callable[[float], str], value: Callable[[StepRecord], float | None]) -> str:
+        spread = Spread.of(value(step) for step in steps)
+        return "" if spread is None else words(spread.median)
+
+    def seconds(value: float) -> str:
+        return seconds_text(value, digits)
+
+    walls, reads = [step.wall_s for step in steps], any(step.read_bytes for step in steps)
+    return (
+        str(steps[0].index + 1),
+        steps[0].expert,
+        seconds(statistics.median(ends)),
+        seconds(statistics.median(walls)),
+        f"{seconds(min(walls))} to {seconds(max(walls))}" if len(walls) > 1 else "1 run",
+        cell(seconds, lambda step: step.compute_s),
+        cell(seconds, lambda step: step.stall_s),
+        cell(seconds, lambda step: step.stall_file_s if reads else None),
+        cell(size_text, lambda step: step.bytes_moved),
+        cell(rate_text, lambda step: step.copy_bytes_per_s),
+        cell(size_text, lambda step: step.read_bytes if reads else None),
+        cell(rate_text, lambda step: step.read_bytes_per_s),
+        cell(share_text, lambda step: step.overlap),
+        cell(size_text, lambda step: step.device_bytes),
+        cell(size_text, lambda step: step.rss_bytes),
+        _left_out(steps),
+        phase,
+    )
+
+
+def _left_out(steps: Sequence[StepRecord]) -> str:
+    """`39 blocks, 2 lanes`: what a cache took over in a step, in the run that it took most."""
+    most = max(steps, key=lambda step: (step.skipped_visits, step.cached_lanes))
+    return f"{most.skipped_visits} blocks, {most.cached_lanes} lanes" if most.cached_lanes else ""
+
+
+def _step_phase(runs: Sequence[Timeline], place: int, switch: int | None, digits: int) -> str:
+    """`Switch to the low-noise expert: +0.1 s (+0 %) over a steady step` and the like."""
+    steps = runs[0].steps
+    step = steps[place]
+    if place == 0:
+        return f"First step{_over_steady(runs, place, digits)}"
+    if step.index == switch:
+        return f"Switch to the {step.expert}-noise expert{_over_steady(runs, place, digits)}"
+    if place == len(steps) - 1:
+        return "Last step"
+    if steps[place + 1].index == switch:
+        return f"Steady (last step of the {step.expert}-noise expert)"
+    return "Steady"
+
+
+def _over_steady(runs: Sequence[Timeline], place: int, digits: int) -> str:
+    """How much longer the step took than the steady ones of its expert, if there are any."""
+    expert = runs[0].steps[place].expert
+    over = Spread.of(over_steady_s(run, run.steps[place]) for run in runs)
+    steady = Spread.of(steady_s(run, expert) for run in runs)
+    if over is None or steady is None:
+        return ""
+    said = seconds_text(over.median, digits)
+    sign = "" if said.startswith("-") else "+"
+    return f": {sign}{said} s ({round(100 * over.median / steady.median):+d} %) over a steady step"
+
+
+def run_table(timeline: Timeline) -> Table:
+    """One line per step and one for the run, narrow enough for a terminal.
+
+    `moved` are the bytes of the blocks fetched for a step, `read` those that were read from files for it, `memory` is
+    the peak on the device, or the RAM of the process where the device has no counter.
+    """
+    held = [held_bytes(step) for step in timeline.steps]
+    peak = max((nbytes for nbytes in held if nbytes is not None), default=None)
+    rows = [
+        (str(step.index + 1), step.expert, "" if step.sigma is None else f"{step.sigma:.4f}", *_run_cells(step, nbytes))
+        for step, nbytes in zip(timeline.steps, held, strict=True)
+    ]
+    rows.append(("all", "", "", *_run_cells(timeline, peak)))
+    head = ("step", "expert", "sigma", "seconds", "stall", "decode", "moved", "read", "memory")
+    return Table(head=head, rows=tuple(rows)).without_empty_columns()
+
+
+def _run_cells(record: StepRecord | Timeline, memory: int | None) -> tuple[str, ...]:
+    return (
+        f"{record.wall_s:.2f}",
+        f"{record.stall_s:.2f}",
+        f"{record.decode_s:.2f}" if record.decode_s else "",
+        size_text(record.bytes_moved),
+        size_text(record.read_bytes) if record.read_bytes else "",
+        "" if memory is None else size_text(memory),
+    )
+
+
+def bandwidth_tables(variant: Variant) -> Iterator[Table]:
+    """For each route that moved anything: how many fetches, bytes and seconds it spent at which rate.
+
+    Every fetch of the measured runs is counted, at the rate of its own bytes and time.
+    """
+    runs = variant.measured
+    for route, rates_of in ROUTES:
+        counted = together(rates for run in runs for rates in rates_of(run))
+        if counted:
+            several = f" ({len(runs)} runs together)" if len(runs) > 1 else ""
+            yield _histogram(f"Bandwidth histogram: {variant.name}, {route}{several}", counted)
+
+
+def _histogram(title: str, counted: Sequence[RateRange]) -> Table:
+    digits = second_digits([sum(rates.busy_s for rates in counted)])
+    by_border = {rates.from_gb_per_s: rates for rates in counted}
+    rows = []
+    for low, high in zip(RATE_BORDERS, (*RATE_BORDERS[1:], None), strict=True):
+        found = by_border.get(low) or RateRange(from_gb_per_s=low, fetches=0, nbytes=0, busy_s=0.0)
+        words = f"over {low} GB/s" if high is None else f"{low}-{high} GB/s"
+        rows.append((words, str(found.fetches), size_text(found.nbytes), f"{seconds_text(found.busy_s, digits)} s"))
+    return Table(title=title, head=("Range", "Fetches", "Data", "Time"), rows=tuple(rows))
+
+
+def every_table(report: Report) -> Iterator[Table]:
+    """All tables, in the order in which a reader wants them."""
+    yield comparison(report)
+    for variant in report.variants:
+        if table := step_table(variant):
+            yield table
+        yield from bandwidth_tables(variant)
+    for table in (run_phase_table(report), phase_table(report), settings_table(report)):
+        if table is not None:
+            yield table

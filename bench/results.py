@@ -1,0 +1,64 @@
+"""Result files: the figures of one measurement with their method, machine, versions and date, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .machine_info import hardware, versions
+
+if TYPE_CHECKING:
+    import torch
+
+
+def usual_device() -> torch.device:
+    """The first GPU, or the CPU where there is none."""
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One measurement."""
+
+    case: str
+    """What was measured, in a form that suits a file name."""
+    method: str
+    figures: Mapping[str, Any]
+    hardware: Mapping[str, Any] = field(default_factory=lambda: hardware(usual_device()))
+    versions: Mapping[str, str] = field(default_factory=versions)
+    date: str = field(default_factory=lambda: date.today().isoformat())
+
+    @property
+    def name(self) -> str:
+        """`<case>_<hardware>_<yyyymmdd>`, the name of its files."""
+        return f"{self.case}_{self.hardware['name']}_{self.date.replace('-', '')}"
+
+    @property
+    def source(self) -> str:
+        """Date, machine and versions, in one line."""
+        machine = f"{self.hardware['name']}, {self.hardware['ram_gb']:g} GB RAM"
+        software = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.date}, {machine}; {software}"
+
+    def save(self, folder: Path) -> Path:
+        """Write the file into `folder`, which is made where it is missing, and return its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def newest_results(folder: Path) -> dict[str, Result]:
+    """The latest result of each case in `folder`, by case."""
+    newest: dict[str, Result] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = Result(**json.loads(path.read_text(encoding="utf-8")))
+        if result.case not in newest or newest[result.case].date <= result.date:
+            newest[result.case] = result
+    return newest
