@@ -1,30 +1,184 @@
-"""Writes docs/performance.md and its figures from the newest results of each case.
+"""Writes the tables of docs/performance.md from the newest result of each case; the words around them stay.
 
-python benchmarks/performance_page.py [--results FOLDER] [--docs FOLDER]
+python benchmarks/performance_page.py
 """
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from wanstream.benchmarks.performance.page import figures, page
-from wanstream.benchmarks.performance.results import newest_results
+from wanstream.bench import Result, Table, newest_results
+from wanstream.benchmarks.offload_case.variants import all_variants
+from wanstream.benchmarks.record import RESULTS
 
-BENCHMARKS = Path(__file__).parent
+PAGE = RESULTS.parent.parent / "docs" / "performance.md"
+PLACE = re.compile(r"(<!-- (\S+): (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+"""A part of the page that is made here: case and kind of its content."""
+NOTHING = "-"
+LIMITED = " (limited)"
+
+Row = Mapping[str, Any]
+Column = tuple[str, Callable[[Row], str]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--results", type=Path, default=BENCHMARKS / "results")
-    parser.add_argument("--docs", type=Path, default=BENCHMARKS.parent / "docs")
-    chosen = parser.parse_args()
-    results = newest_results(chosen.results)
-    files = {"performance.md": page(results), **figures(results)}
-    for name, text in files.items():
-        (chosen.docs / name).write_text(text, encoding="utf-8")
-        print(chosen.docs / name)
+def page(text: str, results: Mapping[str, Result]) -> str:
+    """`text` with every place filled from `results`."""
+
+    def filled(found: re.Match[str]) -> str:
+        start, case, kind, end = found.groups()
+        lines = CONTENTS[kind](results[case]) if case in results else [f"No result of the case `{case}` yet."]
+        return "\n".join([start, *(f"{line}\n" for line in lines), end])
+
+    return PLACE.sub(filled, text)
+
+
+def figures(name: str, digits: int = 1, unit: str = "") -> Callable[[Row], str]:
+    """Words for the figure or figures of that name, or a dash."""
+
+    def words(row: Row) -> str:
+        value = row.get(name)
+        values = value if isinstance(value, list) else [value]
+        return NOTHING if value is None else " / ".join(f"{each:.{digits}f}{unit}" for each in values)
+
+    return words
+
+
+def steps(digits: int) -> Callable[[Row], str]:
+    """Words for the seconds of the steps, or for the end of a run that made none."""
+
+    def words(row: Row) -> str:
+        ended = "why" in row and "step_s" not in row
+        return f"{row['why']} after {row['ended_after_s']:.0f} s" if ended else figures("step_s", digits)(row)
+
+    return words
+
+
+def latents(row: Row) -> str:
+    if row.get("equal_to_resident"):
+        return "equal"
+    return f"{row['relative_l2']:.1e}" if "relative_l2" in row else NOTHING
+
+
+def first_to_median(row: Row) -> str:
+    taken = row.get("step_s")
+    return f"{taken[0] / statistics.median(taken):.2f}" if taken else NOTHING
+
+
+RUNS: Sequence[Column] = (
+    ("runs", figures("runs", 0)),
+    ("load s", figures("load_s")),
+    ("steps s", steps(1)),
+    ("switch / median", figures("switch_to_median", 2)),
+    ("total s", figures("total_s")),
+    ("steps / resident", figures("steps_to_resident", 2, "x")),
+    ("peak RSS GB", figures("peak_rss_gb", 2)),
+    ("anonymous GB", figures("peak_anonymous_gb", 2)),
+    ("read GB", figures("read_gb")),
+    ("CPU s", figures("cpu_s", 0)),
+    ("latents", latents),
+)
+PREDICTED: Sequence[Column] = (
+    ("simulated steps s", figures("predicted_step_s")),
+    ("executed steps s", steps(1)),
+    ("simulated / executed", figures("predicted_to_executed", 2)),
+)
+GPU: Sequence[Column] = (
+    ("steps s", steps(2)),
+    ("steps / resident", figures("steps_to_resident", 2, "x")),
+    ("first / median", first_to_median),
+    ("switch / median", figures("switch_to_median", 2)),
+    ("device peak GB", figures("device_peak_gb", 2)),
+    ("device weights GB", figures("device_weights_gb", 2)),
+    ("host peak GB", figures("peak_rss_gb")),
+)
+SIMULATED: Sequence[Column] = (
+    ("steps s", figures("step_s", 2)),
+    ("of it waiting s", figures("stall_s", 2)),
+    ("bus GB/s", lambda row: f"{'' if row['bus_was_the_limit'] else 'at least '}{row['bus_gb_per_s']:g}"),
+)
+
+
+def table(rows: Sequence[tuple[str, Row]], columns: Sequence[Column]) -> str:
+    """A line for each variant."""
+    lines = tuple((title, *(words(row) for _, words in columns)) for title, row in rows)
+    return Table(head=("", *(name for name, _ in columns)), rows=lines).markdown()
+
+
+def titled(rows: Mapping[str, Row], blocks: int) -> list[tuple[str, Row]]:
+    """Each row with the title of its variant, WanStream's first, in the order of the program."""
+    variants = {name: variant.title for name, variant in all_variants(blocks).items()}
+    order = [*variants, *(name.removesuffix(LIMITED) for name in rows)]
+    found = []
+    for name in sorted(rows, key=lambda name: (order.index(name.removesuffix(LIMITED)), name)):
+        plain = name.removesuffix(LIMITED)
+        disturbed = "" if rows[name].get("calm", True) else " (disturbed)"
+        found.append((f"{variants.get(plain, plain)}{name.removeprefix(plain)}{disturbed}", rows[name]))
+    return sorted(found, key=lambda line: not line[0].startswith("WanStream"))
+
+
+def runs(result: Result) -> Iterator[str]:
+    yield table(titled(result.figures["variants"], result.figures["blocks"]), RUNS)
+    yield from source(result)
+
+
+def source(result: Result) -> Iterator[str]:
+    yield f"Method: {result.method}"
+    yield f"`benchmarks/results/{result.name}.json`: {result.source}."
+
+
+def moved(result: Result) -> Iterator[str]:
+    """Bytes of a step of two forward passes, in GB and against the streamed weights."""
+    whole, streamed = result.figures["expert_gb"], result.figures["streamed_gb"]
+    kinds = {variant.title: variant.kind for variant in all_variants(result.figures["blocks"]).values()}
+    lines = []
+    for title, row in titled(result.figures["variants"], result.figures["blocks"]):
+        if LIMITED in title or "step_s" not in row:
+            continue
+        counted, kind = row.get("step_moved_gb"), kinds.get(title.removesuffix(" (disturbed)"), "")
+        if counted:
+            known, each = "counted", sorted({*counted})
+            words = figures("step_moved_gb", 2)(row) if len(each) > 1 else f"{each[0]:.2f}"
+            against = NOTHING if len(each) > 1 else f"{each[0] / streamed:.2f}x"
+        elif kind in ("group", "accelerate"):
+            known = "by construction: each forward pass brings every weight"
+            words, against = f"{2 * whole:.2f}", f"{2 * whole / streamed:.2f}x"
+        elif kind in ("swap", "resident"):
+            known, against = "by construction", NOTHING
+            words = f"0, {whole:.2f} at the switch" if kind == "swap" else "0"
+        else:
+            known, words, against = "the system decides", NOTHING, NOTHING
+        lines.append((title, words, against, known))
+    yield Table(head=("", "GB per step", "of the streamed weights", "known"), rows=tuple(lines)).markdown()
+
+
+def predicted(result: Result) -> Iterator[str]:
+    rows = titled(result.figures["variants"], result.figures["blocks"])
+    yield table([(title, row) for title, row in rows if "predicted_step_s" in row], PREDICTED)
+
+
+def parts(result: Result) -> Iterator[str]:
+    """The parts of the GPU case: measured on few blocks, simulated for all of them."""
+    for name, part in result.figures["parts"].items():
+        cap = "" if part["vram_gb"] is None else f", {part['vram_gb']} GB of VRAM for all but the resident model"
+        yield f"### {name}: {part['tokens']} tokens, 2 x {part['blocks']} blocks{cap} (measured)"
+        yield table(titled(part["variants"], part["blocks"]), GPU)
+        if part["simulated_40_blocks"]:
+            yield "The same with 40 blocks, **simulated** from the rates of that run:"
+            yield table(titled(part["simulated_40_blocks"], part["blocks"]), SIMULATED)
+    yield from source(result)
+
+
+CONTENTS: Mapping[str, Callable[[Result], Iterator[str]]] = {
+    "runs": runs,
+    "moved": moved,
+    "predicted": predicted,
+    "parts": parts,
+}
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), newest_results(RESULTS)), encoding="utf-8")
+    print(PAGE)

@@ -1,1 +1,0 @@
-"""docs/performance.md and its figures, made from the files of benchmarks/results."""
