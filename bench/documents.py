@@ -16,6 +16,7 @@ from .report import Report
 from .report_tables import every_table
 from .table import Table
 
+FORMAT = 1
 CSV_HEAD = ("variant", "run", "warm_up", *(field.name for field in fields(StepRecord)), "cumulative_s")
 
 # A page that may load nothing: what is in it came from a workflow, which others may have written.
@@ -52,7 +53,8 @@ def summary(report: Report, tables: Iterable[Table] = ()) -> str:
 def json_document(report: Report) -> str:
     """Everything that is known: settings, every timeline, and the figures of each variant."""
     figures = {variant.name: figures_dict(variant) for variant in report.variants}
-    return json.dumps({**report.to_dict(), "figures": figures}, indent=1) + "\n"
+    data = {"wanstream_report": FORMAT, "done": report.done, **asdict(report), "figures": figures}
+    return json.dumps(data, indent=1) + "\n"
 
 
 def csv_document(report: Report) -> str:

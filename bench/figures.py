@@ -15,6 +15,13 @@ from .report import Variant
 Unit = Literal["s", "bytes", "bytes/s", "share"]
 
 
+def figure_text(value: float, unit: Unit, digits: int) -> str:
+    """Words for one value; seconds come without their unit."""
+    if unit == "s":
+        return seconds_text(value, digits)
+    return {"bytes": size_text, "bytes/s": rate_text, "share": share_text}[unit](value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Spread:
     """One figure over several runs."""
@@ -40,15 +47,9 @@ class Spread:
         Seconds have no more than `digits` digits behind the point, and as few as suit the median.
         """
         digits = min(digits, second_digits([self.median]))
-        median, low, high = (_words(value, unit, digits) for value in (self.median, self.low, self.high))
+        median, low, high = (figure_text(value, unit, digits) for value in (self.median, self.low, self.high))
         suffix = " s" if unit == "s" else ""
         return f"{median}{suffix} (1 run)" if self.runs == 1 else f"{median}{suffix} ({low} to {high})"
-
-
-def _words(value: float, unit: Unit, digits: int) -> str:
-    if unit == "s":
-        return seconds_text(value, digits)
-    return {"bytes": size_text, "bytes/s": rate_text, "share": share_text}[unit](value)
 
 
 @dataclass(frozen=True, kw_only=True)

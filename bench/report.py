@@ -1,15 +1,12 @@
-"""Report: what a benchmark ran and how long it took, as values, and the JSON document that they make."""
+"""Report of a benchmark as values: its variants and their runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ..plan import Timeline
 from ..plan.timeline import PhaseRecord
-
-FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,31 +73,3 @@ class Report:
     def done(self) -> int:
         """Trials that were made."""
         return sum(len(variant.trials) for variant in self.variants)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts, ready for JSON. Timelines are as `Timeline.to_dict` writes them."""
-        return {
-            "wanstream_report": FORMAT,
-            "title": self.title,
-            "method": dict(self.method),
-            "machine": dict(self.machine),
-            "planned": self.planned,
-            "done": self.done,
-            "finished": self.finished,
-            "phases": [asdict(phase) for phase in self.phases],
-            "variants": [_variant_dict(variant) for variant in self.variants],
-        }
-
-
-def _variant_dict(variant: Variant) -> dict[str, Any]:
-    return {
-        "name": variant.name,
-        "settings": dict(variant.settings),
-        "job": variant.job,
-        "failed": variant.failed,
-        "predicted": None if variant.predicted is None else variant.predicted.to_dict(),
-        "trials": [
-            {"warm_up": trial.warm_up, "latents": trial.latents, "timeline": trial.timeline.to_dict()}
-            for trial in variant.trials
-        ],
-    }

@@ -9,8 +9,8 @@ from itertools import accumulate
 
 from ..plan import PHASES, StepRecord, Timeline
 from ..plan.fetch_rates import RATE_BORDERS, RateRange, together
-from ..plan.figure_words import rate_text, second_digits, seconds_text, share_text, size_text
-from .figures import FIGURES, TOTAL, Figure, Spread, held_bytes, known_figures, over_steady_s, steady_s
+from ..plan.figure_words import second_digits, seconds_text, size_text
+from .figures import TOTAL, Figure, Spread, Unit, figure_text, held_bytes, known_figures, over_steady_s, steady_s
 from .report import Report, Variant
 from .table import Table
 
@@ -26,21 +26,18 @@ IN_LINES = (
 
 
 def comparison(report: Report) -> Table:
-    """The variants head to head, the first one as what the others are measured against."""
-    return _lines(report) if len(report.variants) > SIDE_BY_SIDE else _columns(report)
-
-
-def _columns(report: Report) -> Table:
-    """A line for each figure."""
-    first, *others = report.variants
-    digits = _digits(report)
-    head = ["Metric", first.name]
-    for variant in others:
-        head += [variant.name, "against the first"]
-    rows = [_figure_row(figure, first, others, digits) for figure in known_figures(report.variants)]
-    rows += [_words_row(name, words, report) for name, words in _WORDS]
-    said = tuple(row for row in rows if any(row[1:]))
-    return Table(title="Head to head" if others else "Figures", head=tuple(head), rows=said)
+    """The variants with their ratios to the first one: columns of a few variants, lines of more with fewer figures."""
+    variants, digits = report.variants, _digits(report)
+    many = len(variants) > SIDE_BY_SIDE
+    figures = [figure for figure in known_figures(variants) if not many or figure.name in IN_LINES]
+    rows = [(figure.name, *_figure_cells(figure, variants, digits)) for figure in figures]
+    rows += [(name, *(words(variant, report) for variant in variants)) for name, words in _WORDS]
+    lines = [("Variant" if many else "Metric", *(variant.name for variant in variants)), *rows]
+    lines = [line for line in lines if any(line[1:])]
+    head, *rows = zip(*lines, strict=True) if many else lines
+    return Table(
+        title="Head to head, ratios to the first" if len(variants) > 1 else "Figures", head=head, rows=tuple(rows)
+    )
 
 
 def _digits(report: Report) -> int:
@@ -49,43 +46,19 @@ def _digits(report: Report) -> int:
     return second_digits(step.wall_s for timeline in runs for step in timeline.steps)
 
 
-def _figure_row(figure: Figure, first: Variant, others: list[Variant], digits: int) -> tuple[str, ...]:
-    base = figure.spread(first)
-    cells = [figure.name, _text(figure, base, digits)]
-    for variant in others:
-        spread = figure.spread(variant)
-        cells += [_text(figure, spread, digits), _ratio(spread, base, least=0.1**digits)]
-    return tuple(cells)
-
-
-def _words_row(name: str, words: Callable[[Variant, Report], str], report: Report) -> tuple[str, ...]:
-    first, *others = (words(variant, report) for variant in report.variants)
-    return (name, first, *(cell for said in others for cell in (said, "")))
-
-
-def _lines(report: Report) -> Table:
-    """A line for each variant."""
-    first = report.variants[0]
-    known = {figure.name for figure in known_figures(report.variants)}
-    figures = [figure for figure in FIGURES if figure.name in IN_LINES and figure.name in known]
-    head = ("Variant", *(figure.name for figure in figures), "Total against the first", *(name for name, _ in _WORDS))
-    rows, digits = [], _digits(report)
-    for variant in report.variants:
-        cells = [_text(figure, figure.spread(variant), digits) for figure in figures]
-        ratio = _ratio(TOTAL.spread(variant), TOTAL.spread(first), least=0.1**digits)
-        rows.append((variant.name, *cells, ratio, *(words(variant, report) for _, words in _WORDS)))
-    return Table(title="Head to head", head=head, rows=tuple(rows)).without_empty_columns()
+def _figure_cells(figure: Figure, variants: Sequence[Variant], digits: int) -> Iterator[str]:
+    """`23.0 s (22.6 to 23.4), 1.13x`; no ratio to a median that is shown as 0, nor of one below 0."""
+    base, *others = (figure.spread(variant) for variant in variants)
+    yield _text(figure, base, digits)
+    for spread in others:
+        ratio = ""
+        if spread is not None and base is not None and spread.median >= 0 and base.median >= 0.1**digits:
+            ratio = f", {spread.median / base.median:.2f}x"
+        yield f"{_text(figure, spread, digits)}{ratio}"
 
 
 def _text(figure: Figure, spread: Spread | None, digits: int) -> str:
     return "" if spread is None else figure.text(spread, digits)
-
-
-def _ratio(spread: Spread | None, base: Spread | None, *, least: float) -> str:
-    """`1.13x`: the median against that of the first variant; nothing against what is shown as 0, or less than 0."""
-    if spread is None or base is None or spread.median < 0 or base.median < least:
-        return ""
-    return f"{spread.median / base.median:.2f}x"
 
 
 def _predicted(variant: Variant, report: Report) -> str:
@@ -167,9 +140,25 @@ def phase_table(report: Report) -> Table | None:
     return Table(title="Parts of the queue item", head=head, rows=rows).without_empty_columns()
 
 
+STEP_FIGURES: tuple[tuple[str, Unit, Callable[[StepRecord], float | None]], ...] = (
+    ("Compute (s)", "s", lambda step: step.compute_s),
+    ("Stall (s)", "s", lambda step: step.stall_s),
+    ("Stall, files (s)", "s", lambda step: step.stall_file_s),
+    ("Moved", "bytes", lambda step: step.bytes_moved),
+    ("To buffers", "bytes/s", lambda step: step.copy_bytes_per_s),
+    ("Read", "bytes", lambda step: step.read_bytes),
+    ("From files", "bytes/s", lambda step: step.read_bytes_per_s),
+    ("Hidden", "share", lambda step: step.overlap),
+    ("VRAM peak", "bytes", lambda step: step.device_bytes),
+    ("RAM", "bytes", lambda step: step.rss_bytes),
+)
+"""The columns that have the median of the runs of a step."""
+OF_FILES = {"Stall, files (s)", "Read"}
+"""Those that stay empty where no run read anything."""
 STEP_HEAD = (
-    *("Step", "Expert", "Cumulative (s)", "Delta (s)", "Spread (s)", "Compute (s)", "Stall (s)", "Stall, files (s)"),
-    *("Moved", "To buffers", "Read", "From files", "Hidden", "VRAM peak", "RAM", "Left out", "Phase"),
+    *("Step", "Expert", "Cumulative (s)", "Delta (s)", "Spread (s)"),
+    *(name for name, _, _ in STEP_FIGURES),
+    *("Left out", "Phase"),
 )
 
 ROUTES: tuple[tuple[str, Callable[[Timeline], Sequence[RateRange]]], ...] = (
@@ -200,34 +189,15 @@ def step_table(variant: Variant) -> Table | None:
 
 def _step_row(steps: Sequence[StepRecord], ends: Sequence[float], phase: str, digits: int) -> tuple[str, ...]:
     """The cells of one step, which the runs have ended at `ends`."""
-
-    def cell(words: Callable[[float], str], value: Callable[[StepRecord], float | None]) -> str:
-        spread = Spread.of(value(step) for step in steps)
-        return "" if spread is None else words(spread.median)
-
-    def seconds(value: float) -> str:
-        return seconds_text(value, digits)
-
     walls, reads = [step.wall_s for step in steps], any(step.read_bytes for step in steps)
-    return (
-        str(steps[0].index + 1),
-        steps[0].expert,
-        seconds(statistics.median(ends)),
-        seconds(statistics.median(walls)),
-        f"{seconds(min(walls))} to {seconds(max(walls))}" if len(walls) > 1 else "1 run",
-        cell(seconds, lambda step: step.compute_s),
-        cell(seconds, lambda step: step.stall_s),
-        cell(seconds, lambda step: step.stall_file_s if reads else None),
-        cell(size_text, lambda step: step.bytes_moved),
-        cell(rate_text, lambda step: step.copy_bytes_per_s),
-        cell(size_text, lambda step: step.read_bytes if reads else None),
-        cell(rate_text, lambda step: step.read_bytes_per_s),
-        cell(share_text, lambda step: step.overlap),
-        cell(size_text, lambda step: step.device_bytes),
-        cell(size_text, lambda step: step.rss_bytes),
-        _left_out(steps),
-        phase,
-    )
+    times = (min(walls), max(walls), statistics.median(ends), statistics.median(walls))
+    low, high, end, wall = (seconds_text(value, digits) for value in times)
+    cells = []
+    for name, unit, value in STEP_FIGURES:
+        spread = Spread.of(value(step) for step in steps) if reads or name not in OF_FILES else None
+        cells.append("" if spread is None else figure_text(spread.median, unit, digits))
+    spread_words = f"{low} to {high}" if len(walls) > 1 else "1 run"
+    return (str(steps[0].index + 1), steps[0].expert, end, wall, spread_words, *cells, _left_out(steps), phase)
 
 
 def _left_out(steps: Sequence[StepRecord]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -28,59 +28,14 @@ from ..plan.figure_words import seconds_text, size_text
 from .bench_cases import BenchCase
 from .bench_runs import BenchRun, CaseRuns
 
+Figures = dict[str, Any]
+
 CASE = "workers"
 TIMES = (
     *("configuration", "start of workers s", "loading s", "generation", "total s", "speedup", "scaling efficiency"),
     *("latents of one worker", "weights moved", "from worker to worker"),
 )
 MEMORY = ("configuration", "worker", "steps", "peak memory", "average memory")
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerMemory:
-    """Bytes of one worker in the counted runs: of its device, or its RAM where the device has no counter."""
-
-    peak: int
-    average: int
-    steps: tuple[int, ...]
-    """Which steps it computed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaseFigures:
-    """Times in seconds. `speedup` is against one worker with the same steps and policy; None where that is missing."""
-
-    name: str
-    workers: int
-    layout: str
-    mode: str
-    steps: int
-    start_s: float
-    load_s: float | None
-    """From the request to the first block's compute, on workers that had closed their experts."""
-    generation_s: Spread
-    """A counted run, from the request to its latents."""
-    total_s: float
-    """Starting, and the first run."""
-    step_s: tuple[float, ...]
-    """Each step of the run in the middle."""
-    experts: tuple[str, ...]
-    memory: Mapping[int, WorkerMemory]
-    """By rank."""
-    moved_bytes: int
-    """Of weights, in one run."""
-    gathered_bytes: int
-    """From worker to worker, in one run."""
-    latents: str
-    same_latents: bool | None
-    """Whether one worker makes the same, bit for bit."""
-    speedup: float | None
-    efficiency: float | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        spread = self.generation_s
-        return {**asdict(self), "generation_s": {"median": spread.median, "least": spread.low, "most": spread.high}}
 
 
 def save(
@@ -99,7 +54,7 @@ def save(
         case=CASE,
         method=method,
         figures={
-            "cases": [case.to_dict() for case in figures(measured)],
+            "cases": figures(measured),
             "not_measured": [{"case": name, "because": why} for name, why in without],
         },
         hardware={**hardware(device), **machine_words(device)},
@@ -121,16 +76,16 @@ def page(
     without: Sequence[tuple[str, str]],
 ) -> str:
     """All figures as tables in Markdown."""
-    found = figures(measured)
+    counted, found = [runs for runs in measured if _counted(runs)], figures(measured)
     tables = [
-        Table(title="Loading and generation", head=TIMES, rows=tuple(map(_times, found))),
+        Table(title="Loading and generation", head=TIMES, rows=tuple(map(_times, counted, found))),
         Table(title="Workers, their steps and their memory", head=MEMORY, rows=tuple(_workers(found))),
     ]
     if without:
         tables.append(Table(title="Not measured", head=("configuration", "reason"), rows=tuple(without)))
     report = Report(
         title=title,
-        variants=tuple(_variant(runs) for runs in measured if _counted(runs)),
+        variants=tuple(map(_variant, counted)),
         method={"Method": method},
         machine=machine,
         planned=sum(len(runs.runs) for runs in measured),
@@ -138,40 +93,45 @@ def page(
     return summary(report, tables)
 
 
-def figures(measured: Sequence[CaseRuns]) -> list[CaseFigures]:
-    """Of every case that has counted runs, in their order."""
+def figures(measured: Sequence[CaseRuns]) -> list[Figures]:
+    """The JSON of every case that has counted runs, in their order; times in seconds.
+
+    `speedup`, `efficiency` and `same_latents` are against one worker with the same steps and policy, and None where
+    that is missing.
+    """
     alone = {_twin(each.case): each for each in measured if each.case.workers == 1 and _counted(each)}
     return [_figures(each, alone.get(_twin(each.case))) for each in measured if _counted(each)]
 
 
-def _figures(runs: CaseRuns, alone: CaseRuns | None) -> CaseFigures:
+def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
     case, counted, first = runs.case, _counted(runs), runs.runs[0]
-    spread = _wall(runs)
+    wall = _wall(runs)
     usual = sorted(counted, key=lambda run: run.wall_s)[(len(counted) - 1) // 2]
-    speedup = None if alone is None else _wall(alone).median / spread.median
+    speedup = None if alone is None else _wall(alone).median / wall.median
     digests = {run.latents for run in runs.runs}
     ranks = sorted({rank for run in counted for rank in run.ranks})
-    return CaseFigures(
-        name=case.name,
-        workers=case.workers,
-        layout=str(case.mesh),
-        mode=case.mode,
-        steps=case.steps,
-        start_s=runs.start_s,
-        load_s=first.timeline.first_block_s,
-        generation_s=spread,
-        total_s=runs.start_s + first.wall_s,
-        step_s=tuple(step.wall_s for step in usual.timeline.steps),
-        experts=tuple(step.expert for step in usual.timeline.steps),
+    return {
+        "name": case.name,
+        "workers": case.workers,
+        "layout": str(case.mesh),
+        "mode": case.mode,
+        "steps": case.steps,
+        "start_s": runs.start_s,
+        # From the request to the first block's compute, on workers that had closed their experts.
+        "load_s": first.timeline.first_block_s,
+        "generation_s": {"median": wall.median, "least": wall.low, "most": wall.high},
+        "total_s": runs.start_s + first.wall_s,
+        "step_s": [step.wall_s for step in usual.timeline.steps],
+        "experts": [step.expert for step in usual.timeline.steps],
         # Of cells of one stage a faster one may take all videos of a run.
-        memory={rank: _memory([run.ranks[rank] for run in counted if rank in run.ranks]) for rank in ranks},
-        moved_bytes=sum(each.bytes_moved for each in usual.ranks.values()),
-        gathered_bytes=usual.gathered_bytes,
-        latents=usual.latents,
-        same_latents=None if alone is None else digests == {alone.runs[0].latents},
-        speedup=speedup,
-        efficiency=None if speedup is None else speedup / case.workers,
-    )
+        "memory": {rank: _memory([run.ranks[rank] for run in counted if rank in run.ranks]) for rank in ranks},
+        "moved_bytes": sum(each.bytes_moved for each in usual.ranks.values()),
+        "gathered_bytes": usual.gathered_bytes,
+        "latents": usual.latents,
+        "same_latents": None if alone is None else digests == {alone.runs[0].latents},
+        "speedup": speedup,
+        "efficiency": None if speedup is None else speedup / case.workers,
+    }
 
 
 def _counted(runs: CaseRuns) -> list[BenchRun]:
@@ -179,6 +139,7 @@ def _counted(runs: CaseRuns) -> list[BenchRun]:
 
 
 def _wall(runs: CaseRuns) -> Spread:
+    """Seconds of a counted run, from the request to its latents."""
     spread = Spread.of(run.wall_s for run in _counted(runs))
     assert spread is not None
     return spread
@@ -189,16 +150,16 @@ def _twin(case: BenchCase) -> tuple[object, int]:
     return case.policy, case.steps
 
 
-def _memory(timelines: Sequence[Timeline]) -> WorkerMemory:
-    samples = [held_bytes(sample) for each in timelines for sample in each.memory]
+def _memory(timelines: Sequence[Timeline]) -> Figures:
+    """Bytes of one worker in the counted runs, and the steps that it computed."""
     steps = [step for each in timelines for step in each.steps]
+    sampled = [nbytes for each in timelines for sample in each.memory if (nbytes := held_bytes(sample)) is not None]
     held = [nbytes for step in steps if (nbytes := held_bytes(step)) is not None]
-    known = [nbytes for nbytes in samples if nbytes is not None]
-    return WorkerMemory(
-        peak=max([*known, *held], default=0),
-        average=round(mean(known or held or [0])),
-        steps=tuple(dict.fromkeys(step.index for step in steps)),
-    )
+    return {
+        "peak": max([*sampled, *held], default=0),
+        "average": round(mean(sampled or held or [0])),
+        "steps": [*dict.fromkeys(step.index for step in steps)],
+    }
 
 
 def _variant(runs: CaseRuns) -> Variant:
@@ -209,33 +170,30 @@ def _variant(runs: CaseRuns) -> Variant:
     return Variant(name=case.name, settings=settings, job=f"{case.steps} steps", trials=tuple(trials))
 
 
-def _times(case: CaseFigures) -> tuple[str, ...]:
+def _times(runs: CaseRuns, case: Figures) -> tuple[str, ...]:
     return (
-        case.name,
-        seconds_text(case.start_s),
-        "-" if case.load_s is None else seconds_text(case.load_s),
-        case.generation_s.text("s"),
-        seconds_text(case.total_s),
-        "-" if case.speedup is None else f"{case.speedup:.2f}x",
-        "-" if case.efficiency is None else f"{100 * case.efficiency:.0f} %",
-        {None: "-", True: "equal", False: "other"}[case.same_latents],
-        size_text(case.moved_bytes),
-        size_text(case.gathered_bytes),
+        case["name"],
+        seconds_text(case["start_s"]),
+        "-" if case["load_s"] is None else seconds_text(case["load_s"]),
+        _wall(runs).text("s"),
+        seconds_text(case["total_s"]),
+        "-" if case["speedup"] is None else f"{case['speedup']:.2f}x",
+        "-" if case["efficiency"] is None else f"{100 * case['efficiency']:.0f} %",
+        {None: "-", True: "equal", False: "other"}[case["same_latents"]],
+        size_text(case["moved_bytes"]),
+        size_text(case["gathered_bytes"]),
     )
 
 
-def _workers(found: Sequence[CaseFigures]) -> Iterator[tuple[str, ...]]:
+def _workers(found: Sequence[Figures]) -> Iterator[tuple[str, ...]]:
     for case in found:
-        for rank, memory in case.memory.items():
-            yield case.name, str(rank), _step_words(memory), size_text(memory.peak), size_text(memory.average)
+        for rank, memory in case["memory"].items():
+            steps = _ranges(memory["steps"])
+            yield case["name"], str(rank), steps, size_text(memory["peak"]), size_text(memory["average"])
 
 
-def _step_words(memory: WorkerMemory) -> str:
+def _ranges(steps: Sequence[int]) -> str:
     """`1-4, 7`, counted from 1."""
-    runs: list[list[int]] = []
-    for step in sorted(memory.steps):
-        if runs and runs[-1][-1] == step - 1:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    return ", ".join(f"{run[0] + 1}-{run[-1] + 1}" if len(run) > 1 else str(run[0] + 1) for run in runs)
+    groups = [[*group] for _, group in groupby(enumerate(sorted(steps)), key=lambda pair: pair[1] - pair[0])]
+    ends = [(group[0][1] + 1, group[-1][1] + 1) for group in groups]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

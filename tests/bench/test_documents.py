@@ -137,7 +137,7 @@ def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) 
         assert {name: said[name] for name in sizes} == {name: size_text(value or 0) for name, value in sizes.items()}
         assert said["To buffers"] == rate_text(step.copied_bytes / step.copy_s)
         assert said["From files"] == rate_text(step.read_bytes / step.read_s)
-    figures = {row[0]: row[1] for row in page.tables["Head to head"][1:]}
+    figures = {row[0]: row[1] for row in page.tables["Head to head, ratios to the first"][1:]}
     assert figures["Total denoising"] == f"{timeline.wall_s:.2f} s (1 run)"
     assert figures["Stall"] == f"{timeline.stall_s:.2f} s (1 run)"
     assert figures["Moved to buffers"] == f"{size_text(timeline.bytes_moved)} (1 run)"

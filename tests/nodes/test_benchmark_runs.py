@@ -296,7 +296,7 @@ def test_a_report_says_how_and_with_what_it_was_made_and_no_folder() -> None:
     assert report.method["Runs of each variant"] == "3 measured after 1 not counted, 0 s of rest before each"
     assert report.method["With"] == f"WanStream {VERSION}, without ComfyUI"
     assert report.variants[0].settings["Experts"] == "high.safetensors and low.safetensors"
-    assert "/models" not in str(report.to_dict())
+    assert "/models" not in str(report)
 
 
 def test_a_run_on_workers_is_measured_on_the_same_ones() -> None:
