@@ -19,10 +19,10 @@ from ..plan import (
     plan_offload,
 )
 from ..plan.choices import Choice, plan_choices
-from ..plan.figure_words import size_text
+from ..plan.figure_words import rate_text, size_text
 from ..plan.plan_reason import policy_words, ram_words
 from .exit_codes import DONE, FAILED, INVALID
-from .plan_arguments import GB, PlanArguments, asked_budgets, asked_machine, asked_value_bytes, offload_job
+from .plan_arguments import PlanArguments, asked_budgets, asked_machine, asked_value_bytes, offload_job
 from .plan_workers import plan_workers
 
 SHOWN = 8
@@ -66,7 +66,7 @@ def plan_table(job: OffloadJob, machine: Machine, chosen: OffloadPlan) -> str:
     return "\n".join(
         [
             f"simulated for {machine.name}, {size_text(machine.ram_bytes)} of RAM, files at "
-            f"{machine.disk_bytes_per_s / GB:.2f} GB/s ({machine.origin})",
+            f"{rate_text(machine.disk_bytes_per_s)} ({machine.origin})",
             Table(head=header, rows=rows).text(),
             *(f"does not fit: {words}, because it {why}" for words, why in misfits.items()),
             f"best: {_words(job, chosen.policy)}: {chosen.reason}",

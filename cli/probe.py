@@ -13,7 +13,7 @@ from ..bench import Table
 from ..host.machine_profile import Profile, measure_machine
 from ..metrics.device import DeviceError, compute_device
 from ..plan import Machine, VideoShape
-from ..plan.figure_words import size_text
+from ..plan.figure_words import rate_text, size_text
 from .exit_codes import DONE, FAILED, INVALID
 from .sizes import SizeError, video_shape
 
@@ -74,7 +74,7 @@ def _figures(machine: Machine, video: VideoShape) -> list[tuple[str, str]]:
 
 
 def _rate(bytes_per_s: float | None) -> str:
-    return "" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f} GB/s"
+    return "" if bytes_per_s is None else rate_text(bytes_per_s)
 
 
 def _as_json(profile: Profile) -> str:

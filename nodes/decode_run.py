@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..host import OutputFile, host
 from ..offload.available_memory import surely_lacks
 from ..plan import WorkersRef
-from ..plan.vae_room import GB, HEAP_BYTES, DecodeNeeds, VaeRoomError, fitting_tiling
+from ..plan.figure_words import need_text, size_text
+from ..plan.vae_room import HEAP_BYTES, DecodeNeeds, VaeRoomError, fitting_tiling
 from ..plan.vae_tiles import Tiling
 from ..wan.latent_space import space_of
 from ..wan.smaller_tiles import in_words, with_smaller_tiles
@@ -123,8 +124,8 @@ def _first_tiling(
     tiling = fitting_tiling(needs, budget, shared=host.device().type == "cpu")
     if tiling is not None:
         tell(
-            f"decoded in {in_words(tiling)}: whole frames take {needs.device_bytes(None) / GB:.1f} GB, "
-            f"{budget / GB:.1f} GB given"
+            f"decoded in {in_words(tiling)}: whole frames take {size_text(needs.device_bytes(None))}, "
+            f"{size_text(budget)} given"
         )
     _check_decode_ram(needs, tiling)
     return tiling
@@ -143,7 +144,7 @@ def _check_decode_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
     if on_cpu and tiling is not None:
         ways.insert(0, "set tile_size to 0, which chooses tiles by the memory")
     raise VaeRoomError(
-        f"decoding {needs.frames} frames takes about {needed / GB:.2f} GB of RAM, and {lacking / GB:.2f} GB are free "
+        f"decoding {needs.frames} frames takes about {need_text(needed)} of RAM, and {need_text(lacking)} are free "
         f"(swap included), so the system would end this process: {', or '.join(ways)}"
     )
 

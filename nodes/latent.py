@@ -8,6 +8,7 @@ import torch
 
 from ..host import io, search_words
 from ..offload.available_memory import surely_lacks
+from ..plan.figure_words import need_text
 from ..plan.shapes import FP32_BYTES, VideoShape
 from ..sampling import NoRoomError
 from ..wan.latent_space import SPACES, WAN21, LatentSpace
@@ -79,7 +80,7 @@ def check_tensor_ram(nbytes: int, what: str) -> None:
     lacking = surely_lacks(nbytes)
     if lacking is not None:
         raise NoRoomError(
-            f"{what} takes {nbytes / 1e9:.1f} GB of RAM, and {lacking / 1e9:.1f} GB are free (swap included): make the "
+            f"{what} takes {need_text(nbytes)} of RAM, and {need_text(lacking)} are free (swap included): make the "
             "video smaller or shorter, or batch_size smaller"
         )
 

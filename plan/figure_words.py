@@ -16,6 +16,11 @@ def size_text(nbytes: float) -> str:
     return f"{size:.{digits}f} {_UNITS[unit]}"
 
 
+def need_text(nbytes: float) -> str:
+    """Bytes in GB with two digits behind the point, so that a need and the slightly smaller room for it differ."""
+    return f"{nbytes / 1e9:.2f} GB"
+
+
 def rate_text(bytes_per_s: float) -> str:
     """Bytes per second, likewise."""
     return f"{size_text(bytes_per_s)}/s"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from .figure_words import need_text
 from .machine import Machine
 from .offload_job import Budgets, OffloadJob
 from .ram import RamHomes, plan_ram
@@ -53,17 +54,17 @@ class MemoryNeeds:
 
     def device_words(self) -> str:
         """`2 buffers of 0.70 GB + 0.03 GB that stays + 4.20 GB to compute in`."""
-        terms = [f"{self.buffers} buffer{'s' * (self.buffers != 1)} of {_gb(self.buffer_bytes)}"]
-        terms.append(f"{_gb(self.staying_bytes)} that stays")
+        terms = [f"{self.buffers} buffer{'s' * (self.buffers != 1)} of {need_text(self.buffer_bytes)}"]
+        terms.append(f"{need_text(self.staying_bytes)} that stays")
         if self.raw_bytes:
-            terms.append(f"{_gb(self.raw_bytes)} for what is being decoded")
-        terms.append(f"{_gb(self.working_bytes)} to compute in")
+            terms.append(f"{need_text(self.raw_bytes)} for what is being decoded")
+        terms.append(f"{need_text(self.working_bytes)} to compute in")
         return " + ".join(terms)
 
     def host_words(self) -> str:
         """`12 slots of 0.70 GB + 0.10 GB beside them`."""
-        slots = f"{self.ram_slots} slot{'s' * (self.ram_slots != 1)} of {_gb(self.slot_bytes)}"
-        return slots + (f" + {_gb(self.host_staying_bytes)} beside them" if self.host_staying_bytes else "")
+        slots = f"{self.ram_slots} slot{'s' * (self.ram_slots != 1)} of {need_text(self.slot_bytes)}"
+        return slots + (f" + {need_text(self.host_staying_bytes)} beside them" if self.host_staying_bytes else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +81,13 @@ class Room:
     def lacks(self, needs: MemoryNeeds) -> str | None:
         """Why `needs` do not fit, in words with numbers; None when they do."""
         if needs.device_bytes > self.device:
-            return f"needs {needs.device_words()} = {_gb(needs.device_bytes)}; {_gb(self.device)} given"
+            return f"needs {needs.device_words()} = {need_text(needs.device_bytes)}; {need_text(self.device)} given"
         if self.shared and needs.device_bytes + needs.host_bytes > self.host:
             both = f"{needs.device_words()} and {needs.host_words()}" if needs.ram_slots else needs.device_words()
-            return f"needs {both} = {_gb(needs.device_bytes + needs.host_bytes)} of RAM; {_gb(self.host)} given"
+            whole = need_text(needs.device_bytes + needs.host_bytes)
+            return f"needs {both} = {whole} of RAM; {need_text(self.host)} given"
         if needs.host_bytes > self.host:
-            return f"needs {needs.host_words()} = {_gb(needs.host_bytes)} of RAM; {_gb(self.host)} given"
+            return f"needs {needs.host_words()} = {need_text(needs.host_bytes)} of RAM; {need_text(self.host)} given"
         return None
 
     def slots(self, needs: MemoryNeeds) -> int:
@@ -147,7 +149,3 @@ def staging_slots(job: OffloadJob, machine: Machine, homes: RamHomes) -> int:
 def _all_keep_a_home(residency: Residency, block_counts: Mapping[str, int]) -> bool:
     every = (residency.keeps(expert, block) for expert, blocks in block_counts.items() for block in range(blocks))
     return all(every)
-
-
-def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB"

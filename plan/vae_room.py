@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, isqrt
 
+from .figure_words import need_text
 from .shapes import FP32_BYTES, PIXELS_PER_LATENT
 from .vae_tiles import LEAST_LATENT, OVERLAP, Tiling
 
@@ -136,11 +137,11 @@ def too_little(needs: DecodeNeeds, budget: int, *, shared: bool) -> str:
     least = Tiling.of(LEAST_LATENT * needs.per_latent, needs.per_latent)
     width, height = needs.width * needs.per_latent, needs.height * needs.per_latent
     beside = (
-        f" and {(needs.host_bytes(least) + HEAP_BYTES) / GB:.2f} GB around its {needs.frames} frames" if shared else ""
+        f" and {need_text(needs.host_bytes(least) + HEAP_BYTES)} around its {needs.frames} frames" if shared else ""
     )
     return (
         f"{needs.doing} {width}x{height} frames in tiles of {least.pixels} pixels, the smallest, takes "
-        f"{needs.device_bytes(least) / GB:.2f} GB to compute in{beside}; {budget / GB:.2f} GB given: "
+        f"{need_text(needs.device_bytes(least))} to compute in{beside}; {need_text(budget)} given: "
         "give it more memory, or unload other models"
     )
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from .figure_words import need_text, rate_text, size_text
 from .workers_ref import ON_DEVICE, SHARDED, WHOLE_WEIGHTS, WeightHome
 
 WORTH = 0.05
@@ -95,26 +96,18 @@ def _reason(figures: WeightFigures, fetches: dict[WeightHome, float], best: Weig
     hidden = "which computing hides" if fetches[best] <= figures.visit_s else "which computing does not hide"
     costs = ", ".join(f"{home} {_ms(fetch_s)}" for home, fetch_s in fetches.items())
     slower = figures.h2d_together_s / figures.h2d_s
-    bus = f"its bus gives {_rate(figures.block_bytes, figures.h2d_s)} to one of {figures.workers} workers"
+    bus = f"its bus gives {rate_text(figures.block_bytes / figures.h2d_s)} to one of {figures.workers} workers"
     if slower > 1.1:
-        bus += f" and {_rate(figures.block_bytes, figures.h2d_together_s)} to each of them at once"
+        bus += f" and {rate_text(figures.block_bytes / figures.h2d_together_s)} to each of them at once"
     else:
         bus += " and as much to each of them at once"
-    vram = "" if fits else f"; shards in VRAM need {_gb(figures.shards_bytes)}, {_gb(figures.free_bytes)} are free"
+    shards = f"; shards in VRAM need {need_text(figures.shards_bytes)}, {need_text(figures.free_bytes)} are free"
     return (
-        f"{best} weights: a block of {figures.block_bytes / 1e6:.0f} MB in {_ms(fetches[best])}, {hidden} "
+        f"{best} weights: a block of {size_text(figures.block_bytes)} in {_ms(fetches[best])}, {hidden} "
         f"({_ms(figures.visit_s)} for each); {costs}; {bus}, a gather moves "
-        f"{_rate(figures.block_bytes, figures.gather_s)}{vram}"
+        f"{rate_text(figures.block_bytes / figures.gather_s)}{'' if fits else shards}"
     )
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _rate(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.1f} GB/s"
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB"

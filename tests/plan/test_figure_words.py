@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.plan.figure_words import rate_text, second_digits, seconds_text, share_text, size_text
+from wanstream.plan.figure_words import need_text, rate_text, second_digits, seconds_text, share_text, size_text
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,10 @@ from wanstream.plan.figure_words import rate_text, second_digits, seconds_text, 
 def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
     assert rate_text(nbytes) == f"{text}/s"
+
+
+def test_a_need_and_the_room_that_is_almost_enough_differ() -> None:
+    assert [need_text(nbytes) for nbytes in (24_420_000_000, 24_380_000_000)] == ["24.42 GB", "24.38 GB"]
 
 
 @pytest.mark.parametrize(

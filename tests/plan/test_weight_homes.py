@@ -86,8 +86,8 @@ def test_the_home_that_leaves_devices_waiting_least(figures: WeightFigures, home
 def test_the_reason_has_the_numbers() -> None:
     assert choose_home(SHARED_UPLINK).reason == (
         "sharded weights: a block of 703 MB in 30.0 ms, which computing does not hide (13.0 ms for each); "
-        "full 112.0 ms, sharded 30.0 ms; its bus gives 25.0 GB/s to one of 4 workers and 6.3 GB/s to each of them at "
-        "once, a gather moves 33.5 GB/s; shards in VRAM need 14.1 GB, 5.0 GB are free"
+        "full 112.0 ms, sharded 30.0 ms; its bus gives 25.0 GB/s to one of 4 workers and 6.27 GB/s to each of them at "
+        "once, a gather moves 33.5 GB/s; shards in VRAM need 14.06 GB, 5.00 GB are free"
     )
     assert "25.0 GB/s to one of 8 workers and as much to each of them at once" in choose_home(NVLINK).reason
     assert "in 3.0 ms, which computing hides" in choose_home(replace(NVLINK, free_bytes=8 * GB)).reason
