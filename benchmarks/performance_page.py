@@ -108,14 +108,15 @@ def table(rows: Sequence[tuple[str, Row]], columns: Sequence[Column]) -> str:
 
 
 def titled(rows: Mapping[str, Row], blocks: int) -> list[tuple[str, Row]]:
-    """Each row with the title of its variant, WanStream's first, in the order of the program."""
-    variants = {name: variant.title for name, variant in all_variants(blocks).items()}
-    order = [*variants, *(name.removesuffix(LIMITED) for name in rows)]
+    """Each row with the title of its variant, WanStream's first, in the order of the program.
+
+    Variants that were measured once and are no longer there have no row.
+    """
     found = []
-    for name in sorted(rows, key=lambda name: (order.index(name.removesuffix(LIMITED)), name)):
-        plain = name.removesuffix(LIMITED)
-        disturbed = "" if rows[name].get("calm", True) else " (disturbed)"
-        found.append((f"{variants.get(plain, plain)}{name.removeprefix(plain)}{disturbed}", rows[name]))
+    for variant in all_variants(blocks).values():
+        for name in sorted(name for name in rows if name.removesuffix(LIMITED) == variant.name):
+            disturbed = "" if rows[name].get("calm", True) else " (disturbed)"
+            found.append((f"{variant.title}{name.removeprefix(variant.name)}{disturbed}", rows[name]))
     return sorted(found, key=lambda line: not line[0].startswith("WanStream"))
 
 
