@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 BLOCKS, WIDTH = 3, 3072
 """A block takes 38 MB: glibc maps it apart and gives it back, where it would keep pieces of up to 32 MB."""
-RUNS, POLICIES = 15, 5
+RUNS, POLICIES = 12, 4
 
 RUN = """
 import json
