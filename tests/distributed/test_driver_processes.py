@@ -152,7 +152,9 @@ def test_a_killed_worker_is_replaced_and_no_bit_changes(
 
 
 def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(pool: Any, batch_task: MakeTask, alone: Alone) -> None:
-    task, frozen = batch_task(1), pool.workers[1].pid
+    short, frozen = batch_task(1), pool.workers[1].pid
+    # Enough steps that the worker is not done before this process comes to stop it.
+    task = replace(short, request=replace(short.request, steps=60, switch_step=30))
 
     def on_step(step: StepProgress) -> None:
         if step.done == 2:
