@@ -17,7 +17,7 @@ from .report_tables import every_table
 from .table import Table
 
 FORMAT = 1
-CSV_HEAD = ("variant", "run", "warm_up", *(field.name for field in fields(StepRecord)), "cumulative_s")
+CSV_HEAD = ("variant", "run", "warmup", *(field.name for field in fields(StepRecord)), "cumulative_s")
 
 # A page that may load nothing: what is in it came from a workflow, which others may have written.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -67,7 +67,7 @@ def csv_document(report: Report) -> str:
             ended = 0.0
             for step in trial.timeline.steps:
                 ended += step.wall_s
-                writer.writerow([_as_text(variant.name), number, int(trial.warm_up), *asdict(step).values(), ended])
+                writer.writerow([_as_text(variant.name), number, int(trial.warmup), *asdict(step).values(), ended])
     return text.getvalue()
 
 

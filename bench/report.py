@@ -16,7 +16,7 @@ class Trial:
     timeline: Timeline
     latents: str
     """SHA-256 of the latents: equal exactly where the results are equal to the bit."""
-    warm_up: bool = False
+    warmup: bool = False
     """Made first and not counted."""
 
 
@@ -38,7 +38,7 @@ class Variant:
     @property
     def measured(self) -> tuple[Timeline, ...]:
         """The runs that count."""
-        return tuple(trial.timeline for trial in self.trials if not trial.warm_up)
+        return tuple(trial.timeline for trial in self.trials if not trial.warmup)
 
     @property
     def latents(self) -> frozenset[str]:

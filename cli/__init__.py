@@ -99,15 +99,15 @@ def _add_batch(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     batch.add_argument("--journal", type=Path, metavar="FILE", help="default: journal.sqlite in the folder of --out")
     batch.add_argument("--max-failures", type=_count, metavar="N", help="begin no more rows when N have failed")
     batch.add_argument(
-        "--patience",
-        dest="patience_s",
+        "--timeout",
+        dest="timeout_s",
         type=float,
         default=600.0,
         metavar="SECONDS",
         help="give up when a server has not answered for so long (default: 600)",
     )
     batch.add_argument(
-        "--lanes",
+        "--share-weights",
         type=_count,
         default=1,
         metavar="N",
@@ -136,7 +136,7 @@ def _count(text: str) -> int:
 
 def _add_sample_model(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     sample = subcommands.add_parser(
-        "sample-model",
+        "make-test-model",
         help="write a tiny random model under the real file names",
         description="Writes a models folder with tiny random weights under the names of the real files, "
         "so that the workflows of this pack run on it, all but native_mixed: ComfyUI's CLIPLoader reads no text "
@@ -183,7 +183,9 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     plan.add_argument("--size", required=True, metavar="WxHxF", help="video to make, for example 1280x720x81")
     plan.add_argument("--model", choices=["a14b", "5b"], default="a14b", help="of Wan2.2 (default: a14b)")
     plan.add_argument("--steps", type=int, default=20, help="of both experts together (default: 20)")
-    plan.add_argument("--switch", type=int, metavar="STEP", help="first step of the low-noise expert (default: half)")
+    plan.add_argument(
+        "--switch-step", type=int, metavar="STEP", help="first step of the low-noise expert (default: half)"
+    )
     plan.add_argument(
         "--cfg",
         choices=["both", "high", "none"],
@@ -200,10 +202,10 @@ def _add_plan(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     plan.add_argument("--models", type=Path, metavar="DIR", help="with --gpu this: where weights are read from")
     plan.add_argument("--device", choices=["cpu", "cuda"], help="with --gpu this: what computes")
     plan.add_argument("--workers", type=int, metavar="N", help="lay out N of these GPUs: for one video, and for many")
-    plan.add_argument("--per-machine", type=int, default=8, metavar="N", help="with --workers: on one machine (8)")
+    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="with --workers: on one machine (8)")
     plan.add_argument("--videos", type=int, default=100, metavar="N", help="with --workers: many are so many (100)")
     plan.add_argument(
-        "--ways",
+        "--compare",
         action="store_true",
         help="also say what weights kept in fp8 and several videos in one pass would take",
     )

@@ -24,7 +24,7 @@ def check_models(models: Path) -> None:
     """Raise ArgumentError if there is no such folder."""
     if not models.is_dir():
         raise ArgumentError(
-            f"no folder {models}: give --models DIR, or make small models with `wanstream sample-model DIR`"
+            f"no folder {models}: give --models DIR, or make small models with `wanstream make-test-model DIR`"
         )
 
 

@@ -54,9 +54,9 @@ class BatchArguments:
     journal: Path | None = None
     """None: in the output folder."""
     max_failures: int | None = None
-    patience_s: float = 600.0
-    lanes: int = 1
-    """How many rows may share one stream of weights."""
+    timeout_s: float = 600.0
+    share_weights: int = 1
+    """Rows that may share one stream of weights."""
     dry_run: bool = False
     strict: bool = False
     """Raise an error for suspicious inputs instead of a warning."""
@@ -130,7 +130,7 @@ def _put_down(desk: _Desk) -> None:
 
 def _read(arguments: BatchArguments) -> _Batch:
     """Rows, workflow and where it runs. Raises ValueError, before anything runs."""
-    check_lanes(arguments.lanes)
+    check_lanes(arguments.share_weights)
     rows = read_rows(arguments.jobs)
     workflow = api_prompt(read_json(arguments.workflow))
     if arguments.strict and arguments.server is not None:
@@ -141,7 +141,7 @@ def _read(arguments: BatchArguments) -> _Batch:
         folders = {"models": arguments.models, "input_dir": arguments.input, "output": arguments.output}
         ground = embedded_ground(workflow, **folders, device=arguments.device, strict=arguments.strict)
     fitted = tuple(_fitted(row, workflow, ground) for row in rows)
-    return _Batch(rows=fitted, workflow=workflow, ground=ground, lanes=arguments.lanes)
+    return _Batch(rows=fitted, workflow=workflow, ground=ground, lanes=arguments.share_weights)
 
 
 def _fitted(row: Row, workflow: Prompt, ground: Ground) -> Row:
@@ -226,7 +226,7 @@ def _run(arguments: BatchArguments, todo: _Batch, desk: _Desk) -> StopRequest:
             planner=todo.planner(bar.note),
             teller=bar,
             stop=stop,
-            limits=Limits(failures=arguments.max_failures, patience_s=arguments.patience_s),
+            limits=Limits(failures=arguments.max_failures, timeout_s=arguments.timeout_s),
             sleep=lambda seconds: _sleep(seconds, stop, bar),
             failures=len(start.faults),
         )

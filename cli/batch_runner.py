@@ -105,7 +105,7 @@ class Limits:
     """When to give up: after how many failed rows (None: never), after how many seconds without an answer."""
 
     failures: int | None = None
-    patience_s: float = 600.0
+    timeout_s: float = 600.0
 
 
 @dataclass(kw_only=True)
@@ -266,7 +266,7 @@ class Runner:
         row = flight.rows[0]
         setback = self._unsent.setdefault(row.hash, _Setback(succeeded=self._fetched))
         setback.tries += 1
-        if setback.is_of_the_row(self._fetched) or setback.waited_s >= self.limits.patience_s:
+        if setback.is_of_the_row(self._fetched) or setback.waited_s >= self.limits.timeout_s:
             self._fail_row(row, f"{err}; asked {setback.tries} times in {setback.waited_s:.0f} s")
             return
         flight.rows.append(flight.rows.pop(0))
@@ -349,11 +349,11 @@ class Runner:
 
     def _wait_for_host(self, err: UnreachableError, silence: float) -> float:
         """Wait before the next try, longer each time; the seconds of silence so far."""
-        if silence >= self.limits.patience_s:
+        if silence >= self.limits.timeout_s:
             raise GaveUpError(f"{err}; given up after {silence:.0f} s: the same command goes on from here") from err
         if not silence:
             self.teller.note(f"{err}; trying again")
         self.teller.silent(True)
-        delay = min(max(silence, _FIRST_RETRY), _LAST_RETRY, max(self.limits.patience_s - silence, 0.1))
+        delay = min(max(silence, _FIRST_RETRY), _LAST_RETRY, max(self.limits.timeout_s - silence, 0.1))
         self.sleep(delay)
         return silence + delay

@@ -48,8 +48,8 @@ class BenchArguments:
     videos: int
     guidance: float
     repeats: int
-    warm_up: int
-    cool_down_s: float
+    warmup: int
+    cooldown_s: float
     experts: tuple[Path, ...]
     """Two files or folders, or one pipeline folder; none: small random ones."""
     cluster: str
@@ -148,7 +148,7 @@ def _asked(arguments: BenchArguments) -> _Asked:
         paths=place.paths,
         threads=threads,
         beyond_loopback=place.remote_machines,
-        restarts=0,
+        max_restarts=0,
     )
     asked = _Asked(
         device=device,
@@ -157,7 +157,7 @@ def _asked(arguments: BenchArguments) -> _Asked:
         counts=_counts(arguments, device, place.address),
         layouts=tuple(mesh_of(words) for words in _words(arguments.layouts)),
         workers=workers,
-        times=TrialTimes(repeats=arguments.repeats, warm_up=arguments.warm_up, cool_down_s=arguments.cool_down_s),
+        times=TrialTimes(repeats=arguments.repeats, warmup=arguments.warmup, cooldown_s=arguments.cooldown_s),
     )
     check_ray(workers)
     return asked
@@ -203,8 +203,8 @@ def _method(arguments: BenchArguments, prepared: Bench) -> str:
     return (
         f"{kind}; {video.width}x{video.height}, {video.frames} frames, {arguments.videos} video"
         f"{'s' * (arguments.videos != 1)} at once, guidance {arguments.guidance:g}, UniPC, 512 random text tokens; "
-        f"workers {cluster_name}{threads}; {times.repeats} measured after {times.warm_up} not counted, "
-        f"{times.cool_down_s:g} s of rest before each; times are median (least to most) from the request to the "
+        f"workers {cluster_name}{threads}; {times.repeats} measured after {times.warmup} not counted, "
+        f"{times.cooldown_s:g} s of rest before each; times are median (least to most) from the request to the "
         "latents on the driver; loading is from the first request to the first block's compute, on workers that had "
         "closed their experts, with the page cache as it was; the start of workers is told apart; memory is the "
         "device's, on a CPU the process's RAM, as sampled in the runs that count; text encoder and VAE are left out"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .command_line import values_of
+
 
 def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
@@ -42,38 +44,24 @@ def add_bench(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     bench.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads of a worker (on a CPU: 1)")
     bench.add_argument("--device", choices=["cpu", "cuda"], help="what computes (default: GPUs if there are any)")
-    bench.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for both files")
+    bench.add_argument("--out", dest="output", type=Path, required=True, metavar="DIR", help="folder for both files")
     bench.set_defaults(subcommand=_bench)
 
 
 def _add_trials(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--repeats", type=int, default=3, metavar="N", help="runs that count (default: 3)")
-    bench.add_argument("--warm-up", type=int, default=1, metavar="N", help="runs before them that do not (default: 1)")
+    bench.add_argument("--warmup", type=int, default=1, metavar="N", help="runs before them that do not (default: 1)")
     bench.add_argument(
-        "--cool-down", type=float, default=0.0, metavar="SECONDS", help="of rest before each run (default: 0)"
+        "--cooldown",
+        dest="cooldown_s",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="of rest before each run (default: 0)",
     )
 
 
 def _bench(parsed: argparse.Namespace) -> int:
     from .bench import BenchArguments, bench
 
-    return bench(
-        BenchArguments(
-            distributed=parsed.distributed,
-            workers=parsed.workers,
-            layouts=parsed.layouts,
-            policies=parsed.policies,
-            steps=parsed.steps,
-            size=parsed.size,
-            videos=parsed.videos,
-            guidance=parsed.guidance,
-            repeats=parsed.repeats,
-            warm_up=parsed.warm_up,
-            cool_down_s=parsed.cool_down,
-            experts=tuple(parsed.experts),
-            cluster=parsed.cluster,
-            threads=parsed.threads,
-            device=parsed.device,
-            output=parsed.out,
-        )
-    )
+    return bench(values_of(BenchArguments, parsed))

@@ -165,7 +165,7 @@ def _memory(timelines: Sequence[Timeline]) -> Figures:
 def _variant(runs: CaseRuns) -> Variant:
     """The case as a variant of a report: cases of as many steps have the same latents."""
     case = runs.case
-    trials = (Trial(timeline=run.timeline, latents=run.latents, warm_up=not run.counts) for run in runs.runs)
+    trials = (Trial(timeline=run.timeline, latents=run.latents, warmup=not run.counts) for run in runs.runs)
     settings = {"Steps": str(case.steps), "Workers": str(case.workers), "Layout": str(case.mesh), "Policy": case.mode}
     return Variant(name=case.name, settings=settings, job=f"{case.steps} steps", trials=tuple(trials))
 

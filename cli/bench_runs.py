@@ -91,7 +91,7 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, tell: C
     runs = list[BenchRun]()
     for number in range(bench.times.runs):
         tell(f"{case.name}: run {number + 1} of {bench.times.runs}")
-        pause(bench.times.cool_down_s, lambda: None)
+        pause(bench.times.cooldown_s, lambda: None)
         begun = time.monotonic()
         try:
             ran = driver.denoise(bench.experts, request, case.policy)
@@ -104,7 +104,7 @@ def _run_case(bench: Bench, case: BenchCase, pool: Pool, start_s: float, tell: C
                 ranks=ran.timelines,
                 latents=tensor_digest(ran.latents),
                 gathered_bytes=ran.gathered_bytes,
-                counts=number >= bench.times.warm_up,
+                counts=number >= bench.times.warmup,
             )
         )
     return CaseRuns(case=case, start_s=start_s, runs=tuple(runs))

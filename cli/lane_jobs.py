@@ -1,4 +1,4 @@
-"""`--lanes N`: the rows of a batch as jobs of up to N rows that share one stream of weights."""
+"""`--share-weights N`: the rows of a batch as jobs of up to N rows that share one stream of weights."""
 
 from __future__ import annotations
 

@@ -78,7 +78,9 @@ def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ..
 def check_lanes(lanes: int) -> None:
     """Raise LanesError for less than one lane, or more than there can be."""
     if not 1 <= lanes <= MOST_LANES:
-        raise LanesError(f"--lanes {lanes}: give 1 to {MOST_LANES}, how many rows may share one stream of weights")
+        raise LanesError(
+            f"--share-weights {lanes}: give 1 to {MOST_LANES}, how many rows may share one stream of weights"
+        )
 
 
 def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:

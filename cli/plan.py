@@ -48,7 +48,7 @@ def plan(arguments: PlanArguments) -> int:
     except DoesNotFitError as err:
         print(f"does not fit, because {err}", file=sys.stderr)
         return FAILED
-    ways = plan_choices(job, machine, budgets) if arguments.ways else ()
+    ways = plan_choices(job, machine, budgets) if arguments.compare else ()
     if arguments.json:
         print(plan_json(machine, chosen, ways))
         return DONE

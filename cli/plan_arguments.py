@@ -47,7 +47,7 @@ class PlanArguments:
     model: str = "a14b"
     """One of `MODELS`."""
     steps: int = 20
-    switch: int | None = None
+    switch_step: int | None = None
     """Steps of the high-noise expert; None: half of them."""
     cfg: str = "both"
     storage: str = "bf16"
@@ -56,11 +56,11 @@ class PlanArguments:
     device: str | None = None
     workers: int | None = None
     """How many to lay out; None: one run on one of them."""
-    per_machine: int = 8
+    gpus_per_node: int = 8
     """Workers on one machine."""
     videos: int = 100
     """How many are made where many are."""
-    ways: bool = False
+    compare: bool = False
     """Whether to plan other storage and several videos in one pass too."""
     json: bool = False
 
@@ -89,12 +89,14 @@ def offload_job(arguments: PlanArguments, *, value_bytes: int = BF16_BYTES) -> O
 
 def _steps(arguments: PlanArguments, *, one: bool) -> tuple[str, ...]:
     """The expert of each step. Raises SizeError."""
-    steps, switch = arguments.steps, arguments.switch
+    steps, switch = arguments.steps, arguments.switch_step
     if one and switch is not None:
-        raise SizeError(f"--switch {switch}: {arguments.model} is one expert, which runs every step; leave it out")
+        raise SizeError(f"--switch-step {switch}: {arguments.model} is one expert, which runs every step; leave it out")
     high = steps if one else steps // 2 if switch is None else switch
     if steps < 1 or not 0 <= high <= steps:
-        raise SizeError(f"--steps {steps} --switch {high}: there must be a step, and the switch must be among them")
+        raise SizeError(
+            f"--steps {steps} --switch-step {high}: there must be a step, and the switch must be among them"
+        )
     return ("high",) * high + ("low",) * (steps - high)
 
 

@@ -43,7 +43,7 @@ def plan_workers(arguments: PlanArguments, job: OffloadJob, machine: Machine) ->
 
 def _propose(arguments: PlanArguments, job: OffloadJob, machine: Machine, budgets: Budgets, videos: int) -> Proposal:
     assert arguments.workers is not None
-    here = arguments.per_machine
+    here = arguments.gpus_per_node
     mesh = choose_layout(arguments.workers, job, machine, budgets, samples=videos, workers_per_machine=here)
     share = worker_share(mesh, job, machine, budgets, workers_per_machine=here)
     return Proposal(videos=videos, mesh=mesh, worker=plan_offload(share.job, share.machine, share.budgets))
@@ -64,7 +64,7 @@ def _table(arguments: PlanArguments, job: OffloadJob, machine: Machine, proposal
     ]
     return "\n".join(
         [
-            f"{arguments.workers} workers with {machine.name}, up to {arguments.per_machine} on a machine with "
+            f"{arguments.workers} workers with {machine.name}, up to {arguments.gpus_per_node} on a machine with "
             f"{size_text(machine.ram_bytes)} of RAM ({machine.origin})",
             Table(head=header, rows=tuple(rows)).text(),
             *(f"{_purpose(each.videos)}: {describe_layout(each.mesh)}" for each in proposals),
@@ -97,16 +97,16 @@ def _json(machine: Machine, proposals: list[Proposal]) -> str:
 
 
 def _purpose(videos: int) -> str:
-    return "one video now" if videos == 1 else f"{videos} videos"
+    return "one video" if videos == 1 else f"{videos} videos"
 
 
 def _check(arguments: PlanArguments) -> None:
     for option, count in (
         ("--workers", arguments.workers),
-        ("--per-machine", arguments.per_machine),
+        ("--gpus-per-node", arguments.gpus_per_node),
         ("--videos", arguments.videos),
     ):
         if count is not None and count < 1:
             raise SizeError(f"{option} {count}: give 1 or more")
-    if arguments.ways:
-        raise SizeError("--ways is about one worker: leave it out, or --workers")
+    if arguments.compare:
+        raise SizeError("--compare is about one worker: leave it out, or --workers")

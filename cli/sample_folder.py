@@ -1,7 +1,7 @@
-"""A folder that a sample model may be written to, without ever harming what is not the sample model's.
+"""A folder that a test model may be written to, without ever harming what is not the test model's.
 
-A record in the folder names the sample model's files and their sizes. New files are written beside the old ones first
-and take their places at the end, so the folder always holds all of a sample model or none of it.
+A record in the folder names the test model's files and their sizes. New files are written beside the old ones first
+and take their places at the end, so the folder always holds all of a test model or none of it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ PARTIAL = ".partial"
 
 
 class SampleModelError(OSError):
-    """A sample model cannot be written; the message says where and why."""
+    """A test model cannot be written; the message says where and why."""
 
 
 class SampleFolder:
-    """`folder` as the place of a sample model that is made by `recipe`."""
+    """`folder` as the place of a test model that is made by `recipe`."""
 
     def __init__(self, folder: Path, *, recipe: Mapping[str, int]) -> None:
         self.folder = folder
         self._recipe = dict(recipe)
 
     def is_there(self) -> bool:
-        """Whether the sample model of this recipe is there, complete."""
+        """Whether the test model of this recipe is there, complete."""
         record = self._read_record()
         return record is not None and record["recipe"] == self._recipe and self._changed(record) == []
 
     def files(self) -> dict[Path, int]:
-        """The sample model's files, relative to the folder, and their sizes in bytes."""
+        """The test model's files, relative to the folder, and their sizes in bytes."""
         record = self._read_record() or {"files": {}}
         return {Path(name): nbytes for name, nbytes in record["files"].items()}
 
@@ -44,10 +44,10 @@ class SampleFolder:
 
     @contextmanager
     def replacing(self) -> Iterator[Path]:
-        """Give an empty folder to write to; its files replace the old sample model when the block ends well.
+        """Give an empty folder to write to; its files replace the old test model when the block ends well.
 
         Raises:
-            SampleModelError: the folder holds files that are not a sample model's, which are left alone.
+            SampleModelError: the folder holds files that are not a test model's, which are left alone.
         """
         self._refuse_other_files()
         partial = self.folder / PARTIAL
@@ -70,12 +70,12 @@ class SampleFolder:
             others = [path.name for path in _entries(self.folder) if path.name != PARTIAL]
             if others:
                 raise SampleModelError(
-                    f"{self.folder} holds {others[0]} and is no sample model: name a new or an empty folder"
+                    f"{self.folder} holds {others[0]} and is no test model: name a new or an empty folder"
                 )
             return
         for name in self._changed(record):
             if (self.folder / name).exists():
-                raise SampleModelError(f"{self.folder / name} is no longer the sample model's: move it elsewhere")
+                raise SampleModelError(f"{self.folder / name} is no longer the test model's: move it elsewhere")
 
     def _remove_old(self) -> None:
         for path in self.files():
@@ -88,7 +88,7 @@ class SampleFolder:
             path = file.relative_to(partial)
             target = self.folder / path
             if target.exists():
-                raise SampleModelError(f"{target} is not the sample model's and in its way: move it elsewhere")
+                raise SampleModelError(f"{target} is not the test model's and in its way: move it elsewhere")
             target.parent.mkdir(parents=True, exist_ok=True)
             file.rename(target)
             files[path.as_posix()] = target.stat().st_size

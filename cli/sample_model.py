@@ -28,7 +28,7 @@ from .sample_weights import SAMPLE_WIDTH, ExpertShape, make_expert, make_text_en
 __all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
 
 A14B_LAYERS = 40
-RECIPE = 7  # raised when other files are written, so that an older sample model is replaced
+RECIPE = 7  # raised when other files are written, so that an older test model is replaced
 
 VAE_SEED, TEXT_SEED, WAN22_VAE_SEED = 1, 2, 4
 LORA_SEED = 100  # added to that of its expert
@@ -87,7 +87,7 @@ I2V = Family(
 
 @dataclass(frozen=True, kw_only=True)
 class SampleModel:
-    """A sample model on disk. `files` have their sizes in bytes; `nbytes` counts a file with two names once."""
+    """A test model on disk. `files` have their sizes in bytes; `nbytes` counts a file with two names once."""
 
     folder: Path
     files: dict[Path, int]
@@ -103,9 +103,9 @@ class SampleModel:
 def write_sample_model(
     folder: Path | str, *, layers: int = A14B_LAYERS, on_progress: Callable[[str], object] | None = None
 ) -> SampleModel:
-    """Write a sample model into `folder`: a new folder, an empty one, or an older sample model, which is replaced.
+    """Write a test model into `folder`: a new folder, an empty one, or an older test model, which is replaced.
 
-    A sample model that is already there is left as it is. `layers` is the number of blocks of each expert;
+    A test model that is already there is left as it is. `layers` is the number of blocks of each expert;
     `on_progress` is told what is written next.
 
     Raises:
@@ -119,7 +119,7 @@ def write_sample_model(
         except SampleModelError:
             raise
         except (SafetensorError, OSError) as err:
-            raise SampleModelError(f"the sample model cannot be written to {folder}: {err}") from err
+            raise SampleModelError(f"the test model cannot be written to {folder}: {err}") from err
     return SampleModel(folder=sample.folder, files=sample.files(), nbytes=sample.nbytes())
 
 

@@ -1,4 +1,4 @@
-"""The sample model of Wan2.2 TI2V-5B, which has one expert for all steps and a VAE of its own."""
+"""The test model of Wan2.2 TI2V-5B, which has one expert for all steps and a VAE of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sample models of Wan2.1, which have one expert for all steps: text to video, image to video, what CLIP sees."""
+"""The test models of Wan2.1, which have one expert for all steps: text to video, image to video, what CLIP sees."""
 
 from __future__ import annotations
 

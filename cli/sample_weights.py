@@ -24,7 +24,7 @@ from ..wan.vae_weights import family_of
 TEXT_DIM = 4096
 HEAD_DIM = 128
 SAMPLE_WIDTH = {"heads": 2, "ffn_dim": 256}
-"""Of all experts of the sample model: two heads are the fewest that Ulysses can share out."""
+"""Of all experts of the test model: two heads are the fewest that Ulysses can share out."""
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

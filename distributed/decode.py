@@ -62,7 +62,7 @@ def decode_on_workers(
     pool: Pool,
     job: DecodeJob,
     *,
-    restarts: int,
+    max_restarts: int,
     timeout_s: float,
     should_stop: Callable[[], bool] = lambda: False,
     on_tile: Callable[[TileDone], None] = lambda done: None,
@@ -75,11 +75,11 @@ def decode_on_workers(
     Raises:
         DecodeCancelled: `should_stop` returned True; the workers have stopped too.
         MissingPathError: the VAE is not there on the machine of a worker; says where.
-        WorkerLostError: one more worker was lost than `restarts` replaces.
+        WorkerLostError: one more worker was lost than `max_restarts` replaces.
         VaeInputError, CheckpointFileError: as of `WanVae.decode`; the first one that a worker raises.
     """
     check_latents(job.latents)
-    decode = _Decode(pool, job, restarts, timeout_s)
+    decode = _Decode(pool, job, max_restarts, timeout_s)
     try:
         return decode.run(should_stop, on_tile)
     finally:
@@ -97,8 +97,8 @@ class _UnderWay(NamedTuple):
 class _Decode:
     """Which tiles wait, which are under way on which worker, and what is put together so far."""
 
-    def __init__(self, pool: Pool, job: DecodeJob, restarts: int, timeout_s: float) -> None:
-        self._pool, self._job, self._restarts, self._timeout_s = pool, job, restarts, timeout_s
+    def __init__(self, pool: Pool, job: DecodeJob, max_restarts: int, timeout_s: float) -> None:
+        self._pool, self._job, self._max_restarts, self._timeout_s = pool, job, max_restarts, timeout_s
         self._videos = job.latents.split(1)
         tiles = job.tiling.tiles(*job.latents.shape[3:])
         self._columns = max(tile.column for tile in tiles) + 1
@@ -188,9 +188,9 @@ class _Decode:
 
     def _replace(self, number: int, worker: WorkerHandle, error: WorkerLostError) -> None:
         """Start another worker in the place of one that is lost with a tile, as long as losses are made good."""
-        if self._restarts == 0:
+        if self._max_restarts == 0:
             raise error
-        self._restarts -= 1
+        self._max_restarts -= 1
         self._pool.replace(worker.rank)
         self._waiting = sorted([number, *self._waiting])
 

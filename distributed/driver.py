@@ -102,7 +102,7 @@ class Driver:
             Cancelled: `should_stop` returned True. The workers can be used again at once, as after any error.
             MissingPathError: a file is not there on the machine of a worker; says which, and where.
             WorkerFailedError: a worker cannot compute it; says which, and what it raised.
-            GivenUpError: more was lost than `ref.restarts`, with what is known of the last loss.
+            GivenUpError: more was lost than `ref.max_restarts`, with what is known of the last loss.
             MeshError: the mesh has more stages than the request can be cut into.
         """
         parts = apart(request, part_sizes(request.batch, self.mesh))
@@ -165,7 +165,7 @@ class Driver:
 
         steps = [stage_steps(part, self.mesh.stage) for part in parts]
         return StageRun(
-            Schedule.of(steps, data=self.mesh.data, restarts=self._ref.restarts),
+            Schedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts),
             self._cells,
             [None] * len(parts),
             on_step=on_step,
@@ -210,13 +210,13 @@ class Driver:
         if former is not None:
             former.retire()
             self._follows = None
-        for _ in range(self._ref.restarts):
+        for _ in range(self._ref.max_restarts):
             with suppress(WorkerLostError):
                 return cell.gather(paths)
         try:
             return cell.gather(paths)
         except WorkerLostError as err:
-            raise GivenUpError.after(err, self._ref.restarts) from err
+            raise GivenUpError.after(err, self._ref.max_restarts) from err
 
     @contextmanager
     def _running(self) -> Iterator[None]:

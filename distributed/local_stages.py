@@ -74,7 +74,7 @@ def run_stages(
     cells: Mapping[Cell, StageCell[S]],
     states: Sequence[S | None],
     *,
-    restarts: int = 0,
+    max_restarts: int = 0,
     on_step: Callable[[Stepped[S]], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[S]:
@@ -84,15 +84,15 @@ def run_stages(
         steps: of each item, by stage.
         cells: one for every place of the grid of data and stages.
         states: what each item starts from.
-        restarts: how often a cell that lost a worker is mended.
+        max_restarts: how often a cell that lost a worker is mended.
         on_step: called on this thread; what it raises ends the run.
         should_stop: asked often, on this thread.
 
     Raises:
         Cancelled: `should_stop` returned True. Like after any error, no cell has a job any more.
-        GivenUpError: more was lost than `restarts`, with what was said of the last one.
+        GivenUpError: more was lost than `max_restarts`, with what was said of the last one.
     """
     data = 1 + max(cell.data for cell in cells)
-    schedule = Schedule.of(steps, data=data, restarts=restarts)
+    schedule = Schedule.of(steps, data=data, max_restarts=max_restarts)
     assert set(schedule.cells()) == set(cells), "the cells do not fill their grid"
     return StageRun(schedule, cells, states, on_step=on_step, should_stop=should_stop).go()

@@ -93,11 +93,11 @@ class Schedule:
     """Cells that have lost a worker and are not mended yet."""
     lost: int = 0
     """Losses so far."""
-    restarts: int
+    max_restarts: int
     """Losses that are made good."""
 
     @classmethod
-    def of(cls, steps: Sequence[Sequence[range]], *, data: int, restarts: int) -> Schedule:
+    def of(cls, steps: Sequence[Sequence[range]], *, data: int, max_restarts: int) -> Schedule:
         """Before the first job; `steps` are those of each item, by stage. Raises ValueError for ranges with gaps."""
         if not steps or len({len(stages) for stages in steps}) != 1 or not steps[0]:
             raise ValueError("nothing to schedule: give at least one item, and as many stages for each of them")
@@ -108,13 +108,13 @@ class Schedule:
             if any(before.stop != after.start for before, after in pairwise(taken)):
                 raise ValueError(f"the stages of item {number} have gaps between their steps: {taken}")
         items = tuple(Item(steps=tuple(stages), stage=0, next_step=0).entering(0) for stages in steps)
-        return cls(items=items, data=data, stages=len(steps[0]), restarts=restarts)
+        return cls(items=items, data=data, stages=len(steps[0]), max_restarts=max_restarts)
 
     @property
     def outcome(self) -> Outcome:
         if all(item.is_done for item in self.items):
             return Outcome.DONE
-        return Outcome.GIVEN_UP if self.lost > self.restarts else Outcome.GOING
+        return Outcome.GIVEN_UP if self.lost > self.max_restarts else Outcome.GOING
 
     def cells(self) -> Iterator[Cell]:
         """All cells, in the order of their ranks."""

@@ -59,7 +59,7 @@ def decode_in_shared_tiles(
     job: DecodeJob,
     needs: DecodeNeeds,
     *,
-    restarts: int,
+    max_restarts: int,
     timeout_s: float,
     should_stop: Callable[[], bool] = lambda: False,
     on_tile: Callable[[TileDone], None] = lambda done: None,
@@ -74,7 +74,7 @@ def decode_in_shared_tiles(
         assert tiling is not None, "smaller tiles than some are tiles"
         again = replace(job, tiling=tiling, run_id=uuid.uuid4().hex)
         return decode_on_workers(
-            pool, again, restarts=restarts, timeout_s=timeout_s, should_stop=should_stop, on_tile=on_tile
+            pool, again, max_restarts=max_restarts, timeout_s=timeout_s, should_stop=should_stop, on_tile=on_tile
         )
 
     return with_smaller_tiles(attempt, needs, job.tiling, on_change, is_short=_is_short)

@@ -88,9 +88,9 @@ class GivenUpError(OSError):
     """More workers were lost in one run than may be replaced; with what is known of the last loss."""
 
     @classmethod
-    def after(cls, error: BaseException, restarts: int) -> GivenUpError:
-        """After that loss, one more than the `restarts` that are made good."""
-        return cls(f"{error}\n{restarts} losses of one run are made good; this was one more")
+    def after(cls, error: BaseException, max_restarts: int) -> GivenUpError:
+        """After that loss, one more than the `max_restarts` that are made good."""
+        return cls(f"{error}\n{max_restarts} losses of one run are made good; this was one more")
 
 
 class RunPhase(Enum):
@@ -210,7 +210,7 @@ class StageRun(Generic[S]):
     def _mend(self, cell: Cell, error: BaseException) -> None:
         """Mend a cell beside the others, or say that this was one loss too many."""
         if self.schedule.outcome is Outcome.GIVEN_UP:
-            raise GivenUpError.after(error, self.schedule.restarts)
+            raise GivenUpError.after(error, self.schedule.max_restarts)
         # Should the run end before, the cell is mended all the same, and its next user waits for that.
         future = on_own_thread("wanstream-mend", self._cells[cell].mend)
         future.add_done_callback(lambda done: self._events.put(_Mended(cell=cell, error=done.exception())))

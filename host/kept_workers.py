@@ -165,4 +165,4 @@ class KeptWorkers:
 
 def _processes_of(ref: WorkersRef) -> WorkersRef:
     """What of a reference makes processes what they are."""
-    return replace(ref, mesh=None, goal=GOALS[0], restarts=0)
+    return replace(ref, mesh=None, goal=GOALS[0], max_restarts=0)

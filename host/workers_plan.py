@@ -80,7 +80,7 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
         _one_video(run),
         machine_of(),
         run.asked.budgets if isinstance(run.asked, AutoOffload) else Budgets(),
-        samples=run.videos if run.workers.goal == "many videos" else 1,
+        samples=run.videos if run.workers.goal == "throughput" else 1,
         workers_per_machine=_workers_per_machine(run.workers),
         weights=_weights(run.workers),
     )
@@ -91,7 +91,7 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
 
 def _one_video(run: SharedRun) -> OffloadJob:
     """The job of one of the videos where they go separate ways, else of all together."""
-    if run.workers.mesh is None and run.workers.goal == "many videos":
+    if run.workers.mesh is None and run.workers.goal == "throughput":
         return _of_videos(run, 1)
     return run.job
 

@@ -51,8 +51,8 @@ class WanStreamBenchmark(io.ComfyNode):
     def validate_inputs(
         cls,
         repeats: int | None = None,
-        warm_up: int | None = None,
-        cool_down_s: float | None = None,
+        warmup: int | None = None,
+        cooldown_s: float | None = None,
         policies: str | None = None,
         prefetch: str | None = None,
         steps: str | None = None,
@@ -62,7 +62,7 @@ class WanStreamBenchmark(io.ComfyNode):
 
         Refusals are raised, see `said_once`.
         """
-        times: dict[str, Any] = {"repeats": repeats, "warm_up": warm_up, "cool_down_s": cool_down_s}
+        times: dict[str, Any] = {"repeats": repeats, "warmup": warmup, "cooldown_s": cooldown_s}
         TrialTimes(**{name: times[name] for name in times if isinstance(times[name], int | float)})
         TrialMatrix.parse(policies or "", prefetch or "", steps or "")
         return said_once(name_refusal(filename_prefix))
@@ -121,7 +121,7 @@ def _run_input() -> io.Input:
 def _time_inputs() -> list[io.Input]:
     return [
         io.Int.Input(
-            "warm_up",
+            "warmup",
             default=0,
             min=0,
             max=MOST_RUNS,
@@ -137,7 +137,7 @@ def _time_inputs() -> list[io.Input]:
             "that was made already is reported, and nothing is run again. From 3 on the spread says something.",
         ),
         io.Float.Input(
-            "cool_down_s",
+            "cooldown_s",
             default=0.0,
             min=0.0,
             max=LONGEST_PAUSE_S,
@@ -152,7 +152,7 @@ def _matrix_inputs() -> list[io.Input]:
         io.String.Input(
             "policies",
             tooltip="What to run it under, as words with commas between: layerwise, block_swap 20, resident, auto. "
-            "Empty: the policy of the run. Each word costs warm_up + repeats runs; resident takes the memory of both "
+            "Empty: the policy of the run. Each word costs warmup + repeats runs; resident takes the memory of both "
             "experts.",
         ),
         io.String.Input(

@@ -139,7 +139,7 @@ def measure(
 
 def _empty(benchmark: Benchmark) -> Report:
     times, now = benchmark.times, datetime.now().astimezone()
-    again = f"{times.repeats} measured after {times.warm_up} not counted, {times.cool_down_s:g} s of rest before each"
+    again = f"{times.repeats} measured after {times.warmup} not counted, {times.cooldown_s:g} s of rest before each"
     device = next(iter(benchmark.runs.values())).device
     return Report(
         title=benchmark.title,

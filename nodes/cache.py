@@ -11,7 +11,7 @@ from .calibration_run import calibrate_run
 from .sampler_run import SamplerRun
 from .saved_video import name_refusal
 
-FIRST_BLOCK, MAGNITUDES = "first block", "magnitudes"
+FIRST_BLOCK, MAGNITUDES = "first_block_cache", "magcache"
 OWN = "own threshold"
 
 
@@ -39,12 +39,12 @@ class WanStreamCache(io.ComfyNode):
         preset: str,
         threshold: float,
         calibration: str = "",
-        most_in_a_row: int = 2,
+        max_consecutive_skips: int = 2,
         retention: float = 0.2,
     ) -> io.NodeOutput:
         settings: CacheSettings = FirstBlockCache(threshold=PRESETS.get(preset, threshold))
         if kind == MAGNITUDES:
-            rule = SkipRule(threshold=threshold, most_in_a_row=most_in_a_row, retention=retention)
+            rule = SkipRule(threshold=threshold, max_consecutive_skips=max_consecutive_skips, retention=retention)
             settings = MagCache(table=read_table(calibration), rule=rule)
         return io.NodeOutput(settings)
 
@@ -59,7 +59,7 @@ class WanStreamCacheCalibration(io.ComfyNode):
             display_name="Wan Cache Calibration",
             category="WanStream/benchmark",
             **search_words("magcache", "calibrate"),
-            description="Measures what Wan Cache needs to know for magnitudes. Runs the sampler's run once more, with "
+            description="Measures what Wan Cache needs to know for magcache. Runs the sampler's run once more, with "
             "no cache and in this process, and writes a small file. It is good for every prompt and seed, with the "
             "same experts, steps, schedule and flow_shift.",
             inputs=[
@@ -97,18 +97,18 @@ def _kind_inputs() -> list[io.Input]:
             "kind",
             options=[FIRST_BLOCK, MAGNITUDES],
             default=FIRST_BLOCK,
-            tooltip="first block: every step computes its first block, which stays on the device (0.70 GB in bf16), "
-            "and asks it; each prompt keeps two hidden states (1.5 GB at 1280x720x81 in bf16, 0.67 GB at 832x480x81). "
-            "magnitudes: which steps are left out is known before the run, from a calibration; a step that is left out "
-            "moves nothing, and each prompt keeps one hidden state.",
+            tooltip="first_block_cache: every step computes its first block, which stays on the device (0.70 GB in "
+            "bf16), and asks it; each prompt keeps two hidden states (1.5 GB at 1280x720x81 in bf16, 0.67 GB at "
+            "832x480x81). magcache: which steps are left out is known before the run, from a calibration; a step that "
+            "is left out moves nothing, and each prompt keeps one hidden state.",
         ),
         io.Combo.Input(
             "preset",
             options=[*PRESETS, OWN],
             default="usual",
-            tooltip="For first block: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), 0.15 or 0.2. With 30 "
-            "steps of Wan2.1 I2V 14B, others found 0.1 good, the last frames distorted at 0.15, and the whole video at "
-            "0.2. Higher saves more steps.",
+            tooltip="For first_block_cache: the threshold, 0.03 (careful), 0.05 (usual), 0.1 (fast), 0.15 or 0.2. With "
+            "30 steps of Wan2.1 I2V 14B, others found 0.1 good, the last frames distorted at 0.15, and the whole video "
+            "at 0.2. Higher saves more steps.",
         ),
         io.Float.Input(
             "threshold",
@@ -116,7 +116,7 @@ def _kind_inputs() -> list[io.Input]:
             min=0.0,
             max=2.0,
             step=0.01,
-            tooltip="For own threshold, and for magnitudes. Steps are left out below it; 0 leaves nothing out, and "
+            tooltip="For own threshold, and for magcache. Steps are left out below it; 0 leaves nothing out, and "
             "the result is the same to the bit. Higher saves more time and costs quality.",
         ),
     ]
@@ -128,16 +128,16 @@ def _magnitude_inputs() -> list[io.Input]:
             "calibration",
             default="",
             optional=True,
-            tooltip="For magnitudes: the file of Wan Cache Calibration, by its name below the output folder. Making "
+            tooltip="For magcache: the file of Wan Cache Calibration, by its name below the output folder. Making "
             "one costs a run.",
         ),
         io.Int.Input(
-            "most_in_a_row",
+            "max_consecutive_skips",
             default=2,
             min=0,
             max=100,
             optional=True,
-            tooltip="For magnitudes: how many steps may be left out one after the other. More saves time, and costs "
+            tooltip="For magcache: how many steps may be left out one after the other. More saves time, and costs "
             "quality.",
         ),
         io.Float.Input(
@@ -147,7 +147,7 @@ def _magnitude_inputs() -> list[io.Input]:
             max=1.0,
             step=0.01,
             optional=True,
-            tooltip="For magnitudes: share of each expert's steps, from its first one, in which nothing is left out. "
+            tooltip="For magcache: share of each expert's steps, from its first one, in which nothing is left out. "
             "Less saves time; early steps decide about the whole video.",
         ),
     ]

@@ -42,7 +42,7 @@ def read_table(name: str) -> MagTable:
     if not name.strip():
         raise RequestError(
             "a cache by magnitudes needs a calibration: run Wan Cache Calibration once and give the name of its file, "
-            "or choose first block"
+            "or choose first_block_cache"
         )
     path = inside(host.output_folder(), name)
     try:

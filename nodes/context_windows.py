@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..host import io, search_words
-from ..plan.context_windows import FUSES, ContextWindows
+from ..plan.context_windows import BLENDS, ContextWindows
 from ..plan.shapes import FRAMES_PER_LATENT
 from . import sockets
 
@@ -39,14 +39,14 @@ class WanStreamContextWindows(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, frames: int, overlap: int, stride: int, fuse: str, repeat_image: bool, moving: bool = True
+        cls, frames: int, overlap: int, stride: int, blend: str, repeat_image: bool, shift_windows: bool = True
     ) -> io.NodeOutput:
-        windows = windows_of(frames=frames, overlap=overlap, stride=stride, fuse=fuse, repeat_image=repeat_image)
-        return io.NodeOutput(replace(windows, moving=moving))
+        windows = windows_of(frames=frames, overlap=overlap, stride=stride, blend=blend, repeat_image=repeat_image)
+        return io.NodeOutput(replace(windows, shift_windows=shift_windows))
 
 
 def windows_of(
-    *, frames: int, overlap: int, stride: int, fuse: str = "linear", repeat_image: bool = True
+    *, frames: int, overlap: int, stride: int, blend: str = "linear", repeat_image: bool = True
 ) -> ContextWindows:
     """`frames` and `overlap` are of the video. Raises ValueError for what makes no windows."""
     if frames % FRAMES_PER_LATENT != 1:
@@ -59,7 +59,7 @@ def windows_of(
         frames=(frames - 1) // FRAMES_PER_LATENT + 1,
         overlap=overlap // FRAMES_PER_LATENT,
         stride=stride,
-        fuse=fuse,
+        blend=blend,
         repeat_image=repeat_image,
     )
 
@@ -98,8 +98,8 @@ def _window_inputs() -> list[io.Input]:
 def _merging_inputs() -> list[io.Input]:
     return [
         io.Combo.Input(
-            "fuse",
-            options=list(FUSES),
+            "blend",
+            options=list(BLENDS),
             default="linear",
             tooltip="How much a window counts where it overlaps another. linear: less towards its ends, over the "
             "overlap. pyramid: less from its middle on. flat: the same everywhere. None costs more than another.",
@@ -111,7 +111,7 @@ def _merging_inputs() -> list[io.Input]:
             "back to it. Off: only windows that hold the first frame see it. Costs nothing.",
         ),
         io.Boolean.Input(
-            "moving",
+            "shift_windows",
             default=True,
             optional=True,
             tooltip="On: windows begin elsewhere in every step, so that seams do not stay where they were. Off: they "

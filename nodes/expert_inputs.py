@@ -9,7 +9,7 @@ from . import sockets
 
 
 def experts_input() -> io.Input:
-    return sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed) or Wan One Expert (streamed).")
+    return sockets.Experts.Input("experts", tooltip="From Wan Experts (streamed) or Wan Model (single).")
 
 
 def attention_input() -> io.Input:

@@ -27,7 +27,7 @@ class WanStreamGuider(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="WanStreamGuider",
-            display_name="Wan Guider (both experts)",
+            display_name="Wan Guider (streamed)",
             category="WanStream/sampling",
             **search_words("ksampler", "moe", "cfg guider", "custom sampler"),
             description="Lets SamplerCustomAdvanced with any of ComfyUI's samplers run both experts in one go: no "

@@ -37,10 +37,10 @@ class WanStreamLane(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="WanStreamLane",
-            display_name="Wan Lane",
+            display_name="Wan Add Video",
             category="WanStream/sampling",
             **search_words("batch", "several videos", "several prompts"),
-            description="One more video for Wan Lane Sampler, with texts, image and seed of its own. Put as many in a "
+            description="One more video for Wan Batch Sampler, with texts, image and seed of its own. Put as many in a "
             "row as videos are to share one pass over the weights.",
             inputs=[
                 io.Conditioning.Input(
@@ -59,7 +59,7 @@ class WanStreamLane(io.ComfyNode):
                 ),
                 seed_input(),
                 sockets.Lanes.Input(
-                    "lanes", optional=True, tooltip="The lanes before this one, from another Wan Lane."
+                    "lanes", optional=True, tooltip="The lanes before this one, from another Wan Add Video."
                 ),
             ],
             outputs=[sockets.Lanes.Output(display_name="lanes")],
@@ -84,7 +84,7 @@ class WanStreamLaneSampler(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="WanStreamLaneSampler",
-            display_name="Wan Lane Sampler",
+            display_name="Wan Batch Sampler",
             category="WanStream/sampling",
             **search_words("batch", "several videos", "ksampler"),
             description="Does what Wan Sampler does, for all videos of a row of Wan Lanes: the weights move once per "
@@ -93,8 +93,8 @@ class WanStreamLaneSampler(io.ComfyNode):
                 experts_input(),
                 sockets.Lanes.Input(
                     "lanes",
-                    tooltip="From the last Wan Lane of a row. Compute time is proportional to their number, what is "
-                    "read and copied stays that of one.",
+                    tooltip="From the last Wan Add Video of a row. Compute time is proportional to their number, "
+                    "what is read and copied stays that of one.",
                 ),
                 *setting_inputs(),
             ],
@@ -137,18 +137,18 @@ class WanStreamLaneLatent(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="WanStreamLaneLatent",
-            display_name="Wan Lane Latent",
+            display_name="Wan Pick Video",
             category="WanStream/sampling",
             **search_words("batch", "select video"),
-            description="Takes one video out of what Wan Lane Sampler has made.",
+            description="Takes one video out of what Wan Batch Sampler has made.",
             inputs=[
-                sockets.LaneLatents.Input("latents", tooltip="From Wan Lane Sampler."),
+                sockets.LaneLatents.Input("latents", tooltip="From Wan Batch Sampler."),
                 io.Int.Input(
                     "index",
                     default=0,
                     min=0,
                     max=MOST_LANES - 1,
-                    tooltip="Which lane: 0 is the first Wan Lane of the row. Costs nothing.",
+                    tooltip="Which lane: 0 is the first Wan Add Video of the row. Costs nothing.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],

@@ -14,7 +14,7 @@ from ..sampling import NoRoomError
 from ..wan.latent_space import SPACES, WAN21, LatentSpace
 from .expert_inputs import said_once
 
-MADE_FOR = {space.models: space for space in SPACES}
+MODELS = {space.models: space for space in SPACES}
 LARGEST = {"width": 4096, "height": 4096, "frames": 1025}
 
 
@@ -105,8 +105,8 @@ class WanStreamEmptyLatent(io.ComfyNode):
             inputs=[
                 *size_inputs(),
                 io.Combo.Input(
-                    "made_for",
-                    options=list(MADE_FOR),
+                    "model",
+                    options=list(MODELS),
                     default=WAN21.models,
                     optional=True,
                     tooltip="Whose latent it is: of 16 channels and 8 pixels for each latent pixel, or of 48 and 16. "
@@ -122,16 +122,14 @@ class WanStreamEmptyLatent(io.ComfyNode):
         width: int | None = None,
         height: int | None = None,
         frames: int | None = None,
-        made_for: str | None = WAN21.models,
+        model: str | None = WAN21.models,
     ) -> bool | str:
-        if made_for not in MADE_FOR:
+        if model not in MODELS:
             return True
-        return said_once(size_refusal(MADE_FOR[made_for], width=width, height=height, frames=frames))
+        return said_once(size_refusal(MODELS[model], width=width, height=height, frames=frames))
 
     @classmethod
-    def execute(
-        cls, width: int, height: int, frames: int, batch_size: int, made_for: str = WAN21.models
-    ) -> io.NodeOutput:
-        space = MADE_FOR[made_for]
+    def execute(cls, width: int, height: int, frames: int, batch_size: int, model: str = WAN21.models) -> io.NodeOutput:
+        space = MODELS[model]
         shape = video_shape(space, width=width, height=height, frames=frames)
         return io.NodeOutput(empty_latent(space, shape, batch_size))

@@ -38,7 +38,7 @@ class WanStreamImageToVideo(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="WanStreamImageToVideo",
-            display_name="Wan Image to Video",
+            display_name="WanStream Image to Video",
             category="WanStream/video",
             **search_words("i2v", "img2vid", "flf2v", "first last frame", "start image", "end image"),
             description="Encodes a start image, and an end image if there is one, and hands them to the sampler with "

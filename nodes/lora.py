@@ -31,7 +31,7 @@ class WanStreamLora(io.ComfyNode):
             inputs=[
                 sockets.Experts.Input(
                     "experts",
-                    tooltip="From Wan Experts (streamed), Wan One Expert (streamed) or another Wan LoRA (pair).",
+                    tooltip="From Wan Experts (streamed), Wan Model (single) or another Wan LoRA (pair).",
                 ),
                 _file("high_noise", "early, noisy steps"),
                 _file("low_noise", "later steps"),

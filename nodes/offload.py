@@ -12,7 +12,7 @@ from . import sockets
 ALL_BLOCKS = 80
 """Of both experts."""
 
-_SOURCES: dict[str, SourceKind] = {"file": "file", "pinned RAM": "pinned"}
+_SOURCES: dict[str, SourceKind] = {"disk": "file", "RAM": "pinned"}
 
 
 def _prefetch_blocks() -> io.Int.Input:
@@ -27,13 +27,13 @@ def _prefetch_blocks() -> io.Int.Input:
     )
 
 
-def _weights_from() -> io.Combo.Input:
+def _weights_source() -> io.Combo.Input:
     return io.Combo.Input(
-        "weights_from",
+        "weights_source",
         options=list(_SOURCES),
-        default="file",
-        tooltip="file: blocks are read from disk in every step; costs no RAM and wants an SSD (2.5 GB/s at "
-        "832x480x81 on an RTX 4090). pinned RAM: read once, then kept; costs 28 GB of RAM per expert in "
+        default="disk",
+        tooltip="disk: blocks are read from disk in every step; costs no RAM and wants an SSD (2.5 GB/s at "
+        "832x480x81 on an RTX 4090). RAM: read once, then kept; costs 28 GB of RAM per expert in "
         "bf16, 14 GB in fp8.",
     )
 
@@ -45,7 +45,7 @@ def _ram_blocks() -> io.Int.Input:
         min=0,
         max=ALL_BLOCKS,
         optional=True,
-        tooltip="With weights_from pinned RAM: how many blocks of both experts (of 80) are kept there. Each costs 0.70 "
+        tooltip="With weights_source RAM: how many blocks of both experts (of 80) are kept there. Each costs 0.70 "
         "GB of RAM in bf16, 0.35 GB in fp8; each one less is read from disk in every step of its expert. Wan Auto "
         "Offload takes a budget in GB instead.",
     )
@@ -64,9 +64,9 @@ def _chunk_tokens() -> io.Int.Input:
     )
 
 
-def _with(policy: OffloadPolicy, weights_from: str, ram_blocks: int, chunk_tokens: int) -> OffloadPolicy:
-    """`policy` with what both nodes say about RAM and tokens; `ram_blocks` counts for pinned RAM only."""
-    source = _SOURCES[weights_from]
+def _with(policy: OffloadPolicy, weights_source: str, ram_blocks: int, chunk_tokens: int) -> OffloadPolicy:
+    """`policy` with what both nodes say about RAM and tokens; `ram_blocks` counts for RAM only."""
+    source = _SOURCES[weights_source]
     homes = ram_blocks if source == "pinned" and ram_blocks < ALL_BLOCKS else None
     return replace(policy, source=source, ram_blocks=homes, chunk_tokens=chunk_tokens or None)
 
@@ -83,16 +83,16 @@ class WanStreamLayerwise(io.ComfyNode):
             **search_words("low vram", "vram", "offload", "layerwise", "stream weights"),
             description="Smallest device memory: every block is fetched in every step, ahead of its use, and nothing "
             "stays.",
-            inputs=[_prefetch_blocks(), _weights_from(), _ram_blocks(), _chunk_tokens()],
+            inputs=[_prefetch_blocks(), _weights_source(), _ram_blocks(), _chunk_tokens()],
             outputs=[sockets.Policy.Output(display_name="policy")],
         )
 
     @classmethod
     def execute(
-        cls, prefetch_blocks: int, weights_from: str, ram_blocks: int = ALL_BLOCKS, chunk_tokens: int = 0
+        cls, prefetch_blocks: int, weights_source: str, ram_blocks: int = ALL_BLOCKS, chunk_tokens: int = 0
     ) -> io.NodeOutput:
         policy = OffloadPolicy.layerwise(prefetch_blocks)
-        return io.NodeOutput(_with(policy, weights_from, ram_blocks, chunk_tokens))
+        return io.NodeOutput(_with(policy, weights_source, ram_blocks, chunk_tokens))
 
 
 class WanStreamBlockSwap(io.ComfyNode):
@@ -118,7 +118,7 @@ class WanStreamBlockSwap(io.ComfyNode):
                     "whole expert: 28 GB.",
                 ),
                 _prefetch_blocks(),
-                _weights_from(),
+                _weights_source(),
                 _ram_blocks(),
                 _chunk_tokens(),
             ],
@@ -130,9 +130,9 @@ class WanStreamBlockSwap(io.ComfyNode):
         cls,
         blocks_to_swap: int,
         prefetch_blocks: int,
-        weights_from: str,
+        weights_source: str,
         ram_blocks: int = ALL_BLOCKS,
         chunk_tokens: int = 0,
     ) -> io.NodeOutput:
         policy = OffloadPolicy.block_swap(blocks_to_swap, prefetch_blocks)
-        return io.NodeOutput(_with(policy, weights_from, ram_blocks, chunk_tokens))
+        return io.NodeOutput(_with(policy, weights_source, ram_blocks, chunk_tokens))

@@ -21,7 +21,7 @@ class WanStreamOneExpert(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="WanStreamOneExpert",
-            display_name="Wan One Expert (streamed)",
+            display_name="Wan Model (single)",
             category="WanStream/loaders",
             **search_words("load diffusion model", "unet", "gguf", "fp8", "5b", "ti2v", "1.3b", "wan 2.1"),
             description="Opens a model that has one expert for all steps: Wan2.1 T2V (1.3B, 14B), Wan2.1 I2V (14B) or "

@@ -26,7 +26,7 @@ class WanStreamSampler(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="WanStreamSampler",
-            display_name="Wan Sampler (both experts)",
+            display_name="Wan Sampler (streamed)",
             category="WanStream/sampling",
             **search_words("ksampler", "moe", "high noise", "low noise", "t2v", "i2v"),
             description="Denoises with both experts in one run. The defaults are those of Wan2.2 text-to-video; for "

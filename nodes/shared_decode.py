@@ -66,7 +66,7 @@ def decode_shared(
             pool,
             job,
             needs,
-            restarts=ref.restarts,
+            max_restarts=ref.max_restarts,
             timeout_s=ref.timeout_s,
             should_stop=host.should_stop,
             on_tile=_Shown(node_id).show,

@@ -48,11 +48,11 @@ class WanStreamWorkers(io.ComfyNode):
     def execute(
         cls,
         threads: int = 0,
-        restarts: int = 3,
+        max_restarts: int = 3,
         timeout_s: float = 300.0,
         **settings: Any,
     ) -> io.NodeOutput:
-        life = {"threads": threads, "restarts": restarts, "timeout_s": timeout_s}
+        life = {"threads": threads, "max_restarts": max_restarts, "timeout_s": timeout_s}
         ref = workers_ref(gpus=gpus_of(host.device()), **settings, **life)
         # Asked here so that what is missing is said on the node that wants it.
         check_ray(ref)

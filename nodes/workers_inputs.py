@@ -10,7 +10,7 @@ from ..plan import Mesh, MeshError, WorkersRef
 from ..plan.workers_ref import GOALS, LOCAL, WEIGHT_HOMES
 from ..plan.workers_text import WorkersError, check_count, check_degrees
 
-AS_SET = "as set below"
+AS_SET = "manual"
 LAYOUTS = (*GOALS, AS_SET)
 MOST_WORKERS = 64
 AXES = ("data", "stage", "cfg", "ring", "ulysses")
@@ -54,7 +54,7 @@ def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
         paths=place.paths,
         threads=settings["threads"] or None,
         beyond_loopback=place.remote_machines,
-        restarts=settings["restarts"],
+        max_restarts=settings["max_restarts"],
         timeout_s=settings["timeout_s"],
     )
 
@@ -85,8 +85,8 @@ def _layout_inputs() -> list[io.Input]:
             "layout",
             options=list(LAYOUTS),
             default=GOALS[0],
-            tooltip="one video now: all workers compute the same video. many videos: the videos of a batch are spread "
-            "over them, which loses less. as set below: the five degrees.",
+            tooltip="latency: all workers compute the same video. throughput: the videos of a batch are spread "
+            "over them, which loses less. manual: the five degrees.",
         ),
     ]
 
@@ -163,7 +163,7 @@ def _place_inputs() -> list[io.Input]:
 def _life_inputs() -> list[io.Input]:
     return [
         io.Int.Input(
-            "restarts",
+            "max_restarts",
             default=3,
             min=0,
             max=100,

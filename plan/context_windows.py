@@ -35,7 +35,7 @@ def _pyramid(size: int, overlap: int) -> list[Fraction]:
     return [Fraction(min(place + 1, size - place)) for place in range(size)]
 
 
-FUSES: Mapping[str, Callable[[int, int], list[Fraction]]] = {"linear": _linear, "pyramid": _pyramid, "flat": _flat}
+BLENDS: Mapping[str, Callable[[int, int], list[Fraction]]] = {"linear": _linear, "pyramid": _pyramid, "flat": _flat}
 """How much each frame of a window counts where windows overlap: (frames, overlap) -> a weight above 0 for each."""
 
 
@@ -53,11 +53,11 @@ class ContextWindows:
     stride: int = 1
     """The widest distance between frames of a window: 1, 2, 4, ... Above 1, windows of every 2nd, 4th, ... frame come
     on top of those of neighbouring frames, as far as the video has room for them."""
-    fuse: str = "linear"
-    """One of `FUSES`."""
+    blend: str = "linear"
+    """One of `BLENDS`."""
     repeat_image: bool = True
     """Whether every window begins with the start image, as the first one does."""
-    moving: bool = True
+    shift_windows: bool = True
     """Whether the windows begin elsewhere from step to step; otherwise every step has those of step 0."""
 
     def __post_init__(self) -> None:
@@ -69,8 +69,8 @@ class ContextWindows:
             )
         if self.stride < 1 or self.stride & (self.stride - 1):
             raise ValueError(f"a stride of {self.stride} latent frames: give 1, 2, 4 or another power of two")
-        if self.fuse not in FUSES:
-            raise ValueError(f"unknown fuse {self.fuse!r}: choose one of {', '.join(FUSES)}")
+        if self.blend not in BLENDS:
+            raise ValueError(f"unknown blend {self.blend!r}: choose one of {', '.join(BLENDS)}")
 
     def check_video(self, frames: int) -> None:
         """Refuse a video of that many latent frames that is shorter than one window."""
@@ -83,7 +83,7 @@ class ContextWindows:
     def at(self, step: int, frames: int) -> Windows:
         """The windows of one step, 0-based, of a video of that many latent frames; together they hold every frame."""
         self.check_video(frames)
-        hop, shift = self.frames - self.overlap, halving(step) if self.moving else Fraction(0)
+        hop, shift = self.frames - self.overlap, halving(step) if self.shift_windows else Fraction(0)
         windows: list[tuple[int, ...]] = []
         for apart in self._distances():
             span = (self.frames - 1) * apart + 1
@@ -98,7 +98,7 @@ class ContextWindows:
 
     def weights(self, windows: Windows, frames: int) -> list[list[float]]:
         """How much each frame of each window counts in the whole; what a frame's windows count for adds up to 1."""
-        own = FUSES[self.fuse](self.frames, self.overlap)
+        own = BLENDS[self.blend](self.frames, self.overlap)
         total = [Fraction(0)] * frames
         for window in windows:
             for place, frame in enumerate(window):

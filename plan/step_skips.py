@@ -18,15 +18,15 @@ class SkipRule:
 
     threshold: float
     """Steps are left out while the error that has added up is below this; 0: none is."""
-    most_in_a_row: int = 2
+    max_consecutive_skips: int = 2
     retention: float = 0.2
     """Share of an expert's steps, from its first one, in which nothing is left out."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and self.threshold >= 0):
             raise ValueError(f"threshold is {self.threshold}: give 0 (nothing is left out) or more")
-        if self.most_in_a_row < 0:
-            raise ValueError(f"most_in_a_row is {self.most_in_a_row}, it must be 0 or more")
+        if self.max_consecutive_skips < 0:
+            raise ValueError(f"max_consecutive_skips is {self.max_consecutive_skips}, it must be 0 or more")
         if not 0 <= self.retention <= 1:
             raise ValueError(f"retention is {self.retention}: give a share, 0 to 1")
 
@@ -51,7 +51,7 @@ def skipped_steps(
         in_a_row += 1
         sizes = [size * each[step] for size, each in zip(sizes, ratios, strict=True)]
         errors = [error + abs(1 - size) for error, size in zip(errors, sizes, strict=True)]
-        if place > 0 and in_a_row <= rule.most_in_a_row and all(error < rule.threshold for error in errors):
+        if place > 0 and in_a_row <= rule.max_consecutive_skips and all(error < rule.threshold for error in errors):
             skipped.add(step)
         else:
             sizes, errors, in_a_row = [1.0] * len(ratios), [0.0] * len(ratios), 0

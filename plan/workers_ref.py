@@ -18,9 +18,9 @@ ON_DEVICE: WeightHome = "sharded in VRAM"
 WEIGHT_HOMES: tuple[WeightHome, ...] = ("auto", "full", "sharded", "sharded in VRAM")
 
 
-Goal = Literal["one video now", "many videos"]
+Goal = Literal["latency", "throughput"]
 """What a layout is to serve where the planner proposes it."""
-GOALS: tuple[Goal, ...] = ("one video now", "many videos")
+GOALS: tuple[Goal, ...] = ("latency", "throughput")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class WorkersRef:
     """How many workers; 1 is what a run without workers is."""
     mesh: Mesh | None = None
     """How they are laid out; None: as the planner proposes for the run, with `goal` in mind."""
-    goal: Goal = "one video now"
+    goal: Goal = "latency"
     address: str = LOCAL
     """`IN_PROCESS` (one worker, in this process), `LOCAL` (a Ray of their own on this machine), or the address of a
     Ray cluster that runs already ("host:port"). Never taken from a graph: see `clusters`."""
@@ -53,7 +53,7 @@ class WorkersRef:
     beyond_loopback: bool = False
     """Whether workers may listen on addresses that other machines reach; needed for a cluster, refused without its
     token."""
-    restarts: int = 3
+    max_restarts: int = 3
     """How many lost workers are replaced in one run."""
     timeout_s: float = 300.0
     """How long a worker waits for the others of its cell before it says that one hangs."""

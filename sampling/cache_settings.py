@@ -56,7 +56,7 @@ class MagCache:
     def words(self) -> str:
         rule = self.rule
         return (
-            f"magnitudes, threshold {rule.threshold:g}, at most {rule.most_in_a_row} in a row, retention "
+            f"magnitudes, threshold {rule.threshold:g}, at most {rule.max_consecutive_skips} in a row, retention "
             f"{rule.retention:g}; {self.table.source}"
         )
 

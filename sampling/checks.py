@@ -97,8 +97,8 @@ def check_windows_stay(windows: ContextWindows, steps: Sequence[int], frames: in
     if len(places) > 1 and all(before != after for before, after in pairwise(places)):
         raise RequestError(
             "the context windows begin elsewhere in every step, and a cache by magnitudes leaves a step out only where "
-            "all of its windows were computed in the one before: turn moving off in Wan Context Windows, or use the "
-            "first-block cache, which asks each window"
+            "all of its windows were computed in the one before: turn shift_windows off in Wan Context Windows, or use "
+            "the first-block cache, which asks each window"
         )
 
 

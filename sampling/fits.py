@@ -37,7 +37,7 @@ def _check_image(request: DenoiseRequest, width: int) -> None:
     if image is None:
         raise RequestError(
             "the model has an image branch (Wan2.1 I2V), and the request has no image embedding: choose a clip_vision "
-            "file in Wan Image to Video, or connect a CLIP Vision output to WanImageToVideo"
+            "file in WanStream Image to Video, or connect a CLIP Vision output to WanImageToVideo"
         )
     if image.shape[2] != width:
         raise RequestError(

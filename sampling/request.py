@@ -273,12 +273,13 @@ def check_channels(request: DenoiseRequest, in_channels: int) -> None:
     if in_channels == WAN22.channels:
         words = (
             "Wan2.2 5B takes a start image as the first frame of the latent, and this request has one as a condition "
-            "(image_condition), as A14B takes it: choose the VAE of Wan2.2 5B in Wan Image to Video"
+            "(image_condition), as A14B takes it: choose the VAE of Wan2.2 5B in WanStream Image to Video"
         )
     elif request.image_condition is None:
         words = (
             "these are image-to-video experts, and no start image is connected (image_condition): connect positive and "
-            "negative through Wan Image to Video, or choose text-to-video experts, whose files have t2v in their names"
+            "negative through WanStream Image to Video, or choose text-to-video experts, whose files have t2v in their "
+            "names"
         )
     else:
         words = (

@@ -33,23 +33,23 @@ class TrialTimes:
 
     repeats: int = 1
     """Runs that count."""
-    warm_up: int = 0
+    warmup: int = 0
     """Runs before them that do not."""
-    cool_down_s: float = 0.0
+    cooldown_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise RequestError(f"{self.repeats} repeats measure nothing: give 1 to {MOST_RUNS}")
-        for name in ("repeats", "warm_up"):
+        for name in ("repeats", "warmup"):
             if not 0 <= getattr(self, name) <= MOST_RUNS:
                 raise RequestError(f"{name} is {getattr(self, name)}: give at most {MOST_RUNS}, and not less than 0")
-        if not (math.isfinite(self.cool_down_s) and 0 <= self.cool_down_s <= LONGEST_PAUSE_S):
-            raise RequestError(f"cool_down_s is {self.cool_down_s:g}: give 0 to {LONGEST_PAUSE_S:g} seconds")
+        if not (math.isfinite(self.cooldown_s) and 0 <= self.cooldown_s <= LONGEST_PAUSE_S):
+            raise RequestError(f"cooldown_s is {self.cooldown_s:g}: give 0 to {LONGEST_PAUSE_S:g} seconds")
 
     @property
     def runs(self) -> int:
         """Of each variant, warm-ups too."""
-        return self.warm_up + self.repeats
+        return self.warmup + self.repeats
 
 
 def trials(times: TrialTimes, run: Callable[[], DenoiseResult], *, check: Callable[[], None]) -> Iterator[Trial]:
@@ -58,8 +58,8 @@ def trials(times: TrialTimes, run: Callable[[], DenoiseResult], *, check: Callab
     `check` is asked during the pauses and ends them by raising. What `run` raises ends the trials.
     """
     for number in range(times.runs):
-        pause(times.cool_down_s, check)
-        yield as_trial(run(), warm_up=number < times.warm_up)
+        pause(times.cooldown_s, check)
+        yield as_trial(run(), warmup=number < times.warmup)
 
 
 def pause(seconds: float, check: Callable[[], None]) -> None:
@@ -71,9 +71,9 @@ def pause(seconds: float, check: Callable[[], None]) -> None:
         check()
 
 
-def as_trial(result: DenoiseResult, *, warm_up: bool = False) -> Trial:
+def as_trial(result: DenoiseResult, *, warmup: bool = False) -> Trial:
     """What a report keeps of a run."""
-    return Trial(timeline=result.timeline, latents=tensor_digest(result.latents), warm_up=warm_up)
+    return Trial(timeline=result.timeline, latents=tensor_digest(result.latents), warmup=warmup)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -147,8 +147,8 @@ def _windows(request: DenoiseRequest) -> dict[str, str]:
     if windows is None:
         return {}
     stride = "" if windows.stride == 1 else f", stride {windows.stride}"
-    stay = "" if windows.moving else ", staying where they are"
-    said = f"{_frames(windows.frames)} frames, {windows.overlap} latent frames shared{stride}, {windows.fuse}{stay}"
+    stay = "" if windows.shift_windows else ", staying where they are"
+    said = f"{_frames(windows.frames)} frames, {windows.overlap} latent frames shared{stride}, {windows.blend}{stay}"
     return {"Context windows": said}
 
 

@@ -162,5 +162,5 @@ def wan22_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sample_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A models folder as `wanstream sample-model` writes it, four blocks deep. Read only."""
+    """A models folder as `wanstream make-test-model` writes it, four blocks deep. Read only."""
     return write_sample_model(tmp_path_factory.mktemp("models"), layers=4).folder

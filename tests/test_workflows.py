@@ -235,7 +235,7 @@ def _small(name: str) -> Prompt:
             node["inputs"]["steps"] = 4
         if "layout" in node["inputs"]:
             # What the planner would choose, without measuring this machine.
-            node["inputs"] |= {"layout": "as set below", "cfg": 2, "threads": 1}
+            node["inputs"] |= {"layout": "manual", "cfg": 2, "threads": 1}
     return prompt
 
 

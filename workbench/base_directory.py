@@ -1,4 +1,4 @@
-"""A base directory for a ComfyUI server: this pack, the sample model and a picture, and nothing else."""
+"""A base directory for a ComfyUI server: this pack, the test model and a picture, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACK = "WanStream"
 
 
 def furnish(base: Path) -> None:
-    """Put this pack, the sample model and a picture into a base directory."""
+    """Put this pack, the test model and a picture into a base directory."""
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)

@@ -86,7 +86,7 @@ def test_a_result_that_changes_from_run_to_run_is_told(
     make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
     first = make_variant("a", make_timeline(2, 2))
-    odd = Trial(timeline=make_timeline(2, 2), latents="cd" * 32, warm_up=True)
+    odd = Trial(timeline=make_timeline(2, 2), latents="cd" * 32, warmup=True)
     shaky = replace(first, trials=(odd, *first.trials))
     assert row(comparison(make_report(shaky)), "Latents") == ("differ from run to run",)
 

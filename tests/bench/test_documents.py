@@ -34,7 +34,7 @@ def report(make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: 
     walls = (2.5, 1.25, 1.5, 3.75, 1.125)
     one = make_variant("a", make_timeline(9, 9, 9, 9, 9), make_timeline(*walls, **MEASURED))
     cold, warm = one.trials
-    one = replace(one, trials=(replace(cold, warm_up=True), warm))
+    one = replace(one, trials=(replace(cold, warmup=True), warm))
     return make_report(one, make_variant("b", make_timeline(1, 1)))
 
 
@@ -85,7 +85,7 @@ def test_json_holds_every_timeline_as_it_is(report: Report) -> None:
         assert [Timeline.from_dict(trial["timeline"]) for trial in said["trials"]] == [
             trial.timeline for trial in variant.trials
         ]
-        assert [trial["warm_up"] for trial in said["trials"]] == [trial.warm_up for trial in variant.trials]
+        assert [trial["warmup"] for trial in said["trials"]] == [trial.warmup for trial in variant.trials]
     total = written["figures"]["a"]["Total denoising"]
     assert total == {"median": 10.125, "low": 10.125, "high": 10.125, "runs": 1, "unit": "s"}
 
@@ -95,12 +95,12 @@ def test_csv_has_a_line_for_each_step_of_each_run_with_the_timelines_numbers(rep
     assert len(lines) == 5 + 5 + 2
     counted, run = lines[5:10], report.variants[0].measured[0]
     for line, step in zip(counted, run.steps, strict=True):
-        assert (line["variant"], line["run"], line["warm_up"]) == ("a", "2", "0")
+        assert (line["variant"], line["run"], line["warmup"]) == ("a", "2", "0")
         for field in fields(StepRecord):
             value = getattr(step, field.name)
             assert line[field.name] == ("" if value is None else str(value)), field.name
     assert float(counted[-1]["cumulative_s"]) == run.wall_s
-    assert [line["warm_up"] for line in lines[:5]] == ["1"] * 5
+    assert [line["warmup"] for line in lines[:5]] == ["1"] * 5
 
 
 @pytest.mark.parametrize(

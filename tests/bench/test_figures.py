@@ -109,7 +109,7 @@ def test_no_byte_of_a_run_is_left_out(make_timeline: MakeTimeline) -> None:
 def test_warm_ups_do_not_count(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
     variant = make_variant("a", make_timeline(90), make_timeline(10), make_timeline(12))
     cold, *rest = variant.trials
-    variant = replace(variant, trials=(replace(cold, warm_up=True), *rest))
+    variant = replace(variant, trials=(replace(cold, warmup=True), *rest))
     assert figure("Total denoising").spread(variant) == Spread(median=11, low=10, high=12, runs=2)
 
 

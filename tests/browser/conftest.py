@@ -1,4 +1,4 @@
-"""A real ComfyUI with the sample model, and its frontend in a headless Chromium.
+"""A real ComfyUI with the test model, and its frontend in a headless Chromium.
 
 Where one of them is missing on this machine, these tests are skipped and say which.
 """

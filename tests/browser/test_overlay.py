@@ -1,4 +1,4 @@
-"""The overlay in ComfyUI's own frontend, on the classic canvas and in Nodes 2.0, with runs on the sample model.
+"""The overlay in ComfyUI's own frontend, on the classic canvas and in Nodes 2.0, with runs on the test model.
 
 `WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it none are kept.
 """

@@ -154,7 +154,7 @@ def test_a_row_that_fails_while_it_runs_does_not_stop_the_others(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (["--models", "/none"], "wanstream sample-model"),
+        (["--models", "/none"], "wanstream make-test-model"),
         (["--workflow", "/none.json"], "cannot be read"),
         (["--out", "/dev/null/x"], "--out /dev/null/x"),
         (["--journal", "/none/journal.sqlite"], "cannot be locked"),

@@ -1,4 +1,4 @@
-"""`wanstream batch --lanes` in this process: every row gets the video that it gets alone."""
+"""`wanstream batch --share-weights` in this process: every row gets the video that it gets alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def prompt_ids(folder: Path) -> list[str]:
 
 def test_four_lanes_make_the_videos_of_four_single_runs(batch: Batch, tmp_path: Path) -> None:
     rows = [{"name": f"boat {n}", "text.positive": "a boat " * (n + 1), "sampler.seed": n} for n in range(4)]
-    assert batch(rows, "--lanes", "4", out="together") == DONE
+    assert batch(rows, "--share-weights", "4", out="together") == DONE
     assert batch(rows, out="alone") == DONE
     together, alone = videos(tmp_path / "together"), videos(tmp_path / "alone")
     assert sorted(together) == sorted(alone) == [f"boat {n}.mp4" for n in range(4)]
@@ -83,9 +83,9 @@ def test_more_lanes_than_rows_and_a_second_run_that_has_nothing_to_do(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"sampler.seed": 1}, {"sampler.seed": 2}]
-    assert batch(rows, "--lanes", "64") == DONE
+    assert batch(rows, "--share-weights", "64") == DONE
     before = prompt_ids(tmp_path / "out")
-    assert batch(rows, "--lanes", "2") == DONE
+    assert batch(rows, "--share-weights", "2") == DONE
     assert prompt_ids(tmp_path / "out") == before
     assert "alone" not in capsys.readouterr().err
 
@@ -101,7 +101,7 @@ def test_rows_that_do_not_fit_together_are_told_and_made_all_the_same(
         {"sampler.seed": 4, "sampler.steps": 3},
         {"experts.high_noise": "wan2.2_t2v_high_noise_14B_fp16.safetensors"},
     ]
-    assert batch(rows, "--lanes", "4") == DONE
+    assert batch(rows, "--share-weights", "4") == DONE
     told = capsys.readouterr().err
     assert "line 2 runs alone: its latent.width is 48, that of line 1 is 32" in told
     assert "line 4 runs alone: its sampler.steps is 3, that of line 1 is 2" in told
@@ -120,7 +120,7 @@ def test_a_lane_that_fails_costs_the_others_nothing_but_time(
         Image.effect_noise((40, 40), 90).convert("RGB").save(tmp_path / name)
     (tmp_path / "two.png").write_bytes(b"no picture")
     rows = [{"name": name, "image.image": f"{name}.png"} for name in ("one", "two", "three")]
-    assert batch(rows, "--lanes", "3", name="i2v") == FAILED
+    assert batch(rows, "--share-weights", "3", name="i2v") == FAILED
     told = capsys.readouterr().err
     assert "3 rows that ran together failed and are tried one by one" in told
     assert "line 2" in told
@@ -139,10 +139,10 @@ def test_a_batch_that_is_killed_between_two_passes_goes_on_with_the_second(batch
         process.kill()
         return process.wait()
 
-    assert batch(rows, "--lanes", "2", run=killed_after_the_first_video) == -signal.SIGKILL
+    assert batch(rows, "--share-weights", "2", run=killed_after_the_first_video) == -signal.SIGKILL
     before = videos(tmp_path / "out")
     assert 0 < len(before) < len(rows)
-    assert batch(rows, "--lanes", "2") == DONE
+    assert batch(rows, "--share-weights", "2") == DONE
     after = videos(tmp_path / "out")
     assert sorted(after) == [f"{n}.mp4" for n in range(4)]
     for name, video in before.items():
@@ -151,7 +151,7 @@ def test_a_batch_that_is_killed_between_two_passes_goes_on_with_the_second(batch
 
 def test_a_dry_run_says_how_many_passes_there_are(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [*({"sampler.seed": seed} for seed in range(5)), {"sampler.steps": 3}]
-    assert batch(rows, "--lanes", "4", "--dry-run") == DONE
+    assert batch(rows, "--share-weights", "4", "--dry-run") == DONE
     printed = capsys.readouterr()
     assert "6 of 6 rows are valid, in 3 passes; nothing was queued" in printed.out
     assert "line 6 runs alone: its sampler.steps is 3" in printed.err
@@ -160,7 +160,7 @@ def test_a_dry_run_says_how_many_passes_there_are(batch: Batch, capsys: pytest.C
 @pytest.mark.parametrize("lanes", ["0", "-2", "many"])
 def test_no_lanes_are_refused(batch: Batch, tmp_path: Path, lanes: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        batch([{}], "--lanes", lanes)
+        batch([{}], "--share-weights", lanes)
     assert ended.value.code == INVALID
-    assert "--lanes" in capsys.readouterr().err
+    assert "--share-weights" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

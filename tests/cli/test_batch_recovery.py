@@ -246,7 +246,7 @@ def pictures(folder: Path) -> dict[str, bytes]:
 
 
 def test_videos_of_lanes_are_known_by_their_lane(batch: Batch, runs: list[int], tmp_path: Path) -> None:
-    assert batch(ROWS, "--lanes", "3") == DONE
+    assert batch(ROWS, "--share-weights", "3") == DONE
     out = tmp_path / "out"
     made = contents(out)
     first, second, shot = pictures(out).values()
@@ -255,7 +255,7 @@ def test_videos_of_lanes_are_known_by_their_lane(batch: Batch, runs: list[int], 
     (out / "00002.mp4").unlink()
     runs.clear()
     rows = [{"sampler.seed": 9}, ROWS[1], ROWS[0], ROWS[2]]
-    assert batch(rows, "--lanes", "3") == DONE
+    assert batch(rows, "--share-weights", "3") == DONE
     assert runs == [2], "what is there is not computed again"
     assert {name: contents(out)[name] for name in ("00001.mp4", "shot.mp4")} == {
         name: made[name] for name in ("00001.mp4", "shot.mp4")

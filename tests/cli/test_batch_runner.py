@@ -367,9 +367,9 @@ def test_files_that_never_come_cost_their_rows_alone(tmp_path: Path, withheld: l
     assert len(bench.host.made) == ROWS, "nothing is computed twice"
 
 
-def test_the_only_file_that_is_left_is_requested_for_the_patience_and_then_fails(tmp_path: Path) -> None:
+def test_the_only_file_that_is_left_is_requested_for_the_timeout_and_then_fails(tmp_path: Path) -> None:
     bench = Bench(tmp_path, Withholding("1"), rows=rows_of(1))
-    bench.limits = Limits(patience_s=100.0)
+    bench.limits = Limits(timeout_s=100.0)
     bench.run()
     assert sum(bench.slept) == pytest.approx(100.0, abs=1.0)
     assert bench.states() == [State.failed]
@@ -410,10 +410,10 @@ def test_an_outage_of_posts_alone_fails_no_row(tmp_path: Path) -> None:
     assert not any(told.startswith("failed") for told in bench.teller.told)
 
 
-def test_an_outage_of_posts_alone_ends_the_run_after_the_patience(tmp_path: Path) -> None:
+def test_an_outage_of_posts_alone_ends_the_run_after_the_timeout(tmp_path: Path) -> None:
     bench = Bench(tmp_path, World())
     bench.host = Refusing(bench.slept, 1e9)
-    bench.limits = Limits(patience_s=100.0)
+    bench.limits = Limits(timeout_s=100.0)
     with pytest.raises(GaveUpError, match="status 503; given up after 100 s"):
         bench.run()
     assert sum(bench.slept) == pytest.approx(100.0)
@@ -516,7 +516,7 @@ def test_an_empty_file_is_a_failure_in_words(tmp_path: Path) -> None:
 def test_silence_ends_the_run_after_a_while_and_nothing_is_lost(tmp_path: Path) -> None:
     world = World()
     bench = Bench(tmp_path, world)
-    bench.limits = Limits(patience_s=100.0)
+    bench.limits = Limits(timeout_s=100.0)
     world.silent = True
     with pytest.raises(GaveUpError, match="given up after 100 s"):
         bench.run()
@@ -538,7 +538,7 @@ def test_short_silences_do_not_add_up(tmp_path: Path) -> None:
 
     bench = Bench(tmp_path, Stammering())
     bench.host.window = 1
-    bench.limits = Limits(patience_s=1.0)
+    bench.limits = Limits(timeout_s=1.0)
     bench.run()
     bench.check(range(1, ROWS + 1))
     assert sum(bench.slept) > 2.0

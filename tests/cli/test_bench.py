@@ -31,7 +31,7 @@ from wanstream.sampling.trials import TrialTimes
 
 PAIR = Pair(heads=4, blocks=8, tokens=1600, guided=True, videos=1)
 LAYERWISE = OffloadPolicy.layerwise()
-TINY = ["--size", "32x32x5", "--steps", "2", "--repeats", "2", "--warm-up", "0"]
+TINY = ["--size", "32x32x5", "--steps", "2", "--repeats", "2", "--warmup", "0"]
 
 
 def settings(policies: str = "layerwise", steps: str = "4") -> Any:
@@ -156,8 +156,8 @@ def test_a_worker_that_died_in_one_case_is_replaced_for_the_next(tmp_path: Path)
     bench = Bench(
         experts=small_experts(tmp_path),
         request=asked,
-        times=TrialTimes(repeats=1, warm_up=0),
-        workers=WorkersRef(count=1, address="in-process", restarts=0),
+        times=TrialTimes(repeats=1, warmup=0),
+        workers=WorkersRef(count=1, address="in-process", max_restarts=0),
         device=torch.device("cpu"),
     )
     cases = [BenchCase(mesh=Mesh(), policy=LAYERWISE, steps=steps) for steps in (1, 2)]

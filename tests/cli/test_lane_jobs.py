@@ -87,5 +87,5 @@ def test_a_row_that_is_tried_again_by_itself_is_not_told_of(tmp_path: Path) -> N
 
 
 def test_no_lanes_are_refused_before_anything_is_planned() -> None:
-    with pytest.raises(LanesError, match="--lanes 0: give 1 to 1000"):
+    with pytest.raises(LanesError, match="--share-weights 0: give 1 to 1000"):
         lane_planner(WORKFLOW, {}, 0, lambda text: None)

@@ -229,7 +229,7 @@ def test_one_lane_leaves_every_row_as_it_is() -> None:
 
 @pytest.mark.parametrize("lanes", [0, -1, MOST_LANES + 1])
 def test_numbers_of_lanes_that_cannot_be_are_refused(lanes: int) -> None:
-    with pytest.raises(LanesError, match=f"--lanes {lanes}: give 1 to 1000, how many rows"):
+    with pytest.raises(LanesError, match=f"--share-weights {lanes}: give 1 to 1000, how many rows"):
         lane_passes(seeds(1), lanes)
 
 

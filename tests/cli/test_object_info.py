@@ -206,7 +206,7 @@ def server_of_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
         ({"cluster": "lab", "count": 8}, ""),
         ({"cluster": "local", "count": 8}, ""),
         ({"cluster": "mine"}, "'mine' not in ['local', 'in-process', 'lab']"),
-        ({"cluster": "lab", "layout": "as set below", "count": 3}, "there are 3 workers: change one of the degrees"),
+        ({"cluster": "lab", "layout": "manual", "count": 3}, "there are 3 workers: change one of the degrees"),
         ({"cluster": "lab", "layout": "x"}, "the layout is 'x'"),
     ],
 )

@@ -60,10 +60,10 @@ def test_json_has_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_other_ways_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--vram", "9", "--ways"]) == 0
+    assert main([*COMMAND, "--vram", "9", "--compare"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (start,) = (number for number, line in enumerate(lines) if line.startswith("other ways"))
-    assert main([*COMMAND, "--vram", "9", "--ways", "--json"]) == 0
+    assert main([*COMMAND, "--vram", "9", "--compare", "--json"]) == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
     fitting = [way for way in ways if "video_s" in way]
     assert {"as asked", 'storage "fp8"'} <= {way["way"] for way in fitting}
@@ -87,7 +87,7 @@ def test_arguments_reach_the_job() -> None:
         return PlanArguments(**{**ASKED.__dict__, **changes})  # type: ignore[arg-type]
 
     assert offload_job(changed(cfg="high")).lanes == {"high": 2, "low": 1}
-    assert offload_job(changed(cfg="none", steps=5, switch=1)).experts_of_steps == ("high", *("low",) * 4)
+    assert offload_job(changed(cfg="none", steps=5, switch_step=1)).experts_of_steps == ("high", *("low",) * 4)
     fp8 = offload_job(changed(storage="fp8"))
     assert (fp8.stored_bytes, fp8.file_bytes) == (702_545_920 // 2, 702_545_920)
     gguf = offload_job(changed(storage="Q8_0"))
@@ -102,8 +102,8 @@ def test_the_5b_model_is_one_expert_of_fewer_tokens() -> None:
     assert (job.computed_bytes, job.staying_bytes) == (327_155_712, TI2V_5B.staying_bytes())
     with pytest.raises(SizeError, match=r"height is 720, it must be a multiple of 32: use 736"):
         offload_job(replace(asked, size="1280x720x121"))
-    with pytest.raises(SizeError, match=r"--switch 5: 5b is one expert"):
-        offload_job(replace(asked, switch=5))
+    with pytest.raises(SizeError, match=r"--switch-step 5: 5b is one expert"):
+        offload_job(replace(asked, switch_step=5))
     assert _plan(asked).total_s < _plan(replace(ASKED, size="1280x704x121")).total_s / 5
 
 
@@ -128,7 +128,7 @@ def test_less_memory_than_two_buffers_is_refused_with_numbers(capsys: pytest.Cap
         ({"--ssd": "nan"}, "both must be numbers above 0"),
         ({"--ram": "1e-12"}, "ram_bytes of RTX 4060 Ti 16GB is 0, it must be a number above 0"),
         ({"--steps": "0"}, "--steps 0"),
-        ({"--switch": "21"}, "--steps 20 --switch 21"),
+        ({"--switch-step": "21"}, "--steps 20 --switch-step 21"),
         ({"--vram": "0"}, "--vram 0.0: it must be a number above 0"),
         ({"--vram": "inf"}, "--vram inf: it must be a number above 0"),
         ({"--gpu": "this", "--models": "/nowhere/at/all"}, "--models /nowhere/at/all: there is no such file or folder"),

@@ -35,11 +35,11 @@ def test_the_table_has_a_layout_for_one_video_and_one_for_many(capsys: pytest.Ca
     for videos in (1, 100):
         mesh, worker = _plan(4, videos)
         assert (rows[str(videos)][1], rows[str(videos)][4]) == (str(mesh), f"{worker.total_s:.1f} s")
-    assert [line.split(":")[0] for line in lines[4:6]] == ["one video now", "100 videos"]
+    assert [line.split(":")[0] for line in lines[4:6]] == ["one video", "100 videos"]
 
 
 def test_json_has_both_layouts_and_the_plan_of_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--workers", "4", "--per-machine", "2", "--videos", "3", "--json"]) == 0
+    assert main([*COMMAND, "--workers", "4", "--gpus-per-node", "2", "--videos", "3", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["kind"] == "simulated"
     assert [proposal["videos"] for proposal in data["proposals"]] == [1, 3]
@@ -65,9 +65,9 @@ def test_little_memory_chooses_another_layout_or_is_refused(capsys: pytest.Captu
     ("options", "message"),
     [
         (["--workers", "0"], "--workers 0: give 1 or more"),
-        (["--workers", "2", "--per-machine", "0"], "--per-machine 0: give 1 or more"),
+        (["--workers", "2", "--gpus-per-node", "0"], "--gpus-per-node 0: give 1 or more"),
         (["--workers", "2", "--videos", "0"], "--videos 0: give 1 or more"),
-        (["--workers", "2", "--ways"], "--ways is about one worker: leave it out, or --workers"),
+        (["--workers", "2", "--compare"], "--compare is about one worker: leave it out, or --workers"),
         (["--workers", "37"], "37 workers cannot share 1 video of 32760 tokens and 40 heads evenly: use 36"),
     ],
 )

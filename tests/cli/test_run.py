@@ -55,7 +55,7 @@ def test_a_run_prints_the_table_of_its_steps_and_the_path_of_its_video(
 def test_a_benchmark_prints_its_summary_and_the_path_of_its_chart(
     arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fewer = ("benchmark.warm_up=0", "benchmark.repeats=2")
+    fewer = ("benchmark.warmup=0", "benchmark.repeats=2")
     assert main(arguments(*SMALL, *fewer, workflow=WORKFLOWS / "benchmark.json")) == DONE
     printed = capsys.readouterr()
     assert "# WanStream benchmark\n" in printed.out
@@ -152,7 +152,7 @@ def test_missing_models_name_the_command_that_makes_some(
     arguments: Arguments, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments(models=tmp_path / "none")) == INVALID
-    assert "wanstream sample-model" in capsys.readouterr().err
+    assert "wanstream make-test-model" in capsys.readouterr().err
 
 
 def test_an_output_that_is_no_folder_is_refused_before_the_run(
@@ -180,7 +180,7 @@ def test_wrong_options_end_with_the_usage(capsys: pytest.CaptureFixture[str]) ->
 
 def test_sample_model_writes_once_and_says_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("not a model", encoding="utf-8")
-    assert main(["sample-model", str(tmp_path)]) == FAILED
+    assert main(["make-test-model", str(tmp_path)]) == FAILED
     assert str(tmp_path) in capsys.readouterr().err
 
 
@@ -238,5 +238,5 @@ def test_every_shipped_workflow_of_our_nodes_runs_on_the_full_sample_model(
 @pytest.fixture(scope="session")
 def full_sample_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    assert main(["sample-model", str(folder)]) == DONE
+    assert main(["make-test-model", str(folder)]) == DONE
     return folder

@@ -1,4 +1,4 @@
-"""The sample model: real names, openable by everything that opens the real files, and a folder that is safe to name."""
+"""The test model: real names, openable by everything that opens the real files, and a folder that is safe to name."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class TestFolder:
         (tmp_path / "vae").mkdir()
         (tmp_path / "vae" / "wan_2.1_vae.safetensors").write_text("real")
 
-        with pytest.raises(SampleModelError, match="holds vae and is no sample model"):
+        with pytest.raises(SampleModelError, match="holds vae and is no test model"):
             write_sample_model(tmp_path, layers=1)
         with pytest.raises(SampleModelError, match="is a file"):
             write_sample_model(tmp_path / "vae" / "wan_2.1_vae.safetensors", layers=1)
@@ -228,7 +228,7 @@ class TestFolder:
         (tmp_path / "vae" / "wan_2.1_vae.safetensors").write_text("real")
         before = entries(tmp_path)
 
-        with pytest.raises(SampleModelError, match="no longer the sample model's"):
+        with pytest.raises(SampleModelError, match="no longer the test model's"):
             write_sample_model(tmp_path, layers=2)
         assert entries(tmp_path) == before
         assert (tmp_path / "vae" / "wan_2.1_vae.safetensors").read_text() == "real"

@@ -54,7 +54,7 @@ def request_of(side: Side, **more: Any) -> DenoiseRequest:
 def magnitudes(side: Side) -> MagCache:
     pair = host.experts(side.ref)
     table, _ = calibrate(pair, request_of(side), policy=LAYERWISE, device="cpu", source="a test")
-    return MagCache(table=table, rule=SkipRule(threshold=1e9, most_in_a_row=1, retention=0.0))
+    return MagCache(table=table, rule=SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.0))
 
 
 def same_case(side: Side, set_to: Callable[[], dict[str, Any]]) -> dict[str, object]:
@@ -222,7 +222,7 @@ def settings_cases(side: Side) -> dict[str, Callable[[], object]]:
         "cache in windows": lambda: {"cache": SOME, "windows": WINDOWS},
         "magnitudes in still windows": lambda: {
             "cache": magnitudes(side),
-            "windows": replace(WINDOWS, moving=False),
+            "windows": replace(WINDOWS, shift_windows=False),
         },
         "all": lambda: {"cache": SOME, "windows": WINDOWS, "guidance": HELD},
     }

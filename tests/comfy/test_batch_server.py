@@ -262,7 +262,7 @@ KILLS = ("server", "server", "client", "client", "client")
 
 @pytest.fixture
 def video_base(tmp_path: Path, sample_models: Path) -> Path:
-    """A base directory with this pack and the sample model, for a server that is killed."""
+    """A base directory with this pack and the test model, for a server that is killed."""
     base = tmp_path / "base"
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir(parents=True)

@@ -35,7 +35,7 @@ Example = Callable[..., Done]
 
 @pytest.fixture(scope="module")
 def api(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of this module's own, with the sample model, four blocks deep."""
+    """A server of this module's own, with the test model, four blocks deep."""
     base = tmp_path_factory.mktemp("examples")
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()

@@ -1,4 +1,4 @@
-"""`wanstream batch --lanes` on a real ComfyUI server: latents of single runs to the bit, and a share of their bytes."""
+"""`wanstream batch --share-weights` on a real ComfyUI server: latents of single runs to the bit, with fewer bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Batch = Callable[..., list[Timeline]]
 
 @pytest.fixture(scope="module")
 def stocked_server(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of this module's own, with the sample model, four blocks deep."""
+    """A server of this module's own, with the test model, four blocks deep."""
     base = tmp_path_factory.mktemp("lanes")
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()
@@ -50,7 +50,7 @@ def batch(stocked_server: Server, tmp_path: Path) -> Batch:
         workflow.write_text(json.dumps(prompt))
         jobs.write_text("\n".join(map(json.dumps, rows)))
         places = ["--workflow", str(workflow), "--out", str(tmp_path / folder), "--server", stocked_server.url]
-        assert main(["batch", str(jobs), *places, "--lanes", str(lanes)]) == DONE
+        assert main(["batch", str(jobs), *places, "--share-weights", str(lanes)]) == DONE
         after = {key: entry for key, entry in stocked_server.get("/history").items() if key not in before}
         (name,) = (node_id for node_id, node in prompt.items() if node["class_type"] == "WanStreamSampler")
         return [Timeline.from_dict(entry["outputs"][name]["wanstream_timeline"][0]) for entry in after.values()]

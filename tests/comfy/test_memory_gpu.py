@@ -44,7 +44,7 @@ def _ours(seed: int) -> Prompt:
         "text": _node("WanStreamTextEncode", text_encoder=encoder, positive="a boat", negative="blurry"),
         "latent": _node("EmptyHunyuanLatentVideo", width=128, height=128, length=9, batch_size=1),
         "files": _node("WanStreamExperts", high_noise=HIGH, low_noise=LOW, compute_dtype="bf16"),
-        "policy": _node("WanStreamBlockSwap", blocks_to_swap=2, prefetch_blocks=1, weights_from="pinned RAM"),
+        "policy": _node("WanStreamBlockSwap", blocks_to_swap=2, prefetch_blocks=1, weights_source="RAM"),
         "sampler": _node("WanStreamSampler", policy=["policy", 0], seed=seed, **sides, **numbers, **words),
         "vae": _node("VAELoader", vae_name="wan_2.1_vae.safetensors"),
         "frames": _node("VAEDecode", samples=["sampler", 0], vae=["vae", 0]),
@@ -76,7 +76,7 @@ def on_gpu(comfyui: ComfyUI) -> ComfyUI:
 
 @pytest.fixture
 def life(request: pytest.FixtureRequest, on_gpu: ComfyUI, sample_models: Path, tmp_path: Path) -> Iterator[Server]:
-    """A server on the GPU with the flags of the parameter, this pack and the sample model."""
+    """A server on the GPU with the flags of the parameter, this pack and the test model."""
     nodes = tmp_path / "custom_nodes"
     nodes.mkdir()
     (nodes / "wanstream").symlink_to(ROOT, target_is_directory=True)

@@ -106,7 +106,7 @@ def life(
     sample_models: Path,
     tmp_path: Path,
 ) -> Iterator[Server]:
-    """A server of one's own with the flags of the parameter, this pack and the sample model."""
+    """A server of one's own with the flags of the parameter, this pack and the test model."""
     # One heap for all threads, and nothing large in it: what the allocator keeps for later is not what is measured.
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**17))

@@ -96,7 +96,7 @@ class Weaver:
             inputs |= {"frames": self.rng.choice([81, 161]), "overlap": 16, "stride": self.rng.choice([1, "2", 16])}
         if class_type in {"WanStreamVAEDecode", "WanStreamDecodeVideo"}:
             inputs["tile_size"] = self.rng.choice([0, 64, 256])
-        if class_type == "WanStreamEmptyLatent" and inputs.get("made_for") == "Wan2.2 5B":
+        if class_type == "WanStreamEmptyLatent" and inputs.get("model") == "Wan2.2 5B":
             inputs |= {"width": self.rng.choice([32, 1280]), "height": 704}
         node_id = str(len(self.prompt) + 1)
         self.prompt[node_id] = {"class_type": class_type, "inputs": inputs}
@@ -119,14 +119,14 @@ class Weaver:
             "prefetch": prefetch,
             "steps": "",
             "repeats": 2,
-            "warm_up": 0,
+            "warmup": 0,
         }
 
     def _crew(self) -> dict[str, object]:
         """Workers of this machine whose degrees multiply to their count."""
         ring, ulysses = self.rng.choice([(1, 1), (1, 2), (2, 1), (2, 2)])
         degrees = {"data": self.rng.choice([1, 2]), "stage": 1, "cfg": self.rng.choice([1, 2])}
-        layout = self.rng.choice(["one video now", "many videos", "as set below"])
+        layout = self.rng.choice(["latency", "throughput", "manual"])
         shape = {"layout": layout, "count": degrees["data"] * degrees["cfg"] * ring * ulysses}
         place = {"cluster": "local"}
         return {**degrees, **shape, **place, "ring": ring, "ulysses": {"__value__": ulysses}}
@@ -216,7 +216,7 @@ def constant_on_a_socket(rng: random.Random, prompt: Prompt, sockets: Sockets) -
 
 def wrong_type(rng: random.Random, prompt: Prompt, sockets: Sockets) -> None:
     other = f"{len(prompt) + 1}"
-    prompt[other] = {"class_type": "WanStreamLayerwise", "inputs": {"prefetch_blocks": 1, "weights_from": "file"}}
+    prompt[other] = {"class_type": "WanStreamLayerwise", "inputs": {"prefetch_blocks": 1, "weights_source": "disk"}}
     _put(rng, prompt, sockets, lambda socket: socket.io_type != "WANSTREAM_POLICY", lambda _: [other, 0])
 
 

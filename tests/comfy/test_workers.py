@@ -39,7 +39,7 @@ def with_ray(comfyui: ComfyUI) -> ComfyUI:
 
 @pytest.fixture(scope="module")
 def served(with_ray: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the sample model. It ends as by Ctrl-C, and takes whatever its tests have started."""
+    """A server with the test model. It ends as by Ctrl-C, and takes whatever its tests have started."""
     base = tmp_path_factory.mktemp("workers")
     furnish(base)
     # A shell in the background lets its programs ignore Ctrl-C, and so would the server.
@@ -67,7 +67,7 @@ def prompt(seed: int, *, workers: bool, **sampler: Any) -> Prompt:
     if workers:
         kept["workers"] = nodes["workers"]
         # What the planner would choose, without measuring this machine.
-        kept["workers"]["inputs"] |= {"layout": "as set below", "cfg": 2, "threads": 1}
+        kept["workers"]["inputs"] |= {"layout": "manual", "cfg": 2, "threads": 1}
     else:
         del kept["sampler"]["inputs"]["workers"]
     save = {"samples": ["sampler", 0], "filename_prefix": "tap"}

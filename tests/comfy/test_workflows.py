@@ -1,4 +1,4 @@
-"""Every shipped API workflow in a real ComfyUI server, on the sample model.
+"""Every shipped API workflow in a real ComfyUI server, on the test model.
 
 Those of our nodes alone run in the embedded host too, in ComfyUI's Python, so torch is the same and latents are
 compared to the bit. The others are held against what they stand for: ComfyUI's own two-sampler graph, and our sampler.
@@ -96,7 +96,7 @@ def _embedded_prompts() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The base directory with the sample model and the start image in it."""
+    """The base directory with the test model and the start image in it."""
     sample = write_sample_model(tmp_path_factory.mktemp("sample")).folder
     for entry in sample.glob("*/*"):
         link = base / "models" / entry.relative_to(sample)
@@ -250,7 +250,7 @@ def test_what_a_sampler_runs_through_the_guider_is_announced_call_by_call_and_sh
 ) -> None:
     run_in_server(_prompt("guider", noise={"noise_seed": 4711}))
     told = server.get("/wanstream/runs")["runs"][-1]
-    assert (told["node"], told["shown_at"], told["title"]) == ("sampler", "guider", "Wan Guider (both experts)")
+    assert (told["node"], told["shown_at"], told["title"]) == ("sampler", "guider", "Wan Guider (streamed)")
     assert (told["ended"], told["error"]) == (True, None)
     assert [step["expert"] for step in told["timeline"]["steps"]] == told["experts"]
 

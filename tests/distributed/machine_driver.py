@@ -94,7 +94,7 @@ def run(mesh: dict[str, int], videos: int, steps: int, path_map: str) -> dict[st
         "nodes": nodes(),
         "ranks": sorted(ran.timelines),
         "gathered_bytes": ran.gathered_bytes,
-        "restarts": ran.restarts,
+        "max_restarts": ran.restarts,
         "changes": list(ran.timeline.changes),
         "wall_s": round(time.monotonic() - began, 2),
     }

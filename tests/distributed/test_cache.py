@@ -150,8 +150,8 @@ def test_context_windows_of_two_workers_decide_as_those_of_one(
 ) -> None:
     """Those that move find what they kept by their frames; without guidance in late steps, sides share out windows."""
     moving = ContextWindows(frames=3, overlap=1)
-    tasks = [in_windows(ask(0.55), moving), in_windows(ask(0.55), replace(moving, moving=False))]
-    tasks.append(with_fewer_lanes_late(in_windows(ask(1e9), replace(moving, moving=False))))
+    tasks = [in_windows(ask(0.55), moving), in_windows(ask(0.55), replace(moving, shift_windows=False))]
+    tasks.append(with_fewer_lanes_late(in_windows(ask(1e9), replace(moving, shift_windows=False))))
     [alone] = cell(None, tasks)
     one, other = cell(mesh, tasks)
     assert visits_of(one) == visits_of(other) == visits_of(alone)

@@ -45,7 +45,7 @@ def job(tiny_pipeline: Callable[[], Path], latents: torch.Tensor) -> DecodeJob:
 
 
 def _decode(pool: Any, job: DecodeJob, **changes: Any) -> torch.Tensor:
-    return decode_on_workers(pool, job, **{"restarts": 1, "timeout_s": LIMIT_S, **changes})
+    return decode_on_workers(pool, job, **{"max_restarts": 1, "timeout_s": LIMIT_S, **changes})
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -119,7 +119,7 @@ def test_the_last_restart_is_the_last(tile_pools: Callable[..., Any], job: Decod
         raise WorkerLostError("gone for good", worker.rank)
 
     with pytest.raises(WorkerLostError, match="gone for good"):
-        _decode(tile_pools(2, before), job, restarts=0)
+        _decode(tile_pools(2, before), job, max_restarts=0)
 
 
 def test_a_decode_that_is_stopped_leaves_workers_that_decode(
@@ -178,9 +178,9 @@ def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded
     assert [worker.tiles for worker in workers.workers] == [0, 0]
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("max_restarts", [0, 1])
 def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
-    restarts: int, tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
+    max_restarts: int, tile_pools: Callable[..., Any], job: DecodeJob, alone: torch.Tensor
 ) -> None:
     """Not in its first tile, and after it has begun some frames of that one."""
     go_on = threading.Event()
@@ -198,12 +198,12 @@ def test_a_worker_that_hangs_in_a_tile_is_ended_and_replaced(
     workers = tile_pools(2, before)
     hung, one = workers.workers[1], replace(job, latents=job.latents[:1])
     try:
-        if restarts:
-            assert torch.equal(_decode(workers, one, timeout_s=0.04, restarts=1), alone[:1])
+        if max_restarts:
+            assert torch.equal(_decode(workers, one, timeout_s=0.04, max_restarts=1), alone[:1])
             assert len(workers.all) == 3
         else:
             with pytest.raises(WorkerLostError, match=r"worker 1 began no frame for 0\.08 s and was ended"):
-                _decode(workers, one, timeout_s=0.04, restarts=0)
+                _decode(workers, one, timeout_s=0.04, max_restarts=0)
         assert hung.killed
     finally:
         go_on.set()

@@ -59,7 +59,7 @@ def request_of(make_task: MakeTask) -> Callable[..., DenoiseRequest]:
 
 
 def driver_of(pool: Any, mesh: Mesh, **changes: Any) -> Driver:
-    given = {"count": mesh.size, "timeout_s": 20.0, "restarts": 3}
+    given = {"count": mesh.size, "timeout_s": 20.0, "max_restarts": 3}
     return Driver(pool, WorkersRef(**{**given, **changes}), mesh)
 
 
@@ -179,7 +179,7 @@ def test_other_cells_go_on_undisturbed(fakes: Any, request_of: Any, experts_ref:
 
 def test_losses_without_end_are_told_with_the_log(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies", always=True)])
-    driver = driver_of(pool, Mesh(cfg=2), restarts=2)
+    driver = driver_of(pool, Mesh(cfg=2), max_restarts=2)
     with pytest.raises(GivenUpError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 losses"):
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
     assert len(pool.replaced) == 2
@@ -202,7 +202,7 @@ def test_memory_that_is_short_lets_the_whole_cell_go_on_in_less(fakes: Any, requ
     smaller = OffloadPolicy.layerwise(0)
     short = SmallerPolicyError("out of memory in step 4: 1 MB instead of 2 MB", smaller)
     pool = fakes.FakePool(4, [fakes.Fault(rank=3, step=4, what=short)])
-    driver = driver_of(pool, Mesh(stage=2, cfg=2), restarts=0)
+    driver = driver_of(pool, Mesh(stage=2, cfg=2), max_restarts=0)
     ran = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
     assert torch.equal(ran.latents, fakes.expected(request_of(2).noise, range(STEPS)))
     sent = {rank: [] for rank in range(4)}
@@ -221,7 +221,7 @@ def test_memory_that_is_short_lets_the_whole_cell_go_on_in_less(fakes: Any, requ
 def test_nobody_leaves_the_next_meeting_for_the_last(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     short = SmallerPolicyError("out of memory in step 4", OffloadPolicy.layerwise(0))
     pool = fakes.FakePool(2, [fakes.Fault(rank=0, step=4, what=short)], step_s=0.2, leave_s={0: 0.1})
-    ran = driver_of(pool, Mesh(cfg=2), restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
+    ran = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
     assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
 
 
@@ -247,7 +247,7 @@ def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, reque
         return replace(rank)
 
     pool.replace = sometimes
-    driver = driver_of(pool, Mesh(cfg=2), restarts=3)
+    driver = driver_of(pool, Mesh(cfg=2), max_restarts=3)
     if failing > 3:
         with pytest.raises(GivenUpError, match="it does not start\n3 losses"):
             driver.denoise(experts_ref(), request_of(), LAYERWISE)
@@ -325,7 +325,7 @@ def test_a_worker_that_died_between_two_runs_is_replaced_for_the_next(
     fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
     pool = fakes.FakePool(2)
-    driver = driver_of(pool, Mesh(data=2), restarts=0)
+    driver = driver_of(pool, Mesh(data=2), max_restarts=0)
     driver.denoise(experts_ref(), request_of(2), LAYERWISE)
     pool.workers[1].kill()
     ran = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
@@ -361,7 +361,7 @@ def test_what_a_former_driver_still_mends_is_waited_for(fakes: Any, request_of: 
     first = driver_of(pool, Mesh(cfg=2))
     with pytest.raises(Cancelled):
         first.denoise(experts_ref(), request_of(), LAYERWISE, should_stop=mending.is_set)
-    second = Driver(pool, WorkersRef(count=2, timeout_s=20.0, restarts=0), Mesh(ulysses=2), follows=first)
+    second = Driver(pool, WorkersRef(count=2, timeout_s=20.0, max_restarts=0), Mesh(ulysses=2), follows=first)
     running = on_own_thread("second", second.denoise, experts_ref(), request_of(), LAYERWISE)
     threading.Timer(0.3, go_on.set).start()
     ran = running.result(60)
@@ -428,7 +428,7 @@ def test_who_leaves_a_meeting_that_failed_has_left_before_the_next(
 ) -> None:
     pool = fakes.FakePool(2, step_s=0.1, leave_s={0: 0.2})
     pool.taken = {5000}
-    ran = driver_of(pool, Mesh(cfg=2), restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
+    ran = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
     assert ran.restarts == 0
 
 

@@ -33,8 +33,8 @@ def pool(processes: Any, process_pools: Any) -> Iterator[Any]:
         yield started
 
 
-def driver_of(pool: Any, mesh: Mesh, *, timeout_s: float = 60.0, restarts: int = 3) -> Driver:
-    return Driver(pool, WorkersRef(count=mesh.size, timeout_s=timeout_s, restarts=restarts), mesh)
+def driver_of(pool: Any, mesh: Mesh, *, timeout_s: float = 60.0, max_restarts: int = 3) -> Driver:
+    return Driver(pool, WorkersRef(count=mesh.size, timeout_s=timeout_s, max_restarts=max_restarts), mesh)
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -199,7 +199,7 @@ def test_memory_that_is_short_on_one_rank_lets_all_of_its_cell_go_on_in_less(
 ) -> None:
     task, blocks = make_task(policy=OffloadPolicy.layerwise(3)), 4
     with process_pools.ProcessPool(processes, 2, first=WORKERS, short_at={1: 2 * blocks + 1}) as pool:
-        driver = driver_of(pool, Mesh(cfg=2), restarts=0)
+        driver = driver_of(pool, Mesh(cfg=2), max_restarts=0)
         ran = driver.denoise(task.experts, task.request, task.policy)
         assert torch.equal(ran.latents, alone(task))
         assert (ran.restarts, pool.replaced) == (0, [])

@@ -170,7 +170,8 @@ def test_one_loss_too_many_is_told_with_the_log_of_the_worker(pool: Any, task: R
             os.kill(pid_of(pool, 2), signal.SIGKILL)
 
     with pytest.raises(GivenUpError, match=r"(?s)worker 2 \(process \d+ on .*\) is gone.*0 losses of one run"):
-        Driver(pool, ref_of(MESH, restarts=0), MESH).denoise(task.experts, task.request, task.policy, on_step=on_step)
+        driver = Driver(pool, ref_of(MESH, max_restarts=0), MESH)
+        driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
 
 
 class TwoOf:
@@ -214,7 +215,7 @@ def frames(tiles: DecodeJob) -> torch.Tensor:
 
 
 def decode(pool: Any, job: DecodeJob, **given: Any) -> torch.Tensor:
-    return decode_on_workers(pool, job, **{"restarts": 1, "timeout_s": 60.0, **given})
+    return decode_on_workers(pool, job, **{"max_restarts": 1, "timeout_s": 60.0, **given})
 
 
 def test_tiles_of_two_workers_are_those_of_one(pool: Any, tiles: DecodeJob, frames: torch.Tensor) -> None:

@@ -121,7 +121,7 @@ def _check_all_done(items: list[list[range]], played: Played) -> None:
 @given(grids(), st.integers(0, 10**6))
 def test_every_job_is_done_once_in_order_by_a_cell_of_its_stage(grid: tuple[list[list[range]], int], seed: int) -> None:
     items, data = grid
-    played = Played(Schedule.of(items, data=data, restarts=0), seed, losses=0)
+    played = Played(Schedule.of(items, data=data, max_restarts=0), seed, losses=0)
     assert played.play().outcome is Outcome.DONE
     _check_all_done(items, played)
 
@@ -129,23 +129,23 @@ def test_every_job_is_done_once_in_order_by_a_cell_of_its_stage(grid: tuple[list
 @settings(max_examples=200, deadline=None)
 @given(grids(), st.integers(0, 10**6), st.integers(0, 6))
 def test_losses_cost_no_step_that_was_handed_in_and_are_counted(
-    grid: tuple[list[list[range]], int], seed: int, restarts: int
+    grid: tuple[list[list[range]], int], seed: int, max_restarts: int
 ) -> None:
     items, data = grid
-    played = Played(Schedule.of(items, data=data, restarts=restarts), seed, losses=0.2)
+    played = Played(Schedule.of(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
     ended = played.play()
     if ended.outcome is Outcome.DONE:
-        assert ended.lost <= restarts + 1
+        assert ended.lost <= max_restarts + 1
         _check_all_done(items, played)
     else:
         assert ended.outcome is Outcome.GIVEN_UP
-        assert ended.lost == restarts + 1
+        assert ended.lost == max_restarts + 1
         assert ended.next() is None
 
 
 def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
     """Two stages of equal length and three items: the second cell follows one job behind the first."""
-    schedule = Schedule.of([[range(2), range(2, 4)]] * 3, data=1, restarts=0)
+    schedule = Schedule.of([[range(2), range(2, 4)]] * 3, data=1, max_restarts=0)
     rounds = []
     while schedule.outcome is Outcome.GOING:
         while (each := schedule.next()) is not None:
@@ -157,7 +157,7 @@ def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
 
 
 def test_a_lost_job_goes_first_to_another_cell_of_its_stage() -> None:
-    schedule = Schedule.of([[range(4)]] * 3, data=2, restarts=1)
+    schedule = Schedule.of([[range(4)]] * 3, data=2, max_restarts=1)
     for _ in range(2):
         each = schedule.next()
         assert each is not None
@@ -169,7 +169,7 @@ def test_a_lost_job_goes_first_to_another_cell_of_its_stage() -> None:
 
 
 def test_a_fast_first_stage_waits_for_the_second() -> None:
-    schedule = Schedule.of([[range(1), range(1, 2)]] * 20, data=1, restarts=0)
+    schedule = Schedule.of([[range(1), range(1, 2)]] * 20, data=1, max_restarts=0)
     begun = 0
     while (each := schedule.next()) is not None:
         schedule = schedule.taken(each)
@@ -179,9 +179,9 @@ def test_a_fast_first_stage_waits_for_the_second() -> None:
     assert begun == WAITING_PER_CELL + 1, "one in the second stage, the others before it"
 
 
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_loss_after_the_last_state_costs_nothing(restarts: int) -> None:
-    schedule = Schedule.of([[range(2)]], data=1, restarts=restarts)
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_a_loss_after_the_last_state_costs_nothing(max_restarts: int) -> None:
+    schedule = Schedule.of([[range(2)]], data=1, max_restarts=max_restarts)
     each = schedule.next()
     assert each is not None
     lost = schedule.taken(each).stepped(each.cell, 2).dropped(each.cell, counts=True)
@@ -189,7 +189,7 @@ def test_a_loss_after_the_last_state_costs_nothing(restarts: int) -> None:
 
 
 def test_wrong_reports_are_refused() -> None:
-    new = Schedule.of([[range(2), range(2, 4)]], data=1, restarts=1)
+    new = Schedule.of([[range(2), range(2, 4)]], data=1, max_restarts=1)
     first, second = Cell(0, 0), Cell(0, 1)
     given = new.next()
     assert given is not None
@@ -221,4 +221,4 @@ def test_wrong_reports_are_refused() -> None:
 )
 def test_what_cannot_be_scheduled_is_named(steps: list[list[range]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Schedule.of(steps, data=1, restarts=0)
+        Schedule.of(steps, data=1, max_restarts=0)

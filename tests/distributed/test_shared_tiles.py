@@ -45,7 +45,7 @@ def decode(vae: Path, needs: DecodeNeeds) -> Callable[..., torch.Tensor]:
 
     def run(pool: Any, **changes: Any) -> torch.Tensor:
         job = DecodeJob(latents=LATENTS, tiling=FIRST, vae=vae, run_id="decode")
-        return decode_in_shared_tiles(pool, job, needs, **{"restarts": 0, "timeout_s": 60.0, **changes})
+        return decode_in_shared_tiles(pool, job, needs, **{"max_restarts": 0, "timeout_s": 60.0, **changes})
 
     return run
 

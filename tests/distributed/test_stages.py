@@ -126,7 +126,7 @@ def test_a_lost_step_is_taken_again_from_the_state_before_it() -> None:
             raise WorkerLostError(f"gone in step {step}", 0)
         return [*state, step]
 
-    assert run_stages([[range(8)]], stages_of({Cell(0, 0): step}), [[]], restarts=2) == [[*range(8)]]
+    assert run_stages([[range(8)]], stages_of({Cell(0, 0): step}), [[]], max_restarts=2) == [[*range(8)]]
 
 
 def test_one_loss_too_many_is_told_with_the_last() -> None:
@@ -134,7 +134,7 @@ def test_one_loss_too_many_is_told_with_the_last() -> None:
         raise WorkerLostError("gone, and its log says why", 0)
 
     with pytest.raises(GivenUpError, match="its log says why\n2 losses of one run are made good"):
-        run_stages([[range(3)]], stages_of({Cell(0, 0): step}), [0], restarts=2)
+        run_stages([[range(3)]], stages_of({Cell(0, 0): step}), [0], max_restarts=2)
 
 
 @pytest.mark.parametrize("where", ["step", "on_step"])

@@ -135,7 +135,7 @@ class Campaign:
 
     @cached_property
     def comfyui(self) -> RealServer:
-        """A ComfyUI with this pack and the sample model. Raises SkippedError where there is none."""
+        """A ComfyUI with this pack and the test model. Raises SkippedError where there is none."""
         try:
             server = RealServer(find_comfyui(), self.folder / "base", self.models)
         except NoComfyUIError as err:
@@ -159,7 +159,7 @@ class Campaign:
 
     @cached_property
     def models(self) -> Path:
-        """The sample model; its texts are encoded here, and so known to all clients."""
+        """The test model; its texts are encoded here, and so known to all clients."""
         folder = write_sample_model(self.folder / "models", layers=4).folder
         text = self.workflow["text"]["inputs"]
         with embedded_door.opened(Folders(models=folder, output=folder, input=folder)), torch.inference_mode():
@@ -169,7 +169,7 @@ class Campaign:
 
     @cached_property
     def other_models(self) -> Path:
-        """A copy of the sample model in which each expert has the other one's weights: as valid, with other results."""
+        """A copy of the test model in which each expert has the other one's weights: as valid, with other results."""
         folder = self.folder / "other"
         shutil.copytree(self.models, folder)
         first, second = sorted((folder / "diffusion_models").glob("*t2v*fp8*"))
@@ -230,10 +230,10 @@ class Campaign:
         models = models or (self.models if real else self.named_models)
         self._made += 1
         rows = [*self._rows(kind.world), *kind.rows]
-        more = {"lanes": ["--lanes", "3"], "server": ["--patience", "60"]}.get(kind.world, [])
+        more = {"lanes": ["--share-weights", "3"], "server": ["--timeout", "60"]}.get(kind.world, [])
         where = ["--models", str(models)]
         if kind.world == "comfyui":
-            where = ["--server", self.comfyui.url, "--patience", "300"]
+            where = ["--server", self.comfyui.url, "--timeout", "300"]
         elif kind.world == "server":
             where = []  # It is added when the server is there.
         stage = Stage(self.folder / f"stage{self._made}", self.workflow, rows, [*where, *more])

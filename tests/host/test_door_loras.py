@@ -20,7 +20,7 @@ PINNED = OffloadPolicy.layerwise(1, source="pinned")
 
 @pytest.fixture
 def models(sample_models: Path, tmp_path: Path) -> Path:
-    """The T2V experts and LoRAs of the sample model, the test's own to change."""
+    """The T2V experts and LoRAs of the test model, the test's own to change."""
     for folder in ("diffusion_models", "loras"):
         (tmp_path / folder).mkdir()
         for file in (sample_models / folder).glob("wan2.2_t2v*"):

@@ -96,12 +96,12 @@ def test_another_layout_is_another_driver_of_the_same_workers(kept: KeptWorkers,
     two = replace(ONE, count=2)
     sides = kept.get(two, Mesh(cfg=2), CPU)
     stages = kept.get(two, Mesh(stage=2), CPU)
-    held = {"restarts": 9, "goal": "many videos"}
+    held = {"max_restarts": 9, "goal": "throughput"}
     patient = kept.get(replace(two, mesh=Mesh(stage=2), **held), Mesh(stage=2), CPU)
     assert len({id(driver) for driver in (sides, stages, patient)}) == 3
     assert sides.pool is stages.pool is patient.pool
     assert (sides.former, stages.former, patient.former) == (None, sides, stages)
-    assert patient.ref.restarts == 9
+    assert patient.ref.max_restarts == 9
     assert (len(started), started[0].said) == (1, [])
 
 

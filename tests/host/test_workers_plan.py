@@ -76,7 +76,7 @@ def test_what_idles_at_times_is_told() -> None:
 
 def test_one_video_is_shared_and_many_are_spread() -> None:
     now = plan_workers(a_run(WorkersRef(count=2), videos=4), lambda: GPU)
-    many = plan_workers(a_run(WorkersRef(count=2, goal="many videos"), videos=4), lambda: GPU)
+    many = plan_workers(a_run(WorkersRef(count=2, goal="throughput"), videos=4), lambda: GPU)
     assert (now.mesh, many.mesh) == (Mesh(cfg=2), Mesh(data=2))
     assert now.reasons == ("laid out as cfg 2: both prompts side by side",)
     assert many.reasons == ("laid out as data 2: 2 videos at a time",)
@@ -85,7 +85,7 @@ def test_one_video_is_shared_and_many_are_spread() -> None:
 def test_videos_on_workers_of_their_own_are_checked_one_by_one() -> None:
     """Memory for one video is enough, though all four together would not fit."""
     asked = AutoOffload(budgets=Budgets(vram_bytes=int(5e9)))
-    run = a_run(WorkersRef(count=4, goal="many videos"), videos=4, asked=asked)
+    run = a_run(WorkersRef(count=4, goal="throughput"), videos=4, asked=asked)
     assert plan_workers(run, lambda: GPU).mesh == Mesh(data=4)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark node behind the sampler, in the embedded host, on the sample model."""
+"""The benchmark node behind the sampler, in the embedded host, on the test model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODES = asyncio.run(WanStreamExtension().get_node_list())
 TIMELINE = "wanstream_timeline"
 
 UNVARIED = {"policies": "", "prefetch": "", "steps": ""}
-PLAIN = {"run": ["sampler", 1], "warm_up": 0, "repeats": 1, "cool_down_s": 0.0, "filename_prefix": "figures/run"}
+PLAIN = {"run": ["sampler", 1], "warmup": 0, "repeats": 1, "cooldown_s": 0.0, "filename_prefix": "figures/run"}
 
 Workflow = dict[str, dict[str, Any]]
 Run = Callable[..., History]
@@ -51,7 +51,7 @@ def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def run(folders: dict[str, Path]) -> Iterator[Run]:
-    """`run(workflow, **options)` runs it on the sample model and closes the experts when the test ends."""
+    """`run(workflow, **options)` runs it on the test model and closes the experts when the test ends."""
 
     def run(nodes: Workflow, **options: Any) -> History:
         return run_workflow(nodes, nodes=NODES, keep=["sampler", "benchmark"], **folders, **options)
@@ -107,10 +107,10 @@ def test_every_place_shows_the_numbers_of_the_samplers_timeline(run: Run, folder
 
 
 def test_runs_that_are_repeated_give_the_samplers_latents(run: Run, folders: dict[str, Path]) -> None:
-    history = run(workflow({"warm_up": 1, "repeats": 2}))
+    history = run(workflow({"warmup": 1, "repeats": 2}))
     _, made = history.results["sampler"]
     (variant,) = written(folders)["variants"]
-    assert [trial["warm_up"] for trial in variant["trials"]] == [True, False, False]
+    assert [trial["warmup"] for trial in variant["trials"]] == [True, False, False]
     assert {trial["latents"] for trial in variant["trials"]} == {tensor_digest(made.result.latents)}
     walls = {tuple(step["wall_s"] for step in trial["timeline"]["steps"]) for trial in variant["trials"]}
     assert len(walls | {tuple(step.wall_s for step in made.timeline.steps)}) == 4, "every run was made anew"
@@ -149,11 +149,11 @@ def test_two_samplers_stand_head_to_head_under_their_titles(run: Run, folders: d
     nodes["other"]["inputs"]["seed"] = 7
     history = run(nodes)
     assert [variant["name"] for variant in written(folders)["variants"]] == [
-        "Wan Sampler (both experts)",
+        "Wan Sampler (streamed)",
         "Another seed",
     ]
     _, summary = history.results["benchmark"]
-    assert "| Metric | Wan Sampler (both experts) | Another seed |" in summary
+    assert "| Metric | Wan Sampler (streamed) | Another seed |" in summary
     assert "equal to the bit" not in summary
 
 
@@ -174,8 +174,8 @@ def test_what_is_no_benchmark_is_refused_before_anything_runs(run: Run, folders:
     for changes, words in (
         ({"repeats": 0}, "0 repeats measure nothing: give 1 to 100"),
         ({"repeats": 101}, "repeats is 101"),
-        ({"warm_up": -1}, "warm_up is -1"),
-        ({"cool_down_s": -1.0}, "cool_down_s is -1"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"cooldown_s": -1.0}, "cooldown_s is -1"),
         ({"policies": "layerwise, fsdp"}, "'fsdp' names no policy: write layerwise, block_swap N, resident or auto"),
         ({"prefetch": "one"}, "'one' is no number"),
         ({"steps": "0"}, "'0' is no number from 1 to 1000"),
@@ -224,7 +224,7 @@ def test_a_stop_ends_a_pause(run: Run, folders: dict[str, Path]) -> None:
             threading.Timer(0.5, embedded_door.stop).start()
 
     with pytest.raises(RunStoppedError):
-        run(workflow({"repeats": 2, "cool_down_s": 3600.0}), on_progress=stop_soon)
+        run(workflow({"repeats": 2, "cooldown_s": 3600.0}), on_progress=stop_soon)
     assert written(folders)["done"] == 0
     assert names(folders) == ["run_00001_.json"], "nothing was measured"
 

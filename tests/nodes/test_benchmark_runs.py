@@ -145,7 +145,7 @@ def measured(asked: Benchmark, experts: Experts, kept: list[Report] | None = Non
 @pytest.mark.usefixtures("progress")
 def test_what_ran_already_is_enough_where_nothing_else_is_wanted() -> None:
     experts, kept, run = Experts(), list[Report](), sampler_run()
-    report = measured(benchmark(run, cool_down_s=30.0), experts, kept)
+    report = measured(benchmark(run, cooldown_s=30.0), experts, kept)
     assert (experts.asked, kept) == ([], [])
     (variant,) = report.variants
     (trial,) = variant.trials
@@ -158,10 +158,10 @@ def test_what_ran_already_is_enough_where_nothing_else_is_wanted() -> None:
     ("wanted", "runs"),
     [
         ({"repeats": 3}, 3),
-        ({"warm_up": 1}, 2),
+        ({"warmup": 1}, 2),
         ({"matrix": ("", "", "4")}, 1),
         ({"traces": Path("traces")}, 1),
-        ({"matrix": ("layerwise, resident", "1, 2", "4, 8"), "repeats": 2, "warm_up": 1}, 18),
+        ({"matrix": ("layerwise, resident", "1, 2", "4, 8"), "repeats": 2, "warmup": 1}, 18),
     ],
 )
 @pytest.mark.usefixtures("progress")
@@ -176,7 +176,7 @@ def test_anything_else_is_run(wanted: dict[str, Any], runs: int) -> None:
 @pytest.mark.usefixtures("progress")
 def test_variants_come_one_after_the_other_each_with_its_warm_ups_first() -> None:
     experts = Experts()
-    report = measured(benchmark(matrix=("resident, block_swap 20", "", "4, 8"), repeats=2, warm_up=1), experts)
+    report = measured(benchmark(matrix=("resident, block_swap 20", "", "4, 8"), repeats=2, warmup=1), experts)
     resident, swap = OffloadPolicy.resident(), OffloadPolicy.block_swap(20)
     order = [(resident, 4), (resident, 8), (swap, 4), (swap, 8)]
     assert [(policy, steps) for _, steps, policy in experts.asked] == [each for each in order for _ in range(3)]
@@ -184,7 +184,7 @@ def test_variants_come_one_after_the_other_each_with_its_warm_ups_first() -> Non
         *("resident, 4 steps", "resident, 8 steps", "block_swap 20, 1 ahead, 4 steps"),
         "block_swap 20, 1 ahead, 8 steps",
     ]
-    assert [[trial.warm_up for trial in variant.trials] for variant in report.variants] == [[True, False, False]] * 4
+    assert [[trial.warmup for trial in variant.trials] for variant in report.variants] == [[True, False, False]] * 4
     assert [timeline.wall_s for timeline in report.variants[0].measured] == [4 * 2, 4 * 3]
 
 
@@ -261,7 +261,7 @@ def test_a_stop_ends_it_between_two_runs() -> None:
 
     experts, kept = Experts(fails=stop), list[Report]()
     with pytest.raises(RunStoppedError):
-        measured(benchmark(repeats=5, cool_down_s=0.0), experts, kept)
+        measured(benchmark(repeats=5, cooldown_s=0.0), experts, kept)
     assert (len(experts.asked), kept[-1].done) == (1, 1)
 
 
@@ -292,7 +292,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is(
 
 @pytest.mark.usefixtures("progress")
 def test_a_report_says_how_and_with_what_it_was_made_and_no_folder() -> None:
-    report = measured(benchmark(repeats=3, warm_up=1, cool_down_s=0.0), Experts())
+    report = measured(benchmark(repeats=3, warmup=1, cooldown_s=0.0), Experts())
     assert report.method["Runs of each variant"] == "3 measured after 1 not counted, 0 s of rest before each"
     assert report.method["With"] == f"WanStream {VERSION}, without ComfyUI"
     assert report.variants[0].settings["Experts"] == "high.safetensors and low.safetensors"

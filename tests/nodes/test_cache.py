@@ -20,7 +20,7 @@ from wanstream.sampling.cache_settings import PRESETS, FirstBlockCache, MagCache
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 
-CACHE = {"kind": "first block", "preset": "usual", "threshold": 0.05}
+CACHE = {"kind": "first_block_cache", "preset": "usual", "threshold": 0.05}
 LAYERS, STEPS = 4, 4
 
 Run = Callable[..., History]
@@ -81,7 +81,7 @@ def test_a_run_is_calibrated_and_its_table_is_used(run: Run, tmp_path: Path) -> 
     table = json.loads((tmp_path / "output" / name).read_text(encoding="utf-8"))
     assert "4 steps" in table["source"]
     assert len(table["ratios"]) == 2
-    given = {"kind": "magnitudes", "threshold": 2.0, "calibration": name, "retention": 0.0}
+    given = {"kind": "magcache", "threshold": 2.0, "calibration": name, "retention": 0.0}
     assert skipped(run(workflow(given))) == [0, LAYERS, 0, LAYERS]
     with pytest.raises(NodeFailedError, match="calibrated for 4 steps, this run has 5"):
         run(workflow(given, steps=5))
@@ -108,7 +108,7 @@ def test_what_is_no_calibration_is_refused(calibration: str, message: str, run: 
     (output / "other.json").write_text('{"format": "another"}')
     (output / "deep.json").write_text("[" * 100_000)
     with pytest.raises(NodeFailedError, match=message):
-        run(workflow({"kind": "magnitudes", "calibration": calibration}))
+        run(workflow({"kind": "magcache", "calibration": calibration}))
 
 
 def test_a_calibration_stays_in_the_output_folder(run: Run) -> None:
@@ -129,6 +129,6 @@ def test_a_part_of_a_schedule_is_not_calibrated(run: Run) -> None:
     ("preset", "threshold"), [*PRESETS.items(), ("own threshold", 0.7)], ids=[*PRESETS, "own threshold"]
 )
 def test_presets_are_thresholds(preset: str, threshold: float) -> None:
-    (cache,) = WanStreamCache.execute(kind="first block", preset=preset, threshold=0.7).args
+    (cache,) = WanStreamCache.execute(kind="first_block_cache", preset=preset, threshold=0.7).args
     assert cache == FirstBlockCache(threshold=threshold)
     assert not isinstance(cache, MagCache)

@@ -27,7 +27,7 @@ NODES = asyncio.run(WanStreamExtension().get_node_list())
 Run = Callable[..., History]
 
 GUIDANCE = {"guidance_steps": "", "nag_scale": 1.0, "nag_tau": 2.5, "nag_alpha": 0.25}
-WINDOWS = {"frames": 9, "overlap": 4, "stride": 1, "fuse": "linear", "repeat_image": True}
+WINDOWS = {"frames": 9, "overlap": 4, "stride": 1, "blend": "linear", "repeat_image": True}
 
 
 def workflow(frames: int = 5, *, name: str = "t2v", **more: Any) -> dict[str, dict[str, Any]]:
@@ -137,7 +137,7 @@ def test_the_nodes_give_values() -> None:
     made = WanStreamGuidance.execute(**{**GUIDANCE, "guidance_steps": "4, 1", "nag_scale": 9.0}).args[0]
     assert made == Guidance(steps=(4.0, 1.0), nag=Nag(scale=9.0, tau=2.5, alpha=0.25))
     windows = WanStreamContextWindows.execute(**WINDOWS).args[0]
-    assert windows == ContextWindows(frames=3, overlap=1, stride=1, fuse="linear", repeat_image=True)
+    assert windows == ContextWindows(frames=3, overlap=1, stride=1, blend="linear", repeat_image=True)
     assert windows_of(frames=81, overlap=16, stride=1) == ContextWindows()
 
 

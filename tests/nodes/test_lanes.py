@@ -47,7 +47,7 @@ class TextOfLength(io.ComfyNode):
 
 @pytest.fixture
 def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
-    """`run(workflow)` runs it on the sample model, from experts that are not open yet."""
+    """`run(workflow)` runs it on the test model, from experts that are not open yet."""
     (tmp_path / "input").mkdir()
     for colour in COLOURS:
         Image.new("RGB", (48, 48), colour).save(tmp_path / "input" / f"{colour}.png")

@@ -30,7 +30,7 @@ Run = Callable[..., History]
 
 @pytest.fixture
 def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
-    """The sample model with a `loras` folder of the test's own."""
+    """The test model with a `loras` folder of the test's own."""
     models = tmp_path / "models"
     models.mkdir()
     for folder in sample_models.iterdir():

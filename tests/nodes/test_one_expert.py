@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """The sample model is there to choose from."""
+    """The test model is there to choose from."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_door.opened(folders, device=torch.device("cpu")):
         yield
@@ -112,7 +112,7 @@ def test_what_clip_sees_reaches_the_sampler(sample_models: Path, text: list[list
 
     whole, middle = (sampled(clip_vision=CLIP_FILE.name, clip_crop=crop) for crop in ("none", "center"))
     assert not torch.equal(whole, middle)
-    with pytest.raises(RequestError, match=r"has an image branch .* choose a clip_vision file in Wan Image to Video"):
+    with pytest.raises(RequestError, match=r"has an image branch .* a clip_vision file in WanStream Image to Video"):
         sampled()
     positive, negative, _ = WanStreamImageToVideo.execute(
         text, text, VAE, image, 1, clip_vision=CLIP_FILE.name, **SIZE

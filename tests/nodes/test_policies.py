@@ -10,7 +10,7 @@ from wanstream.nodes.auto_offload import WanStreamAutoOffload
 from wanstream.nodes.offload import WanStreamBlockSwap, WanStreamLayerwise
 from wanstream.plan import AutoOffload, Budgets, OffloadPolicy
 
-FILE, RAM = {"weights_from": "file"}, {"weights_from": "pinned RAM"}
+FILE, RAM = {"weights_source": "disk"}, {"weights_source": "RAM"}
 
 
 def _policy(node: Any, **inputs: Any) -> Any:

@@ -50,7 +50,7 @@ def folders(tmp_path: Path, sample_models: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def run(folders: dict[str, Path]) -> Iterator[Run]:
-    """`run(workflow, **options)` runs it on the sample model and closes the experts when the test ends."""
+    """`run(workflow, **options)` runs it on the test model and closes the experts when the test ends."""
 
     def run(nodes: Workflow, *, more_nodes: Sequence[type[io.ComfyNode]] = (), **options: Any) -> History:
         return run_workflow(nodes, nodes=[*NODES, *more_nodes], **folders, **options)
@@ -177,10 +177,10 @@ def test_connected_sigmas_win_over_the_steps(run: Run) -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        {"class_type": "WanStreamLayerwise", "inputs": {"prefetch_blocks": 2, "weights_from": "pinned RAM"}},
+        {"class_type": "WanStreamLayerwise", "inputs": {"prefetch_blocks": 2, "weights_source": "RAM"}},
         {
             "class_type": "WanStreamBlockSwap",
-            "inputs": {"blocks_to_swap": 2, "prefetch_blocks": 1, "weights_from": "file"},
+            "inputs": {"blocks_to_swap": 2, "prefetch_blocks": 1, "weights_source": "disk"},
         },
     ],
 )
@@ -266,7 +266,7 @@ def test_guidance_1_does_not_look_at_the_negative(run: Run) -> None:
 
 
 def test_blocks_to_swap_above_the_block_count_is_refused(run: Run) -> None:
-    swap = {"blocks_to_swap": 20, "prefetch_blocks": 1, "weights_from": "file"}
+    swap = {"blocks_to_swap": 20, "prefetch_blocks": 1, "weights_source": "disk"}
     with pytest.raises(NodeFailedError, match="only 4 blocks"):
         run({**workflow("t2v"), "policy": {"class_type": "WanStreamBlockSwap", "inputs": swap}})
 
@@ -363,7 +363,7 @@ def test_a_negative_that_nothing_reads_may_be_any(run: Run) -> None:
 def test_an_unknown_node_is_named(run: Run) -> None:
     nodes = workflow("t2v")
     nodes["sampler"]["class_type"] = "WanStreamSampler9000"
-    with pytest.raises(InvalidWorkflowError, match=r"Wan Sampler \(both experts\)") as refused:
+    with pytest.raises(InvalidWorkflowError, match=r"Wan Sampler \(streamed\)") as refused:
         run(nodes)
     assert refused.value.verdict.error["type"] == "missing_node_type"
 

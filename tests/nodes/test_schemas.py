@@ -21,26 +21,26 @@ SNAPSHOT = {
     "WanStreamExperts": ("high_noise low_noise compute_dtype storage attention compile", "WANSTREAM_EXPERTS"),
     "WanStreamOneExpert": ("file compute_dtype storage attention compile", "WANSTREAM_EXPERTS"),
     "WanStreamLora": ("experts high_noise low_noise strength_high strength_low", "WANSTREAM_EXPERTS"),
-    "WanStreamLayerwise": ("prefetch_blocks weights_from ram_blocks chunk_tokens", "WANSTREAM_POLICY"),
+    "WanStreamLayerwise": ("prefetch_blocks weights_source ram_blocks chunk_tokens", "WANSTREAM_POLICY"),
     "WanStreamAutoOffload": ("vram_budget_gb ram_budget_gb", "WANSTREAM_POLICY"),
     "WanStreamBlockSwap": (
-        "blocks_to_swap prefetch_blocks weights_from ram_blocks chunk_tokens",
+        "blocks_to_swap prefetch_blocks weights_source ram_blocks chunk_tokens",
         "WANSTREAM_POLICY",
     ),
     "WanStreamWorkers": (
-        "count layout data stage cfg ring ulysses cluster weights threads restarts timeout_s",
+        "count layout data stage cfg ring ulysses cluster weights threads max_restarts timeout_s",
         "WANSTREAM_WORKERS",
     ),
-    "WanStreamCache": ("kind preset threshold calibration most_in_a_row retention", "WANSTREAM_CACHE"),
+    "WanStreamCache": ("kind preset threshold calibration max_consecutive_skips retention", "WANSTREAM_CACHE"),
     "WanStreamCacheCalibration": ("run filename_prefix", "STRING"),
     "WanStreamTextEncode": ("text_encoder positive negative", "CONDITIONING CONDITIONING"),
-    "WanStreamEmptyLatent": ("width height frames batch_size made_for", "LATENT"),
+    "WanStreamEmptyLatent": ("width height frames batch_size model", "LATENT"),
     "WanStreamImageToVideo": (
         "positive negative vae image width height frames batch_size end_image clip_vision clip_crop",
         "CONDITIONING CONDITIONING LATENT",
     ),
     "WanStreamGuidance": ("guidance_steps nag_scale nag_tau nag_alpha", "WANSTREAM_GUIDANCE"),
-    "WanStreamContextWindows": ("frames overlap stride fuse repeat_image moving", "WANSTREAM_WINDOWS"),
+    "WanStreamContextWindows": ("frames overlap stride blend repeat_image shift_windows", "WANSTREAM_WINDOWS"),
     "WanStreamSampler": (
         "experts positive negative latent seed steps solver schedule flow_shift boundary_ratio switch_step "
         "guidance_high guidance_low start_step end_step add_noise leftover_noise policy sigmas workers "
@@ -64,7 +64,7 @@ SNAPSHOT = {
     "WanStreamSaveVideo": ("images fps filename_prefix crf latent", ""),
     "WanStreamDecodeVideo": ("vae latent fps filename_prefix crf tile_size memory_gb compute_dtype", ""),
     "WanStreamBenchmark": (
-        "run warm_up repeats cool_down_s policies prefetch steps filename_prefix trace run_b run_c run_d",
+        "run warmup repeats cooldown_s policies prefetch steps filename_prefix trace run_b run_c run_d",
         "IMAGE STRING",
     ),
 }

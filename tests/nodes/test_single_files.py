@@ -29,7 +29,7 @@ TEXT: list[list[Any]] = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]
 
 @pytest.fixture(autouse=True)
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """The sample model is there to choose from."""
+    """The test model is there to choose from."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_door.opened(folders, device=torch.device("cpu")):
         yield

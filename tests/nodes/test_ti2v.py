@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
-    """The sample model is there to choose from."""
+    """The test model is there to choose from."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_door.opened(folders, device=torch.device("cpu")):
         yield
@@ -65,7 +65,7 @@ def _sampled(ref: Any, given: Any, **changes: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", [TI2V_FILE.name, TI2V_PIPELINE.name])
 def test_a_video_of_a_text(name: str, text: list[list[Any]]) -> None:
     (ref,) = WanStreamOneExpert.execute(name, "fp32").args
-    (latent,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=1, made_for="Wan2.2 5B").args
+    (latent,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=1, model="Wan2.2 5B").args
     samples = _sampled(ref, (text, text, latent))
     assert samples.shape == (1, 48, 3, 2, 4)
     assert samples.isfinite().all()
@@ -93,7 +93,7 @@ def test_what_does_not_belong_together_is_told(text: list[list[Any]]) -> None:
         WanStreamExperts.execute(TI2V_FILE.name, TI2V_FILE.name, "fp32")
     (ours,), (theirs,) = (WanStreamOneExpert.execute(file.name, "fp32").args for file in (TI2V_FILE, T2V_FILE))
     (plain,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=1).args
-    (wide,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=1, made_for="Wan2.2 5B").args
+    (wide,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=1, model="Wan2.2 5B").args
     with pytest.raises(RequestError, match=r"the latent has 16 channels, .* takes those of Wan2.2 5B, with 48"):
         _sampled(ours, (text, text, plain))
     with pytest.raises(RequestError, match=r"the latent has 48 channels, .* takes those of Wan2.1 .*, with 16"):

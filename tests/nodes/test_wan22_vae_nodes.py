@@ -32,7 +32,7 @@ LATENT = torch.randn(1, 48, 2, 5, 9, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def output(sample_models: Path, tmp_path: Path) -> Iterator[Path]:
-    """The sample model is there to choose from."""
+    """The test model is there to choose from."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     with embedded_door.opened(folders, device=torch.device("cpu")):
         yield tmp_path
@@ -50,7 +50,7 @@ def decoded(latents: torch.Tensor, *, vae: str = VAE, tile: int = 0, gb: float =
 
 class TestSizes:
     def test_an_empty_latent_is_of_either_kind(self) -> None:
-        for more, shape in (({}, (2, 16, 3, 4, 8)), ({"made_for": WAN22.models}, (2, 48, 3, 2, 4))):
+        for more, shape in (({}, (2, 16, 3, 4, 8)), ({"model": WAN22.models}, (2, 48, 3, 2, 4))):
             (latent,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=2, **more).args
             assert latent["samples"].shape == shape
             assert not latent["samples"].any()
@@ -59,10 +59,10 @@ class TestSizes:
         size = {"width": 1280, "height": 720, "frames": 121}
         assert WanStreamEmptyLatent.validate_inputs(**size) is True
         with pytest.raises(RequestError, match="height is 720, it must be a multiple of 32: use 736"):
-            WanStreamEmptyLatent.validate_inputs(**size, made_for=WAN22.models)
+            WanStreamEmptyLatent.validate_inputs(**size, model=WAN22.models)
 
     def test_a_link_is_known_at_the_run_only(self) -> None:
-        assert WanStreamEmptyLatent.validate_inputs(width=1280, height=720, frames=121, made_for=None) is True
+        assert WanStreamEmptyLatent.validate_inputs(width=1280, height=720, frames=121, model=None) is True
 
 
 class TestDecode:

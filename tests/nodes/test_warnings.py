@@ -56,7 +56,7 @@ def graph(high: str = HIGH, low: str = LOW, loras: tuple[str, str] | None = None
 
 @pytest.fixture
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[Open]:
-    """Runs the loaders of a workflow on the sample model."""
+    """Runs the loaders of a workflow on the test model."""
 
     def run(prompt: dict[str, Any], *, strict: bool = False) -> History:
         return run_workflow(

@@ -33,9 +33,9 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_setting_reaches_the_value(lab: None) -> None:
-    set_below = {"layout": "as set below", "count": 8, "data": 2, "cfg": 2, "ulysses": 2}
+    set_below = {"layout": "manual", "count": 8, "data": 2, "cfg": 2, "ulysses": 2}
     place = {"cluster": "lab", "weights": "sharded"}
-    life = {"threads": 3, "restarts": 0, "timeout_s": 60.0}
+    life = {"threads": 3, "max_restarts": 0, "timeout_s": 60.0}
     assert workers_ref(gpus=1, **{**AS_IT_IS, **set_below, **place, **life}) == WorkersRef(
         count=8,
         mesh=Mesh(data=2, cfg=2, ulysses=2),
@@ -45,29 +45,29 @@ def test_every_setting_reaches_the_value(lab: None) -> None:
         paths=(PathMap(here="/a", there="/b"),),
         threads=3,
         beyond_loopback=True,
-        restarts=0,
+        max_restarts=0,
         timeout_s=60.0,
     )
 
 
 def test_degrees_are_read_with_their_layout_only() -> None:
     """So that a layout that was tried stays on the node while the planner is asked."""
-    ref = workers_ref(gpus=None, **{**AS_IT_IS, "layout": "many videos", "ulysses": 7})
-    assert ref == WorkersRef(count=2, goal="many videos")
+    ref = workers_ref(gpus=None, **{**AS_IT_IS, "layout": "throughput", "ulysses": 7})
+    assert ref == WorkersRef(count=2, goal="throughput")
 
 
 @pytest.mark.parametrize(
     ("settings", "gpus", "said"),
     [
         ({"count": 3}, 2, "3 workers, but 2 GPUs here"),
-        ({"layout": "as set below", "cfg": 2, "data": 2}, None, "= 4, and there are 2 workers"),
+        ({"layout": "manual", "cfg": 2, "data": 2}, None, "= 4, and there are 2 workers"),
         (
-            {"layout": "as set below", "ulysses": 3, "count": 3},
+            {"layout": "manual", "ulysses": 3, "count": 3},
             None,
             "ulysses 3 does not divide the 40 attention heads",
         ),
-        ({"layout": "as set below", "cfg": 3, "count": 3}, None, "cfg is 3"),
-        ({"layout": "diagonal"}, None, "choose one of one video now, many videos, as set below"),
+        ({"layout": "manual", "cfg": 3, "count": 3}, None, "cfg is 3"),
+        ({"layout": "diagonal"}, None, "choose one of latency, throughput, manual"),
         ({"cluster": "next door"}, None, "the cluster is 'next door', and there are local, in-process, lab"),
         ({"cluster": "10.0.0.7:6379"}, None, "the cluster is '10.0.0.7:6379', and there are"),
         ({"cluster": {"address": "10.0.0.7:6379"}}, None, "the cluster is {'address': '10.0.0.7:6379'}, and there are"),
@@ -87,13 +87,13 @@ def test_what_cannot_be_is_refused_before_the_run_and_in_it(
     assert str(raised.value) == refused
 
 
-NOT_ASKED = ("weights", "threads", "restarts", "timeout_s")
+NOT_ASKED = ("weights", "threads", "max_restarts", "timeout_s")
 
 
 @pytest.mark.parametrize("linked", ["count", "layout", "cluster", "ulysses"])
 def test_a_setting_that_another_node_gives_is_judged_when_it_is_known(linked: str) -> None:
     """A link is None here; each of these alone could make the rest right."""
-    degrees = {"layout": "as set below", "data": 1, "stage": 1, "cfg": 1, "ring": 1, "ulysses": 3, "count": 3}
+    degrees = {"layout": "manual", "data": 1, "stage": 1, "cfg": 1, "ring": 1, "ulysses": 3, "count": 3}
     many = {"cluster": "local", "count": 3}
     given = many if linked == "cluster" else degrees
     assert workers_refusal(gpus=2, **{**many, **given}) is not True

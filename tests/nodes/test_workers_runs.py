@@ -39,7 +39,7 @@ def workflow(workers: Mapping[str, Any] | None, **sampler: Any) -> Workflow:
         del nodes["workers"], nodes["sampler"]["inputs"]["workers"]
     else:
         nodes["workers"]["inputs"] |= workers
-    report = {"run": ["sampler", 1], "warm_up": 0, "repeats": 1, "cool_down_s": 0.0}
+    report = {"run": ["sampler", 1], "warmup": 0, "repeats": 1, "cooldown_s": 0.0}
     words = {"policies": "", "prefetch": "", "steps": "", "filename_prefix": "report"}
     nodes["report"] = {"class_type": "WanStreamBenchmark", "inputs": {**report, **words}}
     return nodes
@@ -124,8 +124,8 @@ def test_this_process_holds_no_experts_while_workers_do(run: Run) -> None:
 @pytest.mark.parametrize(
     ("workers", "said"),
     [
-        ({"count": 3, "layout": "as set below", "cfg": 2}, "cfg x ring x ulysses is 1 x 1 x 2 x 1 x 1 = 2"),
-        ({"count": 3, "layout": "as set below", "ulysses": 3}, "ulysses 3 does not divide the 40 attention heads"),
+        ({"count": 3, "layout": "manual", "cfg": 2}, "cfg x ring x ulysses is 1 x 1 x 2 x 1 x 1 = 2"),
+        ({"count": 3, "layout": "manual", "ulysses": 3}, "ulysses 3 does not divide the 40 attention heads"),
         ({"count": 2, "cluster": "in-process"}, "2 workers in this process"),
         ({"cluster": "10.0.0.7:6379"}, "the cluster is '10.0.0.7:6379', and there are local, in-process"),
         ({"layout": "diagonal"}, "the layout is 'diagonal'"),
@@ -145,7 +145,7 @@ def test_a_layout_that_does_not_suit_the_run_is_refused_before_workers_start(
     """Of guidance and heads nothing is known before the run; workers at this address would not answer."""
     (tmp_path / "clusters.json").write_text('{"nowhere": {"address": "127.0.0.1:1"}}')
     monkeypatch.setenv(VARIABLE, str(tmp_path / "clusters.json"))
-    nowhere = {"count": 2, "layout": "as set below", "cluster": "nowhere"}
+    nowhere = {"count": 2, "layout": "manual", "cluster": "nowhere"}
     with pytest.raises(NodeFailedError, match="guidance is 1 under every expert"):
         run(workflow({**nowhere, "cfg": 2}, guidance_high=1.0, guidance_low=1.0))
     with pytest.raises(NodeFailedError, match="ulysses 4 does not divide 2 heads"):

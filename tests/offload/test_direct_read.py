@@ -164,7 +164,7 @@ def test_a_block_of_the_real_size_costs_almost_nothing_more(data_start):
         pytest.param(28.6, 57, True, id="both in fp8, 64 GB"),
         pytest.param(5.7, 22, True, id="a small pair, 24 GB"),
         pytest.param(5.7, 2.7, True, id="a small pair inside 3 GB"),
-        pytest.param(0.3, 22, False, id="a sample model"),
+        pytest.param(0.3, 22, False, id="a test model"),
         pytest.param(11.4, 120, False, id="the text encoder on a large machine"),
         pytest.param(0, 0, False, id="nothing to read"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.context_windows import FUSES, ContextWindows, halving
+from wanstream.plan.context_windows import BLENDS, ContextWindows, halving
 
 
 @st.composite
@@ -19,7 +19,7 @@ def cases(draw: st.DrawFn) -> tuple[ContextWindows, int, int]:
         frames=frames,
         overlap=draw(st.integers(0, frames - 1)),
         stride=draw(st.sampled_from([1, 2, 4])),
-        fuse=draw(st.sampled_from(sorted(FUSES))),
+        blend=draw(st.sampled_from(sorted(BLENDS))),
     )
     return windows, draw(st.integers(frames, 80)), draw(st.integers(0, 1000))
 
@@ -84,15 +84,15 @@ def test_a_stride_adds_windows_of_every_second_frame_where_there_is_room() -> No
 
 
 def test_fuses_differ_where_windows_overlap() -> None:
-    def of_first(fuse: str) -> list[float]:
-        windows = ContextWindows(frames=4, overlap=2, fuse=fuse)
+    def of_first(blend: str) -> list[float]:
+        windows = ContextWindows(frames=4, overlap=2, blend=blend)
         return windows.weights(windows.at(0, 6), 6)[0]
 
     assert of_first("flat") == pytest.approx([1, 1, 1 / 2, 1 / 2])
     assert of_first("linear") == pytest.approx([1, 1, 2 / 3, 1 / 3])
     assert of_first("pyramid") == pytest.approx([1, 1, 2 / 3, 1 / 3])
-    wide = ContextWindows(frames=5, overlap=1, fuse="pyramid")
-    assert FUSES["pyramid"](5, 1) == [1, 2, 3, 2, 1] != FUSES["linear"](5, 1)
+    wide = ContextWindows(frames=5, overlap=1, blend="pyramid")
+    assert BLENDS["pyramid"](5, 1) == [1, 2, 3, 2, 1] != BLENDS["linear"](5, 1)
     assert wide.weights(wide.at(0, 9), 9)[0] == pytest.approx([1, 1, 1, 1, 1 / 2])
 
 
@@ -104,7 +104,7 @@ def test_fuses_differ_where_windows_overlap() -> None:
         ({"overlap": -1}, "cannot overlap by -1"),
         ({"stride": 3}, "a stride of 3 latent frames: give 1, 2, 4 or another power of two"),
         ({"stride": 0}, "a stride of 0"),
-        ({"fuse": "cosine"}, "unknown fuse 'cosine': choose one of linear, pyramid, flat"),
+        ({"blend": "cosine"}, "unknown blend 'cosine': choose one of linear, pyramid, flat"),
     ],
 )
 def test_what_makes_no_windows_is_refused(given: dict[str, Any], message: str) -> None:

@@ -34,17 +34,17 @@ def one_stage(ratios: list[float], **rule: Any) -> list[int]:
 def test_errors_add_up_until_a_step_is_computed(
     ratios: list[float], threshold: float, most: int, skipped: list[int]
 ) -> None:
-    assert one_stage(ratios, threshold=threshold, most_in_a_row=most) == skipped
+    assert one_stage(ratios, threshold=threshold, max_consecutive_skips=most) == skipped
 
 
 def test_the_first_share_of_an_expert_is_computed() -> None:
     steps = range(10, 20)
-    found = skipped_steps(steps, steps, [[1.0] * 20], SkipRule(threshold=1.0, most_in_a_row=9, retention=0.3))
+    found = skipped_steps(steps, steps, [[1.0] * 20], SkipRule(threshold=1.0, max_consecutive_skips=9, retention=0.3))
     assert sorted(found) == list(range(13, 20))
 
 
 def test_a_run_that_starts_late_computes_its_first_step() -> None:
-    found = skipped_steps(range(10), range(6, 10), [[1.0] * 10], SkipRule(threshold=1.0, most_in_a_row=9))
+    found = skipped_steps(range(10), range(6, 10), [[1.0] * 10], SkipRule(threshold=1.0, max_consecutive_skips=9))
     assert sorted(found) == [7, 8, 9]
 
 
@@ -76,7 +76,7 @@ def diffusers_skips(ratios: list[float], rule: SkipRule) -> list[int]:
     """What the head hook of diffusers' MagCache decides in every step."""
     config = MagCacheConfig(
         threshold=rule.threshold,
-        max_skip_steps=rule.most_in_a_row,
+        max_skip_steps=rule.max_consecutive_skips,
         retention_ratio=rule.retention,
         num_inference_steps=len(ratios),
         mag_ratios=torch.tensor(ratios, dtype=torch.float64),
@@ -106,6 +106,6 @@ def diffusers_skips(ratios: list[float], rule: SkipRule) -> list[int]:
     retention=st.sampled_from([0.0, 0.1, 0.2, 0.5]),
 )
 def test_the_rule_is_that_of_diffusers(ratios: list[float], threshold: float, most: int, retention: float) -> None:
-    rule = SkipRule(threshold=threshold, most_in_a_row=most, retention=retention)
+    rule = SkipRule(threshold=threshold, max_consecutive_skips=most, retention=retention)
     steps = range(len(ratios))
     assert sorted(skipped_steps(steps, steps, [ratios], rule)) == diffusers_skips(ratios, rule)

@@ -23,7 +23,7 @@ from wanstream.wan import ExpertPair
 LAYERS, STEPS, SWITCH, FRAMES = 4, 8, 4, 7
 LAYERWISE = OffloadPolicy.layerwise(1)
 MOVING = ContextWindows(frames=3, overlap=1)
-STILL = replace(MOVING, moving=False)
+STILL = replace(MOVING, shift_windows=False)
 ALWAYS = FirstBlockCache(threshold=1e9)
 
 Request = Callable[..., DenoiseRequest]
@@ -168,7 +168,7 @@ def test_magnitudes_leave_a_step_out_only_with_the_windows_of_the_one_before(
     open_pair: OpenPair, ask: Request, table: MagTable
 ) -> None:
     windows = ContextWindows(frames=3, overlap=0)
-    cache = MagCache(table=table, rule=SkipRule(threshold=1e9, most_in_a_row=9, retention=0.0))
+    cache = MagCache(table=table, rule=SkipRule(threshold=1e9, max_consecutive_skips=9, retention=0.0))
     request = ask(windows=windows, cache=cache)
     same = [step for step in range(1, STEPS) if windows.at(step, FRAMES) == windows.at(step - 1, FRAMES)]
     assert same == [6]
@@ -177,7 +177,7 @@ def test_magnitudes_leave_a_step_out_only_with_the_windows_of_the_one_before(
 
 def test_magnitudes_with_windows_that_never_stay_are_refused(ask: Request, table: MagTable) -> None:
     cache = MagCache(table=table, rule=SkipRule(threshold=0.5))
-    with pytest.raises(RequestError, match=r"begin elsewhere in every step.* turn moving off in Wan Context Windows"):
+    with pytest.raises(RequestError, match=r"begin elsewhere in every.* turn shift_windows off in Wan Context Windows"):
         ask(windows=MOVING, cache=cache)
 
 

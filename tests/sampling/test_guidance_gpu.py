@@ -45,7 +45,7 @@ def latents_of(pair: ExpertPair, request: DenoiseRequest) -> torch.Tensor:
 
 
 def test_one_window_of_all_frames_is_no_window_to_the_bit(pair: ExpertPair, long: DenoiseRequest) -> None:
-    one = replace(long, windows=ContextWindows(frames=9, overlap=4, fuse="pyramid"))
+    one = replace(long, windows=ContextWindows(frames=9, overlap=4, blend="pyramid"))
     assert torch.equal(latents_of(pair, one), latents_of(pair, long))
 
 
@@ -78,7 +78,7 @@ def test_what_was_reckoned_is_what_windows_and_nag_take(
 
 
 def test_a_cache_in_windows_takes_over_and_takes_what_was_reckoned(pair: ExpertPair, long: DenoiseRequest) -> None:
-    still = replace(long, windows=ContextWindows(frames=5, overlap=1, moving=False))
+    still = replace(long, windows=ContextWindows(frames=5, overlap=1, shift_windows=False))
     nothing = replace(still, cache=FirstBlockCache(threshold=0.0))
     assert torch.equal(latents_of(pair, nothing), latents_of(pair, still))
     always = replace(still, cache=FirstBlockCache(threshold=1e9))

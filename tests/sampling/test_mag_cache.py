@@ -33,7 +33,7 @@ from wanstream.wan import ExpertPair
 
 LAYERS, STEPS, SWITCH = 4, 8, 4
 LAYERWISE = OffloadPolicy.layerwise(1)
-RULE = SkipRule(threshold=0.3, most_in_a_row=2, retention=0.0)
+RULE = SkipRule(threshold=0.3, max_consecutive_skips=2, retention=0.0)
 
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
@@ -115,7 +115,7 @@ def test_what_is_taken_over_is_what_diffusers_takes_over(open_pair: OpenPair, pl
     configs = {
         name: MagCacheConfig(
             threshold=RULE.threshold,
-            max_skip_steps=RULE.most_in_a_row,
+            max_skip_steps=RULE.max_consecutive_skips,
             retention_ratio=RULE.retention,
             num_inference_steps=len(own),
             mag_ratios=torch.tensor(own, dtype=torch.float64),

@@ -170,7 +170,7 @@ def test_an_image_condition_must_fit_the_experts() -> None:
     check_channels(with_image, 36)
     with pytest.raises(
         RequestError,
-        match=r"these are image-to-video experts, and no start image .* Wan Image to Video, .*36 channels expected",
+        match=r"these are image-to-video experts, .* WanStream Image to Video, .*36 channels expected",
     ):
         check_channels(text_only, 36)
     with pytest.raises(

@@ -209,7 +209,7 @@ def test_a_cache_at_threshold_0_changes_nothing_and_a_high_one_skips(pair: Exper
 def test_one_window_is_none_and_several_know_their_own_frames(pair: ExpertPair, image_request: Request) -> None:
     plain = _run(pair, image_request())
     assert torch.equal(_run(pair, image_request(windows=ContextWindows(frames=3, overlap=1))), plain)
-    request = image_request(windows=ContextWindows(frames=2, overlap=1, moving=False))
+    request = image_request(windows=ContextWindows(frames=2, overlap=1, shift_windows=False))
     found = _run(pair, request)
     assert torch.isfinite(found).all()
     assert _distance(found[:, :, :1], plain[:, :, :1]) <= TOLERANCE, "the first frame stays what was given"
@@ -218,7 +218,7 @@ def test_one_window_is_none_and_several_know_their_own_frames(pair: ExpertPair, 
 
 
 def test_windows_know_how_free_their_own_frames_are() -> None:
-    windows = StepWindows(ContextWindows(frames=2, overlap=1, moving=False), 0, 3)
+    windows = StepWindows(ContextWindows(frames=2, overlap=1, shift_windows=False), 0, 3)
     assert windows.cut_freedom((0.0, 1.0, 0.5)) == [(0.0, 1.0), (1.0, 0.5)]
     assert windows.cut_freedom((0.0, 1.0, 1.0)) == [(0.0, 1.0), None]
     assert windows.cut_freedom(None) == [None, None]
@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_refused(
         _run(open_one(), text_request())
     with pytest.raises(
         RequestError,
-        match=r"as the first frame .* choose the VAE of Wan2\.2 5B in Wan Image",
+        match=r"as the first frame .* choose the VAE of Wan2\.2 5B in WanStream Image",
     ):
         _run(pair, text_request(image_condition=torch.zeros(1, 20, *SHAPE[2:])))
     with pytest.raises(RequestError, match=r"multiples of 32"):

@@ -42,12 +42,12 @@ def nothing() -> None:
         ({"repeats": 0}, "0 repeats measure nothing: give 1 to 100"),
         ({"repeats": -1}, "-1 repeats measure nothing"),
         ({"repeats": 101}, "repeats is 101: give at most 100"),
-        ({"warm_up": -1}, "warm_up is -1"),
-        ({"warm_up": 101}, "warm_up is 101"),
-        ({"cool_down_s": -1.0}, "cool_down_s is -1: give 0 to 3600 seconds"),
-        ({"cool_down_s": 3601.0}, "cool_down_s is 3601"),
-        ({"cool_down_s": float("nan")}, "cool_down_s is nan"),
-        ({"cool_down_s": float("inf")}, "cool_down_s is inf"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"warmup": 101}, "warmup is 101"),
+        ({"cooldown_s": -1.0}, "cooldown_s is -1: give 0 to 3600 seconds"),
+        ({"cooldown_s": 3601.0}, "cooldown_s is 3601"),
+        ({"cooldown_s": float("nan")}, "cooldown_s is nan"),
+        ({"cooldown_s": float("inf")}, "cooldown_s is inf"),
     ],
 )
 def test_numbers_that_measure_nothing_are_refused(numbers: dict[str, Any], message: str) -> None:
@@ -57,10 +57,10 @@ def test_numbers_that_measure_nothing_are_refused(numbers: dict[str, Any], messa
 
 def test_warm_ups_come_first_and_are_marked() -> None:
     values = iter([1.0, 2.0, 3.0])
-    made = [*trials(TrialTimes(warm_up=1, repeats=2), lambda: result(next(values)), check=nothing)]
-    assert [trial.warm_up for trial in made] == [True, False, False]
+    made = [*trials(TrialTimes(warmup=1, repeats=2), lambda: result(next(values)), check=nothing)]
+    assert [trial.warmup for trial in made] == [True, False, False]
     assert [trial.latents for trial in made] == [tensor_digest(torch.full((1, 2), value)) for value in (1.0, 2.0, 3.0)]
-    assert TrialTimes(warm_up=1, repeats=2).runs == 3
+    assert TrialTimes(warmup=1, repeats=2).runs == 3
 
 
 def test_the_machine_rests_before_every_run() -> None:
@@ -71,7 +71,7 @@ def test_the_machine_rests_before_every_run() -> None:
         return result(0)
 
     began = time.monotonic()
-    [*trials(TrialTimes(repeats=2, cool_down_s=0.15), run, check=lambda: asked.append("look"))]
+    [*trials(TrialTimes(repeats=2, cooldown_s=0.15), run, check=lambda: asked.append("look"))]
     assert time.monotonic() - began >= 0.3, "a pause may be longer than asked for, never shorter"
     assert asked[0] == "look"
     assert asked.count("run") == 2
@@ -86,7 +86,7 @@ def test_a_stop_ends_a_pause() -> None:
             raise error
 
     with pytest.raises(Stopped):
-        [*trials(TrialTimes(cool_down_s=3000.0), lambda: result(0), check=check)]
+        [*trials(TrialTimes(cooldown_s=3000.0), lambda: result(0), check=check)]
 
 
 def test_no_pause_still_looks() -> None:
@@ -171,6 +171,6 @@ def test_a_run_that_is_repeated_gives_equal_latents(open_pair: Any, make_request
         return denoise(pair, request, policy=OffloadPolicy.layerwise(), device="cpu")
 
     first = as_trial(run())
-    made = [*trials(TrialTimes(warm_up=1, repeats=2), run, check=nothing)]
+    made = [*trials(TrialTimes(warmup=1, repeats=2), run, check=nothing)]
     assert {trial.latents for trial in made} == {first.latents}
     assert [len(trial.timeline.steps) for trial in made] == [5, 5, 5]

@@ -74,14 +74,14 @@ def one_by_one(models: Mapping[str, WanTransformer3DModel], request: DenoiseRequ
 
 
 @pytest.mark.parametrize(
-    ("fuse", "dtype", "solver"),
+    ("blend", "dtype", "solver"),
     [("linear", torch.float32, "unipc"), ("pyramid", torch.bfloat16, "unipc"), ("flat", torch.float32, "euler")],
 )
 def test_one_window_of_all_frames_is_no_window_to_the_bit(
-    fuse: str, dtype: torch.dtype, solver: str, open_pair: OpenPair, make_long: Request
+    blend: str, dtype: torch.dtype, solver: str, open_pair: OpenPair, make_long: Request
 ) -> None:
     pair, request = open_pair(dtype=dtype), make_long(solver=solver, windows=None)
-    one = replace(request, windows=ContextWindows(frames=FRAMES, overlap=2, stride=4, fuse=fuse))
+    one = replace(request, windows=ContextWindows(frames=FRAMES, overlap=2, stride=4, blend=blend))
     assert torch.equal(latents_of(pair, one), latents_of(pair, request))
 
 
@@ -92,7 +92,7 @@ def test_one_window_of_all_frames_with_an_image_and_a_batch_too(open_pair: OpenP
     assert torch.equal(latents_of(pair, one), latents_of(pair, request))
 
 
-@pytest.mark.parametrize("windows", [WINDOWS, ContextWindows(frames=3, overlap=2, stride=2, fuse="pyramid")])
+@pytest.mark.parametrize("windows", [WINDOWS, ContextWindows(frames=3, overlap=2, stride=2, blend="pyramid")])
 def test_windows_are_forwards_of_their_own_put_together(
     windows: ContextWindows, open_pair: OpenPair, plain_models: Any, make_long: Request
 ) -> None:
@@ -115,7 +115,7 @@ def test_the_start_image_is_seen_by_every_window_or_by_the_first(
 
 def test_windows_change_the_result(open_pair: OpenPair, make_long: Request) -> None:
     pair = open_pair()
-    ends = [latents_of(pair, make_long(windows=each)) for each in (None, WINDOWS, replace(WINDOWS, fuse="flat"))]
+    ends = [latents_of(pair, make_long(windows=each)) for each in (None, WINDOWS, replace(WINDOWS, blend="flat"))]
     assert not torch.allclose(ends[0], ends[1])
     assert not torch.allclose(ends[1], ends[2])
 
@@ -177,7 +177,7 @@ def test_windows_longer_than_the_video_are_refused(make_long: Request) -> None:
 
 def test_a_report_says_the_windows(make_long: Request) -> None:
     assert request_words(make_long())["Context windows"] == "9 frames, 1 latent frames shared, linear"
-    assert request_words(make_long(windows=replace(WINDOWS, moving=False)))["Context windows"].endswith(
+    assert request_words(make_long(windows=replace(WINDOWS, shift_windows=False)))["Context windows"].endswith(
         "staying where they are"
     )
     assert "Context windows" not in request_words(make_long(windows=None))
