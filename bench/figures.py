@@ -81,7 +81,7 @@ def steady_s(timeline: Timeline, expert: str) -> float | None:
 
 
 def over_steady_s(timeline: Timeline, step: StepRecord) -> float | None:
-    """How much longer `step` took than a steady step of its expert; None where there is none."""
+    """Extra seconds of `step` over a steady step of its expert; None where there is none."""
     steady = steady_s(timeline, step.expert)
     return None if steady is None else step.wall_s - steady
 

@@ -26,14 +26,14 @@ class Variant:
 
     name: str
     settings: Mapping[str, str]
-    """What was run, in words for a reader, in the order in which it is shown."""
+    """Settings of the run in words, in the order of the page."""
     job: str = ""
     """Names what is computed: variants of one job differ in how weights are streamed, and their latents are equal."""
     trials: tuple[Trial, ...] = ()
     predicted: Timeline | None = None
-    """What the simulator said of it; None where the machine was not known."""
+    """Simulated run; None for an unknown machine."""
     failed: str = ""
-    """Why it could not be run; empty where it could."""
+    """Reason for which it could not be run; empty where it could."""
 
     @property
     def measured(self) -> tuple[Timeline, ...]:
@@ -59,11 +59,11 @@ class Report:
     title: str
     variants: tuple[Variant, ...]
     method: Mapping[str, str]
-    """How the figures came about, in words: warm-ups, repeats, pauses, date."""
+    """Method in words: warm-ups, repeats, pauses, date."""
     machine: Mapping[str, str]
-    """What they were measured on, in words: device, processor, memory, versions."""
+    """Machine in words: device, processor, memory, versions."""
     phases: tuple[PhaseRecord, ...] = ()
-    """Of the queue item that the first run belongs to; empty where nobody took them down."""
+    """Phases of the queue item of the first run; empty where none were recorded."""
     planned: int
     """Trials that were asked for, warm-ups too."""
     finished: bool = True

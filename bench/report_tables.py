@@ -62,7 +62,7 @@ def _text(figure: Figure, spread: Spread | None, digits: int) -> str:
 
 
 def _predicted(variant: Variant, report: Report) -> str:
-    """What the simulator said of the total, and how the measured median stands to it."""
+    """Simulated total, and the ratio of the measured median to it."""
     total = TOTAL.spread(variant)
     if variant.predicted is None:
         return ""
@@ -72,7 +72,7 @@ def _predicted(variant: Variant, report: Report) -> str:
 
 
 def _latents(variant: Variant, report: Report) -> str:
-    """Whether the results of all runs are equal to the bit: among each other, and to the first variant of their job."""
+    """Comparison of all results by their bits: among the runs, and with the first variant of their job."""
     if not variant.latents:
         return ""
     if len(variant.latents) > 1:
@@ -85,7 +85,7 @@ def _latents(variant: Variant, report: Report) -> str:
 
 
 def _remarks(variant: Variant, report: Report) -> str:
-    """What was changed on the way, in any of the runs, and why a variant could not be run."""
+    """Changes on the way in any of the runs, and the reason for which a variant could not be run."""
     said = dict.fromkeys(change for timeline in variant.measured for change in timeline.changes)
     return "; ".join([*([f"failed: {variant.failed}"] if variant.failed else []), *said])
 
@@ -98,14 +98,14 @@ _WORDS: tuple[tuple[str, Callable[[Variant, Report], str]], ...] = (
 
 
 def settings_table(report: Report) -> Table:
-    """What was run: a line for each setting, a column for each variant."""
+    """Settings of the runs: a line for each setting, a column for each variant."""
     names = dict.fromkeys(name for variant in report.variants for name in variant.settings)
     rows = tuple((name, *(variant.settings.get(name, "") for variant in report.variants)) for name in names)
     return Table(title="What was run", head=("Setting", *(variant.name for variant in report.variants)), rows=rows)
 
 
 def run_phase_table(report: Report) -> Table | None:
-    """Seconds of the phases of each variant's runs, a line for each phase; None where nobody took them down."""
+    """Seconds of the phases of each variant's runs, a line for each phase; None where none were recorded."""
     digits = _digits(report)
     rows = []
     for name in PHASES:
@@ -123,7 +123,7 @@ def _phase_s(timeline: Timeline, name: str) -> float | None:
 
 
 def phase_table(report: Report) -> Table | None:
-    """The parts of the queue item, in the order in which they began; None where nobody took them down."""
+    """The parts of the queue item, in the order in which they began; None where none were recorded."""
     if not report.phases:
         return None
     digits = second_digits(phase.wall_s for phase in report.phases)
@@ -222,7 +222,7 @@ def _step_phase(runs: Sequence[Timeline], place: int, switch: int | None, digits
 
 
 def _over_steady(runs: Sequence[Timeline], place: int, digits: int) -> str:
-    """How much longer the step took than the steady ones of its expert, if there are any."""
+    """Extra seconds of the step over the steady ones of its expert, if there are any."""
     expert = runs[0].steps[place].expert
     over = Spread.of(over_steady_s(run, run.steps[place]) for run in runs)
     steady = Spread.of(steady_s(run, expert) for run in runs)

@@ -27,7 +27,7 @@ class Result:
     """One measurement."""
 
     case: str
-    """What was measured, in a form that suits a file name."""
+    """Name of the measurement, fit for a file name."""
     method: str
     figures: Mapping[str, Any]
     hardware: Mapping[str, Any] = field(default_factory=lambda: hardware(usual_device()))

@@ -63,7 +63,7 @@ class Table:
         )
 
     def _right(self) -> list[bool]:
-        """Whether each column is one of figures."""
+        """True for each column that holds figures only."""
         columns = [[row[place] for row in self.rows] for place in range(len(self.head))]
         return [any(column) and all(FIGURE.match(cell) for cell in column) for column in columns]
 

@@ -146,7 +146,7 @@ def _wall(runs: CaseRuns) -> Spread:
 
 
 def _twin(case: BenchCase) -> tuple[object, int]:
-    """What one worker has in common with others that it is compared with."""
+    """Key of the case of one worker with which a case is compared."""
     return case.policy, case.steps
 
 

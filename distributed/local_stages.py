@@ -1,7 +1,9 @@
 """Stages of any model that has a step function, each on a thread of this process.
 
-cells = {Cell(0, 0): StepCell(high_step), Cell(0, 1): StepCell(low_step)}
-ended = run_stages([[range(0, 4), range(4, 9)]] * 8, cells, starts)
+    cells = {Cell(0, 0): StepCell(high_step), Cell(0, 1): StepCell(low_step)}
+    ended = run_stages([[range(0, 4), range(4, 9)]] * 8, cells, starts)
+
+No model of ours runs here yet.
 """
 
 from __future__ import annotations
