@@ -19,8 +19,7 @@ async def comfy_entrypoint() -> "WanStreamExtension":
     import logging
 
     try:
-        from .host import host
-        from .host.error_names import name_errors_of
+        from .host import host, name_errors_of
         from .nodes import WanStreamExtension
 
         host.open_to_browsers()

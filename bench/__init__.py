@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from .chart import report_chart
 from .documents import csv_document, html_document, json_document, summary
-from .figures import Spread, held_bytes, steady_s
-from .machine_info import hardware, hardware_name, machine_words, versions
+from .figures import Spread, held_bytes
+from .machine_info import hardware, machine_words, versions
 from .report import Report, Trial, Variant
 from .report_tables import run_table
-from .results import Result, newest_results, usual_device
+from .results import Result
 from .table import Table
+from .trial_matrix import MOST_AHEAD, MOST_STEPS, Policy, Setting, TrialMatrix, policy_name
 
 __all__ = [
+    "MOST_AHEAD",
+    "MOST_STEPS",
+    "Policy",
     "Report",
     "Result",
+    "Setting",
     "Spread",
     "Table",
     "Trial",
+    "TrialMatrix",
     "Variant",
     "csv_document",
     "hardware",
-    "hardware_name",
     "held_bytes",
     "html_document",
     "json_document",
     "machine_words",
-    "newest_results",
+    "policy_name",
     "report_chart",
     "run_table",
-    "steady_s",
     "summary",
-    "usual_device",
     "versions",
 ]

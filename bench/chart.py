@@ -8,8 +8,7 @@ from itertools import pairwise
 
 from PIL import Image, ImageDraw, ImageFont
 
-from ..plan import StepRecord
-from ..plan.figure_words import second_digits, seconds_text, size_text
+from ..schema import StepRecord, second_digits, seconds_text, size_text
 from .figures import TOTAL, Spread, held_bytes
 from .report import Report, Variant
 

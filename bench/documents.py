@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from html import escape
 
-from ..plan import StepRecord
+from ..schema import StepRecord
 from .figures import figures_dict
 from .report import Report
 from .report_tables import every_table

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from ..plan import MemorySample, StepRecord, Timeline
-from ..plan.figure_words import rate_text, second_digits, seconds_text, share_text, size_text
+from ..schema import MemorySample, StepRecord, Timeline, rate_text, second_digits, seconds_text, share_text, size_text
 from .report import Variant
 
 Unit = Literal["s", "bytes", "bytes/s", "share"]

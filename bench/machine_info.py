@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ..plan.figure_words import size_text
+from ..schema import size_text
 
 # torch takes seconds to import, and `wanstream plan` writes its tables without it: functions import it.
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..plan import Timeline
-from ..plan.timeline import PhaseRecord
+from ..schema import PhaseRecord, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 
-from ..plan import PHASES, StepRecord, Timeline
-from ..plan.fetch_rates import RATE_BORDERS, RateRange, together
-from ..plan.figure_words import second_digits, seconds_text, size_text
+from ..schema import (
+    PHASES,
+    RATE_BORDERS,
+    RateRange,
+    StepRecord,
+    Timeline,
+    second_digits,
+    seconds_text,
+    size_text,
+    together,
+)
 from .figures import TOTAL, Figure, Spread, Unit, figure_text, held_bytes, known_figures, over_steady_s, steady_s
 from .report import Report, Variant
 from .table import Table

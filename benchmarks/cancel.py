@@ -22,12 +22,12 @@ from typing import Any
 
 from record import record
 
-from wanstream.cli.bench_experts import SMALL, bench_request, small_experts
-from wanstream.distributed.driver import Driver
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.plan import ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef
+from wanstream.cli.bench.experts import SMALL, bench_request, small_experts
+from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.nodes.runs.trials import tensor_digest, with_steps
 from wanstream.sampling import Cancelled, DenoiseRequest, StepProgress
-from wanstream.sampling.trials import tensor_digest, with_steps
+from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef
 
 MESHES = (Mesh(), Mesh(cfg=2), Mesh(ulysses=2), Mesh(cfg=2, ulysses=2))
 VIDEO = VideoShape(width=64, height=64, frames=9)

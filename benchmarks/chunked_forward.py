@@ -18,7 +18,7 @@ from record import record
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wanstream.wan.chunked_block import ChunkedBlocks
+from wanstream.wan.transformer.chunked_block import ChunkedBlocks
 
 WIDTH, FFN, HEADS = 1024, 2816, 8
 """A fifth of A14B's width, in its proportions."""

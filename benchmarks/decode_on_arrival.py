@@ -17,10 +17,10 @@ from diffusers.quantizers.gguf.utils import dequantize_functions
 from gguf import GGMLQuantizationType
 from record import record
 
-from wanstream.cli.sample_gguf import random_packs
-from wanstream.metrics import clock_for
-from wanstream.offload.decode import CHUNK_VALUES, decode_tensor
-from wanstream.offload.packing import PACKINGS, Packing
+from wanstream.devices import clock_for
+from wanstream.offload.formats.decode import CHUNK_VALUES, decode_tensor
+from wanstream.offload.formats.gguf_dequant import PACKINGS, Packing
+from wanstream.testing.gguf import random_packs
 
 SHAPE = (5120, 13824)
 REPEATS = 7

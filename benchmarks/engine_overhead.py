@@ -13,9 +13,10 @@ import torch
 from record import record
 from torch import nn
 
-from wanstream.metrics import Recorder
 from wanstream.offload import EngineRun, attach_offload
-from wanstream.plan import OffloadPolicy, step_visits
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
 
 BLOCKS, PASSES = 40, 50
 

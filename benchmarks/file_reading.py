@@ -24,9 +24,9 @@ import numpy as np
 import psutil
 from record import record
 
-from wanstream.offload.direct_read import ALIGNMENT, EXTENT_BYTES
-from wanstream.offload.file_reader import FileReader
-from wanstream.offload.read_pieces import PIECE_BYTES, ReadPiece
+from wanstream.offload.sources.direct_read import ALIGNMENT, EXTENT_BYTES
+from wanstream.offload.sources.pieces import PIECE_BYTES, ReadPiece
+from wanstream.offload.sources.reader import FileReader
 
 FILE_BYTES = 1_000_000_000
 DATA_START = 4_712

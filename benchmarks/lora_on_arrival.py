@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 from record import record
 
-from wanstream.metrics import Mark, clock_for
-from wanstream.offload import BlockFormat, BlockPatch, WeightPatch, allocate_flat
-from wanstream.offload.decode import decode_block
-from wanstream.offload.layout import block_format, tensor_views
-from wanstream.offload.page_lock import CudaPageLock
+from wanstream.devices import Mark, clock_for
+from wanstream.offload import BlockFormat, BlockPatch, WeightPatch
+from wanstream.offload.formats.decode import decode_block
+from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
+from wanstream.offload.host_memory.page_lock import CudaPageLock
 from wanstream.offload.patches import HeldPatches
 from wanstream.plan import BlockKey
 

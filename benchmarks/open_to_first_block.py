@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 from record import record
 
-from wanstream.cli.sample_experts import save_expert_file
-from wanstream.cli.sample_weights import ExpertShape, make_expert
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import Lane, forward_lanes, open_experts
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.experts import save_expert_file
+from wanstream.testing.weights import ExpertShape, make_expert
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.experts.open import open_experts
 
 SHAPE = ExpertShape(layers=30, heads=8, ffn_dim=4096)  # 1.03 GB in bf16
 REPEATS = 7

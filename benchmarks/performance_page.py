@@ -10,7 +10,8 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from wanstream.bench import Result, Table, newest_results
+from wanstream.bench import Result, Table
+from wanstream.bench.results import newest_results
 from wanstream.benchmarks.offload_case.variants import all_variants
 from wanstream.benchmarks.record import RESULTS
 

@@ -21,18 +21,18 @@ import torch
 from record import record
 from safetensors.torch import save_file
 
-from wanstream.cli.sample_experts import save_expert_file
-from wanstream.cli.sample_fp8 import FP8_LAYOUTS
-from wanstream.cli.sample_weights import ExpertShape, make_expert
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.layout import allocate_flat
-from wanstream.offload.quantise import LARGEST, QUANTISABLE_DTYPES, QUANTISED_DTYPE, quantise_rows, work_memory
-from wanstream.offload.quantised_format import PIECE_BYTES
-from wanstream.offload.quantised_source import QuantisedSource
-from wanstream.offload.safetensors_header import read_header
-from wanstream.plan import BlockKey, OffloadPolicy
+from wanstream.offload.formats.fp8 import LARGEST, QUANTISABLE_DTYPES, QUANTISED_DTYPE, quantise_rows, work_memory
+from wanstream.offload.formats.layout import allocate_flat
+from wanstream.offload.formats.safetensors_header import read_header
+from wanstream.offload.sources.file import FileSource
+from wanstream.offload.sources.quantised import PIECE_BYTES, QuantisedSource
+from wanstream.plan import BlockKey
 from wanstream.sampling import DenoiseRequest, denoise
-from wanstream.wan import open_experts
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.experts import save_expert_file
+from wanstream.testing.fp8 import FP8_LAYOUTS
+from wanstream.testing.weights import ExpertShape, make_expert
+from wanstream.wan.experts.open import open_experts
 
 WIDTH, FFN = 5120, 13824
 BLOCK = {

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from record import record
 
-from wanstream.cli.sample_experts import save_expert_folder
-from wanstream.cli.sample_weights import ExpertShape, make_expert
-from wanstream.distributed.driver import Driver
-from wanstream.distributed.ran import Ran
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.plan import ExpertsRef, Mesh, OffloadPolicy, Timeline, WorkersRef
+from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed.driver.results import Ran
+from wanstream.distributed.ray.pool import RayPool
 from wanstream.sampling import DenoiseRequest, seeded_noise
+from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, Timeline, WorkersRef
+from wanstream.testing.experts import save_expert_folder
+from wanstream.testing.weights import ExpertShape, make_expert
 
 STEPS, SWITCH = 6, 3
 CALIBRATED = 5

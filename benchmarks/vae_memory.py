@@ -23,13 +23,13 @@ from typing import Any
 import torch
 
 from wanstream.benchmarks.record import record
-from wanstream.cli.sample_components import save_vae_file
-from wanstream.cli.sample_weights import make_vae, make_wan22_vae
-from wanstream.nodes.video_file import write_mp4
-from wanstream.plan.vae_room import HEAP_BYTES, fitting_tiling
-from wanstream.plan.vae_tiles import Tiling
+from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.testing.components import save_vae_file
+from wanstream.testing.weights import make_vae, make_wan22_vae
 from wanstream.wan.latent_space import WAN21, WAN22, LatentSpace
-from wanstream.wan.vae import WanVae, open_vae
+from wanstream.wan.vae.tile_size import HEAP_BYTES, fitting_tiling
+from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.vae import WanVae, open_vae
 
 THREADS = 2
 FPS, CRF = 16, 18

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .bench_parser import add_bench
+from .bench.options import add_bench
 from .command_line import Parser, values_of
 from .exit_codes import DONE, FAILED, INTERRUPTED
 
@@ -220,13 +220,13 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _batch(parsed: argparse.Namespace) -> int:
-    from .batch import BatchArguments, batch
+    from .batch.command import BatchArguments, batch
 
     return batch(values_of(BatchArguments, parsed))
 
 
 def _sample_model(parsed: argparse.Namespace) -> int:
-    from .sample_model import SampleModelError, write_sample_model
+    from ..testing import SampleModelError, write_sample_model
 
     try:
         sample = write_sample_model(parsed.folder, on_progress=lambda part: print(part, file=sys.stderr))

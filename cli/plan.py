@@ -11,16 +11,17 @@ from typing import Any
 from ..bench import Table
 from ..plan import (
     Candidate,
+    Choice,
     DoesNotFitError,
     Machine,
     OffloadJob,
     OffloadPlan,
-    OffloadPolicy,
+    plan_choices,
     plan_offload,
+    policy_words,
+    ram_words,
 )
-from ..plan.choices import Choice, plan_choices
-from ..plan.figure_words import rate_text, size_text
-from ..plan.plan_reason import policy_words, ram_words
+from ..schema import OffloadPolicy, rate_text, size_text
 from .exit_codes import DONE, FAILED, INVALID
 from .plan_arguments import PlanArguments, asked_budgets, asked_machine, asked_value_bytes, offload_job
 from .plan_workers import plan_workers

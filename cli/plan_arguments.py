@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..plan import T2V_A14B, TI2V_5B, Budgets, ExpertShape, Machine, OffloadJob
-from ..plan.gpus import expected_machine
-from ..plan.shapes import BF16_BYTES, PIXELS_PER_LATENT, WAN22_PIXELS_PER_LATENT
-from .sizes import SizeError, video_shape
+from ..plan import Budgets, Machine, OffloadJob, expected_machine
+from ..schema import BF16_BYTES, PIXELS_PER_LATENT, T2V_A14B, TI2V_5B, WAN22_PIXELS_PER_LATENT, ExpertShape
+from .arguments import SizeError, video_shape
 
 GB = 1e9
 GIB = 2**30
@@ -117,7 +116,7 @@ def asked_value_bytes(arguments: PlanArguments) -> int:
     """Bytes of a value that experts compute with by `compute_dtype` auto; a machine that is not here has bf16 units."""
     if arguments.gpu != "this":
         return BF16_BYTES
-    from ..wan.compute_dtype import auto_dtype
+    from ..devices import auto_dtype
 
     return auto_dtype(arguments.device).itemsize
 
@@ -125,8 +124,8 @@ def asked_value_bytes(arguments: PlanArguments) -> int:
 def _this_machine(arguments: PlanArguments) -> Machine:
     import torch  # takes seconds, and no other machine needs it
 
-    from ..host.machine_profile import machine_profile
-    from ..metrics.device import DeviceError, compute_device
+    from ..devices import DeviceError, compute_device
+    from ..host import load_machine_profile
 
     try:
         device = compute_device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -137,7 +136,7 @@ def _this_machine(arguments: PlanArguments) -> Machine:
     for option, value in (("--ram", arguments.ram_gb), ("--ssd", arguments.ssd_gb_s)):
         if value is not None and not 0 < value < math.inf:
             raise SizeError(f"{option} {value}: it must be a number above 0")
-    machine = machine_profile(device, models=arguments.models)
+    machine = load_machine_profile(device, models=arguments.models)
     if arguments.ram_gb is not None:
         machine = replace(machine, ram_bytes=int(arguments.ram_gb * GIB))
     if arguments.ssd_gb_s is not None:

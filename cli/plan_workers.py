@@ -7,13 +7,23 @@ import sys
 from dataclasses import asdict, dataclass
 
 from ..bench import Table
-from ..plan import Budgets, DoesNotFitError, Machine, Mesh, OffloadJob, OffloadPlan, plan_offload
-from ..plan.figure_words import size_text
-from ..plan.parallel_layout import choose_layout, describe_layout, worker_share
-from ..plan.plan_reason import policy_words, ram_words
+from ..plan import (
+    Budgets,
+    DoesNotFitError,
+    Machine,
+    OffloadJob,
+    OffloadPlan,
+    choose_layout,
+    describe_layout,
+    plan_offload,
+    policy_words,
+    ram_words,
+    worker_share,
+)
+from ..schema import Mesh, size_text
+from .arguments import SizeError
 from .exit_codes import DONE, FAILED, INVALID
 from .plan_arguments import PlanArguments, asked_budgets
-from .sizes import SizeError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from ..bench import Table
-from ..host.machine_profile import Profile, measure_machine
-from ..metrics.device import DeviceError, compute_device
-from ..plan import Machine, VideoShape
-from ..plan.figure_words import rate_text, size_text
+from ..devices import DeviceError, compute_device
+from ..host import Profile, measure_machine
+from ..plan import Machine
+from ..schema import VideoShape, rate_text, size_text
+from .arguments import SizeError, video_shape
 from .exit_codes import DONE, FAILED, INVALID
-from .sizes import SizeError, video_shape
 
 
 @dataclass(frozen=True, kw_only=True)

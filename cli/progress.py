@@ -12,7 +12,7 @@ from types import TracebackType
 
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from ..host.embedded_door import NodeProgress
+from ..host.embedded import NodeProgress
 
 _NO_BAR = "{desc}: {elapsed}"
 

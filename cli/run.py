@@ -15,20 +15,25 @@ from types import FrameType
 import torch
 
 from ..bench import run_table
-from ..host.embedded_door import RunStoppedError, embedded_door
-from ..host.embedded_graph import Prompt, api_prompt, nodes_by_id
-from ..host.embedded_io import ComfyNode
-from ..host.embedded_load_image import LoadImage
-from ..host.embedded_run import History, NodeFailedError, run_workflow, validate_workflow
-from ..host.embedded_validate import Verdict
-from ..nodes import WanStreamExtension
-from ..nodes.benchmark import REPORT
-from ..nodes.sample import TIMELINE
-from ..nodes.warnings_shown import WARNINGS
-from ..plan import Timeline
+from ..host.embedded import (
+    ComfyNode,
+    History,
+    LoadImage,
+    NodeFailedError,
+    Prompt,
+    RunStoppedError,
+    Verdict,
+    api_prompt,
+    embedded_door,
+    nodes_by_id,
+    run_workflow,
+    validate_workflow,
+)
+from ..nodes import REPORT, TIMELINE, WARNINGS, WanStreamExtension
+from ..schema import Timeline
 from .arguments import ArgumentError, check_models, made_folder, read_json
-from .changes import with_changes
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
+from .overrides import with_changes
 from .progress import ProgressBars, ProgressLines, progress_of_run
 
 

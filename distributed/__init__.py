@@ -1,1 +1,34 @@
-"""L5: other processes. Ray places workers and watches them, torch.distributed carries their tensors."""
+"""Runs on several processes: Ray places workers, torch.distributed carries tensors."""
+
+from __future__ import annotations
+
+from .driver.driver import Driver
+from .driver.partition import part_sizes
+from .driver.stage_run import GivenUpError
+from .driver.worker_group import WorkerFailedError
+from .ray.environment import check_token_file
+from .ray.errors import RayMissingError
+from .ray.pool import RayPool
+from .transport.in_process import InProcessPool
+from .transport.pool import Pool, WorkerLostError
+from .vae.decode import DecodeJob, TileDone
+from .vae.shared_tiles import decode_in_shared_tiles, tiles_by_memory
+from .vae.worker import DecodeCancelled
+
+__all__ = [
+    "DecodeCancelled",
+    "DecodeJob",
+    "Driver",
+    "GivenUpError",
+    "InProcessPool",
+    "Pool",
+    "RayMissingError",
+    "RayPool",
+    "TileDone",
+    "WorkerFailedError",
+    "WorkerLostError",
+    "check_token_file",
+    "decode_in_shared_tiles",
+    "part_sizes",
+    "tiles_by_memory",
+]

@@ -10,9 +10,8 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ..plan import ExpertsRef, LoraRef
-from .announced_run import AnnouncedRun
-from .door import (
+from .api import (
+    SAVING_NODE,
     Door,
     ModelNotFoundError,
     NeedsComfyUIError,
@@ -21,19 +20,26 @@ from .door import (
     OutsideFolderError,
     Progress,
 )
+from .clusters import cluster, cluster_names
+from .comfy.guider_steps import GuiderSettings
+from .error_names import name_errors_of
+from .folders import inside
+from .machine_profile import Profile, load_machine_profile, measure_machine
+from .run_events import AnnouncedRun, observed, run_settings
+from .worker_registry import StartPool, check_ray, gpus_of, start_pool
+from .workers_plan import SharedRun
 
 host: Door
 
 # `find_spec` of a top-level name looks for it and imports nothing.
 if TYPE_CHECKING or find_spec("comfy_api") is None:
-    from . import embedded_io as io
-    from . import embedded_ui as ui
-    from .embedded_door import embedded_door as host
-    from .embedded_io import ComfyExtension
+    from .embedded import io, ui
+    from .embedded.adapter import embedded_door as host
+    from .embedded.io import ComfyExtension
 else:
     from comfy_api.latest import ComfyExtension, io, ui
 
-    from .comfy import ComfyDoor
+    from .comfy.adapter import ComfyDoor
 
     host = ComfyDoor()
 
@@ -46,19 +52,33 @@ def search_words(*words: str) -> dict[str, Any]:
 _SCHEMA_FIELDS = {field.name for field in fields(io.Schema)}
 
 __all__ = [
+    "SAVING_NODE",
     "AnnouncedRun",
     "ComfyExtension",
     "Door",
-    "ExpertsRef",
-    "LoraRef",
+    "GuiderSettings",
     "ModelNotFoundError",
     "NeedsComfyUIError",
     "OutputFile",
     "OutputNameError",
     "OutsideFolderError",
+    "Profile",
     "Progress",
+    "SharedRun",
+    "StartPool",
+    "check_ray",
+    "cluster",
+    "cluster_names",
+    "gpus_of",
     "host",
+    "inside",
     "io",
+    "load_machine_profile",
+    "measure_machine",
+    "name_errors_of",
+    "observed",
+    "run_settings",
     "search_words",
+    "start_pool",
     "ui",
 ]

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import platformdirs
 
-from ..plan.clusters import HERE, Cluster, cluster_named, read_clusters
-from ..plan.workers_text import WorkersError
+from ..schema import HERE, Cluster, WorkersError, cluster_named, read_clusters
 
 VARIABLE = "WANSTREAM_CLUSTERS"
 """Environment variable that names another file."""
 
-log = logging.getLogger("wanstream.workers")
+logger = logging.getLogger("wanstream.workers")
 
 
 def clusters_file() -> Path:
@@ -29,7 +28,7 @@ def cluster_names() -> list[str]:
     try:
         return list(_clusters())
     except WorkersError as err:
-        log.warning("%s", err)
+        logger.warning("%s", err)
         return list(HERE)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from .door import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError
+from .api import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError
 
 WEIGHT_FILES = (".safetensors", ".sft")
 """What a model file that we can read ends in."""

@@ -17,11 +17,11 @@ import platformdirs
 import psutil
 import torch
 
-from ..offload.available_memory import cgroup_limits
-from ..offload.probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
-from ..plan import T2V_A14B, ExpertShape, Machine, VideoShape
-from ..wan.compute_dtype import auto_dtype, dtype_name
-from ..wan.probe import block_pass, probe_block, sample_block
+from ..devices import auto_dtype, cgroup_limits, dtype_name
+from ..offload import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
+from ..plan import Machine
+from ..schema import T2V_A14B, ExpertShape, VideoShape
+from ..wan import block_pass, probe_block, sample_block
 from .folders import GGUF_FILES, WEIGHT_FILES
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Profile:
     """None: it could not be kept."""
 
 
-def machine_profile(
+def load_machine_profile(
     device: torch.device,
     *,
     expert: ExpertShape = T2V_A14B,
@@ -78,7 +78,7 @@ def machine_profile(
 def kept_machine(
     device: torch.device, *, expert: ExpertShape = T2V_A14B, models: Path | None = None, folder: Path | None = None
 ) -> Machine | None:
-    """The kept profile of this machine, if there is one that holds for these arguments; see `machine_profile`."""
+    """The kept profile of this machine, if there is one that holds for these arguments; see `load_machine_profile`."""
     kept = _kept(profile_path(device, folder), _wanted(device, expert, models))
     return kept if isinstance(kept, Machine) else None
 
@@ -91,7 +91,7 @@ def measure_machine(
     models: Path | None = None,
     folder: Path | None = None,
 ) -> Profile:
-    """Measure this machine and keep what comes of it; arguments as `machine_profile`, `tokens` are those of a lane.
+    """Measure this machine and keep what comes of it; arguments as `load_machine_profile`, `tokens` of one lane.
 
     Raises OSError when no file can be read.
     """

@@ -1,4 +1,4 @@
-"""What a host has told of its last runs, kept for a page that is opened or loaded again later. Bounded, thread-safe."""
+"""Log of the last runs for pages that are opened later: settings, telemetry options, bounded entries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from .announced_run import BEGIN, END, STEP
+from .run_events import BEGIN, END, STEP
 
 KEPT_RUNS = 50
 

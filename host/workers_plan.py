@@ -6,16 +6,25 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..plan import AutoOffload, Budgets, Machine, Mesh, OffloadJob, OffloadPolicy, WorkersRef, plan_offload
-from ..plan.mesh_checks import check_mesh
-from ..plan.parallel_layout import choose_layout, describe_layout, heads_of, worker_share
-from ..plan.plan_reason import policy_words, ram_words
-from ..plan.workers_ref import LOCAL, WeightHome
+from ..plan import (
+    AutoOffload,
+    Budgets,
+    Machine,
+    OffloadJob,
+    choose_layout,
+    describe_layout,
+    heads_of,
+    plan_offload,
+    policy_words,
+    ram_words,
+    worker_share,
+)
+from ..schema import LOCAL, Mesh, OffloadPolicy, WeightHome, WorkersRef, check_mesh
 
 GPUS_OF_A_MACHINE = 8
 """Workers of a cluster that are taken to share a machine."""
 
-LOG = logging.getLogger("wanstream.planner")
+logger = logging.getLogger("wanstream.planner")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,7 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
     )
     policy = plan_offload(share.job, share.machine, share.budgets).policy
     chosen = f"chosen for each worker: {policy_words(policy, run.job.expert.blocks)}, {ram_words(policy)}"
-    LOG.info("%s", chosen)
+    logger.info("%s", chosen)
     return WorkersPlan(mesh=mesh, policy=policy, reasons=(*reasons, chosen))
 
 
@@ -85,7 +94,7 @@ def _layout(run: SharedRun, machine_of: Callable[[], Machine]) -> tuple[Mesh, tu
         weights=_weights(run.workers),
     )
     reason = f"laid out as {describe_layout(mesh)}"
-    LOG.info("%s", reason)
+    logger.info("%s", reason)
     return mesh, (reason,)
 
 
@@ -98,7 +107,7 @@ def _one_video(run: SharedRun) -> OffloadJob:
 
 def _of_cell(run: SharedRun, mesh: Mesh) -> OffloadJob:
     """The job of the videos that a cell of `mesh` computes at once."""
-    from ..distributed.driver_steps import part_sizes
+    from ..distributed import part_sizes
 
     return _of_videos(run, max(part_sizes(run.videos, mesh)))
 

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from ..host import ComfyExtension, io
-from .auto_offload import WanStreamAutoOffload
-from .benchmark import WanStreamBenchmark
+from .batch_sampler import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
+from .benchmark import REPORT, WanStreamBenchmark
 from .cache import WanStreamCache, WanStreamCacheCalibration
 from .context_windows import WanStreamContextWindows
-from .decode_video import WanStreamDecodeVideo
+from .decode import WanStreamDecodeVideo, WanStreamSaveVideo, WanStreamVAEDecode
 from .guidance import WanStreamGuidance
 from .guider import WanStreamGuider, WanStreamSigmas
-from .lanes import WanStreamLane, WanStreamLaneLatent, WanStreamLaneSampler
-from .latent import WanStreamEmptyLatent
-from .latent_from_image import WanStreamImageToVideo
-from .load import WanStreamExperts
-from .lora import WanStreamLora
-from .offload import WanStreamBlockSwap, WanStreamLayerwise
-from .one_expert import WanStreamOneExpert
-from .sample import WanStreamSampler
+from .inputs import WARNINGS
+from .latents import WanStreamEmptyLatent, WanStreamImageToVideo
+from .loaders import WanStreamExperts, WanStreamLora, WanStreamOneExpert
+from .offload import WanStreamAutoOffload, WanStreamBlockSwap, WanStreamLayerwise
+from .sampler import TIMELINE, WanStreamSampler
 from .text import WanStreamTextEncode
-from .video import WanStreamSaveVideo, WanStreamVAEDecode
 from .workers import WanStreamWorkers
 
 
@@ -53,3 +49,6 @@ class WanStreamExtension(ComfyExtension):
             WanStreamBenchmark,
             WanStreamCacheCalibration,
         ]
+
+
+__all__ = ["REPORT", "TIMELINE", "WARNINGS", "WanStreamExtension"]

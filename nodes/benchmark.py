@@ -9,17 +9,16 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ..bench import Report, summary
+from ..bench import MOST_AHEAD, MOST_STEPS, Report, TrialMatrix, summary
 from ..host import host, io, search_words
-from ..plan.trial_matrix import MOST_AHEAD, MOST_STEPS, TrialMatrix
-from ..sampling.trials import LONGEST_PAUSE_S, MOST_RUNS, TrialTimes
 from . import sockets
-from .benchmark_runs import Benchmark, measure, named_runs
-from .expert_inputs import said_once
-from .report_files import ReportFiles
-from .sample import TIMELINE
-from .sampler_run import SamplerRun
-from .saved_video import name_refusal
+from .decode import name_refusal
+from .inputs import said_once
+from .runs.benchmark import Benchmark, measure, named_runs
+from .runs.report_files import ReportFiles
+from .runs.run_experts import SamplerRun
+from .runs.trials import LONGEST_PAUSE_S, MOST_RUNS, TrialTimes
+from .sampler import TIMELINE
 
 TITLE = "WanStream benchmark"
 

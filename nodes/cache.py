@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from ..host import io, search_words
-from ..plan.step_skips import SkipRule
-from ..sampling.cache_settings import PRESETS, CacheSettings, FirstBlockCache, MagCache
+from ..plan import SkipRule
+from ..sampling import PRESETS, CacheSettings, FirstBlockCache, MagCache
 from . import sockets
-from .calibration_file import read_table, write_table
-from .calibration_run import calibrate_run
-from .sampler_run import SamplerRun
-from .saved_video import name_refusal
+from .decode import name_refusal
+from .runs.calibration import calibrate_run, read_table, write_table
+from .runs.run_experts import SamplerRun
 
 FIRST_BLOCK, MAGNITUDES = "first_block_cache", "magcache"
 OWN = "own threshold"

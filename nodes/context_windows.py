@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..host import io, search_words
-from ..plan.context_windows import BLENDS, ContextWindows
-from ..plan.shapes import FRAMES_PER_LATENT
+from ..schema import BLENDS, FRAMES_PER_LATENT, ContextWindows
 from . import sockets
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..host import io, search_words
-from ..sampling import RequestError
-from ..sampling.guidance import Guidance, parse_scales
+from ..sampling import Guidance, RequestError, parse_scales
 from ..wan import Nag
 from . import sockets
 

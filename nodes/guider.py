@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import ExpertsRef, host, io, search_words
-from ..host.guider_settings import GuiderSettings
-from ..plan import AutoOffload, OffloadPolicy
-from ..sampling.guidance import Guidance
-from .expert_inputs import (
-    boundary_input,
-    cache_input,
-    experts_input,
-    guidance_input,
-    policy_input,
-    windows_input,
-)
-from .one_expert import settings_for
+from ..host import GuiderSettings, host, io, search_words
+from ..plan import AutoOffload
+from ..sampling import Guidance
+from ..schema import ExpertsRef, OffloadPolicy
+from .inputs import boundary_input, cache_input, experts_input, guidance_input, policy_input, windows_input
+from .sampler import settings_for
 
 
 class WanStreamGuider(io.ComfyNode):

@@ -1,14 +1,186 @@
-"""Naming the workers that compute a run: how many, how they share it, and where they are."""
+"""Node that describes workers: their number, layout and addresses."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..host import host, io, search_words
-from ..host.kept_workers import check_ray, gpus_of
+from ..host import check_ray, cluster, cluster_names, gpus_of, host, io, search_words
+from ..schema import GOALS, LOCAL, WEIGHT_HOMES, Mesh, MeshError, WorkersError, WorkersRef, check_count, check_degrees
 from . import sockets
-from .expert_inputs import said_once
-from .workers_inputs import workers_inputs, workers_ref, workers_refusal
+from .inputs import said_once
+
+AS_SET = "manual"
+LAYOUTS = (*GOALS, AS_SET)
+MOST_WORKERS = 64
+AXES = ("data", "stage", "cfg", "ring", "ulysses")
+NUMBERS = ("count", *AXES)
+
+
+def workers_inputs() -> list[io.Input]:
+    """All inputs in the order of the node; saved workflows depend on it."""
+    return [*_layout_inputs(), *_degree_inputs(), *_place_inputs(), *_life_inputs()]
+
+
+def workers_refusal(*, gpus: int | None, **given: Any) -> bool | str:
+    """For `validate_inputs`: why there can be no such workers, as far as it is known before the run; True if there can.
+
+    A link is None here, and judged when its value is known. Numbers that are not numbers are refused by the host.
+    """
+    known = {
+        name: value
+        for name, value in given.items()
+        if (isinstance(value, int) if name in NUMBERS else value is not None)
+    }
+    try:
+        _check(gpus=gpus, **known)
+    except (WorkersError, MeshError) as err:
+        return str(err)
+    return True
+
+
+def workers_ref(*, gpus: int | None, **settings: Any) -> WorkersRef:
+    """The workers that the widgets describe. Raises WorkersError or MeshError for those that there cannot be."""
+    _check(gpus=gpus, **settings)
+    layout, place = settings["layout"], cluster(settings["cluster"])
+    degrees = {axis: settings[axis] for axis in AXES}
+    return WorkersRef(
+        count=settings["count"],
+        mesh=Mesh(**degrees) if layout == AS_SET else None,
+        goal=GOALS[0] if layout == AS_SET else layout,
+        address=place.address,
+        token_file=place.token_file,
+        weights=settings["weights"],
+        paths=place.paths,
+        threads=settings["threads"] or None,
+        beyond_loopback=place.remote_machines,
+        max_restarts=settings["max_restarts"],
+        timeout_s=settings["timeout_s"],
+    )
+
+
+def _check(*, gpus: int | None, **given: Any) -> None:
+    if (layout := given.get("layout", GOALS[0])) not in LAYOUTS:
+        raise WorkersError(f"the layout is {layout!r}: choose one of {', '.join(LAYOUTS)}")
+    # A cluster that another node gives is not known yet, and limits nothing.
+    address = cluster(given["cluster"]).address if "cluster" in given else ""
+    count, degrees = given.get("count"), {axis: given[axis] for axis in AXES if axis in given}
+    if count is not None:
+        check_count(count, address, gpus=gpus, most=MOST_WORKERS)
+        if layout == AS_SET and len(degrees) == len(AXES):
+            check_degrees(Mesh(**degrees), count)
+
+
+def _layout_inputs() -> list[io.Input]:
+    return [
+        io.Int.Input(
+            "count",
+            default=2,
+            min=1,
+            max=MOST_WORKERS,
+            tooltip="Workers: processes with one GPU each; on a machine without a GPU they share its CPU. Each costs "
+            "some seconds to start, once, the RAM of a Python with torch, and buffers of its own.",
+        ),
+        io.Combo.Input(
+            "layout",
+            options=list(LAYOUTS),
+            default=GOALS[0],
+            tooltip="latency: all workers compute the same video. throughput: the videos of a batch are spread "
+            "over them, which loses less. manual: the five degrees.",
+        ),
+    ]
+
+
+def _degree_inputs() -> list[io.Input]:
+    return [_degree(axis, most, what) for axis, most, what in _DEGREES]
+
+
+_DEGREES = (
+    (
+        "data",
+        MOST_WORKERS,
+        "Videos of a batch that are computed at the same time. Costs nothing; one video gains nothing.",
+    ),
+    (
+        "stage",
+        MOST_WORKERS,
+        "Ranges of steps: a video moves from one to the next, and with 2 each worker keeps one expert. Pays for a "
+        "batch; one video gains nothing.",
+    ),
+    (
+        "cfg",
+        2,
+        "2: positive and negative prompt are computed side by side. Costs one exchange per step; needs guidance.",
+    ),
+    (
+        "ring",
+        MOST_WORKERS,
+        "Shares of every video's tokens; keys and values go round. Costs an exchange in every block. On GPUs only.",
+    ),
+    (
+        "ulysses",
+        40,
+        "Shares of every video's tokens and heads; must divide the 40 heads. Costs four exchanges in every block, so "
+        "it wants NVLink or a fast bus.",
+    ),
+)
+
+
+def _degree(axis: str, most: int, what: str) -> io.Input:
+    return io.Int.Input(axis, default=1, min=1, max=most, tooltip=f"{what} Read with the layout {AS_SET} only.")
+
+
+def _place_inputs() -> list[io.Input]:
+    return [
+        io.Combo.Input(
+            "cluster",
+            options=cluster_names(),
+            default=LOCAL,
+            tooltip="local: this machine's GPUs. in-process: one worker, here, without Ray. Other names are Ray "
+            "clusters from your list (clusters.json, see docs/workers.md). What crosses a network costs its time in "
+            "every exchange.",
+        ),
+        io.Combo.Input(
+            "weights",
+            options=list(WEIGHT_HOMES),
+            default=WEIGHT_HOMES[0],
+            tooltip="full: every worker copies all blocks, out of RAM that they share on one machine. sharded: 1/N of "
+            "each, and the workers gather the rest from each other; costs bytes between them, saves bytes from RAM or "
+            "disk. sharded in VRAM: 1/N stays there. auto: measured on GPUs, full on a CPU.",
+        ),
+        io.Int.Input(
+            "threads",
+            default=0,
+            min=0,
+            max=256,
+            optional=True,
+            tooltip="CPU threads of each worker. 0: the cores of a machine, shared out between its workers. More than "
+            "there are cores cost time.",
+        ),
+    ]
+
+
+def _life_inputs() -> list[io.Input]:
+    return [
+        io.Int.Input(
+            "max_restarts",
+            default=3,
+            min=0,
+            max=100,
+            optional=True,
+            tooltip="How many workers that die in a run are replaced. The run goes on from its last whole step; each "
+            "costs the start of a worker and at most one step.",
+        ),
+        io.Float.Input(
+            "timeout_s",
+            default=300.0,
+            min=1.0,
+            max=3600.0,
+            step=1.0,
+            optional=True,
+            tooltip="Seconds that a worker waits for another before it is taken for hung and replaced. Must be longer "
+            "than the slowest block, first reads from disk included.",
+        ),
+    ]
 
 
 class WanStreamWorkers(io.ComfyNode):

@@ -1,38 +1,75 @@
-"""L2: moves weights. Knows no Wan, no sampler, no ComfyUI."""
+"""Weight streaming for the blocks of any module. Independent of models, samplers and ComfyUI."""
 
 from __future__ import annotations
 
 from .attach import attach_offload
-from .engine import OffloadEngine
-from .engine_run import EngineRun
-from .file_source import FileSource, read_tensors
-from .layout import BlockFormat, FlatLayout, FlatTensor, allocate_flat, flat_layout, streamed_names, tensor_views
-from .module_source import ModuleSource
+from .engine.engine import OffloadEngine
+from .engine.run import EngineRun
+from .formats.decode import CHUNK_VALUES, decode_tensor
+from .formats.gguf_dequant import Packing
+from .formats.gguf_header import read_gguf_header
+from .formats.layout import BlockFormat, block_format, flat_layout, host_bytes, streamed_names, tensor_views
+from .formats.safetensors_header import (
+    CheckpointFileError,
+    FileHeader,
+    FileTensor,
+    FileVersion,
+    file_version,
+    read_header,
+)
+from .host_memory.host_slots import HostSlots
+from .host_memory.page_lock import CudaPageLock, PageLockError
+from .host_memory.pages import map_memory
+from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
-from .safetensors_header import CheckpointFileError, FileHeader, FileTensor, read_header
-from .source import BlockSource, NoRamError, SourceError
+from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
+from .sharding.group import GatherBrokenError, Sharded, StoppedAlike, shard_bytes
+from .sources.base import NoRamError
+from .sources.file import FileSource, read_tensors
+from .sources.quantised import QuantisedSource, quantised_format, scale_bytes
 
 __all__ = [
+    "CHUNK_VALUES",
     "BlockFormat",
     "BlockPatch",
-    "BlockSource",
+    "BusRates",
     "CheckpointFileError",
+    "CudaPageLock",
     "EngineRun",
     "FileHeader",
     "FileSource",
     "FileTensor",
-    "FlatLayout",
-    "FlatTensor",
-    "ModuleSource",
+    "FileVersion",
+    "GatherBrokenError",
+    "HostSlots",
     "NoRamError",
     "OffloadEngine",
-    "SourceError",
+    "Packing",
+    "PageLockError",
+    "QuantisedSource",
+    "Sharded",
+    "SharedSegment",
+    "StoppedAlike",
     "WeightPatch",
-    "allocate_flat",
     "attach_offload",
+    "block_format",
+    "decode_tensor",
+    "file_version",
     "flat_layout",
+    "host_bytes",
+    "map_memory",
+    "probe_bus",
+    "probe_copy",
+    "probe_decode",
+    "probe_disk",
+    "probe_quantise",
+    "quantised_format",
+    "read_gguf_header",
     "read_header",
     "read_tensors",
+    "scale_bytes",
+    "shard_bytes",
     "streamed_names",
+    "sweep",
     "tensor_views",
 ]

@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..metrics import compute_device
-from ..plan import OffloadPolicy, plan_residency
-from .engine import OffloadEngine, Stacks
-from .gather import Sharded
-from .module_source import ModuleSource
-from .shared_segment import SharedSegment
-from .source import BlockSource
+from ..devices import compute_device
+from ..schema import OffloadPolicy, plan_residency
+from .engine.engine import OffloadEngine, Stacks
+from .host_memory.shared_segment import SharedSegment
+from .sharding.group import Sharded
+from .sources.base import BlockSource
+from .sources.module import ModuleSource
 
 ONLY_STACK = "blocks"  # the name a single stack of blocks goes by in visits
 

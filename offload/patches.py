@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from ..plan import BlockKey
-from .host_memory import in_pages, map_memory
-from .layout import BlockFormat, FlatLayout, FlatTensor, flat_layout, tensor_views
-from .page_lock import LockedBlocks, PageLock
+from .formats.layout import BlockFormat, FlatLayout, FlatTensor, flat_layout, tensor_views
+from .host_memory.page_lock import LockedBlocks, PageLock
+from .host_memory.pages import in_pages, map_memory
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,17 +13,17 @@ from statistics import median
 
 import torch
 
-from ..metrics import clock_for
-from .decode import decode_tensor
-from .direct_read import ALIGNMENT, O_DIRECT
-from .file_reader import FileReader
-from .host_memory import map_memory
-from .layout import host_bytes
-from .one_thread import one_thread_pool
-from .page_lock import CudaPageLock, PageLockError
-from .quantise import QUANTISED_DTYPE, quantise_rows, work_memory
-from .quantised_source import MOST_THREADS
-from .read_pieces import ReadPiece
+from ..devices import clock_for
+from .engine.threads import one_thread_pool
+from .formats.decode import decode_tensor
+from .formats.fp8 import QUANTISED_DTYPE, quantise_rows, work_memory
+from .formats.layout import host_bytes
+from .host_memory.page_lock import CudaPageLock, PageLockError
+from .host_memory.pages import map_memory
+from .sources.direct_read import ALIGNMENT, O_DIRECT
+from .sources.pieces import ReadPiece
+from .sources.quantised import MOST_THREADS
+from .sources.reader import FileReader
 
 PIECE_BYTES = 128 * 1024**2
 """Read, copied or locked at once; a probe takes two of them at most."""

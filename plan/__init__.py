@@ -1,89 +1,74 @@
-"""L0: decides. Standard library only; values in, frozen dataclasses out."""
+"""Decisions: which weights move when, and under which policy. Pure functions; standard library only."""
 
 from __future__ import annotations
 
-from .check import check_program, check_ram
-from .correction import corrected
-from .eviction import eviction_order
-from .experts import split_at_boundary
-from .experts_ref import Attention, ExpertsRef, LoraRef, Storage
-from .fit import fit_policy, stay_near
-from .hardware import Hardware
-from .machine import Machine
-from .memory_needs import DoesNotFitError
-from .mesh import Coordinates, Mesh, MeshError
-from .mesh_checks import check_mesh
+from ..schema import OffloadPolicy
+from .candidates import CHUNKS
+from .machine import Machine, expected_machine
+from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
-from .planner import Candidate, OffloadPlan, plan_offload
-from .program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgram, compile_program
-from .ram import DIRECT, RamHomes, RamProgram, RunPrograms, compile_ram, plan_ram
-from .residency import OffloadPolicy, Residency, SourceKind, plan_residency, spread_evenly
-from .shapes import I2V_A14B, T2V_A14B, TI2V_5B, ExpertShape, VideoShape
-from .simulate import simulate
-from .stages import stage_boundaries
-from .tenancies import buffers_needed
-from .timeline import PHASES, MemorySample, PhaseRecord, StepRecord, Timeline
-from .visits import BlockKey, Visit, step_visits
-from .workers_ref import PathMap, WorkersRef
+from .parallel_layout import choose_layout, describe_layout, heads_of, stage_boundaries, worker_share
+from .planner import Candidate, OffloadPlan, plan_offload, policy_words, ram_words
+from .predict import predict
+from .profile_update import corrected
+from .ram_program import DIRECT, RamHomes, RamProgram, RunPrograms, compile_ram, plan_ram
+from .shrink import bytes_to_free, eviction_order, fit_policy, smaller_policy, stay_near
+from .transfer_program import AT_ONCE, KEPT, Fetch, TransferProgram, compile_program
+from .verify import check_program, check_ram
+from .visits import TRAIN_TIMESTEPS, BlockKey, SkipRule, Visit, expert_at, skipped_steps, split_at_boundary, step_visits
+from .what_if import Choice, plan_choices
 
 __all__ = [
     "AT_ONCE",
+    "CHUNKS",
     "DIRECT",
-    "I2V_A14B",
     "KEPT",
-    "PHASES",
-    "T2V_A14B",
-    "TI2V_5B",
-    "Attention",
+    "RAM_SHARE",
+    "RAW_SLOTS",
+    "STAGING_SLOTS",
+    "TRAIN_TIMESTEPS",
+    "VRAM_RESERVE",
     "AutoOffload",
     "BlockKey",
     "Budgets",
     "Candidate",
-    "Coordinates",
+    "Choice",
     "DoesNotFitError",
-    "ExpertShape",
-    "ExpertsRef",
     "Fetch",
-    "Hardware",
-    "LoraRef",
     "Machine",
-    "MemorySample",
-    "Mesh",
-    "MeshError",
     "OffloadJob",
     "OffloadPlan",
     "OffloadPolicy",
-    "PathMap",
-    "PhaseRecord",
-    "ProgramError",
     "RamHomes",
     "RamProgram",
-    "Residency",
     "RunPrograms",
-    "SourceKind",
-    "StepRecord",
-    "Storage",
-    "Timeline",
+    "SkipRule",
     "TransferProgram",
-    "VideoShape",
     "Visit",
-    "WorkersRef",
-    "buffers_needed",
-    "check_mesh",
+    "bytes_to_free",
     "check_program",
     "check_ram",
+    "choose_layout",
     "compile_program",
     "compile_ram",
     "corrected",
+    "describe_layout",
     "eviction_order",
+    "expected_machine",
+    "expert_at",
     "fit_policy",
+    "heads_of",
+    "plan_choices",
     "plan_offload",
     "plan_ram",
-    "plan_residency",
-    "simulate",
+    "policy_words",
+    "predict",
+    "ram_words",
+    "skipped_steps",
+    "smaller_policy",
     "split_at_boundary",
-    "spread_evenly",
     "stage_boundaries",
     "stay_near",
     "step_visits",
+    "worker_share",
 ]

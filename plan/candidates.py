@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from ..schema import OffloadPolicy, Residency, plan_residency
 from .machine import Machine
-from .memory_needs import MemoryNeeds, Room, memory_needs
+from .memory import MemoryNeeds, Room, memory_needs
 from .offload_job import OffloadJob
 from .predict import hardware_of
-from .ram import RamHomes, plan_ram
-from .residency import OffloadPolicy, Residency, plan_residency
+from .ram_program import RamHomes, plan_ram
 
 DEPTHS = (1, 2, 3)
 CHUNKS = (None, 32768, 16384, 8192, 4096, 2048)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .shapes import ExpertShape
+from ..schema import ExpertShape
 from .visits import Visit, step_visits
 
 

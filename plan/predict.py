@@ -8,15 +8,13 @@ from functools import cached_property
 from itertools import pairwise
 from statistics import median
 
-from .hardware import Hardware
+from ..schema import OffloadPolicy, Timeline, plan_residency
 from .machine import Machine
-from .memory_needs import staging_slots
+from .memory import staging_slots
 from .offload_job import OffloadJob
-from .program import TransferProgram, compile_program
-from .ram import RunPrograms, compile_ram, plan_ram
-from .residency import OffloadPolicy, plan_residency
-from .simulate import simulate
-from .timeline import Timeline
+from .ram_program import RunPrograms, compile_ram, plan_ram
+from .simulator import Hardware, simulate
+from .transfer_program import TransferProgram, compile_program
 
 CHUNK_S = 500e-6
 """What one more chunk adds to a block: its launches, and 0.28 GB of feed-forward weights read at some 1 TB/s."""

@@ -1,8 +1,11 @@
-"""The run as the program sees it: visits, one for every use of a block."""
+"""Visits of a run: the expert of each step, the blocks of each visit, and the steps that a cache skips."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -45,3 +48,71 @@ def step_visits(
         if step not in skipped
         for block in range(block_counts[expert])
     )
+
+
+TRAIN_TIMESTEPS = 1000
+
+
+def expert_at(timestep: float, boundary_ratio: float) -> str:
+    """The expert of a step that starts at `timestep`: "high" while it is at least boundary_ratio * 1000, else "low"."""
+    return "high" if timestep >= boundary_ratio * TRAIN_TIMESTEPS else "low"
+
+
+def split_at_boundary(timesteps: Sequence[float], boundary_ratio: float) -> int:
+    """Index of the first low-noise step; `len(timesteps)` if every step is high-noise.
+
+    `timesteps` are the times at which the steps *start*, from 1000 down to 0. A step is high-noise
+    while `t >= boundary_ratio * 1000`. Raises ValueError for a ratio outside 0..1 and for timesteps that rise.
+    """
+    if not 0.0 <= boundary_ratio <= 1.0:
+        raise ValueError(f"boundary_ratio is {boundary_ratio}, it must lie in 0..1 (Wan2.2: T2V 0.875, I2V 0.9)")
+    for step, (before, start) in enumerate(pairwise(timesteps), start=1):
+        if not before >= start:
+            raise ValueError(f"timesteps must not rise: step {step - 1} starts at {before}, step {step} at {start}")
+    return sum(expert_at(timestep, boundary_ratio) == "high" for timestep in timesteps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipRule:
+    """How much may be left out. Raises ValueError for numbers out of range."""
+
+    threshold: float
+    """Steps are left out while the error that has added up is below this; 0: none is."""
+    max_consecutive_skips: int = 2
+    retention: float = 0.2
+    """Share of an expert's steps, from its first one, in which nothing is left out."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.threshold) and self.threshold >= 0):
+            raise ValueError(f"threshold is {self.threshold}: give 0 (nothing is left out) or more")
+        if self.max_consecutive_skips < 0:
+            raise ValueError(f"max_consecutive_skips is {self.max_consecutive_skips}, it must be 0 or more")
+        if not 0 <= self.retention <= 1:
+            raise ValueError(f"retention is {self.retention}: give a share, 0 to 1")
+
+
+def skipped_steps(
+    stage: Sequence[int], taken: Sequence[int], ratios: Sequence[Sequence[float]], rule: SkipRule
+) -> frozenset[int]:
+    """The steps of one expert that need no block.
+
+    Args:
+        stage: all steps of the expert in the schedule, in order.
+        taken: those of them that one run computes, in order. Nothing is known before the first one.
+        ratios: for each kind of lane, by step of the schedule: the size of what the blocks added, by that of the step
+            before. A step is left out only where the rule allows it for every kind.
+    """
+    retained = set(stage[: int(rule.retention * len(stage) + 0.5)])
+    skipped: set[int] = set()
+    sizes, errors, in_a_row = [1.0] * len(ratios), [0.0] * len(ratios), 0
+    for place, step in enumerate(taken):
+        if step in retained:
+            continue
+        in_a_row += 1
+        sizes = [size * each[step] for size, each in zip(sizes, ratios, strict=True)]
+        errors = [error + abs(1 - size) for error, size in zip(errors, sizes, strict=True)]
+        if place > 0 and in_a_row <= rule.max_consecutive_skips and all(error < rule.threshold for error in errors):
+            skipped.add(step)
+        else:
+            sizes, errors, in_a_row = [1.0] * len(ratios), [0.0] * len(ratios), 0
+    return frozenset(skipped)

@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..metrics import Observe, Recorder, compute_device
-from ..plan import OffloadPolicy, Timeline
+from ..devices import compute_device
+from ..schema import OffloadPolicy, Timeline
+from ..telemetry import Observe, Recorder
 from ..wan import ExpertPair
-from .denoising import Callbacks, Denoising, StepProgress
-from .fits import check_fits
-from .request import DenoiseRequest
-from .run_policy import Revise, RunPolicy
-from .split import WHOLE, Part
-from .step_cache import StepCache
+from .cache.base import StepCache
+from .inputs.model_checks import check_fits
+from .inputs.request import DenoiseRequest
+from .loop.denoiser import Callbacks, Denoising, StepProgress
+from .loop.oom_fallback import Revise, RunPolicy
+from .loop.parallel import WHOLE, Part
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from ..offload.gather import StoppedAlike
-from ..plan import OffloadPolicy
+from ..offload import StoppedAlike
+from ..schema import OffloadPolicy
 
 
 class RequestError(ValueError):

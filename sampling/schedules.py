@@ -1,8 +1,4 @@
-"""Noise levels of a run: which sigma each step starts at, and the timestep the model is told.
-
-All sigmas are float32 values held in Python floats. ComfyUI and diffusers round to float32 as well, and at flow shift 3
-that rounding decides on which side of the boundary a step falls: computing more exactly would switch at another step.
-"""
+"""Noise schedules: the sigma of each step, whole or from a `denoise` below 1, and the model's timestep."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import overload
 
 import torch
 
-from ..plan.experts import TRAIN_TIMESTEPS
+from ..plan import TRAIN_TIMESTEPS
 from .errors import RequestError
 
 HIGHEST_BELOW_ONE = 1 - 1e-6
@@ -125,3 +121,22 @@ def check_flow_shift(flow_shift: float) -> None:
 def _check_shape(steps: int, flow_shift: float) -> None:
     check_steps(steps)
     check_flow_shift(flow_shift)
+
+
+def partial_sigmas(make: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
+    """The last `steps` + 1 sigmas of a schedule of int(steps / denoise) steps, as ComfyUI's BasicScheduler takes them.
+
+    `make(n)` gives the sigmas of a schedule of n steps. Float32; empty for a denoise of 0, which changes nothing.
+    Raises `RequestError` for a denoise outside 0 to 1.
+    """
+    check_steps(steps)
+    if not 0 <= denoise <= 1:
+        raise RequestError(f"denoise {denoise:g}: give 0 (change nothing) to 1 (start from noise alone)")
+    if denoise == 0:
+        return torch.empty(0)
+    return make(int(steps / denoise))[-(steps + 1) :]
+
+
+def schedule_sigmas(name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
+    """`partial_sigmas` of one of `SCHEDULES`."""
+    return partial_sigmas(lambda total: torch.tensor(make_schedule(name, total, flow_shift).sigmas), steps, denoise)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..plan.experts import TRAIN_TIMESTEPS
+from ..plan import TRAIN_TIMESTEPS
 from .errors import RequestError
 from .schedules import HIGHEST_BELOW_ONE, Schedule
 

@@ -15,12 +15,12 @@ import torch
 from diffusers import WanTransformer3DModel
 from hypothesis import settings
 
-from wanstream.cli.sample_components import save_text_encoder_folders, save_vae_file, save_vae_folder
-from wanstream.cli.sample_experts import dequantised, save_expert_file, save_expert_folder
-from wanstream.cli.sample_fp8 import FP8_LAYOUTS
-from wanstream.cli.sample_model import write_sample_model
-from wanstream.cli.sample_tokenizer import VOCABULARY
-from wanstream.cli.sample_weights import ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
+from wanstream.testing.components import save_text_encoder_folders, save_vae_file, save_vae_folder
+from wanstream.testing.experts import dequantised, save_expert_file, save_expert_folder
+from wanstream.testing.fp8 import FP8_LAYOUTS
+from wanstream.testing.model import write_sample_model
+from wanstream.testing.tokenizer import VOCABULARY
+from wanstream.testing.weights import ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
 
 # A time limit per example would fail on a busy machine.
 settings.register_profile("no deadline", deadline=None)

@@ -1,4 +1,4 @@
-"""The rooms may import only the rooms above them; the rest of the house rules that a tool can hold."""
+"""Layer order, public surfaces, folder sizes, and the other house rules that a tool can check."""
 
 from __future__ import annotations
 
@@ -9,8 +9,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("plan", "metrics", "bench", "offload", "wan", "sampling", "distributed", "host", "nodes", "cli", "workbench")
-LEVEL = {room: level for level, room in enumerate(ROOMS)}
+PACKAGES = (
+    "schema",
+    "plan",
+    "devices",
+    "telemetry",
+    "bench",
+    "offload",
+    "wan",
+    "sampling",
+    "distributed",
+    "host",
+    "nodes",
+    "testing",
+    "cli",
+    "tools",
+)
+LEVEL = {package: level for level, package in enumerate(PACKAGES)}
 COMFY = {
     "comfy",
     "comfy_api",
@@ -22,20 +37,21 @@ COMFY = {
     "latent_preview",
     "nodes",
 }
-STDLIB_ONLY = {"plan"}
-NO_WAN = {"plan", "metrics", "bench", "offload"}
+STDLIB_ONLY = {"schema", "plan"}
+NO_WAN = {"schema", "plan", "devices", "telemetry", "bench", "offload"}
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 15
 
-FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
-def _room(path: Path) -> str:
+def _package(path: Path) -> str:
     return path.relative_to(ROOT).parts[0]
 
 
 def _imports(path: Path) -> Iterator[tuple[int, str, bool]]:
     """(line, dotted name from the package root or absolute name, is ours)."""
-    package = ("wanstream", *path.relative_to(ROOT).parts[:-1])
+    parents = ("wanstream", *path.relative_to(ROOT).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -43,7 +59,7 @@ def _imports(path: Path) -> Iterator[tuple[int, str, bool]]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield node.lineno, node.module or "", False
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1]
+            base = parents[: len(parents) - node.level + 1]
             names = [node.module] if node.module else [alias.name for alias in node.names]
             for name in names:
                 yield node.lineno, ".".join((*base[1:], name)), True
@@ -51,20 +67,55 @@ def _imports(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_upwards(path: Path) -> None:
-    room = _room(path)
+    package = _package(path)
     for line, name, ours in _imports(path):
         where = f"{path.relative_to(ROOT)}:{line} imports {name}"
         top = name.split(".")[0]
         if ours:
             assert top in LEVEL, where
-            assert top == room or LEVEL[top] < LEVEL[room], where
+            assert top == package or LEVEL[top] < LEVEL[package], where
             continue
         assert top != "wanstream", f"{where}: inside the pack imports are relative"
-        assert room == "host" or top not in COMFY, where
-        if room in STDLIB_ONLY:
+        assert package == "host" or top not in COMFY, where
+        if package in STDLIB_ONLY:
             assert top in _stdlib(), where
-        if room in NO_WAN:
+        if package in NO_WAN:
             assert top not in {"diffusers", "transformers"}, where
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_other_packages_are_imported_by_their_public_surface(path: Path) -> None:
+    for line, name, ours in _imports(path):
+        if ours and name and name.split(".")[0] != _package(path):
+            target = ROOT.joinpath(*name.split("."))
+            assert (target / "__init__.py").is_file(), f"{path.relative_to(ROOT)}:{line} imports the module {name}"
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in {"cli", "tools"}])
+def test_public_surfaces_list_their_names(package: str) -> None:
+    tree = ast.parse((ROOT / package / "__init__.py").read_text(encoding="utf-8"))
+    listed = [
+        [constant.value for constant in node.value.elts if isinstance(constant, ast.Constant)]
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.List)
+        if [target.id for target in node.targets if isinstance(target, ast.Name)] == ["__all__"]
+    ]
+    imported = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        if node.level
+        for alias in node.names
+    }
+    assert len(listed) == 1
+    if package not in {"host", "nodes"}:
+        assert set(listed[0]) == imported
+
+
+def test_folders_hold_few_modules() -> None:
+    for folder in {path.parent for path in FILES}:
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= MAX_MODULES, f"{folder.relative_to(ROOT)} has {len(modules)} modules"
 
 
 def test_host_and_nodes_do_not_know_each_other_backwards() -> None:
@@ -87,17 +138,17 @@ def test_every_file_says_what_it_owns(path: Path) -> None:
     assert path.stem not in {"utils", "common", "helpers", "manager"}, path
 
 
-@pytest.mark.parametrize("room", ["metrics", "bench", "offload", "wan", "sampling", "host", "nodes", "cli"])
-def test_only_one_file_may_synchronise_a_device(room: str) -> None:
-    for path in (ROOT / room).rglob("*.py"):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_only_one_file_may_synchronise_a_device(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr == "synchronize":
                 # A fetch or read thread may wait for its own copies.
                 assert path.relative_to(ROOT).as_posix() in {
-                    "metrics/device.py",
-                    "offload/cuda_streams.py",
-                    "offload/device_slots.py",
-                    "offload/gathered_cuda.py",
+                    "devices/clock.py",
+                    "offload/transfers/cuda.py",
+                    "offload/sharding/device_slots.py",
+                    "offload/sharding/cuda.py",
                 }, f"{path}:{node.lineno}"
 
 

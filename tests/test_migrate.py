@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from wanstream.nodes import WanStreamExtension
-from wanstream.plan.experts import split_at_boundary
-from wanstream.plan.shapes import T2V_A14B
-from wanstream.sampling import simple_schedule
+from wanstream.plan.visits import split_at_boundary
+from wanstream.sampling.schedules import simple_schedule
+from wanstream.schema.shapes import T2V_A14B
 
 PAGE = (Path(__file__).parent.parent / "docs" / "migrate.md").read_text(encoding="ascii")
 NODES = [node.define_schema() for node in asyncio.run(WanStreamExtension().get_node_list())]

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from wanstream.plan.version import VERSION
+from wanstream.schema.version import VERSION
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,7 +78,7 @@ def test_the_checklist_names_only_what_exists(project: dict[str, Any]) -> None:
     """A word in code with a slash or a known ending is a file or a folder of the checkout."""
     named = set(re.findall(r"`([\w./-]+)`", CHECKLIST))
     files = {name for name in named if "/" in name or name.endswith((".md", ".toml", ".py"))} - {"custom_nodes/"}
-    assert {"pyproject.toml", "plan/version.py", ".ci/run", "scripts/demo"} <= files
+    assert {"pyproject.toml", "schema/version.py", ".ci/run", "scripts/demo"} <= files
     for name in files:
         assert (ROOT / name).exists(), name
     for script in re.findall(r"`(scripts/\w+)", CHECKLIST):

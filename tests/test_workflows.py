@@ -18,14 +18,14 @@ import pytest
 import torch
 from PIL import Image, ImageChops, ImageStat
 
-from wanstream.host.embedded_door import embedded_door
-from wanstream.host.embedded_run import run_workflow
+from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.run import run_workflow
 from wanstream.nodes import WanStreamExtension
-from wanstream.workbench.arrange import NOTE_TYPE, models_of
-from wanstream.workbench.graphs import by_name, names_of
-from wanstream.workbench.layout import TITLE
-from wanstream.workbench.model_files import MODEL_FILES
-from wanstream.workbench.thumbnails import thumbnail
+from wanstream.tools.arrange import NOTE_TYPE, models_of
+from wanstream.tools.graphs import by_name, names_of
+from wanstream.tools.layout import TITLE
+from wanstream.tools.model_files import MODEL_FILES
+from wanstream.tools.thumbnails import thumbnail
 
 WORKFLOWS = Path(__file__).parent.parent / "workflows"
 NAMES = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))

@@ -1,37 +1,85 @@
-"""L3: knows Wan."""
+"""Wan2.1 and Wan2.2 models: opening, streaming and computing experts, text encoders and VAEs."""
 
 from __future__ import annotations
 
-from .checkpoint import Expert
-from .compute_dtype import auto_dtype
-from .expert_engine import ExpertEngine
-from .experts import ExpertPair, open_experts, open_one_expert
-from .forward import Lane, forward_lanes
-from .latent_space import denormalise, normalise
-from .lora import LoraFile, open_lora
-from .nag import Nag, held_against
-from .stored import CheckpointError
-from .text_encoder import TextEncoder, open_text_encoder
-from .vae import WanVae, open_vae
+from .checkpoint.key_names import native_transformer_name
+from .checkpoint.meta_model import NoInitialValues
+from .checkpoint.suspicions import expert_suspicions, lora_suspicions
+from .experts.engine import ExpertEngine
+from .experts.open import open_experts
+from .experts.pair import ExpertPair
+from .experts.registry import ExpertsRegistry, open_pair
+from .experts.storage import STORAGES
+from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
+from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
+from .text.embedding_cache import KeptTexts
+from .text.encoder import open_text_encoder
+from .transformer.block_cache import GoingOn, Shortcut
+from .transformer.forward import Lane, forward_lanes
+from .transformer.kernels import ATTENTIONS
+from .transformer.nag import Nag, held_against
+from .transformer.per_frame_timestep import frame_timesteps
+from .transformer.probe import block_pass, probe_block, sample_block
+from .vae.blend import Mosaic
+from .vae.keys import native_vae_name, native_wan22_vae_name
+from .vae.tile_size import GB, HEAP_BYTES, DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling
+from .vae.tiles import Tiling, TilingError, crop, empty_frames
+from .vae.vae import NoRoomToDecodeError, WanVae, check_latents, in_words, open_vae, with_smaller_tiles
+from .vae.weights import family_of
 
 __all__ = [
-    "CheckpointError",
-    "Expert",
+    "ATTENTIONS",
+    "GB",
+    "HEADS",
+    "HEAP_BYTES",
+    "PREFIX",
+    "SPACES",
+    "STORAGES",
+    "WAN21",
+    "WAN22",
+    "WIDTH",
+    "DecodeNeeds",
     "ExpertEngine",
     "ExpertPair",
+    "ExpertsRegistry",
+    "GoingOn",
+    "KeptTexts",
     "Lane",
-    "LoraFile",
+    "LatentSpace",
+    "Mosaic",
     "Nag",
-    "TextEncoder",
+    "NoInitialValues",
+    "NoRoomToDecodeError",
+    "Shortcut",
+    "Tiling",
+    "TilingError",
+    "VaeRoomError",
     "WanVae",
-    "auto_dtype",
+    "block_pass",
+    "check_latents",
+    "crop",
     "denormalise",
+    "empty_frames",
+    "expert_suspicions",
+    "family_of",
+    "fitting_tiling",
     "forward_lanes",
+    "frame_timesteps",
     "held_against",
+    "in_words",
+    "lora_suspicions",
+    "native_transformer_name",
+    "native_vae_name",
+    "native_wan22_vae_name",
     "normalise",
     "open_experts",
-    "open_lora",
-    "open_one_expert",
+    "open_image_encoder",
+    "open_pair",
     "open_text_encoder",
     "open_vae",
+    "probe_block",
+    "sample_block",
+    "shared_tiling",
+    "space_of",
+    "with_smaller_tiles",
 ]

@@ -18,12 +18,10 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from ..offload.attach import attach_offload
-from ..offload.file_source import FileSource, read_tensors
-from ..offload.layout import streamed_names
-from ..offload.safetensors_header import FileTensor
-from ..plan import BlockKey, OffloadPolicy
-from .component import (
+from ..offload import FileSource, FileTensor, attach_offload, read_tensors, streamed_names
+from ..plan import BlockKey
+from ..schema import OffloadPolicy
+from .checkpoint.components import (
     CONFIG,
     build_on_meta,
     component_folder,
@@ -32,8 +30,8 @@ from .component import (
     require_config,
     require_sizes,
 )
-from .meta_model import set_parameters
-from .stored import CheckpointError, read_stored
+from .checkpoint.files import CheckpointError, read_stored
+from .checkpoint.meta_model import set_parameters
 
 if TYPE_CHECKING:
     from transformers import CLIPVisionModel

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..plan.shapes import PIXELS_PER_LATENT, WAN22_PIXELS_PER_LATENT
+from ..schema import PIXELS_PER_LATENT, WAN22_PIXELS_PER_LATENT
 
 
 class LatentSpaceError(ValueError):

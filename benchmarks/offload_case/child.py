@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from wanstream.metrics import compute_device
+from wanstream.devices import compute_device
 
 from .model_files import expert_folders
 from .peers import PeerSetting, set_up

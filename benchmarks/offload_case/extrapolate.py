@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from wanstream.plan import Hardware, OffloadPolicy, Timeline, compile_program, plan_residency, simulate, step_visits
+from wanstream.plan import compile_program, step_visits
+from wanstream.plan.simulator import Hardware, simulate
+from wanstream.schema import OffloadPolicy, Timeline, plan_residency
 
 
 def longer_run(measured: dict[str, Any], *, blocks: int, longer: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
-from wanstream.cli.sample_weights import ExpertShape, expert_config, random_values
+from wanstream.testing.weights import ExpertShape, expert_config, random_values
 
 from .shapes import CaseShape
 

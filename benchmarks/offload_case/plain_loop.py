@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.metrics import clock_for
-from wanstream.sampling import DenoiseRequest, make_solver
+from wanstream.devices import clock_for
+from wanstream.sampling import DenoiseRequest
+from wanstream.sampling.solvers import make_solver
 
 ExpertOf = Callable[[str], WanTransformer3DModel]
 """Gives the model of the expert "high" or "low", ready to be called; asked once per step."""

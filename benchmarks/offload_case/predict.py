@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
+from wanstream.devices import compute_device
 from wanstream.host.machine_profile import measure_machine
-from wanstream.metrics import compute_device
-from wanstream.plan import Machine, OffloadJob, Timeline
+from wanstream.plan import Machine, OffloadJob
 from wanstream.plan.predict import predict
+from wanstream.schema import Timeline
 
 from .model_files import EXPERTS
 from .shapes import CaseShape

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wanstream.bench import hardware, usual_device, versions
+from wanstream.bench import hardware, versions
+from wanstream.bench.results import usual_device
 
 from .memory_limit import LimitedGroup, limited_group
 from .model_files import COMPLETE, expert_folders, weight_files

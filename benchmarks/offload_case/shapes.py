@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from wanstream import plan
-from wanstream.cli.sample_weights import HEAD_DIM, TEXT_DIM, ExpertShape
+from wanstream import schema
 from wanstream.sampling import DenoiseRequest
+from wanstream.testing.weights import HEAD_DIM, TEXT_DIM, ExpertShape
 
 INPUT_SEED = 7
 LATENT_CHANNELS = 16
@@ -41,10 +41,10 @@ class CaseShape:
         return self.frames * (self.height // PATCH) * (self.width // PATCH)
 
     @property
-    def widths(self) -> plan.ExpertShape:
+    def widths(self) -> schema.ExpertShape:
         """The expert as the planner knows it."""
         expert = self.expert
-        return plan.ExpertShape(width=expert.heads * HEAD_DIM, ffn_width=expert.ffn_dim, blocks=expert.layers)
+        return schema.ExpertShape(width=expert.heads * HEAD_DIM, ffn_width=expert.ffn_dim, blocks=expert.layers)
 
     @property
     def expert_bytes(self) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from wanstream.offload.host_memory import KEPT_BYTES, LARGEST_KEPT
-from wanstream.plan import OffloadPolicy
+from wanstream.offload.host_memory.pages import KEPT_BYTES, LARGEST_KEPT
+from wanstream.schema import OffloadPolicy
 
 Kind = Literal["wanstream", "resident", "mmap", "swap", "group", "accelerate"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from wanstream.plan import Timeline
 from wanstream.sampling import DenoiseRequest, denoise
-from wanstream.wan import open_experts
+from wanstream.schema import Timeline
+from wanstream.wan.experts.open import open_experts
 
 from .task import DTYPE, Task
 

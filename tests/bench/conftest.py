@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from wanstream.bench import Report, Trial, Variant
-from wanstream.plan import StepRecord, Timeline
+from wanstream.schema import StepRecord, Timeline
 
 OF_STEP = {field.name for field in fields(StepRecord)}
 

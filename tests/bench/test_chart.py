@@ -13,7 +13,7 @@ from PIL import ImageColor, ImageDraw
 
 from wanstream.bench import Report, Variant, report_chart
 from wanstream.bench.chart import COLOURS, HEAD, MARGIN, MOST_PANELS, PANEL, SCALE, WIDTH
-from wanstream.plan import Timeline
+from wanstream.schema import Timeline
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]

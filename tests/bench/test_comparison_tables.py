@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from wanstream.bench import Report, Table, Trial, Variant
 from wanstream.bench.report_tables import comparison, every_table, phase_table, run_phase_table, settings_table
-from wanstream.plan import PhaseRecord, Timeline
+from wanstream.schema import PhaseRecord, Timeline
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]

@@ -15,8 +15,8 @@ import pytest
 from wanstream.bench import Report, Variant
 from wanstream.bench.documents import csv_document, html_document, json_document, summary
 from wanstream.bench.report_tables import step_table
-from wanstream.plan import StepRecord, Timeline
-from wanstream.plan.figure_words import rate_text, size_text
+from wanstream.schema import StepRecord, Timeline
+from wanstream.schema.text_format import rate_text, size_text
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]

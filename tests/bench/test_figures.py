@@ -17,7 +17,7 @@ from wanstream.bench.figures import (
     steady_s,
     switch_record,
 )
-from wanstream.plan import MemorySample, PhaseRecord, Timeline
+from wanstream.schema import MemorySample, PhaseRecord, Timeline
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]

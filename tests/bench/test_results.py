@@ -6,7 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from wanstream.bench import Result, newest_results
+from wanstream.bench import Result
+from wanstream.bench.results import newest_results
 
 RESULT = Result(
     case="engine",

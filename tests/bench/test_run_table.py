@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from wanstream.bench import run_table
-from wanstream.plan import StepRecord, Timeline
+from wanstream.schema import StepRecord, Timeline
 
 
 def record(index: int, expert: str, **values: float) -> StepRecord:

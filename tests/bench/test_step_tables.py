@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from wanstream.bench import Table, Variant
 from wanstream.bench.report_tables import bandwidth_tables, step_table
-from wanstream.plan import Timeline
-from wanstream.plan.fetch_rates import RateRange
+from wanstream.schema import Timeline
+from wanstream.schema.timeline import RateRange
 
 MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wanstream.bench import Result, newest_results
+from wanstream.bench import Result
+from wanstream.bench.results import newest_results
 from wanstream.benchmarks.performance_page import page
 
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wanstream.workbench.base_directory import furnish
-from wanstream.workbench.comfyui import NoComfyUIError, Server, find_comfyui, running_server
-from wanstream.workbench.frontend import Frontend, NoBrowserError, opened_frontend, running_browser
+from wanstream.tools.base_directory import furnish
+from wanstream.tools.comfyui import NoComfyUIError, Server, find_comfyui, running_server
+from wanstream.tools.frontend import Frontend, NoBrowserError, opened_frontend, running_browser
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

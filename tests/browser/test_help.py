@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wanstream.workbench.comfyui import Server, find_comfyui
-from wanstream.workbench.frontend import GRAPH, opened_frontend
+from wanstream.tools.comfyui import Server, find_comfyui
+from wanstream.tools.frontend import GRAPH, opened_frontend
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

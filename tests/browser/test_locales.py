@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wanstream.workbench.comfyui import Server
-from wanstream.workbench.frontend import GRAPH, Frontend, opened_frontend
-from wanstream.workbench.graphs import by_name, numbered
+from wanstream.tools.comfyui import Server
+from wanstream.tools.frontend import GRAPH, Frontend, opened_frontend
+from wanstream.tools.graphs import by_name, numbered
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from PIL import Image
 
-from wanstream.plan.figure_words import rate_text, seconds_text, size_text
-from wanstream.plan.timeline import Timeline
-from wanstream.workbench.base_directory import PACK
-from wanstream.workbench.build_workflows import SHOW
-from wanstream.workbench.comfyui import Server, find_comfyui
-from wanstream.workbench.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
-from wanstream.workbench.graphs import numbered
+from wanstream.schema.text_format import rate_text, seconds_text, size_text
+from wanstream.schema.timeline import Timeline
+from wanstream.tools.base_directory import PACK
+from wanstream.tools.build_workflows import SHOW
+from wanstream.tools.comfyui import Server, find_comfyui
+from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
+from wanstream.tools.graphs import numbered
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wanstream.plan.figure_words import rate_text, seconds_text, share_text, size_text
-from wanstream.workbench.base_directory import PACK
-from wanstream.workbench.comfyui import Server
-from wanstream.workbench.frontend import Frontend, opened_frontend
+from wanstream.schema.text_format import rate_text, seconds_text, share_text, size_text
+from wanstream.tools.base_directory import PACK
+from wanstream.tools.comfyui import Server
+from wanstream.tools.frontend import Frontend, opened_frontend
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

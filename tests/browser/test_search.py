@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from wanstream.workbench.comfyui import Server
-from wanstream.workbench.frontend import opened_frontend
+from wanstream.tools.comfyui import Server
+from wanstream.tools.frontend import opened_frontend
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

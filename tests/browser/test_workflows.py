@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from wanstream.workbench.arrange import NOTE
-from wanstream.workbench.base_directory import PACK
-from wanstream.workbench.build_workflows import DRAWN, SHOW
-from wanstream.workbench.comfyui import Server, find_comfyui
-from wanstream.workbench.frontend import CLASSIC, NODES_2, Frontend, opened_frontend
-from wanstream.workbench.graphs import by_name, numbered
-from wanstream.workbench.shown_run import furnish_results, show_run
+from wanstream.tools.arrange import NOTE
+from wanstream.tools.base_directory import PACK
+from wanstream.tools.build_workflows import DRAWN, SHOW
+from wanstream.tools.comfyui import Server, find_comfyui
+from wanstream.tools.frontend import CLASSIC, NODES_2, Frontend, opened_frontend
+from wanstream.tools.graphs import by_name, numbered
+from wanstream.tools.shown_run import furnish_results, show_run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

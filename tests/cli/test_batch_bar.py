@@ -4,9 +4,9 @@ import threading
 
 import pytest
 
-from wanstream.cli.batch_bar import BatchBar
-from wanstream.cli.batch_rows import Row
-from wanstream.host.embedded_door import NodeProgress
+from wanstream.cli.batch.progress import BatchBar
+from wanstream.cli.batch.rows import Row
+from wanstream.host.embedded.adapter import NodeProgress
 
 
 def test_the_bar_counts_rows_that_ended_and_tells_what_failed(capsys: pytest.CaptureFixture[str]) -> None:

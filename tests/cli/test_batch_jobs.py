@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch_jobs import single_jobs, with_values
-from wanstream.cli.batch_rows import Row, RowError
-from wanstream.host.embedded_checks import Socket
+from wanstream.cli.batch.jobs import single_jobs, with_values
+from wanstream.cli.batch.rows import Row, RowError
+from wanstream.host.embedded.checks import Socket
 
 WORKFLOW: dict[str, Any] = {
     "3": {"class_type": "Sampler", "inputs": {"seed": 1, "cfg": 4.5, "model": ["1", 0]}},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.cli.batch_pace import Pace
+from wanstream.cli.batch.progress import Pace
 
 
 def test_the_first_job_is_as_far_as_the_steps_of_its_longest_node() -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import av
 import pytest
 
-from wanstream.cli import batch as batch_module
-from wanstream.cli import batch_embedded, main
+from wanstream.cli import main
+from wanstream.cli.batch import command as batch_module
+from wanstream.cli.batch.backends import embedded as batch_embedded
 from wanstream.cli.exit_codes import DONE, FAILED, INVALID
-from wanstream.nodes.video_file import write_mp4
+from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.tests.faults.replaced import computing_replaced, frames_of, named_models
 
 T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.cli.batch_rows import JobsError, Row, read_rows
+from wanstream.cli.batch.rows import JobsError, Row, read_rows
 
 
 def rows_of(folder: Path, name: str, content: str | bytes) -> list[Row]:

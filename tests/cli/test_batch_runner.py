@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli import journal as journal_module
-from wanstream.cli.batch_host import (
+from wanstream.cli.batch import journal as journal_module
+from wanstream.cli.batch.backends.base import (
     Ended,
     Failed,
     Interrupted,
@@ -28,13 +28,13 @@ from wanstream.cli.batch_host import (
     Unknown,
     UnreachableError,
 )
-from wanstream.cli.batch_jobs import Job
-from wanstream.cli.batch_resume import take_up
-from wanstream.cli.batch_rows import Row
-from wanstream.cli.batch_runner import MOST_LOSSES, GaveUpError, Limits, Runner
-from wanstream.cli.batch_shelf import Shelf
-from wanstream.cli.journal import Journal
-from wanstream.cli.journal_entry import KeptFile, State
+from wanstream.cli.batch.jobs import Job
+from wanstream.cli.batch.journal import Journal
+from wanstream.cli.batch.journal_entry import KeptFile, State
+from wanstream.cli.batch.output_store import Shelf
+from wanstream.cli.batch.resume import take_up
+from wanstream.cli.batch.rows import Row
+from wanstream.cli.batch.runner import MOST_LOSSES, GaveUpError, Limits, Runner
 from wanstream.cli.stop_request import StopRequest
 
 ROWS = 12

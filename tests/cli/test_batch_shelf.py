@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.cli.batch_shelf import Shelf, file_names
-from wanstream.cli.media_check import UnreadableFileError
-from wanstream.nodes.video_file import write_mp4
+from wanstream.cli.batch.media_check import UnreadableFileError
+from wanstream.cli.batch.output_store import Shelf, file_names
+from wanstream.nodes.runs.video_file import write_mp4
 
 
 def picture(path: Path) -> Path:

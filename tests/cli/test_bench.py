@@ -10,24 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from wanstream.bench.trial_matrix import TrialMatrix
 from wanstream.cli import main
-from wanstream.cli.bench_cases import BenchCase, Pair, bench_cases, mesh_of, usual_counts
-from wanstream.cli.bench_experts import bench_request, small_experts
-from wanstream.cli.bench_report import figures, page
-from wanstream.cli.bench_runs import Bench, BenchRun, CaseRuns, run_cases
-from wanstream.distributed.in_process import InProcessPool
-from wanstream.plan import (
-    MemorySample,
-    Mesh,
-    MeshError,
-    OffloadPolicy,
-    StepRecord,
-    Timeline,
-    VideoShape,
-    WorkersRef,
-)
-from wanstream.plan.trial_matrix import TrialMatrix
-from wanstream.sampling.trials import TrialTimes
+from wanstream.cli.bench.cases import BenchCase, Pair, bench_cases, mesh_of, usual_counts
+from wanstream.cli.bench.experts import bench_request, small_experts
+from wanstream.cli.bench.report import figures, page
+from wanstream.cli.bench.runs import Bench, BenchRun, CaseRuns, run_cases
+from wanstream.distributed.transport.in_process import InProcessPool
+from wanstream.nodes.runs.trials import TrialTimes
+from wanstream.schema import MemorySample, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, VideoShape, WorkersRef
 
 PAIR = Pair(heads=4, blocks=8, tokens=1600, guided=True, videos=1)
 LAYERWISE = OffloadPolicy.layerwise()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.cli.changes import ChangeError, with_changes
+from wanstream.cli.overrides import ChangeError, with_changes
 from wanstream.host import io
 
 

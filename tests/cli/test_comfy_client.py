@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch_host import (
+from wanstream.cli.batch.backends.base import (
     Ended,
     Failed,
     Interrupted,
@@ -23,8 +23,8 @@ from wanstream.cli.batch_host import (
     Unknown,
     UnreachableError,
 )
-from wanstream.cli.batch_server import ServerHost
-from wanstream.cli.comfy_client import ComfyClient, NotComfyUIError
+from wanstream.cli.batch.backends.comfy_client import ComfyClient, NotComfyUIError
+from wanstream.cli.batch.backends.server import ServerHost
 
 Answer = tuple[int, Any] | None
 """A status and a body (JSON, or bytes as they are); None: the connection is closed without an answer."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.batch_jobs import single_jobs, with_values
-from wanstream.cli.batch_rows import Row, read_rows
-from wanstream.cli.lane_jobs import lane_planner
-from wanstream.cli.lanes import LanesError
+from wanstream.cli.batch.jobs import single_jobs, with_values
+from wanstream.cli.batch.lanes import LanesError, lane_planner
+from wanstream.cli.batch.rows import Row, read_rows
 
 WORKFLOW = json.loads((Path(__file__).parents[2] / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8"))
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.lane_traits import OWN_INPUTS, SAMPLER
-from wanstream.cli.lanes import (
+from wanstream.cli.batch.lanes import (
     LANE,
     LANE_LATENT,
     LANE_SAMPLER,
@@ -22,7 +21,8 @@ from wanstream.cli.lanes import (
     lane_pass,
     lane_passes,
 )
-from wanstream.host.embedded_graph import as_link
+from wanstream.cli.batch.sharing import OWN_INPUTS, SAMPLER
+from wanstream.host.embedded.graph import as_link
 from wanstream.nodes import WanStreamExtension
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"

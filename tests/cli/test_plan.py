@@ -9,14 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from wanstream import devices
 from wanstream.cli import main
+from wanstream.cli.arguments import SizeError
 from wanstream.cli.plan import shown
 from wanstream.cli.plan_arguments import PlanArguments, asked_value_bytes, offload_job
-from wanstream.cli.sizes import SizeError
-from wanstream.plan import TI2V_5B, Budgets, OffloadPlan, plan_offload
-from wanstream.plan.figure_words import size_text
-from wanstream.plan.gpus import GPUS, expected_machine
-from wanstream.wan import compute_dtype
+from wanstream.plan import Budgets, OffloadPlan, plan_offload
+from wanstream.plan.machine import GPUS, expected_machine
+from wanstream.schema import TI2V_5B
+from wanstream.schema.text_format import size_text
 
 ASKED = PlanArguments(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5, size="1280x720x81")
 COMMAND = ["plan", "--gpu", "RTX 4060 Ti 16GB", "--ram", "32", "--ssd", "3.5", "--size", "1280x720x81"]
@@ -149,7 +150,7 @@ def test_wrong_arguments(changes: dict[str, str | None], message: str, capsys: p
 def test_a_run_on_this_machine_is_planned_in_the_dtype_that_it_would_compute_in(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute_dtype, "auto_dtype", lambda device: dtype)
+    monkeypatch.setattr(devices, "auto_dtype", lambda device: dtype)
     size = asked_value_bytes(replace(ASKED, gpu="this"))
     assert size == dtype.itemsize
     job, usual = offload_job(ASKED, value_bytes=size), offload_job(ASKED)

@@ -10,9 +10,10 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.plan_arguments import PlanArguments, offload_job
-from wanstream.plan import Budgets, Mesh, OffloadPlan, plan_offload
-from wanstream.plan.gpus import expected_machine
+from wanstream.plan import Budgets, OffloadPlan, plan_offload
+from wanstream.plan.machine import expected_machine
 from wanstream.plan.parallel_layout import choose_layout, worker_share
+from wanstream.schema import Mesh
 
 COMMAND = ["plan", "--gpu", "RTX 4090", "--ram", "128", "--ssd", "5", "--size", "832x480x81", "--steps", "8"]
 ASKED = PlanArguments(gpu="RTX 4090", ram_gb=128, ssd_gb_s=5, size="832x480x81", steps=8)

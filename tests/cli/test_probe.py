@@ -10,8 +10,9 @@ import pytest
 from wanstream.cli import main
 from wanstream.cli.probe import probe_table
 from wanstream.host.machine_profile import Profile
-from wanstream.plan import Machine, VideoShape
-from wanstream.plan.gpus import expected_machine
+from wanstream.plan import Machine
+from wanstream.plan.machine import expected_machine
+from wanstream.schema import VideoShape
 
 VIDEO = VideoShape(width=832, height=480, frames=81)
 

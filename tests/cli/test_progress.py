@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from wanstream.cli.progress import LINE_EVERY_S, ProgressBars, ProgressLines, progress_of_run
-from wanstream.host.embedded_door import NodeProgress
+from wanstream.host.embedded.adapter import NodeProgress
 
 
 def _at(node_id: str, done: int, total: int) -> NodeProgress:

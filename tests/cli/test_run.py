@@ -11,7 +11,7 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.exit_codes import DONE, FAILED, INTERRUPTED, INVALID
-from wanstream.nodes import WanStreamEmptyLatent
+from wanstream.nodes.latents import WanStreamEmptyLatent
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 T2V = WORKFLOWS / "t2v.json"

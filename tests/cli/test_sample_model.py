@@ -11,13 +11,15 @@ from diffusers import AutoencoderKLWan, DiffusionPipeline
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from safetensors.torch import load_file
 
-from wanstream.cli import sample_pipeline
-from wanstream.cli.sample_folder import RECORD
-from wanstream.cli.sample_model import SampleModelError, write_sample_model
-from wanstream.cli.sample_ti2v import TI2V_FILE, TI2V_PIPELINE
-from wanstream.cli.sample_wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
-from wanstream.wan import open_experts, open_lora, open_one_expert, open_text_encoder, open_vae
+from wanstream.testing import pipeline as sample_pipeline
+from wanstream.testing.folder import RECORD, SampleModelError
+from wanstream.testing.model import write_sample_model
+from wanstream.testing.ti2v import TI2V_FILE, TI2V_PIPELINE
+from wanstream.testing.wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
+from wanstream.wan import open_text_encoder, open_vae
+from wanstream.wan.experts.open import open_experts, open_one_expert
 from wanstream.wan.image_encoder import WIDTH, open_image_encoder
+from wanstream.wan.lora.file import open_lora
 
 PIPELINES = ["diffusers/Wan2.2-T2V-A14B-Diffusers", "diffusers/Wan2.2-I2V-A14B-Diffusers"]
 SINGLE_FILES = [

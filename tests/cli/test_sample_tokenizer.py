@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from wanstream.cli.sample_tokenizer import END, PAD, UNKNOWN, VOCABULARY, save_tokenizer, sentencepiece_model
+from wanstream.testing.tokenizer import END, PAD, UNKNOWN, VOCABULARY, save_tokenizer, sentencepiece_model
 
 CASES = {
     "a cat": ["\u2581", "a", "\u2581", "c", "a", "t", END],

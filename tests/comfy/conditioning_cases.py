@@ -18,10 +18,13 @@ from comfy_api.latest import io
 from installed_pack import load_pack
 
 load_pack()
-from wanstream.nodes.sample_request import request_of  # noqa: E402
-from wanstream.plan import OffloadPolicy  # noqa: E402
-from wanstream.sampling import RequestError, denoise  # noqa: E402
-from wanstream.wan import open_experts  # noqa: E402
+from wanstream.nodes.sampler import request_of  # noqa: E402
+from wanstream.sampling import (  # noqa: E402
+    RequestError,
+    denoise,
+)
+from wanstream.schema import OffloadPolicy  # noqa: E402
+from wanstream.wan.experts.open import open_experts  # noqa: E402
 
 SIZE, FRAMES = 64, 9
 MODULES = [name for name in ("nodes_wan", "nodes_wanmove") if importlib.util.find_spec(f"comfy_extras.{name}")]

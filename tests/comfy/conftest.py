@@ -1,6 +1,6 @@
 """A real ComfyUI with this pack in it: one isolated server for the session, and a way to ask its Python.
 
-Without a ComfyUI on this machine (`wanstream.workbench.comfyui` says where it is looked for) these tests are skipped.
+Without a ComfyUI on this machine (`wanstream.tools.comfyui` says where it is looked for) these tests are skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.workbench.comfyui import START_SECONDS, ComfyUI, NoComfyUIError, Server, find_comfyui, running_server
+from wanstream.tools.comfyui import START_SECONDS, ComfyUI, NoComfyUIError, Server, find_comfyui, running_server
 
 ROOT = Path(__file__).parent.parent.parent
 PACK = "ComfyUI-WanStream.test-1"

@@ -34,13 +34,18 @@ from installed_pack import load_pack
 from safetensors.torch import save_file
 
 load_pack()
-from wanstream.host import ExpertsRef, host  # noqa: E402
-from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
-from wanstream.host.comfy_guider import ExpertsGuider  # noqa: E402
-from wanstream.host.comfy_trace import predicted_sigmas, random_state_kept  # noqa: E402
+from wanstream.host import host  # noqa: E402
+from wanstream.host.auto_policy import AutoPlanner  # noqa: E402
+from wanstream.host.comfy.guider import ExpertsGuider  # noqa: E402
+from wanstream.host.comfy.sampler_dry_run import predicted_sigmas, random_state_kept  # noqa: E402
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas  # noqa: E402
-from wanstream.plan import AutoOffload, Machine, OffloadPolicy  # noqa: E402
-from wanstream.sampling import DenoiseRequest, denoise  # noqa: E402
+from wanstream.plan import AutoOffload, Machine  # noqa: E402
+from wanstream.sampling import (  # noqa: E402
+    DenoiseRequest,
+    denoise,
+)
+from wanstream.schema import OffloadPolicy  # noqa: E402
+from wanstream.schema.experts_ref import ExpertsRef  # noqa: E402
 
 SHIFT, BOUNDARY, STEPS, SEED = 5.0, 0.875, 6, 7
 SHAPE = (1, 16, 2, 8, 6)

@@ -23,14 +23,15 @@ from guider_cases import (
 )
 
 from wanstream.host import host
-from wanstream.host.auto_offload import AutoPlanner
-from wanstream.plan import AutoOffload, OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
-from wanstream.plan.step_skips import SkipRule
+from wanstream.host.auto_policy import AutoPlanner
+from wanstream.plan import AutoOffload
+from wanstream.plan.visits import SkipRule
 from wanstream.sampling import DenoiseRequest, denoise
-from wanstream.sampling.cache_settings import FirstBlockCache, MagCache
-from wanstream.sampling.calibrate import calibrate
-from wanstream.sampling.guidance import Guidance
+from wanstream.sampling.cache.calibrate import calibrate
+from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
+from wanstream.sampling.inputs.request import Guidance
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import Nag
 
 LONG = (1, 16, 7, 8, 6)

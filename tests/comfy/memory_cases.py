@@ -21,16 +21,24 @@ import torch
 from installed_pack import load_pack
 
 load_pack()
-from wanstream.host import ExpertsRef  # noqa: E402
-from wanstream.host.auto_offload import AutoPlanner  # noqa: E402
-from wanstream.host.comfy import ComfyDoor  # noqa: E402
+from wanstream.host.auto_policy import AutoPlanner  # noqa: E402
+from wanstream.host.comfy.adapter import ComfyDoor  # noqa: E402
 from wanstream.host.machine_profile import PROBE_BYTES  # noqa: E402
-from wanstream.nodes.decode_run import _first_tiling  # noqa: E402
-from wanstream.nodes.decode_settings import DecodeSettings  # noqa: E402
-from wanstream.plan import AutoOffload, Machine, OffloadJob, OffloadPolicy  # noqa: E402
-from wanstream.plan.vae_room import DecodeNeeds  # noqa: E402
-from wanstream.sampling import DenoiseRequest, denoise, offload_job, working_bytes  # noqa: E402
-from wanstream.wan.registry import open_pair  # noqa: E402
+from wanstream.nodes.runs.decode import (  # noqa: E402
+    DecodeSettings,
+    _first_tiling,
+)
+from wanstream.plan import AutoOffload, Machine, OffloadJob  # noqa: E402
+from wanstream.sampling import (  # noqa: E402
+    DenoiseRequest,
+    denoise,
+    offload_job,
+    working_bytes,
+)
+from wanstream.schema import OffloadPolicy  # noqa: E402
+from wanstream.schema.experts_ref import ExpertsRef  # noqa: E402
+from wanstream.wan.experts.registry import open_pair  # noqa: E402
+from wanstream.wan.vae.tile_size import DecodeNeeds  # noqa: E402
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PLENTY = 100 * 2**30

@@ -20,9 +20,10 @@ from comfy_extras.nodes_wan import WanImageToVideo
 from guider_cases import _difference, _normal, _refusal, _told
 
 import nodes
-from wanstream.host import ExpertsRef, host
+from wanstream.host import host
 from wanstream.nodes.guider import WanStreamGuider
-from wanstream.nodes.sample import WanStreamSampler
+from wanstream.nodes.sampler import WanStreamSampler
+from wanstream.schema.experts_ref import ExpertsRef
 
 SHIFT, STEPS, SEED, GUIDANCE = 3.0, 5, 7, 5.0
 WIDTH, HEIGHT, FRAMES = 48, 32, 9

@@ -9,7 +9,7 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.exit_codes import DONE
-from wanstream.workbench.comfyui import Server
+from wanstream.tools.comfyui import Server
 
 pytestmark = pytest.mark.comfy
 

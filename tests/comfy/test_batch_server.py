@@ -21,11 +21,11 @@ import pytest
 from PIL import Image
 
 from wanstream.cli import main
-from wanstream.cli.batch import JOURNAL
-from wanstream.cli.batch_rows import read_rows
+from wanstream.cli.batch.command import JOURNAL
+from wanstream.cli.batch.rows import read_rows
 from wanstream.cli.exit_codes import DONE, FAILED, INTERRUPTED, INVALID
-from wanstream.workbench.base_directory import PACK, ROOT
-from wanstream.workbench.comfyui import ComfyUI, Server, free_port, running_server
+from wanstream.tools.base_directory import PACK, ROOT
+from wanstream.tools.comfyui import ComfyUI, Server, free_port, running_server
 
 pytestmark = pytest.mark.comfy
 
@@ -119,9 +119,9 @@ def test_half_a_workflow_is_none(
 
 def posted(batch: Batch, tmp_path: Path, *rows: object, workflow: object = PICTURE) -> list[str]:
     """What a client leaves that was killed while it posted its first row: the command line, and the row's id."""
-    from wanstream.cli.batch import _digest
-    from wanstream.cli.batch_shelf import Shelf
-    from wanstream.cli.journal import Journal
+    from wanstream.cli.batch.command import _digest
+    from wanstream.cli.batch.journal import Journal
+    from wanstream.cli.batch.output_store import Shelf
 
     call = batch(*rows, workflow=workflow)
     found = read_rows(tmp_path / "jobs.jsonl")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.sampling.conditioning_keys import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
-from wanstream.workbench.comfyui import ComfyUI
+from wanstream.sampling.inputs.conditioning_keys import BESIDE_THE_TEXT, IGNORED, READ, REFUSED
+from wanstream.tools.comfyui import ComfyUI
 
 CASES = """
 import conditioning_cases

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from wanstream.cli.sample_model import write_sample_model
-from wanstream.workbench.base_directory import PACK
-from wanstream.workbench.comfyui import ComfyUI, Server, running_server
+from wanstream.testing.model import write_sample_model
+from wanstream.tools.base_directory import PACK
+from wanstream.tools.comfyui import ComfyUI, Server, running_server
 
 pytestmark = [
     pytest.mark.comfy,

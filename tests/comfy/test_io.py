@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from wanstream.host import io
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.host.embedded_load_image import LoadImage
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.load_image import LoadImage
 from wanstream.host.folders import diffusers_folders, output_file
 
 pytestmark = pytest.mark.comfy

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from wanstream.cli import main
 from wanstream.cli.exit_codes import DONE
-from wanstream.cli.sample_model import write_sample_model
-from wanstream.plan import Timeline
-from wanstream.workbench.base_directory import PACK
-from wanstream.workbench.comfyui import ComfyUI, Server, running_server
+from wanstream.schema import Timeline
+from wanstream.testing.model import write_sample_model
+from wanstream.tools.base_directory import PACK
+from wanstream.tools.comfyui import ComfyUI, Server, running_server
 
 pytestmark = pytest.mark.comfy
 

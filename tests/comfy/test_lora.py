@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.cli.sample_loras import make_lora
-from wanstream.cli.sample_weights import ExpertShape, make_expert
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import Lane, forward_lanes, open_experts, open_lora
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.loras import make_lora
+from wanstream.testing.weights import ExpertShape, make_expert
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.lora.file import open_lora
 
 pytestmark = pytest.mark.comfy
 

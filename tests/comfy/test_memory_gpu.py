@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.workbench.comfyui import START_SECONDS, ComfyUI, Server, running_server
+from wanstream.tools.comfyui import START_SECONDS, ComfyUI, Server, running_server
 
 pytestmark = [pytest.mark.gpu, pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(900)]
 

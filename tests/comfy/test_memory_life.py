@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.sample_components import save_vae_file
-from wanstream.cli.sample_model import VAE_FILE
-from wanstream.cli.sample_weights import make_vae
-from wanstream.workbench.comfyui import ComfyUI, Server, running_server
+from wanstream.testing.components import save_vae_file
+from wanstream.testing.model import VAE_FILE
+from wanstream.testing.weights import make_vae
+from wanstream.tools.comfyui import ComfyUI, Server, running_server
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.cli.sample_components import save_vae_file
-from wanstream.cli.sample_weights import make_vae
+from wanstream.testing.components import save_vae_file
+from wanstream.testing.weights import make_vae
 
 NATIVE = 1e-4
 SECONDS = 300

@@ -14,12 +14,12 @@ import torch
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline
 from safetensors.torch import load_file, save_file
 
-from wanstream.cli.sample_components import save_vae_file
-from wanstream.cli.sample_weights import in_dtype, make_vae
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, denoise, native_inputs
-from wanstream.wan import open_experts
-from wanstream.wan.vae import open_vae
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.components import save_vae_file
+from wanstream.testing.weights import in_dtype, make_vae
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.vae.vae import open_vae
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.sampling import seeded_noise, simple_schedule
-from wanstream.sampling.conditioning import image_condition
+from wanstream.sampling import seeded_noise
+from wanstream.sampling.inputs.conditioning import image_condition
+from wanstream.sampling.schedules import simple_schedule
 from wanstream.wan.latent_space import denormalise, normalise
 
 STEPS, SHIFTS = (1, 4, 20, 27, 38, 40, 186), (1.0, 3.0, 5.0, 8.0, 12.0)

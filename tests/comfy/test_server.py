@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.embedded_door import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_door
 from wanstream.nodes import WanStreamExtension
 
 pytestmark = pytest.mark.comfy

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.cli.sample_components import save_text_encoder_file, save_vae_file
-from wanstream.cli.sample_fp8 import FP8_LAYOUTS
-from wanstream.cli.sample_tokenizer import VOCABULARY
-from wanstream.cli.sample_weights import make_text_encoder, make_vae, make_wan22_vae
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes.latent_from_image import WanStreamImageToVideo
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.nodes.latents import WanStreamImageToVideo
+from wanstream.testing.components import save_text_encoder_file, save_vae_file
+from wanstream.testing.fp8 import FP8_LAYOUTS
+from wanstream.testing.tokenizer import VOCABULARY
+from wanstream.testing.weights import make_text_encoder, make_vae, make_wan22_vae
 from wanstream.wan import open_text_encoder, open_vae
 
 pytestmark = pytest.mark.comfy

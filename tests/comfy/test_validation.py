@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.embedded_checks import Socket, own_check, sockets_of
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.host.embedded_load_image import LoadImage
-from wanstream.host.embedded_run import validate_workflow
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.checks import Socket, own_check, sockets_of
+from wanstream.host.embedded.load_image import LoadImage
+from wanstream.host.embedded.run import validate_workflow
 from wanstream.nodes import WanStreamExtension
-from wanstream.workbench.comfyui import ComfyUI
+from wanstream.tools.comfyui import ComfyUI
 
 pytestmark = pytest.mark.comfy
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.workbench.base_directory import furnish
-from wanstream.workbench.comfyui import POLL_SECONDS, RUN_SECONDS, START_SECONDS, ComfyUI, Server, running_server
+from wanstream.tools.base_directory import furnish
+from wanstream.tools.comfyui import POLL_SECONDS, RUN_SECONDS, START_SECONDS, ComfyUI, Server, running_server
 
 pytestmark = [pytest.mark.comfy, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -18,10 +18,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from wanstream.cli.sample_components import save_vae_file
-from wanstream.cli.sample_model import VAE_FILE, write_sample_model
-from wanstream.cli.sample_weights import make_vae
-from wanstream.workbench.comfyui import ComfyUI
+from wanstream.testing.components import save_vae_file
+from wanstream.testing.model import VAE_FILE, write_sample_model
+from wanstream.testing.weights import make_vae
+from wanstream.tools.comfyui import ComfyUI
 
 pytestmark = pytest.mark.comfy
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.tasks import RunTask
-from wanstream.distributed.vae_worker import DecodeTask
-from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.distributed.messages import RunTask
+from wanstream.distributed.vae.worker import DecodeTask
 from wanstream.sampling import DenoiseRequest, denoise
-from wanstream.wan.registry import ExpertsRegistry
+from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.wan.experts.registry import ExpertsRegistry
 
 SHAPE = (1, 16, 2, 4, 6)
 STEPS, SWITCH_STEP = 4, 2

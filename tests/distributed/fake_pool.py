@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import torch
 
-from wanstream.distributed.peer_errors import HungError, PeerLostError
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.tasks import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
-from wanstream.distributed.work_thread import on_own_thread
-from wanstream.plan import PathMap, StepRecord, Timeline
+from wanstream.distributed.messages import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.transport.threads import on_own_thread
+from wanstream.distributed.worker.errors import HungError, PeerLostError
 from wanstream.sampling import Cancelled, RunState
+from wanstream.schema import PathMap, StepRecord, Timeline
 
 Failing = Literal["dies", "hangs", "dies when all is told"] | Exception
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from wanstream.distributed.driver import Driver
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.plan import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
-from wanstream.plan.workers_text import path_maps
+from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.nodes.runs.trials import tensor_digest
 from wanstream.sampling import DenoiseRequest, StepProgress, denoise
-from wanstream.sampling.trials import tensor_digest
-from wanstream.wan.registry import ExpertsRegistry
+from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from wanstream.schema.workers_ref import path_maps
+from wanstream.wan.experts.registry import ExpertsRegistry
 
 STORE_BYTES = 128 << 20
 models = Path(sys.argv[1])

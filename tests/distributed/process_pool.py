@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.tasks import RunEnded, RunTask, StepTold
-from wanstream.distributed.work_thread import WorkThread, on_own_thread
-from wanstream.distributed.worker import Worker
-from wanstream.plan import ExpertsRef, OffloadPolicy
+from wanstream.distributed.messages import RunEnded, RunTask, StepTold
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.transport.threads import WorkThread, on_own_thread
+from wanstream.distributed.worker.worker import Worker
+from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.expert_engine import ExpertEngine
-from wanstream.wan.registry import ExpertsRegistry, open_pair
+from wanstream.wan.experts.engine import ExpertEngine
+from wanstream.wan.experts.registry import ExpertsRegistry, open_pair
 
 WAIT_S = 60.0
 

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from wanstream.distributed.ray_errors import RaySetupError
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.plan import WorkersRef
+from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.schema import WorkersRef
 
 ADDRESS, PORT = "198.18.9.1", 6379
 LIMIT_S = 120

@@ -9,10 +9,10 @@ import json
 import os
 import sys
 
-from wanstream.distributed.ray_environment import import_ray, on_loopback, token_of_cluster
-from wanstream.distributed.ray_errors import RaySetupError
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.plan import WorkersRef
+from wanstream.distributed.ray.environment import import_ray, on_loopback, token_of_cluster
+from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.schema import WorkersRef
 
 address = sys.argv[1]
 token_file = "".join(sys.argv[2:])

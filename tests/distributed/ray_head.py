@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from wanstream.distributed.ray_environment import import_ray, on_loopback, settings
+from wanstream.distributed.ray.environment import import_ray, on_loopback, settings
 
 ray = import_ray()
 with settings({"RAY_USAGE_STATS_ENABLED": "0"}), on_loopback():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 
-from wanstream.distributed.ray_errors import RaySetupError
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.plan import WorkersRef
+from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.schema import WorkersRef
 
 STORE_BYTES = 128 << 20
 LIMIT_S = 60

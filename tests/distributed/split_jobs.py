@@ -14,18 +14,18 @@ import torch
 from diffusers.models import attention_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wanstream import plan
-from wanstream.cli.sample_weights import ExpertShape, in_dtype, make_expert
-from wanstream.distributed.groups import meet
-from wanstream.distributed.tasks import Meeting
-from wanstream.plan import ExpertsRef, OffloadPolicy
-from wanstream.plan.mesh import Mesh
+from wanstream import schema
+from wanstream.distributed.messages import Meeting
+from wanstream.distributed.worker.groups import meet
 from wanstream.sampling import Cancelled, DenoiseRequest, Part, denoise_part
+from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.schema.mesh import Mesh
+from wanstream.testing.weights import ExpertShape, in_dtype, make_expert
 from wanstream.wan import Lane, forward_lanes
-from wanstream.wan.chunked_block import ChunkedBlocks
-from wanstream.wan.compiled_block import compiler_named
-from wanstream.wan.kernels import Kernels
-from wanstream.wan.registry import ExpertsRegistry
+from wanstream.wan.experts.registry import ExpertsRegistry
+from wanstream.wan.transformer.chunked_block import ChunkedBlocks
+from wanstream.wan.transformer.compiled_block import compiler_named
+from wanstream.wan.transformer.kernels import Kernels
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 100.0
@@ -188,7 +188,7 @@ def job_hold(
     if chunks is not None:
         chunks.detach()
     cell = here.groups.cell
-    shape = plan.ExpertShape(width=width, ffn_width=ffn_dim)
+    shape = schema.ExpertShape(width=width, ffn_width=ffn_dim)
     estimate = shape.working_bytes(
         5 * 20 * 28,
         lanes=lanes,

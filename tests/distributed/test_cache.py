@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.tasks import Meeting, RunTask
-from wanstream.distributed.worker import Worker
-from wanstream.plan import ExpertsRef, OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
-from wanstream.plan.mesh import Mesh
-from wanstream.plan.workers_ref import WeightHome
+from wanstream.distributed.messages import Meeting, RunTask
+from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling import DenoiseRequest
-from wanstream.sampling.cache_settings import FirstBlockCache
+from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
+from wanstream.schema.mesh import Mesh
+from wanstream.schema.workers_ref import WeightHome
 
 ULYSSES, CFG = Mesh(ulysses=2), Mesh(cfg=2)
 STEPS = 8

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.cli.sample_loras import make_lora, save_lora
-from wanstream.distributed.attention_backends import backend_for
-from wanstream.distributed.peer_errors import HungError, PeerLostError
-from wanstream.plan import ExpertsRef, LoraRef, OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
-from wanstream.plan.mesh import Mesh, MeshError
+from wanstream.distributed.worker.context_parallel import backend_for
+from wanstream.distributed.worker.errors import HungError, PeerLostError
 from wanstream.sampling import DenoiseRequest
+from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
+from wanstream.schema.mesh import Mesh, MeshError
+from wanstream.testing.loras import make_lora, save_lora
 from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)

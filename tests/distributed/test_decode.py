@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
-from wanstream.distributed.path_map import MissingPathError
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.tasks import Meeting, RunTask
-from wanstream.distributed.vae_worker import DecodeCancelled, DecodeTask, TileDecoder
-from wanstream.distributed.worker import Worker
-from wanstream.offload.safetensors_header import CheckpointFileError
-from wanstream.plan import Mesh, PathMap
-from wanstream.plan.vae_tiles import Tiling
-from wanstream.wan.vae import VaeInputError, open_vae
+from wanstream.distributed.messages import Meeting, RunTask
+from wanstream.distributed.transport.path_map import MissingPathError
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.vae.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
+from wanstream.distributed.vae.worker import DecodeCancelled, DecodeTask, TileDecoder
+from wanstream.distributed.worker.worker import Worker
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.schema import Mesh, PathMap
+from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.vae import VaeInputError, open_vae
 
 TILING = Tiling(pixels=64, stride=48)
 LIMIT_S = 60.0

@@ -15,18 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.cell_meetings import CellMeetings
-from wanstream.distributed.driver import Driver, DriverOrderError
-from wanstream.distributed.path_map import MissingPathError
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.ran import Ran
-from wanstream.distributed.schedule import Cell
-from wanstream.distributed.stages import GivenUpError
-from wanstream.distributed.tasks import RunTask
-from wanstream.distributed.work_thread import on_own_thread
-from wanstream.distributed.worker_cell import WorkerCell, WorkerFailedError
-from wanstream.plan import Mesh, MeshError, OffloadPolicy, WorkersRef
-from wanstream.plan.workers_ref import PathMap
+from wanstream.distributed.driver.driver import Driver, DriverOrderError
+from wanstream.distributed.driver.rendezvous import CellMeetings
+from wanstream.distributed.driver.results import Ran
+from wanstream.distributed.driver.schedule import Cell
+from wanstream.distributed.driver.stage_run import GivenUpError
+from wanstream.distributed.driver.worker_group import WorkerCell, WorkerFailedError
+from wanstream.distributed.messages import RunTask
+from wanstream.distributed.transport.path_map import MissingPathError
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.transport.threads import on_own_thread
 from wanstream.sampling import (
     Cancelled,
     DenoiseRequest,
@@ -35,6 +33,8 @@ from wanstream.sampling import (
     SmallerPolicyError,
     StepProgress,
 )
+from wanstream.schema import Mesh, MeshError, OffloadPolicy, WorkersRef
+from wanstream.schema.workers_ref import PathMap
 
 STEPS, SWITCH = 6, 3
 LAYERWISE = OffloadPolicy.layerwise(1)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver import Driver
-from wanstream.distributed.in_process import InProcessPool
-from wanstream.distributed.tasks import RunTask
-from wanstream.plan import Mesh, WorkersRef
+from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed.messages import RunTask
+from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.sampling import StepProgress, denoise
-from wanstream.wan.registry import ExpertsRegistry
+from wanstream.schema import Mesh, WorkersRef
+from wanstream.wan.experts.registry import ExpertsRegistry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +48,7 @@ def on_one_gpu(task: RunTask) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
     pytest.importorskip("ray")
-    from wanstream.distributed.ray_pool import RayPool
+    from wanstream.distributed.ray.pool import RayPool
 
     with RayPool(WorkersRef(count=2), "cuda", store_bytes=200 << 20) as started:
         yield started

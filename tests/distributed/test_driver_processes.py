@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver import Driver
-from wanstream.distributed.tasks import RunTask
-from wanstream.distributed.worker_cell import WorkerFailedError
-from wanstream.plan import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed.driver.worker_group import WorkerFailedError
+from wanstream.distributed.messages import RunTask
 from wanstream.sampling import Cancelled, StepProgress
+from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 
 WORKERS = 4
 SAME = 1e-6

@@ -17,16 +17,16 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.decode import DecodeJob, TileDone, decode_on_workers
-from wanstream.distributed.driver import Driver
-from wanstream.distributed.shared_tiles import tiles_by_memory
-from wanstream.distributed.stages import GivenUpError
-from wanstream.distributed.tasks import RunTask
-from wanstream.distributed.vae_worker import DecodeCancelled
-from wanstream.plan import Mesh, WorkersRef
-from wanstream.plan.vae_tiles import Tiling
+from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed.driver.stage_run import GivenUpError
+from wanstream.distributed.messages import RunTask
+from wanstream.distributed.vae.decode import DecodeJob, TileDone, decode_on_workers
+from wanstream.distributed.vae.shared_tiles import tiles_by_memory
+from wanstream.distributed.vae.worker import DecodeCancelled
 from wanstream.sampling import Cancelled, StepProgress
-from wanstream.wan.vae import open_vae
+from wanstream.schema import Mesh, WorkersRef
+from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.vae import open_vae
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def ref_of(mesh: Mesh, **changes: Any) -> WorkersRef:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
-    from wanstream.distributed.ray_pool import RayPool
+    from wanstream.distributed.ray.pool import RayPool
 
     before = _left_behind()
     with RayPool(ref_of(MESH), store_bytes=200 << 20) as started:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.distributed.peer_errors import HungError, PeerLostError
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.ray_errors import RaySetupError
-from wanstream.offload.quantise import NotFiniteError
-from wanstream.offload.safetensors_header import CheckpointFileError
-from wanstream.plan import OffloadPolicy
+from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.worker.errors import HungError, PeerLostError
+from wanstream.offload.formats.fp8 import NotFiniteError
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.sampling import Cancelled, NoRoomError, RequestError, SmallerPolicyError
-from wanstream.wan.stored import CheckpointError
+from wanstream.schema import OffloadPolicy
+from wanstream.wan.checkpoint.files import CheckpointError
 
 ERRORS = [
     Cancelled(3, 5),

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.groups import Groups, GroupsState, cell_groups, meet
-from wanstream.distributed.peer_errors import GroupsOrderError, HungError, PeerLostError
-from wanstream.distributed.tasks import Meeting
-from wanstream.plan.mesh import Mesh
+from wanstream.distributed.messages import Meeting
+from wanstream.distributed.worker.errors import GroupsOrderError, HungError, PeerLostError
+from wanstream.distributed.worker.groups import Groups, GroupsState, cell_groups, meet
+from wanstream.schema.mesh import Mesh
 
 LOOPBACK = "127.0.0.1"
 SHORT_S, LONG_S = 2.0, 50.0

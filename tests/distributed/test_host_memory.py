@@ -16,13 +16,13 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.cli.sample_weights import ExpertShape, expert_config
-from wanstream.distributed.tasks import RunTask
-from wanstream.distributed.worker import Worker
-from wanstream.plan import ExpertsRef, OffloadPolicy
-from wanstream.wan.checkpoint import open_expert
+from wanstream.distributed.messages import RunTask
+from wanstream.distributed.worker.worker import Worker
+from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.testing.weights import ExpertShape, expert_config
+from wanstream.wan.checkpoint.open import open_expert
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 RANKS = 4
 MOST = 1.15
 SHAPE = ExpertShape(layers=128, heads=4, ffn_dim=2048)
@@ -102,7 +102,7 @@ def test_ranks_of_one_machine_hold_one_copy(begun: Any, experts: ExpertsRef, mak
         taken = begun.all(job_taken, count=RANKS)
         every = sum(taken) + cached()
         told = f"{policy.source}: one rank {one / 1e6:.0f} MB, {RANKS} ranks {every / 1e6:.0f} MB, PSS {taken}"
-        log.info(told)
+        logger.info(told)
         assert one > 2 * 10**9, told
         assert every <= MOST * one, told
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from wanstream.distributed.in_process import InProcessPool
-from wanstream.distributed.pool import Pool, WorkerLostError
-from wanstream.distributed.tasks import RunTask, StepTold
+from wanstream.distributed.messages import RunTask, StepTold
+from wanstream.distributed.transport.in_process import InProcessPool
+from wanstream.distributed.transport.pool import Pool, WorkerLostError
 from wanstream.sampling import Cancelled
 
 LIMIT_S = 60

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.distributed.merged_timeline import Computed, in_turn, over_leaders
-from wanstream.plan import MemorySample, PhaseRecord, StepRecord, Timeline
-from wanstream.plan.fetch_rates import RateRange
+from wanstream.distributed.driver.results import Computed, in_turn, over_leaders
+from wanstream.schema import MemorySample, PhaseRecord, StepRecord, Timeline
+from wanstream.schema.timeline import RateRange
 
 
 def step(index: int, *, wall_s: float = 1.0, began_s: float | None = 0.0, expert: str = "high") -> StepRecord:

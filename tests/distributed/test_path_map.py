@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.distributed.path_map import (
+from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.transport.path_map import (
     DifferentFilesError,
     MissingPathError,
     check_paths,
@@ -17,8 +18,7 @@ from wanstream.distributed.path_map import (
     places,
     weight_bytes,
 )
-from wanstream.distributed.tasks import WorkerFacts
-from wanstream.plan import ExpertsRef, LoraRef, PathMap
+from wanstream.schema import ExpertsRef, LoraRef, PathMap
 
 MODELS = PathMap(here="/models", there="/mnt/share/models")
 LORAS = PathMap(here="/models/loras", there="/fast/loras")

@@ -16,16 +16,17 @@ from typing import Any
 import psutil
 import pytest
 
-from wanstream.distributed import ray_pool, ray_setup
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.ray_errors import LostAtStartError, RaySetupError
-from wanstream.distributed.ray_handle import OF_RAYS_WORKERS, RayWorkerHandle
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.distributed.ray_setup import FOLDER, RayConnection
-from wanstream.distributed.ray_watch import RayWatch
-from wanstream.distributed.ray_worker import Started
-from wanstream.distributed.worker import Worker
-from wanstream.plan import WorkersRef
+from wanstream.distributed.ray import connection as ray_setup
+from wanstream.distributed.ray import pool as ray_pool
+from wanstream.distributed.ray.connection import FOLDER, RayConnection
+from wanstream.distributed.ray.errors import LostAtStartError, RaySetupError
+from wanstream.distributed.ray.handle import OF_RAYS_WORKERS, RayWorkerHandle
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.distributed.ray.reaper import RayWatch
+from wanstream.distributed.ray.worker import Started
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.worker.worker import Worker
+from wanstream.schema import WorkersRef
 
 OWN, OTHER = "own node", "other node"
 

@@ -13,14 +13,14 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.ray_errors import RaySetupError
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.distributed.tasks import Meeting, RunTask, StepTold, WorkerFacts
-from wanstream.distributed.work_thread import on_own_thread
-from wanstream.plan import ExpertsRef, Mesh, WorkersRef
-from wanstream.plan.workers_text import WorkersError
+from wanstream.distributed.messages import Meeting, RunTask, StepTold, WorkerFacts
+from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.transport.threads import on_own_thread
 from wanstream.sampling import Cancelled, RequestError
+from wanstream.schema import ExpertsRef, Mesh, WorkersRef
+from wanstream.schema.workers_ref import WorkersError
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.integration

@@ -14,9 +14,10 @@ from typing import NoReturn
 
 import pytest
 
-from wanstream.distributed import ray_environment
-from wanstream.distributed.ray_cluster import check_answers
-from wanstream.distributed.ray_environment import (
+from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.ray import environment as ray_environment
+from wanstream.distributed.ray.cluster import check_answers
+from wanstream.distributed.ray.environment import (
     ONE_MACHINE,
     check_token_file,
     import_ray,
@@ -26,13 +27,12 @@ from wanstream.distributed.ray_environment import (
     settings,
     token_of_cluster,
 )
-from wanstream.distributed.ray_errors import RaySetupError
-from wanstream.distributed.ray_handle import exit_words, tail
-from wanstream.distributed.ray_pool import check_exposure
-from wanstream.distributed.ray_watch import RayWatch
-from wanstream.distributed.ray_worker import Started
-from wanstream.distributed.tasks import WorkerFacts
-from wanstream.distributed.work_thread import on_own_thread
+from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.handle import exit_words, tail
+from wanstream.distributed.ray.pool import check_exposure
+from wanstream.distributed.ray.reaper import RayWatch
+from wanstream.distributed.ray.worker import Started
+from wanstream.distributed.transport.threads import on_own_thread
 
 LIMIT_S = 120
 

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.distributed.schedule import WAITING_PER_CELL, Assignment, Cell, Job, Outcome, Schedule, ScheduleError
+from wanstream.distributed.driver.schedule import (
+    WAITING_PER_CELL,
+    Assignment,
+    Cell,
+    Job,
+    Outcome,
+    Schedule,
+    ScheduleError,
+)
 
 
 @st.composite

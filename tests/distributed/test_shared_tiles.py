@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.decode import DecodeJob, TileDone
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.shared_tiles import decode_in_shared_tiles, tiles_by_memory
-from wanstream.distributed.tasks import WorkerFacts
-from wanstream.distributed.vae_worker import DecodeTask, tile_room
-from wanstream.distributed.worker import Worker
-from wanstream.plan.vae_room import DecodeNeeds, VaeRoomError
-from wanstream.plan.vae_tiles import Tiling, TilingError
-from wanstream.wan.smaller_tiles import NoRoomToDecodeError
-from wanstream.wan.vae import open_vae
+from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.vae.decode import DecodeJob, TileDone
+from wanstream.distributed.vae.shared_tiles import decode_in_shared_tiles, tiles_by_memory
+from wanstream.distributed.vae.worker import DecodeTask, tile_room
+from wanstream.distributed.worker.worker import Worker
+from wanstream.wan.vae.tile_size import DecodeNeeds, VaeRoomError
+from wanstream.wan.vae.tiles import Tiling, TilingError
+from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae
 
 LATENTS = 3 * torch.randn(1, 16, 2, 11, 12, generator=torch.Generator().manual_seed(0))
 FIRST = Tiling.of(88)

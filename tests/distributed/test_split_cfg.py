@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.split_cfg import own_lanes
-from wanstream.plan import ExpertsRef, OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
-from wanstream.plan.mesh import Mesh
+from wanstream.distributed.worker.lane_split import own_lanes
 from wanstream.sampling import DenoiseRequest
+from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
+from wanstream.schema.mesh import Mesh
 from wanstream.wan import Nag
 
 LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)

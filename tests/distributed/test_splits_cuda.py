@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.peer_errors import PeerLostError
-from wanstream.plan import ExpertsRef, OffloadPolicy
-from wanstream.plan.mesh import Mesh
+from wanstream.distributed.worker.errors import PeerLostError
+from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.schema.mesh import Mesh
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.local_stages import StepCell, StepFunction, run_stages
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.schedule import Cell
-from wanstream.distributed.stages import GivenUpError, Stepped
-from wanstream.distributed.tasks import RunTask
+from wanstream.distributed.driver.local_stages import StepCell, StepFunction, run_stages
+from wanstream.distributed.driver.schedule import Cell
+from wanstream.distributed.driver.stage_run import GivenUpError, Stepped
+from wanstream.distributed.messages import RunTask
+from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.sampling import Cancelled, Part, RunState, StepProgress, denoise_part
-from wanstream.wan.registry import ExpertsRegistry
+from wanstream.wan.experts.registry import ExpertsRegistry
 
 VIDEO = (1, 4, 14, 8, 8)
 """What SVD's UNet denoises: 14 frames of 4 channels."""

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from wanstream.distributed.peer_errors import HungError, PeerLostError
-from wanstream.distributed.pulse import Pulse, silence_limit
-from wanstream.distributed.task_run import TaskRun
-from wanstream.distributed.task_verdict import TaskEnd, TaskVerdict
-from wanstream.distributed.tasks import RunEnded, RunTask, StepTold
-from wanstream.plan import OffloadPolicy, StepRecord, Timeline
+from wanstream.distributed.driver.heartbeat import Pulse, silence_limit
+from wanstream.distributed.driver.task_run import TaskEnd, TaskRun, TaskVerdict
+from wanstream.distributed.messages import RunEnded, RunTask, StepTold
+from wanstream.distributed.worker.errors import HungError, PeerLostError
 from wanstream.sampling import Cancelled, SmallerPolicyError
+from wanstream.schema import OffloadPolicy, StepRecord, Timeline
 
 ENDED = RunEnded(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
 ASKED, PEER = Cancelled(3, 4), PeerLostError("peer")

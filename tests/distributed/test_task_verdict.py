@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.distributed.peer_errors import HungError, PeerLostError
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.distributed.task_verdict import TaskVerdict, judge
-from wanstream.distributed.tasks import RunEnded
-from wanstream.plan import OffloadPolicy, Timeline
+from wanstream.distributed.driver.task_run import TaskVerdict, judge
+from wanstream.distributed.messages import RunEnded
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.worker.errors import HungError, PeerLostError
 from wanstream.sampling import Cancelled, NoRoomError, SmallerPolicyError
+from wanstream.schema import OffloadPolicy, Timeline
 
 GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), HungError("hung")
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))

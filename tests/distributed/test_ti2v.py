@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import ExpertsRef, OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
-from wanstream.plan.mesh import Mesh
 from wanstream.sampling import DenoiseRequest
+from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
+from wanstream.schema.mesh import Mesh
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 CHUNKED = replace(LAYERWISE, chunk_tokens=8)

@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wanstream.distributed.ray_actor import FOLDER
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.distributed.tasks import WorkerFacts
-from wanstream.distributed.versions import VersionsError, check_versions, series
-from wanstream.plan import PathMap, WorkersRef
-from wanstream.plan.version import VERSION
+from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.ray.actor import FOLDER
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.distributed.transport.versions import VersionsError, check_versions, series
+from wanstream.schema import PathMap, WorkersRef
+from wanstream.schema.version import VERSION
 
 LIMIT_S = 120
 STORE_BYTES = 128 << 20
@@ -89,7 +89,7 @@ def test_a_worker_that_starts_with_another_wanstream_is_refused_and_ended(tmp_pa
     pytest.importorskip("ray")
     there = tmp_path / "wanstream"
     there.mkdir()
-    for part in ("__init__.py", "metrics", "offload", "wan", "sampling", "distributed"):
+    for part in ("__init__.py", "devices", "telemetry", "offload", "wan", "sampling", "distributed"):
         (there / part).symlink_to(FOLDER / part)
     shutil.copytree(FOLDER / "plan", there / "plan")
     (there / "plan" / "version.py").write_text('VERSION = "0.0.1"\n', encoding="utf-8")

@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.cli.sample_gguf import matrices, save_expert_gguf
-from wanstream.cli.sample_loras import make_lora, save_lora
-from wanstream.distributed.group_gather import GroupGather
-from wanstream.distributed.groups import meet
-from wanstream.distributed.peer_errors import PeerLostError
-from wanstream.distributed.tasks import Meeting, RunTask
-from wanstream.distributed.weights import measure, taken_bytes
-from wanstream.distributed.worker import Worker
-from wanstream.offload.gather import GatherBrokenError
-from wanstream.plan import ExpertsRef, LoraRef, Mesh, OffloadPolicy
-from wanstream.plan.weight_homes import WeightFigures, choose_home
-from wanstream.plan.workers_ref import WeightHome
+from wanstream.distributed.messages import Meeting, RunTask
+from wanstream.distributed.weights.gather import GroupGather
+from wanstream.distributed.weights.placement import WeightFigures, choose_home
+from wanstream.distributed.weights.weights import measure, taken_bytes
+from wanstream.distributed.worker.errors import PeerLostError
+from wanstream.distributed.worker.groups import meet
+from wanstream.distributed.worker.worker import Worker
+from wanstream.offload.sharding.group import GatherBrokenError
 from wanstream.sampling import Cancelled, Share, working_bytes
-from wanstream.wan.registry import open_pair
+from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy
+from wanstream.schema.workers_ref import WeightHome
+from wanstream.testing.gguf import matrices, save_expert_gguf
+from wanstream.testing.loras import make_lora, save_lora
+from wanstream.wan.experts.registry import open_pair
 
 CELL = Mesh(cfg=2)
 POLICIES = (

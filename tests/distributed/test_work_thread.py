@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from wanstream.distributed.work_thread import WorkThread
+from wanstream.distributed.transport.threads import WorkThread
 
 LIMIT_S = 10
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import wanstream
-from wanstream.distributed.peer_errors import PeerLostError
-from wanstream.distributed.tasks import Meeting, RunTask, StepTold
-from wanstream.distributed.vae_worker import DecodeTask
-from wanstream.distributed.worker import Worker
-from wanstream.metrics import DeviceError
-from wanstream.plan import ExpertsRef, LoraRef, Mesh, PathMap
+from wanstream.devices import DeviceError
+from wanstream.distributed.messages import Meeting, RunTask, StepTold
+from wanstream.distributed.vae.worker import DecodeTask
+from wanstream.distributed.worker.errors import PeerLostError
+from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling import Cancelled, RequestError
-from wanstream.wan.kernels import KernelsError
+from wanstream.schema import ExpertsRef, LoraRef, Mesh, PathMap
+from wanstream.wan.transformer.kernels import KernelsError
 
 MakeTask = Callable[..., RunTask]
 MakeRef = Callable[..., ExpertsRef]

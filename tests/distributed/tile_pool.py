@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from wanstream.distributed.pool import OnTold
-from wanstream.distributed.tasks import RunEnded, RunTask, WorkerFacts
-from wanstream.distributed.vae_worker import DecodeTask, TileDecoder
-from wanstream.distributed.worker import Worker
-from wanstream.plan import PathMap
+from wanstream.distributed.messages import RunEnded, RunTask, WorkerFacts
+from wanstream.distributed.transport.pool import OnTold
+from wanstream.distributed.vae.worker import DecodeTask, TileDecoder
+from wanstream.distributed.worker.worker import Worker
+from wanstream.schema import PathMap
 
 FACTS = Worker("cpu")
 Before = Callable[["ThreadWorker", DecodeTask], None]

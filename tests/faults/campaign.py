@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from wanstream.cli.media_check import check_media
-from wanstream.cli.sample_model import write_sample_model
-from wanstream.host.embedded_door import Folders, embedded_door
+from wanstream.cli.batch.media_check import check_media
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.testing.model import write_sample_model
 from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.points import Points
 from wanstream.tests.faults.replaced import computing_replaced, named_models
 from wanstream.tests.faults.stage import Findings, Stage
-from wanstream.workbench.base_directory import PACK, ROOT
-from wanstream.workbench.comfyui import ComfyUI, NoComfyUIError, find_comfyui, free_port, running_server
+from wanstream.tools.base_directory import PACK, ROOT
+from wanstream.tools.comfyui import ComfyUI, NoComfyUIError, find_comfyui, free_port, running_server
 
 T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 ROWS: tuple[dict[str, Any], ...] = (

@@ -23,7 +23,7 @@ from typing import Protocol
 from wanstream.tests.faults.comfy_like import Trouble, forked_server, running_server
 from wanstream.tests.faults.points import Points, full_disk, interrupt_twice, kill, remove
 from wanstream.tests.faults.stage import Stage
-from wanstream.workbench.comfyui import free_port
+from wanstream.tools.comfyui import free_port
 
 Harm = Callable[[Stage, random.Random, "Place"], None]
 
@@ -154,7 +154,7 @@ def _journal_locked(stage: Stage, chance: random.Random, place: Place) -> None:
 
 def _slowly(seconds: float) -> None:
     """Let each row take at least so long."""
-    from wanstream.cli import batch_embedded
+    from wanstream.cli.batch.backends import embedded as batch_embedded
 
     inner = batch_embedded.run_workflow
 

@@ -21,11 +21,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from wanstream.host.door import SAVING_NODE
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.host.embedded_graph import nodes_by_id
+from wanstream.host.api import SAVING_NODE
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.graph import nodes_by_id
 from wanstream.nodes import WanStreamExtension
-from wanstream.nodes.video_file import write_mp4
+from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.tests.faults.replaced import SAVE, frames_of, seed_behind
 
 COMMANDS = ("drop", "late drop", "500", "502", "cut")

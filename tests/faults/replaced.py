@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch
 
-from wanstream.cli import batch_embedded
-from wanstream.host.door import SAVING_NODE
-from wanstream.host.embedded_door import NodeProgress, embedded_door
-from wanstream.host.embedded_graph import as_link
-from wanstream.host.embedded_run import History
-from wanstream.nodes.latent_file import write_latent
-from wanstream.nodes.video_file import write_mp4
+from wanstream.cli.batch.backends import embedded as batch_embedded
+from wanstream.host.api import SAVING_NODE
+from wanstream.host.embedded.adapter import NodeProgress, embedded_door
+from wanstream.host.embedded.graph import as_link
+from wanstream.host.embedded.run import History
+from wanstream.nodes.runs.latent_backup import write_latent
+from wanstream.nodes.runs.video_file import write_mp4
 
 SAVE = "WanStreamSaveVideo"
 FRAMES, SIZE = 3, 16

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host import OutsideFolderError, host, io
-from wanstream.host.embedded_run import History, run_workflow
+from wanstream.host import host, io
+from wanstream.host.api import OutsideFolderError
+from wanstream.host.embedded.run import History, run_workflow
 
 
 class Number(io.ComfyNode):

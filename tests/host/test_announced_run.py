@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.announced_run import BEGIN, END, STEP, AnnouncedRun, AnnounceOrderError
-from wanstream.plan import MemorySample, StepRecord, Timeline
+from wanstream.host.run_events import BEGIN, END, STEP, AnnouncedRun, AnnounceOrderError
+from wanstream.schema import MemorySample, StepRecord, Timeline
 
 EXPERTS = ["high", "high", "low"]
 

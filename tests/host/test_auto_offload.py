@@ -10,24 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.auto_offload import AutoPlanner, Room, _better, room_beside
-from wanstream.host.door import ExpertsRef
-from wanstream.host.embedded_door import EmbeddedDoor
-from wanstream.offload.available_memory import available_bytes
-from wanstream.plan import (
-    AutoOffload,
-    Budgets,
-    DoesNotFitError,
-    ExpertShape,
-    Machine,
-    OffloadJob,
-    OffloadPolicy,
-    StepRecord,
-    plan_offload,
-)
+from wanstream.devices.available_ram import available_bytes
+from wanstream.host.auto_policy import AutoPlanner, Room, _better, room_beside
+from wanstream.host.embedded.adapter import EmbeddedDoor
+from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob, plan_offload
 from wanstream.plan.predict import predict
 from wanstream.sampling import DenoiseRequest, denoise, request_job
-from wanstream.wan import open_experts
+from wanstream.schema import ExpertShape, OffloadPolicy, StepRecord
+from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.wan.experts.open import open_experts
 
 GB = 10**9
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")

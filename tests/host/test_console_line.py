@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from wanstream.host.console_line import ConsoleLine
+from wanstream.host.comfy.console_line import ConsoleLine
 
 
 class Console(io.StringIO):

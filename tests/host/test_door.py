@@ -23,7 +23,7 @@ def test_comfyui_is_picked_if_it_can_be_found(tmp_path: Path, comfyui: bool) -> 
     if comfyui:
         _write_stand_in(tmp_path)
     done = subprocess.run([sys.executable, "-c", PICK, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ("comfy_api.latest.io" if comfyui else "wanstream.host.embedded_io")
+    assert done.stdout.strip() == ("comfy_api.latest.io" if comfyui else "wanstream.host.embedded.io")
 
 
 def _write_stand_in(folder: Path) -> None:

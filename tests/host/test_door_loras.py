@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.host import ExpertsRef, LoraRef
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import CheckpointError, ExpertPair, Lane, forward_lanes
-from wanstream.wan.registry import ExpertsRegistry, open_pair
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.experts_ref import ExpertsRef, LoraRef
+from wanstream.wan import ExpertPair, Lane, forward_lanes
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.experts.registry import ExpertsRegistry, open_pair
 
 LIGHTNING = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"
 PINNED = OffloadPolicy.layerwise(1, source="pinned")

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from wanstream.host import io
-from wanstream.host.embedded_run import History
-from wanstream.host.embedded_validate import InvalidWorkflowError
+from wanstream.host.embedded.run import History
+from wanstream.host.embedded.validate import InvalidWorkflowError
 
 Load = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

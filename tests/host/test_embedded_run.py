@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from wanstream.host import host, io
-from wanstream.host.embedded_door import HostStateError, NodeProgress, RunStoppedError, embedded_door
-from wanstream.host.embedded_graph import Link, UnsupportedNodeError, nodes_by_id, plan_steps
-from wanstream.host.embedded_run import History, NodeFailedError
-from wanstream.host.embedded_validate import InvalidWorkflowError
+from wanstream.host.embedded.adapter import HostStateError, NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.graph import Link, UnsupportedNodeError, nodes_by_id, plan_steps
+from wanstream.host.embedded.run import History, NodeFailedError
+from wanstream.host.embedded.validate import InvalidWorkflowError
 
 # 1 is read twice, and 5 not at all.
 PROMPT: dict[str, Any] = {

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.distributed.peer_errors import PeerLostError
+from wanstream.distributed.worker.errors import PeerLostError
 from wanstream.host.error_names import name_errors_of, plainly_named
-from wanstream.offload.safetensors_header import CheckpointFileError
-from wanstream.plan import OffloadPolicy
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.sampling import RequestError
 from wanstream.sampling.errors import NoRoomError, SmallerPolicyError
+from wanstream.schema import OffloadPolicy
 
 OURS: list[Callable[[], Exception]] = [
     lambda: RequestError("70 is not a multiple"),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.host import ModelNotFoundError, OutputNameError, OutsideFolderError
-from wanstream.host.embedded_door import Folders, embedded_door
+from wanstream.host.api import ModelNotFoundError, OutputNameError, OutsideFolderError
+from wanstream.host.embedded.adapter import Folders, embedded_door
 from wanstream.host.folders import (
     GGUF_FILES,
     KeptNames,

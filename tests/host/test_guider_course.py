@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.guider_course import GuiderCourse
-from wanstream.host.guider_settings import GuiderSettings
-from wanstream.plan.context_windows import ContextWindows
-from wanstream.plan.step_skips import SkipRule
+from wanstream.host.comfy.guider_steps import GuiderCourse, GuiderSettings
+from wanstream.plan.visits import SkipRule
 from wanstream.sampling import RequestError
-from wanstream.sampling.cache_settings import FirstBlockCache, MagCache
-from wanstream.sampling.guidance import Guidance
-from wanstream.sampling.mag_table import MagTable
+from wanstream.sampling.cache.mag_table import MagTable
+from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
+from wanstream.sampling.inputs.request import Guidance
+from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import Nag
 
 SIGMAS = (1.0, 0.9, 0.6, 0.3, 0.0)

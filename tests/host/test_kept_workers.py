@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from wanstream.distributed.pool import WorkerLostError
-from wanstream.host.kept_workers import KeptWorkers
-from wanstream.plan import Mesh, WorkersRef
-from wanstream.plan.workers_ref import IN_PROCESS
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.host.worker_registry import KeptWorkers
+from wanstream.schema import Mesh, WorkersRef
+from wanstream.schema.workers_ref import IN_PROCESS
 
 ONE = WorkersRef(count=1, address=IN_PROCESS)
 CPU = torch.device("cpu")

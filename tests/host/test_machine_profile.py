@@ -13,10 +13,11 @@ import psutil
 import pytest
 import torch
 
+from wanstream.devices.available_ram import cgroup_limits
 from wanstream.host import machine_profile as module
-from wanstream.host.machine_profile import Profile, kept_machine, machine_profile, measure_machine, profile_path
-from wanstream.offload.available_memory import cgroup_limits
-from wanstream.plan import ExpertShape, Machine
+from wanstream.host.machine_profile import Profile, kept_machine, load_machine_profile, measure_machine, profile_path
+from wanstream.plan import Machine
+from wanstream.schema import ExpertShape
 
 CPU = torch.device("cpu")
 TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
@@ -90,8 +91,8 @@ def test_what_was_measured_is_kept_whole(measured: Profile) -> None:
 
 
 def test_a_kept_profile_is_used(kept: Path, models: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert machine_profile(CPU, expert=TINY, models=models, folder=kept).copy_bytes_per_s == 12345.0
-    assert machine_profile(CPU, expert=TINY, folder=kept).copy_bytes_per_s == 12345.0, "of whichever disk"
+    assert load_machine_profile(CPU, expert=TINY, models=models, folder=kept).copy_bytes_per_s == 12345.0
+    assert load_machine_profile(CPU, expert=TINY, folder=kept).copy_bytes_per_s == 12345.0, "of whichever disk"
     assert not caplog.records
 
 
@@ -120,10 +121,10 @@ def test_room_is_made_only_where_something_is_measured(kept: Path, models: Path)
     def make_room() -> None:
         asked.append(profile_path(CPU, kept).is_file())
 
-    machine_profile(CPU, expert=TINY, models=models, folder=kept, make_room=make_room)
+    load_machine_profile(CPU, expert=TINY, models=models, folder=kept, make_room=make_room)
     assert asked == []
     profile_path(CPU, kept).unlink()
-    machine_profile(CPU, expert=TINY, models=models, folder=kept, make_room=make_room)
+    load_machine_profile(CPU, expert=TINY, models=models, folder=kept, make_room=make_room)
     assert asked == [False], "before anything is measured and kept"
 
 
@@ -138,12 +139,12 @@ def test_a_profile_of_another_machine_is_told_and_measured_again(
 ) -> None:
     _change(kept, identity={**_identity(kept), **changed})
     with caplog.at_level(logging.WARNING):
-        machine = machine_profile(CPU, expert=TINY, models=models, folder=kept)
+        machine = load_machine_profile(CPU, expert=TINY, models=models, folder=kept)
     assert machine.copy_bytes_per_s != 12345.0
     (record,) = caplog.records
     assert "is of another machine" in record.getMessage()
     assert repr(changed[next(iter(changed))]) in record.getMessage()
-    assert machine_profile(CPU, expert=TINY, models=models, folder=kept) == machine
+    assert load_machine_profile(CPU, expert=TINY, models=models, folder=kept) == machine
 
 
 @pytest.mark.usefixtures("measures_at_once")
@@ -157,7 +158,7 @@ def test_what_is_no_profile_is_told_and_measured_again(
     path = profile_path(CPU, kept)
     path.write_text(text, encoding="utf-8")
     with caplog.at_level(logging.WARNING):
-        machine = machine_profile(CPU, expert=TINY, models=models, folder=kept)
+        machine = load_machine_profile(CPU, expert=TINY, models=models, folder=kept)
     assert "is no profile" in caplog.records[0].getMessage()
     assert Machine.from_dict(json.loads(path.read_text(encoding="utf-8"))["machine"]) == machine
 
@@ -165,7 +166,7 @@ def test_what_is_no_profile_is_told_and_measured_again(
 @pytest.mark.usefixtures("measures_at_once")
 def test_bytes_that_are_no_text_are_measured_again(kept: Path, models: Path, caplog: pytest.LogCaptureFixture) -> None:
     profile_path(CPU, kept).write_bytes(b"\xff\xfe\x00")
-    machine_profile(CPU, expert=TINY, models=models, folder=kept)
+    load_machine_profile(CPU, expert=TINY, models=models, folder=kept)
     assert "cannot be read" in caplog.records[0].getMessage()
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.host.announced_run import AnnouncedRun
+from wanstream.host.run_events import AnnouncedRun
 from wanstream.host.run_log import KEPT_RUNS, LONGEST_NAME, RunLog, title_in, workflow_in
-from wanstream.plan import StepRecord, Timeline
+from wanstream.schema import StepRecord, Timeline
 
 STEP = StepRecord(index=0, expert="high", sigma=None, wall_s=1.0, compute_s=1.0, stall_s=0.0, bytes_moved=1)
 TIMELINE = Timeline(steps=(STEP,), kind="measured")

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 
-from wanstream.host.announced_run import BEGIN, AnnouncedRun
-from wanstream.host.run_settings import run_settings
-from wanstream.plan import AutoOffload, ExpertsRef, LoraRef, OffloadPolicy, WorkersRef
+from wanstream.host.run_events import BEGIN, AnnouncedRun, run_settings
+from wanstream.plan import AutoOffload
+from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy, WorkersRef
 
 CPU = torch.device("cpu")
 SHAPE = (1, 16, 21, 60, 104)

@@ -8,20 +8,9 @@ from typing import Any
 import pytest
 
 from wanstream.host.workers_plan import PlannedOnce, SharedRun, plan_workers
-from wanstream.plan import (
-    T2V_A14B,
-    AutoOffload,
-    Budgets,
-    DoesNotFitError,
-    Machine,
-    Mesh,
-    MeshError,
-    OffloadJob,
-    OffloadPolicy,
-    VideoShape,
-    WorkersRef,
-)
-from wanstream.plan.gpus import expected_machine
+from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob
+from wanstream.plan.machine import expected_machine
+from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, WorkersRef
 
 GPU = expected_machine("RTX 4090", ram_bytes=128 * 2**30, disk_bytes_per_s=5e9)
 LAYERWISE = OffloadPolicy.layerwise()

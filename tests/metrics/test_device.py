@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.metrics import DeviceError, compute_device
+from wanstream.devices import DeviceError, compute_device
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from wanstream.metrics.ledger import KEPT_LEDGERS, Ledger, Ledgers
-from wanstream.plan import PhaseRecord
+from wanstream.schema import PhaseRecord
+from wanstream.telemetry.phases import KEPT_LEDGERS, Ledger, Ledgers
 
 CPU = torch.device("cpu")
 

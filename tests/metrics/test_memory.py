@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from wanstream.metrics.memory import MemorySampler, SamplerState, thinned
-from wanstream.plan import MemorySample
+from wanstream.schema import MemorySample
+from wanstream.telemetry.memory_sampler import MemorySampler, SamplerState, thinned
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.metrics import Observe, Recorder
-from wanstream.metrics.nvtx import NvtxRanges, ranged
+from wanstream.telemetry import Observe, Recorder
+from wanstream.telemetry.nvtx import NvtxRanges, ranged
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.metrics import Observe
-from wanstream.metrics.ledger import Ledger
+from wanstream.telemetry import Observe
+from wanstream.telemetry.phases import Ledger
 
 
 @pytest.mark.parametrize("environment", [{}, {"WANSTREAM_TRACE": "", "WANSTREAM_NVTX": ""}, {"WANSTREAM_NVTX": "0"}])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from wanstream.metrics.rate_counter import RateCounter
-from wanstream.plan.fetch_rates import RATE_BORDERS, RateRange
+from wanstream.schema.timeline import RATE_BORDERS, RateRange
+from wanstream.telemetry.recorder import RateCounter
 
 
 def test_each_fetch_falls_into_the_range_of_its_own_rate() -> None:

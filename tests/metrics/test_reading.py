@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from wanstream.metrics.reading import ReadMeter
+from wanstream.telemetry.read_timing import ReadMeter
 
 
 def test_a_reading_is_called_once_and_timed() -> None:

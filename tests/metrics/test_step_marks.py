@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.metrics.device import clock_for
-from wanstream.metrics.reading import ReadSpan
-from wanstream.metrics.step_marks import BlockArrival, StepMarks, VisitMarks
+from wanstream.devices.clock import clock_for
+from wanstream.telemetry.read_timing import ReadSpan
+from wanstream.telemetry.step_events import BlockArrival, StepMarks, VisitMarks
 
 CLOCK = clock_for(torch.device("cpu"))
 

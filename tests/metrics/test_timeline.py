@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.metrics import Observe, Recorder
-from wanstream.metrics.ledger import Ledger
-from wanstream.metrics.reading import ReadSpan
-from wanstream.metrics.step_marks import BlockArrival
+from wanstream.telemetry import Observe, Recorder
+from wanstream.telemetry.phases import Ledger
+from wanstream.telemetry.read_timing import ReadSpan
+from wanstream.telemetry.step_events import BlockArrival
 
 CPU = torch.device("cpu")
 GB = 10**9

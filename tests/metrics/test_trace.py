@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.metrics.trace import ROWS, TraceSpan, chrome_trace, write_trace
-from wanstream.plan import MemorySample, PhaseRecord, StepRecord, Timeline
+from wanstream.schema import MemorySample, PhaseRecord, StepRecord, Timeline
+from wanstream.telemetry.trace import ROWS, TraceSpan, chrome_trace, write_trace
 
 STEP = StepRecord(
     index=3,

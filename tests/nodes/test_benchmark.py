@@ -15,12 +15,13 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.host.embedded_door import NodeProgress, RunStoppedError, embedded_door
-from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
+from wanstream.host.embedded.adapter import NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
-from wanstream.plan import Timeline
-from wanstream.plan.figure_words import seconds_text
-from wanstream.sampling.trials import tensor_digest
+from wanstream.nodes.runs.trials import tensor_digest
+from wanstream.schema import Timeline
+from wanstream.schema.text_format import seconds_text
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())

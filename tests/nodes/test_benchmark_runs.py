@@ -11,27 +11,19 @@ import pytest
 import torch
 
 from wanstream.bench import Report
-from wanstream.distributed.stages import GivenUpError
-from wanstream.distributed.worker_cell import WorkerFailedError
-from wanstream.host import ExpertsRef, LoraRef
-from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError, embedded_door
-from wanstream.nodes.benchmark_runs import Benchmark, measure, named_runs
-from wanstream.nodes.sampler_run import SamplerRun
+from wanstream.bench.trial_matrix import MatrixError, TrialMatrix
+from wanstream.distributed.driver.stage_run import GivenUpError
+from wanstream.distributed.driver.worker_group import WorkerFailedError
+from wanstream.host.embedded.adapter import Folders, NodeProgress, RunStoppedError, embedded_door
+from wanstream.nodes.runs.benchmark import Benchmark, measure, named_runs
+from wanstream.nodes.runs.run_experts import SamplerRun
+from wanstream.nodes.runs.trials import TrialTimes
 from wanstream.offload import NoRamError
-from wanstream.plan import (
-    AutoOffload,
-    DoesNotFitError,
-    Mesh,
-    MeshError,
-    OffloadPolicy,
-    StepRecord,
-    Timeline,
-    WorkersRef,
-)
-from wanstream.plan.trial_matrix import MatrixError, TrialMatrix
-from wanstream.plan.version import VERSION
+from wanstream.plan import AutoOffload, DoesNotFitError
 from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
-from wanstream.sampling.trials import TrialTimes
+from wanstream.schema import Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, WorkersRef
+from wanstream.schema.experts_ref import ExpertsRef, LoraRef
+from wanstream.schema.version import VERSION
 
 EXPERTS = ExpertsRef(high_noise=Path("/models/high.safetensors"), low_noise=Path("/models/low.safetensors"))
 LATENTS = torch.zeros(1, 16, 1, 2, 2)

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded_door import embedded_door
-from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
+from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.cache import WanStreamCache
-from wanstream.sampling.cache_settings import PRESETS, FirstBlockCache, MagCache
+from wanstream.sampling.cache.settings import PRESETS, FirstBlockCache, MagCache
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())

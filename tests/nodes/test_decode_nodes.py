@@ -14,21 +14,21 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded_door import Folders, NodeProgress, RunStoppedError, embedded_door
-from wanstream.host.embedded_run import History, NodeFailedError, run_workflow
-from wanstream.nodes import WanStreamExtension, decode_run, latent
-from wanstream.nodes.decode_run import encode_here
-from wanstream.nodes.latent import WanStreamEmptyLatent
-from wanstream.nodes.latent_file import VideoNotSavedError
-from wanstream.nodes.latent_from_image import WanStreamImageToVideo
-from wanstream.nodes.video_file import write_mp4
-from wanstream.nodes.workers_inputs import workers_inputs
-from wanstream.plan.vae_room import HEAP_BYTES, VaeRoomError, too_little
-from wanstream.plan.vae_tiles import Tiling
+from wanstream.host.embedded.adapter import Folders, NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.nodes import WanStreamExtension
+from wanstream.nodes import latents as latent
+from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
+from wanstream.nodes.runs import decode as decode_run
+from wanstream.nodes.runs.decode import encode_here
+from wanstream.nodes.runs.latent_backup import VideoNotSavedError
+from wanstream.nodes.runs.video_file import write_mp4
+from wanstream.nodes.workers import workers_inputs
 from wanstream.sampling import NoRoomError
-from wanstream.wan.mosaic import as_pixels
-from wanstream.wan.smaller_tiles import NoRoomToDecodeError, with_smaller_tiles
-from wanstream.wan.vae import open_vae
+from wanstream.wan.vae.blend import as_pixels
+from wanstream.wan.vae.tile_size import HEAP_BYTES, VaeRoomError, too_little
+from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae, with_smaller_tiles
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 VAE = "wan_2.1_vae.safetensors"

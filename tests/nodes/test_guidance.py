@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded_door import embedded_door
-from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
+from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.context_windows import WanStreamContextWindows, windows_of
 from wanstream.nodes.guidance import WanStreamGuidance
-from wanstream.plan.context_windows import ContextWindows
 from wanstream.sampling import RequestError
-from wanstream.sampling.guidance import Guidance, parse_scales
+from wanstream.sampling.inputs.request import Guidance, parse_scales
+from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import Nag
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"

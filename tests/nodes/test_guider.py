@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.cli.sample_wan21 import I2V_FILE, T2V_FILE
-from wanstream.host import ExpertsRef, NeedsComfyUIError
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.host.embedded_run import NodeFailedError, run_workflow
+from wanstream.host.api import NeedsComfyUIError
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.run import NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
-from wanstream.nodes.one_expert import WanStreamOneExpert
-from wanstream.plan.context_windows import ContextWindows
-from wanstream.sampling import RequestError, make_schedule
-from wanstream.sampling.cache_settings import FirstBlockCache
-from wanstream.sampling.guidance import Guidance
+from wanstream.nodes.loaders import WanStreamOneExpert
+from wanstream.sampling import RequestError
+from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.inputs.request import Guidance
+from wanstream.sampling.schedules import make_schedule
+from wanstream.schema.context_windows import ContextWindows
+from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.testing.wan21 import I2V_FILE, T2V_FILE
 
 WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 PAIR = {"boundary_ratio": 0.875, "guidance_high": 4.0, "guidance_low": 3.0}

@@ -12,16 +12,18 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.cli.lanes import lane_pass
-from wanstream.host import ExpertsRef, io
-from wanstream.host.door import LoadedExperts
-from wanstream.host.embedded_door import embedded_door
-from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
+from wanstream.cli.batch.lanes import lane_pass
+from wanstream.host import io
+from wanstream.host.api import LoadedExperts
+from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
-from wanstream.nodes.lanes import WanStreamLaneLatent
-from wanstream.plan import OffloadPolicy, Timeline
+from wanstream.nodes.batch_sampler import WanStreamLaneLatent
 from wanstream.sampling import RequestError
 from wanstream.sampling import working_bytes as needed
+from wanstream.schema import OffloadPolicy, Timeline
+from wanstream.schema.experts_ref import ExpertsRef
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())

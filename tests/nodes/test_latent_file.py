@@ -15,19 +15,19 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded_door import Folders, RunStoppedError, embedded_door
-from wanstream.host.embedded_run import NodeFailedError, run_workflow, validate_workflow
-from wanstream.nodes import latent_file
-from wanstream.nodes.latent_file import (
+from wanstream.host.embedded.adapter import Folders, RunStoppedError, embedded_door
+from wanstream.host.embedded.run import NodeFailedError, run_workflow, validate_workflow
+from wanstream.nodes.decode import WanStreamSaveVideo
+from wanstream.nodes.runs import latent_backup as latent_file
+from wanstream.nodes.runs.latent_backup import (
     VideoFailedError,
     VideoNotSavedError,
     VideoRefusedError,
     keep_latent_until_done,
 )
-from wanstream.nodes.video import WanStreamSaveVideo
-from wanstream.nodes.video_file import VideoFileError
-from wanstream.plan.vae_room import VaeRoomError
-from wanstream.wan.smaller_tiles import NoRoomToDecodeError
+from wanstream.nodes.runs.video_file import VideoFileError
+from wanstream.wan.vae.tile_size import VaeRoomError
+from wanstream.wan.vae.vae import NoRoomToDecodeError
 
 LATENT = torch.arange(512.0).view(1, 16, 2, 4, 4)
 
@@ -188,7 +188,7 @@ def test_a_cancel_of_saving_leaves_no_latent(
         def stop(*_: object, end: Exception = end, **__: object) -> None:
             raise end
 
-        monkeypatch.setattr("wanstream.nodes.video.write_mp4", stop)
+        monkeypatch.setattr("wanstream.nodes.decode.write_mp4", stop)
         with pytest.raises(Exception, match=str(end)):
             save()
         assert len([*output.rglob("*.latent")]) == (name == "an error"), name

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.cli.sample_wan21 import T2V_FILE
-from wanstream.host import ExpertsRef, host, io
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes.benchmark_runs import _expert_words
-from wanstream.nodes.load import WanStreamExperts
-from wanstream.nodes.one_expert import WanStreamOneExpert
-from wanstream.wan import compute_dtype
-from wanstream.wan.kernels import INDUCTOR, Kernels, KernelsError
+from wanstream.devices import compute_dtype
+from wanstream.host import host, io
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
+from wanstream.nodes.runs.benchmark import _expert_words
+from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.testing.wan21 import T2V_FILE
+from wanstream.wan.transformer.kernels import INDUCTOR, Kernels, KernelsError
 
 PAIR = {
     "high_noise": "wan2.2_t2v_high_noise_14B_fp16.safetensors",

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.cli.sample_wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes.latent_from_image import WanStreamImageToVideo
-from wanstream.nodes.one_expert import WanStreamOneExpert, settings_for
-from wanstream.nodes.sample import WanStreamSampler
-from wanstream.plan import ExpertsRef, WorkersRef
-from wanstream.plan.workers_ref import IN_PROCESS
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.nodes.latents import WanStreamImageToVideo
+from wanstream.nodes.loaders import WanStreamOneExpert
+from wanstream.nodes.sampler import WanStreamSampler, settings_for
 from wanstream.sampling import RequestError
-from wanstream.wan import CheckpointError
+from wanstream.schema import ExpertsRef, WorkersRef
+from wanstream.schema.workers_ref import IN_PROCESS
+from wanstream.testing.wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
+from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.image_encoder import open_image_encoder
 
 VAE = "wan_2.1_vae.safetensors"

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import pytest
 
 from wanstream.host import host, io
-from wanstream.host.embedded_door import embedded_door
-from wanstream.host.embedded_run import run_workflow
-from wanstream.metrics.ledger import Ledger
+from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.run import run_workflow
 from wanstream.nodes import WanStreamExtension
-from wanstream.plan import Timeline
+from wanstream.schema import Timeline
+from wanstream.telemetry.phases import Ledger
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from wanstream.nodes.auto_offload import WanStreamAutoOffload
-from wanstream.nodes.offload import WanStreamBlockSwap, WanStreamLayerwise
-from wanstream.plan import AutoOffload, Budgets, OffloadPolicy
+from wanstream.nodes.offload import WanStreamAutoOffload, WanStreamBlockSwap, WanStreamLayerwise
+from wanstream.plan import AutoOffload, Budgets
+from wanstream.schema import OffloadPolicy
 
 FILE, RAM = {"weights_source": "disk"}, {"weights_source": "RAM"}
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.host import ExpertsRef, io
-from wanstream.host.door import LoadedExperts
-from wanstream.host.embedded_door import NodeProgress, RunStoppedError, embedded_door
-from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
+from wanstream.host import io
+from wanstream.host.api import LoadedExperts
+from wanstream.host.embedded.adapter import NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
-from wanstream.plan import OffloadPolicy, Timeline
-from wanstream.wan.vae import open_vae
+from wanstream.schema import OffloadPolicy, Timeline
+from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.wan.vae.vae import open_vae
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())

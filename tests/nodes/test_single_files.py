@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from wanstream.host import io
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes.latent_from_image import WanStreamImageToVideo
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.nodes.decode import WanStreamVAEDecode
+from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.text import WanStreamTextEncode
-from wanstream.nodes.video import WanStreamVAEDecode
-from wanstream.plan import WorkersRef
-from wanstream.plan.vae_tiles import Tiling
-from wanstream.plan.workers_ref import IN_PROCESS
+from wanstream.schema import WorkersRef
+from wanstream.schema.workers_ref import IN_PROCESS
 from wanstream.wan import open_text_encoder
-from wanstream.wan.vae import open_vae
+from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.vae import open_vae
 
 FOLDER = "Wan2.2-I2V-A14B-Diffusers"
 ENCODER, VAE = "umt5_xxl_fp8_e4m3fn_scaled.safetensors", "wan_2.1_vae.safetensors"

@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.cli.sample_ti2v import TI2V_FILE, TI2V_PIPELINE, WAN22_VAE_FILE
-from wanstream.cli.sample_wan21 import T2V_FILE
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes.latent import WanStreamEmptyLatent
-from wanstream.nodes.latent_from_image import WanStreamImageToVideo
-from wanstream.nodes.load import SAME_FOLDER, WanStreamExperts
-from wanstream.nodes.one_expert import WanStreamOneExpert
-from wanstream.nodes.sample import WanStreamSampler
-from wanstream.plan import WorkersRef
-from wanstream.plan.workers_ref import IN_PROCESS
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
+from wanstream.nodes.loaders import SAME_FOLDER, WanStreamExperts, WanStreamOneExpert
+from wanstream.nodes.sampler import WanStreamSampler
 from wanstream.sampling import RequestError
-from wanstream.wan import CheckpointError
+from wanstream.schema import WorkersRef
+from wanstream.schema.workers_ref import IN_PROCESS
+from wanstream.testing.ti2v import TI2V_FILE, TI2V_PIPELINE, WAN22_VAE_FILE
+from wanstream.testing.wan21 import T2V_FILE
+from wanstream.wan.checkpoint.files import CheckpointError
 
 SIZE = {"width": 64, "height": 32, "frames": 9}
 SETTINGS: dict[str, Any] = {

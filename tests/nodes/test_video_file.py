@@ -9,7 +9,7 @@ import av
 import pytest
 import torch
 
-from wanstream.nodes.video_file import VideoFileError, write_mp4
+from wanstream.nodes.runs.video_file import VideoFileError, write_mp4
 
 GREY = torch.full((5, 32, 48, 3), 0.5)
 

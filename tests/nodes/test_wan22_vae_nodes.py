@@ -11,18 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.host.embedded_door import Folders, embedded_door
-from wanstream.nodes.decode_run import DecodeSettings, decode_images, decode_to_file
-from wanstream.nodes.latent import WanStreamEmptyLatent
-from wanstream.nodes.latent_file import VideoRefusedError
-from wanstream.nodes.latent_from_image import GivenImageError, WanStreamImageToVideo
-from wanstream.plan import WorkersRef
-from wanstream.plan.vae_room import HEAP_BYTES
-from wanstream.plan.vae_tiles import Tiling, TilingError
-from wanstream.plan.workers_ref import IN_PROCESS
+from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.nodes.latents import GivenImageError, WanStreamEmptyLatent, WanStreamImageToVideo
+from wanstream.nodes.runs.decode import DecodeSettings, decode_images, decode_to_file
+from wanstream.nodes.runs.latent_backup import VideoRefusedError
 from wanstream.sampling import RequestError
+from wanstream.schema import WorkersRef
+from wanstream.schema.workers_ref import IN_PROCESS
 from wanstream.wan.latent_space import WAN22, denormalise
-from wanstream.wan.vae import VaeInputError, WanVae, open_vae
+from wanstream.wan.vae.tile_size import HEAP_BYTES
+from wanstream.wan.vae.tiles import Tiling, TilingError
+from wanstream.wan.vae.vae import VaeInputError, WanVae, open_vae
 
 VAE, OTHER_VAE = "wan2.2_vae.safetensors", "wan_2.1_vae.safetensors"
 PROMPT: list[list[Any]] = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]

@@ -13,12 +13,13 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.exit_codes import DONE, FAILED, INVALID
-from wanstream.host import ExpertsRef, io
-from wanstream.host.embedded_door import embedded_door
-from wanstream.host.embedded_run import History, NodeFailedError, run_workflow
-from wanstream.host.user_settings import STRICT, setting_is_on
+from wanstream.host import io
+from wanstream.host.comfy.user_settings import STRICT, setting_is_on
+from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension, sockets
-from wanstream.nodes.warnings_shown import StrictError
+from wanstream.nodes.inputs import StrictError
+from wanstream.schema.experts_ref import ExpertsRef
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 PACK_NODES = asyncio.run(WanStreamExtension().get_node_list())

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from wanstream.host.clusters import VARIABLE
-from wanstream.nodes.workers_inputs import workers_inputs, workers_ref, workers_refusal
-from wanstream.plan import Mesh, PathMap, WorkersRef
+from wanstream.nodes.workers import workers_inputs, workers_ref, workers_refusal
+from wanstream.schema import Mesh, PathMap, WorkersRef
 
 AS_IT_IS = {socket.id: socket.as_dict()["default"] for socket in workers_inputs()}
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from wanstream.host.clusters import VARIABLE
-from wanstream.host.embedded_door import NodeProgress, RunStoppedError, embedded_door
-from wanstream.host.embedded_run import History, InvalidWorkflowError, NodeFailedError, run_workflow
+from wanstream.host.embedded.adapter import NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
-from wanstream.plan import Timeline, WorkersRef
+from wanstream.schema import Timeline, WorkersRef
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "workers.json"

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload.gather import GatherBrokenError, Sharded
-from wanstream.offload.layout import BlockFormat
-from wanstream.offload.page_lock import PageLockError
-from wanstream.offload.source import BlockSource, SourceError
+from wanstream.offload.formats.layout import BlockFormat
+from wanstream.offload.host_memory.page_lock import PageLockError
+from wanstream.offload.sharding.group import GatherBrokenError, Sharded
+from wanstream.offload.sources.base import BlockSource, SourceError
 from wanstream.plan import BlockKey
 
 

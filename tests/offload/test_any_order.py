@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.plan import BlockKey, OffloadPolicy, Visit, step_visits
+from wanstream.plan import BlockKey, Visit, step_visits
+from wanstream.schema import OffloadPolicy
 
 BLOCKS, WIDTH = 3, 16
 POLICIES = [

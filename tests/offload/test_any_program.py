@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from wanstream.offload import EngineRun, OffloadEngine, attach_offload
-from wanstream.offload.layout import BlockFormat, host_bytes
-from wanstream.offload.module_source import ModuleSource, block_format, tensor_views
-from wanstream.plan import DIRECT, BlockKey, OffloadPolicy, Visit
+from wanstream.offload.formats.layout import BlockFormat, block_format, host_bytes, tensor_views
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan import DIRECT, BlockKey, Visit
+from wanstream.schema import OffloadPolicy
 
 BLOCKS, WIDTH = 3, 16
 NAMES = ("high", "low")

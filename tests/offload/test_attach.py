@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from wanstream.offload import OffloadEngine, attach_offload
-from wanstream.offload.engine_run import VisitOrderError
-from wanstream.offload.module_source import ModuleSource
-from wanstream.plan import OffloadPolicy
+from wanstream.offload.engine.run import VisitOrderError
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.schema import OffloadPolicy
 
 CPU = torch.device("cpu")
 

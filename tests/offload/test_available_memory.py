@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from wanstream.offload.available_memory import available_bytes, cgroup_limits, cgroup_rooms, surely_lacks
+from wanstream.devices.available_ram import available_bytes, cgroup_limits, cgroup_rooms, surely_lacks
 
 HUGE = "9223372036854771712"  # how version 1 writes that there is no limit
 

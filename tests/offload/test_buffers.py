@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from wanstream.offload.buffers import BlockBuffer, BufferOrderError, BufferState
+from wanstream.offload.engine.buffers import BlockBuffer, BufferOrderError, BufferState
 from wanstream.plan import BlockKey
 
 KEY, OTHER = BlockKey("high", 3), BlockKey("low", 4)

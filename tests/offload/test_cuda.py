@@ -17,15 +17,17 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wanstream.metrics import Recorder
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.offload.engine_run import PACE
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.module_source import ModuleSource
-from wanstream.offload.page_lock import CudaPageLock, PageLockError
-from wanstream.offload.safetensors_header import read_header
-from wanstream.plan import BlockKey, OffloadPolicy, step_visits
-from wanstream.wan import Lane, forward_lanes, open_experts
+from wanstream.offload.engine.run import PACE
+from wanstream.offload.formats.safetensors_header import read_header
+from wanstream.offload.host_memory.page_lock import CudaPageLock, PageLockError
+from wanstream.offload.sources.file import FileSource
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.experts.open import open_experts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

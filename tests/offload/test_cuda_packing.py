@@ -7,11 +7,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from wanstream.cli.sample_gguf import q4_k_m, random_packs, save_expert_gguf
-from wanstream.offload.decode import decode_tensor
-from wanstream.offload.packing import PACKINGS
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import Lane, forward_lanes, open_experts
+from wanstream.offload.formats.decode import decode_tensor
+from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.gguf import q4_k_m, random_packs, save_expert_gguf
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.experts.open import open_experts
 
 pytestmark = [
     pytest.mark.gpu,

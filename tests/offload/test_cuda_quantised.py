@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload.decode import decode_tensor
-from wanstream.offload.quantise import QUANTISED_DTYPE, quantise_rows, work_memory
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import Lane, forward_lanes, open_experts
+from wanstream.offload.formats.decode import decode_tensor
+from wanstream.offload.formats.fp8 import QUANTISED_DTYPE, quantise_rows, work_memory
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.experts.open import open_experts
 
 pytestmark = [
     pytest.mark.gpu,

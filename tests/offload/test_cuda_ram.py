@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wanstream.metrics import Recorder
 from wanstream.offload import BlockPatch, EngineRun, FileSource, OffloadEngine, WeightPatch, attach_offload, read_header
-from wanstream.offload.module_source import ModuleSource
-from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

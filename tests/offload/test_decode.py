@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.offload import decode
-from wanstream.offload.decode import decode_block
-from wanstream.offload.layout import BlockFormat, allocate_flat, block_format, tensor_views
+from wanstream.offload.formats import decode
+from wanstream.offload.formats.decode import decode_block
+from wanstream.offload.formats.layout import BlockFormat, allocate_flat, block_format, tensor_views
 
 WIDE = [torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.offload.direct_read import (
+from wanstream.offload.formats.safetensors_header import FileVersion
+from wanstream.offload.sources.direct_read import (
     ALIGNMENT,
     CACHED_SHARE,
     EXTENT_BYTES,
@@ -15,8 +16,7 @@ from wanstream.offload.direct_read import (
     direct_extents,
     reads_directly,
 )
-from wanstream.offload.read_pieces import PIECE_BYTES, ReadPiece
-from wanstream.offload.safetensors_header import FileVersion
+from wanstream.offload.sources.pieces import PIECE_BYTES, ReadPiece
 
 A, B = Path("a"), Path("b")
 MEMORY = memoryview(bytearray(1))

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.metrics import Recorder
-from wanstream.metrics.device import CpuClock
+from wanstream.devices.clock import CpuClock
 from wanstream.offload import attach_offload
-from wanstream.offload.engine_run import VisitOrderError
-from wanstream.offload.module_source import ModuleSource
-from wanstream.offload.source import SourceError
-from wanstream.plan import OffloadPolicy, ProgramError, Visit, step_visits
+from wanstream.offload.engine.run import VisitOrderError
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan import Visit, step_visits
+from wanstream.plan.transfer_program import ProgramError
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
 
 CPU = torch.device("cpu")
 POLICIES = [

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from wanstream.offload import OffloadEngine, attach_offload
-from wanstream.offload.buffers import BufferOrderError
-from wanstream.offload.cpu_streams import CpuStreams
-from wanstream.offload.engine_run import VisitOrderError
-from wanstream.offload.module_source import ModuleSource
-from wanstream.plan import BlockKey, OffloadPolicy, Visit, step_visits
+from wanstream.offload.engine.buffers import BufferOrderError
+from wanstream.offload.engine.run import VisitOrderError
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.offload.transfers.cpu import CpuStreams
+from wanstream.plan import BlockKey, Visit, step_visits
+from wanstream.schema import OffloadPolicy
 
 CPU = torch.device("cpu")
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wanstream.offload.direct_read import ALIGNMENT, EXTENT_BYTES, O_DIRECT
-from wanstream.offload.file_reader import HAS_DIRECT, FileReader
-from wanstream.offload.read_files import HAS_PREADV, Files, PositionalFiles, SeekingFiles
-from wanstream.offload.read_pieces import ReadPiece
-from wanstream.offload.source import SourceError
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.direct_read import ALIGNMENT, EXTENT_BYTES, O_DIRECT
+from wanstream.offload.sources.pieces import ReadPiece
+from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV, FileReader, Files, PositionalFiles, SeekingFiles
 
 CONTENT = os.urandom(100_000)
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload.direct_read import ALIGNMENT
-from wanstream.offload.file_reader import HAS_DIRECT
-from wanstream.offload.file_source import FileSource, read_tensors
-from wanstream.offload.layout import allocate_flat, tensor_views
-from wanstream.offload.read_files import HAS_PREADV
-from wanstream.offload.safetensors_header import CheckpointFileError, FileTensor, read_header
-from wanstream.offload.source import SourceError
+from wanstream.offload.formats.layout import allocate_flat, tensor_views
+from wanstream.offload.formats.safetensors_header import CheckpointFileError, FileTensor, read_header
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.direct_read import ALIGNMENT
+from wanstream.offload.sources.file import FileSource, read_tensors
+from wanstream.offload.sources.reader import HAS_DIRECT, HAS_PREADV
 from wanstream.plan import BlockKey
 
 NAMES = ("ffn.weight", "q.weight", "k.weight")  # not the order in the file, which is by name

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.offload.decode import decode_tensor
-from wanstream.offload.fp8_values import FP8_DTYPES, widen
+from wanstream.offload.formats.decode import decode_tensor
+from wanstream.offload.formats.fp8 import FP8_DTYPES, widen
 
 EVERY = torch.arange(256, dtype=torch.int16).to(torch.uint8)
 

@@ -15,12 +15,19 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.offload import BlockPatch, WeightPatch, attach_offload
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.gather import DifferentRunsError, GatherBrokenError, Sharded, StoppedAlike, shard_bytes
-from wanstream.offload.gathering import GatheringState
-from wanstream.offload.quantised_source import QuantisedSource
-from wanstream.offload.safetensors_header import read_header
-from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+from wanstream.offload.formats.safetensors_header import read_header
+from wanstream.offload.sharding.group import (
+    DifferentRunsError,
+    GatherBrokenError,
+    GatheringState,
+    Sharded,
+    StoppedAlike,
+    shard_bytes,
+)
+from wanstream.offload.sources.file import FileSource
+from wanstream.offload.sources.quantised import QuantisedSource
+from wanstream.plan import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
 
 BLOCKS = 6
 WIDTH = 40

@@ -16,12 +16,11 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from wanstream.cli.sample_gguf import random_packs
-from wanstream.offload.file_source import read_tensors
-from wanstream.offload.gguf_header import read_gguf_header
-from wanstream.offload.gguf_types import PACKED_TYPES, PLAIN_TYPES, READABLE_TYPES
-from wanstream.offload.packing import PACKINGS
-from wanstream.offload.safetensors_header import CheckpointFileError, read_header
+from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.gguf_header import PACKED_TYPES, PLAIN_TYPES, READABLE_TYPES, read_gguf_header
+from wanstream.offload.formats.safetensors_header import CheckpointFileError, read_header
+from wanstream.offload.sources.file import read_tensors
+from wanstream.testing.gguf import random_packs
 
 F32, TEXT, LIST = 0, 8, 9
 

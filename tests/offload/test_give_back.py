@@ -14,10 +14,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.offload.buffers import BufferOrderError
-from wanstream.offload.layout import block_format
-from wanstream.offload.module_source import ModuleSource
-from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+from wanstream.offload.engine.buffers import BufferOrderError
+from wanstream.offload.formats.layout import block_format
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32

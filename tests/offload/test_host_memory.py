@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from wanstream.offload.host_memory import HUGE_PAGE, in_pages, map_huge, map_memory
+from wanstream.offload.host_memory.pages import HUGE_PAGE, in_pages, map_huge, map_memory
 
 FAULTS_OF_TEN_ROUNDS = """
 import resource, sys, torch

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.host_memory import in_pages
-from wanstream.offload.host_slots import HostSlots
-from wanstream.offload.page_lock import CudaPageLock
-from wanstream.offload.shared_segment import SharedSegment
-from wanstream.offload.source import NoRamError, SourceError
+from wanstream.offload.host_memory.host_slots import HostSlots
+from wanstream.offload.host_memory.page_lock import CudaPageLock
+from wanstream.offload.host_memory.pages import in_pages
+from wanstream.offload.host_memory.shared_segment import SharedSegment
+from wanstream.offload.sources.base import NoRamError, SourceError
 from wanstream.plan import BlockKey
 
 KEY = BlockKey("high", 0)

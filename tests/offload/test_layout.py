@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from wanstream.offload.layout import (
+from wanstream.offload.formats.layout import (
     ALIGNMENT,
     BlockFormat,
     allocate_flat,

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.metrics import Recorder
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+from wanstream.plan import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
 
 BLOCKS, WIDTH = 6, 32
 LIMIT_S = 60.0

@@ -16,14 +16,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wanstream.metrics import Observe, Recorder
-from wanstream.metrics.reading import ReadSpan
 from wanstream.offload import OffloadEngine, attach_offload
-from wanstream.offload.direct_read import ALIGNMENT, O_DIRECT
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.module_source import ModuleSource
-from wanstream.offload.safetensors_header import read_header
-from wanstream.plan import BlockKey, OffloadPolicy, Timeline, step_visits
+from wanstream.offload.formats.safetensors_header import read_header
+from wanstream.offload.sources.direct_read import ALIGNMENT, O_DIRECT
+from wanstream.offload.sources.file import FileSource
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy, Timeline
+from wanstream.telemetry import Observe, Recorder
+from wanstream.telemetry.read_timing import ReadSpan
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH, STEPS = 4, 2048, 3

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from wanstream.offload.layout import allocate_flat, tensor_views
-from wanstream.offload.module_source import ModuleSource
+from wanstream.offload.formats.layout import allocate_flat, tensor_views
+from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import BlockKey
 
 

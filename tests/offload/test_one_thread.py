@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.one_thread import one_thread_pool
+from wanstream.offload.engine.threads import one_thread_pool
 
 THREADS = 3
 

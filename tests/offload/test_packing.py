@@ -10,15 +10,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from wanstream.cli.sample_gguf import random_packs
-from wanstream.offload import decode
-from wanstream.offload.decode import decode_block, decode_tensor
-from wanstream.offload.file_source import FileSource, read_tensors
-from wanstream.offload.gguf_header import read_gguf_header
-from wanstream.offload.layout import allocate_flat, block_format, tensor_views
-from wanstream.offload.packing import PACKINGS
-from wanstream.offload.source import SourceError
+from wanstream.offload.formats import decode
+from wanstream.offload.formats.decode import decode_block, decode_tensor
+from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.gguf_header import read_gguf_header
+from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.file import FileSource, read_tensors
 from wanstream.plan import BlockKey
+from wanstream.testing.gguf import random_packs
 
 COMPUTED = [torch.float32, torch.float16, torch.bfloat16]
 ROWS, COLUMNS = 33, 512

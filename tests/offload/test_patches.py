@@ -12,18 +12,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wanstream.metrics import Recorder
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.offload.cpu_streams import CpuStreams
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.layout import allocate_flat, block_format
-from wanstream.offload.module_source import ModuleSource
-from wanstream.offload.packing import PACKINGS
+from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.layout import allocate_flat, block_format
+from wanstream.offload.formats.safetensors_header import FileTensor, read_header
 from wanstream.offload.patches import HeldPatches
-from wanstream.offload.safetensors_header import FileTensor, read_header
-from wanstream.offload.source import BlockSource
-from wanstream.offload.streams import Arrival
-from wanstream.plan import BlockKey, OffloadPolicy, step_visits
+from wanstream.offload.sources.base import BlockSource
+from wanstream.offload.sources.file import FileSource
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.offload.transfers.base import Arrival
+from wanstream.offload.transfers.cpu import CpuStreams
+from wanstream.plan import BlockKey, step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32

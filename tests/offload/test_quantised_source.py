@@ -9,15 +9,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.layout import allocate_flat, block_format, tensor_views
-from wanstream.offload.module_source import ModuleSource
-from wanstream.offload.packing import PACKINGS
-from wanstream.offload.quantise import work_memory
-from wanstream.offload.quantised_format import PIECE_BYTES, quantised_format, quantised_names, row_pieces, scale_bytes
-from wanstream.offload.quantised_source import QuantisedSource
-from wanstream.offload.safetensors_header import FileTensor, read_header
-from wanstream.offload.source import SourceError
+from wanstream.offload.formats.fp8 import work_memory
+from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
+from wanstream.offload.formats.safetensors_header import FileTensor, read_header
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.file import FileSource
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.offload.sources.quantised import (
+    PIECE_BYTES,
+    QuantisedSource,
+    quantised_format,
+    quantised_names,
+    row_pieces,
+    scale_bytes,
+)
 from wanstream.plan import BlockKey
 
 KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("low", 0)]

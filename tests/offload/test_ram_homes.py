@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from wanstream.metrics import Recorder
 from wanstream.offload import BlockPatch, EngineRun, FileSource, OffloadEngine, WeightPatch, attach_offload, read_header
-from wanstream.offload.host_memory import in_pages
-from wanstream.offload.layout import block_format
-from wanstream.offload.module_source import ModuleSource
-from wanstream.offload.source import SourceError
-from wanstream.plan import BlockKey, OffloadPolicy, Visit, step_visits
+from wanstream.offload.formats.layout import block_format
+from wanstream.offload.host_memory.pages import in_pages
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan import BlockKey, Visit, step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32

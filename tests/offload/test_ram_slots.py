@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from wanstream.offload.buffers import BufferOrderError, BufferState
-from wanstream.offload.host_memory import in_pages
-from wanstream.offload.layout import BlockFormat, block_format, host_bytes
-from wanstream.offload.ram_slots import RamSlot, RamSlots
-from wanstream.offload.source import SourceError
-from wanstream.plan import BlockKey, RamHomes, Residency
+from wanstream.offload.engine.buffers import BufferOrderError, BufferState
+from wanstream.offload.formats.layout import BlockFormat, block_format, host_bytes
+from wanstream.offload.host_memory.pages import in_pages
+from wanstream.offload.host_memory.ram_slots import RamSlot, RamSlots
+from wanstream.offload.sources.base import SourceError
+from wanstream.plan import BlockKey, RamHomes
+from wanstream.schema import Residency
 
 PAGE = in_pages(1)
 KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("high", 2), BlockKey("low", 0)]

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.offload.layout import flat_layout
-from wanstream.offload.read_pieces import PIECE_BYTES, ReadPiece, read_pieces
-from wanstream.offload.safetensors_header import FileTensor
+from wanstream.offload.formats.layout import flat_layout
+from wanstream.offload.formats.safetensors_header import FileTensor
+from wanstream.offload.sources.pieces import PIECE_BYTES, ReadPiece, read_pieces
 
 A, B = Path("a"), Path("b")
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from wanstream.offload.progress import RunProgress, RunStopped
-from wanstream.offload.run_thread import RunThread
+from wanstream.offload.engine.thread_sync import RunProgress, RunStopped
+from wanstream.offload.engine.threads import RunThread
 
 WAITS = {"issued": lambda progress: progress.await_issued(3), "released": lambda progress: progress.await_released(3)}
 NOTES = {"issued": lambda progress: progress.note_issued(3), "released": lambda progress: progress.note_released(3)}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from wanstream.offload.safetensors_header import DTYPES, CheckpointFileError, FileTensor, read_header
+from wanstream.offload.formats.safetensors_header import DTYPES, CheckpointFileError, FileTensor, read_header
 
 ONE_TENSOR = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from wanstream.offload import OffloadEngine, attach_offload
-from wanstream.offload.host_memory import in_pages
-from wanstream.offload.module_source import ModuleSource
-from wanstream.offload.ram_slots import RamSlots
-from wanstream.plan import BlockKey, OffloadPolicy, RamHomes, plan_residency, step_visits
+from wanstream.offload.host_memory.pages import in_pages
+from wanstream.offload.host_memory.ram_slots import RamSlots
+from wanstream.offload.sources.module import ModuleSource
+from wanstream.plan import BlockKey, RamHomes, step_visits
+from wanstream.schema import OffloadPolicy, plan_residency
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.offload import attach_offload
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.safetensors_header import read_header
-from wanstream.offload.shared_segment import SharedSegment
-from wanstream.plan import BlockKey, OffloadPolicy
+from wanstream.offload.formats.safetensors_header import read_header
+from wanstream.offload.host_memory.shared_segment import SharedSegment
+from wanstream.offload.sources.file import FileSource
+from wanstream.plan import BlockKey
+from wanstream.schema import OffloadPolicy
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no file locks of this kind")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.host_slots import HostSlots
-from wanstream.offload.shared_segment import SHM, SharedSegment, sweep
-from wanstream.offload.source import SourceError
+from wanstream.offload.host_memory.host_slots import HostSlots
+from wanstream.offload.host_memory.shared_segment import SHM, SharedSegment, sweep
+from wanstream.offload.sources.base import SourceError
 from wanstream.plan import BlockKey
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no file locks of this kind")
@@ -453,7 +453,7 @@ def test_a_forked_child_does_not_take_the_segment_away(folder):
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from wanstream.offload.shared_segment import SharedSegment\n"
+        "from wanstream.offload.host_memory.shared_segment import SharedSegment\n"
         "from wanstream.plan import BlockKey\n"
         "segment = SharedSegment('fork', {BlockKey('high', 0): 1000}, folder=Path(sys.argv[1]))\n"
         "child = os.fork()\n"

@@ -8,9 +8,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from wanstream.cli.sample_gguf import random_packs
-from wanstream.offload.packing import PACKINGS
-from wanstream.offload.unpack import unpack
+from wanstream.offload.formats.gguf_dequant import PACKINGS, unpack
+from wanstream.testing.gguf import random_packs
 
 REFERENCE_HAS_QUANTISERS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 

@@ -10,18 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from wanstream.plan import (
-    AT_ONCE,
-    BlockKey,
-    ExpertShape,
-    OffloadJob,
-    Residency,
-    TransferProgram,
-    Visit,
-    spread_evenly,
-    step_visits,
-)
+from wanstream.plan import AT_ONCE, BlockKey, OffloadJob, TransferProgram, Visit, step_visits
 from wanstream.plan import Machine as RatedMachine
+from wanstream.schema import ExpertShape, Residency, spread_evenly
 
 EXPERTS = ("high", "low")
 

@@ -9,17 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan import (
-    KEPT,
-    BlockKey,
-    ProgramError,
-    Residency,
-    TransferProgram,
-    buffers_needed,
-    check_program,
-    compile_program,
-    step_visits,
-)
+from wanstream.plan import KEPT, BlockKey, TransferProgram, check_program, compile_program, step_visits
+from wanstream.plan.transfer_program import ProgramError, buffers_needed
+from wanstream.schema import Residency
 
 
 def program() -> TransferProgram:

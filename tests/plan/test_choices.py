@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.plan import Budgets, Machine, OffloadJob, OffloadPolicy, plan_offload
-from wanstream.plan.choices import VIDEOS_AT_ONCE, Choice, in_fp8, plan_choices, videos_at_once
-from wanstream.plan.memory_needs import memory_needs
+from wanstream.plan import Budgets, Machine, OffloadJob, plan_offload
+from wanstream.plan.memory import memory_needs
+from wanstream.plan.what_if import VIDEOS_AT_ONCE, Choice, in_fp8, plan_choices, videos_at_once
+from wanstream.schema import OffloadPolicy
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan.context_windows import BLENDS, ContextWindows, halving
+from wanstream.schema.context_windows import BLENDS, ContextWindows, halving
 
 
 @st.composite

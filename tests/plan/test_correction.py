@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.plan import Budgets, Machine, OffloadJob, OffloadPolicy, StepRecord, corrected, plan_offload
-from wanstream.plan.memory_needs import memory_needs
+from wanstream.plan import Budgets, Machine, OffloadJob, corrected, plan_offload
+from wanstream.plan.memory import memory_needs
 from wanstream.plan.predict import predict
+from wanstream.schema import OffloadPolicy, StepRecord
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from wanstream.plan import BlockKey, OffloadPolicy, Residency, eviction_order, plan_residency
+from wanstream.plan import BlockKey, eviction_order
+from wanstream.schema import OffloadPolicy, Residency, plan_residency
 
 COUNTS = {"high": 4, "low": 4}
 

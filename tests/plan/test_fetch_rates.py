@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.plan.fetch_rates import RateRange, rate_range, together
+from wanstream.schema.timeline import RateRange, rate_range, together
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.plan.figure_words import need_text, rate_text, second_digits, seconds_text, share_text, size_text
+from wanstream.schema.text_format import need_text, rate_text, second_digits, seconds_text, share_text, size_text
 
 
 @pytest.mark.parametrize(

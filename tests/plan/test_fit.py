@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan import OffloadPolicy, fit_policy, plan_residency, stay_near
+from wanstream.plan import fit_policy, stay_near
+from wanstream.schema import OffloadPolicy, plan_residency
 
 COUNTS = {"high": 40, "low": 40}
 OUTSIDE = 10

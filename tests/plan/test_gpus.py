@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.plan import T2V_A14B
-from wanstream.plan.gpus import GPUS, UnknownGpuError, expected_machine
+from wanstream.plan.machine import GPUS, UnknownGpuError, expected_machine
+from wanstream.schema import T2V_A14B
 
 ASKED_FOR = (
     "RTX 3060 12GB",

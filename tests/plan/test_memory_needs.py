@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.plan import Budgets, Machine, OffloadJob, OffloadPolicy
-from wanstream.plan.memory_needs import memory_needs, room_for
+from wanstream.plan import Budgets, Machine, OffloadJob
+from wanstream.plan.memory import memory_needs, room_for
 from wanstream.plan.predict import predict
+from wanstream.schema import OffloadPolicy
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
 

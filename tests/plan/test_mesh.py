@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan import Coordinates, Mesh, MeshError
+from wanstream.schema import Mesh, MeshError
+from wanstream.schema.mesh import Coordinates
 
 MESHES = st.builds(
     Mesh,

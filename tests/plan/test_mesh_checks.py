@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan import Mesh, MeshError
-from wanstream.plan.mesh_checks import check_mesh
+from wanstream.schema import Mesh, MeshError
+from wanstream.schema.mesh import check_mesh
 
 BOTH_GUIDED = {"high": 2, "low": 2}
 RUN: dict[str, Any] = {"heads": 40, "tokens": 32_760, "lanes": BOTH_GUIDED, "steps": 20, "samples": 1}

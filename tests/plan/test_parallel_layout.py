@@ -7,22 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.plan import (
-    T2V_A14B,
-    Budgets,
-    DoesNotFitError,
-    Machine,
-    Mesh,
-    MeshError,
-    OffloadJob,
-    OffloadPolicy,
-    VideoShape,
-    check_mesh,
-    plan_offload,
-)
-from wanstream.plan.gpus import expected_machine
-from wanstream.plan.memory_needs import VRAM_RESERVE, VRAM_SHARE, memory_needs
+from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, plan_offload
+from wanstream.plan.machine import expected_machine
+from wanstream.plan.memory import VRAM_RESERVE, VRAM_SHARE, memory_needs
 from wanstream.plan.parallel_layout import choose_layout, describe_layout, heads_of, worker_share
+from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, check_mesh
 
 MakeJob, MakeMachine = Callable[..., OffloadJob], Callable[..., Machine]
 NO_LIMIT = Budgets()

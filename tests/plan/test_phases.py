@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.plan import PHASES, StepRecord
-from wanstream.plan.phases import run_phases
+from wanstream.schema import PHASES, StepRecord
+from wanstream.schema.timeline import run_phases
 
 
 def steps(*experts: str, wall_s: float = 2.0, gap_s: float = 0.5, **figures: Any) -> list[StepRecord]:

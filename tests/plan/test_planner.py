@@ -11,11 +11,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, OffloadPlan, OffloadPolicy, plan_offload
+from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, OffloadPlan, plan_offload
 from wanstream.plan.candidates import device_choices, least_seconds
-from wanstream.plan.memory_needs import memory_needs, room_for
-from wanstream.plan.plan_reason import plan_reason
+from wanstream.plan.memory import memory_needs, room_for
+from wanstream.plan.planner import plan_reason
 from wanstream.plan.predict import predict
+from wanstream.schema import OffloadPolicy
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.plan import Machine, OffloadJob, OffloadPolicy, StepRecord, Timeline, check_program, check_ram
+from wanstream.plan import Machine, OffloadJob, check_program, check_ram
 from wanstream.plan.predict import CHUNK_S, Prediction, compile_programs, hardware_of, predict, visit_seconds
+from wanstream.schema import OffloadPolicy, StepRecord, Timeline
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
 

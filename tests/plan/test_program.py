@@ -15,18 +15,14 @@ from wanstream.plan import (
     KEPT,
     BlockKey,
     Fetch,
-    OffloadPolicy,
-    ProgramError,
-    Residency,
     TransferProgram,
     Visit,
-    buffers_needed,
     check_program,
     compile_program,
-    plan_residency,
-    spread_evenly,
     step_visits,
 )
+from wanstream.plan.transfer_program import ProgramError, buffers_needed
+from wanstream.schema import OffloadPolicy, Residency, plan_residency, spread_evenly
 
 PROPERTY = settings(deadline=None, max_examples=120)
 HIGH_LOW = ("high", "low")

@@ -17,22 +17,18 @@ from wanstream.plan import (
     DIRECT,
     KEPT,
     BlockKey,
-    OffloadPolicy,
-    ProgramError,
     RamHomes,
     RamProgram,
-    Residency,
     TransferProgram,
     Visit,
-    buffers_needed,
     check_ram,
     compile_program,
     compile_ram,
     plan_ram,
-    plan_residency,
-    spread_evenly,
     step_visits,
 )
+from wanstream.plan.transfer_program import ProgramError, buffers_needed
+from wanstream.schema import OffloadPolicy, Residency, plan_residency, spread_evenly
 
 PROPERTY = settings(deadline=None, max_examples=120)
 EXPERTS = ("high", "low")

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan import OffloadPolicy, buffers_needed, plan_residency, spread_evenly, step_visits
+from wanstream.plan import step_visits
+from wanstream.plan.transfer_program import buffers_needed
+from wanstream.schema import OffloadPolicy, plan_residency, spread_evenly
 
 WAN = {"high": 40, "low": 40}
 

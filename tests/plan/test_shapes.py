@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from wanstream.plan import I2V_A14B, T2V_A14B, TI2V_5B, ExpertShape, VideoShape
-from wanstream.plan.shapes import WAN21_I2V_14B
+from wanstream.schema import T2V_A14B, TI2V_5B, ExpertShape, VideoShape
+from wanstream.schema.shapes import I2V_A14B, WAN21_I2V_14B
 
 
 class Sizes(NamedTuple):

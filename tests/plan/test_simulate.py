@@ -13,17 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.plan import (
-    T2V_A14B,
-    Hardware,
-    Residency,
-    Timeline,
-    buffers_needed,
-    compile_program,
-    simulate,
-    spread_evenly,
-    step_visits,
-)
+from wanstream.plan import compile_program, step_visits
+from wanstream.plan.simulator import Hardware, simulate
+from wanstream.plan.transfer_program import buffers_needed
+from wanstream.schema import T2V_A14B, Residency, Timeline, spread_evenly
 
 BLOCKS = 40
 BLOCK_BYTES = 1000

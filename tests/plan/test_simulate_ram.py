@@ -17,26 +17,20 @@ from hypothesis import strategies as st
 
 from wanstream.plan import (
     DIRECT,
-    T2V_A14B,
     BlockKey,
-    Hardware,
-    OffloadPolicy,
     RamHomes,
     RamProgram,
-    Residency,
-    StepRecord,
-    Timeline,
     TransferProgram,
-    buffers_needed,
     check_program,
     check_ram,
     compile_program,
     compile_ram,
     plan_ram,
-    simulate,
-    spread_evenly,
     step_visits,
 )
+from wanstream.plan.simulator import Hardware, simulate
+from wanstream.plan.transfer_program import buffers_needed
+from wanstream.schema import T2V_A14B, OffloadPolicy, Residency, StepRecord, Timeline, spread_evenly
 
 PROPERTY = settings(deadline=None, max_examples=120)
 BLOCKS = 40

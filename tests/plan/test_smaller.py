@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan import OffloadPolicy, plan_residency
-from wanstream.plan.smaller import bytes_to_free, smaller_policy
+from wanstream.plan.shrink import bytes_to_free, smaller_policy
+from wanstream.schema import OffloadPolicy, plan_residency
 
 COUNTS = {"high": 40, "low": 40}
 RESIDENT, BLOCK_SWAP, LAYERWISE = OffloadPolicy.resident, OffloadPolicy.block_swap, OffloadPolicy.layerwise

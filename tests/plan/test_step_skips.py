@@ -12,7 +12,7 @@ from diffusers.hooks.mag_cache import MagCacheConfig, MagCacheHeadHook, MagCache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan.step_skips import SkipRule, skipped_steps
+from wanstream.plan.visits import SkipRule, skipped_steps
 
 
 def one_stage(ratios: list[float], **rule: Any) -> list[int]:

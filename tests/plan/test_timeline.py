@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.plan import MemorySample, PhaseRecord, StepRecord, Timeline
-from wanstream.plan.fetch_rates import RateRange
+from wanstream.schema import MemorySample, PhaseRecord, StepRecord, Timeline
+from wanstream.schema.timeline import RateRange
 
 TIMELINE = Timeline(
     kind="measured",

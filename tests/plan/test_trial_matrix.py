@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.plan import AutoOffload, Budgets, OffloadPolicy
-from wanstream.plan.trial_matrix import MatrixError, Setting, TrialMatrix
+from wanstream.bench.trial_matrix import MatrixError, Setting, TrialMatrix
+from wanstream.plan import AutoOffload, Budgets
+from wanstream.schema import OffloadPolicy
 
 LAYERWISE, PINNED = OffloadPolicy.layerwise(), OffloadPolicy.block_swap(20, 2, source="pinned")
 

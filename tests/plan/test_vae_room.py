@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan.vae_room import DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling, smaller_tiling
-from wanstream.plan.vae_tiles import Tiling
+from wanstream.wan.vae.tile_size import DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling, smaller_tiling
+from wanstream.wan.vae.tiles import Tiling
 
 MB = 1_000_000
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan.vae_tiles import Tiling, TilingError
+from wanstream.wan.vae.tiles import Tiling, TilingError
 
 
 @given(st.integers(8, 80), st.integers(1, 120), st.integers(1, 120))

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import wanstream
-from wanstream.plan.version import VERSION
+from wanstream.schema.version import VERSION
 
 PROJECT = Path(wanstream.__file__).parent / "pyproject.toml"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan.weight_homes import WORTH, HomeChoice, WeightFigures, choose_home
+from wanstream.distributed.weights.placement import WORTH, HomeChoice, WeightFigures, choose_home
 
 MS, GB = 1e-3, 10**9
 BLOCK, BLOCKS = 702_788_608, 80

@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.plan import Mesh, PathMap
-from wanstream.plan.workers_text import (
-    WorkersError,
-    check_count,
-    check_degrees,
-    path_map_text,
-    path_maps,
-)
+from wanstream.schema import Mesh, PathMap
+from wanstream.schema.workers_ref import WorkersError, check_count, check_degrees, path_map_text, path_maps
 
 NAMES = st.from_regex(r"(/[a-z0-9_. -]*[a-z0-9])+|[A-Z]:[/\\][a-z0-9]+", fullmatch=True)
 

@@ -10,13 +10,16 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.metrics import Recorder
 from wanstream.offload import EngineRun
-from wanstream.plan import OffloadPolicy, Visit
-from wanstream.sampling import DenoiseRequest, make_solver
+from wanstream.plan import Visit
+from wanstream.sampling import DenoiseRequest
 from wanstream.sampling.noise import step_seeds
-from wanstream.wan import ExpertPair, open_experts, open_one_expert
-from wanstream.wan.expert_engine import ExpertEngine
+from wanstream.sampling.solvers import make_solver
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.engine import ExpertEngine
+from wanstream.wan.experts.open import open_experts, open_one_expert
 
 SHAPE = (1, 16, 2, 4, 6)
 HIGH, LOW = 1, 2

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import OffloadPolicy
+from wanstream.nodes.runs.trials import job_digest
 from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined
-from wanstream.sampling.trials import job_digest
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
 SHAPE = (3, 16, 2, 4, 6)

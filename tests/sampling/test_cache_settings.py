@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import Machine, OffloadPolicy
-from wanstream.plan.step_skips import SkipRule
+from wanstream.nodes.runs.trials import job_digest, request_words
+from wanstream.plan import Machine
+from wanstream.plan.visits import SkipRule
 from wanstream.sampling import DenoiseRequest, RequestError, joined, request_job, working_bytes
-from wanstream.sampling.cache_settings import PRESETS, FirstBlockCache, MagCache, cached_policy
-from wanstream.sampling.first_block_cache import FirstBlockSteps
-from wanstream.sampling.lanes import lane_names
-from wanstream.sampling.mag_table import MagTable
-from wanstream.sampling.predicted import predicted_timeline
-from wanstream.sampling.split import ALONE
-from wanstream.sampling.trials import job_digest, request_words
+from wanstream.sampling.cache.first_block import FirstBlockSteps
+from wanstream.sampling.cache.mag_table import MagTable
+from wanstream.sampling.cache.settings import PRESETS, FirstBlockCache, MagCache, cached_policy
+from wanstream.sampling.estimate import predicted_timeline
+from wanstream.sampling.loop.lanes import lane_names
+from wanstream.sampling.loop.parallel import ALONE
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair, Lane, forward_lanes
-from wanstream.wan.chunked_block import ChunkedBlocks
-from wanstream.wan.live_tensors import LiveTensors
+from wanstream.wan.transformer.chunked_block import ChunkedBlocks
+from wanstream.wan.vae.memory import LiveTensors
 
 STEPS, SWITCH, LAYERS = 8, 4, 4
 CPU = torch.device("cpu")

@@ -11,13 +11,14 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
-from wanstream.plan import OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
-from wanstream.plan.step_skips import SkipRule
-from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, make_solver
-from wanstream.sampling.cache_settings import FirstBlockCache, MagCache, cached_policy
-from wanstream.sampling.calibrate import calibrate
-from wanstream.sampling.mag_table import MagTable
+from wanstream.plan.visits import SkipRule
+from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise
+from wanstream.sampling.cache.calibrate import calibrate
+from wanstream.sampling.cache.mag_table import MagTable
+from wanstream.sampling.cache.settings import FirstBlockCache, MagCache, cached_policy
+from wanstream.sampling.solvers import make_solver
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import ExpertPair
 
 LAYERS, STEPS, SWITCH, FRAMES = 4, 8, 4, 7

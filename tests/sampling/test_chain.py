@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, DenoiseResult, denoise, native_inputs, native_latent
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
 POLICY = OffloadPolicy.layerwise(1)

@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from wanstream.cli.sample_gguf import q4_k_m, save_expert_gguf
-from wanstream.cli.sample_loras import make_lora, save_lora
-from wanstream.plan import OffloadPolicy, StepRecord
 from wanstream.sampling import Cancelled, DenoiseRequest, denoise
-from wanstream.wan import ExpertPair, Nag, open_experts, open_lora
-from wanstream.wan.compiled_block import compiler_named
-from wanstream.wan.kernels import INDUCTOR, Kernels
+from wanstream.schema import OffloadPolicy, StepRecord
+from wanstream.testing.gguf import q4_k_m, save_expert_gguf
+from wanstream.testing.loras import make_lora, save_lora
+from wanstream.wan import ExpertPair, Nag
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.lora.file import open_lora
+from wanstream.wan.transformer.compiled_block import compiler_named
+from wanstream.wan.transformer.kernels import INDUCTOR, Kernels
 
 EAGER, TRACED = "eager", "aot_eager"
 """Backends of torch that trace graphs and compile nothing: their bits are those of the blocks themselves."""

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import ConditioningError, native_inputs, native_latent, seeded_noise
-from wanstream.sampling.conditioning import image_condition
-from wanstream.sampling.leftover import MARK
+from wanstream.sampling import native_inputs, native_latent, seeded_noise
+from wanstream.sampling.errors import ConditioningError
+from wanstream.sampling.inputs.conditioning import MARK, image_condition
 from wanstream.wan.latent_space import denormalise, normalise
 
 TEXT = torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0))

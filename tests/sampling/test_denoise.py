@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.cli.sample_experts import save_expert_folder
-from wanstream.plan import OffloadPolicy, compile_program, plan_residency, step_visits
+from wanstream.plan import compile_program, step_visits
 from wanstream.sampling import Cancelled, DenoiseRequest, NonFiniteLatentError, RequestError, StepProgress, denoise
-from wanstream.wan import ExpertPair, open_experts
+from wanstream.schema import OffloadPolicy, plan_residency
+from wanstream.testing.experts import save_expert_folder
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.open import open_experts
 
 LAYERS = 4
 LAYERWISE = OffloadPolicy.layerwise(1)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.embedder_parts import part_of
+from wanstream.wan.experts.embedder_cache import part_of
 
 OpenPair = Callable[..., ExpertPair]
 Request = Callable[..., DenoiseRequest]

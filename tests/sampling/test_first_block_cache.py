@@ -13,11 +13,14 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
-from wanstream.cli.sample_loras import make_lora, save_lora
-from wanstream.plan import OffloadPolicy
-from wanstream.sampling import Cancelled, DenoiseRequest, Part, RequestError, denoise, denoise_part, make_solver
-from wanstream.sampling.cache_settings import FirstBlockCache
-from wanstream.wan import ExpertPair, open_experts, open_lora
+from wanstream.sampling import Cancelled, DenoiseRequest, Part, RequestError, denoise, denoise_part
+from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.solvers import make_solver
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.loras import make_lora, save_lora
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.lora.file import open_lora
 
 LAYERS, STEPS, SWITCH = 4, 8, 4
 LAYERWISE = OffloadPolicy.layerwise(1)

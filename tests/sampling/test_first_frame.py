@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import interpolate
 
-from wanstream.plan.shapes import VideoShape
-from wanstream.sampling.first_frame import (
+from wanstream.sampling.inputs.first_frame import (
     GREY,
     begun_latent,
     framed_video,
@@ -13,6 +12,7 @@ from wanstream.sampling.first_frame import (
     start_frames,
     start_mask,
 )
+from wanstream.schema.shapes import VideoShape
 from wanstream.wan.latent_space import normalise
 
 SQUARE = VideoShape(width=32, height=32, frames=9)

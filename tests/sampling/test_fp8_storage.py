@@ -11,9 +11,10 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, DenoiseResult, denoise
-from wanstream.wan import ExpertPair, open_experts
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.open import open_experts
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 PINNED = OffloadPolicy.layerwise(1, source="pinned")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.cli.sample_gguf import TypeOf, matrices, q4_k_m, save_expert_gguf
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import denoise
-from wanstream.wan import open_experts
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.gguf import TypeOf, matrices, q4_k_m, save_expert_gguf
+from wanstream.wan.experts.open import open_experts
 
 
 @pytest.mark.parametrize("policy", [OffloadPolicy.layerwise(1), OffloadPolicy.resident(source="pinned")], ids=str)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver_steps import stage_steps
-from wanstream.plan import OffloadPolicy
+from wanstream.distributed.driver.partition import stage_steps
+from wanstream.nodes.runs.trials import job_digest, request_words
 from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined, request_job
-from wanstream.sampling.trials import job_digest, request_words
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
 LAYERWISE = OffloadPolicy.layerwise(1)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.plan import OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
 from wanstream.sampling import DenoiseRequest, denoise, working_bytes
-from wanstream.sampling.cache_settings import FirstBlockCache
-from wanstream.wan import ExpertPair, Nag, open_experts
+from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
+from wanstream.wan import ExpertPair, Nag
+from wanstream.wan.experts.open import open_experts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from wanstream.metrics import Recorder
-from wanstream.plan import OffloadPolicy
-from wanstream.sampling import Cancelled, DenoiseRequest, Passes, denoise, interruptible
-from wanstream.sampling.interruptible import Interruptible
-from wanstream.sampling.lanes import LaneInputs
-from wanstream.sampling.run_policy import RunPolicy
+from wanstream.sampling import Cancelled, DenoiseRequest, Passes, denoise
+from wanstream.sampling.loop import interruptible
+from wanstream.sampling.loop.interruptible import Interruptible
+from wanstream.sampling.loop.lanes import LaneInputs
+from wanstream.sampling.loop.oom_fallback import RunPolicy
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ LINEARS = 10
 
 @pytest.fixture
 def every_block_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wanstream.sampling.run_policy.LONG_VISIT_FLOPS", 0)
+    monkeypatch.setattr("wanstream.sampling.loop.oom_fallback.LONG_VISIT_FLOPS", 0)
 
 
 @pytest.mark.parametrize("rows", [100, 768, 2304, 2500, 3333])

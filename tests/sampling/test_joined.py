@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, joined
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
 LAYERWISE = OffloadPolicy.layerwise(1)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from wanstream.plan import Attention, OffloadPolicy
 from wanstream.sampling import DenoiseRequest, DenoiseResult, denoise
-from wanstream.wan import ExpertPair, open_experts
-from wanstream.wan.kernels import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_usable
+from wanstream.schema import Attention, OffloadPolicy
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.transformer.kernels import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_usable
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,11 +12,11 @@ import psutil
 import pytest
 import torch
 
-from wanstream.offload.available_memory import ESTIMATE_MARGIN
-from wanstream.plan import OffloadPolicy
+from wanstream.devices.available_ram import ESTIMATE_MARGIN
 from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, working_bytes
-from wanstream.sampling.cache_settings import FirstBlockCache
-from wanstream.sampling.lane_room import LATENT_COPIES, check_step_ram
+from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.memory import LATENT_COPIES, check_step_ram
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from wanstream.plan.context_windows import ContextWindows
 from wanstream.sampling import DenoiseRequest
-from wanstream.sampling.lanes import LaneInputs, LaneName, count_texts, lane_names, names_at, names_of, windows_at
+from wanstream.sampling.loop.lanes import LaneInputs, LaneName, count_texts, lane_names, names_at, names_of, windows_at
+from wanstream.schema.context_windows import ContextWindows
 
 WINDOWS = ContextWindows(frames=3, overlap=1)
 

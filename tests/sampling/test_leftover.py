@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from wanstream.sampling.leftover import MARK, left_at, leftover_mark
+from wanstream.sampling.inputs.conditioning import MARK, left_at, leftover_mark
 
 SAMPLES = torch.randn(2, 16, 3, 8, 6, generator=torch.Generator().manual_seed(0))
 MARKED = {"samples": SAMPLES, MARK: leftover_mark(SAMPLES, 0.75)}

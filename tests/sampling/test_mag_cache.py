@@ -13,8 +13,7 @@ import pytest
 import torch
 from diffusers import MagCacheConfig, WanTransformer3DModel
 
-from wanstream.plan import OffloadPolicy
-from wanstream.plan.step_skips import SkipRule
+from wanstream.plan.visits import SkipRule
 from wanstream.sampling import (
     Cancelled,
     DenoiseRequest,
@@ -22,13 +21,14 @@ from wanstream.sampling import (
     RequestError,
     denoise,
     denoise_part,
-    make_solver,
     request_job,
     working_bytes,
 )
-from wanstream.sampling.cache_settings import FirstBlockCache, MagCache
-from wanstream.sampling.calibrate import calibrate, calibration_bytes, calibration_job
-from wanstream.sampling.mag_table import MagTable
+from wanstream.sampling.cache.calibrate import calibrate, calibration_bytes, calibration_job
+from wanstream.sampling.cache.mag_table import MagTable
+from wanstream.sampling.cache.settings import FirstBlockCache, MagCache
+from wanstream.sampling.solvers import make_solver
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
 LAYERS, STEPS, SWITCH = 4, 8, 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.sampling import ConditioningError
-from wanstream.sampling.mask import KeptPart, latent_mask
+from wanstream.sampling.errors import ConditioningError
+from wanstream.sampling.inputs.mask import KeptPart, latent_mask
 
 SHAPE = torch.Size((4, 16, 3, 4, 6))
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
-from wanstream.plan import OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
+from wanstream.nodes.runs.trials import request_words
 from wanstream.sampling import Cancelled, DenoiseRequest, RequestError, StepProgress, apart, denoise, joined
-from wanstream.sampling.trials import request_words
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import ExpertPair, Nag
 
 LAYERWISE = OffloadPolicy.layerwise(1)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.metrics import Observe, Recorder
-from wanstream.metrics.ledger import Ledger
-from wanstream.plan import OffloadPolicy, StepRecord, Timeline
 from wanstream.sampling import Cancelled, DenoiseRequest, Passes, StepProgress, denoise
+from wanstream.schema import OffloadPolicy, StepRecord, Timeline
+from wanstream.telemetry import Observe, Recorder
+from wanstream.telemetry.phases import Ledger
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.offload.host_memory import in_pages
-from wanstream.plan import OffloadPolicy, VideoShape, step_visits
+from wanstream.offload.host_memory.pages import in_pages
+from wanstream.plan import step_visits
 from wanstream.sampling import offload_job
-from wanstream.wan import open_experts, open_one_expert
+from wanstream.schema import OffloadPolicy, VideoShape
+from wanstream.wan.experts.open import open_experts, open_one_expert
 
 UNGUIDED = {"high": False, "low": False}
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -14,10 +14,10 @@ from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipel
 from PIL import Image
 from transformers import CLIPImageProcessor
 
-from wanstream.cli.sample_wan21 import make_image_encoder, save_image_encoder
-from wanstream.cli.sample_weights import make_vae
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, RequestError, denoise, joined
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.wan21 import make_image_encoder, save_image_encoder
+from wanstream.testing.weights import make_vae
 from wanstream.wan import ExpertPair
 from wanstream.wan.image_encoder import WIDTH as WIDTH_OF_CLIP
 from wanstream.wan.image_encoder import open_image_encoder

@@ -10,9 +10,9 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
 
-from wanstream.cli.sample_weights import make_vae
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.weights import make_vae
 from wanstream.wan import ExpertPair
 
 TOLERANCE = 1e-5

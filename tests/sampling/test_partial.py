@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.sampling import RequestError, make_schedule
-from wanstream.sampling.partial import partial_sigmas, schedule_sigmas
+from wanstream.sampling import RequestError
+from wanstream.sampling.schedules import make_schedule, partial_sigmas, schedule_sigmas
 
 
 @pytest.mark.parametrize(

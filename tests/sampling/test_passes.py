@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.metrics import Recorder
 from wanstream.offload import EngineRun
-from wanstream.plan import OffloadPolicy, Visit
+from wanstream.plan import Visit
 from wanstream.sampling import Cancelled, Passes
-from wanstream.sampling.cache_settings import FirstBlockCache
-from wanstream.sampling.lanes import LaneName
-from wanstream.sampling.passes import AHEAD, PassOrderError, PassState, expect_again
-from wanstream.sampling.step_cache import CachedCalls
+from wanstream.sampling.cache.base import CachedCalls
+from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.loop.lanes import LaneName
+from wanstream.sampling.loop.model_calls import AHEAD, PassOrderError, PassState, expect_again
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair, Lane, Nag
-from wanstream.wan.expert_engine import ExpertEngine
+from wanstream.wan.experts.engine import ExpertEngine
 
 LAYERS = 4
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wanstream.plan import Machine, OffloadPolicy
+from wanstream.plan import Machine
 from wanstream.sampling import DenoiseRequest, denoise
-from wanstream.sampling.offload_job import request_job
-from wanstream.sampling.predicted import predicted_calls, predicted_timeline
+from wanstream.sampling.estimate import predicted_calls, predicted_timeline, request_job
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wanstream.sampling import DenoiseRequest, RequestError
-from wanstream.sampling.request import check_channels
+from wanstream.sampling.inputs.request import check_channels
 
 NOISE = torch.zeros(2, 16, 3, 4, 6)
 TEXT = torch.zeros(1, 5, 4096)

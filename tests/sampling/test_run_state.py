@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import (
     SOLVERS,
     DenoiseRequest,
@@ -23,7 +22,9 @@ from wanstream.sampling import (
     denoise,
     denoise_part,
 )
-from wanstream.wan import ExpertPair, open_experts
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.open import open_experts
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 STEPS = 6

@@ -8,7 +8,8 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from wanstream.plan import split_at_boundary
-from wanstream.sampling import RequestError, Schedule, explicit_schedule, make_schedule, simple_schedule, wan_schedule
+from wanstream.sampling import RequestError
+from wanstream.sampling.schedules import Schedule, explicit_schedule, make_schedule, simple_schedule, wan_schedule
 
 # First low-noise step at boundary 0.875 and 0.9, measured in ComfyUI 0.18.1 (`simple` behind ModelSamplingSD3) and in
 # diffusers 0.42.1 (WanPipeline with UniPC). At shift 3 both boundaries are ties that float32 decides.

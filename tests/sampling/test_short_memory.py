@@ -15,11 +15,13 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler
 
-from wanstream.offload.shortage import forget, is_out_of_memory
-from wanstream.plan import OffloadPolicy
-from wanstream.sampling import Cancelled, DenoiseRequest, NoRoomError, denoise, make_solver, wan_schedule
+from wanstream.devices.oom import forget, is_out_of_memory
+from wanstream.sampling import Cancelled, DenoiseRequest, NoRoomError, denoise
+from wanstream.sampling.schedules import wan_schedule
+from wanstream.sampling.solvers import make_solver
+from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.expert_engine import ExpertEngine
+from wanstream.wan.experts.engine import ExpertEngine
 
 LAYERS = 4
 LAYERWISE, BLOCK_SWAP, RESIDENT = OffloadPolicy.layerwise, OffloadPolicy.block_swap, OffloadPolicy.resident

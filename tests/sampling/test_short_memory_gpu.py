@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.metrics import free_bytes
-from wanstream.plan import OffloadPolicy
+from wanstream.devices import free_bytes
 from wanstream.sampling import DenoiseRequest, NoRoomError, denoise
-from wanstream.wan import ExpertPair, open_experts
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.open import open_experts
 
 pytestmark = [
     pytest.mark.gpu,

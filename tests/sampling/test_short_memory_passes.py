@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.metrics import Recorder
-from wanstream.plan import OffloadPolicy
 from wanstream.sampling import Cancelled, NoRoomError, Passes
-from wanstream.sampling.passes import PassState
-from wanstream.sampling.run_policy import Revise, RunPolicy
+from wanstream.sampling.loop.model_calls import PassState
+from wanstream.sampling.loop.oom_fallback import Revise, RunPolicy
+from wanstream.schema import OffloadPolicy
+from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair, Lane
-from wanstream.wan.kernels import Kernels
+from wanstream.wan.transformer.kernels import Kernels
 
 LAYERS, LANES = 4, 2
 CALL = LAYERS * LANES

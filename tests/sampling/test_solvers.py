@@ -12,15 +12,9 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 
-from wanstream.sampling import (
-    RequestError,
-    Schedule,
-    Solver,
-    explicit_schedule,
-    make_solver,
-    simple_schedule,
-    wan_schedule,
-)
+from wanstream.sampling import RequestError
+from wanstream.sampling.schedules import Schedule, explicit_schedule, simple_schedule, wan_schedule
+from wanstream.sampling.solvers import Solver, make_solver
 
 SHAPE = (2, 16, 2, 4, 6)
 SEEDS = (5, 2**64 - 1)

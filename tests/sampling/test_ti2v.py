@@ -10,12 +10,12 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 
-from wanstream.cli.sample_weights import make_wan22_vae
-from wanstream.plan import OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
 from wanstream.sampling import Cancelled, DenoiseRequest, RequestError, denoise, joined
-from wanstream.sampling.cache_settings import FirstBlockCache
-from wanstream.sampling.windows import StepWindows
+from wanstream.sampling.cache.settings import FirstBlockCache
+from wanstream.sampling.context_windows import StepWindows
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
+from wanstream.testing.weights import make_wan22_vae
 from wanstream.wan import ExpertPair, Nag
 
 TOLERANCE = 1e-5

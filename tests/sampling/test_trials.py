@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.plan import OffloadPolicy, Timeline
-from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, denoise
-from wanstream.sampling.trials import (
+from wanstream.nodes.runs.trials import (
     TrialTimes,
     as_trial,
     job_digest,
@@ -20,6 +18,8 @@ from wanstream.sampling.trials import (
     trials,
     with_steps,
 )
+from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, denoise
+from wanstream.schema import OffloadPolicy, Timeline
 
 Request = Callable[..., DenoiseRequest]
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.plan import OffloadPolicy
-from wanstream.plan.context_windows import ContextWindows
-from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined, make_solver, request_job
-from wanstream.sampling.lane_room import NoRoomError, check_room
-from wanstream.sampling.trials import request_words
-from wanstream.sampling.working_bytes import tokens_of, working_bytes
+from wanstream.nodes.runs.trials import request_words
+from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined, request_job
+from wanstream.sampling.errors import NoRoomError
+from wanstream.sampling.memory import check_room, tokens_of, working_bytes
+from wanstream.sampling.solvers import make_solver
+from wanstream.schema import OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import ExpertPair
 
 LAYERWISE = OffloadPolicy.layerwise(1)

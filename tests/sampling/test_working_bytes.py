@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wanstream.plan import ExpertShape
-from wanstream.plan.shapes import IMAGE_TOKENS
 from wanstream.sampling import offload_job, working_bytes
+from wanstream.schema import ExpertShape
+from wanstream.schema.shapes import IMAGE_TOKENS
 from wanstream.wan import Lane, Nag, forward_lanes, held_against
-from wanstream.wan.chunked_block import ChunkedBlocks
-from wanstream.wan.timed_block import TimedBlocks
+from wanstream.wan.transformer.chunked_block import ChunkedBlocks
+from wanstream.wan.transformer.per_frame_block import TimedBlocks
 
 LATENT = (5, 40, 56)
 TOKENS = 5 * 20 * 28

@@ -11,9 +11,9 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
-from wanstream.cli.sample_loras import make_lora
+from wanstream.testing.loras import make_lora
 from wanstream.wan import Lane
-from wanstream.wan.native_keys import native_transformer_name
+from wanstream.wan.checkpoint.key_names import native_transformer_name
 
 Tensors = dict[str, torch.Tensor]
 RANK, ALPHA = 4, 2.0

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.offload.source import SourceError
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.plan.memory_needs import RAW_SLOTS
-from wanstream.wan import ExpertPair, Lane, forward_lanes, open_experts
-from wanstream.wan.block_storage import block_source
+from wanstream.offload.sources.base import SourceError
+from wanstream.plan import step_visits
+from wanstream.plan.memory import RAW_SLOTS
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import ExpertPair, Lane, forward_lanes
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.experts.storage import block_source
 
 POLICY = OffloadPolicy.layerwise(1)
 VALUES = 8 * 256 * 256 + 2 * 256 * 512

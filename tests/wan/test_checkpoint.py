@@ -11,12 +11,12 @@ from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from wanstream.cli.sample_experts import block_linears, save_expert_file
-from wanstream.cli.sample_experts import dequantised as dequantised_model
-from wanstream.cli.sample_fp8 import FP8_E5M2_LAYOUTS
-from wanstream.offload.file_source import read_tensors
-from wanstream.wan.checkpoint import open_expert
-from wanstream.wan.stored import INDEX, WEIGHTS, CheckpointError
+from wanstream.offload.sources.file import read_tensors
+from wanstream.testing.experts import block_linears, save_expert_file
+from wanstream.testing.experts import dequantised as dequantised_model
+from wanstream.testing.fp8 import FP8_E5M2_LAYOUTS
+from wanstream.wan.checkpoint.files import INDEX, WEIGHTS, CheckpointError
+from wanstream.wan.checkpoint.open import open_expert
 
 PREFIX = "model.diffusion_model."
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

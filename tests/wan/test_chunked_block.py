@@ -14,8 +14,8 @@ from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wanstream.plan import T2V_A14B, VideoShape
-from wanstream.wan.chunked_block import LEAST_TOKENS, ChunkedAttention, ChunkedBlocks
+from wanstream.schema import T2V_A14B, VideoShape
+from wanstream.wan.transformer.chunked_block import LEAST_TOKENS, ChunkedAttention, ChunkedBlocks
 
 SUBMODULES = ("norm1", "attn1", "norm2", "attn2", "norm3", "ffn")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
-from wanstream.wan.block_kernels import BlockKernels
-from wanstream.wan.chunked_block import ChunkedAttention
-from wanstream.wan.compiled_block import BlockCompiler, CompiledBlocks, compiler_named
-from wanstream.wan.kernels import Kernels
+from wanstream.wan.transformer.block_kernels import BlockKernels
+from wanstream.wan.transformer.chunked_block import ChunkedAttention
+from wanstream.wan.transformer.compiled_block import BlockCompiler, CompiledBlocks, compiler_named
+from wanstream.wan.transformer.kernels import Kernels
 
 D = 128
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.gather import Sharded
-from wanstream.plan import T2V_A14B, OffloadPolicy, step_visits
-from wanstream.wan import open_experts
-from wanstream.wan.detect import WanConfig
-from wanstream.wan.device_bytes import device_bytes
+from wanstream.offload.sharding.group import Sharded
+from wanstream.plan import step_visits
+from wanstream.schema import T2V_A14B, OffloadPolicy
+from wanstream.wan.checkpoint.detect import WanConfig
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.experts.storage import device_bytes
 
 A14B = WanConfig(
     num_attention_heads=40,

@@ -7,9 +7,11 @@ import sys
 import pytest
 import torch
 
-from wanstream.offload.file_reader import HAS_DIRECT
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import forward_lanes, open_experts
+from wanstream.offload.sources.reader import HAS_DIRECT
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import forward_lanes
+from wanstream.wan.experts.open import open_experts
 
 STEPS = ["high", "low"]
 

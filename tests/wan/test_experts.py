@@ -14,10 +14,13 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import CheckpointError, forward_lanes, open_experts
-from wanstream.wan.detect import WanConfig
-from wanstream.wan.meta_model import parameter_shapes
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import forward_lanes
+from wanstream.wan.checkpoint.detect import WanConfig
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.checkpoint.meta_model import parameter_shapes
+from wanstream.wan.experts.open import open_experts
 
 HIGH, LOW = {"seed": 1}, {"seed": 2}
 BF16 = {"compute_dtype": torch.bfloat16}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.wan.forward import Lane, forward_lanes
+from wanstream.wan.transformer.forward import Lane, forward_lanes
 
 DTYPES = [torch.float32, torch.bfloat16]
 T2V, I2V = 16, 36

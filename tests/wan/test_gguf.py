@@ -10,16 +10,19 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
-from wanstream.cli.sample_gguf import matrices, q4_k_m, save_expert_gguf
-from wanstream.offload.decode import decode_tensor
-from wanstream.offload.file_source import read_tensors
-from wanstream.offload.packing import PACKINGS
-from wanstream.offload.source import SourceError
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import CheckpointError, Lane, forward_lanes, open_experts
-from wanstream.wan.checkpoint import open_expert
-from wanstream.wan.device_bytes import device_bytes
-from wanstream.wan.gguf_expert import is_merged
+from wanstream.offload.formats.decode import decode_tensor
+from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.sources.base import SourceError
+from wanstream.offload.sources.file import read_tensors
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.gguf import matrices, q4_k_m, save_expert_gguf
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.checkpoint.gguf import is_merged
+from wanstream.wan.checkpoint.open import open_expert
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.experts.storage import device_bytes
 
 PREFIX = "model.diffusion_model."
 STEPS = ["high", "high", "low"]

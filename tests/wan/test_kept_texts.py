@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded_door import EmbeddedDoor, Folders
+from wanstream.host.embedded.adapter import EmbeddedDoor, Folders
 from wanstream.wan import open_text_encoder
-from wanstream.wan.kept_texts import KeptTexts
+from wanstream.wan.text.embedding_cache import KeptTexts
 
 CPU = torch.device("cpu")
 
@@ -110,7 +110,7 @@ def test_the_tokenizer_of_a_folder_counts_too(tiny_pipeline: Callable[..., Path]
 def test_the_embedded_host_keeps_texts_from_run_to_run(
     tiny_pipeline: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wanstream.wan import kept_texts
+    from wanstream.wan.text import embedding_cache as kept_texts
 
     opened: list[Path] = []
 

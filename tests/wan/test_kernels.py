@@ -14,11 +14,13 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry, atten
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from wanstream.plan import Attention, ExpertsRef, OffloadPolicy, step_visits
-from wanstream.wan import ExpertPair, open_experts
-from wanstream.wan.block_kernels import BlockKernels
-from wanstream.wan.kernels import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_installed, check_usable
-from wanstream.wan.registry import ExpertsRegistry, open_pair
+from wanstream.plan import step_visits
+from wanstream.schema import Attention, ExpertsRef, OffloadPolicy
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.experts.registry import ExpertsRegistry, open_pair
+from wanstream.wan.transformer.block_kernels import BlockKernels
+from wanstream.wan.transformer.kernels import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_installed, check_usable
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 LAYERWISE = OffloadPolicy.layerwise(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.wan.live_tensors import LiveTensors
+from wanstream.wan.vae.memory import LiveTensors
 
 KB = 1024
 

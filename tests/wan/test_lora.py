@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.offload.decode import CHUNK_VALUES
+from wanstream.offload.formats.decode import CHUNK_VALUES
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.offload.patches import WeightPatch
-from wanstream.offload.safetensors_header import CheckpointFileError
-from wanstream.wan import CheckpointError, open_lora
-from wanstream.wan.detect import WanConfig
-from wanstream.wan.lora import Difference, LowRank
-from wanstream.wan.lora_factors import LoraFactors, combined, put_patched
-from wanstream.wan.lora_fit import fitted
+from wanstream.wan.checkpoint.detect import WanConfig
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.lora.apply import LoraFactors, combined, put_patched
+from wanstream.wan.lora.file import Difference, LowRank, open_lora
+from wanstream.wan.lora.fit import fitted
 
 Q = "diffusion_model.blocks.1.self_attn.q"
 

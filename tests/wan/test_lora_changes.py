@@ -7,9 +7,13 @@ import shutil
 import pytest
 import torch
 
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import CheckpointError, forward_lanes, open_experts, open_lora
-from wanstream.wan.device_bytes import device_bytes
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import forward_lanes
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.experts.storage import device_bytes
+from wanstream.wan.lora.file import open_lora
 
 HIGH, LOW = {"seed": 1}, {"seed": 2}
 STEPS = ["high", "high", "low"]

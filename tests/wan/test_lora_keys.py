@@ -6,8 +6,10 @@ import re
 
 import pytest
 
-from wanstream.wan.detect import WanConfig
-from wanstream.wan.lora_keys import (
+from wanstream.wan.checkpoint.detect import WanConfig
+from wanstream.wan.checkpoint.key_names import native_transformer_name
+from wanstream.wan.checkpoint.meta_model import parameter_shapes
+from wanstream.wan.lora.keys import (
     DOTTED_PREFIXES,
     ENDINGS,
     FLAT_PREFIXES,
@@ -16,8 +18,6 @@ from wanstream.wan.lora_keys import (
     other_algorithm,
     other_model,
 )
-from wanstream.wan.meta_model import parameter_shapes
-from wanstream.wan.native_keys import native_transformer_name
 
 CONFIG = WanConfig(
     num_attention_heads=1,

@@ -9,10 +9,13 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
-from wanstream.cli.sample_gguf import q4_k_m, save_expert_gguf
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import Lane, forward_lanes, open_experts, open_lora
-from wanstream.wan.native_keys import native_transformer_name
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.gguf import q4_k_m, save_expert_gguf
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.checkpoint.key_names import native_transformer_name
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.lora.file import open_lora
 
 HIGH, LOW = {"seed": 1}, {"seed": 2}
 STEPS = ["high", "high", "low"]

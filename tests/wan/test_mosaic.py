@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.plan.vae_room import DecodeNeeds
-from wanstream.plan.vae_tiles import Tiling
-from wanstream.wan.live_tensors import LiveTensors
-from wanstream.wan.mosaic import Mosaic
+from wanstream.wan.vae.blend import Mosaic
+from wanstream.wan.vae.memory import LiveTensors
+from wanstream.wan.vae.tile_size import DecodeNeeds
+from wanstream.wan.vae.tiles import Tiling
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)

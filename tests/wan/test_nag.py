@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanTransformerBlock
 
 from wanstream.wan import Nag, held_against
-from wanstream.wan.chunked_block import ChunkedAttention, ChunkedBlocks
-from wanstream.wan.nag import NagAttention, combined
+from wanstream.wan.transformer.chunked_block import ChunkedAttention, ChunkedBlocks
+from wanstream.wan.transformer.nag import NagAttention, combined
 
 HEADS, WIDTH = 2, 256
 STRONG = Nag(scale=5.0, tau=1.5, alpha=0.5)

@@ -7,7 +7,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
-from wanstream.wan.native_keys import native_transformer_name
+from wanstream.wan.checkpoint.key_names import native_transformer_name
 
 
 @pytest.mark.parametrize("image", [{}, {"image_dim": 1280, "added_kv_proj_dim": 5120}], ids=["plain", "image branch"])

@@ -11,19 +11,15 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from wanstream.cli.sample_gguf import matrices, save_expert_gguf
-from wanstream.plan import ExpertsRef, LoraRef, OffloadPolicy, step_visits
-from wanstream.wan import (
-    CheckpointError,
-    ExpertPair,
-    Lane,
-    forward_lanes,
-    open_experts,
-    open_lora,
-    open_one_expert,
-)
-from wanstream.wan.embedder_parts import part_of
-from wanstream.wan.registry import ExpertsRegistry
+from wanstream.plan import step_visits
+from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
+from wanstream.testing.gguf import matrices, save_expert_gguf
+from wanstream.wan import ExpertPair, Lane, forward_lanes
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.experts.embedder_cache import part_of
+from wanstream.wan.experts.open import open_experts, open_one_expert
+from wanstream.wan.experts.registry import ExpertsRegistry
+from wanstream.wan.lora.file import open_lora
 
 IMAGE = {"in_channels": 36, "image_dim": 80}
 MODELS: dict[str, dict[str, int]] = {"T2V": {}, "T2V of 3 heads": {"heads": 3, "layers": 3}, "I2V": IMAGE}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from wanstream.plan import ExpertShape
-from wanstream.wan import auto_dtype
-from wanstream.wan.probe import block_pass, probe_block, sample_block
+from wanstream.devices import auto_dtype
+from wanstream.schema import ExpertShape
+from wanstream.wan.transformer.probe import block_pass, probe_block, sample_block
 
 CPU = torch.device("cpu")
 TINY = ExpertShape(width=256, ffn_width=512, blocks=2)

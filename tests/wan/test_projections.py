@@ -11,12 +11,12 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.plan import OffloadPolicy
-from wanstream.wan import ExpertPair, open_experts
-from wanstream.wan.embedder_parts import part_of
-from wanstream.wan.expert_engine import ExpertEngine
-from wanstream.wan.kernels import Kernels
-from wanstream.wan.projections import ROWS_KEPT, ProjectedEmbedder
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.embedder_cache import ROWS_KEPT, ProjectedEmbedder, part_of
+from wanstream.wan.experts.engine import ExpertEngine
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.transformer.kernels import Kernels
 
 H, L = "high", "low"
 TIMES = {H: [999.0, 937.5], L: [833.3, 625.0, 3.0]}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.host import ExpertsRef
-from wanstream.wan.registry import ExpertsRegistry, open_pair
+from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.wan.experts.registry import ExpertsRegistry, open_pair
 
 
 class FakePair:

@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from wanstream.cli.sample_tokenizer import VOCABULARY, save_tokenizer, sentencepiece_model
-from wanstream.offload.safetensors_header import read_header
-from wanstream.wan import CheckpointError
-from wanstream.wan.prompt import tokenise
-from wanstream.wan.sentence_tokenizer import SENTENCE_MODEL, SentenceTokenizer, open_sentence_tokenizer
+from wanstream.offload.formats.safetensors_header import read_header
+from wanstream.testing.tokenizer import VOCABULARY, save_tokenizer, sentencepiece_model
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.text.tokenizer import SENTENCE_MODEL, SentenceTokenizer, open_sentence_tokenizer, tokenise
 
 ROWS = len(VOCABULARY)
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.offload.shared_segment import PREFIX, SHM
-from wanstream.plan import OffloadPolicy, Storage, step_visits
-from wanstream.wan import ExpertPair, open_experts
+from wanstream.offload.host_memory.shared_segment import PREFIX, SHM
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy, Storage
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.open import open_experts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts what the system reads")
 

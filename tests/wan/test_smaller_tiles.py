@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.plan.vae_room import DecodeNeeds, VaeRoomError
-from wanstream.plan.vae_tiles import Tiling
-from wanstream.wan.smaller_tiles import NoRoomToDecodeError, with_smaller_tiles
-from wanstream.wan.vae import open_vae
+from wanstream.wan.vae.tile_size import DecodeNeeds, VaeRoomError
+from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae, with_smaller_tiles
 
 NEEDS = DecodeNeeds(height=13, width=20, frames=5, pixel_bytes=1000, value_bytes=4, keeps_frames=True)
 

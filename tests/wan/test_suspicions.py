@@ -11,9 +11,9 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import save_file
 
-from wanstream.wan.checkpoint import Expert, open_expert
-from wanstream.wan.suspicions import expert_suspicions, lora_suspicions, named_place, names_image_to_video
-from wanstream.workbench.model_files import MODEL_FILES
+from wanstream.tools.model_files import MODEL_FILES
+from wanstream.wan.checkpoint.open import Expert, open_expert
+from wanstream.wan.checkpoint.suspicions import expert_suspicions, lora_suspicions, named_place, names_image_to_video
 
 Write = Callable[..., Path]
 

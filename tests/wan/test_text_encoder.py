@@ -12,12 +12,12 @@ from diffusers import WanPipeline
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.safetensors_header import CheckpointFileError
-from wanstream.plan import OffloadPolicy
-from wanstream.wan import text_encoder
-from wanstream.wan.prompt import clean_prompt
-from wanstream.wan.text_encoder import PromptError, open_text_encoder
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.offload.sources.file import FileSource
+from wanstream.schema import OffloadPolicy
+from wanstream.wan.text import encoder as text_encoder
+from wanstream.wan.text.encoder import PromptError, open_text_encoder
+from wanstream.wan.text.tokenizer import clean_prompt
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PROMPTS = [

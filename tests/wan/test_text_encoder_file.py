@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.cli.sample_components import save_text_encoder_file, save_text_encoder_folders
-from wanstream.cli.sample_fp8 import FP8_LAYOUTS, quantise
-from wanstream.cli.sample_tokenizer import VOCABULARY
-from wanstream.cli.sample_weights import make_text_encoder
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.safetensors_header import CheckpointFileError
-from wanstream.plan import OffloadPolicy
-from wanstream.wan import text_encoder
-from wanstream.wan.text_encoder import open_text_encoder
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.offload.sources.file import FileSource
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.components import save_text_encoder_file, save_text_encoder_folders
+from wanstream.testing.fp8 import FP8_LAYOUTS, quantise
+from wanstream.testing.tokenizer import VOCABULARY
+from wanstream.testing.weights import make_text_encoder
+from wanstream.wan.text import encoder as text_encoder
+from wanstream.wan.text.encoder import open_text_encoder
 
 FP8 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,13 +10,13 @@ import torch
 from diffusers import WanPipeline
 from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
-from wanstream.cli.sample_components import save_text_encoder_folders
-from wanstream.cli.sample_tokenizer import VOCABULARY
-from wanstream.cli.sample_weights import make_text_encoder
-from wanstream.offload.layout import streamed_names
-from wanstream.plan import OffloadPolicy
-from wanstream.wan.live_tensors import LiveTensors
-from wanstream.wan.text_encoder import open_text_encoder
+from wanstream.offload.formats.layout import streamed_names
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.components import save_text_encoder_folders
+from wanstream.testing.tokenizer import VOCABULARY
+from wanstream.testing.weights import make_text_encoder
+from wanstream.wan.text.encoder import open_text_encoder
+from wanstream.wan.vae.memory import LiveTensors
 
 BLOCKS, TOKENS = 7, 16
 PROMPTS = ["a cat", "rain"]

@@ -12,22 +12,24 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from safetensors.torch import save_file
 
-from wanstream.cli.sample_gguf import matrices, save_expert_gguf
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import (
-    CheckpointError,
-    ExpertPair,
-    Lane,
-    forward_lanes,
-    open_experts,
-    open_lora,
-    open_one_expert,
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.gguf import matrices, save_expert_gguf
+from wanstream.wan import ExpertPair, Lane, forward_lanes
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.experts.open import open_experts, open_one_expert
+from wanstream.wan.lora.file import open_lora
+from wanstream.wan.transformer.block_kernels import BlockKernels
+from wanstream.wan.transformer.compiled_block import compiler_named
+from wanstream.wan.transformer.kernels import Kernels
+from wanstream.wan.transformer.per_frame_block import TimedBlocks
+from wanstream.wan.transformer.per_frame_timestep import (
+    FrameModulation,
+    Run,
+    frame_timesteps,
+    pieces_of,
+    token_runs,
 )
-from wanstream.wan.block_kernels import BlockKernels
-from wanstream.wan.compiled_block import compiler_named
-from wanstream.wan.frame_times import FrameModulation, Run, frame_timesteps, pieces_of, token_runs
-from wanstream.wan.kernels import Kernels
-from wanstream.wan.timed_block import TimedBlocks
 
 SHAPE = {"in_channels": 48, "layers": 3}
 TIME = 937.5

@@ -9,9 +9,11 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.plan import OffloadPolicy, step_visits
-from wanstream.wan import Lane, forward_lanes, open_one_expert
-from wanstream.wan.kernels import INDUCTOR, Kernels
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import Lane, forward_lanes
+from wanstream.wan.experts.open import open_one_expert
+from wanstream.wan.transformer.kernels import INDUCTOR, Kernels
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wanstream.offload.safetensors_header import CheckpointFileError
-from wanstream.plan.vae_tiles import Tiling
-from wanstream.wan.vae import VaeInputError, open_vae
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.vae import VaeInputError, open_vae
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

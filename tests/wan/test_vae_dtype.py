@@ -9,11 +9,9 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wanstream.plan.vae_tiles import Tiling
-from wanstream.wan.live_tensors import LiveTensors
-from wanstream.wan.vae import open_vae
-from wanstream.wan.vae_memory import decode_pixel_bytes, encode_pixel_bytes
-from wanstream.wan.vae_tiles import decoded_frames
+from wanstream.wan.vae.memory import LiveTensors, decode_pixel_bytes, encode_pixel_bytes
+from wanstream.wan.vae.tiles import Tiling, decoded_frames
+from wanstream.wan.vae.vae import open_vae
 
 BF16 = torch.bfloat16
 

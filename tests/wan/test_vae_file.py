@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.cli.sample_components import save_vae_file, save_vae_folder
-from wanstream.cli.sample_weights import make_vae
-from wanstream.offload.safetensors_header import CheckpointFileError
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.testing.components import save_vae_file, save_vae_folder
+from wanstream.testing.weights import make_vae
 from wanstream.wan.latent_space import WAN22
-from wanstream.wan.vae import open_vae
+from wanstream.wan.vae.vae import open_vae
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.plan.vae_room import fitting_tiling
-from wanstream.plan.vae_tiles import Tiling
-from wanstream.wan.smaller_tiles import with_smaller_tiles
-from wanstream.wan.vae import WanVae, open_vae
+from wanstream.wan.vae.tile_size import fitting_tiling
+from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.vae import WanVae, open_vae, with_smaller_tiles
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.wan.latent_space import WAN22
-from wanstream.wan.live_tensors import LiveTensors
-from wanstream.wan.vae_memory import decode_pixel_bytes, encode_pixel_bytes
-from wanstream.wan.vae_tiles import decoded_frames
-from wanstream.wan.vae_weights import family_of
+from wanstream.wan.vae.memory import LiveTensors, decode_pixel_bytes, encode_pixel_bytes
+from wanstream.wan.vae.tiles import decoded_frames
+from wanstream.wan.vae.weights import family_of
 
 REAL_WIDTH = 96
 

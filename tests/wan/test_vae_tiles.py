@@ -10,10 +10,9 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wanstream.plan.vae_tiles import Tiling
-from wanstream.wan.mosaic import Mosaic, MosaicError
-from wanstream.wan.vae import open_vae
-from wanstream.wan.vae_tiles import crop, decode_tile, decoded_frames
+from wanstream.wan.vae.blend import Mosaic, MosaicError
+from wanstream.wan.vae.tiles import Tiling, crop, decode_tile, decoded_frames
+from wanstream.wan.vae.vae import open_vae
 
 TILING = Tiling(pixels=64, stride=48)
 

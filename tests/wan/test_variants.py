@@ -13,9 +13,9 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file, save_file
 
-from wanstream.wan.checkpoint import open_expert
-from wanstream.wan.detect import OTHER_MODELS, refuse_other_models
-from wanstream.wan.stored import CheckpointError
+from wanstream.wan.checkpoint.detect import OTHER_MODELS, refuse_other_models
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.checkpoint.open import open_expert
 
 Write = Callable[..., Path]
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wanstream.plan.vae_tiles import Tiling
-from wanstream.wan.mosaic import Mosaic
-from wanstream.wan.vae import VaeInputError, WanVae, open_vae
-from wanstream.wan.vae_tiles import crop
+from wanstream.wan.vae.blend import Mosaic
+from wanstream.wan.vae.tiles import Tiling, crop
+from wanstream.wan.vae.vae import VaeInputError, WanVae, open_vae
 
 TILING = Tiling.of(128, 16)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.workbench.graphs import by_name, links_of, numbered
+from wanstream.tools.graphs import by_name, links_of, numbered
 
 
 def node(title: str, **inputs: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 /**
- * Numbers of steps and runs, and the words for them. Pure; the words round as `plan/figure_words.py` does.
+ * Numbers of steps and runs, and the words for them. Pure; the words round as `schema/text_format.py` does.
  *
  * A record is what `StepRecord` is in JSON, a run what `store.mjs` keeps.
  */

@@ -1,0 +1,144 @@
+"""The embedded host as the host of a batch: each workflow runs in this process while it is asked for its outcome."""
+
+from __future__ import annotations
+
+import shutil
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from ....host.embedded import (
+    ComfyNode,
+    History,
+    NodeFailedError,
+    NodeProgress,
+    Prompt,
+    RunStoppedError,
+    embedded_door,
+    run_workflow,
+    validate_workflow,
+)
+from ..full_disk import FULL_DISK
+from ..output_store import LATENT
+from .base import Ended, Failed, MadeFile, Outcome, RefusedError, Unknown
+
+
+class DiskFullError(OSError):
+    """A node could not write its file; there is no sense in going on with other rows. `errno` is what it met."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """The environment of a workflow: node classes, folders of models, inputs and results, device (None: a GPU)."""
+
+    nodes: Sequence[type[ComfyNode]]
+    models: Path
+    input: Path
+    output: Path
+    device: torch.device | None = None
+    strict: bool = False
+    """Raise an error for suspicious inputs instead of a warning."""
+
+    def faults(self, prompt: Prompt) -> list[str]:
+        """What is wrong with a workflow, a line each."""
+        folders = {"models": self.models, "input_dir": self.input, "output": self.output}
+        return validate_workflow(prompt, self.nodes, **folders).lines()
+
+
+class EmbeddedHost:
+    """Implements `Host`. The experts stay open from row to row; they are closed at the end of the `with`."""
+
+    window = 1
+
+    def __init__(
+        self, around: Surroundings, workshop: Path, on_progress: Callable[[NodeProgress], None] | None = None
+    ) -> None:
+        """What the workflows save lies below `workshop` until it is fetched."""
+        self._around = around
+        self._workshop = workshop
+        self._on_progress = on_progress
+        self._posted: dict[str, Prompt] = {}
+        self._ended: dict[str, Ended] = {}
+
+    def __enter__(self) -> EmbeddedHost:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        embedded_door.free_experts()
+
+    def post(self, prompt_id: str, prompt: Prompt) -> None:
+        faults = self._around.faults(prompt)
+        if faults:
+            raise RefusedError("; ".join(faults))
+        self._posted[prompt_id] = prompt
+
+    def outcome(self, prompt_id: str) -> Outcome:
+        if prompt_id in self._ended:
+            return self._ended[prompt_id]
+        if prompt_id not in self._posted:
+            return Unknown()
+        try:
+            history = self._run(prompt_id, self._posted.pop(prompt_id))
+        except NodeFailedError as err:
+            if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL_DISK:
+                raise DiskFullError(err.__cause__.errno, str(err)) from err
+            if not isinstance(err.__cause__, ValueError | OSError):  # no refusal but a fault, ours or a library's
+                traceback.print_exception(err.__cause__)
+            return Failed(reason=str(err))
+        except RunStoppedError:
+            return Unknown()
+        self._ended[prompt_id] = Ended(files=_files(prompt_id, history))
+        return self._ended[prompt_id]
+
+    def fetch(self, file: MadeFile, part: Path) -> None:
+        (self._workshop / file.subfolder / file.filename).replace(part)
+
+    def withdraw(self, prompt_id: str) -> None:
+        self._posted.pop(prompt_id, None)
+
+    def interrupt(self, prompt_id: str) -> None:
+        """Nothing: what runs here has ended whenever the batch can ask."""
+
+    def forget(self, prompt_id: str) -> None:
+        self._ended.pop(prompt_id, None)
+        self._remove(self._workshop / prompt_id)
+
+    def halt(self) -> None:
+        embedded_door.stop()
+
+    def _run(self, prompt_id: str, prompt: Prompt) -> History:
+        return run_workflow(
+            prompt,
+            nodes=self._around.nodes,
+            models=self._around.models,
+            output=self._workshop / prompt_id,
+            input_dir=self._around.input,
+            on_progress=self._on_progress,
+            device=self._around.device,
+            strict=self._around.strict,
+        )
+
+    @staticmethod
+    def _remove(folder: Path) -> None:
+        """Remove the folder, but not before its row is done if a latent in it has no video yet."""
+        if folder.is_dir() and not any(folder.rglob(f"*{LATENT}")):
+            shutil.rmtree(folder)
+
+
+def _files(prompt_id: str, history: History) -> tuple[MadeFile, ...]:
+    return tuple(
+        MadeFile(node_id=node_id, filename=file["filename"], subfolder=str(Path(prompt_id, file["subfolder"])))
+        for node_id, shown in sorted(history.outputs.items())
+        for values in shown.values()
+        for file in values
+        if isinstance(file, dict) and file.get("type") == "output"
+    )

@@ -1,0 +1,404 @@
+"""Journal of a batch: the state of every row in an SQLite file with a lock and safe file names."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .full_disk import write_failure
+from .journal_entry import COLUMNS, Entry, KeptFile, State, entry_of
+from .rows import Row
+
+_DIGITS = 5
+
+
+def file_stems(rows: Sequence[Row], taken: Mapping[str, str]) -> list[str | None]:
+    """The stem of each row's files; no two rows, present or former, have the same.
+
+    `taken` are the stems in use, each with the hash of its row: a row keeps its stem. A row without a name is called by
+    its position, or by the next free number if that is taken. None: the row has a fault, or its name is taken.
+    """
+    owned = {digest: stem for stem, digest in taken.items()}
+    used = {stem.casefold() for stem in taken}
+    stems: dict[str, str | None] = {}
+    # Names first, so that no number takes one.
+    for row in sorted(rows, key=lambda row: row.name is None):
+        if row.hash in owned:
+            stems[row.hash] = owned[row.hash]
+        elif row.fault is not None:
+            stems[row.hash] = None
+        elif row.name is not None:
+            stems[row.hash] = None if row.name.casefold() in used else row.name
+        else:
+            stems[row.hash] = _number(row.position, used, len(rows))
+        used.add((stems[row.hash] or "").casefold())
+    return [stems[row.hash] for row in rows]
+
+
+def _number(position: int, used: set[str], rows: int) -> str:
+    """The position; where it is taken, the first free number above all rows."""
+    number = position
+    while f"{number:0{_DIGITS}}" in used:
+        number = max(number, rows) + 1
+    return f"{number:0{_DIGITS}}"
+
+
+class LockedError(OSError):
+    """Another process holds the lock, or its file cannot be made; `errno` is set where the system has one."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
+
+
+class Lock:
+    """Held inside its `with`; the file stays.
+
+    SQLite's exclusive transactions are the locks of files that the standard library has for all systems: the kernel
+    gives them back however the process ends. The file holds nothing else, so that the journal can be read meanwhile.
+    """
+
+    def __init__(self, path: Path, *, of: str) -> None:
+        self._path, self._of = path, of
+        self._connection: sqlite3.Connection | None = None
+
+    def __enter__(self) -> Lock:
+        """Raises LockedError at once if another process is inside, or if the file cannot be made."""
+        assert self._connection is None, "the lock is held already"
+        connection: sqlite3.Connection | None = None
+        try:
+            connection = sqlite3.connect(self._path, isolation_level=None, timeout=0)
+            connection.execute("BEGIN EXCLUSIVE")
+        except sqlite3.Error as err:
+            if connection is not None:
+                connection.close()
+            if "locked" in str(err):
+                raise LockedError(
+                    f"another `wanstream batch` is at work on {self._of}: wait for it, or stop it"
+                ) from err
+            cause = write_failure(self._path)
+            if cause is not None:
+                raise LockedError(cause.errno, f"{self._path} cannot be locked: {cause.strerror}") from err
+            raise LockedError(f"{self._path} cannot be locked: {err}") from err
+        self._connection = connection
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._connection is not None, "the lock is not held"
+        self._connection.close()
+        self._connection = None
+
+
+_APPLICATION = 0x57535442  # "WSTB": tells a journal from other SQLite files
+_VERSION = 2
+_ATTEMPTS = "CREATE TABLE attempts (prompt_id TEXT NOT NULL, hash TEXT NOT NULL)"
+_FIRST_TABLES = (
+    "CREATE TABLE batch (workflow TEXT NOT NULL)",
+    "CREATE TABLE rows (hash TEXT PRIMARY KEY, line INTEGER, stem TEXT UNIQUE COLLATE NOCASE, state TEXT NOT NULL, "
+    "prompt_id TEXT, attempts INTEGER NOT NULL DEFAULT 0, error TEXT, saves TEXT, files TEXT NOT NULL DEFAULT '[]')",
+)
+_TABLES_OF = {1: _FIRST_TABLES, _VERSION: (*_FIRST_TABLES, _ATTEMPTS)}
+"""The tables of each version of the file. `attempts` has all prompt ids that a row was ever posted under."""
+
+
+_BACK_UP_SECONDS = 60.0
+"""Passes that end within this time after a copy was written are only in the next one."""
+
+_LOCKED_SECONDS = 60.0
+"""A program that reads or copies the journal may hold it for so long."""
+
+_MADE_BY_SQLITE = ("index", None)
+"""The type and the SQL of an index that comes with a PRIMARY KEY or UNIQUE column."""
+
+
+class JournalError(OSError):
+    """The journal cannot be read or written, or it is that of another batch; `errno` as the system has it."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
+
+
+class DamagedJournalError(JournalError):
+    """The file is not the journal that was written: it was cut, overwritten or changed."""
+
+
+class OtherWorkflowError(JournalError):
+    """The file is a whole journal, of a batch of another workflow."""
+
+
+def copy_of(path: Path) -> Path:
+    """The path of the copy that `Journal.back_up` writes."""
+    return path.with_name(f"{path.name}.before")
+
+
+class Journal:
+    """One batch's journal, open. Only the holder of its lock may use it."""
+
+    def __init__(self, path: Path, *, workflow: str) -> None:
+        """Open or make the journal of a batch of the workflow with this digest. Raises JournalError."""
+        self._path = path
+        self._backed_up = time.monotonic()
+        try:
+            self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOCKED_SECONDS)
+        except sqlite3.Error as err:
+            raise self._error(err) from err
+        try:
+            # Before anything is read: a file of somebody else may hold triggers, views and functions.
+            with self._transaction(begin=False) as execute:
+                execute("PRAGMA trusted_schema = OFF")
+            self._own(workflow)
+            self.entries()
+        except JournalError:
+            self._connection.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the file back."""
+        self._connection.close()
+
+    def entries(self) -> dict[str, Entry]:
+        """All rows by their hash, in the order of their lines."""
+        with self._transaction() as execute:
+            return self._entries(execute)
+
+    def stem(self, digest: str) -> str:
+        """What the files of a row that may run are called."""
+        with self._transaction() as execute:
+            (stem,) = execute("SELECT stem FROM rows WHERE hash = ?", (digest,)).fetchone()
+        assert stem is not None, f"row {digest} has failed before it could run"
+        return str(stem)
+
+    def enter(self, rows: Sequence[Row], *, gone: Callable[[Entry], bool]) -> list[Row]:
+        """Make the journal know exactly these rows, and those former ones whose files are still here, or `placing`.
+
+        A row that failed before waits again, a row with a fault has failed. Returns the rows that were done and whose
+        files are `gone`: they wait again.
+        """
+        with self._transaction() as execute:
+            known = self._entries(execute)
+            wanted = {row.hash for row in rows}
+            left = [entry for entry in known.values() if entry.hash not in wanted]
+            kept = {entry.hash for entry in left if entry.state is State.placing}
+            kept |= {entry.hash for entry in left if entry.state is State.done and not gone(entry)}
+            dropped = {entry.hash for entry in left} - kept
+            execute("UPDATE rows SET line = NULL")
+            for digest in dropped:
+                execute("DELETE FROM rows WHERE hash = ?", (digest,))
+            taken = {self._path.stem: "", self._path.name: ""}  # what lies beside the journal is called like that
+            taken |= {entry.stem: entry.hash for entry in known.values() if entry.stem and entry.hash not in dropped}
+            for row, stem in zip(rows, file_stems(rows, taken), strict=True):
+                fault = row.fault or (
+                    f"name '{row.name}' is that of files made of a former row, or of the journal" if not stem else None
+                )
+                state = State.failed if fault else State.waiting
+                execute(
+                    "INSERT INTO rows (hash, stem, state) VALUES (?, ?, ?) ON CONFLICT (hash) DO NOTHING",
+                    (row.hash, stem, state.value),
+                )
+                execute("UPDATE rows SET line = ?, stem = ? WHERE hash = ?", (row.line, stem, row.hash))
+                execute(
+                    "UPDATE rows SET state = ?, error = ? WHERE hash = ? AND state IN ('waiting', 'failed')",
+                    (state.value, fault, row.hash),
+                )
+            missing = [row for row in rows if row.hash in known and known[row.hash].state is State.done]
+            missing = [row for row in missing if gone(known[row.hash])]
+            for row in missing:
+                execute("UPDATE rows SET state = 'waiting', files = '[]' WHERE hash = ?", (row.hash,))
+            return missing
+
+    def post(self, saves: Mapping[str, frozenset[str] | None], prompt_id: str) -> None:
+        """The rows of `saves` are about to be sent under this id; `saves` says which nodes' files are whose."""
+        with self._transaction() as execute:
+            for digest, nodes in saves.items():
+                text = None if nodes is None else json.dumps(sorted(nodes))
+                given = {"prompt_id": prompt_id, "saves": text}
+                self._move(execute, digest, (State.waiting,), State.posted, "attempts = attempts + 1, ", **given)
+                execute("INSERT INTO attempts VALUES (?, ?)", (prompt_id, digest))
+
+    def lines_left(self, prompt_id: str) -> list[int] | None:
+        """The lines of the rows that were posted under this id and are not done; None for an id that is not known."""
+        with self._transaction() as execute:
+            query = "SELECT line, state FROM attempts JOIN rows USING (hash) WHERE attempts.prompt_id = ? ORDER BY line"
+            found = execute(query, (prompt_id,)).fetchall()
+            if not found:
+                return None
+            return [line for line, state in found if state != State.done and line is not None]
+
+    def adopt(self, digest: str, stem: str, files: Sequence[KeptFile]) -> None:
+        """Make finished files, which have this stem, those of a row that is not done; a row that had the stem has none.
+
+        The row is then as `place` leaves it.
+        """
+        text = json.dumps([asdict(file) for file in files])
+        before = (State.waiting, State.posted, State.failed)
+        with self._transaction() as execute:
+            execute("UPDATE rows SET stem = NULL WHERE stem = ? COLLATE NOCASE AND hash != ?", (stem, digest))
+            self._move(execute, digest, before, State.placing, stem=stem, files=text, error=None)
+
+    @property
+    def copy_is_old(self) -> bool:
+        """True if the last attempt to write a copy was more than a minute ago."""
+        return time.monotonic() - self._backed_up > _BACK_UP_SECONDS
+
+    def back_up(self) -> None:
+        """Write a copy of the journal next to it, in one step.
+
+        Raises JournalError; DamagedJournalError if the copy cannot be read, and the one before it stays.
+        """
+        self._backed_up = time.monotonic()
+        unfinished = self._path.with_name(f"{self._path.name}.copy")
+        try:
+            unfinished.unlink(missing_ok=True)
+            with closing(sqlite3.connect(unfinished)) as copy:
+                self._connection.backup(copy)
+                # The pages are copied unread: those of a damaged journal would replace its last good copy.
+                (found,) = copy.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise DamagedJournalError(
+                    f"the journal {self._path} is damaged: {found}; {copy_of(self._path).name} stays as it was, and "
+                    "the same command goes on from there"
+                )
+            unfinished.replace(copy_of(self._path))
+        except (sqlite3.Error, OSError) as err:
+            unfinished.unlink(missing_ok=True)
+            if isinstance(err, JournalError):
+                raise
+            raise (self._error(err) if isinstance(err, sqlite3.Error) else JournalError(err.errno, str(err))) from err
+
+    def wait(self, hashes: Iterable[str]) -> None:
+        """What was sent of these rows is nowhere."""
+        with self._transaction() as execute:
+            for digest in hashes:
+                self._move(execute, digest, (State.posted, State.placing), State.waiting, files="[]")
+
+    def fail(self, digest: str, error: str) -> None:
+        """The row has come to nothing, for this reason."""
+        with self._transaction() as execute:
+            self._move(execute, digest, (State.waiting, State.posted), State.failed, error=error)
+
+    def place(self, digest: str, files: Sequence[KeptFile]) -> None:
+        """The row's files are here, checked, and on the disk; they are about to get their names."""
+        assert files, "a row is placed by its files"
+        text = json.dumps([asdict(file) for file in files])
+        with self._transaction() as execute:
+            self._move(execute, digest, (State.posted,), State.placing, files=text)
+
+    def finish(self, digest: str) -> None:
+        """All files of the row have their names."""
+        with self._transaction() as execute:
+            self._move(execute, digest, (State.placing,), State.done, error=None)
+
+    def _own(self, workflow: str) -> None:
+        """Make the tables, or see that they are those of this workflow."""
+        with self._transaction() as execute:
+            (application,) = execute("PRAGMA application_id").fetchone()
+            (version,) = execute("PRAGMA user_version").fetchone()
+            tables = [row[:2] for row in execute("SELECT sql, type FROM sqlite_master")]
+            if not tables:
+                for statement in (*_TABLES_OF[_VERSION], f"PRAGMA application_id = {_APPLICATION}"):
+                    execute(statement)
+                execute(f"PRAGMA user_version = {_VERSION}")
+                execute("INSERT INTO batch VALUES (?)", (workflow,))
+                return
+            if application != _APPLICATION:
+                raise JournalError(f"{self._path} is a database, but no journal of a batch: give another --journal")
+            if version not in _TABLES_OF:
+                raise JournalError(
+                    f"{self._path} was written by another version ({version}, this one writes {_VERSION})"
+                )
+            self._check_tables(tables, _TABLES_OF[version])
+            (found,) = execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise DamagedJournalError(f"the journal {self._path} is damaged: {found}")
+            (before,) = execute("SELECT workflow FROM batch").fetchone() or (None,)
+            if not isinstance(before, str):
+                raise DamagedJournalError(f"the journal {self._path} is damaged: the digest of its workflow is gone")
+            if before != workflow:
+                raise OtherWorkflowError(
+                    f"{self._path} is the journal of another workflow: a batch has one workflow from its beginning to "
+                    "its end; give another --out (or --journal), or the workflow that it began with"
+                )
+            if version != _VERSION:
+                execute(_ATTEMPTS)
+                execute("INSERT INTO attempts SELECT prompt_id, hash FROM rows WHERE prompt_id IS NOT NULL")
+                execute(f"PRAGMA user_version = {_VERSION}")
+
+    def _check_tables(self, tables: Sequence[Sequence[object]], wanted: Collection[object]) -> None:
+        """Raise JournalError for triggers, views and whatever else this file has never made."""
+        strange = [sql for sql, kind in tables if (kind, sql) != _MADE_BY_SQLITE and sql not in wanted]
+        if strange or not {*wanted} <= {sql for sql, _ in tables}:
+            found = repr(strange or "a table is gone")
+            raise JournalError(
+                f"{self._path} was changed by another program ({found:.80}): move it away, and the same command goes "
+                "on with the videos that are in the folder"
+            )
+
+    def _entries(self, execute: Callable[..., sqlite3.Cursor]) -> dict[str, Entry]:
+        try:
+            return {row[0]: entry_of(row) for row in execute(f"SELECT {COLUMNS} FROM rows ORDER BY line")}
+        except ValueError as err:
+            raise DamagedJournalError(f"the journal {self._path} is damaged: {err}") from err
+
+    def _error(self, err: sqlite3.Error) -> JournalError:
+        """The error of a call, with the system's own where SQLite keeps it to itself."""
+        # Of a file that is not a database, and of a malformed one; all others are of a class below this one.
+        if type(err) is sqlite3.DatabaseError or "decode to UTF-8" in str(err):
+            return DamagedJournalError(f"the journal {self._path} is damaged: {err}")
+        cause = write_failure(self._path)
+        if cause is None and "disk is full" in str(err):
+            cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if cause is not None:
+            return JournalError(cause.errno, f"the journal {self._path} cannot be written: {cause.strerror}")
+        return JournalError(f"the journal {self._path}: {err}")
+
+    @staticmethod
+    def _move(
+        execute: Callable[..., sqlite3.Cursor],
+        digest: str,
+        before: tuple[State, ...],
+        after: State,
+        change: str = "",
+        **columns: Any,
+    ) -> None:
+        named = "".join(f"{column} = :{column}, " for column in columns)
+        allowed = ", ".join(f"'{state.value}'" for state in before)
+        done = execute(
+            f"UPDATE rows SET {change}{named}state = :after WHERE hash = :hash AND state IN ({allowed})",
+            {**columns, "after": after.value, "hash": digest},
+        )
+        assert done.rowcount == 1, f"row {digest} is not {allowed}: it cannot become {after.value}"
+
+    @contextmanager
+    def _transaction(self, *, begin: bool = True) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        """All of what is executed inside, or nothing. Without `begin` each statement is one of its own."""
+        try:
+            if not begin:
+                yield self._connection.execute
+                return
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection.execute
+                self._connection.execute("COMMIT")
+            except BaseException:
+                self._connection.rollback()
+                raise
+        except sqlite3.Error as err:
+            raise self._error(err) from err

@@ -1,0 +1,327 @@
+"""`--share-weights N`: rows that run as lanes of one pass, and the workflow that runs them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...host.embedded import Link, Prompt, as_link
+from .jobs import Job, Planner, Sockets, with_values
+from .rows import Row
+from .sharing import OWN_INPUTS, SAMPLER, difference, lane_refusal, lane_traits, node_traits, sampler_ids, upstream
+
+LANE, LANE_SAMPLER, LANE_LATENT = "WanStreamLane", "WanStreamLaneSampler", "WanStreamLaneLatent"
+MOST_LANES = 1000
+"""What the node that takes lanes apart counts to."""
+LATENT_OUTPUT = 0
+"""Of the sampler; its other outputs are the lane sampler's own."""
+
+
+class LanesError(ValueError):
+    """A number of lanes that cannot be, or rows that cannot share a pass; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanePass:
+    """One workflow that runs one row, or several as lanes of one pass over the weights."""
+
+    rows: tuple[Hashable, ...]
+    """The names of the rows, in the order of their lanes. Words call a row by its name."""
+    prompt: Prompt
+    node_ids: tuple[Mapping[str, str], ...]
+    """For each row: what stands for each node of its own workflow, own id -> id in `prompt`."""
+    reason: str = ""
+    """Why a row runs alone where lanes were asked for."""
+
+    @property
+    def own_ids(self) -> tuple[frozenset[str], ...]:
+        """For each row: the nodes of `prompt` that are there for it, none of them twice."""
+        seen: set[str] = set()
+        own = []
+        for ids in self.node_ids:
+            own.append(frozenset(ids.values()) - seen)
+            seen |= own[-1]
+        return tuple(own)
+
+
+def lane_passes(prompts: Mapping[Any, Prompt], lanes: int) -> tuple[LanePass, ...]:
+    """Passes of at most `lanes` rows that run every row of `prompts` (row name -> its workflow) once.
+
+    Rows share a pass where only what belongs to one video differs: texts, images, seeds, files to save. Whoever finds
+    no such row runs alone, with the reason. Passes come in the order of their first rows.
+
+    Raises LanesError for less than one lane or more than 1000.
+    """
+    check_lanes(lanes)
+    groups: dict[str, list[Hashable]] = {}
+    reasons: dict[Hashable, str] = {}
+    for row, prompt in prompts.items():
+        refusal = lane_refusal(prompt)
+        if lanes == 1 or refusal:
+            reasons[row] = refusal if lanes > 1 else ""
+        else:
+            groups.setdefault(json.dumps(lane_traits(prompt), sort_keys=True), []).append(row)
+    shares = [rows[at : at + lanes] for rows in groups.values() for at in range(0, len(rows), lanes)]
+    for (row,) in (share for share in shares if len(share) == 1):
+        reasons[row] = _lonely(row, prompts, groups.values())
+    alone = [lane_pass({row: prompts[row]}, reason=reason) for row, reason in reasons.items()]
+    shared = [lane_pass({row: prompts[row] for row in share}) for share in shares if len(share) > 1]
+    order = {row: at for at, row in enumerate(prompts)}
+    return tuple(sorted([*alone, *shared], key=lambda made: order[made.rows[0]]))
+
+
+def check_lanes(lanes: int) -> None:
+    """Raise LanesError for less than one lane, or more than there can be."""
+    if not 1 <= lanes <= MOST_LANES:
+        raise LanesError(
+            f"--share-weights {lanes}: give 1 to {MOST_LANES}, how many rows may share one stream of weights"
+        )
+
+
+def lane_pass(prompts: Mapping[Any, Prompt], *, reason: str = "") -> LanePass:
+    """The pass of these rows (row name -> its workflow); one row runs by its own workflow, as it is.
+
+    Raises LanesError for rows that do not fit together.
+    """
+    rows = tuple(prompts)
+    if len(rows) == 1:
+        (prompt,) = prompts.values()
+        return LanePass(rows=rows, prompt=prompt, node_ids=({own: own for own in prompt},), reason=reason)
+    traits = {row: lane_traits(prompt) for row, prompt in prompts.items()}
+    for row in rows:
+        unlike = lane_refusal(prompts[row]) or difference(traits[row], traits[rows[0]], rows[0])
+        if unlike:
+            raise LanesError(f"{row} cannot share a pass: {unlike}")
+    composer = _Composer([*prompts.values()])
+    return LanePass(rows=rows, prompt=composer.prompt(), node_ids=composer.node_ids())
+
+
+def lane_of(prompt: Prompt, node_id: str) -> Prompt:
+    """Return the workflow of the row that the node belongs to, out of the prompt of a pass; a single row's as it is.
+
+    Titles of nodes stay those of the pass. Raises LanesError for a prompt that `lane_pass` has not composed, and for a
+    node that several rows share.
+    """
+    if not any(node.get("class_type") == LANE_SAMPLER for node in prompt.values()):
+        return prompt
+    try:
+        return _Lane(prompt, node_id).workflow()
+    except (LookupError, AttributeError, TypeError) as err:
+        raise LanesError(f"this prompt is not that of a pass: {err!r}") from err
+
+
+def _lonely(row: Hashable, prompts: Mapping[Any, Prompt], groups: Collection[Sequence[Hashable]]) -> str:
+    """Why `row`, which could share a pass, found no other row; `groups` are the rows that fit together."""
+    others = [rows[0] for rows in groups if row not in rows]
+    if [row] in groups and others:
+        return difference(lane_traits(prompts[row]), lane_traits(prompts[others[0]]), others[0])
+    return "no other row is left to share a pass with"
+
+
+class _Composer:
+    """Several workflows that are alike, as one: what rows have in common is there once."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+        self._samplers = sampler_ids(prompts[0])
+        self._owners = _owners(prompts, self._samplers)
+        self._shared = {own for own in prompts[0] if all(owners.get(own) == 0 for owners in self._owners)}
+        self._stem = "lane"
+        while any(node_id.startswith(self._stem) for prompt in prompts for node_id in prompt):
+            self._stem += "_"
+
+    def prompt(self) -> Prompt:
+        composed: dict[str, Mapping[str, Any]] = {}
+        for own in self._prompts[0]:
+            if own in self._samplers:
+                composed[own] = self._lane_sampler(own)
+            elif own in self._shared:
+                composed[own] = self._prompts[0][own]
+        for row, prompt in enumerate(self._prompts):
+            for own, node in prompt.items():
+                if own in self._samplers:
+                    composed[self._lane(row, own)] = self._lane_node(row, own)
+                    composed[self._place(row, own)] = self._lane_latent(row, own)
+                elif own not in self._shared and self._owners[row][own] == row:
+                    composed[self._place(row, own)] = _as(node, self._titled(row, node), self._linked(row, node))
+        return composed
+
+    def node_ids(self) -> tuple[Mapping[str, str], ...]:
+        return tuple(
+            {own: own if own in self._samplers else self._place(row, own) for own in prompt}
+            for row, prompt in enumerate(self._prompts)
+        )
+
+    def _lane_sampler(self, sampler: str) -> dict[str, Any]:
+        node = self._prompts[0][sampler]
+        settings = {name: value for name, value in node["inputs"].items() if name not in OWN_INPUTS}
+        last = self._lane(len(self._prompts) - 1, sampler)
+        return _as({**node, "class_type": LANE_SAMPLER}, _title(node), {**settings, "lanes": [last, 0]})
+
+    def _lane_node(self, row: int, sampler: str) -> dict[str, Any]:
+        node = self._prompts[row][sampler]
+        inputs = {name: value for name, value in self._linked(row, node).items() if name in OWN_INPUTS}
+        if row > 0:
+            inputs["lanes"] = [self._lane(row - 1, sampler), 0]
+        return _as({"class_type": LANE}, self._titled(row, node), inputs)
+
+    def _lane_latent(self, row: int, sampler: str) -> dict[str, Any]:
+        inputs = {"latents": [sampler, 0], "index": row}
+        return _as({"class_type": LANE_LATENT}, self._titled(row, self._prompts[row][sampler]), inputs)
+
+    def _linked(self, row: int, node: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of a row's own node, with links to what stands for the nodes that it reads."""
+        inputs = dict(node.get("inputs", {}))
+        for name, value in inputs.items():
+            link = as_link(value)
+            if link is None or link.node_id not in self._prompts[row]:
+                continue
+            if link.node_id in self._samplers and link.output != LATENT_OUTPUT:
+                continue
+            inputs[name] = [self._place(row, link.node_id), link.output]
+        return inputs
+
+    def _place(self, row: int, own: str) -> str:
+        """The id of what gives a row the results of its node `own`."""
+        return own if own in self._shared else f"{self._stem}{self._owners[row][own] + 1}_{own}"
+
+    def _lane(self, row: int, sampler: str) -> str:
+        return f"{self._stem}_inputs{row + 1}_{sampler}"  # no row's own node has such an id: a number follows there
+
+    def _titled(self, row: int, node: Mapping[str, Any]) -> str:
+        return f"{_title(node)} (lane {row + 1})"
+
+
+class _Lane:
+    """One row of a composed prompt: the inverse of `_Composer`."""
+
+    def __init__(self, prompt: Prompt, node_id: str) -> None:
+        self._prompt = prompt
+        self._chains = {own: self._chain(own) for own, node in prompt.items() if node["class_type"] == LANE_SAMPLER}
+        sampler, chain = next(iter(self._chains.items()))
+        stem = chain[0].removesuffix(f"_inputs1_{sampler}")
+        self._of_a_row = re.compile(rf"{re.escape(stem)}(\d+)_(.*)", re.DOTALL)
+        row = self._of_a_row.fullmatch(node_id)
+        if row is None or not 1 <= int(row[1]) <= len(chain):
+            raise LanesError(f"node {node_id} does not belong to one row")
+        self._row = int(row[1]) - 1
+
+    def workflow(self) -> Prompt:
+        found: dict[str, Mapping[str, Any]] = {}
+        pending = [each for each in self._prompt if (match := self._of_a_row.fullmatch(each)) and self._is_row(match)]
+        while pending:
+            node_id = pending.pop()
+            own = self._own(node_id)
+            if own in found:
+                continue
+            node = self._sampler(own) if own in self._chains else self._prompt[node_id]
+            links = {name: link for name, value in node.get("inputs", {}).items() if (link := as_link(value))}
+            links = {name: link for name, link in links.items() if link.node_id in self._prompt}
+            pending += [link.node_id for link in links.values()]
+            own_links = {name: [self._own(link.node_id), link.output] for name, link in links.items()}
+            found[own] = {**node, "inputs": {**node.get("inputs", {}), **own_links}}
+        return found
+
+    def _sampler(self, own: str) -> dict[str, Any]:
+        """Return the sampler of this row, as it was before its inputs were parted."""
+        node, lane = self._prompt[own], self._prompt[self._chains[own][self._row]]
+        inputs = {name: value for name, value in {**node["inputs"], **lane["inputs"]}.items() if name != "lanes"}
+        return {**node, "class_type": SAMPLER, "inputs": inputs}
+
+    def _own(self, node_id: str) -> str:
+        """Return the id that the row's own workflow has for what a node of the pass gives."""
+        if node_id in self._chains:
+            return node_id
+        match = self._of_a_row.fullmatch(node_id)
+        return match[2] if match else node_id
+
+    def _is_row(self, match: re.Match[str]) -> bool:
+        return int(match[1]) == self._row + 1
+
+    def _chain(self, sampler: str) -> list[str]:
+        """Return the lanes of a lane sampler, the first one first: each is linked to the one before it."""
+        chain: list[str] = []
+        link = as_link(self._prompt[sampler]["inputs"]["lanes"])
+        while link is not None and link.node_id not in chain:
+            chain.insert(0, link.node_id)
+            link = as_link(self._prompt[link.node_id]["inputs"].get("lanes"))
+        return chain
+
+
+def _owners(prompts: Sequence[Prompt], samplers: Collection[str]) -> list[dict[str, int]]:
+    """For each row and node: the first row that has the same node with the same sources, so that it need not run twice.
+
+    What comes from a sampler is every row's own, and so is what nobody reads: it is there for its effect.
+    """
+    first: dict[str, int] = {}
+    owners: list[dict[str, int]] = []
+    for row, prompt in enumerate(prompts):
+        read = {link.node_id for node in prompt.values() for link in _links(node)}
+        owners.append({})
+        for own in prompt:
+            behind = sorted(upstream(prompt, [own]))
+            if own not in read or not {*behind}.isdisjoint(samplers):
+                owners[row][own] = row
+                continue
+            work = {each: node_traits(prompt, each) for each in behind}
+            owners[row][own] = first.setdefault(json.dumps([own, work], sort_keys=True), row)
+    return owners
+
+
+def _links(node: Mapping[str, Any]) -> Iterator[Link]:
+    return (link for value in node.get("inputs", {}).values() if (link := as_link(value)))
+
+
+def _title(node: Mapping[str, Any]) -> str:
+    meta = node.get("_meta")
+    return str((meta.get("title") if isinstance(meta, Mapping) else None) or node.get("class_type", ""))
+
+
+def _as(node: Mapping[str, Any], title: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**node, "_meta": {"title": title}, "inputs": dict(inputs)}
+
+
+MOST_NAMED = 8
+"""Rows that are named where they have something in common; of more only the number is told."""
+
+
+def lane_planner(workflow: Prompt, sockets: Sockets, lanes: int, tell: Callable[[str], None]) -> Planner:
+    """Makes jobs of up to `lanes` rows, and tells once which rows run alone and why. Raises LanesError for no lanes."""
+    check_lanes(lanes)
+
+    def plan(rows: Sequence[Row]) -> list[Job]:
+        named = {f"line {row.line}": row for row in rows}
+        passes = lane_passes({name: with_values(workflow, row, sockets) for name, row in named.items()}, lanes)
+        if len(rows) > 1:  # what is tried alone after it failed with others has been told of already
+            for words in alone_words(passes):
+                tell(words)
+        return [_job(made, [named[str(name)] for name in made.rows]) for made in passes]
+
+    return plan
+
+
+def alone_words(passes: Sequence[LanePass]) -> list[str]:
+    """Which rows run alone for which reason, a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for made in passes:
+        if made.reason:
+            by_reason.setdefault(made.reason, []).append(str(made.rows[0]))
+    return [f"{_listed(names)} alone: {reason}" for reason, names in by_reason.items()]
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} runs"
+    if len(names) > MOST_NAMED:
+        return f"{names[0]} and {len(names) - 1} more run"
+    return f"{', '.join(names[:-1])} and {names[-1]} run"
+
+
+def _job(made: LanePass, rows: Sequence[Row]) -> Job:
+    if len(rows) == 1:
+        return Job(prompt=made.prompt, rows=tuple(rows), saves={rows[0].hash: None})
+    saves = {row.hash: own for row, own in zip(rows, made.own_ids, strict=True)}
+    return Job(prompt=made.prompt, rows=tuple(rows), saves=saves)

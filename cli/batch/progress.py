@@ -1,0 +1,176 @@
+"""Progress of a batch on stderr: one bar over all rows with an estimate of the time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from ...host.embedded import NodeProgress
+from .journal_entry import KeptFile
+from .rows import Row
+
+_MOST = 0.99
+"""No job is at its end before it has ended."""
+
+
+class Pace:
+    """The share of one job after another that is over. Times are those of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._job: str | None = None
+        self._before: dict[str, float] = {}
+        """Seconds of each node of the job before; under "", what no node reports."""
+        self._spent: dict[str, float] = {}
+        self._node, self._since = "", 0.0
+        self._done, self._total, self._most_steps = 0, 1, 1
+        self._reached = 0.0
+
+    def begin(self, job: str, now: float) -> None:
+        """This job runs now; nothing happens if it does already."""
+        if job == self._job:
+            return
+        self._job, self._spent, self._reached = job, {}, 0.0
+        self._node, self._since = "", now
+        self._done, self._total, self._most_steps = 0, 1, 1
+
+    def report(self, node: str, done: int, total: int, now: float) -> None:
+        """A node of the job is so far."""
+        self._leave_node(node, now)
+        self._done, self._total = done, total
+
+    def end(self, now: float) -> None:
+        """The job has ended, and is what the next one is measured by."""
+        if self._job is None:
+            return
+        self._leave_node(None, now)
+        self._before, self._job = self._spent, None
+
+    def share(self, now: float) -> float:
+        """How much of the job is over, 0 to 1; never less than before. 0 while none runs."""
+        if self._job is None:
+            return 0.0
+        self._reached = max(self._reached, min(self._by_time(now) if self._before else self._by_steps(), _MOST))
+        return self._reached
+
+    def _by_time(self, now: float) -> float:
+        whole = sum(self._before.values())
+        over = sum(self._before.get(node, 0.0) for node in self._spent if node != self._node)
+        of_node = self._before.get(self._node, 0.0)
+        part = of_node * self._done / self._total if self._total > 1 else min(now - self._since, of_node)
+        return (over + part) / whole if whole else 0.0
+
+    def _by_steps(self) -> float:
+        if self._total < max(self._most_steps, 2):
+            return self._reached
+        self._most_steps = self._total
+        return self._done / self._total
+
+    def _leave_node(self, node: str | None, now: float) -> None:
+        if node != self._node:
+            self._spent[self._node] = self._spent.get(self._node, 0.0) + now - self._since
+            self._node, self._since = node or "", now
+
+
+_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}<{remaining}{postfix}]"
+_SILENT = "{desc}: {percentage:3.0f}%|{bar}| {rows} [{elapsed}, no answer for {silence:.0f} s]"
+"""While nothing answers there is no time left to estimate."""
+
+
+class _Line(tqdm):  # type: ignore[misc]
+    """A bar that may stand between two rows; what it counts in words are whole ones."""
+
+    # No thread of tqdm's: `tick` redraws the bar, and where memory is short the start of a thread may never return.
+    monitor_interval = 0
+    whole: int | None = None
+    silence = 0.0
+    """Seconds since the last answer of the host; 0 while it answers."""
+    silent_before = 0.0
+    """Seconds of earlier silences. The time left is estimated from the others."""
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        known: dict[str, Any] = super().format_dict
+        worked = known["elapsed"] - self.silent_before - self.silence
+        rate = (self.n - self.initial) / worked if worked > 0 else None
+        rows = f"{self.initial if self.whole is None else self.whole}/{self.total}"
+        return {**known, "rate": rate, "rows": rows, "silence": self.silence}
+
+
+class BatchBar:
+    """Implements `Teller`. The time left is that of the rows that this process has seen end, on average.
+
+    Rows that run count as far as they are: by their steps where they run in this process, by the time that those before
+    them took otherwise.
+    """
+
+    def __init__(self, *, rows: int, ended: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._pace = clock, Pace()
+        self._together = 0
+        self._silent_since: float | None = None
+        self._bar = _Line(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)
+        self._whole = ended
+
+    def __enter__(self) -> BatchBar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._together = 0
+        self._bar.set_postfix_str("", refresh=False)
+        self.tick()
+        self._bar.close()
+
+    @property
+    def passed(self) -> float:
+        """How many rows are over, with the parts of those that run."""
+        return float(self._whole + self._together * self._pace.share(self._clock()))
+
+    def runs(self, job: str, rows: int) -> None:
+        self._pace.begin(job, self._clock())
+        self._together = rows
+
+    def done(self, row: Row, files: Sequence[KeptFile]) -> None:
+        self._ended()
+
+    def failed(self, row: Row, reason: str) -> None:
+        self.note(f"line {row.line}: {reason}")
+        self._ended()
+
+    def note(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+
+    def silent(self, silent: bool) -> None:
+        if silent and self._silent_since is None:
+            self._silent_since = self._clock()
+            self._bar.bar_format = _SILENT
+        elif not silent and self._silent_since is not None:
+            self._bar.silent_before += self._clock() - self._silent_since
+            self._silent_since, self._bar.silence, self._bar.bar_format = None, 0.0, _FORMAT
+        self.tick()
+
+    def show(self, progress: NodeProgress) -> None:
+        """How far the node is that runs in this process."""
+        self._pace.report(progress.node_id, progress.done, progress.total, self._clock())
+        part = f" {progress.done}/{progress.total}" if progress.total > 1 else ""
+        self._bar.set_postfix_str(f"{progress.node_id}{part}", refresh=False)
+        self.tick()
+
+    def tick(self) -> None:
+        """Bring the time up to date."""
+        self._bar.n, self._bar.whole = self.passed, self._whole
+        if self._silent_since is not None:
+            self._bar.silence = self._clock() - self._silent_since
+        self._bar.refresh()
+
+    def _ended(self) -> None:
+        self._whole += 1
+        self._together = max(0, self._together - 1)
+        if not self._together:
+            self._pace.end(self._clock())
+        self.tick()

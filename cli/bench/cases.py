@@ -1,0 +1,123 @@
+"""Which runs a benchmark over workers makes: numbers of workers x layouts x policies x steps. Decides, runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...bench import Setting, policy_name
+from ...schema import Mesh, MeshError, OffloadPolicy, check_mesh, plan_residency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What of the experts decides which layouts suit them."""
+
+    heads: int
+    blocks: int
+    tokens: int
+    guided: bool
+    videos: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCase:
+    """One thing that is measured."""
+
+    mesh: Mesh
+    policy: OffloadPolicy
+    steps: int
+
+    @property
+    def workers(self) -> int:
+        return self.mesh.size
+
+    @property
+    def mode(self) -> str:
+        """The policy in words."""
+        return policy_name(self.policy)
+
+    @property
+    def name(self) -> str:
+        count = f"{self.workers} worker{'s' * (self.workers != 1)}"
+        layout = f" ({self.mesh})" if self.workers > 1 else ""
+        return f"{self.steps} steps, {count}{layout}, {self.mode}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cases:
+    """What is measured, those with the same number of workers together; and what cannot be, with the reason."""
+
+    cases: tuple[BenchCase, ...]
+    refused: tuple[tuple[str, str], ...]
+
+
+def bench_cases(
+    counts: Sequence[int],
+    layouts: Sequence[Mesh],
+    settings: Sequence[Setting],
+    pair: Pair,
+) -> Cases:
+    """Every setting on every layout that has one of these numbers of workers.
+
+    `layouts` empty: for one video those that share its lanes and tokens, for several also those that spread them. One
+    worker has its own.
+    """
+    cases, refused = list[BenchCase](), dict[str, str]()
+    for count in counts:
+        chosen = [mesh for mesh in layouts if mesh.size == count]
+        for mesh in chosen if layouts and count > 1 else _usual(count, pair):
+            for setting in settings:
+                assert isinstance(setting.policy, OffloadPolicy), "an automatic policy is another one for every layout"
+                assert setting.steps is not None
+                case = BenchCase(mesh=mesh, policy=setting.policy, steps=setting.steps)
+                try:
+                    _check(case, pair)
+                except ValueError as err:
+                    refused[case.name] = str(err)
+                else:
+                    cases.append(case)
+    return Cases(cases=tuple(dict.fromkeys(cases)), refused=tuple(refused.items()))
+
+
+def mesh_of(words: str) -> Mesh:
+    """`data 2 x cfg 2` as a mesh. Raises MeshError for anything else."""
+    degrees: dict[str, int] = {}
+    for part in words.split(" x "):
+        axis, _, degree = part.strip().partition(" ")
+        if axis not in dict(Mesh().degrees) or not degree.isascii() or not degree.isdecimal() or axis in degrees:
+            raise MeshError(f"{words!r} is no layout: write axes and degrees like `data 2 x cfg 2`, each axis once")
+        degrees[axis] = int(degree)
+    return Mesh(**degrees)
+
+
+def usual_counts(most: int) -> tuple[int, ...]:
+    """1, 2, 4, 8 ... as far as there are workers."""
+    return tuple(2**power for power in range(most.bit_length()) if 2**power <= most)
+
+
+def _check(case: BenchCase, pair: Pair) -> None:
+    from ...distributed import part_sizes
+
+    lanes = max(part_sizes(pair.videos, case.mesh)) * (2 if pair.guided else 1)
+    check_mesh(
+        case.mesh,
+        workers=case.workers,
+        heads=pair.heads,
+        tokens=pair.tokens,
+        lanes={"high": lanes, "low": lanes},
+        steps=case.steps,
+        samples=pair.videos,
+    )
+    plan_residency(case.policy, {"high": pair.blocks, "low": pair.blocks})
+
+
+def _usual(count: int, pair: Pair) -> Iterator[Mesh]:
+    if count == 1:
+        yield Mesh()
+        return
+    sides = 2 if pair.guided and count % 2 == 0 else 1
+    yield Mesh(cfg=sides, ulysses=count // sides)
+    if pair.videos > 1:
+        yield Mesh(data=count)
+        yield Mesh(stage=count)

@@ -1,0 +1,198 @@
+"""Report of `wanstream bench`: the figures of each case from its runs and those of one worker, and both files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from ...bench import (
+    Report,
+    Result,
+    Spread,
+    Table,
+    Trial,
+    Variant,
+    hardware,
+    held_bytes,
+    machine_words,
+    summary,
+    versions,
+)
+from ...schema import Timeline, seconds_text, size_text
+from .cases import BenchCase
+from .runs import BenchRun, CaseRuns
+
+Figures = dict[str, Any]
+
+CASE = "workers"
+TIMES = (
+    *("configuration", "start of workers s", "loading s", "generation", "total s", "speedup", "scaling efficiency"),
+    *("latents of one worker", "weights moved", "from worker to worker"),
+)
+MEMORY = ("configuration", "worker", "steps", "peak memory", "average memory")
+
+
+def save(
+    measured: Sequence[CaseRuns],
+    *,
+    method: str,
+    without: Sequence[tuple[str, str]],
+    device: torch.device,
+    folder: Path,
+) -> tuple[Path, Path]:
+    """Write `workers_<hardware>_<yyyymmdd>.json` and `.md` into `folder`; return both paths.
+
+    `without` are cases that have no figures, with the reason.
+    """
+    result = Result(
+        case=CASE,
+        method=method,
+        figures={
+            "cases": figures(measured),
+            "not_measured": [{"case": name, "because": why} for name, why in without],
+        },
+        hardware={**hardware(device), **machine_words(device)},
+        versions=versions(),
+    )
+    machine = {**machine_words(device), **result.versions}
+    text = page(f"Workers on {result.hardware['name']}", measured, method=method, machine=machine, without=without)
+    path = folder / f"{result.name}.md"
+    path.write_text(text, encoding="utf-8")
+    return result.save(folder), path
+
+
+def page(
+    title: str,
+    measured: Sequence[CaseRuns],
+    *,
+    method: str,
+    machine: Mapping[str, str],
+    without: Sequence[tuple[str, str]],
+) -> str:
+    """All figures as tables in Markdown."""
+    counted, found = [runs for runs in measured if _counted(runs)], figures(measured)
+    tables = [
+        Table(title="Loading and generation", head=TIMES, rows=tuple(map(_times, counted, found))),
+        Table(title="Workers, their steps and their memory", head=MEMORY, rows=tuple(_workers(found))),
+    ]
+    if without:
+        tables.append(Table(title="Not measured", head=("configuration", "reason"), rows=tuple(without)))
+    report = Report(
+        title=title,
+        variants=tuple(map(_variant, counted)),
+        method={"Method": method},
+        machine=machine,
+        planned=sum(len(runs.runs) for runs in measured),
+    )
+    return summary(report, tables)
+
+
+def figures(measured: Sequence[CaseRuns]) -> list[Figures]:
+    """The JSON of every case that has counted runs, in their order; times in seconds.
+
+    `speedup`, `efficiency` and `same_latents` are against one worker with the same steps and policy, and None where
+    that is missing.
+    """
+    alone = {_twin(each.case): each for each in measured if each.case.workers == 1 and _counted(each)}
+    return [_figures(each, alone.get(_twin(each.case))) for each in measured if _counted(each)]
+
+
+def _figures(runs: CaseRuns, alone: CaseRuns | None) -> Figures:
+    case, counted, first = runs.case, _counted(runs), runs.runs[0]
+    wall = _wall(runs)
+    usual = sorted(counted, key=lambda run: run.wall_s)[(len(counted) - 1) // 2]
+    speedup = None if alone is None else _wall(alone).median / wall.median
+    digests = {run.latents for run in runs.runs}
+    ranks = sorted({rank for run in counted for rank in run.ranks})
+    return {
+        "name": case.name,
+        "workers": case.workers,
+        "layout": str(case.mesh),
+        "mode": case.mode,
+        "steps": case.steps,
+        "start_s": runs.start_s,
+        # From the request to the first block's compute, on workers that had closed their experts.
+        "load_s": first.timeline.first_block_s,
+        "generation_s": {"median": wall.median, "least": wall.low, "most": wall.high},
+        "total_s": runs.start_s + first.wall_s,
+        "step_s": [step.wall_s for step in usual.timeline.steps],
+        "experts": [step.expert for step in usual.timeline.steps],
+        # Of cells of one stage a faster one may take all videos of a run.
+        "memory": {rank: _memory([run.ranks[rank] for run in counted if rank in run.ranks]) for rank in ranks},
+        "moved_bytes": sum(each.bytes_moved for each in usual.ranks.values()),
+        "gathered_bytes": usual.gathered_bytes,
+        "latents": usual.latents,
+        "same_latents": None if alone is None else digests == {alone.runs[0].latents},
+        "speedup": speedup,
+        "efficiency": None if speedup is None else speedup / case.workers,
+    }
+
+
+def _counted(runs: CaseRuns) -> list[BenchRun]:
+    return [run for run in runs.runs if run.counts]
+
+
+def _wall(runs: CaseRuns) -> Spread:
+    """Seconds of a counted run, from the request to its latents."""
+    spread = Spread.of(run.wall_s for run in _counted(runs))
+    assert spread is not None
+    return spread
+
+
+def _twin(case: BenchCase) -> tuple[object, int]:
+    """Key of the case of one worker with which a case is compared."""
+    return case.policy, case.steps
+
+
+def _memory(timelines: Sequence[Timeline]) -> Figures:
+    """Bytes of one worker in the counted runs, and the steps that it computed."""
+    steps = [step for each in timelines for step in each.steps]
+    sampled = [nbytes for each in timelines for sample in each.memory if (nbytes := held_bytes(sample)) is not None]
+    held = [nbytes for step in steps if (nbytes := held_bytes(step)) is not None]
+    return {
+        "peak": max([*sampled, *held], default=0),
+        "average": round(mean(sampled or held or [0])),
+        "steps": [*dict.fromkeys(step.index for step in steps)],
+    }
+
+
+def _variant(runs: CaseRuns) -> Variant:
+    """The case as a variant of a report: cases of as many steps have the same latents."""
+    case = runs.case
+    trials = (Trial(timeline=run.timeline, latents=run.latents, warmup=not run.counts) for run in runs.runs)
+    settings = {"Steps": str(case.steps), "Workers": str(case.workers), "Layout": str(case.mesh), "Policy": case.mode}
+    return Variant(name=case.name, settings=settings, job=f"{case.steps} steps", trials=tuple(trials))
+
+
+def _times(runs: CaseRuns, case: Figures) -> tuple[str, ...]:
+    return (
+        case["name"],
+        seconds_text(case["start_s"]),
+        "-" if case["load_s"] is None else seconds_text(case["load_s"]),
+        _wall(runs).text("s"),
+        seconds_text(case["total_s"]),
+        "-" if case["speedup"] is None else f"{case['speedup']:.2f}x",
+        "-" if case["efficiency"] is None else f"{100 * case['efficiency']:.0f} %",
+        {None: "-", True: "equal", False: "other"}[case["same_latents"]],
+        size_text(case["moved_bytes"]),
+        size_text(case["gathered_bytes"]),
+    )
+
+
+def _workers(found: Sequence[Figures]) -> Iterator[tuple[str, ...]]:
+    for case in found:
+        for rank, memory in case["memory"].items():
+            steps = _ranges(memory["steps"])
+            yield case["name"], str(rank), steps, size_text(memory["peak"]), size_text(memory["average"])
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`1-4, 7`, counted from 1."""
+    groups = [[*group] for _, group in groupby(enumerate(sorted(steps)), key=lambda pair: pair[1] - pair[0])]
+    ends = [(group[0][1] + 1, group[-1][1] + 1) for group in groups]
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)

@@ -1,0 +1,81 @@
+"""The dtype that a model computes in where the user has chosen none: the narrowest one that the device is fast in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+import torch
+
+from ..schema import ExpertsRef
+
+AUTO: Literal["auto"] = "auto"
+
+ComputeDtype: TypeAlias = "torch.dtype | Literal['auto']"
+
+FIRST_WITH_BF16, FIRST_WITH_FP16 = (8, 0), (5, 3)
+"""Compute capabilities of NVIDIA's GPUs."""
+
+CPU_UNITS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+"""torch's queries for processors with bf16 units; a torch that is too old for one of them counts as without."""
+
+WIDENING = (torch.bfloat16, torch.float16, torch.float32)
+"""Every device that has units for one of these computes in those after it as well."""
+
+
+def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
+    """Return bf16 where `device` has bf16 units, else fp16 where it has fp16 units, else fp32.
+
+    `device` None is the GPU if there is one, otherwise the CPU.
+
+    A CPU without such units emulates both: a block takes three to four times as long in bf16 as in fp32, and a single
+    product up to a hundred times. With AVX512-BF16 it takes a quarter of the time of fp32 (1536 wide, one thread).
+    """
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return _gpu_dtype(place) if place.type == "cuda" else _cpu_dtype()
+
+
+def resolved_dtype(compute_dtype: ComputeDtype, device: torch.device | str | None = None) -> torch.dtype:
+    """Return `compute_dtype` itself, or `auto_dtype(device)` for "auto"."""
+    return auto_dtype(device) if isinstance(compute_dtype, str) and compute_dtype == AUTO else compute_dtype
+
+
+def in_own_dtype(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
+    """Return `ref` with the dtype that "auto" gives on `device`, where this process computes.
+
+    An "auto" that is resolved and the same dtype chosen are equal references then. Workers resolve it themselves.
+    """
+    return replace(ref, compute_dtype=dtype_name(auto_dtype(device))) if ref.compute_dtype == AUTO else ref
+
+
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype in which several devices compute one run, from the `auto_dtype` of each of them."""
+    return max(dtypes, key=WIDENING.index)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of it, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _gpu_dtype(device: torch.device) -> torch.dtype:
+    if torch.version.hip is not None:
+        return torch.bfloat16  # torch has bf16 kernels for all GPUs that it supports there
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= FIRST_WITH_BF16:
+        return torch.bfloat16
+    return torch.float16 if capability >= FIRST_WITH_FP16 else torch.float32
+
+
+def _cpu_dtype() -> torch.dtype:
+    """Return bf16 if the processor has the units and nothing keeps torch or oneDNN from their use, else fp32.
+
+    `get_cpu_capability` respects ATEN_CPU_CAPABILITY, and oneDNN's answer ONEDNN_MAX_CPU_ISA. oneDNN also answers yes
+    for AVX-512 without BF16, which it emulates, so the processor's own answer is needed next to it.
+    """
+    has_units = any(getattr(torch.cpu, query, bool)() for query in CPU_UNITS)
+    usable = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    if has_units and usable and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    return torch.float32

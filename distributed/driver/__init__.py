@@ -1,0 +1,1 @@
+"""Driver side of a distributed run: scheduling, worker groups, results."""

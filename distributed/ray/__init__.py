@@ -1,0 +1,1 @@
+"""Ray: connection, placement, worker actors, cleanup."""

@@ -1,0 +1,113 @@
+"""A pool of one worker in this process, on a thread of its own: what a run without other processes is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from operator import methodcaller
+from typing import Any
+
+from ..messages import RunEnded, RunTask
+from ..worker.worker import Worker
+from .pool import OnTold, WorkerLostError
+from .threads import WorkThread, on_own_thread
+
+END_TIMEOUT_S = 60.0
+
+
+class InProcessWorker:
+    """See `WorkerHandle`. Killing it stops its run before the next block, and nobody hears of that run again."""
+
+    rank = 0
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._thread = WorkThread("wanstream worker")
+        self._lock = threading.Lock()
+        self._run_ids: set[str] = set()
+        self._killed = False
+        self._ended: Future[None] = Future()
+
+    def ask(self, method: str, *args: Any) -> Future[Any]:
+        """See `WorkerHandle.ask`."""
+        return on_own_thread("wanstream ask", self._alive, methodcaller(method, *args), self._worker)
+
+    def run(self, task: RunTask, on_told: OnTold) -> Future[RunEnded]:
+        """See `WorkerHandle.run`."""
+        with self._lock:
+            if self._killed:
+                return on_own_thread("wanstream run", self._run, task, on_told)
+            self._run_ids.add(task.run_id)
+            return self._thread.submit(self._run, task, on_told)
+
+    def log_tail(self) -> str:
+        """See `WorkerHandle.log_tail`: what it writes is this process's own output."""
+        return ""
+
+    def kill(self) -> None:
+        """See `WorkerHandle.kill`."""
+        with self._lock:
+            if self._killed:
+                return
+            self._killed = True
+            for run_id in self._run_ids:
+                self._worker.stop(run_id)
+            self._ended = self._thread.submit(self._worker.close)
+            self._thread.close()
+
+    def end(self) -> None:
+        """Kill it and wait until it has let go of its memory, or computes one block for longer than anybody waits."""
+        self.kill()
+        wait([self._ended], timeout=END_TIMEOUT_S)
+
+    def _run(self, task: RunTask, on_told: OnTold) -> RunEnded:
+        try:
+            ended: RunEnded = self._alive(self._worker.run, task, on_told)
+            return ended
+        finally:
+            with self._lock:
+                self._run_ids.discard(task.run_id)
+
+    def _alive(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call it, as long as nobody has killed this worker."""
+        if self._killed:
+            raise self._lost()
+        try:
+            return function(*args)
+        except Exception as err:
+            if self._killed:
+                raise self._lost() from err
+            raise
+
+    def _lost(self) -> WorkerLostError:
+        return WorkerLostError("the worker in this process was ended", self.rank)
+
+
+class InProcessPool:
+    """See `Pool`. `device` is "cpu" or the GPU that this process computes on."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._worker = InProcessWorker(Worker(device))
+
+    @property
+    def workers(self) -> tuple[InProcessWorker]:
+        """The one worker."""
+        return (self._worker,)
+
+    @property
+    def usable(self) -> bool:
+        """See `Pool.usable`."""
+        return True
+
+    def replace(self, rank: int) -> InProcessWorker:
+        """See `Pool.replace`."""
+        assert rank == 0, f"rank {rank} of one worker"
+        self._worker.end()
+        self._worker = InProcessWorker(Worker(self._device))
+        return self._worker
+
+    def close(self) -> None:
+        """See `Pool.close`."""
+        self._worker.end()

@@ -1,0 +1,1 @@
+"""VAE decoding shared by workers."""

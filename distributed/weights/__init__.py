@@ -1,0 +1,1 @@
+"""Placement of weights among the workers of a group."""

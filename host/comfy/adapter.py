@@ -1,0 +1,344 @@
+"""Host API inside ComfyUI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import comfy.cli_args
+import comfy.model_management
+import comfy.utils
+import comfyui_version
+import folder_paths
+import torch
+from comfy_execution.utils import get_executing_context
+
+from ...plan import AutoOffload, Machine, OffloadJob
+from ...schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from ...telemetry import Ledger, Ledgers
+from ..api import LoadedExperts, OutputFile, Progress
+from ..auto_policy import AutoPlanner, Choice, Room, measured_machine, room_beside
+from ..folders import (
+    GGUF_FILES,
+    GGUF_FOLDERS,
+    WEIGHT_FILES,
+    KeptNames,
+    check_output,
+    diffusers_folders,
+    find_model,
+    inside,
+)
+from ..worker_registry import KeptWorkers
+from ..workers_plan import SharedRun, WorkersPlan
+from .console_line import ConsoleLine
+from .user_settings import SETTINGS, STRICT, setting_is_on
+
+if TYPE_CHECKING:
+    from ...distributed import Driver, Pool
+    from ...wan import ExpertPair, ExpertsRegistry
+    from .guider_steps import GuiderSettings
+    from .patcher import ExpertsPatcher
+    from .preview import LatentPreview
+    from .server_events import ComfyWatch
+    from .workers_patcher import WorkersPatcher
+
+
+def dynamic_bytes() -> int | None:
+    """Bytes of device memory under dynamic VRAM, of all models; None where this ComfyUI does not use it.
+
+    Versions before 0.12 have none; later ones use it on NVIDIA under Linux and Windows unless it is switched off.
+    """
+    if find_spec("comfy.memory_management") is None:
+        return None
+    from comfy import memory_management
+
+    if not getattr(memory_management, "aimdo_enabled", False):
+        return None
+    from comfy_aimdo import control
+
+    return int(control.get_total_vram_usage())
+
+
+class _Bar:
+    """ComfyUI's progress bar; it shows previews, and looks whether the user has pressed Cancel."""
+
+    def __init__(self, total: int, node_id: str | None, unit: str | None) -> None:
+        self._bar = comfy.utils.ProgressBar(total, node_id=node_id)
+        shown = unit is not None and comfy.utils.PROGRESS_BAR_ENABLED
+        self._line = ConsoleLine(total, unit=unit or "") if shown else None
+        self._total = total
+        self._preview: LatentPreview | None = None
+
+    def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
+        if self._line is not None:
+            self._line.update(done)
+        self._bar.update_absolute(done, self._total, None if denoised is None else self._picture(denoised))
+
+    def _picture(self, denoised: torch.Tensor) -> object | None:
+        if self._preview is None:
+            from .preview import LatentPreview
+
+            self._preview = LatentPreview(denoised)
+        return self._preview.picture(denoised)
+
+
+class ComfyDoor:
+    """Implements `Door` with ComfyUI's folders, devices, memory manager, progress and interrupt."""
+
+    def __init__(
+        self, open_pair: Callable[[ExpertsRef], ExpertPair] | None = None, planner: AutoPlanner | None = None
+    ) -> None:
+        self._open_pair = open_pair
+        self._planner = planner or AutoPlanner(partial(measured_machine, make_room=self._room_to_measure))
+        self._gguf = KeptNames(GGUF_FILES)
+        self._ledgers = Ledgers()
+        self._watch: ComfyWatch | None = None
+        self._workers = KeptWorkers()
+        self._workers_patcher: WorkersPatcher | None = None  # ComfyUI's list keeps none alive
+        self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
+        self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
+
+    @cached_property
+    def _experts(self) -> ExpertsRegistry:
+        from ...wan import ExpertsRegistry, open_pair
+
+        return ExpertsRegistry(self._open_pair or open_pair)
+
+    def name(self) -> str:
+        return f"ComfyUI {comfyui_version.__version__}"
+
+    def device(self) -> torch.device:
+        device: torch.device = comfy.model_management.get_torch_device()
+        return device
+
+    def model_names(self, *folders: str) -> list[str]:
+        found: set[str] = set()
+        for kind in folders:
+            if kind == "diffusers":
+                # ComfyUI lists only files; its own diffusers loader walks these folders as well.
+                for place in folder_paths.get_folder_paths(kind):
+                    found.update(diffusers_folders(Path(place)))
+            else:
+                names = folder_paths.get_filename_list(kind)
+                found.update(name for name in names if name.lower().endswith(WEIGHT_FILES))
+            if kind in GGUF_FOLDERS:
+                # ComfyUI does not list them, and what it lists is not ours to change.
+                for place in folder_paths.get_folder_paths(kind):
+                    found.update(self._gguf.below(Path(place)))
+        return sorted(found)
+
+    def model_path(self, name: str, *folders: str) -> Path:
+        places = {kind: [Path(place) for place in folder_paths.get_folder_paths(kind)] for kind in folders}
+        return find_model(name, places)
+
+    def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
+        output = folder_paths.get_output_directory()
+        # ComfyUI refuses such a prefix as well, but with a bare Exception; and it counts "video/" wrongly.
+        inside(Path(output), prefix)
+        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+            os.path.normpath(prefix), output, width, height
+        )
+        filename = f"{name}_{counter:05}_.{extension.lstrip('.')}"
+        return OutputFile(path=Path(folder) / filename, filename=filename, subfolder=subfolder)
+
+    def check_output(self, prefix: str) -> None:
+        check_output(Path(folder_paths.get_output_directory()), prefix)
+
+    def graph_in_files(self) -> bool:
+        return not comfy.cli_args.args.disable_metadata
+
+    def strict(self) -> bool:
+        # Users of a server that has several share the choice of the default one: no node can see who queued it.
+        return setting_is_on(Path(folder_paths.get_user_directory()) / "default" / SETTINGS, STRICT)
+
+    def output_folder(self) -> Path:
+        return Path(folder_paths.get_output_directory())
+
+    def temp_folder(self) -> Path:
+        folder = Path(folder_paths.get_temp_directory())
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> Progress:
+        return _Bar(total, node_id, unit)
+
+    def should_stop(self) -> bool:
+        stop: bool = comfy.model_management.processing_interrupted()
+        return stop
+
+    def is_stop(self, error: BaseException) -> bool:
+        return isinstance(error, comfy.model_management.InterruptProcessingException)
+
+    def raise_if_stopped(self) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    def experts(self, ref: ExpertsRef) -> ExpertPair:
+        from ...devices import in_own_dtype
+
+        ref = in_own_dtype(ref, self.device())
+        try:
+            return self._experts.get(ref)
+        finally:
+            self._count_pins()
+            self._patcher = self._patchers.get(ref.opened)
+
+    def free_experts(self) -> None:
+        self._experts.free()
+        self._count_pins()
+        self._patcher = None
+
+    def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
+        # Not kept here: ComfyUI's own cache does not run the node again for equal texts.
+        from ...devices import auto_dtype
+        from ...wan import open_text_encoder
+
+        device = self.device()
+        with open_text_encoder(path, compute_dtype=auto_dtype(device)) as encoder:
+            return encoder.encode(texts, device=device)
+
+    def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
+        machine = partial(self._planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)
+        return self._workers.plan(run, machine)
+
+    def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
+        self._make_room_for_workers()
+        return self._workers.get(ref, mesh, self.device())
+
+    def worker_pool(self, ref: WorkersRef) -> Pool:
+        self._make_room_for_workers()
+        return self._workers.pool(ref, self.device())
+
+    def _make_room_for_workers(self) -> None:
+        from .workers_patcher import WorkersPatcher
+
+        self.free_experts()
+        self._workers_patcher = self._workers_patcher or WorkersPatcher(self._workers.rest, self.device())
+        # One of the workers computes on the GPU of this process, whose other models would be in its way.
+        self._workers_patcher.list_alone()
+
+    def free_workers(self) -> None:
+        self._workers.close()
+
+    def patcher(self, ref: ExpertsRef, policy: OffloadPolicy, *, flow_shift: float | None = None) -> ExpertsPatcher:
+        """What ComfyUI's memory manager and guiders know `ref` by; it stays right whatever is opened meanwhile.
+
+        `flow_shift` None leaves the one that ComfyUI gives Wan by default. Raises ValueError for a policy that does not
+        fit the experts.
+        """
+        from ...devices import in_own_dtype
+        from .patcher import ExpertsModel, ExpertsPatcher
+        from .sigmas import FlowSampling
+
+        ref = in_own_dtype(ref, self.device())
+        root = self._patchers.get(ref.opened)
+        if root is None:
+            root = ExpertsPatcher(ExpertsModel(ref, self.experts), self.device(), torch.device("cpu"))
+            self._patchers[ref.opened] = self._patcher = root
+        patcher = root.clone()
+        patcher.ref, patcher.policy = ref, policy
+        patcher.model_size()  # refuses a policy that does not fit now, and not while ComfyUI rebuilds its list
+        if flow_shift is not None:
+            patcher.add_object_patch("model_sampling", FlowSampling(flow_shift))
+        return patcher
+
+    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
+        if isinstance(policy, OffloadPolicy):
+            return Choice(policy=policy)
+        pair, device = self.experts(ref), self.device()
+
+        def room(evicting: bool) -> Room:
+            # Beside what it reserves (--reserve-vram), ComfyUI keeps some room for what nobody counts.
+            free = comfy.model_management.get_free_memory(device) + (_evictable(device) if evicting else 0)
+            reserved = comfy.model_management.minimum_inference_memory()
+            return room_beside(pair, device, free=int(free), reserved=int(reserved))
+
+        empty = not pair.loaded_bytes
+        return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
+
+    def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
+        return self._planner.known(expert, device=self.device(), weights=ref.high_noise)
+
+    def run_id(self) -> str | None:
+        context = get_executing_context()
+        return None if context is None else context.prompt_id
+
+    def executing_node(self) -> str | None:
+        context = get_executing_context()
+        return None if context is None else context.node_id
+
+    def open_to_browsers(self) -> None:
+        from .server_events import ComfyWatch
+
+        self._watch = ComfyWatch()
+        self._watch.open()
+
+    def announce(self, event: str, payload: Mapping[str, Any]) -> None:
+        if self._watch is not None:
+            self._watch.announce(event, payload)
+
+    def ledger(self) -> Ledger:
+        run_id = self.run_id()
+        return Ledger() if run_id is None else self._ledgers.of(run_id)
+
+    def dynamic_bytes(self) -> int | None:
+
+        return dynamic_bytes()
+
+    def make_room(self, wanted: int) -> int:
+        from ..memory import working_room
+
+        device = self.device()
+        reserved = int(comfy.model_management.minimum_inference_memory())
+        comfy.model_management.free_memory(wanted + reserved, device)
+        free = int(comfy.model_management.get_free_memory(device))
+        return working_room(device, free=free, reserved=reserved)
+
+    def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
+        patcher = self.patcher(ref, policy)
+        comfy.model_management.load_models_gpu(
+            [patcher], memory_required=working_bytes, minimum_memory_required=working_bytes
+        )
+        return patcher.loaded_experts()
+
+    def guider(
+        self, ref: ExpertsRef, positive: Sequence[Any], negative: Sequence[Any], settings: GuiderSettings, **more: Any
+    ) -> object:
+        from .guider import make_guider
+
+        return make_guider(self, ref, positive, negative, settings, **more)
+
+    def schedule_names(self) -> list[str]:
+        from .sigmas import schedule_names
+
+        return schedule_names()
+
+    def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
+        from .sigmas import schedule_sigmas
+
+        return schedule_sigmas(name, steps, denoise, flow_shift)
+
+    def _room_to_measure(self) -> None:
+        """A GPU that is full of other models, say a text encoder, cannot be measured, and nobody else evicts them."""
+        from ..machine_profile import PROBE_BYTES
+
+        if self.device().type == "cuda":
+            comfy.model_management.free_memory(PROBE_BYTES, self.device())
+
+    def _count_pins(self) -> None:
+        """A pair that was closed has given its page-locked memory back."""
+        for patcher in list(self._patchers.values()):
+            patcher.model.count_pins()
+
+
+def _evictable(device: torch.device) -> int:
+    """Bytes of `device` that ComfyUI takes from other models when it makes room for experts."""
+    from .patcher import ExpertsPatcher
+
+    loaded = [entry for entry in comfy.model_management.current_loaded_models if entry.device == device]
+    others = [entry for entry in loaded if not isinstance(entry.model, ExpertsPatcher | None)]
+    return sum(int(entry.model_loaded_memory()) for entry in others)

@@ -1,0 +1,59 @@
+"""Embedded host: runs API workflows of our nodes without ComfyUI."""
+
+from __future__ import annotations
+
+from .adapter import Folders, NodeProgress, RunStoppedError, embedded_door
+from .checks import (
+    Fault,
+    Socket,
+    converted,
+    exception_fault,
+    fault,
+    link_shape_fault,
+    link_type_fault,
+    missing_fault,
+    names_listed,
+    own_check,
+    own_faults,
+    sockets_of,
+    value_fault,
+)
+from .graph import MOST_NESTED, Link, Prompt, api_prompt, as_link, nested_deeper, nodes_by_id
+from .io import ComfyNode
+from .load_image import LoadImage
+from .run import History, NodeFailedError, run_workflow, validate_workflow
+from .validate import Verdict
+
+__all__ = [
+    "MOST_NESTED",
+    "ComfyNode",
+    "Fault",
+    "Folders",
+    "History",
+    "Link",
+    "LoadImage",
+    "NodeFailedError",
+    "NodeProgress",
+    "Prompt",
+    "RunStoppedError",
+    "Socket",
+    "Verdict",
+    "api_prompt",
+    "as_link",
+    "converted",
+    "embedded_door",
+    "exception_fault",
+    "fault",
+    "link_shape_fault",
+    "link_type_fault",
+    "missing_fault",
+    "names_listed",
+    "nested_deeper",
+    "nodes_by_id",
+    "own_check",
+    "own_faults",
+    "run_workflow",
+    "sockets_of",
+    "validate_workflow",
+    "value_fault",
+]

@@ -1,0 +1,330 @@
+"""Host API without ComfyUI: folders given by the caller, progress callbacks, a stop flag."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...plan import VRAM_RESERVE, AutoOffload, OffloadJob
+from ...schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from ..api import LoadedExperts, NeedsComfyUIError, OutputFile, Progress
+from ..auto_policy import AutoPlanner, Choice, Room, room_beside
+from ..folders import (
+    GGUF_FILES,
+    GGUF_FOLDERS,
+    WEIGHT_FILES,
+    check_output,
+    diffusers_folders,
+    find_model,
+    inside,
+    output_file,
+    weight_files,
+)
+from ..worker_registry import KeptWorkers
+from ..workers_plan import SharedRun, WorkersPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...distributed import Driver, Pool
+    from ...plan import Machine
+    from ...schema import ExpertShape
+    from ...telemetry import Ledger
+    from ...wan import ExpertPair, ExpertsRegistry, KeptTexts
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedBar:
+    """Hands every change on; shows no previews."""
+
+    report: Callable[[int, int], None]
+    """Is given how much is done, and of how much."""
+    total: int
+
+    def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
+        """See `Progress.update`."""
+        self.report(done, self.total)
+
+
+class RunStoppedError(Exception):
+    """The user has stopped the run; not an error of the workflow."""
+
+
+class HostStateError(ValueError):
+    """The embedded host was asked for something that needs a run, or for a second run at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folders:
+    """Where a run finds and leaves its files; `models` is laid out as ComfyUI's (`diffusion_models/`, `vae/`, ...)."""
+
+    models: Path
+    output: Path
+    input: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeProgress:
+    """How far a node is: `done` of `total`."""
+
+    node_id: str
+    class_type: str
+    done: int
+    total: int
+
+
+class EmbeddedDoor:
+    """Implements `Door` for one run at a time; the experts stay open between runs."""
+
+    def __init__(self, planner: AutoPlanner | None = None) -> None:
+        self._planner = planner or AutoPlanner()
+        self._busy = threading.Lock()
+        self._folders: Folders | None = None
+        self._running: tuple[str, str] | None = None
+        self._on_progress: Callable[[NodeProgress], None] | None = None
+        self._on_event: Callable[[str, Mapping[str, Any]], None] | None = None
+        self._strict = False
+        self._device: torch.device | None = None
+        self._stop = threading.Event()
+        self._temp: Path | None = None
+        self._run_id: str | None = None
+        self._ledger: Ledger | None = None
+        self._workers = KeptWorkers()
+
+    @cached_property
+    def _experts(self) -> ExpertsRegistry:
+        from ...wan import ExpertsRegistry
+
+        return ExpertsRegistry()
+
+    @cached_property
+    def _texts(self) -> KeptTexts:
+        from ...wan import KeptTexts
+
+        return KeptTexts()
+
+    @contextmanager
+    def opened(
+        self,
+        folders: Folders,
+        on_progress: Callable[[NodeProgress], None] | None = None,
+        device: torch.device | None = None,
+        on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
+        *,
+        strict: bool = False,
+    ) -> Iterator[None]:
+        """Serve these folders and compute on `device` (None: a GPU if there is one) inside the `with`.
+
+        `on_event` is given what nodes announce. `strict` makes an error of what only looks wrong.
+
+        Raises HostStateError while another one is open.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise HostStateError("a workflow is being run already: the embedded host runs one at a time")
+        self._stop.clear()
+        self._folders, self._on_progress, self._device = folders, on_progress, device
+        self._on_event = on_event
+        self._strict = strict
+        self._run_id = uuid.uuid4().hex
+        try:
+            yield
+        finally:
+            self._strict = False
+            self._folders = self._on_progress = self._device = self._run_id = self._ledger = self._on_event = None
+            self._busy.release()
+
+    @contextmanager
+    def node(self, node_id: str, class_type: str) -> Iterator[None]:
+        """Report the node's progress under this id inside the `with`: first 0 of 1, last 1 of 1."""
+        self._running = (node_id, class_type)
+        try:
+            self._report(0, 1)
+            yield
+            self._report(1, 1)
+        finally:
+            self._running = None
+
+    def stop(self) -> None:
+        """Ask the run to end at its next opportunity; any thread may ask."""
+        self._stop.set()
+
+    @property
+    def folders(self) -> Folders:
+        """The folders of the run. Raises HostStateError outside one."""
+        if self._folders is None:
+            raise HostStateError("no workflow is being run: the embedded host has folders only inside a run")
+        return self._folders
+
+    def name(self) -> str:
+        return "without ComfyUI"
+
+    def device(self) -> torch.device:
+        import torch
+
+        return self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def input_names(self) -> list[str]:
+        """Sorted names of the files that lie directly in the input folder; none outside a run."""
+        folder = self._folders.input if self._folders else None
+        return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder and folder.is_dir() else []
+
+    def input_path(self, name: str) -> Path:
+        """Where the input file `name`, or `name [input]`, lies. Raises OutsideFolderError."""
+        return inside(self.folders.input, name.removesuffix(" [input]"))
+
+    def model_names(self, *folders: str) -> list[str]:
+        if self._folders is None:
+            return []
+        found: set[str] = set()
+        for kind in folders:
+            folder = self._folders.models / kind
+            endings = WEIGHT_FILES + GGUF_FILES if kind in GGUF_FOLDERS else WEIGHT_FILES
+            found.update(diffusers_folders(folder) if kind == "diffusers" else weight_files(folder, endings))
+        return sorted(found)
+
+    def model_path(self, name: str, *folders: str) -> Path:
+        return find_model(name, {kind: [self.folders.models / kind] for kind in folders})
+
+    def output_file(self, prefix: str, extension: str, *, width: int = 0, height: int = 0) -> OutputFile:
+        return output_file(self.folders.output, prefix, extension, width=width, height=height)
+
+    def check_output(self, prefix: str) -> None:
+        check_output(self.folders.output, prefix)
+
+    def graph_in_files(self) -> bool:
+        return True
+
+    def strict(self) -> bool:
+        return self._strict
+
+    def output_folder(self) -> Path:
+        return self.folders.output
+
+    def temp_folder(self) -> Path:
+        # Never removed: it holds what could not be written anywhere else.
+        if self._temp is None:
+            self._temp = Path(tempfile.mkdtemp(prefix="wanstream-"))
+        return self._temp
+
+    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> Progress:
+        return EmbeddedBar(report=self._report, total=total)
+
+    def should_stop(self) -> bool:
+        return self._stop.is_set()
+
+    def is_stop(self, error: BaseException) -> bool:
+        return isinstance(error, RunStoppedError)
+
+    def raise_if_stopped(self) -> None:
+        if self._stop.is_set():
+            self._stop.clear()
+            raise RunStoppedError("the run was stopped")
+
+    def experts(self, ref: ExpertsRef) -> ExpertPair:
+        from ...devices import in_own_dtype
+
+        return self._experts.get(in_own_dtype(ref, self.device()))
+
+    def free_experts(self) -> None:
+        self._experts.free()
+
+    def encode_texts(self, path: Path, texts: Sequence[str]) -> list[torch.Tensor]:
+        return self._texts.encode(path, texts, device=self.device())
+
+    def plan_workers(self, run: SharedRun, ref: ExpertsRef) -> WorkersPlan:
+        machine = partial(self._planner.machine, run.job.expert, device=self.device(), weights=ref.high_noise)
+        return self._workers.plan(run, machine)
+
+    def workers(self, ref: WorkersRef, mesh: Mesh) -> Driver:
+        self.free_experts()
+        return self._workers.get(ref, mesh, self.device())
+
+    def worker_pool(self, ref: WorkersRef) -> Pool:
+        self.free_experts()
+        return self._workers.pool(ref, self.device())
+
+    def free_workers(self) -> None:
+        self._workers.close()
+
+    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
+        if isinstance(policy, OffloadPolicy):
+            return Choice(policy=policy)
+        from ...devices import free_bytes
+
+        pair, device = self.experts(ref), self.device()
+
+        def room(evicting: bool) -> Room:
+            # No other models live here.
+            return room_beside(pair, device, free=free_bytes(device) or 0, reserved=VRAM_RESERVE)
+
+        empty = not pair.loaded_bytes
+        return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
+
+    def known_machine(self, ref: ExpertsRef, expert: ExpertShape) -> Machine | None:
+        return self._planner.known(expert, device=self.device(), weights=ref.high_noise)
+
+    def run_id(self) -> str | None:
+        return self._run_id
+
+    def executing_node(self) -> str | None:
+        return None if self._running is None else self._running[0]
+
+    def open_to_browsers(self) -> None:
+        return
+
+    def announce(self, event: str, payload: Mapping[str, Any]) -> None:
+        if self._on_event is not None:
+            self._on_event(event, payload)
+
+    def ledger(self) -> Ledger:
+        from ...telemetry import Ledger
+
+        if self._run_id is None:
+            return Ledger()
+        self._ledger = self._ledger or Ledger()
+        return self._ledger
+
+    def dynamic_bytes(self) -> int | None:
+        return None
+
+    def make_room(self, wanted: int) -> int:
+        from ..memory import working_room
+
+        if working_room(self.device()) < wanted:
+            self.free_experts()
+        return working_room(self.device())
+
+    def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
+        # No other models live here, so the room is what it is.
+        return LoadedExperts(pair=self.experts(ref), policy=policy, device=self.device())
+
+    def guider(self, *_: object, **__: object) -> object:
+        raise NeedsComfyUIError(
+            "a GUIDER needs ComfyUI, whose samplers it drives: run this workflow there, or use Wan Sampler, which "
+            "takes the same experts, texts and sigmas"
+        )
+
+    def schedule_names(self) -> list[str]:
+        from ...sampling import SCHEDULES
+
+        return list(SCHEDULES)
+
+    def sigmas(self, name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
+        from ...sampling import schedule_sigmas
+
+        return schedule_sigmas(name, steps, denoise, flow_shift)
+
+    def _report(self, done: int, total: int) -> None:
+        if self._on_progress is not None and self._running is not None:
+            node_id, class_type = self._running
+            self._on_progress(NodeProgress(node_id=node_id, class_type=class_type, done=done, total=total))
+
+
+embedded_door: EmbeddedDoor = EmbeddedDoor()

@@ -1,0 +1,139 @@
+"""The shape of an API-format workflow: nodes by id, inputs that are constants or links. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from .io import ComfyNode
+
+Prompt: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""`{node id: {"class_type": ..., "inputs": {name: constant or [node id, output index]}}}`."""
+
+
+MOST_NESTED = 100
+"""The deepest nesting of lists and objects in an input. What copies or writes a value calls itself for each level."""
+
+
+class WorkflowFormatError(ValueError):
+    """The document is not an API-format workflow."""
+
+
+class UnsupportedNodeError(ValueError):
+    """A node asks for something that only ComfyUI can do."""
+
+
+class Link(NamedTuple):
+    """Output number `output` of the node `node_id`."""
+
+    node_id: str
+    output: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One node of a run: its constant inputs, its links, and the nodes whose results no later step reads."""
+
+    node_id: str
+    constants: Mapping[str, Any]
+    links: Mapping[str, Link]
+    done_with: tuple[str, ...]
+
+
+def api_prompt(document: object) -> Prompt:
+    """The workflow in a parsed JSON document: the workflow itself or the body of a `POST /prompt`.
+
+    Raises WorkflowFormatError for anything else, above all a workflow in the canvas format.
+    """
+    prompt = document.get("prompt", document) if isinstance(document, dict) else document
+    if not isinstance(prompt, dict):
+        raise WorkflowFormatError("no workflow in here: an object with one entry per node is expected")
+    if isinstance(prompt.get("nodes"), list):
+        raise WorkflowFormatError("this workflow is in the canvas format: save it with Workflow > Export (API)")
+    for node_id, node in prompt.items():
+        if not isinstance(node, dict) or not isinstance(node.get("inputs", {}), dict):
+            raise WorkflowFormatError(f"node '{node_id}' is not an object with 'class_type' and 'inputs'")
+        if nested_deeper(node, MOST_NESTED):
+            raise WorkflowFormatError(f"node '{node_id}' has values that are nested more than {MOST_NESTED} deep")
+        if not isinstance(node.get("class_type"), str | None):
+            raise WorkflowFormatError(
+                f"node '{node_id}': class_type {node['class_type']!r:.80} is not the name of a class"
+            )
+    return prompt
+
+
+def nested_deeper(value: object, most: int) -> bool:
+    """Return True if lists and objects of a parsed JSON value are nested more than `most` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        nested = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [part for parts in nested for part in parts]
+        if not level:
+            return False
+    return True
+
+
+def as_link(value: object) -> Link | None:
+    """The link that an input's value is, or None for a constant."""
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int | float):
+        return Link(*value)
+    return None
+
+
+def nodes_by_id(nodes: Iterable[type[ComfyNode]]) -> dict[str, type[ComfyNode]]:
+    """The node classes by the `class_type` that a workflow calls them. Raises UnsupportedNodeError."""
+    by_id = {}
+    for node in nodes:
+        if not issubclass(node, ComfyNode):
+            raise UnsupportedNodeError(
+                f"{node.__name__} was made for the ComfyUI that this Python finds: run it there, or start elsewhere"
+            )
+        schema = node.define_schema()
+        lists = schema.is_input_list or any(output.is_output_list for output in schema.outputs)
+        if lists or schema.enable_expand or any(socket.lazy for socket in schema.inputs):
+            raise UnsupportedNodeError(f"{schema.node_id} needs lists, lazy inputs or expansion: run it in ComfyUI")
+        by_id[schema.node_id] = node
+    return by_id
+
+
+def plan_steps(prompt: Prompt, nodes: Mapping[str, type[ComfyNode]], outputs: Iterable[str]) -> tuple[Step, ...]:
+    """Every node that `outputs` need, once, after all that it reads.
+
+    `nodes` are the classes by `class_type`. The workflow must have passed validation: no cycles, no dangling links.
+    Inputs that a node does not know are left out.
+    """
+    inputs: dict[str, dict[str, Any]] = {}
+    for node_id, node in prompt.items():
+        known = {socket.id for socket in nodes[node["class_type"]].define_schema().inputs}
+        inputs[node_id] = {name: value for name, value in node.get("inputs", {}).items() if name in known}
+    links = {
+        node_id: {name: link for name, value in given.items() if (link := as_link(value))}
+        for node_id, given in inputs.items()
+    }
+    sources = {node_id: [link.node_id for link in given.values()] for node_id, given in links.items()}
+    order = execution_order(sources, outputs)
+    last_reader = {node_id: node_id for node_id in order}
+    last_reader |= {source: reader for reader in order for source in sources[reader]}
+    return tuple(
+        Step(
+            node_id=node_id,
+            constants={name: value for name, value in inputs[node_id].items() if name not in links[node_id]},
+            links=links[node_id],
+            done_with=tuple(read for read in order if last_reader[read] == node_id),
+        )
+        for node_id in order
+    )
+
+
+def execution_order(sources: Mapping[str, Iterable[str]], outputs: Iterable[str]) -> tuple[str, ...]:
+    """Every node that `outputs` need, each after all its `sources` (the nodes that it reads)."""
+    order: dict[str, None] = {}
+    pending = [*outputs][::-1]
+    while pending:
+        unmet = [source for source in sources[pending[-1]] if source not in order]
+        if unmet:
+            pending += unmet[::-1]
+        else:
+            order[pending.pop()] = None
+    return tuple(order)

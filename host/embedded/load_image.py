@@ -1,0 +1,70 @@
+"""The one node of ComfyUI that the embedded host brings along: LoadImage, for image-to-video workflows."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, ImageSequence
+
+from ..api import OutsideFolderError
+from . import io
+from .adapter import embedded_door
+
+_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+_NO_MASK = (64, 64)
+
+
+class LoadImage(io.ComfyNode):
+    """Reads an image of the input folder as ComfyUI does: every frame, turned upright, alpha as an inverted mask."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        pictures = [name for name in embedded_door.input_names() if name.lower().endswith(_PICTURES)]
+        return io.Schema(
+            node_id="LoadImage",
+            display_name="Load Image",
+            category="image",
+            inputs=[io.Combo.Input("image", options=pictures, upload=io.UploadType.image)],
+            outputs=[io.Image.Output(), io.Mask.Output()],
+        )
+
+    @classmethod
+    def validate_inputs(cls, image: str) -> bool | str:
+        # Naming `image` replaces the check against the list, so that a file in a subfolder passes, as in ComfyUI.
+        try:
+            if embedded_door.input_path(image).is_file():
+                return True
+        except OutsideFolderError as err:
+            return f"Invalid image file: {err}"
+        return f"Invalid image file: {image} is not in {embedded_door.folders.input}: put it there (or see --input)"
+
+    @classmethod
+    def execute(cls, image: str) -> io.NodeOutput:
+        """IMAGE [frames, H, W, 3] and MASK [frames, H, W] (64 x 64 zeros without alpha), float32 in 0..1."""
+        with Image.open(embedded_door.input_path(image)) as file:
+            # The further pictures of an MPO are the other eye or a thumbnail.
+            wanted = islice(ImageSequence.Iterator(file), 1 if file.format == "MPO" else None)
+            upright = [ImageOps.exif_transpose(frame) for frame in wanted]
+        frames = [frame for frame in upright if frame.size == upright[0].size]
+        pixels = torch.stack([_pixels(frame) for frame in frames])
+        return io.NodeOutput(pixels, torch.stack([_mask(frame) for frame in frames]))
+
+
+def _pixels(frame: Image.Image) -> torch.Tensor:
+    """[H, W, 3] in 0..1."""
+    # Conversion cuts 32-bit grey off at 255, so it is brought into range first.
+    shown = frame.point(lambda grey: grey * (1 / 255)) if frame.mode == "I" else frame
+    return torch.from_numpy(np.asarray(shown.convert("RGB"), dtype=np.float32) / 255.0)
+
+
+def _mask(frame: Image.Image) -> torch.Tensor:
+    """[H, W] in 0..1, 1 where the image is transparent."""
+    if "A" in frame.getbands():
+        alpha = frame.getchannel("A")
+    elif frame.mode == "P" and "transparency" in frame.info:
+        alpha = frame.convert("RGBA").getchannel("A")
+    else:
+        return torch.zeros(_NO_MASK)
+    return 1.0 - torch.from_numpy(np.asarray(alpha, dtype=np.float32) / 255.0)

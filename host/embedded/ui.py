@@ -1,0 +1,36 @@
+"""The part of ComfyUI's V3 `ui` module that our nodes use: what a node shows below itself and leaves in the history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .io import UIOutput
+from .types import FolderType
+
+
+class SavedResult(dict[str, str]):
+    """A file that a node has written, as the frontend asks for it."""
+
+    def __init__(self, filename: str, subfolder: str, type: FolderType) -> None:
+        super().__init__(filename=filename, subfolder=subfolder, type=type.value)
+
+
+class PreviewVideo(UIOutput):
+    """Video files."""
+
+    def __init__(self, values: Sequence[SavedResult]) -> None:
+        self.values = list(values)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"images": self.values, "animated": (True,)}
+
+
+class PreviewText(UIOutput):
+    """A line of text."""
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"text": (self.value,)}

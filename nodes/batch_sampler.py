@@ -1,0 +1,175 @@
+"""Several videos in one run: every block is fetched once per step for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..host import io, search_words
+from ..plan import AutoOffload
+from ..sampling import DenoiseRequest, DenoiseResult, RequestError, joined, native_latent
+from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
+from . import sockets
+from .inputs import experts_input, said_once
+from .runs.run_experts import run_experts
+from .sampler import NOT_CONNECTED, TIMELINE, course_refusal, request_of, seed_input, setting_inputs, settings_for
+
+MOST_LANES = 1000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VideoLane:
+    """What one video brings to a run, in native form."""
+
+    positive: Sequence[Any]
+    negative: Sequence[Any]
+    latent: Mapping[str, Any]
+    seed: int
+
+
+class WanStreamLane(io.ComfyNode):
+    """Adds a video to those that share a run."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamLane",
+            display_name="Wan Add Video",
+            category="WanStream/sampling",
+            **search_words("batch", "several videos", "several prompts"),
+            description="One more video for Wan Batch Sampler, with texts, image and seed of its own. Put as many in a "
+            "row as videos are to share one pass over the weights.",
+            inputs=[
+                io.Conditioning.Input(
+                    "positive",
+                    tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
+                ),
+                io.Conditioning.Input(
+                    "negative",
+                    tooltip="As positive. Costs nothing where a guidance is 1; may be the same for all lanes.",
+                ),
+                io.Latent.Input(
+                    "latent",
+                    tooltip="Of the same size as those of the other lanes. Each video costs its full compute time, "
+                    "and 0.7 GB of device memory at 832x480x81, 1.5 GB at 1280x720x81 (bf16; half of it without "
+                    "guidance); its weights come for nothing.",
+                ),
+                seed_input(),
+                sockets.Lanes.Input(
+                    "lanes", optional=True, tooltip="The lanes before this one, from another Wan Add Video."
+                ),
+            ],
+            outputs=[sockets.Lanes.Output(display_name="lanes")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        positive: Sequence[Any],
+        negative: Sequence[Any],
+        latent: Mapping[str, Any],
+        seed: int,
+        lanes: tuple[VideoLane, ...] = (),
+    ) -> io.NodeOutput:
+        return io.NodeOutput((*lanes, VideoLane(positive=positive, negative=negative, latent=latent, seed=seed)))
+
+
+class WanStreamLaneSampler(io.ComfyNode):
+    """Runs both experts for several videos at once; each comes out as from a run of its own, bit for bit."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamLaneSampler",
+            display_name="Wan Batch Sampler",
+            category="WanStream/sampling",
+            **search_words("batch", "several videos", "ksampler"),
+            description="Does what Wan Sampler does, for all videos of a row of Wan Lanes: the weights move once per "
+            "step, whatever the number of videos. Each is the video that Wan Sampler makes of it alone.",
+            inputs=[
+                experts_input(),
+                sockets.Lanes.Input(
+                    "lanes",
+                    tooltip="From the last Wan Add Video of a row. Compute time is proportional to their number, "
+                    "what is read and copied stays that of one.",
+                ),
+                *setting_inputs(),
+            ],
+            outputs=[sockets.LaneLatents.Output(display_name="latents"), sockets.Run.Output(display_name="run")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        steps: int | None = None,
+        start_step: int | None = None,
+        switch_step: int | None = None,
+        end_step: int | None = None,
+        sigmas: object = NOT_CONNECTED,
+    ) -> bool | str:
+        return said_once(course_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+
+    @classmethod
+    def execute(
+        cls,
+        experts: ExpertsRef,
+        lanes: Sequence[VideoLane],
+        policy: OffloadPolicy | AutoOffload | None = None,
+        workers: WorkersRef | None = None,
+        **settings: Any,
+    ) -> io.NodeOutput:
+        own = settings_for(experts, settings)
+        requests = [_request(number, lane, own) for number, lane in enumerate(lanes, 1)]
+        asked = policy or OffloadPolicy.layerwise()
+        run = run_experts(experts, joined(requests), asked, node_id=cls.hidden.unique_id, workers=workers)
+        latents, timeline = _apart(run.result, lanes, requests), run.timeline
+        return io.NodeOutput(latents, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
+
+
+class WanStreamLaneLatent(io.ComfyNode):
+    """The latent of one lane."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamLaneLatent",
+            display_name="Wan Pick Video",
+            category="WanStream/sampling",
+            **search_words("batch", "select video"),
+            description="Takes one video out of what Wan Batch Sampler has made.",
+            inputs=[
+                sockets.LaneLatents.Input("latents", tooltip="From Wan Batch Sampler."),
+                io.Int.Input(
+                    "index",
+                    default=0,
+                    min=0,
+                    max=MOST_LANES - 1,
+                    tooltip="Which lane: 0 is the first Wan Add Video of the row. Costs nothing.",
+                ),
+            ],
+            outputs=[io.Latent.Output(display_name="latent")],
+        )
+
+    @classmethod
+    def execute(cls, latents: Sequence[Mapping[str, Any]], index: int) -> io.NodeOutput:
+        if index >= len(latents):
+            raise RequestError(f"lane {index} of {len(latents)} lanes: give 0 to {len(latents) - 1}")
+        return io.NodeOutput(latents[index])
+
+
+def _request(number: int, lane: VideoLane, settings: Mapping[str, Any]) -> DenoiseRequest:
+    """What Wan Sampler would ask for, given this lane alone."""
+    try:
+        return request_of(lane.positive, lane.negative, lane.latent, seed=lane.seed, **settings)
+    except RequestError as err:
+        raise RequestError(f"lane {number}: {err}") from err
+
+
+def _apart(
+    result: DenoiseResult, lanes: Sequence[VideoLane], requests: Sequence[DenoiseRequest]
+) -> tuple[dict[str, Any], ...]:
+    """The LATENT of each lane."""
+    samples = result.latents.split([request.batch for request in requests])
+    return tuple(native_latent(own, lane.latent, sigma=result.sigma) for own, lane in zip(samples, lanes, strict=True))

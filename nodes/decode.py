@@ -1,0 +1,307 @@
+"""Nodes that decode latents and save videos."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ..host import SAVING_NODE, OutputFile, OutputNameError, OutsideFolderError, host, io, search_words, ui
+from ..schema import PIXELS_PER_LATENT, WorkersRef
+from ..wan import TilingError
+from . import sockets
+from .inputs import said_once
+from .runs.decode import VAE_DTYPES, DecodeSettings, asked, decode_images, decode_to_file
+from .runs.latent_backup import keep_latent_until_done
+from .runs.video_file import write_mp4
+
+
+def vae_input() -> io.Input:
+    """The VAE's file or folder."""
+    return io.Combo.Input(
+        "vae",
+        options=host.model_names("diffusers", "vae"),
+        tooltip="wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder that "
+        "holds the VAE. It is loaded for this node alone (0.5 GB, for 5B 2.8 GB).",
+    )
+
+
+def tile_size_input() -> io.Input:
+    """How large tiles are."""
+    return io.Int.Input(
+        "tile_size",
+        default=0,
+        min=0,
+        max=4096,
+        step=PIXELS_PER_LATENT,
+        optional=True,
+        tooltip="Width of the tiles that are decoded one by one; 0: whole frames if they fit in memory, else the "
+        "tiles that fit and compute least. 256 computes a fourteenth of a 1280x720 frame at once, and 1.65 times as "
+        "much in all, because tiles overlap by a quarter, over which they are blended. For Wan2.2 5B a multiple of 16, "
+        "128 or more.",
+    )
+
+
+def memory_input() -> io.Input:
+    """How much memory there is."""
+    return io.Float.Input(
+        "memory_gb",
+        default=0.0,
+        min=0.0,
+        max=1024.0,
+        step=0.1,
+        optional=True,
+        tooltip="Memory for decoding, in addition to the VAE's weights; 0: what is free. Whole frames of 1280x720 take "
+        "21 GB, tiles of 256 pixels 1.5 GB; with the VAE of Wan2.2 5B 22 GB and 1.6 GB. Where even that is not there, "
+        "smaller tiles are tried.",
+    )
+
+
+def dtype_input() -> io.Input:
+    """What the VAE computes in."""
+    return io.Combo.Input(
+        "compute_dtype",
+        options=list(VAE_DTYPES),
+        default="fp32",
+        optional=True,
+        tooltip="What the VAE computes in. bf16 takes half the memory, also of the VAE itself, and less time where "
+        "the device computes in it; colours are rounded, in places by a few of 255 levels.",
+    )
+
+
+def tiling_refusal(tile_size: int | None) -> bool | str:
+    """For `validate_inputs`: why such tiles cannot be made; True if they can."""
+    try:
+        asked(tile_size)
+    except TilingError as err:
+        return str(err)
+    return True
+
+
+SLOWEST, FASTEST = 0.01, 1000.0
+"""Frames per second."""
+
+
+def saving_inputs() -> list[io.Input]:
+    """Frame rate, name and quality."""
+    return [
+        io.Float.Input(
+            "fps",
+            default=16.0,
+            min=SLOWEST,
+            max=FASTEST,
+            step=0.01,
+            tooltip="Wan2.2 A14B makes 16 frames per second of motion, 5B 24; another number speeds it up or slows it "
+            "down.",
+        ),
+        io.String.Input(
+            "filename_prefix",
+            default="video/WanStream",
+            tooltip="Name below the output folder; a counter is appended. %width%, %height% and %year% ... "
+            "%second% are filled in.",
+        ),
+        io.Int.Input(
+            "crf",
+            default=18,
+            # 0 would be lossless, in a profile of H.264 that browsers do not play.
+            min=1,
+            max=51,
+            tooltip="Quality of H.264: 18 looks lossless, 6 more halve the size of the file.",
+        ),
+    ]
+
+
+def name_refusal(filename_prefix: str | None) -> bool | str:
+    """For `validate_inputs`: the reason why no file can have that name, True if one can; None is not known yet.
+
+    Name and place are judged now, not after hours of sampling.
+    """
+    try:
+        if filename_prefix is not None:
+            host.check_output(filename_prefix)
+    except (OutsideFolderError, OutputNameError) as err:
+        return str(err)
+    return True
+
+
+def rate_refusal(fps: float | None) -> bool | str:
+    """For `validate_inputs`: the reason why no video can have that frame rate, True if one can; None is not known yet.
+
+    Hosts let NaN pass, which is neither too small nor too large.
+    """
+    if fps is None or (math.isfinite(fps) and SLOWEST <= fps <= FASTEST):
+        return True
+    return f"{fps} frames per second: give a number from {SLOWEST} to {FASTEST:g}"
+
+
+def graph_of(hidden: io.HiddenHolder) -> dict[str, object]:
+    """What ComfyUI looks for in a file that is dropped on its canvas; nothing where users want no graph in files."""
+    if not host.graph_in_files():
+        return {}
+    graph = dict(hidden.extra_pnginfo or {})
+    return graph if hidden.prompt is None else {**graph, "prompt": hidden.prompt, SAVING_NODE: hidden.unique_id}
+
+
+def shown(file: OutputFile) -> ui.PreviewVideo:
+    """The video, below its node."""
+    return ui.PreviewVideo([ui.SavedResult(file.filename, file.subfolder, io.FolderType.output)])
+
+
+class WanStreamDecodeVideo(io.ComfyNode):
+    """Decodes straight into the encoder."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamDecodeVideo",
+            display_name="Wan Decode to Video",
+            category="WanStream/video",
+            **search_words("mp4", "h264", "long video", "vae", "video combine"),
+            description="Decodes a Wan latent straight into an MP4 (H.264), with no images in RAM between. Drop the "
+            "file on the canvas to get the graph back.",
+            inputs=[
+                vae_input(),
+                io.Latent.Input(
+                    "latent",
+                    tooltip="From Wan Sampler. A copy lies in output/latents until the video is there.",
+                ),
+                *saving_inputs(),
+                tile_size_input(),
+                memory_input(),
+                dtype_input(),
+            ],
+            outputs=[],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, filename_prefix: str | None = None, fps: float | None = None, tile_size: int | None = None
+    ) -> bool | str:
+        judged = (name_refusal(filename_prefix), rate_refusal(fps), tiling_refusal(tile_size))
+        return said_once(next((refusal for refusal in judged if refusal is not True), True))
+
+    @classmethod
+    def execute(
+        cls,
+        vae: str,
+        latent: dict[str, torch.Tensor],
+        filename_prefix: str,
+        tile_size: int = 0,
+        memory_gb: float = 0.0,
+        compute_dtype: str = "fp32",
+        **encoding: Any,
+    ) -> io.NodeOutput:
+        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
+        with host.ledger().phase("decode", host.device()):
+            file = decode_to_file(
+                settings,
+                latent["samples"],
+                filename_prefix,
+                node_id=cls.hidden.unique_id,
+                metadata=graph_of(cls.hidden),
+                **encoding,
+            )
+        return io.NodeOutput(ui=shown(file))
+
+
+class WanStreamVAEDecode(io.ComfyNode):
+    """Turns a latent into frames."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamVAEDecode",
+            display_name="Wan VAE Decode",
+            category="WanStream/video",
+            **search_words("tiled vae", "vae"),
+            description="Decodes a Wan latent, a few frames at a time, into images.",
+            inputs=[
+                vae_input(),
+                io.Latent.Input(
+                    "latent", tooltip="From Wan Sampler. A copy lies in output/latents until the images are there."
+                ),
+                tile_size_input(),
+                sockets.Workers.Input(
+                    "workers",
+                    optional=True,
+                    tooltip="From Wan Workers (many GPUs): they share the tiles. With tile_size 0 these are as large "
+                    "as the memory of each allows, and as many as there are workers or more. The images are those of "
+                    "one device with the same tiles.",
+                ),
+                memory_input(),
+                dtype_input(),
+            ],
+            outputs=[io.Image.Output(display_name="images")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(cls, tile_size: int | None = None) -> bool | str:
+        return tiling_refusal(tile_size)
+
+    @classmethod
+    def execute(
+        cls,
+        vae: str,
+        latent: dict[str, torch.Tensor],
+        tile_size: int = 0,
+        workers: WorkersRef | None = None,
+        memory_gb: float = 0.0,
+        compute_dtype: str = "fp32",
+    ) -> io.NodeOutput:
+        settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
+        with host.ledger().phase("decode", host.device()):
+            videos, told = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
+        return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(told)) if told else None)
+
+
+class WanStreamSaveVideo(io.ComfyNode):
+    """Writes an MP4 that restores its graph when it is dropped on the canvas."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamSaveVideo",
+            display_name="Wan Save Video",
+            category="WanStream/video",
+            **search_words("mp4", "h264", "export video", "video combine"),
+            description="Writes an MP4 (H.264). Drop the file on the canvas to get the graph back.",
+            inputs=[
+                io.Image.Input("images", tooltip="From Wan VAE Decode, or any images of one size."),
+                *saving_inputs(),
+                io.Latent.Input(
+                    "latent",
+                    optional=True,
+                    tooltip="Kept if the video cannot be written, for example on a full disk: in output/latents, or in "
+                    "the temp folder where that has no room for it.",
+                ),
+            ],
+            outputs=[],
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo, io.Hidden.unique_id],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, filename_prefix: str | None = None, fps: float | None = None) -> bool | str:
+        named = name_refusal(filename_prefix)
+        return said_once(rate_refusal(fps) if named is True else named)
+
+    @classmethod
+    def execute(
+        cls,
+        images: torch.Tensor,
+        fps: float,
+        filename_prefix: str,
+        crf: int,
+        latent: dict[str, torch.Tensor] | None = None,
+    ) -> io.NodeOutput:
+        _, height, width, _ = images.shape
+        # After a Cancel the images and the latent are still in the cache of the host.
+        keep = keep_latent_until_done(latent["samples"] if latent else None, after_cancel=False)
+        with host.ledger().phase("save", host.device()), keep:
+            file = host.output_file(filename_prefix, "mp4", width=width, height=height)
+            write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden))
+        return io.NodeOutput(ui=shown(file))

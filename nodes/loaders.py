@@ -1,0 +1,253 @@
+"""Nodes that choose models: the pair of experts, a single model, LoRAs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..devices import AUTO, dtype_name
+from ..host import host, io, search_words
+from ..schema import Attention, ExpertsRef, LoraRef, Storage
+from ..wan import STORAGES, expert_suspicions, lora_suspicions
+from . import sockets
+from .inputs import attention_input, compile_input, shown_warnings
+
+if TYPE_CHECKING:
+    from ..wan import ExpertPair
+
+
+SAME_FOLDER = "from the same pipeline folder"
+
+FOLDERS = ("diffusion_models", "diffusers")
+DTYPES = {AUTO: AUTO, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+logger = logging.getLogger("wanstream.nodes")
+
+
+class WanStreamExperts(io.ComfyNode):
+    """Names the high-noise and the low-noise expert and checks that they belong together."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        names = host.model_names(*FOLDERS)
+        return io.Schema(
+            node_id="WanStreamExperts",
+            display_name="Wan Experts (streamed)",
+            category="WanStream/loaders",
+            **search_words(
+                "moe", "high noise", "low noise", "load diffusion model", "unet", "gguf", "fp8", "a14b", "wan 2.2"
+            ),
+            description="Opens the two experts of Wan2.2 A14B. Only headers are read: weights move when a step needs "
+            "them.",
+            inputs=[
+                io.Combo.Input(
+                    "high_noise",
+                    options=names,
+                    tooltip="The expert of the early, noisy steps: a .safetensors or .gguf file of diffusion_models, "
+                    "or a folder of diffusers. What is read per step where all blocks stream: 28 GB in bf16 and fp16, "
+                    "15 GB in Q8_0, 14 GB in fp8, 8 GB in Q4_K. Device memory is the same for all.",
+                ),
+                io.Combo.Input(
+                    "low_noise",
+                    options=[SAME_FOLDER, *names],
+                    default=SAME_FOLDER,
+                    tooltip="The expert of the later steps. A diffusers pipeline folder chosen as high_noise holds "
+                    "both.",
+                ),
+                dtype_input(),
+                storage_input(),
+                attention_input(),
+                compile_input(),
+            ],
+            outputs=[sockets.Experts.Output(display_name="experts")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        high_noise: str,
+        low_noise: str,
+        compute_dtype: str,
+        storage: Storage = "as stored",
+        attention: Attention = "default",
+        compile: bool = False,
+    ) -> io.NodeOutput:
+        ref = ExpertsRef(
+            high_noise=host.model_path(high_noise, *FOLDERS),
+            low_noise=None if low_noise == SAME_FOLDER else host.model_path(low_noise, *FOLDERS),
+            compute_dtype=DTYPES[compute_dtype],
+            storage=storage,
+            attention=attention,
+            compile=compile,
+        )
+        # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
+        # the pair open.
+        with host.ledger().phase("open", host.device()):
+            pair = host.experts(ref)
+        log_auto_dtype(ref, pair)
+        return io.NodeOutput(ref, ui=shown_warnings(expert_suspicions(pair.high, pair.low)))
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> bool:
+        """Let the node run again when what it warns of becomes an error, or no error any more."""
+        return host.strict()
+
+
+def log_auto_dtype(ref: ExpertsRef, pair: ExpertPair) -> None:
+    """Log the dtype that `compute_dtype` auto gives in this process. It stays "auto" in `ref` for workers, which agree
+    on a dtype that is fast on the devices of all of them."""
+    if ref.compute_dtype == AUTO:
+        logger.info("compute_dtype auto: the blocks compute in %s on %s", dtype_name(pair.compute_dtype), host.device())
+
+
+def dtype_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "compute_dtype",
+        options=list(DTYPES),
+        default=AUTO,
+        tooltip="What the blocks compute in, whatever the file holds. auto: bf16 where the device has units for it, "
+        "else fp16, else fp32, as on most CPUs. bf16 and fp16: 0.70 GB per buffer; a CPU without bf16 units takes "
+        "three to five times as long in them as in fp32. fp32: twice the memory, and on a GPU at least twice the time.",
+    )
+
+
+def storage_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "storage",
+        options=list(STORAGES),
+        default="as stored",
+        optional=True,
+        tooltip="What blocks are kept in. fp8 quantises a bf16, fp16 or fp32 file while it is read: half "
+        "the RAM and half the bytes over the bus of bf16, as many from the disk, 0.33 s of one core per "
+        "block, and 2.7 % of each weight's size as error. fp8 and GGUF files stay as they are.",
+    )
+
+
+class WanStreamOneExpert(io.ComfyNode):
+    """Names a model that is one expert, which runs every step, and checks that it is whole."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamOneExpert",
+            display_name="Wan Model (single)",
+            category="WanStream/loaders",
+            **search_words("load diffusion model", "unet", "gguf", "fp8", "5b", "ti2v", "1.3b", "wan 2.1"),
+            description="Opens a model that has one expert for all steps: Wan2.1 T2V (1.3B, 14B), Wan2.1 I2V (14B) or "
+            "Wan2.2 5B. Only headers are read: weights move when a step needs them.",
+            inputs=[
+                io.Combo.Input(
+                    "file",
+                    options=host.model_names(*FOLDERS),
+                    tooltip="A .safetensors or .gguf file of diffusion_models, or a folder of diffusers. What is read "
+                    "per step where all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
+                    "for 1.3B in bf16 and fp16, half of it in fp8.",
+                ),
+                dtype_input(),
+                storage_input(),
+                attention_input(),
+                compile_input(),
+            ],
+            outputs=[sockets.Experts.Output(display_name="experts")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        file: str,
+        compute_dtype: str,
+        storage: Storage = "as stored",
+        attention: Attention = "default",
+        compile: bool = False,
+    ) -> io.NodeOutput:
+        ref = ExpertsRef(
+            high_noise=host.model_path(file, *FOLDERS),
+            compute_dtype=DTYPES[compute_dtype],
+            storage=storage,
+            one=True,
+            attention=attention,
+            compile=compile,
+        )
+        # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
+        # it open.
+        with host.ledger().phase("open", host.device()):
+            pair = host.experts(ref)
+        log_auto_dtype(ref, pair)
+        return io.NodeOutput(ref)
+
+
+NONE = "none"
+
+_FOLDER = "loras"
+
+
+class WanStreamLora(io.ComfyNode):
+    """Names a LoRA for each expert and checks that it fits."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamLora",
+            display_name="Wan LoRA (pair)",
+            category="WanStream/loaders",
+            **search_words("lightning", "lightx2v", "4 steps", "distill", "load lora"),
+            description="Adds a LoRA to each expert's weights as they arrive on the device. Several of these nodes in "
+            "a row add up; another LoRA or strength reloads no expert. The LoRA of a model of one expert is "
+            "high_noise.",
+            inputs=[
+                sockets.Experts.Input(
+                    "experts",
+                    tooltip="From Wan Experts (streamed), Wan Model (single) or another Wan LoRA (pair).",
+                ),
+                _file("high_noise", "early, noisy steps"),
+                _file("low_noise", "later steps"),
+                _strength("strength_high"),
+                _strength("strength_low"),
+            ],
+            outputs=[sockets.Experts.Output(display_name="experts")],
+        )
+
+    @classmethod
+    def execute(
+        cls, experts: ExpertsRef, high_noise: str, low_noise: str, strength_high: float, strength_low: float
+    ) -> io.NodeOutput:
+        if high_noise == low_noise == NONE:
+            return io.NodeOutput(experts)
+        lora = LoraRef(
+            high_noise=None if high_noise == NONE else host.model_path(high_noise, _FOLDER),
+            low_noise=None if low_noise == NONE else host.model_path(low_noise, _FOLDER),
+            strength_high=strength_high,
+            strength_low=strength_low,
+        )
+        ref = replace(experts, loras=(*experts.loras, lora))
+        # Opened here so that a bad file is reported on the node that names it.
+        pair = host.experts(ref)
+        found = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, one=experts.one)
+        return io.NodeOutput(ref, ui=shown_warnings(found))
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> bool:
+        """Let the node run again when what it warns of becomes an error, or no error any more."""
+        return host.strict()
+
+
+def _file(name: str, steps: str) -> io.Combo.Input:
+    return io.Combo.Input(
+        name,
+        options=[NONE, *host.model_names(_FOLDER)],
+        default=NONE,
+        tooltip=f"The LoRA for the expert of the {steps}. Costs its own size in RAM (0.6 GB at rank 64 in bf16) twice, "
+        "2 % more bytes per block at rank 64, and no device memory worth naming.",
+    )
+
+
+def _strength(name: str) -> io.Float.Input:
+    return io.Float.Input(
+        name,
+        default=1.0,
+        min=-10.0,
+        max=10.0,
+        step=0.01,
+        tooltip="How much of the LoRA is added; 0 leaves it out. Another strength costs nothing but the blocks that "
+        "stay on the device, which are fetched once more.",
+    )

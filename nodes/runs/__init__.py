@@ -1,0 +1,14 @@
+"""Runs behind the nodes: sampling, decoding, benchmarks, and the files they write."""
+
+from __future__ import annotations
+
+from .trials import TrialTimes, pause, tensor_digest, with_steps
+from .video_file import write_mp4
+
+__all__ = [
+    "TrialTimes",
+    "pause",
+    "tensor_digest",
+    "with_steps",
+    "write_mp4",
+]

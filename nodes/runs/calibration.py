@@ -1,0 +1,102 @@
+"""Calibration runs for MagCache, and their files in the output folder."""
+
+from __future__ import annotations
+
+import json
+
+from ...host import host, inside, observed
+from ...sampling import Cancelled, MagTable, RequestError, StepProgress, calibrate, calibration_bytes, calibration_job
+from ...schema import VERSION
+from .run_experts import SamplerRun
+
+
+class CalibrationFileError(OSError):
+    """The file of a calibration could not be written or read; `errno` is that of the failed call."""
+
+
+def write_table(table: MagTable, prefix: str) -> str:
+    """Write `table` under the next free name of `prefix`; returns that name below the output folder.
+
+    Raises CalibrationFileError, and leaves nothing half written; OutsideFolderError for a prefix that leaves it.
+    """
+    place = host.output_file(prefix, "json")
+    unfinished = place.path.with_name(f"{place.filename}.part")
+    try:
+        unfinished.write_text(json.dumps(table.to_dict(), indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(place.path)
+    except OSError as err:
+        raise CalibrationFileError(
+            err.errno, f"{place.path} could not be written: {err.strerror}. Make room on the disk and queue again"
+        ) from err
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return f"{place.subfolder}/{place.filename}" if place.subfolder else place.filename
+
+
+def read_table(name: str) -> MagTable:
+    """The table in the file `name` below the output folder.
+
+    Raises RequestError where that is no table, CalibrationFileError where it cannot be read, and OutsideFolderError for
+    a name that leaves the folder.
+    """
+    if not name.strip():
+        raise RequestError(
+            "a cache by magnitudes needs a calibration: run Wan Cache Calibration once and give the name of its file, "
+            "or choose first_block_cache"
+        )
+    path = inside(host.output_folder(), name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as err:
+        raise RequestError(f"{name} is no calibration: {err}") from err
+    except OSError as err:
+        raise CalibrationFileError(
+            err.errno, f"the calibration {path} could not be read: {err.strerror}. Give a file of Wan Cache Calibration"
+        ) from err
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise RequestError(f"{name} is no calibration: it is not JSON ({err})") from err
+    return MagTable.from_dict(data)
+
+
+def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
+    """Compute `run` again with no cache and measure; the host's Cancel ends it before the next block.
+
+    Raises RequestError for a run that cannot be measured.
+    """
+    pair = host.experts(run.experts)
+    request, job = run.request, calibration_job(pair, run.request, host.device())
+    choice = host.choose_policy(run.experts, run.asked, job)
+    needed = calibration_bytes(pair, request, chunk_tokens=choice.policy.chunk_tokens)
+    pair, policy, device = host.load_experts(run.experts, choice.policy, working_bytes=needed)
+    progress = host.progress(len(request.course().steps), node_id)
+
+    def on_step(step: StepProgress) -> None:
+        progress.update(step.done, denoised=step.denoised)
+
+    try:
+        table, _ = calibrate(
+            pair,
+            request,
+            policy=policy,
+            device=device,
+            source=_source(run),
+            on_step=on_step,
+            should_stop=host.should_stop,
+            observe=observed(host),
+        )
+    except Cancelled:
+        host.raise_if_stopped()
+        raise
+    return table
+
+
+def _source(run: SamplerRun) -> str:
+    """What was measured, for a reader of the file."""
+    ref, shape = run.experts, run.request.noise.shape
+    files = " and ".join(path.name for path in (ref.high_noise, ref.low_noise) if path is not None)
+    loras = ", ".join(sorted({path.name for lora in ref.loras for path in (lora.high_noise, lora.low_noise) if path}))
+    with_loras = f" with {loras}" if loras else ""
+    steps = run.request.course().schedule.steps
+    return f"measured with WanStream {VERSION} on {files}{with_loras}, {steps} steps, latents {list(shape)}"

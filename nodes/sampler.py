@@ -1,0 +1,344 @@
+"""Sampler node: all steps of a model, with its inputs and the request made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..host import io, search_words
+from ..plan import TRAIN_TIMESTEPS, AutoOffload
+from ..sampling import (
+    SCHEDULES,
+    SOLVERS,
+    DenoiseRequest,
+    Guidance,
+    NativeInputs,
+    RequestError,
+    check_course,
+    check_steps,
+    native_inputs,
+    native_latent,
+)
+from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
+from . import sockets
+from .inputs import (
+    boundary_input,
+    cache_input,
+    experts_input,
+    guidance_input,
+    policy_input,
+    said_once,
+    windows_input,
+    workers_input,
+)
+from .runs.run_experts import run_experts
+
+if TYPE_CHECKING:
+    import torch
+
+
+FROM_BOUNDARY = -1
+"""The `switch_step` that leaves the switch to `boundary_ratio`."""
+
+TO_THE_END = 10000
+"""The `end_step` that no schedule reaches; ComfyUI's samplers use the same."""
+
+
+def sampler_inputs() -> list[io.Input]:
+    """All inputs in the order of the node; saved workflows depend on it."""
+    return [*_socket_inputs(), seed_input(), *setting_inputs()]
+
+
+def setting_inputs() -> list[io.Input]:
+    """What a run is told beside its experts and what each video brings: texts, latent and seed."""
+    return [*_step_inputs(), *_switch_inputs(), *_guidance_inputs(), *_part_inputs(), *_optional_inputs()]
+
+
+def seed_input() -> io.Input:
+    return io.Int.Input(
+        "seed",
+        default=0,
+        min=0,
+        max=2**64 - 1,
+        control_after_generate=True,
+        tooltip="Draws the same noise as ComfyUI's own samplers. A new seed reloads nothing.",
+    )
+
+
+def _socket_inputs() -> list[io.Input]:
+    return [
+        experts_input(),
+        io.Conditioning.Input(
+            "positive",
+            tooltip="From Wan Text Encode or CLIP Text Encode; with an image, from an image-to-video node.",
+        ),
+        io.Conditioning.Input("negative", tooltip="As positive. Costs nothing where a guidance is 1."),
+        io.Latent.Input(
+            "latent",
+            tooltip="An empty latent, or one to go on from (see start_step). A noise mask keeps what it covers with 0.",
+        ),
+    ]
+
+
+def _step_inputs() -> list[io.Input]:
+    return [
+        io.Int.Input(
+            "steps",
+            default=40,
+            min=1,
+            max=1000,
+            tooltip="Time is proportional to it: every step computes 40 blocks for each prompt in use. 40 is what "
+            "Wan2.2 was tuned for, 20 are usually enough, 4 need a distilled LoRA.",
+        ),
+        io.Combo.Input(
+            "solver",
+            options=list(SOLVERS),
+            default="unipc",
+            tooltip="The rule of a step. unipc and dpm++: second order, need fewer steps. euler: first order, for "
+            "distilled LoRAs. lcm: draws new noise in every step, for LoRAs distilled that way. None costs time worth "
+            "naming.",
+        ),
+        io.Combo.Input(
+            "schedule",
+            options=list(SCHEDULES),
+            default="wan",
+            tooltip="How noise falls from step to step. wan: as in Wan2.2 and diffusers. simple: as in ComfyUI.",
+        ),
+        io.Float.Input(
+            "flow_shift",
+            default=12.0,
+            min=0.01,
+            max=100.0,
+            step=0.01,
+            tooltip="Higher: more steps at high noise, so more of them run the high-noise expert. 12 for "
+            "text-to-video, 5 for image-to-video.",
+        ),
+    ]
+
+
+def _switch_inputs() -> list[io.Input]:
+    return [
+        boundary_input(),
+        io.Int.Input(
+            "switch_step",
+            default=FROM_BOUNDARY,
+            min=FROM_BOUNDARY,
+            max=1000,
+            tooltip="First step of the low-noise expert, counted from 0. -1: boundary_ratio decides.",
+        ),
+    ]
+
+
+def _guidance_inputs() -> list[io.Input]:
+    return [
+        io.Float.Input(
+            "guidance_high",
+            default=4.0,
+            min=1.0,
+            max=100.0,
+            step=0.1,
+            tooltip="How strongly the high-noise expert follows the prompt. Anything but 1 computes the negative as "
+            "well and doubles the compute of its steps; the bytes that are moved stay the same. One expert follows it "
+            "in every step.",
+        ),
+        io.Float.Input(
+            "guidance_low",
+            default=3.0,
+            min=1.0,
+            max=100.0,
+            step=0.1,
+            tooltip="The same for the low-noise expert. 1 halves the compute of its steps. Not used by one expert.",
+        ),
+    ]
+
+
+def _part_inputs() -> list[io.Input]:
+    """Which part of the schedule is run, with the meaning that KSampler (Advanced) gives to the same settings."""
+    return [
+        io.Int.Input(
+            "start_step",
+            default=0,
+            min=0,
+            max=999,
+            tooltip="Steps to leave out at the start, and their time with them. The connected latent is mixed with "
+            "noise of the level of that step; see add_noise.",
+        ),
+        io.Int.Input(
+            "end_step",
+            default=TO_THE_END,
+            min=1,
+            max=TO_THE_END,
+            optional=True,
+            tooltip="The step before which the run ends; beyond the last one: it takes all steps. A following sampler "
+            "goes on with this number as its start_step.",
+        ),
+        io.Boolean.Input(
+            "add_noise",
+            default=True,
+            optional=True,
+            tooltip="Off: the latent carries its noise already, from a sampler that left it over. Both samplers need "
+            "the same steps, schedule and flow_shift.",
+        ),
+        io.Boolean.Input(
+            "leftover_noise",
+            default=False,
+            optional=True,
+            tooltip="On: a run that ends before the last step hands its noise on, for another sampler with add_noise "
+            "off. Off: its last step removes all noise at once.",
+        ),
+    ]
+
+
+def _optional_inputs() -> list[io.Input]:
+    return [
+        policy_input(),
+        io.Sigmas.Input(
+            "sigmas",
+            optional=True,
+            tooltip="Noise levels from another node, used as they are instead of steps, schedule and flow_shift. Where "
+            "they end above 0, that noise is left over.",
+        ),
+        workers_input(),
+        cache_input(),
+        guidance_input(),
+        windows_input(),
+    ]
+
+
+NOT_CONNECTED = object()
+"""Stands for sigmas that are not linked; a link is None until the run."""
+
+
+def course_refusal(steps: object, start_step: object, switch_step: object, end_step: object) -> bool | str:
+    """For `validate_inputs`: why a run of such steps cannot be, told before the text encoder runs; True if it can.
+
+    A host checks no range of an input that is checked here. What is no number is left to others: a link is None here
+    and known only at the run, and text is refused by the host. Connected sigmas bring a number of steps of their own.
+    """
+    count = steps if isinstance(steps, int) else TRAIN_TIMESTEPS
+    start = start_step if isinstance(start_step, int) else 0
+    switch = switch_step if isinstance(switch_step, int) else FROM_BOUNDARY
+    end = end_step if isinstance(end_step, int) else TO_THE_END
+    try:
+        check_steps(count)
+        check_course(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch, end_step=end)
+    except RequestError as err:
+        return str(err)
+    return True
+
+
+def settings_for(experts: ExpertsRef, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a sampler or guider, as these experts take them.
+
+    One expert takes every step under `guidance_high`; `boundary_ratio` and `guidance_low` are not used then.
+
+    Raises RequestError for a `switch_step` where there is nothing to switch to.
+    """
+    if not experts.one:
+        return dict(settings)
+    switch = settings.get("switch_step", FROM_BOUNDARY)
+    if switch != FROM_BOUNDARY:
+        raise RequestError(
+            f"switch_step is {switch}, and the model is one expert, which runs every step: set it to {FROM_BOUNDARY}"
+        )
+    return {**settings, "boundary_ratio": 0.0, "guidance_low": settings["guidance_high"]}
+
+
+def request_of(
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    latent: Mapping[str, Any],
+    guidance: Guidance | None = None,
+    **settings: Any,
+) -> DenoiseRequest:
+    """The run that native values and the widgets of a sampler describe.
+
+    Raises RequestError for what the experts cannot use, and for settings that do not fit together.
+    """
+    # Without guidance nothing reads the negative, whatever it carries.
+    said = guidance or Guidance()
+    scales = said.steps or (settings["guidance_high"], settings["guidance_low"])
+    used = negative if said.nag is not None or any(scale != 1 for scale in scales) else None
+    inputs = native_inputs(positive, used, latent)
+    return _request(inputs, guidance_steps=said.steps, nag=said.nag, **settings)
+
+
+def _request(
+    inputs: NativeInputs,
+    *,
+    seed: int,
+    steps: int,
+    switch_step: int,
+    guidance_high: float,
+    guidance_low: float,
+    add_noise: bool = True,
+    sigmas: torch.Tensor | None = None,
+    **settings: Any,
+) -> DenoiseRequest:
+    """`settings` are those that the request calls by the same name."""
+    return DenoiseRequest(
+        inputs.noise(seed if add_noise else None),
+        inputs.positive,
+        negative=inputs.negative,
+        image_condition=inputs.image_condition,
+        image_embedding=inputs.image_embedding,
+        latent=inputs.latent,
+        latent_sigma=inputs.latent_sigma,
+        mask=inputs.mask,
+        add_noise=add_noise,
+        steps=steps if sigmas is None else None,
+        sigmas=sigmas,
+        switch_step=None if switch_step == FROM_BOUNDARY else switch_step,
+        guidance=(guidance_high, guidance_low),
+        **settings,
+    )
+
+
+TIMELINE = "wanstream_timeline"
+"""Where the history keeps what each step took: one `Timeline.to_dict()`."""
+
+
+class WanStreamSampler(io.ComfyNode):
+    """Runs the high-noise expert, then the low-noise one, both streamed, in one run without a reload at the switch."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="WanStreamSampler",
+            display_name="Wan Sampler (streamed)",
+            category="WanStream/sampling",
+            **search_words("ksampler", "moe", "high noise", "low noise", "t2v", "i2v"),
+            description="Denoises with both experts in one run. The defaults are those of Wan2.2 text-to-video; for "
+            "image-to-video use flow_shift 5, boundary_ratio 0.9 and guidance 3.5.",
+            inputs=sampler_inputs(),
+            outputs=[io.Latent.Output(display_name="latent"), sockets.Run.Output(display_name="run")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls,
+        steps: int | None = None,
+        start_step: int | None = None,
+        switch_step: int | None = None,
+        end_step: int | None = None,
+        sigmas: object = NOT_CONNECTED,
+    ) -> bool | str:
+        return said_once(course_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+
+    @classmethod
+    def execute(
+        cls,
+        experts: ExpertsRef,
+        positive: Sequence[Any],
+        negative: Sequence[Any],
+        latent: Mapping[str, Any],
+        policy: OffloadPolicy | AutoOffload | None = None,
+        workers: WorkersRef | None = None,
+        **settings: Any,
+    ) -> io.NodeOutput:
+        request = request_of(positive, negative, latent, **settings_for(experts, settings))
+        asked = policy or OffloadPolicy.layerwise()
+        run = run_experts(experts, request, asked, node_id=cls.hidden.unique_id, workers=workers)
+        timeline, left = run.timeline, native_latent(run.result.latents, latent, sigma=run.result.sigma)
+        return io.NodeOutput(left, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})

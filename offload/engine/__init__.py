@@ -1,0 +1,1 @@
+"""Offload engine: runs, buffers, and the binding of weights to modules."""

@@ -1,0 +1,94 @@
+"""Runs blocks through the engine from inside a model's own forward, with ordinary module hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ...plan import Visit
+from .run import EngineRun, VisitContext, VisitOrderError
+
+if TYPE_CHECKING:
+    from .engine import OffloadEngine, Stacks
+
+
+class ForwardFollower:
+    """Hooks on every block: the first block of a stack opens a run, the last one of its last pass closes it."""
+
+    def __init__(self, engine: OffloadEngine, stacks: Stacks) -> None:
+        self._engine = engine
+        self._run: EngineRun | None = None
+        self._pending: list[Visit] = []
+        self._open: VisitContext | None = None
+        self._hooks = [
+            hook
+            for name, stack in stacks.items()
+            for index, block in enumerate(stack)
+            for hook in self._install(name, index, block)
+        ]
+
+    @contextmanager
+    def passes(self, stack: str, count: int) -> Iterator[None]:
+        """The next `count` forwards of `stack` are one run; it is closed here, whatever happened in between."""
+        self._close()
+        self._begin(stack, count)
+        try:
+            yield
+        finally:
+            self._close()
+
+    def remove(self) -> None:
+        """End a run that a failed forward left open, and take the hooks off."""
+        self._close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _install(self, stack: str, index: int, block: nn.Module) -> list[RemovableHandle]:
+        def before(module: nn.Module, args: object) -> None:
+            self._enter(stack, index)
+
+        def after(module: nn.Module, args: object, output: object) -> None:
+            self._leave()
+
+        # Prepended and last, so that hooks of others see the block with its weights.
+        return [
+            block.register_forward_pre_hook(before, prepend=True),
+            block.register_forward_hook(after),
+        ]
+
+    def _begin(self, stack: str, count: int) -> None:
+        visits = self._engine.pass_visits(count, stack)
+        run = self._engine.run(visits)
+        run.__enter__()
+        self._run, self._pending = run, list(reversed(visits))
+
+    def _enter(self, stack: str, index: int) -> None:
+        due = self._pending[-1].key if self._pending and self._open is None else None
+        if index == 0 and due != (stack, 0):
+            # A forward begins: the first one, or one after a forward that was cut short.
+            self._close()
+            self._begin(stack, 1)
+        if self._run is None or not self._pending:
+            raise VisitOrderError(f"block {index} of {stack!r} was called before block 0")
+        self._open = self._run.visit(self._pending[-1].step, stack, index)
+        self._open.__enter__()
+        self._pending.pop()
+
+    def _leave(self) -> None:
+        assert self._open is not None
+        self._open.__exit__(None, None, None)
+        self._open = None
+        if not self._pending:
+            self._close()
+
+    def _close(self) -> None:
+        run, self._run = self._run, None
+        self._open = None
+        self._pending = []
+        if run is not None:
+            run.__exit__(None, None, None)

@@ -1,0 +1,318 @@
+"""GGUF header: tensor types and the place of each tensor, read from nothing but the header."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from math import prod
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from .gguf_dequant import PACKINGS, Packing, stored_bytes
+from .safetensors_header import (
+    GGUF_START,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    PICKLE_STARTS,
+    CheckpointFileError,
+    FileHeader,
+    FileTensor,
+    failed_download,
+    file_version,
+)
+from .safetensors_header import START_BYTES as KIND_BYTES
+
+PLAIN_TYPES = {
+    0: torch.float32,
+    1: torch.float16,
+    24: torch.int8,
+    25: torch.int16,
+    26: torch.int32,
+    27: torch.int64,
+    28: torch.float64,
+    30: torch.bfloat16,
+}
+
+_PACKING_NAMES = {
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    10: "Q2_K",
+    11: "Q3_K",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
+    20: "IQ4_NL",
+    23: "IQ4_XS",
+}
+PACKED_TYPES = {number: PACKINGS[name] for number, name in _PACKING_NAMES.items()}
+
+# Those that cannot be unpacked. Q8_1 and Q8_K only exist while ggml computes.
+OTHER_TYPES = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
+}
+
+READABLE_TYPES = ("F32", "F16", "BF16", *PACKINGS)
+"""The types that weights may have, by name."""
+
+SCALAR_FIELDS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""The types of fields that are one number, and what `struct` calls them."""
+
+STRING_FIELD = 8
+ARRAY_FIELD = 9
+
+
+# The magic number and the version.
+START_BYTES = 8
+
+Number = int | float | bool
+
+
+class HeaderCursor:
+    """Reads a header piece by piece, little-endian.
+
+    Attributes:
+        version: of the file.
+        start: the first bytes, by which a file of another kind is known; all where there are fewer.
+        position: the byte that is read next.
+
+    All methods that read raise CheckpointFileError where the header asks for more than there is.
+    """
+
+    def __init__(self, path: Path, file: BufferedReader) -> None:
+        self.version = file_version(os.fstat(file.fileno()))
+        self.position = 0
+        self.start = file.read(KIND_BYTES)
+        file.seek(0)
+        self._path = path
+        self._file = file
+
+    def take(self, nbytes: int) -> bytes:
+        """Read that many bytes."""
+        end = self.position + nbytes
+        if end > self.version.nbytes:
+            raise self.refuse(f"is truncated or damaged: its header goes on after its {self.version.nbytes} bytes")
+        if end > MAX_HEADER_BYTES:
+            raise self.damaged(f"a header of more than {MAX_HEADER_BYTES} bytes")
+        taken = self._file.read(nbytes)
+        if len(taken) < nbytes:
+            raise self.refuse("was cut off while its header was read")
+        self.position = end
+        return taken
+
+    def numbers(self, kind: str, count: int) -> tuple[Number, ...]:
+        """Read `count` numbers of the type that `struct` calls `kind`."""
+        return struct.unpack(f"<{count}{kind}", self.take(count * struct.calcsize(f"<{kind}")))
+
+    def integer(self, kind: str) -> int:
+        """Read one whole number."""
+        return int(self.numbers(kind, 1)[0])
+
+    def text(self) -> str:
+        """Read a length and so many bytes of UTF-8."""
+        try:
+            return self.take(self.integer("Q")).decode("utf-8")
+        except UnicodeDecodeError as err:
+            raise self.damaged("a name or text that is no UTF-8") from err
+
+    def refuse(self, reason: str) -> CheckpointFileError:
+        """The error that names the file and the reason."""
+        return CheckpointFileError(self._path, reason)
+
+    def damaged(self, what: str) -> CheckpointFileError:
+        """The error for a header that has what no sound one has."""
+        return self.refuse(f"is a damaged GGUF file: it has {what}")
+
+
+# Version 1 counted in 32 bits.
+VERSIONS = (2, 3)
+
+TOO_MANY_VALUES = 2**56
+"""More than any file holds, and so few that their bytes can be counted in 64 bits."""
+# A tensor of more dimensions than ggml has may be stored in another shape; a field of this name then holds its own.
+SHAPE_FIELD = "comfy.gguf.orig_shape."
+ALIGNMENT_FIELD = "general.alignment"
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 8
+MAX_NAME = 65535  # the format's own limit; messages quote names
+
+Field = Number | str | tuple[Number, ...] | None
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """One tensor as the header describes it: its shape in the order of torch, its offset from the start of the data."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    packing: Packing | None
+    offset: int
+    nbytes: int
+
+
+def read_gguf_header(path: Path | str) -> FileHeader:
+    """Read the header of a GGUF file; a large file takes no longer than a small one.
+
+    A tensor that was stored in another shape gets its own, where a field holds it. The metadata are the fields that are
+    text.
+
+    Raises:
+        CheckpointFileError: the file is missing, unreadable, truncated, damaged, big-endian, no GGUF file at all, or
+            holds a tensor whose type cannot be unpacked.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            cursor = HeaderCursor(path, file)
+            _check_start(cursor)
+            counts = cursor.integer("Q"), cursor.integer("Q")
+            fields = _named(cursor, counts[1], _field)
+            entries = _named(cursor, counts[0], _entry)
+    except OSError as err:
+        raise CheckpointFileError(path, f"cannot be read: {err.strerror or err}") from err
+    alignment = _alignment(cursor, fields)
+    data_start = -(-cursor.position // alignment) * alignment
+    in_file_order = sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes))
+    _check_places(cursor, in_file_order, data_start, alignment)
+    tensors = {
+        entry.name: FileTensor(
+            path=path,
+            offset=data_start + entry.offset,
+            nbytes=entry.nbytes,
+            dtype=entry.dtype,
+            shape=_own_shape(cursor, entry, fields),
+            version=cursor.version,
+            packing=entry.packing,
+        )
+        for entry in in_file_order
+    }
+    texts = {name: value for name, value in fields.items() if isinstance(value, str)}
+    return FileHeader(path=path, tensors=tensors, metadata=texts)
+
+
+def _check_start(cursor: HeaderCursor) -> None:
+    if not cursor.start.startswith(GGUF_START) or len(cursor.start) < START_BYTES:
+        raise cursor.refuse(_what_instead(cursor.start, cursor.version.nbytes))
+    version = cursor.take(START_BYTES)[len(GGUF_START) :]
+    if int.from_bytes(version, "big") in VERSIONS:
+        raise cursor.refuse("is a big-endian GGUF file; only the usual little-endian ones can be read")
+    if int.from_bytes(version, "little") not in VERSIONS:
+        found = int.from_bytes(version, "little")
+        raise cursor.refuse(f"is a GGUF file of version {found}; versions 2 and 3 can be read: convert the model again")
+
+
+def _what_instead(start: bytes, file_bytes: int) -> str:
+    if start.startswith(PICKLE_STARTS):
+        return "is a PyTorch pickle, which may run code when it is read: use the model in GGUF or safetensors"
+    if start[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{":
+        return "is not a GGUF file but safetensors: let its name end in .safetensors"
+    return failed_download(start) or f"is not a GGUF file: has {file_bytes} bytes and starts with {start[:9]!r}"
+
+
+def _named(cursor: HeaderCursor, count: int, read: Callable[[HeaderCursor, str], ItemT]) -> dict[str, ItemT]:
+    """Read `count` items, each of which comes after its name."""
+    items: dict[str, ItemT] = {}
+    for _ in range(count):
+        name = cursor.text()
+        if len(name) > MAX_NAME:
+            raise cursor.damaged(f"a name of {len(name)} characters")
+        if name in items:
+            raise cursor.damaged(f"{name!r} twice")
+        items[name] = read(cursor, name)
+    return items
+
+
+def _field(cursor: HeaderCursor, name: str) -> Field:
+    """A field's value; None for a list that is too long to be of use here, or a list of texts."""
+    kind = cursor.integer("I")
+    if kind == STRING_FIELD:
+        return cursor.text()
+    if kind in SCALAR_FIELDS:
+        return cursor.numbers(SCALAR_FIELDS[kind], 1)[0]
+    item, count = (cursor.integer("I"), cursor.integer("Q")) if kind == ARRAY_FIELD else (None, 0)
+    if item == STRING_FIELD:
+        for _ in range(count):
+            cursor.text()
+        return None
+    if item not in SCALAR_FIELDS:
+        raise cursor.damaged(f"a field {name!r} of the unknown type {kind if item is None else item}")
+    if count <= MAX_DIMENSIONS:
+        return cursor.numbers(SCALAR_FIELDS[item], count)
+    cursor.take(count * struct.calcsize(f"<{SCALAR_FIELDS[item]}"))
+    return None
+
+
+def _entry(cursor: HeaderCursor, name: str) -> _Entry:
+    dimensions = cursor.integer("I")
+    if dimensions > MAX_DIMENSIONS:
+        raise cursor.damaged(f"a tensor {name!r} of {dimensions} dimensions")
+    # The fastest dimension comes first in the file.
+    shape = tuple(int(size) for size in reversed(cursor.numbers("Q", dimensions)))
+    kind, offset = cursor.integer("I"), cursor.integer("Q")
+    packing = PACKED_TYPES.get(kind)
+    if packing is None and kind not in PLAIN_TYPES:
+        stored_as = OTHER_TYPES.get(kind, f"type {kind} of ggml")
+        raise cursor.refuse(
+            f"{name} is stored as {stored_as}, which cannot be unpacked: use a file of {', '.join(READABLE_TYPES)}"
+        )
+    # One size of 0 makes nothing of the others, which torch multiplies all the same; what is there must fit the file.
+    if 0 in shape and prod(max(size, 1) for size in shape) >= TOO_MANY_VALUES:
+        raise cursor.damaged(f"the shape {list(shape)} for tensor {name!r}")
+    if packing is not None and (not shape or shape[-1] % packing.values):
+        raise cursor.damaged(f"a tensor {name!r} {list(shape)} that is {packing.name}, in packs of {packing.values}")
+    dtype = torch.uint8 if packing is not None else PLAIN_TYPES[kind]
+    nbytes = stored_bytes(shape, dtype, packing)
+    return _Entry(name=name, shape=shape, dtype=dtype, packing=packing, offset=offset, nbytes=nbytes)
+
+
+def _alignment(cursor: HeaderCursor, fields: Mapping[str, Field]) -> int:
+    alignment = fields.get(ALIGNMENT_FIELD, DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise cursor.damaged(f"{ALIGNMENT_FIELD} {alignment!r}; a power of two is expected")
+    return alignment
+
+
+def _check_places(cursor: HeaderCursor, entries: Sequence[_Entry], data_start: int, alignment: int) -> None:
+    """Refuse tensors that lie beyond the end of the file, over one another, or where none can start."""
+    end, before = 0, ""
+    for entry in entries:
+        if entry.offset % alignment:
+            raise cursor.damaged(f"a tensor {entry.name!r} at byte {entry.offset}, no multiple of {alignment}")
+        if entry.offset < end:
+            raise cursor.damaged(f"tensors {before!r} and {entry.name!r} in the same place")
+        end, before = entry.offset + entry.nbytes, entry.name
+    if data_start + end > cursor.version.nbytes and entries:
+        raise cursor.refuse(f"is truncated: has {cursor.version.nbytes} of {data_start + end} bytes; download it again")
+
+
+def _own_shape(cursor: HeaderCursor, entry: _Entry, fields: Mapping[str, Field]) -> tuple[int, ...]:
+    """The shape the tensor had before it was stored."""
+    own = fields.get(SHAPE_FIELD + entry.name, entry.shape)
+    if not isinstance(own, tuple) or not all(type(size) is int and size >= 0 for size in own):
+        raise cursor.damaged(f"the shape {own!r} for tensor {entry.name!r}")
+    shape = tuple(int(size) for size in own)
+    if prod(shape) != prod(entry.shape):
+        raise cursor.damaged(f"the shape {list(shape)} for tensor {entry.name!r}, which is {list(entry.shape)}")
+    return shape

@@ -1,0 +1,206 @@
+"""Where each tensor of a safetensors file lies, found by reading nothing but the file's header.
+
+The safetensors library judges whether the file is sound; the byte offsets, which it does not tell, are read here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .gguf_dequant import Packing, stored_bytes
+
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+# A file starts with the length of its header, little-endian.
+LENGTH_BYTES = 8
+
+# The first bytes of what `torch.save` writes: a zip archive today, a bare pickle (protocol 2 to 5) before.
+PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+GGUF_START = b"GGUF"
+
+# First bytes of the files that failed downloads leave in place of a model.
+LFS_START = b"version https://git-lfs"
+PAGE_STARTS = (b"<!doctype", b"<html", b"<?xml")
+START_BYTES = 40
+
+# The library's own limit. A longer header is refused before it is read.
+MAX_HEADER_BYTES = 100_000_000
+
+
+class CheckpointFileError(ValueError):
+    """A file cannot be used as a checkpoint; the message names the file and the reason."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.args[1]}"
+
+
+class FileVersion(NamedTuple):
+    """What tells a file from another one that took its name, or its place."""
+
+    nbytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileTensor:
+    """One tensor in a file: `nbytes` bytes from byte `offset` on, row by row, little-endian.
+
+    `shape` is that of the values; `dtype` is uint8 where they are packed. The offset counts for the `version` of the
+    file whose header named it; None stands for any.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    version: FileVersion | None = None
+    packing: Packing | None = None
+
+    @property
+    def format_name(self) -> str:
+        """How the values are stored, for people: the packing, or the dtype."""
+        return str(self.dtype) if self.packing is None else self.packing.name
+
+    def rows(self, start: int, stop: int) -> FileTensor:
+        """Return rows `start` to `stop` (exclusive) of this tensor as a tensor of their own."""
+        assert 0 <= start <= stop <= self.shape[0], f"rows {start}:{stop} of {self.shape}"
+        row_bytes = stored_bytes(self.shape[1:], self.dtype, self.packing)
+        return replace(
+            self,
+            offset=self.offset + start * row_bytes,
+            nbytes=(stop - start) * row_bytes,
+            shape=(stop - start, *self.shape[1:]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileHeader:
+    """The header of one file: its tensors by name, in the order of their bytes, and its free-form metadata."""
+
+    path: Path
+    tensors: Mapping[str, FileTensor]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: Path | str) -> FileHeader:
+    """Read the header of a safetensors file; a large file takes no longer than a small one.
+
+    Raises:
+        CheckpointFileError: the file is missing, unreadable, a pickle (refused, never read), truncated, no safetensors
+            file at all, or holds a tensor whose dtype is not in `DTYPES`.
+    """
+    path = Path(path)
+    try:
+        header, version = _read_start(path)
+        # Nothing is asked of the opened file; opening is what makes the library check it.
+        with safe_open(path, framework="np"):
+            pass
+    except OSError as err:
+        raise CheckpointFileError(path, f"cannot be read: {err.strerror or err}") from err
+    except SafetensorError as err:
+        raise CheckpointFileError(path, _why_unsound(header, version.nbytes, str(err))) from err
+    entries: dict[str, Any] = json.loads(header)
+    metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
+    in_file_order = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+    data_start = LENGTH_BYTES + len(header)
+    tensors = {
+        name: replace(_file_tensor(path, name, entry, data_start), version=version) for name, entry in in_file_order
+    }
+    return FileHeader(path=path, tensors=tensors, metadata=metadata)
+
+
+def file_version(status: os.stat_result) -> FileVersion:
+    """Return the version of the file that was asked for its status."""
+    return FileVersion(nbytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def _read_start(path: Path) -> tuple[bytes, FileVersion]:
+    """Return the JSON header and the version of the file that it was read from."""
+    with path.open("rb") as file:
+        version = file_version(os.fstat(file.fileno()))
+        start = file.read(START_BYTES)
+        length = int.from_bytes(start[:LENGTH_BYTES], "little")
+        if start[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{" or length > MAX_HEADER_BYTES:
+            raise CheckpointFileError(path, _what_instead(start, version.nbytes))
+        file.seek(LENGTH_BYTES)
+        header = file.read(length)
+    if len(header) < length:
+        needed = LENGTH_BYTES + length
+        raise CheckpointFileError(
+            path, f"is truncated: has {version.nbytes} bytes, its header alone needs {needed}; download it again"
+        )
+    return header, version
+
+
+def _what_instead(start: bytes, file_bytes: int) -> str:
+    if start.startswith(GGUF_START):
+        return "is not a safetensors file but GGUF: let its name end in .gguf"
+    if start.startswith(PICKLE_STARTS):
+        return "is a PyTorch pickle, which may run code when it is read: use the safetensors version of the model"
+    return failed_download(start) or f"is not a safetensors file: has {file_bytes} bytes and starts with {start[:9]!r}"
+
+
+def failed_download(start: bytes) -> str:
+    """The kind of a file that starts so, if a download leaves such files in place of a model; empty otherwise."""
+    if start.startswith(LFS_START):
+        return (
+            "is not the model but a git-lfs pointer, a text of some 130 bytes that names it: download the file itself "
+            "again, in the browser, or with git lfs pull in its repository"
+        )
+    if start.lstrip().lower().startswith(PAGE_STARTS):
+        return (
+            "is not the model but a web page, as a download leaves it that needs a login or an accepted licence: open "
+            "the link in a browser, log in, and download it again"
+        )
+    return ""
+
+
+def _why_unsound(header: bytes, file_bytes: int, finding: str) -> str:
+    """Put the library's finding in words that help: most often, a download has stopped early."""
+    try:
+        entries = json.loads(header)
+        data_bytes = max(entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
+        promised = LENGTH_BYTES + len(header) + int(data_bytes)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return f"is not a safetensors file ({finding})"
+    if file_bytes < promised:
+        return f"is truncated: has {file_bytes} of {promised} bytes; download it again"
+    return f"is a damaged safetensors file ({finding})"
+
+
+def _file_tensor(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> FileTensor:
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise CheckpointFileError(
+            path, f"{name} is stored as {entry['dtype']}, which is not one of {', '.join(DTYPES)}"
+        )
+    begin, end = entry["data_offsets"]
+    shape = tuple(entry["shape"])
+    return FileTensor(path=path, offset=data_start + begin, nbytes=end - begin, dtype=dtype, shape=shape)

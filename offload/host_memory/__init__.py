@@ -1,0 +1,1 @@
+"""Host memory: slots of RAM, page-locking, memory shared between processes."""

@@ -1,0 +1,74 @@
+"""A source of which one rank reads only its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from ...plan import BlockKey
+from ..formats.layout import BlockFormat
+from ..sources.base import RangeSource
+from ..sources.quantised import QuantisedSource
+from .group import Gather, shard_bytes, shard_range
+
+
+class ShardSource:
+    """Gives one rank's shard of every block in place of the block, in the form in which the block is stored.
+
+    Args:
+        inner: where whole blocks are; belongs to who made it.
+        gather: who the ranks are.
+    """
+
+    def __init__(self, inner: RangeSource, gather: Gather) -> None:
+        self._inner = inner
+        self._rank, self._size = gather.rank, gather.size
+
+    def keys(self) -> Iterable[BlockKey]:
+        return self._inner.keys()
+
+    def block_format(self, key: BlockKey) -> BlockFormat:
+        return self._inner.block_format(key)
+
+    def shard_bytes(self, key: BlockKey) -> int:
+        """Bytes of each rank's shard."""
+        return shard_bytes(self._stored_bytes(key), self._size)
+
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        """Those that the file has; of those that quantising makes, a rank knows its own only."""
+        return {} if self.has_row_scales else self._inner.scales(key)
+
+    def file_bytes(self, key: BlockKey) -> int:
+        return self._inner.range_file_bytes(key, self._own(key))
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        """Fill `into`, 1-D uint8 CPU memory of `shard_bytes`, with the shard; what is padding keeps what it holds."""
+        self._inner.read_range(key, self._own(key), into)
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether blocks are quantised while they are read, so that ranks have to tell each other the scales."""
+        return isinstance(self._inner, QuantisedSource)
+
+    def own_scales(self, key: BlockKey) -> torch.Tensor:
+        """The scales of the rows that were read for the own shard, 1-D fp32 over all rows of the block; 0 elsewhere."""
+        assert isinstance(self._inner, QuantisedSource), "only quantised blocks have scales of ranks"
+        scales = self._inner.own_scales(key)
+        return torch.cat([torch.zeros(0), *(scales[name].flatten() for name in sorted(scales))])
+
+    def put_scales(self, key: BlockKey, every: torch.Tensor) -> None:
+        """The `own_scales` of a block as all ranks together know them."""
+        assert isinstance(self._inner, QuantisedSource), "only quantised blocks have scales of ranks"
+        own = self._inner.own_scales(key)
+        parts = every.split([own[name].numel() for name in sorted(own)])
+        self._inner.put_scales(key, {name: part.view(-1, 1) for name, part in zip(sorted(own), parts, strict=True)})
+
+    def close(self) -> None:
+        """Nothing of its own is open."""
+
+    def _own(self, key: BlockKey) -> range:
+        return shard_range(self._stored_bytes(key), self._rank, self._size)
+
+    def _stored_bytes(self, key: BlockKey) -> int:
+        return self._inner.block_format(key).stored.nbytes

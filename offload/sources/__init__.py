@@ -1,0 +1,1 @@
+"""Weight sources: checkpoint files, modules, and weights quantised while they are read."""

@@ -1,0 +1,174 @@
+"""Blocks read from files of weights at the moment they are needed, and nothing before."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from ...devices import available_bytes
+from ...plan import BlockKey
+from ..formats.gguf_dequant import Packing
+from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
+from ..formats.safetensors_header import CheckpointFileError, FileTensor
+from .direct_read import Read, reads_directly
+from .pieces import ReadPiece, read_pieces, row_piece, within
+from .reader import HAS_PREADV, FileReader
+
+TensorsOfBlock = Mapping[str, FileTensor]
+
+SCALAR_SHAPES = ((), (1,), (1, 1))
+
+
+class FileSource:
+    """Streams blocks from the files they are stored in.
+
+    Args:
+        blocks: where each parameter of each block lies; a block's tensors keep the order of its mapping.
+        computed_dtypes: what the model computes with: one dtype, or one for each parameter name.
+        scales: where the scales of stored fp8 values lie, under the name of the parameter they belong to. A scale has
+            one value, or one for each row.
+        readers: threads that read one block side by side.
+        portable: use seek and read in place of `preadv`.
+        direct: read past the page cache (O_DIRECT); where the file system refuses that, the log says so. None: where it
+            pays, as `reads_directly` says.
+
+    Raises:
+        CheckpointFileError: a scale fits neither the whole tensor nor its rows.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[BlockKey, TensorsOfBlock],
+        *,
+        computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
+        scales: Mapping[BlockKey, TensorsOfBlock] | None = None,
+        readers: int = 4,
+        portable: bool = not HAS_PREADV,
+        direct: bool | None = None,
+    ) -> None:
+        self._blocks = blocks
+        self._stored_scales = scales or {}
+        self._scales: dict[BlockKey, Mapping[str, torch.Tensor]] = {}
+        self._formats = {
+            key: _format(tensors, computed_dtypes, self._stored_scales.get(key, {})) for key, tensors in blocks.items()
+        }
+        if direct is None:
+            file_bytes = sum(tensor.nbytes for tensors in blocks.values() for tensor in tensors.values())
+            direct = reads_directly(file_bytes, available_bytes())
+        self._reader = FileReader(readers=readers, portable=portable, direct=direct)
+
+    @property
+    def direct(self) -> bool:
+        """Whether files are read past the page cache, unless their file system refuses it."""
+        return self._reader.direct
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that files have given so far, those that were only read along included."""
+        return self._reader.bytes_read
+
+    @property
+    def identity(self) -> str:
+        """Says what is stored, for those who share it: the same for sources of the same tensors of the same files."""
+        digest = hashlib.sha256()
+        for key, tensors in self._blocks.items():
+            for name, tensor in tensors.items():
+                digest.update(repr((key, name, tensor, tensor.path.absolute())).encode())
+        return digest.hexdigest()
+
+    def keys(self) -> Iterable[BlockKey]:
+        return self._blocks.keys()
+
+    def block_format(self, key: BlockKey) -> BlockFormat:
+        return self._formats[key]
+
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        if key not in self._scales:
+            stored = _read(self._stored_scales.get(key, {}), self._reader)
+            self._scales[key] = {name: _as_factor(scale) for name, scale in stored.items()}
+        return self._scales[key]
+
+    def file_bytes(self, key: BlockKey) -> int:
+        return sum(tensor.nbytes for tensor in self._blocks[key].values())
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        memory = host_bytes(into).data
+        pieces = read_pieces(self._blocks[key], self._formats[key].stored)
+        self._reader.read([(piece, memory) for piece in pieces])
+
+    def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
+        return sum(piece.nbytes for piece in self._pieces(key, wanted))
+
+    def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        memory = host_bytes(into).data
+        self._reader.read([(piece, memory) for piece in self._pieces(key, wanted)])
+
+    def read_rows(self, key: BlockKey, name: str, rows: range, into: torch.Tensor) -> None:
+        """Fill `into`, 1-D uint8 CPU memory, with those rows of one parameter as they are stored. Any thread may call.
+
+        Raises:
+            SourceError: they could not be read; `into` then holds anything.
+        """
+        self._reader.read([(row_piece(name, self._blocks[key][name], rows), host_bytes(into).data)])
+
+    def path(self, key: BlockKey, name: str) -> Path:
+        """Return the file that holds a parameter."""
+        return self._blocks[key][name].path
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _pieces(self, key: BlockKey, wanted: range) -> tuple[ReadPiece, ...]:
+        return within(read_pieces(self._blocks[key], self._formats[key].stored), wanted)
+
+
+def read_tensors(tensors: TensorsOfBlock, *, readers: int = 4) -> dict[str, torch.Tensor]:
+    """Read tensors into fresh CPU memory, in the shape and dtype they are stored in; packed ones as [packs, bytes].
+
+    Raises:
+        SourceError: a file could not be read.
+    """
+    reader = FileReader(readers=readers)
+    try:
+        return _read(tensors, reader)
+    finally:
+        reader.close()
+
+
+def _read(tensors: TensorsOfBlock, reader: FileReader) -> dict[str, torch.Tensor]:
+    fresh: dict[str, torch.Tensor] = {}
+    reads: list[Read] = []
+    for name, tensor in tensors.items():
+        layout = flat_layout([(name, tensor.shape, tensor.dtype)], _packings({name: tensor}))
+        with torch.inference_mode(False):
+            fresh[name] = torch.empty(layout.tensors[0].view_shape, dtype=tensor.dtype)
+        memory = host_bytes(fresh[name]).data
+        reads += [(piece, memory) for piece in read_pieces({name: tensor}, layout)]
+    reader.read(reads)
+    return fresh
+
+
+def _format(
+    tensors: TensorsOfBlock, computed_dtypes: Mapping[str, torch.dtype] | torch.dtype, scales: TensorsOfBlock
+) -> BlockFormat:
+    for name, scale in scales.items():
+        rows = tensors[name].shape[0]
+        if scale.shape not in SCALAR_SHAPES and scale.shape not in ((rows,), (rows, 1)):
+            raise CheckpointFileError(
+                scale.path,
+                f"the scale of {name} has shape {list(scale.shape)}; it must be one value or {rows}, one for each row",
+            )
+    stored = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors))
+
+
+def _packings(tensors: TensorsOfBlock) -> dict[str, Packing]:
+    return {name: tensor.packing for name, tensor in tensors.items() if tensor.packing is not None}
+
+
+def _as_factor(scale: torch.Tensor) -> torch.Tensor:
+    """Return fp32, 0-d for one value and [rows, 1] for one value for each row."""
+    return scale.float().reshape(()) if scale.numel() == 1 else scale.float().reshape(-1, 1)

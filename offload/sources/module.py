@@ -1,0 +1,80 @@
+"""Blocks taken from the weights that modules already hold in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...plan import BlockKey
+from ..formats.layout import BlockFormat, block_format, host_bytes, streamed_names, tensor_views
+
+
+class ModuleSource:
+    """Streams the Linear weights of modules that were loaded the ordinary way.
+
+    The weights are taken when the source is made, so it keeps working while others stand in for them in the modules.
+    It saves no RAM: it keeps the originals alive.
+
+    Args:
+        blocks: the blocks of each expert, in the order they run.
+
+    Raises:
+        ValueError: a weight has no data (it is on `meta`).
+    """
+
+    def __init__(self, blocks: Mapping[str, Sequence[nn.Module]]) -> None:
+        self._weights = {
+            BlockKey(expert, index): _linear_weights(block, f"block {index} of {expert!r}")
+            for expert, stack in blocks.items()
+            for index, block in enumerate(stack)
+        }
+        self._formats = {key: _own_format(weights) for key, weights in self._weights.items()}
+
+    def keys(self) -> Iterable[BlockKey]:
+        return self._weights.keys()
+
+    def block_format(self, key: BlockKey) -> BlockFormat:
+        return self._formats[key]
+
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def file_bytes(self, key: BlockKey) -> int:
+        return self._formats[key].stored.nbytes
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        views = tensor_views(into, self._formats[key].stored)
+        for name, weight in self._weights[key].items():
+            np.copyto(host_bytes(views[name]), host_bytes(weight.cpu().contiguous()))
+
+    def range_file_bytes(self, key: BlockKey, wanted: range) -> int:
+        return len(wanted)
+
+    def read_range(self, key: BlockKey, wanted: range, into: torch.Tensor) -> None:
+        target = host_bytes(into)
+        for place in self._formats[key].stored.tensors:
+            start, stop = max(place.offset, wanted.start), min(place.offset + place.nbytes, wanted.stop)
+            if start < stop:
+                weight = host_bytes(self._weights[key][place.name].cpu().contiguous()).reshape(-1)
+                part = weight[start - place.offset : stop - place.offset]
+                np.copyto(target[start - wanted.start : stop - wanted.start], part)
+
+    def close(self) -> None:
+        """Let go of the weights; the formats stay known."""
+        self._weights.clear()
+
+
+def _linear_weights(block: nn.Module, label: str) -> dict[str, torch.Tensor]:
+    weights = {name: block.get_parameter(name).detach() for name in streamed_names(block)}
+    for name, weight in weights.items():
+        if weight.is_meta:
+            raise ValueError(f"{label}: {name} has a shape but no data; give the source that holds its bytes")
+    return weights
+
+
+def _own_format(weights: Mapping[str, torch.Tensor]) -> BlockFormat:
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    return block_format({name: (tuple(weight.shape), weight.dtype) for name, weight in weights.items()}, dtypes)

@@ -1,0 +1,279 @@
+"""File reader: pieces of files into memory with a few threads, past the page cache where that pays."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from io import FileIO
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..formats.safetensors_header import FileVersion, file_version
+from ..host_memory.pages import map_huge
+from .base import SourceError
+from .direct_read import ALIGNMENT, EXTENT_BYTES, O_DIRECT, DirectExtent, Read, direct_extents
+from .pieces import ReadPiece
+
+HAS_PREADV = hasattr(os, "preadv")
+
+
+class Files(Protocol):
+    """Files by path; the methods may be called from any thread."""
+
+    def read_at(self, path: Path, position: int, into: memoryview) -> int:
+        """Read up to `len(into)` bytes and return how many; 0 at the end of the file."""
+        ...
+
+    def version(self, path: Path) -> FileVersion:
+        """Return the present version of a file that this thread has read."""
+        ...
+
+    def close(self) -> None:
+        """Close what was opened. No read may be under way."""
+        ...
+
+
+class PositionalFiles:
+    """One descriptor per file, shared by all threads: `preadv` takes the position with the call.
+
+    Args:
+        flags: for `os.open`, beside those for reading.
+    """
+
+    def __init__(self, flags: int = 0) -> None:
+        self._flags = os.O_RDONLY | flags
+        self._lock = threading.Lock()
+        self._descriptors: dict[Path, int] = {}
+
+    def read_at(self, path: Path, position: int, into: memoryview) -> int:
+        return os.preadv(self._descriptor(path), [into], position)
+
+    def version(self, path: Path) -> FileVersion:
+        return file_version(os.fstat(self._descriptor(path)))
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, self._flags)
+            return self._descriptors[path]
+
+
+class SeekingFiles:
+    """One handle per file and thread, because a handle has one position: for systems without `preadv`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles: dict[tuple[Path, int], FileIO] = {}
+
+    def read_at(self, path: Path, position: int, into: memoryview) -> int:
+        handle = self._handle(path)
+        handle.seek(position)
+        return handle.readinto(into) or 0
+
+    def version(self, path: Path) -> FileVersion:
+        return file_version(os.fstat(self._handle(path).fileno()))
+
+    def close(self) -> None:
+        with self._lock:
+            for handle in self._handles.values():
+                handle.close()
+            self._handles.clear()
+
+    def _handle(self, path: Path) -> FileIO:
+        owned = (path, threading.get_ident())
+        with self._lock:
+            if owned not in self._handles:
+                self._handles[owned] = FileIO(path)
+            return self._handles[owned]
+
+
+logger = logging.getLogger(__name__)
+
+HAS_DIRECT = HAS_PREADV and O_DIRECT != 0
+
+
+class FileReader:
+    """A few reader threads and the files they have open; both start with the first read and end with `close`.
+
+    Args:
+        readers: threads that read side by side.
+        portable: seek and read with a file handle of each thread's own, as on systems without `preadv`.
+        direct: read past the page cache, where the system and the file system let us; each thread then has a bounce
+            buffer of `extent_bytes`.
+        files: what reads through the page cache; chosen by `portable` if None.
+        direct_files: what reads past it.
+        extent_bytes: the most that one direct read asks for.
+    """
+
+    def __init__(
+        self,
+        *,
+        readers: int = 4,
+        portable: bool = not HAS_PREADV,
+        direct: bool = False,
+        files: Files | None = None,
+        direct_files: Files | None = None,
+        extent_bytes: int = EXTENT_BYTES,
+    ) -> None:
+        if readers < 1:
+            raise ValueError(f"{readers} reader threads cannot read: use 1 or more")
+        self._readers = readers
+        self._files: Files = files or (SeekingFiles() if portable else PositionalFiles())
+        self._direct = direct and HAS_DIRECT and not portable
+        self._direct_files: Files = direct_files or PositionalFiles(O_DIRECT)
+        self._extent_bytes = extent_bytes
+        self._not_directly: set[Path] = set()
+        self._bounces: dict[int, npt.NDArray[np.uint8]] = {}
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._closed = False
+        self._bytes_read = 0
+
+    @property
+    def direct(self) -> bool:
+        """Whether files are read past the page cache, unless their file system refuses it."""
+        return self._direct
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that files have given so far, those that were only read along included."""
+        return self._bytes_read
+
+    @property
+    def bounce_bytes(self) -> int:
+        """Bytes of RAM that bounce buffers take now."""
+        return sum(bounce.nbytes for bounce in list(self._bounces.values()))
+
+    def read(self, reads: Iterable[Read]) -> None:
+        """Fill every piece's part of its memory, and return when no thread touches that memory any more.
+
+        Raises:
+            SourceError: a piece could not be read, or the file is not the version that the piece belongs to; the
+                memory then holds anything, and the reader can be used again.
+        """
+        waiting = deque(self._jobs(list(reads)))
+        pool = self._started_pool()
+        jobs = [pool.submit(self._drain, waiting) for _ in range(min(self._readers, len(waiting)))]
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        """Let reads that are under way end, then stop the threads, close the files and free the bounce buffers."""
+        with self._lock:
+            self._closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+        self._files.close()
+        self._direct_files.close()
+        self._bounces.clear()
+
+    def _started_pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._closed:
+                raise SourceError("the source was closed; open it again to read from it")
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._readers, thread_name_prefix="wanstream-read")
+            return self._pool
+
+    def _jobs(self, reads: list[Read]) -> list[Read | DirectExtent]:
+        past = [read for read in reads if self._direct and read[0].path not in self._not_directly]
+        through = [read for read in reads if not self._direct or read[0].path in self._not_directly]
+        return [*direct_extents(past, extent_bytes=self._extent_bytes), *through]
+
+    def _drain(self, waiting: deque[Read | DirectExtent]) -> None:
+        try:
+            for job in _taken_from(waiting):
+                if isinstance(job, DirectExtent):
+                    self._read_extent(job)
+                else:
+                    self._read_piece(*job)
+        except SourceError:
+            waiting.clear()  # nobody wants the rest
+            raise
+
+    def _read_piece(self, piece: ReadPiece, memory: memoryview) -> None:
+        self._fill(self._files, piece, memory[piece.target : piece.target + piece.nbytes], wanted=piece.nbytes)
+
+    def _read_extent(self, extent: DirectExtent) -> None:
+        bounce = self._bounce()
+        try:
+            self._fill(
+                self._direct_files, extent.span, bounce.data[: extent.span.nbytes], wanted=extent.wanted, step=ALIGNMENT
+            )
+        except _RefusedDirectlyError as err:
+            self._give_up(extent.span.path, err)
+            for piece, memory in extent.parts:
+                self._read_piece(piece, memory)
+            return
+        for piece, memory in extent.parts:
+            start = piece.offset - extent.span.offset
+            # By numpy: it lets other threads run meanwhile.
+            np.copyto(np.frombuffer(memory, np.uint8, piece.nbytes, piece.target), bounce[start : start + piece.nbytes])
+
+    def _fill(self, files: Files, piece: ReadPiece, into: memoryview, *, wanted: int, step: int = 1) -> None:
+        """Read on until `wanted` bytes are there; every read starts at a multiple of `step`."""
+        done = 0
+        while done < wanted:
+            position = piece.offset + done
+            try:
+                count = files.read_at(piece.path, position, into[done:])
+            except OSError as err:
+                if err.errno == errno.EINVAL and files is self._direct_files:
+                    raise _RefusedDirectlyError(err.strerror) from err
+                raise SourceError(_message(piece, position, err.strerror or str(err))) from err
+            with self._lock:
+                self._bytes_read += count
+            reached = done + count if done + count >= wanted else (done + count) // step * step
+            if reached == done:
+                raise SourceError(
+                    _message(piece, position + count, "the file ends here, it was changed after it was opened")
+                )
+            done = reached
+        # Asked afterwards: a file that changed while it was read has changed too.
+        if piece.version not in (None, files.version(piece.path)):
+            raise SourceError(_message(piece, piece.offset, "the file was changed after it was opened; open it again"))
+
+    def _bounce(self) -> npt.NDArray[np.uint8]:
+        thread = threading.get_ident()
+        if thread not in self._bounces:
+            self._bounces[thread] = map_huge(self._extent_bytes)
+        return self._bounces[thread]
+
+    def _give_up(self, path: Path, err: OSError) -> None:
+        with self._lock:
+            told = bool(self._not_directly)
+            self._not_directly.add(path)
+        if not told:
+            logger.info("%s: its file system does not read past the page cache (%s); read through it", path, err)
+
+
+class _RefusedDirectlyError(OSError):
+    """The file system does not read past the page cache."""
+
+
+def _taken_from(waiting: deque[Read | DirectExtent]) -> Iterator[Read | DirectExtent]:
+    while waiting:
+        try:
+            yield waiting.popleft()
+        except IndexError:  # another thread took the last one
+            return
+
+
+def _message(piece: ReadPiece, position: int, reason: str) -> str:
+    return f"{piece.path}: reading {', '.join(piece.names)} at byte {position} failed: {reason}"

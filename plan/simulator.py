@@ -1,0 +1,274 @@
+"""Discrete-event simulation of a run: disk, bus, decoding and compute as queues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from ..schema import StepRecord, Timeline, run_phases
+from .memory import RAW_SLOTS
+from .ram_program import DIRECT, RamProgram
+from .transfer_program import AT_ONCE, KEPT, TransferProgram
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Speeds of one machine for one run.
+
+    Raises ValueError for a bandwidth of 0 or less and for negative times or bytes.
+    """
+
+    bus_bytes_per_s: float
+    block_bytes: Mapping[str, int]
+    """Bytes that one fetch of a block of this expert moves."""
+    visit_s: Mapping[str, float]
+    """Seconds that all lanes together spend in one block of this expert."""
+    step_visit_s: Mapping[int, float] = field(default_factory=dict)
+    """The same of single steps, by number, which is then not that of their expert."""
+    step_overhead_s: float = 0.0
+    """Seconds of each step outside the blocks (output layers, solver), spent after the last block."""
+    disk_bytes_per_s: float | None = None
+    """None where nothing is read from files."""
+    file_bytes: Mapping[str, int] | None = None
+    """Bytes that one read of a block of this expert takes from its file; None: as many as the bus moves."""
+    decode_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of decoding and patching one block of this expert on arrival; 0 for experts that are not named."""
+    decode_computes: bool = False
+    """The computing thread decodes, between stall and compute, and reads the RAM slot itself, without a bus: a CPU.
+    Otherwise decoding is a queue of its own between the bus and the buffers: a GPU."""
+
+    def __post_init__(self) -> None:
+        for name, rate in (("bus_bytes_per_s", self.bus_bytes_per_s), ("disk_bytes_per_s", self.disk_bytes_per_s)):
+            if rate is not None and not rate > 0:
+                raise ValueError(f"{name} is {rate}, it must be above 0")
+        sizes = (*self.block_bytes.values(), *(self.file_bytes or {}).values())
+        times = (self.step_overhead_s, *self.visit_s.values(), *self.step_visit_s.values(), *self.decode_s.values())
+        smallest = min((*sizes, *times))
+        if smallest < 0:
+            raise ValueError(f"bytes and seconds must be 0 or more, one is {smallest}")
+
+    def read_bytes(self, expert: str) -> int:
+        """Bytes that one read of a block takes from its file."""
+        return (self.file_bytes or {}).get(expert, self.block_bytes[expert])
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step."""
+
+    wall_s: float
+    compute_s: float
+    stall_s: float
+    decode_s: float
+    began_s: float
+    """Since the run began, as `computed_from_s`."""
+    computed_from_s: float
+    """When the first block began to compute."""
+    stall_file_s: float
+    """The part of the stall in which a block had not left its file."""
+
+
+class Queues:
+    """Where disk, bus, decoding and computing have got to.
+
+    Each works in order and one thing at a time. A visit that asks for its block makes the others catch up, so every
+    time that they need is known by then.
+    """
+
+    def __init__(self, program: TransferProgram, hardware: Hardware, ram: RamProgram | None) -> None:
+        self._program = program
+        self._ram = ram
+        self._hardware = hardware
+        self._copy_s = {expert: size / hardware.bus_bytes_per_s for expert, size in hardware.block_bytes.items()}
+        self._read_s = {
+            expert: hardware.read_bytes(expert) / (hardware.disk_bytes_per_s or 1.0) for expert in hardware.block_bytes
+        }
+        self._decode_s = {expert: hardware.decode_s.get(expert, 0.0) for expert in hardware.block_bytes}
+        self._now = 0.0
+        self._done: list[float] = []
+        self._arrived: list[float] = []
+        self._left_file: list[float] = []
+        """Per fetch: when its bytes had left their file; 0 if RAM held them before."""
+        self._bus_free = 0.0
+        self._disk_free = 0.0
+        self._decoded = [0.0] * RAW_SLOTS
+        """When the last blocks that were decoded on the way were ready, as many as there are raw slots."""
+        self._read: list[float] = []
+        self._slot_free: list[float | None] = [] if ram is None else [None] * len(ram.program.visits)
+        """Per visit of the RAM program: when its slot had been read; None: not yet."""
+
+    def run_step(self, visits: range) -> StepTimes:
+        """Go through the visits of one step."""
+        program, hardware = self._program, self._hardware
+        compute_s = hardware.step_overhead_s
+        stall_s = stall_file_s = decode_s = 0.0
+        began = self._now
+        computed_from: float | None = None
+        for number in visits:
+            fetch = program.visit_fetch[number]
+            expert = program.visits[number].expert
+            if fetch != KEPT:
+                wait_s = self._arrival(fetch) - self._now
+                if wait_s > 0:
+                    stall_s += wait_s
+                    stall_file_s += min(max(self._left_file[fetch] - self._now, 0.0), wait_s)
+                    self._now += wait_s
+                if program.fetches[fetch].needed_by == number:
+                    decode_s += self._decode_s[expert]
+                    if hardware.decode_computes:
+                        self._now += self._decode_s[expert]
+                        self._free_slot(fetch, self._now)
+            if computed_from is None:
+                computed_from = self._now
+            visit_s = hardware.step_visit_s.get(program.visits[number].step, hardware.visit_s[expert])
+            self._now += visit_s
+            compute_s += visit_s
+            self._done.append(self._now)
+        self._now += hardware.step_overhead_s
+        assert computed_from is not None, "a step has visits"
+        return StepTimes(self._now - began, compute_s, stall_s, decode_s, began, computed_from, stall_file_s)
+
+    def _arrival(self, number: int) -> float:
+        """When the block of fetch `number` is in its buffer, after all fetches before it."""
+        while len(self._arrived) <= number:
+            self._arrived.append(self._fetch(len(self._arrived)))
+        return self._arrived[number]
+
+    def _fetch(self, number: int) -> float:
+        """Let fetch `number` take its place in the queues; when its block can be visited."""
+        fetch = self._program.fetches[number]
+        expert = fetch.block.expert
+        visit = None if self._ram is None else self._ram.visit_of_fetch[number]
+        ready = 0.0 if visit is None or visit == DIRECT else self._ready_in_ram(visit)
+        self._left_file.append(ready)
+        if self._hardware.decode_computes and visit is not None and visit != DIRECT:
+            return ready
+        buffer_free = 0.0 if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
+        decodes = self._decode_s[expert] > 0 and not self._hardware.decode_computes
+        # What is decoded on the way waits for its buffer behind the bus, in a raw slot.
+        start = max(self._bus_free, ready, self._decoded[-RAW_SLOTS] if decodes else buffer_free)
+        if visit == DIRECT:
+            self._read_until(start)
+            start = max(start, self._disk_free)
+            self._left_file[number] = self._disk_free = self._bus_free = start + self._read_s[expert]
+        else:
+            self._bus_free = start + self._copy_s[expert]
+        self._free_slot(number, self._bus_free)
+        if not decodes:
+            return self._bus_free
+        self._decoded.append(max(self._bus_free, buffer_free, self._decoded[-1]) + self._decode_s[expert])
+        return self._decoded[-1]
+
+    def _free_slot(self, fetch: int, at: float) -> None:
+        if self._ram is not None and (visit := self._ram.visit_of_fetch[fetch]) != DIRECT:
+            self._slot_free[visit] = at
+
+    def _ready_in_ram(self, visit: int) -> float:
+        """When the slot that visit `visit` of the RAM program reads has been filled."""
+        assert self._ram is not None
+        number = self._ram.program.visit_fetch[visit]
+        while len(self._read) <= number:
+            start = self._read_start()
+            assert start is not None, "a read waits for a slot that is read after it"
+            self._read_next(start)
+        return 0.0 if number == KEPT else self._read[number]
+
+    def _read_until(self, time: float) -> None:
+        """The disk goes ahead with the reads that it can start before `time`."""
+        while (start := self._read_start()) is not None and start < time:
+            self._read_next(start)
+
+    def _read_start(self) -> float | None:
+        """When the next read can start; None: there is none, or its slot is still to be read."""
+        assert self._ram is not None
+        fetches = self._ram.program.fetches
+        if len(self._read) == len(fetches):
+            return None
+        after = fetches[len(self._read)].start_after
+        slot_free = 0.0 if after == AT_ONCE else self._slot_free[after]
+        return None if slot_free is None else max(self._disk_free, slot_free)
+
+    def _read_next(self, start: float) -> None:
+        assert self._ram is not None
+        self._disk_free = start + self._read_s[self._ram.program.fetches[len(self._read)].block.expert]
+        self._read.append(self._disk_free)
+
+
+def simulate(program: TransferProgram, hardware: Hardware, ram: RamProgram | None = None) -> Timeline:
+    """Predict the run of `program`, which must pass `check_program`, with `ram` also `check_ram`.
+
+    Without `ram` every fetch starts from RAM. A step that has no visits has no record. Raises ValueError when
+    `hardware` does not know an expert of the program, or no disk that `ram` reads from.
+    """
+    experts = {visit.expert for visit in program.visits}
+    if unknown := sorted(experts - (hardware.block_bytes.keys() & hardware.visit_s.keys())):
+        raise ValueError(f"no block_bytes or visit_s for the {unknown[0]!r} expert")
+    read_for: frozenset[int] = frozenset() if ram is None else _visits_read_for(program, ram)
+    if read_for and hardware.disk_bytes_per_s is None:
+        raise ValueError(f"disk_bytes_per_s is None, but {len(read_for)} fetches read from files: give its rate")
+
+    queues = Queues(program, hardware, ram)
+    needed_by = {fetch.needed_by for fetch in program.fetches}
+    copied_for = _visits_copied_for(program, hardware, ram)
+    steps: list[StepRecord] = []
+    computed_from: list[float] = []
+    for (index, expert), visits in _steps(program):
+        times = queues.run_step(visits)
+        computed_from.append(times.computed_from_s)
+        moved = len(needed_by.intersection(visits))
+        copied = len(copied_for.intersection(visits)) * hardware.block_bytes[expert]
+        read = len(read_for.intersection(visits)) * hardware.read_bytes(expert)
+        steps.append(
+            StepRecord(
+                index=index,
+                expert=expert,
+                sigma=None,
+                wall_s=times.wall_s,
+                compute_s=times.compute_s,
+                stall_s=times.stall_s,
+                bytes_moved=moved * hardware.block_bytes[expert],
+                decode_s=times.decode_s,
+                read_bytes=read,
+                began_s=times.began_s,
+                stall_file_s=times.stall_file_s,
+                copy_s=copied / hardware.bus_bytes_per_s,
+                copied_bytes=copied,
+                read_s=read / (hardware.disk_bytes_per_s or 1.0),
+            )
+        )
+    return Timeline(
+        steps=tuple(steps),
+        kind="simulated",
+        first_block_s=computed_from[0] if computed_from else None,
+        phases=run_phases(steps, computed_from),
+    )
+
+
+def _visits_copied_for(program: TransferProgram, hardware: Hardware, ram: RamProgram | None) -> frozenset[int]:
+    """Visits of the device program whose fetch was copied out of RAM."""
+    if ram is None:
+        return frozenset(fetch.needed_by for fetch in program.fetches)
+    if hardware.decode_computes:
+        return frozenset()
+    routes = zip(program.fetches, ram.visit_of_fetch, strict=True)
+    return frozenset(fetch.needed_by for fetch, visit in routes if visit != DIRECT)
+
+
+def _visits_read_for(program: TransferProgram, ram: RamProgram) -> frozenset[int]:
+    """Visits of the device program whose fetch needed a read of the file in this run."""
+    first_use = {fetch.needed_by for fetch in ram.program.fetches}
+    return frozenset(
+        fetch.needed_by
+        for fetch, visit in zip(program.fetches, ram.visit_of_fetch, strict=True)
+        if visit == DIRECT or visit in first_use
+    )
+
+
+def _steps(program: TransferProgram) -> Iterator[tuple[tuple[int, str], range]]:
+    """Each step's index and expert with the range of its visits."""
+    first = 0
+    for step, visits in groupby(program.visits, key=lambda visit: (visit.step, visit.expert)):
+        past = first + sum(1 for _ in visits)
+        yield step, range(first, past)
+        first = past

@@ -1,0 +1,109 @@
+"""Proof, without running anything, that a transfer program lets every visit find its block."""
+
+from __future__ import annotations
+
+from .ram_program import DIRECT, RamProgram
+from .transfer_program import AT_ONCE, KEPT, ProgramError, TransferProgram
+
+
+def check_program(program: TransferProgram) -> None:
+    """Raise ProgramError unless the program is right for every speed of bus and device.
+
+    Any list of fetches can be checked, not only what `compile_program` makes.
+    """
+    _check_sizes(program)
+    _check_visits(program)
+    _check_queue(program)
+    _check_buffers(program)
+
+
+def check_ram(program: TransferProgram, ram: RamProgram) -> None:
+    """Raise ProgramError unless `ram` serves the fetches of `program`, and the two can never wait for each other.
+
+    `program` is one that passes `check_program`. Then a read waits only for slots whose fetches come earlier on the bus
+    than the one it reads for, and a fetch only for visits before its own: reads, fetches and visits have one order in
+    which each waits for what lies before it. It holds too where a slot is read by the visit itself, without a bus.
+    """
+    check_program(ram.program)
+    if len(ram.visit_of_fetch) != len(program.fetches):
+        raise ProgramError(f"{len(program.fetches)} fetches, but {len(ram.visit_of_fetch)} of them are served from RAM")
+    due, needed_by, visits = 0, AT_ONCE, len(ram.program.visits)
+    for number, (fetch, visit) in enumerate(zip(program.fetches, ram.visit_of_fetch, strict=True)):
+        if visit == DIRECT:
+            continue
+        if visit != due or due >= visits:
+            raise ProgramError(f"fetch {number} is visit {visit} of RAM, visit {due} of {visits} is due")
+        if ram.program.visits[visit].key != fetch.block:
+            raise ProgramError(
+                f"fetch {number} wants {fetch.block}, visit {visit} of RAM is {ram.program.visits[visit].key}"
+            )
+        if fetch.needed_by <= needed_by:
+            raise ProgramError(
+                f"fetch {number} is needed by visit {fetch.needed_by}, one before it only by visit {needed_by}: "
+                "RAM would be emptied in another order than it is filled"
+            )
+        due, needed_by = due + 1, fetch.needed_by
+    if due != visits:
+        raise ProgramError(f"visit {due} of {visits} visits of RAM serves no fetch")
+
+
+def _check_sizes(program: TransferProgram) -> None:
+    """One buffer and one fetch per visit, and no index out of range."""
+    visits = len(program.visits)
+    if not len(program.visit_buffer) == len(program.visit_fetch) == visits:
+        raise ProgramError(
+            f"{visits} visits, but {len(program.visit_buffer)} buffers and {len(program.visit_fetch)} fetches for them"
+        )
+    used = {*program.visit_buffer, *program.initial, *program.untouched, *(f.buffer for f in program.fetches)}
+    for buffer in used:
+        if not 0 <= buffer < program.buffers:
+            raise ProgramError(f"buffer {buffer} is used, there are {program.buffers}")
+    for number in program.visit_fetch:
+        if not (number == KEPT or 0 <= number < len(program.fetches)):
+            raise ProgramError(f"fetch {number} serves a visit, there are {len(program.fetches)}")
+
+
+def _check_visits(program: TransferProgram) -> None:
+    """Each visit is served by its own block, and each fetch serves exactly the span it claims."""
+    spans: dict[int, tuple[int, int]] = {}
+    for visit, (use, buffer, number) in enumerate(
+        zip(program.visits, program.visit_buffer, program.visit_fetch, strict=True)
+    ):
+        if number == KEPT:
+            found, place = program.initial.get(buffer), buffer
+        else:
+            found, place = program.fetches[number].block, program.fetches[number].buffer
+            spans[number] = (spans.get(number, (visit, visit))[0], visit)
+        if place != buffer or found != use.key:
+            raise ProgramError(f"visit {visit} wants {use.key} in buffer {buffer} and finds {found} in buffer {place}")
+    for number, fetch in enumerate(program.fetches):
+        if spans.get(number) != (fetch.needed_by, fetch.last):
+            raise ProgramError(
+                f"fetch {number} claims visits {fetch.needed_by} to {fetch.last}, it serves {spans.get(number)}"
+            )
+
+
+def _check_queue(program: TransferProgram) -> None:
+    """A queue that works in this order never waits for a visit that waits for the queue."""
+    waited_for = AT_ONCE
+    for number, fetch in enumerate(program.fetches):
+        waited_for = max(waited_for, fetch.start_after)
+        if fetch.start_after < AT_ONCE or waited_for >= fetch.needed_by:
+            raise ProgramError(
+                f"fetch {number} is needed by visit {fetch.needed_by}, "
+                f"but the queue reaches it only after visit {waited_for}"
+            )
+
+
+def _check_buffers(program: TransferProgram) -> None:
+    """No block is replaced before the last visit that reads it is done."""
+    occupied_until = {
+        program.visit_buffer[visit]: visit for visit, number in enumerate(program.visit_fetch) if number == KEPT
+    }
+    for number, fetch in enumerate(program.fetches):
+        if fetch.start_after < occupied_until.get(fetch.buffer, AT_ONCE):
+            raise ProgramError(
+                f"fetch {number} may start after visit {fetch.start_after}, "
+                f"but its buffer {fetch.buffer} is read until visit {occupied_until[fetch.buffer]}"
+            )
+        occupied_until[fetch.buffer] = fetch.last

@@ -1,0 +1,1 @@
+"""Step caches: first-block cache and MagCache, and the calibration of the latter."""

@@ -1,0 +1,165 @@
+"""Measures the magnitude ratios of a run: how large what the blocks add is in every step, by the step before.
+
+The measure is that of diffusers' MagCache: the mean over tokens of the length of what was added to each. Lanes of one
+kind are averaged. Of context windows, those are measured that are in the step before too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
+
+import torch
+
+from ...plan import OffloadJob
+from ...schema import OUTPUT_TOKENS, OffloadPolicy
+from ...telemetry import Observe
+from ...wan import ExpertPair, GoingOn
+from ..denoise import DenoiseResult, denoise_measured
+from ..errors import RequestError
+from ..estimate import request_job
+from ..inputs.request import DenoiseRequest
+from ..loop.denoiser import StepProgress
+from ..loop.lanes import LaneName
+from ..memory import working_bytes
+from .mag_table import MagTable, model_mark
+
+KEPT_STATES = 1
+"""What enters the blocks stays of every lane until it leaves them: a tensor of the size of a hidden state."""
+
+
+class Calibration:
+    """A `StepCache` that leaves nothing out, and measures."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, dict[LaneName, torch.Tensor]] = {}
+        self.marks: dict[str, tuple[float, ...]] = {}
+        """Of each expert that ran; see `MagTable.marks`."""
+
+    def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
+        """See `StepCache.known_skips`."""
+        return frozenset()
+
+    def begin(
+        self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
+    ) -> CalibrationPass:
+        """See `StepCache.begin`."""
+        self.marks.setdefault(expert, model_mark(model.get_parameter("scale_shift_table")))
+        lengths = self._lengths[step] = {}
+        return CalibrationPass(own, lengths)
+
+    def ratios(self, experts: Mapping[int, str]) -> tuple[tuple[float, ...], ...]:
+        """By kind of lane and step; `experts` are those of the steps that ran, in order."""
+        sides = {name.side for lengths in self._lengths.values() for name in lengths}
+        found = [[1.0] for _ in sides]
+        for before, step in pairwise(experts):
+            for side, ratios in zip(sorted(sides), found, strict=True):
+                same = experts[before] == experts[step]
+                ratios.append(self._ratio(before, step, side) if same else 1.0)
+        return tuple(tuple(ratios) for ratios in found)
+
+    def _ratio(self, before: int, step: int, side: int) -> float:
+        """1 where no lane of this side is in both steps."""
+        one, other = self._lengths[before], self._lengths[step]
+        known = [_mean_ratio(own, one[name]) for name, own in other.items() if name.side == side and name in one]
+        return fmean(known) if known else 1.0
+
+
+class CalibrationPass:
+    """One step; see `Shortcut`."""
+
+    whole = leaves_rest = False
+    cached_lanes = 0
+
+    def __init__(self, names: Sequence[LaneName], lengths: dict[LaneName, torch.Tensor]) -> None:
+        self._names, self._lengths = names, lengths
+        self._entered: dict[int, torch.Tensor] = {}
+
+    def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Shortcut.without_blocks`."""
+        raise AssertionError("what is measured is computed")
+
+    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+        """See `Shortcut.entered`."""
+        self._entered[lane] = tokens
+
+    def choose(self) -> GoingOn:
+        """See `Shortcut.choose`."""
+        return GoingOn(range(len(self._entered)), True)
+
+    def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Shortcut.from_first`."""
+        raise AssertionError("what is measured is computed")
+
+    def ended(self, lane: int, hidden: torch.Tensor) -> None:
+        """See `Shortcut.ended`: a length for each token, some tokens at a time."""
+        parts = zip(
+            hidden.split(OUTPUT_TOKENS, dim=1), self._entered.pop(lane).split(OUTPUT_TOKENS, dim=1), strict=True
+        )
+        self._lengths[self._names[lane]] = torch.cat(
+            [(after - before).float().norm(dim=-1) for after, before in parts], dim=1
+        )
+
+
+def calibration_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
+    """The job of the run that `calibrate` makes of `request`."""
+    return replace(request_job(pair, replace(request, cache=None), device), kept_states=KEPT_STATES)
+
+
+def calibration_bytes(pair: ExpertPair, request: DenoiseRequest, *, chunk_tokens: int | None) -> int:
+    """Device memory beside the weights that this run computes in; see `working_bytes`."""
+    shape, guided = request.computed_shape, request.guided
+    return working_bytes(pair, shape, guided=guided, chunk_tokens=chunk_tokens, kept_states=KEPT_STATES)
+
+
+def calibrate(
+    pair: ExpertPair,
+    request: DenoiseRequest,
+    *,
+    policy: OffloadPolicy,
+    device: torch.device | str,
+    source: str,
+    on_step: Callable[[StepProgress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    observe: Observe | None = None,
+) -> tuple[MagTable, DenoiseResult]:
+    """Run `request` whole, with no cache, and measure; the table says `source`. Costs a run.
+
+    Raises RequestError for a run that is not the whole schedule, and for one whose steps add nothing; as `denoise` too.
+    """
+    plain = replace(request, cache=None)
+    course, whole = plain.course(), replace(plain, end_step=None).course()
+    if course.start_step > 0 or course.schedule.steps < whole.schedule.steps:
+        raise RequestError(
+            f"the run takes steps {course.start_step} to {course.schedule.steps} of {whole.schedule.steps}, and a part "
+            "says nothing about the others: calibrate a run of all steps"
+        )
+    measured = Calibration()
+    result = denoise_measured(
+        pair,
+        plain,
+        measured,
+        policy=policy,
+        device=device,
+        on_step=on_step,
+        should_stop=should_stop,
+        observe=observe,
+    )
+    ratios = measured.ratios(dict(enumerate(course.experts)))
+    if not all(math.isfinite(ratio) and ratio > 0 for each in ratios for ratio in each):
+        raise RequestError("in some step the blocks add nothing, or no number: this run cannot be calibrated")
+    table = MagTable(
+        sigmas=tuple(course.schedule.sigmas),
+        experts=course.experts,
+        ratios=ratios,
+        marks=measured.marks,
+        source=source,
+    )
+    return table, result
+
+
+def _mean_ratio(now: torch.Tensor, before: torch.Tensor) -> float:
+    return float((now / (before + 1e-8)).mean())

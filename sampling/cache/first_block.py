@@ -1,0 +1,123 @@
+"""The first-block cache at work: what lanes keep of a step, and which of them leave blocks out in the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...schema import OUTPUT_TOKENS
+from ...wan import GoingOn
+from ..loop.lanes import LaneName, count_texts
+from ..loop.parallel import Split
+
+
+class _Kept(NamedTuple):
+    """Of one lane, from the step in which all of its blocks were computed last: tokens [1, S, dim] of this worker."""
+
+    step: int
+    first: torch.Tensor
+    """What the first block added."""
+    rest: torch.Tensor
+    """What the blocks behind it added."""
+
+
+class FirstBlockSteps:
+    """See `StepCache`. A step that failed may be taken again: then every lane decides as it did.
+
+    A lane finds what it kept by its name. A context window that was not there in the step before has kept nothing, and
+    is computed.
+    """
+
+    def __init__(self, threshold: float, split: Split) -> None:
+        self._threshold, self._split = threshold, split
+        self._kept: dict[LaneName, _Kept] = {}
+        self._texts: tuple[str, int] | None = None
+
+    def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
+        """See `StepCache.known_skips`: every step asks its first block."""
+        return frozenset()
+
+    def begin(
+        self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
+    ) -> FirstBlockPass:
+        """See `StepCache.begin`."""
+        texts = expert, count_texts(lanes)
+        if self._texts != texts:
+            self._kept.clear()
+            self._texts = texts
+        for name in [name for name, kept in self._kept.items() if kept.step >= step or name not in own]:
+            del self._kept[name]
+        return FirstBlockPass(step, own, self._kept, self._threshold, self._split)
+
+
+class FirstBlockPass:
+    """One step; see `Shortcut`."""
+
+    whole = False
+
+    def __init__(
+        self, step: int, names: Sequence[LaneName], kept: dict[LaneName, _Kept], threshold: float, split: Split
+    ) -> None:
+        self._step, self._names, self._kept = step, names, kept
+        self._threshold, self._split = threshold, split
+        self._added: dict[int, torch.Tensor] = {}
+        self._after_first: dict[int, torch.Tensor] = {}
+        self._sums: list[torch.Tensor] = []
+        self.cached_lanes = 0
+        self.leaves_rest = False
+
+    def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Shortcut.without_blocks`."""
+        raise AssertionError("a first-block cache computes the first block in every step")
+
+    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+        """See `Shortcut.entered`."""
+        added = hidden - self._split.own_tokens(tokens)
+        self._added[lane], self._after_first[lane] = added, hidden
+        kept = self._kept.get(self._names[lane])
+        if kept is None:
+            self._sums.append(torch.tensor([math.inf, 1.0], dtype=torch.float64))
+        else:
+            self._sums.append(torch.stack([_distance(added, kept.first), _size(kept.first)]))
+
+    def choose(self) -> GoingOn:
+        """See `Shortcut.choose`."""
+        sums = torch.stack([each.to("cpu", torch.float64) for each in self._sums])
+        own, every = self._split.agreed(sums)
+        going = [lane for lane, each in enumerate(own.tolist()) if not self._is_near(each)]
+        visits = not all(self._is_near(each) for each in every.tolist())
+        self.cached_lanes, self.leaves_rest = len(self._sums) - len(going), not visits
+        for lane in range(len(self._sums)):
+            if lane in going:
+                self._kept.pop(self._names[lane], None)
+            else:
+                del self._added[lane], self._after_first[lane]
+        return GoingOn(going, visits)
+
+    def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Shortcut.from_first`."""
+        return hidden + self._kept[self._names[lane]].rest
+
+    def ended(self, lane: int, hidden: torch.Tensor) -> None:
+        """See `Shortcut.ended`."""
+        rest = hidden - self._after_first.pop(lane)
+        self._kept[self._names[lane]] = _Kept(self._step, self._added.pop(lane), rest)
+
+    def _is_near(self, sums: Sequence[float]) -> bool:
+        """Whether the rest may be left out; not where a sum is no number."""
+        distance, size = sums
+        return distance < self._threshold * size
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Sum of the distances, some tokens at a time: their difference is as large as a hidden state."""
+    pairs = zip(one.split(OUTPUT_TOKENS, dim=1), other.split(OUTPUT_TOKENS, dim=1), strict=True)
+    return torch.stack([_size(own - theirs) for own, theirs in pairs]).sum()
+
+
+def _size(tensor: torch.Tensor) -> torch.Tensor:
+    parts = tensor.split(OUTPUT_TOKENS, dim=1)
+    return torch.stack([part.abs().sum(dtype=torch.float32) for part in parts]).double().sum()

@@ -1,0 +1,87 @@
+"""MagCache: steps that reuse residuals by measured magnitude ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+import torch
+
+from ...plan import skipped_steps
+from ...wan import GoingOn
+from ..loop.lanes import LaneName, count_texts
+from ..loop.parallel import Split
+from .mag_table import model_mark
+from .settings import MagCache
+
+
+class MagSteps:
+    """See `StepCache`. What a step added is kept until another one is computed."""
+
+    def __init__(self, settings: MagCache, split: Split) -> None:
+        self._settings, self._split = settings, split
+        self._skipped: frozenset[int] = frozenset()
+        self._added: dict[int, torch.Tensor] = {}
+        self._checked: set[str] = set()
+
+    def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
+        """See `StepCache.known_skips`: a step may take over only what lanes of the same names have added."""
+        table, found = self._settings.table, set[int]()
+        texts = {step: (expert, count_texts(lanes)) for step, (expert, lanes) in steps.items()}
+        for (expert, _), stretch in groupby(sorted(steps), key=texts.__getitem__):
+            stage = [step for step, measured in enumerate(table.experts) if measured == expert]
+            taken, computed = list(stretch), None
+            allowed = skipped_steps(stage, taken, table.ratios, self._settings.rule)
+            for step in taken:
+                lanes = steps[step][1]
+                if step in allowed and lanes == computed:
+                    found.add(step)
+                else:
+                    computed = lanes
+        self._skipped = frozenset(found)
+        return self._skipped
+
+    def begin(
+        self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
+    ) -> MagPass:
+        """See `StepCache.begin`. Raises RequestError for an expert that the table was not measured on."""
+        if expert not in self._checked:
+            self._settings.table.check_model(expert, model_mark(model.get_parameter("scale_shift_table")))
+            self._checked.add(expert)
+        whole = step in self._skipped
+        if not whole:
+            self._added.clear()
+        return MagPass(self._added, self._split, whole=whole)
+
+
+class MagPass:
+    """One step; see `Shortcut`."""
+
+    leaves_rest = False
+
+    def __init__(self, added: dict[int, torch.Tensor], split: Split, *, whole: bool) -> None:
+        self.whole = whole
+        self._added, self._split = added, split
+        self._entered: dict[int, torch.Tensor] = {}
+        self.cached_lanes = len(added) if whole else 0
+
+    def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+        """See `Shortcut.without_blocks`."""
+        return self._split.own_tokens(tokens) + self._added[lane]
+
+    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+        """See `Shortcut.entered`."""
+        own = self._split.own_tokens(tokens)
+        self._entered[lane] = own if own is tokens else own.clone()  # not the tokens of everybody
+
+    def choose(self) -> GoingOn:
+        """See `Shortcut.choose`."""
+        return GoingOn(range(len(self._entered)), True)
+
+    def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Shortcut.from_first`."""
+        raise AssertionError("a magnitude cache leaves out all blocks or none")
+
+    def ended(self, lane: int, hidden: torch.Tensor) -> None:
+        """See `Shortcut.ended`."""
+        self._added[lane] = hidden - self._entered.pop(lane)

@@ -1,0 +1,159 @@
+"""Estimates of a run: the planner's input, and the predicted timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..devices import compute_device
+from ..plan import RAW_SLOTS, Machine, OffloadJob, predict
+from ..schema import HEAD_DIM, ExpertShape, OffloadPolicy, StepRecord, Timeline
+from ..wan import ExpertPair
+from .cache.magcache import MagSteps
+from .cache.settings import CacheSettings, FirstBlockCache, MagCache, cached_policy
+from .inputs.request import DenoiseRequest
+from .loop.lanes import names_at
+from .loop.parallel import ALONE
+from .memory import tokens_of
+
+
+def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
+    """The job of `request`, computed on `device`."""
+    course = request.course()
+    experts = [course.experts[step] for step in course.steps]
+    guided = {expert: _guided(request, expert) for expert in ("high", "low")}
+    job = offload_job(pair, request.computed_shape, device, experts_of_steps=experts, guided=guided)
+    lanes = tuple(request.batch * request.lanes_at(step) for step in course.steps)
+    if any(job.lanes[expert] != count for expert, count in zip(experts, lanes, strict=True)):
+        job = replace(job, lanes_of_steps=lanes)
+    return cached_job(job, pair, request.cache)
+
+
+def cached_job(job: OffloadJob, pair: ExpertPair, cache: CacheSettings | None) -> OffloadJob:
+    """The job with what a cache keeps on the device."""
+    if cache is None:
+        return job
+    # The block that is asked in every step stays; where others stay too, this is one buffer too many.
+    first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
+    return replace(job, kept_states=cache.kept_states, staying_bytes=job.staying_bytes + first)
+
+
+def _guided(request: DenoiseRequest, expert: str) -> bool:
+    """Whether a step of this expert may have negative lanes."""
+    if request.guidance_steps is None:
+        return request.guidance_of(expert) != 1
+    course = request.course()
+    return any(course.guidance[step] != 1 for step in course.steps if course.experts[step] == expert)
+
+
+def offload_job(
+    pair: ExpertPair,
+    shape: Sequence[int],
+    device: torch.device,
+    *,
+    experts_of_steps: Sequence[str],
+    guided: Mapping[str, bool],
+) -> OffloadJob:
+    """The job of steps on latents of `shape` [B, C, T, h, w]; `guided` says which experts have negative lanes.
+
+    Reads nothing. Raises ValueError for a run without steps.
+    """
+    config = pair.high.config
+    return OffloadJob(
+        expert=ExpertShape(
+            width=config.num_attention_heads * HEAD_DIM,
+            ffn_width=config.ffn_dim,
+            blocks=config.num_layers,
+            in_channels=config.in_channels,
+            out_channels=config.out_channels,
+            image_width=config.image_dim,
+        ),
+        tokens=tokens_of(shape),
+        lanes={expert: shape[0] * (2 if guided[expert] else 1) for expert in pair.block_counts},
+        experts_of_steps=tuple(experts_of_steps),
+        stored_bytes=pair.stored_bytes,
+        file_bytes=pair.file_bytes,
+        computed_bytes=pair.computed_bytes,
+        staying_bytes=_staying_bytes(pair, device),
+        value_bytes=pair.compute_dtype.itemsize,
+        host_staying_bytes=pair.host_staying_bytes,
+        converts=pair.decodes,
+    )
+
+
+def _staying_bytes(pair: ExpertPair, device: torch.device) -> int:
+    """Device bytes beside the buffers and beside the stored forms of blocks that are being decoded."""
+    one, two = (pair.device_bytes(OffloadPolicy.layerwise(ahead), device=device) for ahead in (0, 1))
+    decoding = RAW_SLOTS * pair.stored_bytes if device.type == "cuda" and pair.decodes else 0
+    return 2 * one - two - decoding
+
+
+def predicted_timeline(
+    pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy, *, machine: Machine, device: torch.device
+) -> Timeline:
+    """Simulate the run of `request` under `policy`, with the steps' own numbers and noise levels.
+
+    Steps that a cache by magnitudes is known to take over need no block; what a first-block cache will find is not
+    known, and nothing is foretold of it. The run starts from what the engine of `pair` holds for that policy, and from
+    nothing where there is no such engine: ask before the run. Raises ValueError where the policy does not fit.
+    """
+    course, job = request.course(), request_job(pair, request, device)
+    policy = cached_policy(policy, request.cache)
+    if isinstance(request.cache, MagCache):
+        stages = {step: (course.experts[step], names_at(request, step)) for step in course.steps}
+        skips = MagSteps(request.cache, ALONE).known_skips(stages)
+        job = replace(job, skipped_steps=frozenset(step - course.start_step for step in skips))
+    steps = ((index, course.schedule.sigmas[index]) for index in course.steps)
+    return _simulated(pair, job, policy, steps, machine=machine, device=device)
+
+
+def predicted_calls(
+    pair: ExpertPair,
+    job: OffloadJob,
+    sigmas: Sequence[float],
+    policy: OffloadPolicy,
+    *,
+    machine: Machine,
+    device: torch.device,
+) -> Timeline:
+    """Simulate the calls of `job`, numbered from 0, each at its own noise level; otherwise as `predicted_timeline`."""
+    return _simulated(pair, job, policy, enumerate(sigmas), machine=machine, device=device)
+
+
+def _simulated(
+    pair: ExpertPair,
+    job: OffloadJob,
+    policy: OffloadPolicy,
+    places: Iterable[tuple[int, float]],
+    *,
+    machine: Machine,
+    device: torch.device,
+) -> Timeline:
+    """`places` are number and noise level of each step."""
+    engine = pair.present_engine(policy, compute_device(device))
+    programs = None if engine is None else engine.programs(job.visits)
+    simulated = predict(job, machine, policy, programs=programs, by_step=True).timeline
+    found = {step.index: step for step in simulated.steps}
+    whole = [found.get(number) or _without_blocks(job, number) for number in range(len(job.experts_of_steps))]
+    numbered = zip(places, whole, strict=True)
+    steps = tuple(replace(step, index=index, sigma=sigma) for (index, sigma), step in numbered)
+    return replace(simulated, steps=steps)
+
+
+def _without_blocks(job: OffloadJob, number: int) -> StepRecord:
+    """A step that a cache takes over; what is outside the blocks is not simulated."""
+    assert number in job.skipped_steps, f"step {number} was not simulated"
+    expert = job.experts_of_steps[number]
+    return StepRecord(
+        index=number,
+        expert=expert,
+        sigma=None,
+        wall_s=0.0,
+        compute_s=0.0,
+        stall_s=0.0,
+        bytes_moved=0,
+        cached_lanes=job.lanes_of_steps[number] if job.lanes_of_steps else job.lanes[expert],
+        skipped_visits=job.block_counts[expert],
+    )

@@ -1,0 +1,1 @@
+"""Inputs of a run: requests, their checks, native ComfyUI values, masks."""

@@ -1,0 +1,150 @@
+"""Batching: several requests merged into one that shares the weight stream, and split again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..cache.settings import CacheSettings
+from ..errors import RequestError
+from .checks import Texts
+from .conditioning import video_text
+from .request import DenoiseRequest
+
+
+def joined(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
+    """One request for the samples of all `requests`, in their order; one alone stays what it is.
+
+    Each sample comes out as from its own request, bit for bit; the weights move once for all. What belongs to the steps
+    must be the same in all of them, what belongs to a video may differ: noise, texts of any length, images, latents.
+
+    Raises RequestError for no request, and for one that does not fit the first, with both values.
+    """
+    if not requests:
+        raise RequestError("no lanes: give at least one")
+    first, *others = requests
+    if not others:
+        return first
+    for number, other in enumerate(others, 2):
+        _check_fits(number, _traits(other), _traits(first))
+    batches = [request.batch for request in requests]
+    return replace(
+        first,
+        noise=torch.cat([request.noise for request in requests]),
+        positive=_merged_texts([request.positive for request in requests], batches),
+        negative=_merged_texts([request.negative for request in requests], batches) if first.reads_negative else None,
+        image_condition=_stacked([request.image_condition for request in requests], batches),
+        latent=_stacked([request.latent for request in requests], batches),
+        mask=_stacked([request.mask for request in requests], batches),
+        image_embedding=_stacked([request.image_embedding for request in requests], batches),
+    )
+
+
+def _check_fits(number: int, traits: Mapping[str, object], first: Mapping[str, object]) -> None:
+    """Raise for the first thing in which lane `number` is unlike lane 1."""
+    for name, value in first.items():
+        if traits.get(name) != value:
+            raise RequestError(
+                f"lane {number} does not fit lane 1: {name} {traits.get(name)}, in lane 1 {value}. Lanes of one pass "
+                "have the same size, steps and settings: run it in a pass of its own"
+            )
+
+
+def _traits(request: DenoiseRequest) -> dict[str, object]:
+    """What requests that are joined have in common, by its name in words."""
+    course = request.course()
+    given = {"start image": request.image_condition, "latent": request.latent, "noise mask": request.mask}
+    seen = request.image_embedding
+    return {
+        "size": video_text(request.noise.shape),
+        "steps": len(course.steps),
+        "start step": course.start_step,
+        "solver": request.solver,
+        "NAG": request.nag,
+        "context windows": request.windows,
+        "cache": "none" if request.cache is None else request.cache.words,
+        "every number of the cache, as a digest,": _digest(request.cache),
+        "guidance": tuple(request.guidance),
+        "image embedding": "none" if seen is None else f"{seen.shape[1]} x {seen.shape[2]}",
+        "noise": "added" if request.add_noise else "not added",
+        **{f"expert of step {step}": course.experts[step] for step in course.steps},
+        **{f"guidance of step {step}": course.guidance[step] for step in course.steps},
+        **{f"sigma before step {step}": sigma for step, sigma in enumerate(course.schedule.sigmas)},
+        **{f"timestep of step {step}": time for step, time in enumerate(course.schedule.timesteps)},
+        **{name: "none" if tensor is None else "given" for name, tensor in given.items()},
+    }
+
+
+def _digest(cache: CacheSettings | None) -> str:
+    """Two tables of ratios may have the same words."""
+    return hashlib.blake2b(repr(cache).encode(), digest_size=4).hexdigest()
+
+
+def _merged_texts(texts: Sequence[Texts | None], batches: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """One text for each sample. A text that serves several stays one tensor, which is embedded once."""
+    each: list[torch.Tensor] = []
+    for given, batch in zip(texts, batches, strict=True):
+        assert given is not None
+        own = _apart(given) if isinstance(given, torch.Tensor) else list(given)
+        each += own * batch if len(own) == 1 else own
+    return tuple(each)
+
+
+def _apart(texts: torch.Tensor) -> list[torch.Tensor]:
+    return [texts] if len(texts) == 1 else list(texts.split(1))
+
+
+def _stacked(tensors: Sequence[torch.Tensor | None], batches: Sequence[int]) -> torch.Tensor | None:
+    """[1 or b, C, ...] of each request -> [B, C, ...] for all samples, None where there are none."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not given:
+        return None
+    channels = max(tensor.shape[1] for tensor in given)
+    return torch.cat(
+        [tensor.expand(batch, channels, *tensor.shape[2:]) for tensor, batch in zip(given, batches, strict=True)]
+    )
+
+
+def apart(request: DenoiseRequest, sizes: Sequence[int]) -> list[DenoiseRequest]:
+    """Requests for the first `sizes[0]` samples, the next `sizes[1]` and so on; joined, they are `request` again.
+
+    Each sample comes out as from the whole request, bit for bit. What all samples share, every part has. A request for
+    all samples stays what it is.
+
+    Raises RequestError for sizes that are not those of parts of this request.
+    """
+    if sum(sizes) != request.batch or any(size < 1 for size in sizes):
+        raise RequestError(
+            f"parts of {list(sizes)} samples are no parts of {request.batch}: give sizes that make it up"
+        )
+    if len(sizes) == 1:
+        return [request]
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return [_part(request, slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _part(request: DenoiseRequest, samples: slice) -> DenoiseRequest:
+    return replace(
+        request,
+        noise=request.noise[samples].clone(),
+        positive=_split_texts(request.positive, samples),
+        negative=None if request.negative is None else _split_texts(request.negative, samples),
+        image_condition=_tensor(request.image_condition, samples),
+        latent=_tensor(request.latent, samples),
+        mask=_tensor(request.mask, samples),
+        image_embedding=_tensor(request.image_embedding, samples),
+    )
+
+
+def _split_texts(texts: Texts, samples: slice) -> Texts:
+    if isinstance(texts, torch.Tensor):
+        return texts if len(texts) == 1 else texts[samples].clone()
+    return tuple(texts[samples])
+
+
+def _tensor(tensor: torch.Tensor | None, samples: slice) -> torch.Tensor | None:
+    """Those of the samples; one for all is everybody's. A copy, as a part travels without the rest."""
+    return tensor if tensor is None or len(tensor) == 1 else tensor[samples].clone()

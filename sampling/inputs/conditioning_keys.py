@@ -1,0 +1,174 @@
+"""The keys of a native CONDITIONING: those that are read, those that are harmless, and the refusal of all others.
+
+A key that is not known here and carries a tensor is refused, because a Wan model of a later ComfyUI may obey it: an
+edit or a reference would become another video. The lists are those of ComfyUI 0.18.1 and of later Wan nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from ..errors import ConditioningError
+
+logger = logging.getLogger("wanstream.sampling")
+
+IMAGE_SEEN = "clip_vision_output"
+"""Key of the CLIP embedding of the start image, as image-to-video nodes set it; the name is ComfyUI's."""
+
+READ = frozenset({"concat_latent_image", "concat_mask", IMAGE_SEEN})
+"""Keys that become part of a request."""
+
+RANGES = (("start_percent", "end_percent"), ("clip_start_percent", "clip_end_percent"))
+"""Keys by which an entry holds in some steps only."""
+
+# Keys that native sampling obeys for some Wan model and that no request has a place for. Some are obeyed with other
+# weights alone (VACE, Animate); a user who connects them wants what they do, so they are refused too.
+REFUSED: Mapping[str, str] = {
+    "control": "a ControlNet",
+    "hooks": "hooks",
+    "model_conds": "inputs of another model",
+    "noise_concat": "channels of another model",
+    "gligen": "boxes of GLIGEN",
+    "area": "an area",
+    "mask": "a conditioning mask",
+    "timestep_start": "a range of noise levels",
+    "timestep_end": "a range of noise levels",
+    "denoise_mask": "a noise mask of its own",
+    "concat_mask_index": "Fun control channels",
+    "control_video": "a control video",
+    "camera_conditions": "a camera path",
+    "context_latents": "context videos and images (Bernini-R)",
+    "time_dim_concat": "frames appended in time",
+    "vace_frames": "VACE frames",
+    "vace_mask": "a VACE mask",
+    "vace_strength": "a VACE strength",
+    "audio_embed": "audio",
+    "reference_motion": "reference motion",
+    "pose_video_latent": "a pose video",
+    "face_video_pixels": "a face video",
+    "clip_vision_output_pose": "a CLIP vision output of a pose (Animate-2)",
+    "cross_attn_pose": "the text of a pose (Animate-2)",
+    "driving_mask_28ch": "a driving mask (SCAIL-2)",
+    "ref_mask_28ch": "a reference mask (SCAIL-2)",
+    "clip_vision_output_ref": "a CLIP vision output of a reference (WanDancer)",
+}
+
+# Tensors that come with a text, whatever the model; no Wan model of ComfyUI reads them.
+BESIDE_THE_TEXT: Mapping[str, str] = {
+    "pooled_output": "one vector of a text; UMT5 makes none",
+    "pooled_output_controlnet": "the same, for a ControlNet, which is refused",
+    "cross_attn": "overwritten by the text of the entry",
+    "cross_attn_controlnet": "a text for a ControlNet, which is refused",
+    "attention_mask": "marks the padding of a text; Wan attends to padding",
+    "attention_mask_img_shape": "the same, for an image in a text",
+    "attention_mask_mt5xl": "the same, of Hunyuan-DiT",
+    "conditioning_mt5xl": "a second text of Hunyuan-DiT",
+    "conditioning_byt5small": "glyphs of HunyuanImage",
+    "conditioning_llama3": "a second text of HiDream",
+    "conditioning_lyrics": "lyrics of ACE-Step",
+    "t5xxl_ids": "tokens of Cosmos-Predict2 and Anima",
+    "t5xxl_weights": "weights of those tokens",
+}
+
+# Tensors that a user connects and that native sampling ignores for the weights that run here; the log says so.
+IGNORED: Mapping[str, str] = {
+    "reference_latents": "read by weights with ref_conv (Fun Control), S2V, HuMo and SCAIL, all refused when opened",
+    "reference_latents_text_embeds": "read by Z-Image alone",
+    "clip_vision_outputs": "read by Z-Image alone",
+    "unclip_conditioning": "read by unCLIP models and Z-Image",
+    "concat_image": "read by the Stable Diffusion upscaler alone",
+    "ref_latent": "read by HunyuanVideo alone",
+    "time_dim_replace": "read by Kandinsky 5 alone",
+    "keyframe_idxs": "read by LTX-Video alone",
+    "guide_attention_entries": "read by LTX-Video alone",
+    "ref_audio": "read by LTX-Video alone",
+    "reference_audio_timbre_latents": "read by ACE-Step alone",
+    "audio_codes": "read by ACE-Step alone",
+}
+
+MOST_SEARCHED = 100_000
+"""Containers and objects of one value that are searched for a tensor, some tenths of a second.
+
+A value of more counts as one with a tensor: something that large is a model or the state of a program, and passing over
+a tensor would change the video without a word, while a refusal names the key. A logger, with all others that it leads
+to, is below 5,000.
+"""
+
+
+# Modules, classes and functions are code: what they refer to belongs to no value.
+_PLAIN = (bool, int, float, complex, str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType)
+
+
+def check_keys(side: str, options: Mapping[str, Any]) -> None:
+    """Refuse what an entry of `side` carries and no request has a place for; log what native sampling ignores as well.
+
+    A key that is not known and carries no tensor passes: it is a number, a flag or a note, and does nothing alone.
+
+    Raises ConditioningError, which names the key.
+    """
+    for key, value in options.items():
+        if key in READ or key in BESIDE_THE_TEXT or _is_nothing(value):
+            continue
+        if key in REFUSED:
+            raise ConditioningError(
+                f"{side} carries {REFUSED[key]} ({key}), which the models that run here cannot use: remove that node"
+            )
+        if key in IGNORED:
+            logger.info("%s carries %s, which is ignored, as native sampling does: %s", side, key, IGNORED[key])
+        elif holds_tensor(value):
+            raise ConditioningError(
+                f"{side} carries a tensor, or more than is searched for one, under '{key}', which is not known here "
+                "and may change the video: remove the node that writes it. Tensors that may be there: "
+                f"{_listed([*READ, *BESIDE_THE_TEXT, *IGNORED])}"
+            )
+    _check_ranges(side, options)
+    if options.get("strength") == 0:  # any other one cancels out, as there is one entry only
+        raise ConditioningError(f"{side} has strength 0, by which native sampling leaves it out: give another strength")
+
+
+def _check_ranges(side: str, options: Mapping[str, Any]) -> None:
+    for start, end in RANGES:
+        begins, ends = options.get(start), options.get(end)  # None is no limit, as where the key is missing
+        if (begins is not None and begins > 0.0) or (ends is not None and ends < 1.0):
+            raise ConditioningError(
+                f"{side} is limited to a range of steps ({start}, {end}), which is not supported: remove the time range"
+            )
+
+
+def _is_nothing(value: object) -> bool:
+    """None or an empty container: what nodes write to take a value back."""
+    return value is None or (isinstance(value, list | tuple | dict | set | str) and not value)
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(sorted(keys))
+
+
+def holds_tensor(value: object) -> bool:
+    """True if a value is a tensor or an array, or holds one in containers or in attributes at any depth.
+
+    A tensor without dimensions is a number. A value of more than `MOST_SEARCHED` objects counts as one with a tensor.
+    """
+    waiting, seen = deque([value]), dict[int, object]()  # the values stay alive, so that no id is used twice
+    while waiting:
+        found = waiting.popleft()
+        if found is None or isinstance(found, _PLAIN) or id(found) in seen:
+            continue
+        if hasattr(found, "shape") and hasattr(found, "dtype"):
+            if found.shape == ():
+                continue
+            return True
+        if len(seen) == MOST_SEARCHED:
+            return True
+        seen[id(found)] = found
+        if isinstance(found, Mapping):
+            waiting.extend(found.values())
+        elif isinstance(found, list | tuple | set | frozenset | deque):
+            waiting.extend(found)
+        else:
+            waiting.extend(getattr(found, "__dict__", {}).values())
+    return False

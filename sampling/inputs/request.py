@@ -1,0 +1,316 @@
+"""DenoiseRequest: all inputs of one run, guidance included, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...plan import split_at_boundary
+from ...schema import ContextWindows
+from ...wan import WAN21, WAN22, Nag, space_of
+from ..cache.settings import CacheSettings, MagCache
+from ..context_windows import computed_shape
+from ..errors import RequestError
+from ..schedules import Schedule, explicit_schedule, make_schedule
+from ..solvers import SOLVERS
+from .checks import (
+    IMAGE_CONDITION_CHANNELS,
+    Texts,
+    check_course,
+    check_guidance,
+    check_image_embedding,
+    check_latent,
+    check_noise,
+    check_start,
+    check_texts,
+    check_windows,
+    check_windows_stay,
+)
+from .mask import frame_freedom
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guidance:
+    """The guidance of a run, where it is more than one scale for each expert."""
+
+    steps: tuple[float, ...] | None = None
+    """See `DenoiseRequest.guidance_steps`."""
+    nag: Nag | None = None
+    """See `DenoiseRequest.nag`."""
+
+
+def parse_scales(text: str) -> tuple[float, ...] | None:
+    """Numbers with commas or spaces between them, as "4, 4, 3.5"; None where there are none.
+
+    Raises RequestError for anything else.
+    """
+    words = [word for word in re.split(r"[\s,;]+", text) if word]
+    scales = []
+    for word in words:
+        try:
+            scale = float(word)
+        except ValueError:
+            scale = math.nan
+        if not math.isfinite(scale):
+            raise RequestError(f"guidance_steps has {word!r}: give numbers with commas between, as in 4, 4, 3.5, 1")
+        scales.append(scale)
+    return tuple(scales) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The steps of a run: noise levels, and the expert and the guidance of each step."""
+
+    schedule: Schedule
+    experts: tuple[str, ...]
+    """Of every step of the schedule: "high" or "low"."""
+    guidance: tuple[float, ...]
+    """CFG scale of every step of the schedule."""
+    start_step: int
+
+    @property
+    def start_sigma(self) -> float:
+        """The noise level that the first step starts from."""
+        return self.schedule.sigmas[self.start_step]
+
+    @property
+    def end_sigma(self) -> float:
+        """The noise level that the last step leaves; 0 for a finished video."""
+        return self.schedule.sigmas[-1]
+
+    @property
+    def steps(self) -> range:
+        """The steps that are really taken."""
+        return range(self.start_step, self.schedule.steps)
+
+
+@dataclass(frozen=True, eq=False)
+class DenoiseRequest:
+    """One run. Defaults are those of the model's makers for Wan2.2 T2V-A14B, but for guidance, which needs a negative.
+
+    B samples are denoised together; text, negative and image condition may be given once for all of them. Raises
+    `RequestError` for anything that does not fit together.
+    """
+
+    noise: torch.Tensor
+    """[B, 16, T, h, w] float32, standard normal; h and w even. For TI2V-5B 48 channels, here and below."""
+    positive: Texts
+    """[1 or B, L, 4096] UMT5 embedding, any L >= 1; or one [1, L, 4096] for each sample, of any lengths."""
+    negative: Texts | None = None
+    """As `positive`, of other lengths or the same. Needed where a guidance is not 1."""
+    image_condition: torch.Tensor | None = None
+    """[1 or B, 20, T, h, w] for I2V experts: 4 mask channels (1 = known), then 16 channels of image latent."""
+    latent: torch.Tensor | None = None
+    """[B, 16, T, h, w] to start from, mixed with the noise at the first sigma; None: from noise alone."""
+    start_step: int = 0
+    """First step to take, 0-based; the schedule and the switch stay those of all steps."""
+    steps: int | None = None
+    """Steps of the whole schedule; None: 40, or what `sigmas` make."""
+    solver: str = "unipc"
+    """One of `SOLVERS`: "euler", "unipc", "dpm++" or "lcm"."""
+    schedule: str = "wan"
+    """One of `SCHEDULES`: "simple" (ComfyUI's) or "wan" (diffusers'); not used where `sigmas` are given."""
+    sigmas: Sequence[float] | torch.Tensor | None = None
+    """Steps + 1 descending values, used as they are: no flow shift is applied. A last one above 0 leaves noise over."""
+    flow_shift: float = 12.0
+    boundary_ratio: float = 0.875
+    """The high-noise expert takes the steps whose timestep is at least 1000 times this."""
+    switch_step: int | None = None
+    """First step of the low-noise expert; wins over `boundary_ratio`. 0: low only; the number of steps: high only."""
+    guidance: tuple[float, float] = (1.0, 1.0)
+    """CFG scale of the (high, low) expert; 1 computes no negative lane."""
+    mask: torch.Tensor | None = None
+    """[1 or B, 1 or 16, T, h, w], 1 where to denoise, 0 where `latent` is kept (without a latent: zeros). TI2V-5B is
+    told by it which timestep each frame is at."""
+    end_step: int | None = None
+    """Step before which the run ends; None, or more than there are: it takes all steps."""
+    leftover_noise: bool = False
+    """Whether a run that ends early stops at its step's noise level; otherwise its last step goes down to 0."""
+    add_noise: bool = True
+    """False: `latent` carries the noise already, `noise` gives the shape only. The run starts from (1 - sigma) latent,
+    as ComfyUI's samplers do with a latent that another sampler left noise in."""
+    latent_sigma: float | None = None
+    """Noise level at which another run left `latent`, where that is known; a run that does not fit is refused."""
+    image_embedding: torch.Tensor | None = None
+    """[1 or B, N, 1280]: what CLIP sees in the start image, for a model with an image branch (Wan2.1 I2V)."""
+    guidance_steps: tuple[float, ...] | None = None
+    """CFG scale of each step of the schedule, which wins over `guidance`; the last one holds for all after it."""
+    cache: CacheSettings | None = None
+    """What steps may take over from the ones before; None: every step computes all of its blocks."""
+    nag: Nag | None = None
+    """Holds `negative` against `positive` in the steps of guidance 1; None: nothing does."""
+    windows: ContextWindows | None = None
+    """How a video that is too long for the experts is looked at in pieces; None: as a whole."""
+
+    def __post_init__(self) -> None:
+        self._check_tensors()
+        self._check_steps()
+
+    def _check_tensors(self) -> None:
+        check_noise(self.noise)
+        check_texts("positive", self.positive, self.batch)
+        if self.negative is not None:
+            check_texts("negative", self.negative, self.batch)
+        if self.image_condition is not None:
+            check_latent(
+                "image_condition", self.image_condition, self.noise, (IMAGE_CONDITION_CHANNELS,), (1, self.batch)
+            )
+        if self.latent is not None:
+            check_latent("latent", self.latent, self.noise, (self.channels,), (self.batch,))
+        if self.mask is not None:
+            check_latent("mask", self.mask, self.noise, (1, self.channels), (1, self.batch))
+        if self.image_embedding is not None:
+            check_image_embedding(self.image_embedding, self.batch)
+
+    def _check_steps(self) -> None:
+        check_guidance(self.guidance, self.guidance_steps, steps=self._schedule().steps)
+        if self.negative is None and self.guided:
+            remedy = "set guidance to (1, 1)" if self.guidance_steps is None else "give guidance_steps of 1 only"
+            scales = self.guidance_steps or self.guidance
+            raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
+        if self.nag is not None:
+            course = self.course()
+            check_nag([course.guidance[step] for step in course.steps], has_negative=self.negative is not None)
+        if self.windows is not None:
+            check_windows(self.windows, self.noise.shape[2])
+        if self.solver not in SOLVERS:
+            raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
+        course = self.course()
+        if isinstance(self.cache, MagCache):
+            self.cache.table.check_course(self._schedule().sigmas, course.experts, course.guidance)
+            if self.windows is not None:
+                check_windows_stay(self.windows, course.steps, self.noise.shape[2])
+        check_start(
+            course.start_sigma,
+            step=self.start_step,
+            add_noise=self.add_noise,
+            has_latent=self.latent is not None,
+            latent_sigma=self.latent_sigma,
+        )
+
+    @property
+    def batch(self) -> int:
+        """Number of samples."""
+        return self.noise.shape[0]
+
+    @property
+    def channels(self) -> int:
+        """Of a latent."""
+        return self.noise.shape[1]
+
+    @property
+    def freedom(self) -> tuple[tuple[float, ...] | None, ...]:
+        """How free each latent frame is, for each sample: its timestep by the step's; None where all are 1."""
+        if self.mask is None or self.channels != WAN22.channels:
+            return (None,) * self.batch
+        return frame_freedom(self.mask.expand(self.batch, *self.mask.shape[1:]))
+
+    def guidance_of(self, expert: str) -> float:
+        """The CFG scale of the expert "high" or "low", where no step has one of its own."""
+        high, low = self.guidance
+        return high if expert == "high" else low
+
+    @property
+    def reads_negative(self) -> bool:
+        """Whether a step may need the negative text."""
+        return self.guided or self.nag is not None
+
+    @property
+    def guided(self) -> bool:
+        """Whether a step may have negative lanes."""
+        return any(scale != 1 for scale in self.guidance_steps or self.guidance)
+
+    @property
+    def computed_shape(self) -> tuple[int, ...]:
+        """[lanes of one side, 16, T, h, w] in the step with most of them: those of samples, or of windows of them."""
+        return computed_shape(self.noise.shape, self.windows, self.course().steps)
+
+    def lanes_at(self, step: int) -> int:
+        """How many lanes a step of the whole schedule has for each sample."""
+        sides = 1 if self.course().guidance[step] == 1 else 2
+        return sides if self.windows is None else sides * len(self.windows.at(step, self.noise.shape[2]))
+
+    def course(self) -> Course:
+        """Noise levels and experts of the steps."""
+        schedule = self._schedule()
+        end = schedule.steps if self.end_step is None else self.end_step
+        check_course(schedule.steps, start_step=self.start_step, switch_step=self.switch_step, end_step=end)
+        switch = self._switch(schedule)
+        experts = ("high",) * switch + ("low",) * (schedule.steps - switch)
+        return Course(
+            schedule=schedule.until(end, leftover_noise=self.leftover_noise),
+            experts=experts[:end],
+            guidance=tuple(self._scale(step, expert) for step, expert in enumerate(experts[:end])),
+            start_step=self.start_step,
+        )
+
+    def _scale(self, step: int, expert: str) -> float:
+        if self.guidance_steps is None:
+            return self.guidance_of(expert)
+        return self.guidance_steps[min(step, len(self.guidance_steps) - 1)]
+
+    def _schedule(self) -> Schedule:
+        if self.sigmas is None:
+            return make_schedule(self.schedule, 40 if self.steps is None else self.steps, self.flow_shift)
+        schedule = explicit_schedule(self.sigmas)
+        if self.steps not in (None, schedule.steps):
+            raise RequestError(
+                f"{schedule.steps + 1} sigmas make {schedule.steps} steps, not {self.steps}: leave steps out"
+            )
+        return schedule
+
+    def _switch(self, schedule: Schedule) -> int:
+        if not 0 <= self.boundary_ratio <= 1:
+            raise RequestError(
+                f"boundary ratio {self.boundary_ratio:g}: give 0 to 1 (Wan2.2: 0.875 for text, 0.9 for images)"
+            )
+        if self.switch_step is None:
+            return split_at_boundary(schedule.timesteps, self.boundary_ratio)
+        return self.switch_step
+
+
+def check_nag(guidance: Sequence[float], *, has_negative: bool) -> None:
+    """Refuse to hold a text that is not there against another one, and to do so in no step; `guidance` is of each."""
+    if not has_negative:
+        raise RequestError("NAG needs a negative text to hold against the positive one: give one, or leave NAG out")
+    if all(scale != 1 for scale in guidance):
+        raise RequestError(
+            "NAG acts in steps of guidance 1, and this run has none: set the guidance of an expert or a step to 1, or "
+            "leave NAG out"
+        )
+
+
+def check_channels(request: DenoiseRequest, in_channels: int) -> None:
+    """Refuse a request that does not fit a model's input: 16 channels for T2V, 36 for I2V, 48 for TI2V-5B."""
+    given = request.channels + (0 if request.image_condition is None else IMAGE_CONDITION_CHANNELS)
+    if given == in_channels:
+        return
+    latent = WAN22.channels if in_channels == WAN22.channels else WAN21.channels
+    if request.channels != latent:
+        raise RequestError(
+            f"the latent has {request.channels} channels, as {space_of(request.channels).models} have, and the model "
+            f"takes those of {space_of(latent).models}, with {latent}: connect a latent that was made for this model, "
+            "or open another one"
+        )
+    if in_channels == WAN22.channels:
+        words = (
+            "Wan2.2 5B takes a start image as the first frame of the latent, and this request has one as a condition "
+            "(image_condition), as A14B takes it: choose the VAE of Wan2.2 5B in WanStream Image to Video"
+        )
+    elif request.image_condition is None:
+        words = (
+            "these are image-to-video experts, and no start image is connected (image_condition): connect positive and "
+            "negative through WanStream Image to Video, or choose text-to-video experts, whose files have t2v in their "
+            "names"
+        )
+    else:
+        words = (
+            "these are text-to-video experts, and a start image is connected (image_condition): connect positive and "
+            "negative straight from the text encoder, or choose image-to-video experts, whose files have i2v in their "
+            "names"
+        )
+    raise RequestError(f"{words} ({in_channels} channels expected, {given} given)")

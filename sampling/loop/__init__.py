@@ -1,0 +1,1 @@
+"""Denoising loop: steps, model calls, fallback on out-of-memory errors, lanes."""

@@ -1,0 +1,141 @@
+"""Ray clusters that a user has listed outside of any graph: their addresses, and what may be sent there.
+
+A graph can come from anywhere, so it names an entry of this list and never an address. Whatever answers as a cluster
+can run code in this process.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .workers_ref import IN_PROCESS, LOCAL, PathMap, WorkersError, path_maps
+
+HIGHEST_PORT = 65535
+REQUIRED, OPTIONAL = {"address": str}, {"token_file": str, "remote_machines": bool, "path_map": list}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """One entry of the list.
+
+    Args:
+        address: `host:port` of a Ray that runs already.
+        token_file: the file with its token, as the list has it; empty for a cluster on loopback that needs none.
+        remote_machines: permission for workers that listen on addresses that other machines reach.
+        paths: folders here and on the machines of the cluster.
+    """
+
+    address: str
+    token_file: str = ""
+    remote_machines: bool = False
+    paths: tuple[PathMap, ...] = ()
+
+
+HERE = {LOCAL: Cluster(address=LOCAL), IN_PROCESS: Cluster(address=IN_PROCESS)}
+"""Entries that are always there: this machine."""
+
+
+def read_clusters(text: str, source: str) -> dict[str, Cluster]:
+    """The entries of a list in JSON, by name, after those of this machine. Raises WorkersError with `source`."""
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise WorkersError(f"{source} is not JSON ({err}): write {{}} into it for an empty list") from err
+    if not isinstance(listed, dict):
+        raise WorkersError(f'{source} is not a list of clusters: write {{"name": {{"address": "host:port"}}}}')
+    return {**HERE, **{name: _cluster(name, entry, source) for name, entry in listed.items()}}
+
+
+def cluster_named(name: object, clusters: Mapping[str, Cluster], source: str) -> Cluster:
+    """The entry of that name. Raises WorkersError with the names that there are."""
+    if not isinstance(name, str) or name not in clusters:
+        raise WorkersError(
+            f"the cluster is {name!r}, and there are {', '.join(clusters)}: choose one of them, or add an entry of "
+            f"that name to {source}"
+        )
+    return clusters[name]
+
+
+def check_address(address: str, *, beyond_loopback: bool, token_file: str) -> None:
+    """Raise WorkersError for what is not an address, and for one that other machines reach without leave or token.
+
+    Raises it too for workers of this machine that other machines are to reach.
+    """
+    if address in HERE:
+        if beyond_loopback or token_file:
+            raise WorkersError(
+                f"workers at {address!r} listen on 127.0.0.1 only and draw a token of their own: leave remote_machines "
+                "and token_file to the entry of a Ray cluster"
+            )
+        return
+    host, _ = host_and_port(address)
+    if is_loopback(host):
+        return
+    if not beyond_loopback:
+        raise WorkersError(
+            f"{address} is another machine: set remote_machines to true in its entry if workers may listen on "
+            "addresses that other machines reach"
+        )
+    if not token_file:
+        raise WorkersError(
+            f"{address} is another machine: name the file with the token of its Ray as token_file in its entry. "
+            "Without a token, everyone who reaches the cluster can run programs there"
+        )
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Both parts of `host:port`, an IPv6 host without its brackets. Raises WorkersError for anything else."""
+    host, colon, port = address.rpartition(":")
+    # Read only where it is short: Python refuses to convert thousands of digits.
+    is_number = port.isascii() and port.isdigit() and len(port) <= len(str(HIGHEST_PORT))
+    if not colon or not host or not is_number or not 0 < int(port) <= HIGHEST_PORT:
+        raise WorkersError(f"the address is {address!r}: write host:port of a Ray cluster, like 192.168.1.5:6379")
+    if any(letter.isspace() or letter in "/@" for letter in host):
+        raise WorkersError(f"the address is {address!r}: write host:port alone, without a scheme, a user or a path")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if any(letter in "[]" for letter in bare) or (":" in bare) != (bare != host):
+        raise WorkersError(f"the address is {address!r}: write an IPv6 address in brackets, like [::1]:6379")
+    return bare, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """True for `localhost` and for IP addresses of this machine alone; other names can resolve to anything."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _cluster(name: str, entry: Any, source: str) -> Cluster:
+    where = f"the entry {name!r} of {source}"
+    if not name.strip() or name in HERE:
+        raise WorkersError(f"{where} cannot have that name: take another one than {' and '.join(HERE)}")
+    kinds: dict[str, type] = {**REQUIRED, **OPTIONAL}
+    if not isinstance(entry, dict) or not REQUIRED.keys() <= entry.keys() <= kinds.keys():
+        raise WorkersError(f"{where} must have {', '.join(REQUIRED)} and may have {', '.join(OPTIONAL)}, nothing else")
+    for key, value in entry.items():
+        if not isinstance(value, kinds[key]):
+            raise WorkersError(f"{where}: {key} is {value!r}, and must be a {kinds[key].__name__}")
+    lines = entry.get("path_map", [])
+    if not all(isinstance(line, str) for line in lines):
+        raise WorkersError(f'{where}: path_map is a list of lines like "/models -> /mnt/models"')
+    try:
+        cluster = Cluster(
+            address=entry["address"],
+            token_file=entry.get("token_file", ""),
+            remote_machines=entry.get("remote_machines", False),
+            paths=path_maps("\n".join(lines)),
+        )
+        host_and_port(cluster.address)
+        check_address(cluster.address, beyond_loopback=cluster.remote_machines, token_file=cluster.token_file)
+    except WorkersError as err:
+        raise WorkersError(f"{where}: {err}") from err
+    return cluster

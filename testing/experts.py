@@ -1,0 +1,74 @@
+"""Sample experts on disk, in every form that real ones come in.
+
+A diffusers folder (one file or shards with an index), or ComfyUI's single file: plain, or with the blocks' matrices in
+fp8 and a scale beside each.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import save_file
+from torch import nn
+
+from ..wan import native_transformer_name
+from .fp8 import FP8, Fp8Layout, fp8_metadata, fp8_tensors, quantise
+from .weights import in_dtype
+
+
+def save_expert_folder(model: WanTransformer3DModel, folder: Path, *, dtype: torch.dtype, shards: int = 1) -> None:
+    """Write a diffusers transformer folder with all tensors in `dtype`, in about `shards` files and an index."""
+    if shards == 1:  # without a copy of the model, which takes longer than all the rest
+        model.save_config(folder)
+        save_file(_stored(model, dtype), folder / "diffusion_pytorch_model.safetensors", {"format": "pt"})
+        return
+    model = in_dtype(model, dtype)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size=total // shards)
+
+
+def save_expert_file(
+    model: WanTransformer3DModel,
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    prefix: Literal["", "model.diffusion_model."] = "",
+    fp8: Fp8Layout | None = None,
+) -> None:
+    """Write ComfyUI's single file; with `fp8` the matrices of the blocks are quantised, all the rest is in `dtype`."""
+    tensors = {native_transformer_name(name): tensor for name, tensor in _stored(model, dtype).items()}
+    metadata = {"format": "pt"}
+    if fp8 is not None:
+        layers = {native_layer(name): linear for name, linear in block_linears(model).items()}
+        tensors |= fp8_tensors(layers, fp8)
+        metadata |= fp8_metadata(layers, fp8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, path, metadata)
+
+
+def dequantised(model: WanTransformer3DModel, *, dtype: torch.dtype, fp8: torch.dtype = FP8) -> WanTransformer3DModel:
+    """The fp32 model that an fp8 file of `model`, its other tensors in `dtype`, stands for."""
+    rounded = in_dtype(model, dtype).float()
+    originals = block_linears(model)
+    for name, linear in block_linears(rounded).items():
+        weight, scale = quantise(originals[name].weight, fp8)
+        linear.weight.copy_(weight.float() * scale)
+    return rounded
+
+
+def _stored(model: WanTransformer3DModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype).contiguous() for name, tensor in model.state_dict().items()}
+
+
+def block_linears(model: WanTransformer3DModel) -> dict[str, nn.Linear]:
+    """The layers of the blocks whose matrices stream, by name."""
+    named = model.blocks.named_modules(prefix="blocks")
+    return {name: module for name, module in named if isinstance(module, nn.Linear)}
+
+
+def native_layer(name: str) -> str:
+    """The native name of a layer."""
+    return native_transformer_name(f"{name}.weight").removesuffix(".weight")

@@ -1,0 +1,162 @@
+"""A models folder for trying the pack out: ComfyUI's layout, real file names, tiny random weights.
+
+Names and depth are those of Wan2.2 A14B and 5B and of Wan2.1, so every workflow runs on it unchanged. It has two
+attention heads instead of forty, so it takes 0.9 GB and its videos show noise. The weights follow from fixed seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from ..schema import size_text
+from .components import save_text_encoder_file, save_text_encoder_folders, save_vae_file, save_vae_folder
+from .experts import save_expert_file, save_expert_folder
+from .folder import SampleFolder, SampleModelError
+from .fp8 import Fp8Layout
+from .loras import make_lora, save_lora
+from .pipeline import link_shared, write_settings
+from .ti2v import write_ti2v
+from .tokenizer import VOCABULARY
+from .wan21 import write_wan21
+from .weights import SAMPLE_WIDTH, ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
+
+__all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
+
+A14B_LAYERS = 40
+RECIPE = 7  # raised when other files are written, so that an older test model is replaced
+
+VAE_SEED, TEXT_SEED, WAN22_VAE_SEED = 1, 2, 4
+LORA_SEED = 100  # added to that of its expert
+VAE_FILE = Path("vae", "wan_2.1_vae.safetensors")
+TEXT_ENCODER_FILE = Path("text_encoders", "umt5_xxl_fp8_e4m3fn_scaled.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One of the two A14B models, with the settings that its makers give it."""
+
+    name: str
+    in_channels: int
+    boundary_ratio: float
+    flow_shift: float
+    pipeline_class: str
+    seeds: tuple[int, int]
+    """Of the high-noise and the low-noise expert."""
+    lora_version: str
+    """Of the 4-step LoRAs."""
+    more_components: dict[str, tuple[None, None]] = field(default_factory=dict)
+    """That its pipeline lists and does not have."""
+
+    @property
+    def pipeline(self) -> Path:
+        return Path("diffusers", f"Wan2.2-{self.name.upper()}-A14B-Diffusers")
+
+    def lora(self, expert: str) -> Path:
+        name = f"wan2.2_{self.name}_lightx2v_4steps_lora_{self.lora_version}_{expert}_noise.safetensors"
+        return Path("loras", name)
+
+    def single_file(self, expert: str, precision: str) -> Path:
+        return Path("diffusion_models", f"wan2.2_{self.name}_{expert}_noise_14B_{precision}.safetensors")
+
+
+T2V = Family(
+    name="t2v",
+    in_channels=16,
+    boundary_ratio=0.875,
+    flow_shift=12.0,
+    pipeline_class="WanPipeline",
+    seeds=(10, 11),
+    lora_version="v1.1",
+)
+I2V = Family(
+    name="i2v",
+    in_channels=36,
+    boundary_ratio=0.9,
+    flow_shift=5.0,
+    pipeline_class="WanImageToVideoPipeline",
+    seeds=(20, 21),
+    lora_version="v1",
+    more_components={"image_encoder": (None, None), "image_processor": (None, None)},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleModel:
+    """A test model on disk. `files` have their sizes in bytes; `nbytes` counts a file with two names once."""
+
+    folder: Path
+    files: dict[Path, int]
+    nbytes: int
+
+    def summary(self) -> str:
+        """A line for each file of weights, and one for the whole."""
+        weights = {path: nbytes for path, nbytes in self.files.items() if path.suffix == ".safetensors"}
+        lines = [f"{size_text(nbytes):>8}  {path}" for path, nbytes in weights.items()]
+        return "\n".join([*lines, f"{size_text(self.nbytes):>8}  on disk, in {self.folder}"])
+
+
+def write_sample_model(
+    folder: Path | str, *, layers: int = A14B_LAYERS, on_progress: Callable[[str], object] | None = None
+) -> SampleModel:
+    """Write a test model into `folder`: a new folder, an empty one, or an older test model, which is replaced.
+
+    A test model that is already there is left as it is. `layers` is the number of blocks of each expert;
+    `on_progress` is told what is written next.
+
+    Raises:
+        SampleModelError: the folder holds anything else, or it cannot be written.
+    """
+    sample = SampleFolder(Path(folder), recipe={"recipe": RECIPE, "layers": layers})
+    if not sample.is_there():
+        try:
+            with sample.replacing() as empty:
+                _write_all(empty, layers, on_progress or _nothing)
+        except SampleModelError:
+            raise
+        except (SafetensorError, OSError) as err:
+            raise SampleModelError(f"the test model cannot be written to {folder}: {err}") from err
+    return SampleModel(folder=sample.folder, files=sample.files(), nbytes=sample.nbytes())
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) -> None:
+    on_progress("VAE and text encoder")
+    vae, encoder = make_vae(seed=VAE_SEED), make_text_encoder(seed=TEXT_SEED, vocabulary=len(VOCABULARY))
+    save_vae_file(vae, folder / VAE_FILE)
+    save_text_encoder_file(encoder, folder / TEXT_ENCODER_FILE, dtype=torch.float16, fp8=Fp8Layout())
+    save_vae_folder(vae, folder / T2V.pipeline / "vae")
+    save_text_encoder_folders(encoder, folder / T2V.pipeline, dtype=torch.bfloat16)
+    link_shared(folder / T2V.pipeline, folder / I2V.pipeline)
+    for family in (T2V, I2V):
+        write_settings(
+            folder / family.pipeline,
+            kind=family.pipeline_class,
+            flow_shift=family.flow_shift,
+            boundary_ratio=family.boundary_ratio,
+            more=family.more_components,
+        )
+        for expert, seed in zip(("high", "low"), family.seeds, strict=True):
+            on_progress(f"{family.name} {expert}-noise expert")
+            _write_expert(
+                family, expert, folder, ExpertShape(layers=layers, in_channels=family.in_channels, **SAMPLE_WIDTH), seed
+            )
+    write_wan21(folder, folder / T2V.pipeline, layers, on_progress)
+    write_ti2v(folder, make_wan22_vae(seed=WAN22_VAE_SEED), folder / T2V.pipeline, layers, on_progress)
+
+
+def _write_expert(family: Family, expert: str, folder: Path, shape: ExpertShape, seed: int) -> None:
+    """One expert in the three forms that are most used, and a LoRA for it."""
+    model = make_expert(shape, seed=seed)
+    component = "transformer" if expert == "high" else "transformer_2"
+    save_expert_folder(model, folder / family.pipeline / component, dtype=torch.bfloat16)
+    save_expert_file(model, folder / family.single_file(expert, "fp16"), dtype=torch.float16)
+    save_expert_file(model, folder / family.single_file(expert, "fp8_scaled"), dtype=torch.float16, fp8=Fp8Layout())
+    save_lora(make_lora(model, seed=seed + LORA_SEED), folder / family.lora(expert), dtype=torch.bfloat16)

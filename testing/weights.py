@@ -1,0 +1,131 @@
+"""Tiny models with seeded random weights: a Wan expert, the VAE, the UMT5 encoder.
+
+Random numbers are drawn from a generator of their own in the order of the parameters' names, so a seed and a shape give
+the same weights everywhere. The scales keep activations finite and of order 1 at any depth, and every input (latents,
+timestep, text) visibly changes the result.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import nn
+from transformers import UMT5Config, UMT5EncoderModel
+
+from ..wan import WAN21, WAN22, NoInitialValues, family_of
+
+TEXT_DIM = 4096
+HEAD_DIM = 128
+SAMPLE_WIDTH = {"heads": 2, "ffn_dim": 256}
+"""Of all experts of the test model: two heads are the fewest that Ulysses can share out."""
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """What tells one sample expert from another; 36 input channels make an image-to-video model, 48 the model of 5B.
+
+    `image_dim` is the width of image embeddings, for an image branch as Wan2.1 I2V has it; 0: none.
+    """
+
+    layers: int = 4
+    heads: int = 2
+    in_channels: int = 16
+    ffn_dim: int = 512
+    text_dim: int = TEXT_DIM
+    image_dim: int = 0
+
+
+def expert_config(shape: ExpertShape) -> dict[str, int]:
+    """The arguments of the diffusers model of that shape."""
+    image = {"image_dim": shape.image_dim, "added_kv_proj_dim": shape.heads * HEAD_DIM} if shape.image_dim else {}
+    return {
+        **image,
+        "num_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "attention_head_dim": HEAD_DIM,
+        "in_channels": shape.in_channels,
+        "out_channels": WAN22.channels if shape.in_channels == WAN22.channels else WAN21.channels,
+        "ffn_dim": shape.ffn_dim,
+        "text_dim": shape.text_dim,
+    }
+
+
+def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
+    """A random expert in fp32, in eval mode and without gradients."""
+    with torch.random.fork_rng(devices=[]), NoInitialValues():
+        model = WanTransformer3DModel(**expert_config(shape))
+    return randomised(model, seed)
+
+
+def make_vae(*, seed: int, base_dim: int = 8) -> AutoencoderKLWan:
+    """A random Wan2.1 VAE in fp32: 16 latent channels, 8 x 8 pixels and 4 frames per latent."""
+    with torch.random.fork_rng(devices=[]), NoInitialValues():
+        vae = AutoencoderKLWan(base_dim=base_dim)
+    return randomised(vae, seed)
+
+
+def make_wan22_vae(*, seed: int, base_dim: int = 4, decoder_base_dim: int = 8) -> AutoencoderKLWan:
+    """A random VAE of Wan2.2 5B in fp32: 48 latent channels, 16 x 16 pixels and 4 frames per latent."""
+    widths = {"base_dim": base_dim, "decoder_base_dim": decoder_base_dim}
+    spread = {"latents_mean": list(WAN22.mean), "latents_std": list(WAN22.std)}
+    with torch.random.fork_rng(devices=[]):
+        vae = AutoencoderKLWan.from_config({**family_of(WAN22).config, **widths, **spread})
+    return randomised(vae, seed)
+
+
+def make_text_encoder(*, seed: int, vocabulary: int, layers: int = 2) -> UMT5EncoderModel:
+    """A random UMT5 encoder in fp32, as wide as the real one (4096) and thin everywhere else."""
+    config = UMT5Config(
+        vocab_size=vocabulary,
+        d_model=TEXT_DIM,
+        d_kv=16,
+        d_ff=128,
+        num_heads=4,
+        num_layers=layers,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+    )
+    with torch.random.fork_rng(devices=[]), NoInitialValues():
+        encoder = UMT5EncoderModel(config)
+    return randomised(encoder, seed)
+
+
+def in_dtype(model: ModelT, dtype: torch.dtype) -> ModelT:
+    """A copy with every parameter in `dtype`; diffusers' own `.to()` would warn about its fp32 islands."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def randomised(model: ModelT, seed: int) -> ModelT:
+    """The model itself, its parameters drawn anew from that seed, in eval mode and without gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        parameter.data.copy_(random_values(name, parameter.shape, generator))
+    return model.eval().requires_grad_(False)
+
+
+def random_values(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Values in fp32 for the parameter of that name, where the generator is."""
+    noise = torch.randn(shape, generator=generator, device=generator.device)
+    if name.endswith("bias"):
+        return 0.1 * noise
+    if name.endswith("attn2.norm_q.weight"):
+        # Sharp enough attention that a few words count against hundreds of rows of padding.
+        return 2.0 + 0.1 * noise
+    if "norm" in name or name.endswith("gamma"):
+        return 1.0 + 0.1 * noise
+    if name.endswith("scale_shift_table"):
+        return 0.5 * noise
+    if name.endswith(("shared.weight", "embed_tokens.weight", "relative_attention_bias.weight")):
+        return noise
+    # A matrix or a convolution: inputs of order 1 give outputs of order 1.
+    return noise / math.sqrt(math.prod(shape[1:]))

@@ -1,0 +1,99 @@
+"""A run as the page sees it, without one: events, a preview and results go through the code that a run goes through.
+
+For the builder, which leaves room for what nodes show after a run, and for the tests that nothing is covered then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..host import AnnouncedRun
+from ..nodes.runs import write_mp4
+from ..schema import StepRecord, Timeline
+from .frontend import Frontend
+
+STEPS = 20
+VIDEO = "shown.mp4"
+VIDEO_SIZE = (832, 480)
+
+OVERLAYS = {"WanStreamSampler", "WanStreamLaneSampler", "WanStreamGuider", "WanStreamBenchmark"}
+PREVIEWS = {"WanStreamSampler", "WanStreamLaneSampler", "SamplerCustomAdvanced"}
+VIDEOS = {"WanStreamSaveVideo", "SaveVideo"}
+IMAGES = {"WanStreamBenchmark"}
+
+# Each event as ComfyUI's connection passes it on; a preview is a picture, as it comes from latents of this size.
+DISPATCH = """async ([events, previews, [width, height]]) => {
+    const { api } = window.comfyAPI.api
+    for (const [event, payload] of events) api.dispatchCustomEvent(event, payload)
+    const canvas = document.createElement('canvas')
+    canvas.width = width
+    canvas.height = height
+    canvas.getContext('2d').fillRect(0, 0, width, height)
+    const blob = await new Promise(done => canvas.toBlob(done, 'image/jpeg'))
+    for (const id of previews) {
+        const ids = { nodeId: id, displayNodeId: id, parentNodeId: id, realNodeId: id,
+            jobId: 'shown', promptId: 'shown' }
+        api.dispatchCustomEvent('b_preview_with_metadata', { blob, ...ids })
+    }
+    window.app.canvas.setDirty(true, true)
+}"""
+SHOWN_MS = 1500
+
+
+def furnish_results(base: Path) -> None:
+    """Put a video into the output folder of a base directory, for nodes to show."""
+    width, height = VIDEO_SIZE
+    write_mp4(base / "output" / VIDEO, [torch.zeros(height, width, 3)], fps=16, crf=30, metadata={})
+
+
+def show_run(frontend: Frontend, classes: Mapping[str, str]) -> None:
+    """Let the page believe that the open graph has run; `classes` has the class of each of its nodes by id."""
+    events = [event for node_id, kind in classes.items() if kind in OVERLAYS for event in _run_events(node_id)]
+    for node_id, kind in classes.items():
+        if kind in VIDEOS:
+            events.append(_executed(node_id, {"images": [_file(VIDEO)], "animated": [True]}))
+        elif kind in IMAGES:
+            events.append(_executed(node_id, {"images": [_file("example.png", "input")], "text": ["a report"]}))
+    previews = [node_id for node_id, kind in classes.items() if kind in PREVIEWS]
+    frontend.page.evaluate(DISPATCH, [events, previews, list(VIDEO_SIZE)])
+    frontend.page.wait_for_timeout(SHOWN_MS)  # pictures are loaded, and what holds them grows
+
+
+def _run_events(node_id: str) -> list[tuple[str, dict[str, Any]]]:
+    """The announcement of a run of that node by a host."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    experts = ["high"] * (STEPS // 2) + ["low"] * (STEPS // 2)
+    steps = tuple(
+        StepRecord(
+            index=index,
+            expert=expert,
+            sigma=None,
+            wall_s=12.4,
+            compute_s=11.0,
+            stall_s=1.0,
+            bytes_moved=28_000_000_000,
+            device_bytes=6_930_000_000,
+        )
+        for index, expert in enumerate(experts)
+    )
+
+    def announce(event: str, payload: Mapping[str, Any]) -> None:
+        found.append((event, {**payload, "workflow": None, "title": None} if event.endswith("begin") else {**payload}))
+
+    with AnnouncedRun(announce, prompt_id="shown", node_id=node_id, experts=experts) as run:
+        for step in steps:
+            run.step(step)
+        run.ended(Timeline(steps=steps, kind="measured"))
+    return found
+
+
+def _executed(node_id: str, output: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    return "executed", {"node": node_id, "display_node": node_id, "output": output, "prompt_id": "shown"}
+
+
+def _file(name: str, folder: str = "output") -> dict[str, str]:
+    return {"filename": name, "subfolder": "", "type": folder}

@@ -1,0 +1,1 @@
+"""Wan checkpoints: formats, key names, detection of the model, weights on the meta device."""

@@ -1,0 +1,208 @@
+"""What kind of Wan transformer a checkpoint holds, told by the names and shapes of its tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..latent_space import WAN21, WAN22
+from .files import CheckpointError
+from .key_names import both_names
+
+Shape = tuple[int, ...]
+Family = Literal["t2v", "i2v", "ti2v"]
+
+IMAGE_LAYER = "condition_embedder.image_embedder.ff.net.0.proj.weight"
+HEAD_DIM = 128  # of every Wan transformer; heads = width / 128
+LATENT_CHANNELS = WAN21.channels
+IMAGE_CONDITION_CHANNELS = 20  # 4 of mask, 16 of latents
+KNOWN_CHANNELS = (
+    (LATENT_CHANNELS, LATENT_CHANNELS),
+    (LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS),
+    (WAN22.channels, WAN22.channels),
+)
+"""Of the input and the output of a model."""
+
+# What Wan2.1 I2V has beside a plain expert: it embeds what CLIP sees in an image, and every block attends to that.
+IMAGE_BRANCH = re.compile(r"condition_embedder\.image_embedder\.|blocks\.\d+\.attn2\.(add_[kv]_proj|norm_added_k)\.")
+
+# Tensors that change the model, native and diffusers' names; a plain expert has none of them.
+OTHER_MODELS = (
+    (("vace_blocks.", "vace_patch_embedding."), "a VACE model"),
+    (("face_adapter.", "motion_encoder.", "pose_patch_embedding."), "an Animate model"),
+    (("casual_audio_encoder.", "audio_injector.", "trainable_cond_mask."), "a speech-to-video model"),
+    (("audio_proj.audio_proj_glob",), "a HuMo model"),
+    (("audio_proj.",), "an InfiniteTalk or MultiTalk model"),
+    (("patch_embedding_mask.",), "a SCAIL-2 model"),
+    (("patch_embedding_pose.",), "a SCAIL model"),
+    (("patch_embedding_global.",), "a WanDancer model"),
+    (("control_adapter.",), "a camera control model"),
+    (("ref_conv.",), "a reference control model"),
+    (("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"), "a first and last frame model of Wan2.1"),
+    (("diffusion_model.", "lora_unet_", "lora_transformer_", "transformer."), "a LoRA or a wrapped model"),
+)
+
+# By channels of the input, for models that give 16 or 48 channels and have no tensor that says so.
+OTHER_CHANNELS = {
+    20: "a SCAIL model",
+    32: "a camera control model of Wan2.1",
+    48: "a Fun Control model of Wan2.1",
+    52: "a Fun Control model of Wan2.2 A14B",
+    100: "a Fun model of Wan2.2 5B",
+}
+
+TYPE_FIELD = "config"
+"""Of a file's metadata: JSON whose "transformer" says what tensors cannot. ComfyUI merges it over what it has found."""
+KNOWN_TYPES = ("t2v", "i2v", "ti2v")
+DIFFUSERS_CLASS, ORIGINAL_CLASS = "WanTransformer3DModel", "WanModel"
+"""Classes in the config.json of a folder that can run here: of diffusers, and of the folders that Wan-AI published."""
+ONLY_THESE = "only the T2V and I2V models of Wan2.1 and Wan2.2 A14B, and TI2V-5B can run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanConfig:
+    """The sizes of a Wan transformer, under the names of diffusers' WanTransformer3DModel."""
+
+    num_attention_heads: int
+    num_layers: int
+    ffn_dim: int
+    in_channels: int
+    out_channels: int
+    text_dim: int
+    freq_dim: int
+    patch_size: tuple[int, int, int]
+    image_dim: int | None = None
+    """Width of the image embeddings that the image branch takes; None: there is no such branch."""
+
+    @property
+    def family(self) -> Family:
+        """Text-to-video; image-to-video, which takes the image condition as 20 more channels; or both, as the 5B model
+        is, whose frames have timesteps of their own where they are given."""
+        if self.in_channels == WAN22.channels:
+            return "ti2v"
+        return "t2v" if self.in_channels == LATENT_CHANNELS else "i2v"
+
+    def model_arguments(self) -> dict[str, Any]:
+        """Arguments of WanTransformer3DModel; what is left out is the same for all Wan models and its default."""
+        width = self.num_attention_heads * HEAD_DIM
+        added = None if self.image_dim is None else width
+        return {**asdict(self), "attention_head_dim": HEAD_DIM, "added_kv_proj_dim": added}
+
+
+def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
+    """Refuse checkpoints whose tensors belong to a model that is more than a plain expert.
+
+    Raises:
+        CheckpointError: names the model and the first such tensor.
+    """
+    keys = list(keys)
+    for starts, model in OTHER_MODELS:
+        found = [key for key in keys if key.startswith(starts)]
+        if found:
+            raise CheckpointError(
+                path,
+                f"is {model}: it holds {found[0]}; {ONLY_THESE}",
+            )
+
+
+def refuse_other_types(path: Path, metadata: Mapping[str, str]) -> None:
+    """Refuse a file whose metadata declare another model than a plain one, where the tensors are the same.
+
+    Wan-Animate-2 has the tensors of Wan2.1 I2V, FlowRVS and causal models have those of T2V. A file without the field
+    is what its tensors say. A field that cannot be read is refused: ComfyUI does not load such a file either.
+
+    Raises:
+        CheckpointError: names the model or the fault.
+    """
+    if TYPE_FIELD not in metadata:
+        return
+    declared = _declared(path, metadata[TYPE_FIELD])
+    kind, image_model = declared.get("model_type"), declared.get("image_model")
+    for name, value, known in (("model_type", kind, KNOWN_TYPES), ("image_model", image_model, ("wan2.1",))):
+        if value is not None and value not in known:
+            raise CheckpointError(path, f"is another model: its header says that {name} is {value!r}; {ONLY_THESE}")
+    if declared.get("causal_ar"):
+        raise CheckpointError(
+            path, f"is a causal model, which makes frames one after the other (causal_ar in its header); {ONLY_THESE}"
+        )
+
+
+def _declared(path: Path, text: object) -> Mapping[str, Any]:
+    """The object "transformer" of the metadata field `TYPE_FIELD`."""
+    try:
+        config = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError) as err:
+        raise CheckpointError(
+            path, f"has a {TYPE_FIELD} in its header that is not JSON ({err}): download it again"
+        ) from err
+    declared = config.get("transformer", {}) if isinstance(config, dict) else None
+    if not isinstance(declared, dict):
+        raise CheckpointError(path, f"has a {TYPE_FIELD} in its header that is not a JSON object: download it again")
+    return declared
+
+
+def refuse_other_classes(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder whose config.json names another class or type of models; one that names none passes.
+
+    Raises:
+        CheckpointError: names the class or the type.
+    """
+    named = config.get("_class_name", DIFFUSERS_CLASS)
+    if named not in (DIFFUSERS_CLASS, ORIGINAL_CLASS):
+        raise CheckpointError(path, f"is a {named}, not a {DIFFUSERS_CLASS} or {ORIGINAL_CLASS}; {ONLY_THESE}")
+    kind = config.get("model_type")
+    # Only the original class has types; diffusers reads no such key.
+    if named == ORIGINAL_CLASS and kind is not None and kind not in KNOWN_TYPES:
+        raise CheckpointError(path, f"is another model: its config.json has the model_type {kind!r}; {ONLY_THESE}")
+
+
+def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
+    """Read the sizes off the tensors.
+
+    Raises:
+        CheckpointError: a tensor that tells a size is missing, or the sizes are those of another model.
+    """
+
+    def shape(name: str, dimensions: int) -> Shape:
+        if name not in shapes:
+            raise CheckpointError(path, f"{both_names(name)} is missing")
+        if len(shapes[name]) != dimensions or 0 in shapes[name]:
+            raise CheckpointError(path, f"{name} is {list(shapes[name])}; {dimensions} sizes above 0 are expected")
+        return shapes[name]
+
+    # Counted, not the highest number: a block that is left out is then reported as missing.
+    blocks = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
+    width, in_channels, *patch = shape("patch_embedding.weight", 5)
+    config = WanConfig(
+        num_attention_heads=width // HEAD_DIM,
+        num_layers=len(blocks),
+        ffn_dim=shape("blocks.0.ffn.net.0.proj.weight", 2)[0],
+        in_channels=in_channels,
+        out_channels=shape("proj_out.weight", 2)[0] // math.prod(patch),
+        text_dim=shape("condition_embedder.text_embedder.linear_1.weight", 2)[1],
+        freq_dim=shape("condition_embedder.time_embedder.linear_1.weight", 2)[1],
+        patch_size=(patch[0], patch[1], patch[2]),
+        image_dim=shape(IMAGE_LAYER, 2)[1] if any(map(IMAGE_BRANCH.match, shapes)) else None,
+    )
+    _check_family(path, config, width)
+    return config
+
+
+def _check_family(path: Path, config: WanConfig, width: int) -> None:
+    channels = (config.in_channels, config.out_channels)
+    if channels not in KNOWN_CHANNELS:
+        named = f"is {OTHER_CHANNELS[channels[0]]}: " if channels[0] in OTHER_CHANNELS else ""
+        raise CheckpointError(
+            path,
+            f"{named}patch_embedding.weight takes {channels[0]} channels and proj_out.weight gives {channels[1]}; "
+            "T2V is 16 to 16, I2V 36 to 16, TI2V-5B 48 to 48",
+        )
+    if config.image_dim is not None and config.family != "i2v":
+        raise CheckpointError(path, f"has an image branch, but takes {channels[0]} channels; with one, 36 are expected")
+    if width == 0 or width % HEAD_DIM:
+        raise CheckpointError(path, f"patch_embedding.weight is {width} wide, which is no multiple of {HEAD_DIM}")

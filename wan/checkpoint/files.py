@@ -1,0 +1,111 @@
+"""Which files a path stands for, and the tensors that their headers promise.
+
+A path is one safetensors or GGUF file, or a diffusers transformer folder: one file, or shards under an index. Only
+headers are read here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...offload import CheckpointFileError, FileTensor, read_gguf_header, read_header
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+GGUF = ".gguf"
+
+# What ComfyUI puts before the keys of a diffusion model that was cut out of a larger checkpoint.
+PREFIX = "model.diffusion_model."
+
+
+class CheckpointError(CheckpointFileError):
+    """The files can be read, but they are not an expert that can run; the message names the file and the tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensors:
+    """The tensors of one checkpoint under the keys of its files (less `PREFIX`), and the files' free-form metadata."""
+
+    path: Path
+    tensors: Mapping[str, FileTensor]
+    metadata: Mapping[str, str]
+
+
+def read_stored(path: Path, *, weights: str = WEIGHTS) -> StoredTensors:
+    """Read the headers of everything that `path` stands for; in a folder, of `weights` or of the shards in its index.
+
+    Raises:
+        CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
+        CheckpointError: a folder without weights, an index that does not fit its shards.
+    """
+    if not path.is_dir():
+        return _read_file(path)
+    index = f"{weights}.index.json"
+    if (path / index).is_file():
+        return _read_shards(path, index)
+    if (path / weights).is_file():
+        return _read_file(path / weights)
+    raise CheckpointError(path, _why_no_weights(path, f"neither {weights} nor {index}"))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the file is GGUF, which its name tells."""
+    return path.suffix.lower() == GGUF
+
+
+def _read_file(path: Path) -> StoredTensors:
+    header = read_gguf_header(path) if is_gguf(path) else read_header(path)
+    tensors: dict[str, FileTensor] = {}
+    for key, tensor in header.tensors.items():
+        if key.removeprefix(PREFIX) in tensors:
+            raise CheckpointError(path, f"holds {key.removeprefix(PREFIX)} twice, with and without {PREFIX}")
+        tensors[key.removeprefix(PREFIX)] = tensor
+    return StoredTensors(path=path, tensors=tensors, metadata=header.metadata)
+
+
+def _read_shards(folder: Path, index_name: str) -> StoredTensors:
+    index = _read_index(folder / index_name)
+    tensors: dict[str, FileTensor] = {}
+    metadata: dict[str, str] = {}
+    for shard in sorted(set(index.values())):
+        if not (folder / shard).is_file():
+            raise CheckpointError(folder / shard, f"this shard is missing, {index_name} names it")
+        header = read_header(folder / shard)
+        metadata |= header.metadata
+        for key, tensor in header.tensors.items():
+            if index.get(key) != shard:
+                raise CheckpointError(folder / shard, f"holds {key}, which {index_name} places in {index.get(key)}")
+            tensors[key] = tensor
+    lost = sorted(index.keys() - tensors.keys())
+    if lost:
+        raise CheckpointError(folder / index[lost[0]], f"does not hold {lost[0]}, which {index_name} places there")
+    return StoredTensors(path=folder, tensors=tensors, metadata=metadata)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor key -> shard file name."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as err:
+        raise CheckpointError(path, f"is not JSON: {err}") from err
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(path, "has no weight_map")
+    for shard in shards.values():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(path, f"names the shard {shard!r}; a shard is a file in the same folder")
+    return shards
+
+
+def _why_no_weights(folder: Path, missing: str) -> str:
+    if (folder / "transformer").is_dir():
+        return "is a pipeline folder: give it alone, or give its transformer and transformer_2 folders"
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if pickles:
+        return f"holds pickles ({pickles[0]}), which are never read: convert them to safetensors"
+    return f"holds {missing}"

@@ -1,0 +1,96 @@
+"""Parameter names: keys of checkpoints as names of diffusers' WanTransformer3DModel, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from .files import CheckpointError
+
+DIFFUSERS_MARK = "condition_embedder."
+NATIVE_MARK = "time_embedding."
+
+
+def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
+    """Return the parameter name of every key; native (ComfyUI, original) keys are renamed, diffusers' own stay.
+
+    Raises:
+        CheckpointError: neither kind of keys, or two keys that mean the same parameter.
+    """
+    keys = list(keys)
+    if any(key.startswith(DIFFUSERS_MARK) for key in keys):
+        return {key: key for key in keys}
+    if not any(key.startswith(NATIVE_MARK) for key in keys):
+        found = f"{len(keys)} tensors, {keys[0]} first" if keys else "no tensors"
+        raise CheckpointError(path, f"is not a Wan transformer: it holds {found}")
+    from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
+
+    # The converter moves values from key to key without looking at them, so the keys themselves can be the values.
+    renamed = convert_wan_transformer_to_diffusers({key: key for key in keys})
+    names = {key: name for name, key in renamed.items()}
+    for key in keys:
+        if key not in names:
+            raise CheckpointError(path, f"{key} means the same parameter as another key")
+    return names
+
+
+def both_names(name: str) -> str:
+    """Name a parameter for people, who may know it by either name."""
+    native = native_transformer_name(name)
+    return name if native == name else f"{name} (natively {native})"
+
+
+# Modules and bare parameters by the names of diffusers: outside the blocks, and within a block.
+OUTER = {
+    "patch_embedding": "patch_embedding",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
+    "scale_shift_table": "head.modulation",
+    "proj_out": "head.head",
+}
+
+_ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
+
+BLOCK = {
+    **{f"attn1.{theirs}": f"self_attn.{native}" for theirs, native in _ATTENTION.items()},
+    **{f"attn2.{theirs}": f"cross_attn.{native}" for theirs, native in _ATTENTION.items()},
+    # The image branch of Wan2.1 I2V.
+    "attn2.add_k_proj": "cross_attn.k_img",
+    "attn2.add_v_proj": "cross_attn.v_img",
+    "attn2.norm_added_k": "cross_attn.norm_k_img",
+    # The norm before cross attention: second in diffusers, third in the native model.
+    "norm2": "norm3",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "scale_shift_table": "modulation",
+}
+
+_BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
+
+
+def native_transformer_name(name: str) -> str:
+    """The native name of a parameter of a `WanTransformer3DModel` of Wan2.1 or Wan2.2 A14B.
+
+    Raises `ValueError` for a name that such a model does not have.
+    """
+    in_block = _BLOCK_NAME.fullmatch(name)
+    prefix, table, local = (f"blocks.{in_block[1]}.", BLOCK, in_block[2]) if in_block else ("", OUTER, name)
+    module, dot, leaf = _split_leaf(local)
+    if module not in table:
+        raise ValueError(f"{name!r} is not a parameter of a Wan2.1 or Wan2.2 A14B transformer")
+    return f"{prefix}{table[module]}{dot}{leaf}"
+
+
+def _split_leaf(name: str) -> tuple[str, str, str]:
+    """`"attn1.to_q.weight"` -> `("attn1.to_q", ".", "weight")`; a bare parameter has no leaf."""
+    if name.endswith((".weight", ".bias")):
+        return name.rpartition(".")
+    return name, "", ""

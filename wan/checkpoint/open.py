@@ -1,0 +1,85 @@
+"""Opens one expert without loading it: every tensor's place in the files, checked against the model it has to fill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...offload import FileTensor, file_version, read_tensors
+from .components import CONFIG, read_config
+from .detect import Shape, WanConfig, config_from_shapes, refuse_other_classes, refuse_other_models, refuse_other_types
+from .files import CheckpointError, is_gguf, read_stored
+from .fp8_layouts import FP8_DTYPES, resolve_scales
+from .gguf import check_architecture, with_own_shapes
+from .key_names import both_names, parameter_names
+from .meta_model import parameter_shapes
+
+STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expert:
+    """One opened checkpoint: where its weights lie, under the parameter names of diffusers' WanTransformer3DModel.
+
+    `weights` has every parameter of the model, in its shape; dtypes and packings are those of the files. `scales` has
+    the scale of each scaled fp8 weight, one float32 number, under the weight's name.
+    """
+
+    path: Path
+    config: WanConfig
+    weights: Mapping[str, FileTensor]
+    scales: Mapping[str, FileTensor]
+
+    def is_current(self) -> bool:
+        """Whether the files on disk are still those that were opened."""
+        opened = {(tensor.path, tensor.version) for tensor in self.weights.values()}
+        return all(path.is_file() and file_version(path.stat()) == version for path, version in opened)
+
+
+def open_expert(path: Path) -> Expert:
+    """Open a safetensors or GGUF file or a diffusers transformer folder; reads headers and a few bytes of fp8 markers.
+
+    Raises:
+        CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
+        CheckpointError: the tensors are not those of one expert of Wan2.1 or Wan2.2 A14B; names the first
+            that is wrong.
+    """
+    stored = read_stored(path)
+    if is_gguf(path):
+        check_architecture(path, stored.metadata)
+    if (path / CONFIG).is_file():
+        refuse_other_classes(path, read_config(path))
+    refuse_other_types(path, stored.metadata)
+    refuse_other_models(path, stored.tensors)
+    resolved = resolve_scales(path, stored.tensors, stored.metadata, read_tensors)
+    names = parameter_names(path, resolved.weights)
+    weights = {names[key]: tensor for key, tensor in resolved.weights.items()}
+    if is_gguf(path):
+        weights = with_own_shapes(path, weights)
+    config = config_from_shapes(path, {name: tensor.shape for name, tensor in weights.items()})
+    expected = parameter_shapes(config)
+    for key, name in names.items():
+        _check_tensor(path, key, weights[name], expected.get(name))
+    missing = [name for name in expected if name not in weights]
+    if missing:
+        first = f"{both_names(missing[0])} {list(expected[missing[0]])}"
+        raise CheckpointError(path, f"{first} is missing, one of {len(missing)} that are")
+    return Expert(
+        path=path,
+        config=config,
+        weights=weights,
+        scales={names[key]: scale for key, scale in resolved.scales.items()},
+    )
+
+
+def _check_tensor(path: Path, key: str, tensor: FileTensor, expected: Shape | None) -> None:
+    """Refuse a tensor (`key` in the file) that has no place in the model, or does not fit it."""
+    if expected is None:
+        raise CheckpointError(path, f"{key} {list(tensor.shape)} does not belong to this Wan model")
+    if tensor.shape != expected:
+        raise CheckpointError(path, f"{key} is {list(tensor.shape)}; {list(expected)} is expected")
+    if tensor.packing is None and tensor.dtype not in STORED_DTYPES:
+        raise CheckpointError(path, f"{key} is {tensor.dtype}; weights are fp32, fp16, bf16, fp8 or packed (GGUF)")

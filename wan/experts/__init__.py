@@ -1,0 +1,1 @@
+"""Pairs of experts and single models: opening, offload engine, embedders, registry."""

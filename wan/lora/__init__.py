@@ -1,0 +1,1 @@
+"""LoRA files: keys, metadata, compatibility, and their addition to streamed weights."""

@@ -1,0 +1,216 @@
+"""One LoRA file, opened without loading it: which parameters it changes, by what, and how strongly.
+
+A LoRA changes a weight by `up @ down * scale`, a product of low rank, and any parameter by a difference of its own
+shape. Both are known by the names of diffusers' WanTransformer3DModel, whatever the file calls them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ...offload import FileHeader, FileTensor, file_version, read_header, read_tensors
+from ..checkpoint.files import CheckpointError
+from .keys import Role, key_meaning, other_algorithm, other_model
+from .metadata import AdapterSettings, adapter_settings
+
+logger = logging.getLogger("wanstream.lora")
+
+SHOWN = 3  # keys in a message
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """`up @ down * scale`; `up` [rows, rank] and `down` [rank, columns] are keys of the file.
+
+    The factors of a convolution have more dimensions, which count as columns.
+    """
+
+    up: str
+    down: str
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The tensor `key` of the file, times `scale`."""
+
+    key: str
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFile:
+    """An opened LoRA: what it adds to each parameter, and where in the file that lies.
+
+    `low_rank` and `differences` are by parameter name; a parameter may be in both. `tensors` are by key of the file,
+    `unmatched` are the keys that belong to no parameter of an expert.
+    """
+
+    path: Path
+    tensors: Mapping[str, FileTensor]
+    low_rank: Mapping[str, LowRank]
+    differences: Mapping[str, Difference]
+    unmatched: tuple[str, ...]
+
+    @cached_property
+    def identity(self) -> Hashable:
+        """Equal for two openings of one file that was not changed in between."""
+        return (self.path.resolve(), *sorted({tensor.version for tensor in self.tensors.values()}, key=str))
+
+    def is_current(self) -> bool:
+        """Whether the file on disk is still the one that was opened."""
+        versions = {tensor.version for tensor in self.tensors.values()}
+        return self.path.is_file() and versions == {file_version(self.path.stat())}
+
+
+def open_lora(path: Path | str) -> LoraFile:
+    """Open a LoRA for one expert; reads the header and the alphas, a few bytes per layer.
+
+    Keys of parameters that no expert has (a text encoder) are logged.
+
+    Raises:
+        CheckpointFileError: the file is missing, truncated, a pickle, or no safetensors file.
+        CheckpointError: it matches nothing, is more than a LoRA (DoRA, LoHa, LoKr ...), or its factors do not belong
+            together; names the key.
+    """
+    path = Path(path)
+    header = read_header(path)
+    _refuse_other_algorithms(path, header.tensors)
+    parts = _parts(header)
+    low_rank = _low_rank(path, header, parts)
+    differences = _differences(header, parts, low_rank)
+    if not low_rank and not differences:
+        raise CheckpointError(path, _why_nothing_matches(header.tensors))
+    factors = {key for low in low_rank.values() for key in (low.up, low.down)}
+    factors |= {difference.key for difference in differences.values()}
+    alphas = {parts[parameter].get("alpha") for parameter in low_rank}
+    unmatched = [key for key in header.tensors if key not in factors | alphas]
+    tensors = {key: tensor for key, tensor in header.tensors.items() if key in factors}
+    for key, tensor in tensors.items():
+        _check_dtype(path, key, tensor)
+    if unmatched:
+        logger.warning(
+            "%s: %d of %d keys change nothing in a Wan expert and are not used: %s",
+            path.name,
+            len(unmatched),
+            len(header.tensors),
+            _some(unmatched),
+        )
+    return LoraFile(path=path, tensors=tensors, low_rank=low_rank, differences=differences, unmatched=tuple(unmatched))
+
+
+_Parts = dict[str, dict[Role, str]]  # parameter -> role -> key
+
+
+def _parts(header: FileHeader) -> _Parts:
+    parts: _Parts = {}
+    for key in header.tensors:
+        meaning = key_meaning(key)
+        if meaning is None:
+            continue
+        first = parts.setdefault(meaning.parameter, {}).setdefault(meaning.role, key)
+        if first != key:
+            raise CheckpointError(
+                header.path, f"{first} and {key} mean the same: give one file for each expert, with one spelling"
+            )
+    return parts
+
+
+def _low_rank(path: Path, header: FileHeader, parts: _Parts) -> dict[str, LowRank]:
+    settings = adapter_settings(path, header.metadata)
+    alphas = _alphas(path, header, (roles["alpha"] for roles in parts.values() if "alpha" in roles))
+    products = {}
+    for parameter, roles in parts.items():
+        if "up" not in roles and "down" not in roles:
+            continue
+        for role in ("up", "down"):
+            if role not in roles:
+                other = roles["down" if role == "up" else "up"]
+                raise CheckpointError(path, f"{other} has no {role} factor beside it: download or convert it again")
+        alpha = alphas.get(roles.get("alpha", ""))
+        products[parameter] = _product(path, header, parameter, roles, settings, alpha)
+    return products
+
+
+def _product(
+    path: Path,
+    header: FileHeader,
+    parameter: str,
+    roles: Mapping[Role, str],
+    settings: AdapterSettings,
+    alpha: float | None,
+) -> LowRank:
+    up, down = roles["up"], roles["down"]
+    up_shape, down_shape = header.tensors[up].shape, header.tensors[down].shape
+    if len(up_shape) < 2 or len(down_shape) < 2 or 0 in up_shape + down_shape:
+        raise CheckpointError(path, f"{up} is {list(up_shape)} and {down} is {list(down_shape)}: matrices are expected")
+    rank = down_shape[0]
+    if math.prod(up_shape[1:]) != rank:
+        raise CheckpointError(
+            path,
+            f"mixed ranks: {up} {list(up_shape)} has rank {math.prod(up_shape[1:])}, {down} {list(down_shape)} has "
+            f"rank {rank}; the factors of a layer share one",
+        )
+    return LowRank(up=up, down=down, scale=settings.scale(parameter.removesuffix(".weight"), rank, alpha))
+
+
+def _differences(header: FileHeader, parts: _Parts, low_rank: Mapping[str, LowRank]) -> dict[str, Difference]:
+    differences = {}
+    for parameter, roles in parts.items():
+        if "diff" in roles:
+            differences[parameter] = Difference(key=roles["diff"], scale=1.0)
+        if "up bias" in roles:
+            if parameter in differences:
+                raise CheckpointError(header.path, f"{roles['diff']} and {roles['up bias']} mean the same")
+            # It is part of the layer's `up`, so it is scaled like that.
+            low = low_rank.get(parameter.removesuffix("bias") + "weight")
+            differences[parameter] = Difference(key=roles["up bias"], scale=1.0 if low is None else low.scale)
+    return differences
+
+
+def _alphas(path: Path, header: FileHeader, keys: Iterable[str]) -> dict[str, float]:
+    stored = {key: header.tensors[key] for key in keys}
+    for key, tensor in stored.items():
+        if math.prod(tensor.shape) != 1:
+            raise CheckpointError(path, f"{key} is {list(tensor.shape)}; an alpha is one number")
+    alphas = {key: float(tensor) for key, tensor in read_tensors(stored).items()}
+    for key, alpha in alphas.items():
+        if not math.isfinite(alpha):
+            raise CheckpointError(path, f"{key} is {alpha}: the file is damaged or its training failed")
+    return alphas
+
+
+def _refuse_other_algorithms(path: Path, keys: Iterable[str]) -> None:
+    for key in keys:
+        what = other_algorithm(key)
+        if what is not None:
+            raise CheckpointError(path, f"is {what} ({key}): only plain LoRAs and differences can be added")
+
+
+def _check_dtype(path: Path, key: str, tensor: FileTensor) -> None:
+    if not tensor.dtype.is_floating_point:
+        raise CheckpointError(path, f"{key} is {tensor.dtype}; the factors of a LoRA are floating-point numbers")
+
+
+def _why_nothing_matches(keys: Iterable[str]) -> str:
+    keys = list(keys)
+    if not keys:
+        return "holds no tensors"
+    models = [model for model in map(other_model, keys) if model is not None]
+    if models:
+        guess = f"it was probably made for {models[0]}"
+    elif any(key_meaning(f"{key}.diff") for key in keys):
+        guess = "it holds whole weights: choose it as an expert"
+    else:
+        guess = "it was probably made for another model"
+    return f"none of its {len(keys)} keys belongs to a Wan expert ({_some(keys)}): {guess}"
+
+
+def _some(keys: Iterable[str]) -> str:
+    keys = list(keys)
+    return ", ".join(keys[:SHOWN]) + (" ..." if len(keys) > SHOWN else "")

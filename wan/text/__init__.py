@@ -1,0 +1,1 @@
+"""UMT5 text encoder, streamed: tokenizers, weights, a cache of embeddings."""

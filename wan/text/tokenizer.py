@@ -1,0 +1,151 @@
+"""Tokenizers of UMT5: prompts cleaned as in diffusers, from a folder or from ComfyUI's single file."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from sentencepiece import SentencePieceProcessor
+
+from ...offload import FileTensor, read_tensors
+from ..checkpoint.files import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+WHITESPACE = re.compile(r"\s+")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PromptTokens:
+    """`ids` and `mask`, int64 [prompts, length]; the mask is 1 up to and including </s>, 0 on the padding after it."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each prompt, </s> included."""
+        return [int(count) for count in self.mask.sum(dim=1)]
+
+
+class Tokenizer(Protocol):
+    """Knows a vocabulary."""
+
+    def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
+        """Turn each text, cleaned already, into exactly `length` tokens; one that is cut ends in </s> as well."""
+
+
+class FolderTokenizer:
+    """The tokenizer in the `tokenizer` folder of a diffusers pipeline."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
+        found = self._tokenizer(
+            list(texts),
+            padding="max_length",
+            max_length=length,
+            truncation=True,
+            add_special_tokens=True,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        return PromptTokens(ids=found.input_ids, mask=found.attention_mask)
+
+
+def clean_prompt(prompt: str) -> str:
+    """Repair broken encodings, undo HTML escapes (twice: "&amp;quot;" is common) and collapse white space."""
+    import ftfy
+
+    unescaped = html.unescape(html.unescape(ftfy.fix_text(prompt)))
+    return WHITESPACE.sub(" ", unescaped).strip()
+
+
+def open_tokenizer(folder: Path) -> FolderTokenizer:
+    """Open the tokenizer in `folder`.
+
+    Raises:
+        CheckpointError: the folder is missing or its files are no tokenizer.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(folder, "the tokenizer is missing: it belongs beside the text encoder")
+    from transformers import AutoTokenizer
+
+    try:
+        return FolderTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as err:
+        raise CheckpointError(folder, f"is not a tokenizer: {err}") from err
+
+
+def tokenise(tokenizer: Tokenizer, prompts: Sequence[str], *, length: int) -> PromptTokens:
+    """Clean the prompts and turn each into exactly `length` tokens."""
+    return tokenizer.tokens([clean_prompt(prompt) for prompt in prompts], length=length)
+
+
+SENTENCE_MODEL = "spiece_model"
+
+# That of UMT5 has 4.5 MB.
+MAX_MODEL_BYTES = 64 * 1024**2
+
+
+class SentenceTokenizer:
+    """An opened sentencepiece model that has padding, an end and an unknown token."""
+
+    def __init__(self, processor: SentencePieceProcessor) -> None:
+        self._processor = processor
+        self._pad, self._end = processor.pad_id(), processor.eos_id()
+        special = (self._pad, self._end, processor.unk_id(), processor.bos_id())
+        self._special = {processor.id_to_piece(token): token for token in special if token >= 0}
+        self._spelled_out = re.compile(f"({'|'.join(map(re.escape, self._special))})")
+
+    def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
+        rows = [[*self._ids(text)[: length - 1], self._end] for text in texts]
+        return PromptTokens(
+            ids=torch.tensor([row + [self._pad] * (length - len(row)) for row in rows]),
+            mask=torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows]),
+        )
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in self._spelled_out.split(text):
+            ids += [self._special[part]] if part in self._special else self._processor.encode(part)
+        return ids
+
+
+def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, rows: int) -> SentenceTokenizer:
+    """Open the tokenizer among the tensors of the file `path`, whose token table has `rows` rows.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or knows more tokens than the table has rows.
+    """
+    if SENTENCE_MODEL not in tensors:
+        raise CheckpointError(
+            path,
+            f"has no tokenizer ({SENTENCE_MODEL}): use a file made for ComfyUI, umt5_xxl_fp16.safetensors or "
+            "umt5_xxl_fp8_e4m3fn_scaled.safetensors, or a diffusers folder, which has its tokenizer beside it",
+        )
+    stored = tensors[SENTENCE_MODEL]
+    if stored.dtype not in (torch.uint8, torch.int8) or not 0 < stored.nbytes <= MAX_MODEL_BYTES:
+        raise CheckpointError(
+            path, f"{SENTENCE_MODEL} is {stored.dtype} {list(stored.shape)}; a tokenizer is some megabytes of uint8"
+        )
+    data = read_tensors({SENTENCE_MODEL: stored})[SENTENCE_MODEL].numpy().tobytes()
+    try:
+        processor = SentencePieceProcessor(model_proto=data)
+    except (RuntimeError, ValueError) as err:
+        raise CheckpointError(path, f"{SENTENCE_MODEL} is not a tokenizer ({err}); download the file again") from err
+    if min(processor.pad_id(), processor.eos_id()) < 0:
+        raise CheckpointError(path, f"{SENTENCE_MODEL} has no padding or no end token: it is not that of UMT5")
+    if processor.get_piece_size() > rows:
+        raise CheckpointError(
+            path, f"{SENTENCE_MODEL} knows {processor.get_piece_size()} tokens, but the token table has {rows} rows"
+        )
+    return SentenceTokenizer(processor)

@@ -1,0 +1,106 @@
+"""Measures how fast this machine computes a Wan block: a real one, with weights that mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...devices import auto_dtype, clock_for
+from ...schema import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS, ExpertShape
+
+if TYPE_CHECKING:
+    from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+FEWEST_TOKENS = 256
+SHARE_OF_FREE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeRate:
+    """Floating point operations per second of one block in `auto_dtype`, as `ExpertShape.block_flops` counts them."""
+
+    flops_per_s: float
+    tokens: int
+    """What was computed; fewer than wanted where these would have taken too long, or too much memory."""
+
+
+@torch.inference_mode()
+def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s: float = 2.0) -> ComputeRate:
+    """Time a block of `shape` on `device` for `tokens` tokens, or for as many as take about `most_s` seconds.
+
+    Starts with a few tokens and grows; every time is the median of three passes but the last on a slow device.
+    """
+    block = sample_block(shape, device)
+    tried = min(tokens, FEWEST_TOKENS)
+    while True:
+        rate = shape.block_flops(tried) / _block_s(block, shape, tried, device, most_s=most_s / 4)
+        # Three passes and one to warm up; a step of 16 at most, because small blocks compute at another rate.
+        affordable = [count for count in _sizes(tried, tokens) if 4 * shape.block_flops(count) / rate <= most_s]
+        fitting = [count for count in affordable if _fits(shape, count, device)]
+        if not fitting:
+            return ComputeRate(flops_per_s=rate, tokens=tried)
+        tried = fitting[-1]
+
+
+def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBlock:
+    """A block in `auto_dtype(device)` with small random weights, its norms in fp32 as diffusers keeps them."""
+    added = None if shape.image_width is None else shape.width
+    with torch.device("meta"):
+        from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+        block = WanTransformerBlock(
+            shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True, added_kv_proj_dim=added
+        )
+    block = block.to(auto_dtype(device)).to_empty(device=device).eval().requires_grad_(False)
+    tile = torch.randn(2**16, device=device).mul_(0.02)
+    for parameter in block.parameters():
+        flat = parameter.view(-1)
+        whole = flat.numel() // tile.numel() * tile.numel()
+        flat[:whole].view(-1, tile.numel()).copy_(tile.expand(whole // tile.numel(), -1))
+        flat[whole:].copy_(tile[: flat.numel() - whole])
+    block.scale_shift_table.data = block.scale_shift_table.data.float()
+    block.norm2.float()
+    return block
+
+
+def block_pass(block: WanTransformerBlock, shape: ExpertShape, tokens: int, device: torch.device) -> Callable[[], None]:
+    """One lane of `tokens` through `block`, each time it is called."""
+    rows = (tokens, TEXT_TOKENS + (0 if shape.image_width is None else IMAGE_TOKENS), 6)
+    hidden, text, modulation = (torch.randn(1, n, shape.width, device=device, dtype=auto_dtype(device)) for n in rows)
+    rotary = tuple(torch.randn(1, tokens, 1, HEAD_DIM, device=device) for _ in range(2))
+
+    def once() -> None:
+        block(hidden, text, modulation, rotary)
+
+    return once
+
+
+def _block_s(
+    block: WanTransformerBlock, shape: ExpertShape, tokens: int, device: torch.device, *, most_s: float
+) -> float:
+    clock, once = clock_for(device), block_pass(block, shape, tokens, device)
+    times: list[float] = []
+    # The first pass warms up, and counts only where it took so long that nothing else was in it.
+    while len(times) < 4 and not (times and times[-1] > most_s):
+        start = clock.mark()
+        once()
+        end = clock.mark()
+        clock.settle()
+        times.append(clock.seconds(start, end))
+    return median(times[1:] or times)
+
+
+def _sizes(tried: int, wanted: int) -> list[int]:
+    """Token counts above `tried`, up to sixteen times as many."""
+    return sorted({min(wanted, tried * factor) for factor in (2, 4, 8, 16)} - {tried} - set(range(tried)))
+
+
+def _fits(shape: ExpertShape, tokens: int, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True  # what is affordable in time on a CPU is small
+    free, _ = torch.cuda.mem_get_info(device)
+    return shape.working_bytes(tokens, lanes=1) <= SHARE_OF_FREE * free

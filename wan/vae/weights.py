@@ -1,0 +1,177 @@
+"""Where the weights of a VAE of Wan lie, in either of the two forms it comes in.
+
+A diffusers `vae` folder has a config; a single file (ComfyUI's `wan_2.1_vae.safetensors` and `wan2.2_vae.safetensors`)
+has native names, or those of diffusers, and its sizes follow from shapes. Parameters go by the names of diffusers'
+AutoencoderKLWan in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...offload import FileTensor
+from ..checkpoint.components import (
+    CONFIG,
+    build_on_meta,
+    component_weights,
+    match_weights,
+    read_config,
+    require_config,
+    require_sizes,
+)
+from ..checkpoint.files import CheckpointError, read_stored
+from ..latent_space import SPACES, WAN21, WAN22, LatentSpace
+from .keys import native_vae_name, native_wan22_vae_name
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderKLWan
+
+
+@dataclass(frozen=True, kw_only=True)
+class VaeFamily:
+    """VAEs of one latent space; their widths are their own affair."""
+
+    space: LatentSpace
+    config: Mapping[str, Any]
+    """What they have in common."""
+    widths: Mapping[str, tuple[str, int]]
+    """By the config's names: which convolution shows the width, and in which dimension."""
+    native: Callable[[str], str]
+    """The name of a parameter in ComfyUI's single file."""
+    file: str
+    """What that is called."""
+
+
+_STAGES = {
+    "_class_name": "AutoencoderKLWan",
+    "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2,
+    "temperal_downsample": [False, True, True],
+}
+
+FIRST_CONVOLUTION = "encoder.conv_in.weight"
+LAST_CONVOLUTION = "decoder.conv_out.weight"
+
+FAMILIES = (
+    VaeFamily(
+        space=WAN21,
+        config={**_STAGES, "z_dim": WAN21.channels},
+        widths={"base_dim": (FIRST_CONVOLUTION, 0)},
+        native=native_vae_name,
+        file="wan_2.1_vae.safetensors",
+    ),
+    VaeFamily(
+        space=WAN22,
+        config={
+            **_STAGES,
+            "z_dim": WAN22.channels,
+            "is_residual": True,
+            "patch_size": 2,
+            "in_channels": 12,
+            "out_channels": 12,
+            "scale_factor_spatial": WAN22.pixels,
+        },
+        widths={"base_dim": (FIRST_CONVOLUTION, 0), "decoder_base_dim": (LAST_CONVOLUTION, 1)},
+        native=native_wan22_vae_name,
+        file="wan2.2_vae.safetensors",
+    ),
+)
+
+NATIVE_MARK = "encoder.downsamples.0."
+DIFFUSERS_MARK = "encoder.down_blocks.0."
+WAN22_MARKS = (
+    "decoder.upsamples.0.upsamples.",
+    "encoder.downsamples.0.downsamples.",
+    "encoder.down_blocks.0.resnets.0.norm1.gamma",
+)
+IMAGE_VAE_MARKS = ("decoder.up.0.block.0.", "decoder.up_blocks.0.resnets.0.norm1.weight")
+
+REMEDY = "use " + ", or ".join(f"{family.file} ({family.space.models})" for family in FAMILIES)
+
+
+def family_of(space: LatentSpace) -> VaeFamily:
+    """The VAEs of that space."""
+    return FAMILIES[SPACES.index(space)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VaeWeights:
+    """An opened VAE: `path` and `config` to build it from, and where each of its parameters lies."""
+
+    path: Path
+    family: VaeFamily
+    config: Mapping[str, Any]
+    weights: Mapping[str, FileTensor]
+
+    def build(self) -> AutoencoderKLWan:
+        """The VAE without its weights."""
+        return _build(self.path, self.config)
+
+
+def open_vae_folder(folder: Path) -> VaeWeights:
+    """Open a `vae` folder of diffusers.
+
+    Raises:
+        CheckpointFileError: a file is missing, damaged, or that of another model.
+    """
+    config = read_config(folder)
+    family = family_of(WAN22 if config.get("z_dim") == WAN22.channels else WAN21)
+    require_config(folder, config, family.config, f"the VAE of {' or of '.join(space.models for space in SPACES)}")
+    require_sizes(folder, config, family.widths)
+    path = folder / CONFIG
+    weights = component_weights(folder, _build(path, config))
+    return VaeWeights(path=path, family=family, config=config, weights=weights)
+
+
+def open_vae_file(path: Path) -> VaeWeights:
+    """Open a single file.
+
+    Raises:
+        CheckpointFileError: the file is missing, damaged, a pickle, or that of another model.
+    """
+    stored = read_stored(path).tensors
+    family = _family_in(path, stored)
+    native = any(key.startswith(NATIVE_MARK) for key in stored)
+    key_of = family.native if native else str
+    widths = {name: _width(path, stored, key_of(parameter), at) for name, (parameter, at) in family.widths.items()}
+    config = {**family.config, **widths}
+    vae = _build(path, config)
+    names = {key_of(name): name for name, _ in vae.named_parameters()}
+    tensors: dict[str, FileTensor] = {}
+    for key, tensor in stored.items():
+        if names.get(key, key) in tensors:
+            raise CheckpointError(path, f"{key} means the same parameter as another key")
+        tensors[names.get(key, key)] = tensor
+    weights = match_weights(path, tensors, vae, described_by="the rest of the file", key_of=key_of)
+    return VaeWeights(path=path, family=family, config=config, weights=weights)
+
+
+def _build(path: Path, config: Mapping[str, Any]) -> AutoencoderKLWan:
+    from diffusers import AutoencoderKLWan
+
+    return build_on_meta(path, lambda: AutoencoderKLWan.from_config(config))
+
+
+def _family_in(path: Path, tensors: Mapping[str, FileTensor]) -> VaeFamily:
+    for key, tensor in tensors.items():
+        if key.startswith(WAN22_MARKS):
+            return family_of(WAN22)
+        if key.startswith(IMAGE_VAE_MARKS):
+            raise CheckpointError(path, f"is the VAE of an image model ({key} {list(tensor.shape)}); {REMEDY}")
+    if not any(key.startswith((NATIVE_MARK, DIFFUSERS_MARK)) for key in tensors):
+        first = next((f"{key} {list(tensor.shape)}" for key, tensor in tensors.items()), "none")
+        raise CheckpointError(path, f"is no VAE of Wan: it holds {len(tensors)} tensors, {first} first; {REMEDY}")
+    return family_of(WAN21)
+
+
+def _width(path: Path, tensors: Mapping[str, FileTensor], key: str, dimension: int) -> int:
+    convolution = tensors.get(key)
+    if convolution is None:
+        raise CheckpointError(path, f"{key} is missing")
+    shape = convolution.shape
+    if len(shape) != 5 or 0 in shape:
+        raise CheckpointError(path, f"{key} is {list(shape)}; [out, in, 3, 3, 3] is expected")
+    return shape[dimension]
