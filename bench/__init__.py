@@ -5,7 +5,7 @@ from __future__ import annotations
 from .chart import report_chart
 from .documents import csv_document, html_document, json_document, summary
 from .figures import Spread, held_bytes
-from .machine_info import hardware, machine_words, versions
+from .machine_info import describe_machine, hardware, versions
 from .report import Report, Trial, Variant
 from .report_tables import run_table
 from .results import Result
@@ -25,11 +25,11 @@ __all__ = [
     "TrialMatrix",
     "Variant",
     "csv_document",
+    "describe_machine",
     "hardware",
     "held_bytes",
     "html_document",
     "json_document",
-    "machine_words",
     "policy_name",
     "report_chart",
     "run_table",

@@ -103,7 +103,7 @@ def _switch_over_steady_s(timeline: Timeline) -> float | None:
 
 def _whole_s(timeline: Timeline) -> float | None:
     """Seconds from the start of the run to the end of its last phase, which is that of its last step."""
-    ends = [phase.began_s + phase.wall_s for phase in timeline.phases]
+    ends = [phase.start_s + phase.wall_s for phase in timeline.phases]
     return max(ends) if ends and max(ends) > 0 else None
 
 
@@ -117,8 +117,8 @@ def _mean_s(timeline: Timeline) -> float | None:
 
 def _cached_share(timeline: Timeline) -> float | None:
     """None where no cache took anything over."""
-    used = any(step.cached_lanes for step in timeline.steps)
-    return timeline.cached_steps / len(timeline.steps) if used else None
+    used = any(step.skipped_lanes for step in timeline.steps)
+    return timeline.skipped_steps / len(timeline.steps) if used else None
 
 
 def _most(name: str) -> Callable[[Timeline], float | None]:
@@ -143,11 +143,11 @@ FIGURES = (
     Figure(name="First block after", unit="s", of=lambda timeline: timeline.first_block_s),
     Figure(name="Compute", unit="s", of=lambda timeline: timeline.compute_s),
     Figure(name="Stall", unit="s", of=lambda timeline: timeline.stall_s),
-    Figure(name="Stall for files", unit="s", of=lambda timeline: timeline.stall_file_s),
+    Figure(name="Stall for files", unit="s", of=lambda timeline: timeline.stall_on_read_s),
     Figure(name="Transfers hidden", unit="share", of=lambda timeline: timeline.overlap),
     Figure(name="Moved to buffers", unit="bytes", of=lambda timeline: timeline.bytes_moved),
     Figure(name="Read from files", unit="bytes", of=lambda timeline: timeline.read_bytes),
-    Figure(name="Weights outside the blocks", unit="bytes", of=lambda timeline: timeline.outer_bytes),
+    Figure(name="Weights outside the blocks", unit="bytes", of=lambda timeline: timeline.non_block_bytes),
     Figure(name="Rate to buffers", unit="bytes/s", of=lambda timeline: timeline.copy_bytes_per_s),
     Figure(name="Rate from files", unit="bytes/s", of=lambda timeline: timeline.read_bytes_per_s),
     Figure(name="Peak VRAM, allocated", unit="bytes", of=_most("device_bytes")),

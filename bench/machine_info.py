@@ -24,7 +24,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 LIBRARIES = ("diffusers", "accelerate", "ray", "safetensors")
 
 
-def machine_words(device: torch.device) -> dict[str, str]:
+def describe_machine(device: torch.device) -> dict[str, str]:
     """Device, processor, memory, system and versions for a reader."""
     import torch
 

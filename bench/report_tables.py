@@ -138,7 +138,7 @@ def phase_table(report: Report) -> Table | None:
     rows = tuple(
         (
             phase.name,
-            seconds_text(phase.began_s, digits),
+            seconds_text(phase.start_s, digits),
             seconds_text(phase.wall_s, digits),
             *("" if nbytes is None else size_text(nbytes) for nbytes in (phase.device_bytes, phase.rss_bytes)),
         )
@@ -151,7 +151,7 @@ def phase_table(report: Report) -> Table | None:
 STEP_FIGURES: tuple[tuple[str, Unit, Callable[[StepRecord], float | None]], ...] = (
     ("Compute (s)", "s", lambda step: step.compute_s),
     ("Stall (s)", "s", lambda step: step.stall_s),
-    ("Stall, files (s)", "s", lambda step: step.stall_file_s),
+    ("Stall, files (s)", "s", lambda step: step.stall_on_read_s),
     ("Moved", "bytes", lambda step: step.bytes_moved),
     ("To buffers", "bytes/s", lambda step: step.copy_bytes_per_s),
     ("Read", "bytes", lambda step: step.read_bytes),
@@ -204,14 +204,14 @@ def _step_row(steps: Sequence[StepRecord], ends: Sequence[float], phase: str, di
     for name, unit, value in STEP_FIGURES:
         spread = Spread.of(value(step) for step in steps) if reads or name not in OF_FILES else None
         cells.append("" if spread is None else figure_text(spread.median, unit, digits))
-    spread_words = f"{low} to {high}" if len(walls) > 1 else "1 run"
-    return (str(steps[0].index + 1), steps[0].expert, end, wall, spread_words, *cells, _left_out(steps), phase)
+    describe_spread = f"{low} to {high}" if len(walls) > 1 else "1 run"
+    return (str(steps[0].index + 1), steps[0].expert, end, wall, describe_spread, *cells, _left_out(steps), phase)
 
 
 def _left_out(steps: Sequence[StepRecord]) -> str:
     """`39 blocks, 2 lanes`: what a cache took over in a step, in the run that it took most."""
-    most = max(steps, key=lambda step: (step.skipped_visits, step.cached_lanes))
-    return f"{most.skipped_visits} blocks, {most.cached_lanes} lanes" if most.cached_lanes else ""
+    most = max(steps, key=lambda step: (step.skipped_visits, step.skipped_lanes))
+    return f"{most.skipped_visits} blocks, {most.skipped_lanes} lanes" if most.skipped_lanes else ""
 
 
 def _step_phase(runs: Sequence[Timeline], place: int, switch: int | None, digits: int) -> str:

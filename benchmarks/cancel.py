@@ -26,7 +26,7 @@ from wanstream.cli.bench.experts import SMALL, bench_request, small_experts
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.nodes.runs.trials import tensor_digest, with_steps
-from wanstream.sampling import Cancelled, DenoiseRequest, StepProgress
+from wanstream.sampling import DenoiseRequest, SamplingCancelled, StepProgress
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, VideoShape, WorkersRef
 
 MESHES = (Mesh(), Mesh(cfg=2), Mesh(ulysses=2), Mesh(cfg=2, ulysses=2))
@@ -54,7 +54,7 @@ def cancel_once(driver: Driver, experts: ExpertsRef, request: DenoiseRequest, af
 
     try:
         driver.denoise(experts, request, POLICY, on_step=on_step, should_stop=stop.is_set)
-    except Cancelled as cancelled:
+    except SamplingCancelled as cancelled:
         took_s = time.perf_counter() - asked[0]
         return {"step": cancelled.step, "block": cancelled.block, "seconds": round(took_s, 4)}
     raise AssertionError(f"{LONG} steps were over within {after_s:g} s of the first one")

@@ -19,7 +19,7 @@ from record import record
 
 from wanstream.devices import clock_for
 from wanstream.offload.formats.decode import CHUNK_VALUES, decode_tensor
-from wanstream.offload.formats.gguf_dequant import PACKINGS, Packing
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, QuantFormat
 from wanstream.testing.gguf import random_packs
 
 SHAPE = (5120, 13824)
@@ -27,19 +27,19 @@ REPEATS = 7
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8 cast": torch.float8_e4m3fn}
 
 
-def packs_of(packing: Packing) -> torch.Tensor:
+def packs_of(packing: QuantFormat) -> torch.Tensor:
     """Random packs of the whole matrix."""
     count = SHAPE[0] * SHAPE[1] // packing.values
     packs = random_packs(GGMLQuantizationType[packing.name], count, np.random.default_rng(0), scale=0.01)
     return torch.from_numpy(packs)
 
 
-def cases(device: torch.device) -> dict[str, tuple[torch.Tensor, Packing | None, torch.Tensor | None]]:
+def cases(device: torch.device) -> dict[str, tuple[torch.Tensor, QuantFormat | None, torch.Tensor | None]]:
     """Stored bytes, packing and scale of each format."""
     weights = torch.randn(SHAPE)
     plain = {name: (weights.to(dtype), None, None) for name, dtype in PLAIN.items()}
     scaled = {"fp8 scaled": (weights.to(torch.float8_e4m3fn), None, torch.tensor(0.01))}
-    packed = {name: (packs_of(packing), packing, None) for name, packing in PACKINGS.items()}
+    packed = {name: (packs_of(packing), packing, None) for name, packing in QUANT_FORMATS.items()}
     return {
         name: (stored.to(device), packing, None if scale is None else scale.to(device))
         for name, (stored, packing, scale) in {**plain, **scaled, **packed}.items()
@@ -81,7 +81,7 @@ def rates(stored: torch.Tensor, taken: float) -> dict[str, float]:
     }
 
 
-def decode_by_diffusers(packs: torch.Tensor, packing: Packing, into: torch.Tensor) -> None:
+def decode_by_diffusers(packs: torch.Tensor, packing: QuantFormat, into: torch.Tensor) -> None:
     """The same by the functions of diffusers, in pieces of the same size."""
     function = dequantize_functions[GGMLQuantizationType[packing.name]]
     count = CHUNK_VALUES // packing.values

@@ -37,7 +37,7 @@ SIZES_MB = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class ReadCase:
     """One way to read: `size` is that of a direct read, or of a piece that is read through the cache."""
 
     route: str
@@ -49,16 +49,16 @@ class Case:
         return f"{self.route}, {self.threads} threads, {self.size // 2**20} MiB"
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[ReadCase]:
     """Threads at the sizes that are used, sizes at four threads; routes that are compared come one after the other."""
     for threads in THREADS:
-        yield Case(route="direct", threads=threads, size=EXTENT_BYTES)
-        yield Case(route="cold cache", threads=threads, size=PIECE_BYTES)
-        yield Case(route="warm cache", threads=threads, size=PIECE_BYTES)
+        yield ReadCase(route="direct", threads=threads, size=EXTENT_BYTES)
+        yield ReadCase(route="cold cache", threads=threads, size=PIECE_BYTES)
+        yield ReadCase(route="warm cache", threads=threads, size=PIECE_BYTES)
     for size_mb in SIZES_MB:
         for route, used, more in (("direct", EXTENT_BYTES, ALIGNMENT), ("cold cache", PIECE_BYTES, 0)):
             if size_mb * 2**20 + more != used:
-                yield Case(route=route, threads=4, size=size_mb * 2**20 + more)
+                yield ReadCase(route=route, threads=4, size=size_mb * 2**20 + more)
 
 
 def write_file(path: Path) -> None:
@@ -89,7 +89,7 @@ def pieces(path: Path, size: int) -> list[ReadPiece]:
     return found
 
 
-def measure(case: Case, path: Path, memory: memoryview) -> dict[str, float]:
+def measure(case: ReadCase, path: Path, memory: memoryview) -> dict[str, float]:
     """Read the whole file once."""
     direct = case.route == "direct"
     reader = FileReader(readers=case.threads, direct=direct, extent_bytes=case.size if direct else EXTENT_BYTES)

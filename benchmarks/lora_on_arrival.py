@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 from record import record
 
-from wanstream.devices import Mark, clock_for
+from wanstream.devices import DeviceEvent, clock_for
 from wanstream.offload import BlockFormat, BlockPatch, WeightPatch
 from wanstream.offload.formats.decode import decode_block
 from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
 from wanstream.offload.host_memory.page_lock import CudaPageLock
-from wanstream.offload.patches import HeldPatches
+from wanstream.offload.patches import StagedPatches
 from wanstream.plan import BlockKey
 
 RANK, TIMES = 64, 9
@@ -34,13 +34,13 @@ FORMATS = {
 }
 
 
-def hold_patch(fmt: BlockFormat, device: torch.device) -> HeldPatches:
+def hold_patch(fmt: BlockFormat, device: torch.device) -> StagedPatches:
     """A patch of every matrix of the block."""
     weights = {
         name: WeightPatch(up=torch.randn(rows, RANK) / 100, down=torch.randn(RANK, columns) / 100)
         for name, (rows, columns) in MATRICES.items()
     }
-    patches = HeldPatches({KEY: fmt}, lock=CudaPageLock(device) if device.type == "cuda" else None)
+    patches = StagedPatches({KEY: fmt}, lock=CudaPageLock(device) if device.type == "cuda" else None)
     patches.replace(patches.prepare({KEY: BlockPatch(identity=RANK, weights=weights)}))
     return patches
 
@@ -48,8 +48,8 @@ def hold_patch(fmt: BlockFormat, device: torch.device) -> HeldPatches:
 def time_in_turns(works: dict[str, Callable[[], None]], device: torch.device) -> dict[str, dict[str, float]]:
     """Milliseconds that each work takes, without its first time: of the GPU, or of one CPU thread that computes."""
     clock = clock_for(device)
-    mark: Callable[[], Mark] = clock.mark if device.type == "cuda" else time.thread_time
-    marks: dict[str, list[tuple[Mark, Mark]]] = {name: [] for name in works}
+    mark: Callable[[], DeviceEvent] = clock.mark if device.type == "cuda" else time.thread_time
+    marks: dict[str, list[tuple[DeviceEvent, DeviceEvent]]] = {name: [] for name in works}
     for _ in range(TIMES + 1):
         for name, work in works.items():
             began = mark()

@@ -20,11 +20,11 @@ from record import record
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import save_expert_file
-from wanstream.testing.weights import ExpertShape, make_expert
+from wanstream.testing.weights import TinyShape, make_expert
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
 
-SHAPE = ExpertShape(layers=30, heads=8, ffn_dim=4096)  # 1.03 GB in bf16
+SHAPE = TinyShape(layers=30, heads=8, ffn_dim=4096)  # 1.03 GB in bf16
 REPEATS = 7
 
 

@@ -31,7 +31,7 @@ from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.experts import save_expert_file
 from wanstream.testing.fp8 import FP8_LAYOUTS
-from wanstream.testing.weights import ExpertShape, make_expert
+from wanstream.testing.weights import TinyShape, make_expert
 from wanstream.wan.experts.open import open_experts
 
 WIDTH, FFN = 5120, 13824
@@ -43,7 +43,7 @@ BLOCK = {
 KEY = BlockKey("high", 0)
 THREADS = (1, 2, 4)
 REPEATS = 7
-SMALL = ExpertShape(layers=8, heads=6, ffn_dim=3072)
+SMALL = TinyShape(layers=8, heads=6, ffn_dim=3072)
 
 
 def per_core() -> dict[str, float]:

@@ -21,19 +21,19 @@ import torch
 from record import record
 
 from wanstream.distributed.driver.driver import Driver
-from wanstream.distributed.driver.results import Ran
+from wanstream.distributed.driver.results import DistributedResult
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.sampling import DenoiseRequest, seeded_noise
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, Timeline, WorkersRef
 from wanstream.testing.experts import save_expert_folder
-from wanstream.testing.weights import ExpertShape, make_expert
+from wanstream.testing.weights import TinyShape, make_expert
 
 STEPS, SWITCH = 6, 3
 CALIBRATED = 5
 """Videos of the queue that calibrates; the first and the last of each stage have no company and do not count."""
 RUNS = 4
 LATENT = (16, 3, 20, 20)
-SHAPE = ExpertShape(heads=4, ffn_dim=2048)
+SHAPE = TinyShape(heads=4, ffn_dim=2048)
 POLICY = OffloadPolicy.resident()
 
 
@@ -75,7 +75,7 @@ def experts_of(timelines: list[Timeline]) -> list[str]:
     return sorted({step.expert for timeline in timelines for step in timeline.steps})
 
 
-def told(before: list[float], ran: list[Ran], after: list[float], *, switches: int) -> dict[str, Any]:
+def told(before: list[float], ran: list[DistributedResult], after: list[float], *, switches: int) -> dict[str, Any]:
     """One measured queue, and its prediction."""
     seconds = [(one + other) / 2 for one, other in zip(before, after, strict=True)]
     predicted = sum(seconds) + (len(ran) - 1) * max(seconds)

@@ -36,7 +36,7 @@ FPS, CRF = 16, 18
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class DecodeCase:
     """A VAE of random weights, and the video that it decodes."""
 
     base_dim: int
@@ -58,11 +58,11 @@ class Case:
 
 
 CASES = {
-    "tiny": Case(base_dim=2, width=1280, height=720, frames=81),
-    "full": Case(base_dim=96, width=1280, height=720, frames=5),
-    "wan22": Case(base_dim=16, width=640, height=352, frames=9, space=WAN22),
+    "tiny": DecodeCase(base_dim=2, width=1280, height=720, frames=81),
+    "full": DecodeCase(base_dim=96, width=1280, height=720, frames=5),
+    "wan22": DecodeCase(base_dim=16, width=640, height=352, frames=9, space=WAN22),
 }
-DIFFERENCE = Case(base_dim=8, width=832, height=480, frames=5)
+DIFFERENCE = DecodeCase(base_dim=8, width=832, height=480, frames=5)
 TILES = (256, 512)
 
 
@@ -90,7 +90,7 @@ def status(name: str) -> int:
     return 1024 * int(kilobytes)
 
 
-def measure(case: Case, budget: int, work: Path, seconds: float) -> dict[str, Any]:
+def measure(case: DecodeCase, budget: int, work: Path, seconds: float) -> dict[str, Any]:
     """Figures of one decode in this process, ended after `seconds`."""
     torch.set_num_threads(THREADS)
     latents = case.latents()

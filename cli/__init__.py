@@ -226,11 +226,11 @@ def _batch(parsed: argparse.Namespace) -> int:
 
 
 def _sample_model(parsed: argparse.Namespace) -> int:
-    from ..testing import SampleModelError, write_sample_model
+    from ..testing import TinyModelError, write_tiny_model
 
     try:
-        sample = write_sample_model(parsed.folder, on_progress=lambda part: print(part, file=sys.stderr))
-    except SampleModelError as err:
+        sample = write_tiny_model(parsed.folder, on_progress=lambda part: print(part, file=sys.stderr))
+    except TinyModelError as err:
         print(err, file=sys.stderr)
         return FAILED
     print(sample.summary())

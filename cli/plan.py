@@ -10,16 +10,16 @@ from typing import Any
 
 from ..bench import Table
 from ..plan import (
+    Alternative,
     Candidate,
-    Choice,
     DoesNotFitError,
     Machine,
     OffloadJob,
     OffloadPlan,
-    plan_choices,
+    describe_policy,
+    describe_ram,
+    plan_alternatives,
     plan_offload,
-    policy_words,
-    ram_words,
 )
 from ..schema import OffloadPolicy, rate_text, size_text
 from .exit_codes import DONE, FAILED, INVALID
@@ -49,7 +49,7 @@ def plan(arguments: PlanArguments) -> int:
     except DoesNotFitError as err:
         print(f"does not fit, because {err}", file=sys.stderr)
         return FAILED
-    ways = plan_choices(job, machine, budgets) if arguments.compare else ()
+    ways = plan_alternatives(job, machine, budgets) if arguments.compare else ()
     if arguments.json:
         print(plan_json(machine, chosen, ways))
         return DONE
@@ -86,7 +86,7 @@ def shown(job: OffloadJob, chosen: OffloadPlan) -> list[Candidate]:
     return list(best.values())[:SHOWN]
 
 
-def ways_table(ways: Sequence[Choice]) -> str:
+def ways_table(ways: Sequence[Alternative]) -> str:
     """A row per way that fits, the fastest per video first, then why the others do not."""
     header = ("other ways", "per video", "whole run", "VRAM", "RAM")
     rows = tuple(
@@ -104,7 +104,7 @@ def ways_table(ways: Sequence[Choice]) -> str:
     return "\n".join([Table(head=header, rows=rows).text(), *lacking])
 
 
-def plan_json(machine: Machine, chosen: OffloadPlan, ways: Sequence[Choice] = ()) -> str:
+def plan_json(machine: Machine, chosen: OffloadPlan, ways: Sequence[Alternative] = ()) -> str:
     """The whole result as JSON; `ways` only where they were asked for."""
     data: dict[str, Any] = {
         "kind": "simulated",
@@ -126,8 +126,8 @@ def plan_json(machine: Machine, chosen: OffloadPlan, ways: Sequence[Choice] = ()
 def _row(job: OffloadJob, candidate: Candidate) -> tuple[str, ...]:
     policy = candidate.policy
     return (
-        policy_words(policy, job.expert.blocks),
-        ram_words(policy),
+        describe_policy(policy, job.expert.blocks),
+        describe_ram(policy),
         "all" if policy.chunk_tokens is None else str(policy.chunk_tokens),
         f"{candidate.total_s:.1f} s",
         f"{candidate.total_s / len(job.experts_of_steps):.2f} s",
@@ -138,7 +138,7 @@ def _row(job: OffloadJob, candidate: Candidate) -> tuple[str, ...]:
     )
 
 
-def _way(way: Choice) -> dict[str, Any]:
+def _way(way: Alternative) -> dict[str, Any]:
     if way.plan is None:
         return {"way": way.words, "videos": way.videos, "because": way.why_not}
     plan = way.plan
@@ -155,4 +155,4 @@ def _way(way: Choice) -> dict[str, Any]:
 
 
 def _words(job: OffloadJob, policy: OffloadPolicy) -> str:
-    return f"{policy_words(policy, job.expert.blocks)}, {ram_words(policy)}"
+    return f"{describe_policy(policy, job.expert.blocks)}, {describe_ram(policy)}"

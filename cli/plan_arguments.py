@@ -77,21 +77,21 @@ def offload_job(arguments: PlanArguments, *, value_bytes: int = BF16_BYTES) -> O
         expert=expert,
         tokens=video.tokens,
         lanes={place: lanes[place] for place in model.places},
-        experts_of_steps=_steps(arguments, one="low" not in model.places),
+        experts_of_steps=_steps(arguments, single="low" not in model.places),
         stored_bytes=stored,
         file_bytes=expert.streamed_bytes() if arguments.storage == "fp8" else stored,
         computed_bytes=computed,
-        staying_bytes=len(model.places) * expert.staying_bytes() * value_bytes // BF16_BYTES,
+        resident_bytes=len(model.places) * expert.resident_bytes() * value_bytes // BF16_BYTES,
         value_bytes=value_bytes,
     )
 
 
-def _steps(arguments: PlanArguments, *, one: bool) -> tuple[str, ...]:
+def _steps(arguments: PlanArguments, *, single: bool) -> tuple[str, ...]:
     """The expert of each step. Raises SizeError."""
     steps, switch = arguments.steps, arguments.switch_step
-    if one and switch is not None:
+    if single and switch is not None:
         raise SizeError(f"--switch-step {switch}: {arguments.model} is one expert, which runs every step; leave it out")
-    high = steps if one else steps // 2 if switch is None else switch
+    high = steps if single else steps // 2 if switch is None else switch
     if steps < 1 or not 0 <= high <= steps:
         raise SizeError(
             f"--steps {steps} --switch-step {high}: there must be a step, and the switch must be among them"

@@ -15,9 +15,9 @@ from ..plan import (
     OffloadPlan,
     choose_layout,
     describe_layout,
+    describe_policy,
+    describe_ram,
     plan_offload,
-    policy_words,
-    ram_words,
     worker_share,
 )
 from ..schema import Mesh, size_text
@@ -65,8 +65,8 @@ def _table(arguments: PlanArguments, job: OffloadJob, machine: Machine, proposal
         (
             str(each.videos),
             str(each.mesh),
-            policy_words(each.worker.policy, job.expert.blocks),
-            ram_words(each.worker.policy),
+            describe_policy(each.worker.policy, job.expert.blocks),
+            describe_ram(each.worker.policy),
             f"{each.worker.total_s:.1f} s",
             size_text(each.worker.device_bytes),
         )

@@ -21,16 +21,15 @@ from ..host.embedded import (
     LoadImage,
     NodeFailedError,
     Prompt,
-    RunStoppedError,
     Verdict,
     api_prompt,
-    embedded_door,
+    embedded_host,
     nodes_by_id,
     run_workflow,
     validate_workflow,
 )
 from ..nodes import REPORT, TIMELINE, WARNINGS, WanStreamExtension
-from ..schema import Timeline
+from ..schema import Cancelled, Timeline
 from .arguments import ArgumentError, check_models, made_folder, read_json
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from .overrides import with_changes
@@ -69,7 +68,7 @@ def run(arguments: RunArguments) -> int:
             traceback.print_exception(err.__cause__)
         print(f"failed: {err}", file=sys.stderr)
         return FAILED
-    except RunStoppedError:
+    except Cancelled:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
     _print_results(history, arguments.output)
@@ -108,7 +107,7 @@ def _execute(
             strict=arguments.strict,
         )
     finally:
-        embedded_door.free_experts()
+        embedded_host.free_experts()
 
 
 @contextmanager
@@ -116,7 +115,7 @@ def _ctrl_c_stops_the_run() -> Iterator[None]:
     """Inside, the first Ctrl-C ends the run before the next block or node; a second one ends the process as usual."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        embedded_door.stop()
+        embedded_host.stop()
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, stop)

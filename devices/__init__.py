@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .available_ram import available_bytes, cgroup_limits, surely_lacks
-from .clock import Clock, DeviceError, Mark, MemoryMeter, clock_for, compute_device, free_bytes, total_bytes
+from .clock import Clock, DeviceError, DeviceEvent, MemoryMeter, clock_for, compute_device, free_bytes, total_bytes
 from .compute_dtype import AUTO, ComputeDtype, auto_dtype, common_dtype, dtype_name, in_own_dtype, resolved_dtype
 from .oom import forget, is_out_of_memory
 
@@ -12,7 +12,7 @@ __all__ = [
     "Clock",
     "ComputeDtype",
     "DeviceError",
-    "Mark",
+    "DeviceEvent",
     "MemoryMeter",
     "auto_dtype",
     "available_bytes",

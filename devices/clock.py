@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias, cast
 import psutil
 import torch
 
-Mark: TypeAlias = "float | torch.cuda.Event"
+DeviceEvent: TypeAlias = "float | torch.cuda.Event"
 
 
 class DeviceError(ValueError):
@@ -41,16 +41,16 @@ def compute_device(device: torch.device | str) -> torch.device:
 class Clock(Protocol):
     """Time on one device."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """A point after all work given to the device so far."""
 
-    def seconds(self, start: Mark, end: Mark) -> float:
+    def seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
         """Seconds between two marks; both must have passed (see `settle`)."""
 
     def settle(self) -> None:
         """Wait on the host until every mark made so far has passed. Once per step, never per block."""
 
-    def keep_pace(self, mark: Mark) -> None:
+    def keep_pace(self, mark: DeviceEvent) -> None:
         """Wait on the host until the device has passed `mark`, so that a cancel is not queued behind a whole step."""
 
 
@@ -59,13 +59,13 @@ class CpuClock:
 
     mark = staticmethod(time.perf_counter)
 
-    def seconds(self, start: Mark, end: Mark) -> float:
+    def seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
         return cast(float, end) - cast(float, start)
 
     def settle(self) -> None:
         return
 
-    def keep_pace(self, mark: Mark) -> None:
+    def keep_pace(self, mark: DeviceEvent) -> None:
         return
 
 
@@ -75,20 +75,20 @@ class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         # A blocking event lets `keep_pace` sleep instead of spinning on a core that the readers need.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def seconds(self, start: Mark, end: Mark) -> float:
+    def seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
         return float(cast(torch.cuda.Event, start).elapsed_time(cast(torch.cuda.Event, end))) / 1000.0
 
     def settle(self) -> None:
         if torch.cuda.is_initialized():  # otherwise nothing was given to the device, and it is not started for that
             torch.cuda.current_stream(self._device).synchronize()
 
-    def keep_pace(self, mark: Mark) -> None:
+    def keep_pace(self, mark: DeviceEvent) -> None:
         cast(torch.cuda.Event, mark).synchronize()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .driver.driver import Driver
 from .driver.partition import part_sizes
-from .driver.stage_run import GivenUpError
+from .driver.stage_run import RestartLimitError
 from .driver.worker_group import WorkerFailedError
 from .ray.environment import check_token_file
 from .ray.errors import RayMissingError
@@ -19,11 +19,11 @@ __all__ = [
     "DecodeCancelled",
     "DecodeJob",
     "Driver",
-    "GivenUpError",
     "InProcessPool",
     "Pool",
     "RayMissingError",
     "RayPool",
+    "RestartLimitError",
     "TileDone",
     "WorkerFailedError",
     "WorkerLostError",

@@ -7,33 +7,33 @@ from dataclasses import dataclass, field
 import torch
 
 from ..sampling import DenoiseRequest, RunState
-from ..schema import ExpertsRef, Mesh, OffloadPolicy, PathMap, StepRecord, Timeline, WeightHome
+from ..schema import ExpertsRef, Mesh, OffloadPolicy, PathMap, StepRecord, Timeline, WeightPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
-    """Where the workers of one cell meet, and as whom. Every one of them gets the same but for its rank.
+class RendezvousSpec:
+    """Where the workers of one group meet, and as whom. Every one of them gets the same but for its rank.
 
-    Cells meet apart, so that one that lost a worker can meet anew while the others compute.
+    Groups meet apart, so that one that lost a worker can meet anew while the others compute.
     """
 
     rank: int
-    """From 0 in the cell; the first one leads it. Not the rank in the pool."""
+    """From 0 in the group; the first one leads it. Not the rank in the pool."""
     mesh: Mesh
     """Of those who meet: its data and stage are 1, its size is how many they are."""
     host: str
     """Of the rank that keeps the store; an address that all of them reach."""
     port: int
     generation: int
-    """Counts the meetings of these workers; nothing of a former one is heard in this."""
+    """Counts the rendezvous of these workers; nothing of a former one is heard in this."""
     timeout_s: float
-    weights: WeightHome = "full"
-    """Left to the workers of each cell by "auto": they measure before their first run, and decide together."""
+    weights: WeightPlacement = "full"
+    """Left to the workers of each group by "auto": they measure before their first run, and decide together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunTask:
-    """A part of a run, for all workers of one cell."""
+    """A part of a run, for all workers of one group."""
 
     run_id: str
     experts: ExpertsRef
@@ -44,15 +44,15 @@ class RunTask:
     """Where these lie on the worker's machine."""
     resume: RunState | None = None
     until: int | None = None
-    """As of `Part`."""
+    """As of `RunSlice`."""
     generation: int | None = None
-    """Of the meeting in which it is to be computed; None: in whichever there is, or alone."""
+    """Of the rendezvous in which it is to be computed; None: in whichever there is, or alone."""
     wants_state: bool = True
     """Whether the leader tells the state after every step; without it nobody can go on after a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepTold:
+class StepReport:
     """A worker has finished a step."""
 
     run_id: str
@@ -68,7 +68,7 @@ class StepTold:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RunEnded:
+class TaskResult:
     """A worker has finished its task; what it raised instead goes the way of the transport."""
 
     run_id: str
@@ -109,7 +109,7 @@ class WorkerFacts:
     """Of the device, that a decode may take: what is free, and what experts let go of. All workers of a machine share
     its RAM."""
     generation: int | None = None
-    """Of the meeting that it is in; None outside one."""
+    """Of the rendezvous that it is in; None outside one."""
     auto_dtype: str = "float32"
     """The dtype that experts compute in there where their `compute_dtype` is "auto"."""
     machine: str = ""

@@ -1,7 +1,7 @@
 """L6: the door to ComfyUI, real or embedded.
 
 `io`, `ui` and `ComfyExtension` are ComfyUI's own (`comfy_api.latest`) when this package runs inside ComfyUI, else the
-embedded ones with the same shape; `host` is the matching `Door`. The choice is made once, on import.
+embedded ones with the same shape; `host` is the matching `HostApi`. The choice is made once, on import.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from typing import TYPE_CHECKING, Any
 
 from .api import (
     SAVING_NODE,
-    Door,
+    HostApi,
     ModelNotFoundError,
     NeedsComfyUIError,
     OutputFile,
     OutputNameError,
     OutsideFolderError,
-    Progress,
+    ProgressBar,
 )
 from .clusters import cluster, cluster_names
 from .comfy.guider_steps import GuiderSettings
 from .error_names import name_errors_of
 from .folders import inside
 from .machine_profile import Profile, load_machine_profile, measure_machine
-from .run_events import AnnouncedRun, observed, run_settings
+from .run_events import RunEvents, observed, run_settings
 from .worker_registry import StartPool, check_ray, gpus_of, start_pool
 from .workers_plan import SharedRun
 
-host: Door
+host: HostApi
 
 # `find_spec` of a top-level name looks for it and imports nothing.
 if TYPE_CHECKING or find_spec("comfy_api") is None:
     from .embedded import io, ui
-    from .embedded.adapter import embedded_door as host
+    from .embedded.adapter import embedded_host as host
     from .embedded.io import ComfyExtension
 else:
     from comfy_api.latest import ComfyExtension, io, ui
 
-    from .comfy.adapter import ComfyDoor
+    from .comfy.adapter import ComfyHost
 
-    host = ComfyDoor()
+    host = ComfyHost()
 
 
 def search_words(*words: str) -> dict[str, Any]:
@@ -53,17 +53,17 @@ _SCHEMA_FIELDS = {field.name for field in fields(io.Schema)}
 
 __all__ = [
     "SAVING_NODE",
-    "AnnouncedRun",
     "ComfyExtension",
-    "Door",
     "GuiderSettings",
+    "HostApi",
     "ModelNotFoundError",
     "NeedsComfyUIError",
     "OutputFile",
     "OutputNameError",
     "OutsideFolderError",
     "Profile",
-    "Progress",
+    "ProgressBar",
+    "RunEvents",
     "SharedRun",
     "StartPool",
     "check_ray",

@@ -1,6 +1,6 @@
 """Host API: the interface between nodes and their host, and the values that pass through it.
 
-Nodes see only `Door`; `comfy/adapter.py` implements it with ComfyUI, `embedded/adapter.py` without. Names that come
+Nodes see only `HostApi`; `comfy/adapter.py` implements it with ComfyUI, `embedded/adapter.py` without. Names that come
 from a graph are untrusted: a host returns paths inside the model and output folders, or raises.
 """
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ..distributed import Driver, Pool
     from ..plan import AutoOffload, Machine, OffloadJob
     from ..schema import ExpertShape, Mesh, OffloadPolicy, WorkersRef
-    from ..telemetry import Ledger
+    from ..telemetry import QueueItemPhases
     from ..wan import ExpertPair
-    from .auto_policy import Choice
+    from .auto_policy import PolicyChoice
     from .comfy.guider_steps import GuiderSettings
     from .workers_plan import SharedRun, WorkersPlan
 
@@ -62,7 +62,7 @@ class LoadedExperts(NamedTuple):
     device: torch.device
 
 
-class Progress(Protocol):
+class ProgressBar(Protocol):
     """The progress bar of one node."""
 
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
@@ -75,7 +75,7 @@ class Progress(Protocol):
         """
 
 
-class Door(Protocol):
+class HostApi(Protocol):
     """The services of a host. All of them are called on the thread that executes the node, except `should_stop`."""
 
     def name(self) -> str:
@@ -114,7 +114,7 @@ class Door(Protocol):
     def temp_folder(self) -> Path:
         """An existing folder for files that may be lost."""
 
-    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> Progress:
+    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> ProgressBar:
         """A new progress bar over `total` steps for the node with this id (None: the one that executes).
 
         With a `unit` the console of a server has a line for it too.
@@ -164,7 +164,7 @@ class Door(Protocol):
     def free_workers(self) -> None:
         """End the workers, if there are any."""
 
-    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
+    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> PolicyChoice:
         """The policy itself; or, for an AutoOffload, the best one for `job` in the memory that is free here.
 
         The machine is measured where it is not known yet, which takes some seconds. Raises DoesNotFitError where there
@@ -177,7 +177,7 @@ class Door(Protocol):
     def run_id(self) -> str | None:
         """The id of the queue item that is executed (ComfyUI's prompt id); None outside one."""
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> QueueItemPhases:
         """Where the phases of the queue item that is executed are noted; one that nobody reads outside one."""
 
     def executing_node(self) -> str | None:

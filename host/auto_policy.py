@@ -16,11 +16,11 @@ from ..plan import (
     Machine,
     OffloadJob,
     OffloadPlan,
-    corrected,
+    describe_policy,
+    describe_ram,
     plan_offload,
-    policy_words,
     predict,
-    ram_words,
+    updated_machine,
 )
 from ..schema import ExpertShape, OffloadPolicy, StepRecord
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("wanstream.planner")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class FreeMemory:
     """Bytes that the experts may take by what is free now, their own counted in; `vram_bytes` None: not a GPU."""
 
     vram_bytes: int | None
@@ -56,7 +56,7 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PolicyChoice:
     """The policy of one run. `reason` is empty where a user has chosen it."""
 
     policy: OffloadPolicy
@@ -68,14 +68,14 @@ class Choice:
         return self.revise if policy == self.policy else None
 
 
-def room_beside(pair: ExpertPair, device: torch.device, *, free: int, reserved: int) -> Room:
+def free_memory(pair: ExpertPair, device: torch.device, *, free: int, reserved: int) -> FreeMemory:
     """The room for `pair` where a GPU has `free` bytes beside it, and `reserved` of these are for others."""
     from ..devices import available_bytes
 
     ram = int(AVAILABLE_SHARE * available_bytes()) + pair.host_bytes
     if device.type != "cuda":
-        return Room(vram_bytes=None, ram_bytes=ram + pair.loaded_bytes)
-    return Room(vram_bytes=max(0, free + pair.loaded_bytes - reserved), ram_bytes=ram)
+        return FreeMemory(vram_bytes=None, ram_bytes=ram + pair.loaded_bytes)
+    return FreeMemory(vram_bytes=max(0, free + pair.loaded_bytes - reserved), ram_bytes=ram)
 
 
 ProfileOf = Callable[["torch.device", ExpertShape, Path], Machine]
@@ -135,9 +135,9 @@ class AutoPlanner:
         *,
         device: torch.device,
         weights: Path,
-        room: Callable[[bool], Room],
+        room: Callable[[bool], FreeMemory],
         starts_empty: bool,
-    ) -> Choice:
+    ) -> PolicyChoice:
         """The best policy for `job` on `device` within the budgets of `auto` and the `room` that there is.
 
         `room(evicting)` tells it, with or without what other models would have to give up for it.
@@ -155,13 +155,13 @@ class AutoPlanner:
             if record.expert != job.experts_of_steps[0] or len(job.experts_of_steps) == 1:
                 return None  # a sampler that is not ours calls the model in another way than its sigmas say
             first = replace(record, index=0)  # a run may start late
-            self._learned[key] = learned = corrected(machine, job, plan, first)
+            self._learned[key] = learned = updated_machine(machine, job, plan, first)
             now = room(False).within(auto.budgets, learned)
             if now.vram_bytes is not None:  # what the plan takes has been given to us
                 now = replace(now, vram_bytes=max(now.vram_bytes, plan.device_bytes))
             return _better(plan, job, learned, now)
 
-        return Choice(policy=plan.policy, reason=reason, revise=revise if starts_empty else None)
+        return PolicyChoice(policy=plan.policy, reason=reason, revise=revise if starts_empty else None)
 
 
 def _better(plan: OffloadPlan, job: OffloadJob, machine: Machine, budgets: Budgets) -> OffloadPolicy | None:
@@ -179,5 +179,5 @@ def _better(plan: OffloadPlan, job: OffloadJob, machine: Machine, budgets: Budge
 
 
 def _words(plan: OffloadPlan, job: OffloadJob) -> str:
-    on_device = policy_words(plan.policy, job.expert.blocks)
-    return f"chosen: {on_device}, {ram_words(plan.policy)} ({plan.total_s:.1f} s predicted): {plan.reason}"
+    on_device = describe_policy(plan.policy, job.expert.blocks)
+    return f"chosen: {on_device}, {describe_ram(plan.policy)} ({plan.total_s:.1f} s predicted): {plan.reason}"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunNeeds:
+class MemoryEstimateInputs:
     """All that its memory depends on beside the size of the latents."""
 
     chunk_tokens: int | None = None
@@ -37,7 +37,7 @@ class RunNeeds:
         )
 
 
-def working_room(device: torch.device, *, free: int | None = None, reserved: int = VRAM_RESERVE) -> int:
+def usable_bytes(device: torch.device, *, free: int | None = None, reserved: int = VRAM_RESERVE) -> int:
     """Bytes to compute in: of a GPU what is free but for `reserved`, of a CPU most of the RAM that can be taken.
 
     Args:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..bench import policy_name
 from ..devices import total_bytes
 from ..plan import AutoOffload
-from ..schema import FRAMES_PER_LATENT, ExpertsRef, OffloadPolicy, StepRecord, Timeline, WorkersRef
-from ..telemetry import Observe
+from ..schema import FRAMES_PER_LATENT, ExpertsRef, OffloadPolicy, StateError, StepRecord, Timeline, WorkersRef
+from ..telemetry import TelemetryOptions
 from ..wan import space_of
-from .api import Door
+from .api import HostApi
 
 if TYPE_CHECKING:
     import torch
@@ -88,9 +88,9 @@ def _lora_names(ref: ExpertsRef) -> list[str]:
     return list(found)
 
 
-def observed(door: Door) -> Observe:
+def observed(host: HostApi) -> TelemetryOptions:
     """For the run of the node that is executed now. Raises ValueError where the environment asks for nonsense."""
-    return Observe.asked(os.environ, ledger=door.ledger(), dynamic_bytes=door.dynamic_bytes)
+    return TelemetryOptions.asked(os.environ, ledger=host.ledger(), dynamic_bytes=host.dynamic_bytes)
 
 
 BEGIN = "wanstream.begin"
@@ -98,10 +98,6 @@ STEP = "wanstream.step"
 END = "wanstream.end"
 
 Announce: TypeAlias = "Callable[[str, Mapping[str, Any]], None]"
-
-
-class AnnounceOrderError(RuntimeError):
-    """A step was told before the beginning or after the end."""
 
 
 class _State(Enum):
@@ -112,7 +108,7 @@ class _State(Enum):
     OVER = "is over"
 
 
-class AnnouncedRun:
+class RunEvents:
     """Tells one run from its first step to its end, however it ends; use with `with`, around all of it.
 
     Args:
@@ -144,7 +140,7 @@ class AnnouncedRun:
         self._state = _State.NEW
         self._done = 0
 
-    def __enter__(self) -> AnnouncedRun:
+    def __enter__(self) -> RunEvents:
         self._in(_State.NEW)
         self._state = _State.RUNNING
         pairs = zip(self._experts, self._experts[1:], strict=False)
@@ -190,7 +186,7 @@ class AnnouncedRun:
 
     def _in(self, state: _State) -> None:
         if self._state is not state:
-            raise AnnounceOrderError(f"this run {self._state.value}")
+            raise StateError(f"this run {self._state.value}")
 
     def _tell(self, event: str, **what: Any) -> None:
         self._announce(event, {**self._ids, **what})

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from ..distributed import RayMissingError, check_token_file
 from ..plan import Machine
 from ..schema import GOALS, IN_PROCESS, Mesh, WorkersRef
-from .workers_plan import PlannedOnce, SharedRun, WorkersPlan
+from .workers_plan import SharedRun, WorkersPlan, WorkersPlanCache
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class _Held:
     driver: tuple[WorkersRef, Mesh, Driver] | None = None
 
 
-class KeptWorkers:
+class WorkerRegistry:
     """Holds at most one set of workers, by value. Thread-safe. They end with this process, if not before.
 
     Args:
@@ -87,7 +87,7 @@ class KeptWorkers:
         self._start, self._drive, self._rest_s = start, drive, rest_s
         self._lock = threading.Lock()
         self._held: _Held | None = None
-        self._planned = PlannedOnce()
+        self._planned = WorkersPlanCache()
 
     def plan(self, run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPlan:
         """Layout and policy of a run; equal runs get the same ones. See `plan_workers`."""

@@ -13,13 +13,13 @@ from ..plan import (
     OffloadJob,
     choose_layout,
     describe_layout,
+    describe_policy,
+    describe_ram,
     heads_of,
     plan_offload,
-    policy_words,
-    ram_words,
     worker_share,
 )
-from ..schema import LOCAL, Mesh, OffloadPolicy, WeightHome, WorkersRef, check_mesh
+from ..schema import LOCAL, Mesh, OffloadPolicy, WeightPlacement, WorkersRef, check_mesh
 
 GPUS_OF_A_MACHINE = 8
 """Workers of a cluster that are taken to share a machine."""
@@ -64,7 +64,7 @@ def plan_workers(run: SharedRun, machine_of: Callable[[], Machine]) -> WorkersPl
         weights=_weights(run.workers),
     )
     policy = plan_offload(share.job, share.machine, share.budgets).policy
-    chosen = f"chosen for each worker: {policy_words(policy, run.job.expert.blocks)}, {ram_words(policy)}"
+    chosen = f"chosen for each worker: {describe_policy(policy, run.job.expert.blocks)}, {describe_ram(policy)}"
     logger.info("%s", chosen)
     return WorkersPlan(mesh=mesh, policy=policy, reasons=(*reasons, chosen))
 
@@ -106,7 +106,7 @@ def _one_video(run: SharedRun) -> OffloadJob:
 
 
 def _of_cell(run: SharedRun, mesh: Mesh) -> OffloadJob:
-    """The job of the videos that a cell of `mesh` computes at once."""
+    """The job of the videos that a group of `mesh` computes at once."""
     from ..distributed import part_sizes
 
     return _of_videos(run, max(part_sizes(run.videos, mesh)))
@@ -121,12 +121,12 @@ def _workers_per_machine(workers: WorkersRef) -> int:
     return workers.count if workers.address == LOCAL else min(workers.count, GPUS_OF_A_MACHINE)
 
 
-def _weights(workers: WorkersRef) -> WeightHome:
+def _weights(workers: WorkersRef) -> WeightPlacement:
     # `auto` is measured when workers start; until then the place that takes most RAM must fit.
     return "full" if workers.weights == "auto" else workers.weights
 
 
-class PlannedOnce:
+class WorkersPlanCache:
     """Gives equal runs the same plan, so that workers find their buffers as the run before left them."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
 from .inputs import experts_input, said_once
 from .runs.run_experts import run_experts
-from .sampler import NOT_CONNECTED, TIMELINE, course_refusal, request_of, seed_input, setting_inputs, settings_for
+from .sampler import NOT_CONNECTED, TIMELINE, request_of, seed_input, setting_inputs, settings_for, steps_refusal
 
 MOST_LANES = 1000
 
@@ -109,7 +109,7 @@ class WanStreamLaneSampler(io.ComfyNode):
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool | str:
-        return said_once(course_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+        return said_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
 
     @classmethod
     def execute(

@@ -164,7 +164,7 @@ class WanStreamOneExpert(io.ComfyNode):
             high_noise=host.model_path(file, *FOLDERS),
             compute_dtype=DTYPES[compute_dtype],
             storage=storage,
-            one=True,
+            single=True,
             attention=attention,
             compile=compile,
         )
@@ -222,7 +222,7 @@ class WanStreamLora(io.ComfyNode):
         ref = replace(experts, loras=(*experts.loras, lora))
         # Opened here so that a bad file is reported on the node that names it.
         pair = host.experts(ref)
-        found = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, one=experts.one)
+        found = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
         return io.NodeOutput(ref, ui=shown_warnings(found))
 
     @classmethod

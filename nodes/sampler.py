@@ -14,7 +14,7 @@ from ..sampling import (
     Guidance,
     NativeInputs,
     RequestError,
-    check_course,
+    check_step_plan,
     check_steps,
     native_inputs,
     native_latent,
@@ -209,7 +209,7 @@ NOT_CONNECTED = object()
 """Stands for sigmas that are not linked; a link is None until the run."""
 
 
-def course_refusal(steps: object, start_step: object, switch_step: object, end_step: object) -> bool | str:
+def steps_refusal(steps: object, start_step: object, switch_step: object, end_step: object) -> bool | str:
     """For `validate_inputs`: why a run of such steps cannot be, told before the text encoder runs; True if it can.
 
     A host checks no range of an input that is checked here. What is no number is left to others: a link is None here
@@ -221,7 +221,7 @@ def course_refusal(steps: object, start_step: object, switch_step: object, end_s
     end = end_step if isinstance(end_step, int) else TO_THE_END
     try:
         check_steps(count)
-        check_course(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch, end_step=end)
+        check_step_plan(count, start_step=start, switch_step=None if switch == FROM_BOUNDARY else switch, end_step=end)
     except RequestError as err:
         return str(err)
     return True
@@ -234,7 +234,7 @@ def settings_for(experts: ExpertsRef, settings: Mapping[str, Any]) -> dict[str, 
 
     Raises RequestError for a `switch_step` where there is nothing to switch to.
     """
-    if not experts.one:
+    if not experts.single:
         return dict(settings)
     switch = settings.get("switch_step", FROM_BOUNDARY)
     if switch != FROM_BOUNDARY:
@@ -324,7 +324,7 @@ class WanStreamSampler(io.ComfyNode):
         end_step: int | None = None,
         sigmas: object = NOT_CONNECTED,
     ) -> bool | str:
-        return said_once(course_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
+        return said_once(steps_refusal(steps if sigmas is NOT_CONNECTED else None, start_step, switch_step, end_step))
 
     @classmethod
     def execute(

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ..host import check_ray, cluster, cluster_names, gpus_of, host, io, search_words
-from ..schema import GOALS, LOCAL, WEIGHT_HOMES, Mesh, MeshError, WorkersError, WorkersRef, check_count, check_degrees
+from ..schema import (
+    GOALS,
+    LOCAL,
+    WEIGHT_PLACEMENTS,
+    Mesh,
+    MeshError,
+    WorkersError,
+    WorkersRef,
+    check_count,
+    check_degrees,
+)
 from . import sockets
 from .inputs import said_once
 
@@ -141,8 +151,8 @@ def _place_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "weights",
-            options=list(WEIGHT_HOMES),
-            default=WEIGHT_HOMES[0],
+            options=list(WEIGHT_PLACEMENTS),
+            default=WEIGHT_PLACEMENTS[0],
             tooltip="full: every worker copies all blocks, out of RAM that they share on one machine. sharded: 1/N of "
             "each, and the workers gather the rest from each other; costs bytes between them, saves bytes from RAM or "
             "disk. sharded in VRAM: 1/N stays there. auto: measured on GPUs, full on a CPU.",

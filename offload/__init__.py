@@ -6,7 +6,7 @@ from .attach import attach_offload
 from .engine.engine import OffloadEngine
 from .engine.run import EngineRun
 from .formats.decode import CHUNK_VALUES, decode_tensor
-from .formats.gguf_dequant import Packing
+from .formats.gguf_dequant import QuantFormat
 from .formats.gguf_header import read_gguf_header
 from .formats.layout import BlockFormat, block_format, flat_layout, host_bytes, streamed_names, tensor_views
 from .formats.safetensors_header import (
@@ -23,7 +23,7 @@ from .host_memory.pages import map_memory
 from .host_memory.shared_segment import SharedSegment, sweep
 from .patches import BlockPatch, WeightPatch
 from .probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
-from .sharding.group import GatherBrokenError, Sharded, StoppedAlike, shard_bytes
+from .sharding.group import GatherBrokenError, Sharded, StoppedTogether, shard_bytes
 from .sources.base import NoRamError
 from .sources.file import FileSource, read_tensors
 from .sources.quantised import QuantisedSource, quantised_format, scale_bytes
@@ -44,12 +44,12 @@ __all__ = [
     "HostSlots",
     "NoRamError",
     "OffloadEngine",
-    "Packing",
     "PageLockError",
+    "QuantFormat",
     "QuantisedSource",
     "Sharded",
     "SharedSegment",
-    "StoppedAlike",
+    "StoppedTogether",
     "WeightPatch",
     "attach_offload",
     "block_format",

@@ -45,7 +45,7 @@ class BlockPatch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HeldPatch:
+class StagedPatch:
     """The factors of one block in the dtype of their matrices; `memory` is 1-D uint8 of `layout.nbytes`."""
 
     identity: Hashable
@@ -72,7 +72,7 @@ class HeldPatch:
                 matrix.addmm_(up, parts[_part(name, "down")])
 
 
-class HeldPatches:
+class StagedPatches:
     """The patches of all blocks of one engine.
 
     Args:
@@ -83,7 +83,7 @@ class HeldPatches:
     def __init__(self, formats: Mapping[BlockKey, BlockFormat], *, lock: PageLock | None = None) -> None:
         self._formats = formats
         self._locked = LockedBlocks(lock) if lock is not None else None
-        self._held: Mapping[BlockKey, HeldPatch] = {}
+        self._held: Mapping[BlockKey, StagedPatch] = {}
 
     @property
     def locked_bytes(self) -> int:
@@ -100,7 +100,7 @@ class HeldPatches:
         """Bytes of the factors of the block that has most of them."""
         return max((held.layout.nbytes for held in self._held.values()), default=0)
 
-    def get(self, key: BlockKey) -> HeldPatch | None:
+    def get(self, key: BlockKey) -> StagedPatch | None:
         return self._held.get(key)
 
     def nbytes(self, key: BlockKey) -> int:
@@ -108,14 +108,14 @@ class HeldPatches:
         held = self._held.get(key)
         return 0 if held is None else held.layout.nbytes
 
-    def prepare(self, patches: Mapping[BlockKey, BlockPatch]) -> dict[BlockKey, HeldPatch]:
+    def prepare(self, patches: Mapping[BlockKey, BlockPatch]) -> dict[BlockKey, StagedPatch]:
         """Copy `patches` for `replace`; of blocks whose identity stays, what is held already. Nothing is changed.
 
         Raises:
             ValueError: a patch of a block or weight that does not stream, or of another shape.
             OSError: the system does not give that much memory.
         """
-        prepared: dict[BlockKey, HeldPatch] = {}
+        prepared: dict[BlockKey, StagedPatch] = {}
         for key, patch in patches.items():
             held = self._held.get(key)
             if held is not None and held.identity == patch.identity:
@@ -124,12 +124,12 @@ class HeldPatches:
                 prepared[key] = _hold(key, patch, self._formats)
         return prepared
 
-    def changed(self, prepared: Mapping[BlockKey, HeldPatch]) -> frozenset[BlockKey]:
+    def changed(self, prepared: Mapping[BlockKey, StagedPatch]) -> frozenset[BlockKey]:
         """The blocks that arrive with other bytes after `replace(prepared)`."""
         keys = self._held.keys() | prepared.keys()
         return frozenset(key for key in keys if self._held.get(key) is not prepared.get(key))
 
-    def replace(self, prepared: Mapping[BlockKey, HeldPatch]) -> None:
+    def replace(self, prepared: Mapping[BlockKey, StagedPatch]) -> None:
         """Let go of all patches that are not in `prepared`. No copy out of one may be under way."""
         if self._locked is not None:
             changed = self.changed(prepared)
@@ -140,7 +140,7 @@ class HeldPatches:
         self._held = prepared
 
 
-def _hold(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFormat]) -> HeldPatch:
+def _hold(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFormat]) -> StagedPatch:
     """Copy the factors of one block into one flat piece of memory."""
     label = f"the patch of block {key.block} of {key.expert!r}"
     if key not in formats:
@@ -162,7 +162,7 @@ def _hold(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockForm
     views = tensor_views(memory, layout)
     for part, factor, _ in factors:
         views[part].copy_(factor.detach())
-    return HeldPatch(identity=patch.identity, names=tuple(patch.weights), layout=layout, memory=memory)
+    return StagedPatch(identity=patch.identity, names=tuple(patch.weights), layout=layout, memory=memory)
 
 
 def _parts_of(weight: WeightPatch) -> Iterator[tuple[str, torch.Tensor]]:

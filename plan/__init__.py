@@ -8,15 +8,15 @@ from .machine import Machine, expected_machine
 from .memory import RAM_SHARE, RAW_SLOTS, STAGING_SLOTS, VRAM_RESERVE, DoesNotFitError
 from .offload_job import AutoOffload, Budgets, OffloadJob
 from .parallel_layout import choose_layout, describe_layout, heads_of, stage_boundaries, worker_share
-from .planner import Candidate, OffloadPlan, plan_offload, policy_words, ram_words
+from .planner import Candidate, OffloadPlan, describe_policy, describe_ram, plan_offload
 from .predict import predict
-from .profile_update import corrected
-from .ram_program import DIRECT, RamHomes, RamProgram, RunPrograms, compile_ram, plan_ram
+from .profile_update import updated_machine
+from .ram_program import DIRECT, RamProgram, RamResidency, RunPrograms, compile_ram, plan_ram
 from .shrink import bytes_to_free, eviction_order, fit_policy, smaller_policy, stay_near
 from .transfer_program import AT_ONCE, KEPT, Fetch, TransferProgram, compile_program
 from .verify import check_program, check_ram
 from .visits import TRAIN_TIMESTEPS, BlockKey, SkipRule, Visit, expert_at, skipped_steps, split_at_boundary, step_visits
-from .what_if import Choice, plan_choices
+from .what_if import Alternative, plan_alternatives
 
 __all__ = [
     "AT_ONCE",
@@ -28,19 +28,19 @@ __all__ = [
     "STAGING_SLOTS",
     "TRAIN_TIMESTEPS",
     "VRAM_RESERVE",
+    "Alternative",
     "AutoOffload",
     "BlockKey",
     "Budgets",
     "Candidate",
-    "Choice",
     "DoesNotFitError",
     "Fetch",
     "Machine",
     "OffloadJob",
     "OffloadPlan",
     "OffloadPolicy",
-    "RamHomes",
     "RamProgram",
+    "RamResidency",
     "RunPrograms",
     "SkipRule",
     "TransferProgram",
@@ -51,24 +51,24 @@ __all__ = [
     "choose_layout",
     "compile_program",
     "compile_ram",
-    "corrected",
     "describe_layout",
+    "describe_policy",
+    "describe_ram",
     "eviction_order",
     "expected_machine",
     "expert_at",
     "fit_policy",
     "heads_of",
-    "plan_choices",
+    "plan_alternatives",
     "plan_offload",
     "plan_ram",
-    "policy_words",
     "predict",
-    "ram_words",
     "skipped_steps",
     "smaller_policy",
     "split_at_boundary",
     "stage_boundaries",
     "stay_near",
     "step_visits",
+    "updated_machine",
     "worker_share",
 ]

@@ -8,10 +8,10 @@ from itertools import groupby
 
 from ..schema import OffloadPolicy, Residency, plan_residency
 from .machine import Machine
-from .memory import MemoryNeeds, Room, memory_needs
+from .memory import MemoryBudget, MemoryNeeds, memory_needs
 from .offload_job import OffloadJob
 from .predict import hardware_of
-from .ram_program import RamHomes, plan_ram
+from .ram_program import RamResidency, plan_ram
 
 DEPTHS = (1, 2, 3)
 CHUNKS = (None, 32768, 16384, 8192, 4096, 2048)
@@ -46,7 +46,7 @@ def device_choices(blocks: int) -> Iterator[OffloadPolicy]:
     yield OffloadPolicy.resident()
 
 
-def fitting_policies(job: OffloadJob, machine: Machine, room: Room) -> tuple[list[Fit], list[Misfit]]:
+def fitting_policies(job: OffloadJob, machine: Machine, room: MemoryBudget) -> tuple[list[Fit], list[Misfit]]:
     """Every choice on the device with no home in RAM, as many as fit, and all; and what others lack.
 
     Only usual policies are told of that do not fit.
@@ -72,7 +72,7 @@ def with_homes(policy: OffloadPolicy, homes: int) -> OffloadPolicy:
 
 
 def _with_tokens(
-    job: OffloadJob, machine: Machine, on_device: OffloadPolicy, room: Room
+    job: OffloadJob, machine: Machine, on_device: OffloadPolicy, room: MemoryBudget
 ) -> tuple[list[Fit], list[Misfit]]:
     """`on_device` with as many tokens at once as fit, and every kind of homes; and what lacks for the rest."""
     found: list[Fit] = []
@@ -99,7 +99,7 @@ def _with_tokens(
     return found, lacking
 
 
-def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, room: Room) -> Fit | Misfit:
+def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, room: MemoryBudget) -> Fit | Misfit:
     needs = memory_needs(job, machine, policy)
     why = room.lacks(needs)
     return Fit(policy=policy, needs=needs) if why is None else Misfit(policy=policy, needs=needs, why=why)
@@ -141,7 +141,7 @@ class _Traffic:
     """What has passed disk and bus by the end of a step."""
 
     def __init__(
-        self, job: OffloadJob, machine: Machine, policy: OffloadPolicy, residency: Residency, homes: RamHomes
+        self, job: OffloadJob, machine: Machine, policy: OffloadPolicy, residency: Residency, homes: RamResidency
     ) -> None:
         self._hardware = hardware_of(job, machine, policy.chunk_tokens)
         self._blocks = job.expert.blocks

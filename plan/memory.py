@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..schema import OffloadPolicy, Residency, need_text, plan_residency
 from .machine import Machine
 from .offload_job import Budgets, OffloadJob
-from .ram_program import RamHomes, plan_ram
+from .ram_program import RamResidency, plan_ram
 
 STAGING_SLOTS = 2
 """Of whole blocks: two keep a disk busy, a third gains nothing."""
@@ -33,7 +33,7 @@ class MemoryNeeds:
     buffers: int
     buffer_bytes: int
     """Of one buffer."""
-    staying_bytes: int
+    resident_bytes: int
     raw_bytes: int
     """Stored forms of blocks that are being decoded, on a GPU."""
     working_bytes: int
@@ -41,33 +41,33 @@ class MemoryNeeds:
     ram_slots: int
     slot_bytes: int
     """Of one slot."""
-    host_staying_bytes: int
+    host_resident_bytes: int
 
     @property
     def device_bytes(self) -> int:
-        return self.buffers * self.buffer_bytes + self.staying_bytes + self.raw_bytes + self.working_bytes
+        return self.buffers * self.buffer_bytes + self.resident_bytes + self.raw_bytes + self.working_bytes
 
     @property
     def host_bytes(self) -> int:
-        return self.ram_slots * self.slot_bytes + self.host_staying_bytes
+        return self.ram_slots * self.slot_bytes + self.host_resident_bytes
 
-    def device_words(self) -> str:
+    def describe_device(self) -> str:
         """`2 buffers of 0.70 GB + 0.03 GB that stays + 4.20 GB to compute in`."""
         terms = [f"{self.buffers} buffer{'s' * (self.buffers != 1)} of {need_text(self.buffer_bytes)}"]
-        terms.append(f"{need_text(self.staying_bytes)} that stays")
+        terms.append(f"{need_text(self.resident_bytes)} that stays")
         if self.raw_bytes:
             terms.append(f"{need_text(self.raw_bytes)} for what is being decoded")
         terms.append(f"{need_text(self.working_bytes)} to compute in")
         return " + ".join(terms)
 
-    def host_words(self) -> str:
+    def describe_host(self) -> str:
         """`12 slots of 0.70 GB + 0.10 GB beside them`."""
         slots = f"{self.ram_slots} slot{'s' * (self.ram_slots != 1)} of {need_text(self.slot_bytes)}"
-        return slots + (f" + {need_text(self.host_staying_bytes)} beside them" if self.host_staying_bytes else "")
+        return slots + (f" + {need_text(self.host_resident_bytes)} beside them" if self.host_resident_bytes else "")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class MemoryBudget:
     """Bytes that a run may take: the budgets, with numbers in every place. Either may be infinite.
 
     With `shared` the device computes in RAM, and `host` is for both together.
@@ -80,22 +80,24 @@ class Room:
     def lacks(self, needs: MemoryNeeds) -> str | None:
         """Why `needs` do not fit, in words with numbers; None when they do."""
         if needs.device_bytes > self.device:
-            return f"needs {needs.device_words()} = {need_text(needs.device_bytes)}; {need_text(self.device)} given"
+            return f"needs {needs.describe_device()} = {need_text(needs.device_bytes)}; {need_text(self.device)} given"
         if self.shared and needs.device_bytes + needs.host_bytes > self.host:
-            both = f"{needs.device_words()} and {needs.host_words()}" if needs.ram_slots else needs.device_words()
+            both = (
+                f"{needs.describe_device()} and {needs.describe_host()}" if needs.ram_slots else needs.describe_device()
+            )
             whole = need_text(needs.device_bytes + needs.host_bytes)
             return f"needs {both} = {whole} of RAM; {need_text(self.host)} given"
         if needs.host_bytes > self.host:
-            return f"needs {needs.host_words()} = {need_text(needs.host_bytes)} of RAM; {need_text(self.host)} given"
+            return f"needs {needs.describe_host()} = {need_text(needs.host_bytes)} of RAM; {need_text(self.host)} given"
         return None
 
     def slots(self, needs: MemoryNeeds) -> int:
         """Slots of RAM for which there is room beside everything else of `needs`."""
-        taken = needs.host_staying_bytes + (needs.device_bytes if self.shared else 0)
+        taken = needs.host_resident_bytes + (needs.device_bytes if self.shared else 0)
         return max(0, int((self.host - taken) // needs.slot_bytes))
 
 
-def room_for(machine: Machine, budgets: Budgets) -> Room:
+def memory_budget(machine: Machine, budgets: Budgets) -> MemoryBudget:
     """The budgets on `machine`; what they leave open is what the machine can spare."""
     on_cpu = machine.computes_on == "cpu"
     host = RAM_SHARE * machine.ram_bytes if budgets.ram_bytes is None else budgets.ram_bytes
@@ -106,7 +108,7 @@ def room_for(machine: Machine, budgets: Budgets) -> Room:
         device = math.inf
     else:
         device = max(0.0, VRAM_SHARE * machine.vram_bytes - VRAM_RESERVE)
-    return Room(device=device, host=host, shared=on_cpu)
+    return MemoryBudget(device=device, host=host, shared=on_cpu)
 
 
 def memory_needs(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> MemoryNeeds:
@@ -117,12 +119,12 @@ def memory_needs(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> Me
     return MemoryNeeds(
         buffers=buffers,
         buffer_bytes=job.computed_bytes,
-        staying_bytes=job.staying_bytes,
+        resident_bytes=job.resident_bytes,
         raw_bytes=RAW_SLOTS * job.stored_bytes if on_gpu and job.decodes else 0,
         working_bytes=working_bytes(job, policy.chunk_tokens),
         ram_slots=homes.slots + staging_slots(job, machine, homes),
         slot_bytes=job.stored_bytes,
-        host_staying_bytes=job.host_staying_bytes,
+        host_resident_bytes=job.host_resident_bytes,
     )
 
 
@@ -139,12 +141,12 @@ def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
     )
 
 
-def staging_slots(job: OffloadJob, machine: Machine, homes: RamHomes) -> int:
+def staging_slots(job: OffloadJob, machine: Machine, homes: RamResidency) -> int:
     """Slots beside the homes; none where every block keeps one, and where a CPU reads straight into its buffers."""
     straight_in = machine.computes_on == "cpu" and not job.decodes
-    return 0 if straight_in or _all_keep_a_home(homes.residency, job.block_counts) else STAGING_SLOTS
+    return 0 if straight_in or _all_are_resident(homes.residency, job.block_counts) else STAGING_SLOTS
 
 
-def _all_keep_a_home(residency: Residency, block_counts: Mapping[str, int]) -> bool:
+def _all_are_resident(residency: Residency, block_counts: Mapping[str, int]) -> bool:
     every = (residency.keeps(expert, block) for expert, blocks in block_counts.items() for block in range(blocks))
     return all(every)

@@ -28,11 +28,11 @@ class OffloadJob:
     """What is read from the file; more than `stored_bytes` where blocks are quantised on their way."""
     computed_bytes: int
     """What a buffer takes."""
-    staying_bytes: int
+    resident_bytes: int
     """What does not stream, of all experts together, on the device from the start to the end."""
     value_bytes: int = 2
     """Of one value of the activations."""
-    host_staying_bytes: int = 0
+    host_resident_bytes: int = 0
     """RAM beside the slots for as long as the run goes: factors of LoRAs, what waits for the next expert."""
     converts: bool = False
     """Whether blocks arrive in another form of the same size: fp16 where bf16 is computed with."""

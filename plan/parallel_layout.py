@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise, product
 from math import inf
 
-from ..schema import HEAD_DIM, ON_DEVICE, WHOLE_WEIGHTS, Mesh, MeshError, WeightHome, check_mesh
+from ..schema import HEAD_DIM, ON_DEVICE, WHOLE_WEIGHTS, Mesh, MeshError, WeightPlacement, check_mesh
 from .candidates import fitting_policies
 from .machine import Machine
-from .memory import RAM_SHARE, DoesNotFitError, room_for
+from .memory import RAM_SHARE, DoesNotFitError, memory_budget
 from .offload_job import Budgets, OffloadJob
 
 
@@ -112,7 +112,7 @@ def choose_layout(
     *,
     samples: int = 1,
     workers_per_machine: int = 8,
-    weights: WeightHome = WHOLE_WEIGHTS,
+    weights: WeightPlacement = WHOLE_WEIGHTS,
 ) -> Mesh:
     """The first layout of exactly `workers` workers, in the order of the rule, that fits into memory.
 
@@ -141,7 +141,7 @@ def choose_layout(
     lacks: list[str] = []
     for mesh in meshes:
         share = worker_share(mesh, job, machine, budgets, workers_per_machine=workers_per_machine, weights=weights)
-        fits, misfits = fitting_policies(share.job, share.machine, room_for(share.machine, share.budgets))
+        fits, misfits = fitting_policies(share.job, share.machine, memory_budget(share.machine, share.budgets))
         if fits:
             return mesh
         least = min(misfits, key=lambda misfit: misfit.needs.device_bytes)
@@ -157,7 +157,7 @@ def worker_share(
     budgets: Budgets,
     *,
     workers_per_machine: int,
-    weights: WeightHome = WHOLE_WEIGHTS,
+    weights: WeightPlacement = WHOLE_WEIGHTS,
 ) -> WorkerShare:
     """The part of `job` that one worker of `mesh` computes, in the stage with the most steps; else as `choose_layout`.
 
@@ -175,14 +175,14 @@ def worker_share(
         lanes=lanes,
         lanes_of_steps=(),
         experts_of_steps=experts,
-        staying_bytes=job.staying_bytes * len(lanes) // len(job.lanes),
+        resident_bytes=job.resident_bytes * len(lanes) // len(job.lanes),
     )
     here = min(mesh.size, workers_per_machine)
     ram = RAM_SHARE * machine.ram_bytes if budgets.ram_bytes is None else budgets.ram_bytes
     ram = ram * len(lanes) / len(set(job.experts_of_steps))
     if weights == ON_DEVICE:
         shards = sum(worker.block_counts.values()) * worker.stored_bytes // mesh.cell_size
-        worker, ram = replace(worker, staying_bytes=worker.staying_bytes + shards), AMPLE_BYTES
+        worker, ram = replace(worker, resident_bytes=worker.resident_bytes + shards), AMPLE_BYTES
     own = replace(machine, disk_bytes_per_s=machine.disk_bytes_per_s / here)
     if machine.computes_on == "cpu":
         own = replace(

@@ -8,7 +8,7 @@ from itertools import pairwise
 from ..schema import OffloadPolicy, Timeline, plan_residency
 from .candidates import Fit, Misfit, fitting_policies, is_usual, least_seconds, with_homes
 from .machine import Machine
-from .memory import DoesNotFitError, memory_needs, room_for
+from .memory import DoesNotFitError, memory_budget, memory_needs
 from .offload_job import Budgets, OffloadJob
 from .predict import Prediction, compile_programs, predict, visit_seconds
 from .transfer_program import TransferProgram
@@ -26,7 +26,7 @@ def plan_reason(job: OffloadJob, machine: Machine, chosen: Prediction) -> str:
     return "; ".join(parts)
 
 
-def policy_words(policy: OffloadPolicy, blocks: int) -> str:
+def describe_policy(policy: OffloadPolicy, blocks: int) -> str:
     """`30 of 40 stream, 2 ahead` and the like: what a policy does on the device."""
     if policy.kind == "resident":
         return "both experts stay"
@@ -34,7 +34,7 @@ def policy_words(policy: OffloadPolicy, blocks: int) -> str:
     return f"{streamed} of {blocks} stream, {policy.prefetch_blocks} ahead" if streamed else "one expert stays"
 
 
-def ram_words(policy: OffloadPolicy) -> str:
+def describe_ram(policy: OffloadPolicy) -> str:
     """Where what streams comes from."""
     if policy.source == "file":
         return "file"
@@ -118,7 +118,7 @@ def plan_offload(job: OffloadJob, machine: Machine, budgets: Budgets) -> Offload
     Of equal ones (to the millisecond) the one with the smallest device memory is chosen, then with the least RAM.
     Raises DoesNotFitError when there is too little memory for any.
     """
-    fitting, misfits = fitting_policies(job, machine, room_for(machine, budgets))
+    fitting, misfits = fitting_policies(job, machine, memory_budget(machine, budgets))
     if not fitting:
         raise DoesNotFitError(_nothing_fits(misfits, machine, budgets))
     search = _Search(job, machine)

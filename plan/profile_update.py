@@ -20,7 +20,7 @@ CORRECTED = ", corrected by a first step"
 HALVINGS = 24
 
 
-def corrected(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> Machine:
+def updated_machine(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> Machine:
     """`machine` as the first step of `plan` shows it to be.
 
     `measured` is the record of step 0 of `job`, from an engine that began empty. The time of its computing gives

@@ -19,7 +19,7 @@ DIRECT = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RamHomes:
+class RamResidency:
     """Blocks that stay in RAM for this run and later ones, and the slots that they take there."""
 
     residency: Residency
@@ -47,7 +47,7 @@ class RunPrograms:
     ram: RamProgram
 
 
-def plan_ram(policy: OffloadPolicy, residency: Residency, block_counts: Mapping[str, int]) -> RamHomes:
+def plan_ram(policy: OffloadPolicy, residency: Residency, block_counts: Mapping[str, int]) -> RamResidency:
     """Homes in RAM for stacks of `block_counts[expert]` blocks whose residents on the device are `residency`.
 
     Only what streams crosses the bus again and again, so it gets homes first; what stays on the device gets those that
@@ -63,14 +63,14 @@ def plan_ram(policy: OffloadPolicy, residency: Residency, block_counts: Mapping[
     wanted = 0 if policy.source == "file" else len(streamed) + len(resident)
     if policy.ram_blocks is not None:
         wanted = min(wanted, policy.ram_blocks)
-    homes = _spread_homes(wanted, streamed, resident)
+    homes = _spread_residents(wanted, streamed, resident)
     residents = {expert: frozenset(key.block for key in homes if key.expert == expert) for expert in block_counts}
-    return RamHomes(residency=Residency(residents=residents, permanent=True), slots=wanted)
+    return RamResidency(residency=Residency(residents=residents, permanent=True), slots=wanted)
 
 
 def compile_ram(
     program: TransferProgram,
-    homes: RamHomes,
+    homes: RamResidency,
     *,
     staging: int,
     contents: Mapping[int, BlockKey] | None = None,
@@ -90,11 +90,11 @@ def compile_ram(
         visit_of_fetch.append(len(visits) if through_ram else DIRECT)
         if through_ram:
             visits.append(Visit(program.visits[fetch.needed_by].step, *fetch.block))
-    compiled = _compile_beside_homes(visits, homes, staging, contents or {})
+    compiled = _compile_with_residents(visits, homes, staging, contents or {})
     return RamProgram(program=compiled, visit_of_fetch=tuple(visit_of_fetch))
 
 
-def _spread_homes(wanted: int, streamed: Sequence[BlockKey], resident: Sequence[BlockKey]) -> list[BlockKey]:
+def _spread_residents(wanted: int, streamed: Sequence[BlockKey], resident: Sequence[BlockKey]) -> list[BlockKey]:
     """`wanted` of the blocks (or all): streamed ones first, and what is left to the file of each kind evenly spread."""
     first = min(wanted, len(streamed))
     homes = []
@@ -104,8 +104,8 @@ def _spread_homes(wanted: int, streamed: Sequence[BlockKey], resident: Sequence[
     return homes
 
 
-def _compile_beside_homes(
-    visits: Sequence[Visit], homes: RamHomes, staging: int, contents: Mapping[int, BlockKey]
+def _compile_with_residents(
+    visits: Sequence[Visit], homes: RamResidency, staging: int, contents: Mapping[int, BlockKey]
 ) -> TransferProgram:
     """Homes in slots of their own, all other visits through the staging slots behind them."""
     at_home: dict[BlockKey, int] = {}

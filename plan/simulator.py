@@ -61,11 +61,11 @@ class StepTimes(NamedTuple):
     compute_s: float
     stall_s: float
     decode_s: float
-    began_s: float
+    start_s: float
     """Since the run began, as `computed_from_s`."""
     computed_from_s: float
     """When the first block began to compute."""
-    stall_file_s: float
+    stall_on_read_s: float
     """The part of the stall in which a block had not left its file."""
 
 
@@ -102,7 +102,7 @@ class Queues:
         """Go through the visits of one step."""
         program, hardware = self._program, self._hardware
         compute_s = hardware.step_overhead_s
-        stall_s = stall_file_s = decode_s = 0.0
+        stall_s = stall_on_read_s = decode_s = 0.0
         began = self._now
         computed_from: float | None = None
         for number in visits:
@@ -112,7 +112,7 @@ class Queues:
                 wait_s = self._arrival(fetch) - self._now
                 if wait_s > 0:
                     stall_s += wait_s
-                    stall_file_s += min(max(self._left_file[fetch] - self._now, 0.0), wait_s)
+                    stall_on_read_s += min(max(self._left_file[fetch] - self._now, 0.0), wait_s)
                     self._now += wait_s
                 if program.fetches[fetch].needed_by == number:
                     decode_s += self._decode_s[expert]
@@ -127,7 +127,7 @@ class Queues:
             self._done.append(self._now)
         self._now += hardware.step_overhead_s
         assert computed_from is not None, "a step has visits"
-        return StepTimes(self._now - began, compute_s, stall_s, decode_s, began, computed_from, stall_file_s)
+        return StepTimes(self._now - began, compute_s, stall_s, decode_s, began, computed_from, stall_on_read_s)
 
     def _arrival(self, number: int) -> float:
         """When the block of fetch `number` is in its buffer, after all fetches before it."""
@@ -230,8 +230,8 @@ def simulate(program: TransferProgram, hardware: Hardware, ram: RamProgram | Non
                 bytes_moved=moved * hardware.block_bytes[expert],
                 decode_s=times.decode_s,
                 read_bytes=read,
-                began_s=times.began_s,
-                stall_file_s=times.stall_file_s,
+                start_s=times.start_s,
+                stall_on_read_s=times.stall_on_read_s,
                 copy_s=copied / hardware.bus_bytes_per_s,
                 copied_bytes=copied,
                 read_s=read / (hardware.disk_bytes_per_s or 1.0),

@@ -14,7 +14,7 @@ from ..schema import Residency
 from .visits import BlockKey, Visit
 
 
-class Tenancy(NamedTuple):
+class Lifetime(NamedTuple):
     """One block in one buffer from visit `first` to visit `last`, both included.
 
     `stays` marks residents of the first stage and permanent ones: worth keeping if they are there at the start.
@@ -26,14 +26,14 @@ class Tenancy(NamedTuple):
     stays: bool
 
 
-class TenancyList(NamedTuple):
+class LifetimeList(NamedTuple):
     """Tenancies in order of their first visit, and for each visit the index of the tenancy that serves it."""
 
-    tenancies: tuple[Tenancy, ...]
+    lifetimes: tuple[Lifetime, ...]
     of_visit: tuple[int, ...]
 
 
-def list_tenancies(visits: Sequence[Visit], residency: Residency) -> TenancyList:
+def list_lifetimes(visits: Sequence[Visit], residency: Residency) -> LifetimeList:
     """A streamed block has one tenancy per visit; a resident one per stage, or one in all if permanent."""
     opened: list[tuple[BlockKey, int, bool]] = []
     last: list[int] = []
@@ -46,31 +46,31 @@ def list_tenancies(visits: Sequence[Visit], residency: Residency) -> TenancyList
             if not residency.permanent:
                 staying.clear()
         key = visit.key
-        tenancy = staying.get(key)
-        if tenancy is None:
-            tenancy = len(opened)
+        lifetime = staying.get(key)
+        if lifetime is None:
+            lifetime = len(opened)
             resident = residency.keeps(visit.expert, visit.block)
             opened.append((key, index, resident and (first_stage or residency.permanent)))
             last.append(index)
             if resident:
-                staying[key] = tenancy
-        last[tenancy] = index
-        of_visit.append(tenancy)
-    tenancies = (Tenancy(key, first, end, stays) for (key, first, stays), end in zip(opened, last, strict=True))
-    return TenancyList(tuple(tenancies), tuple(of_visit))
+                staying[key] = lifetime
+        last[lifetime] = index
+        of_visit.append(lifetime)
+    lifetimes = (Lifetime(key, first, end, stays) for (key, first, stays), end in zip(opened, last, strict=True))
+    return LifetimeList(tuple(lifetimes), tuple(of_visit))
 
 
 def buffers_needed(visits: Sequence[Visit], residency: Residency) -> int:
     """Smallest number of buffers with which `visits` can run: the most tenancies that ever overlap."""
-    return most_overlapping(list_tenancies(visits, residency).tenancies)
+    return most_overlapping(list_lifetimes(visits, residency).lifetimes)
 
 
-def most_overlapping(tenancies: Sequence[Tenancy]) -> int:
-    """Largest number of `tenancies` that hold a buffer during the same visit."""
-    change = [0] * (max((tenancy.last for tenancy in tenancies), default=0) + 2)
-    for tenancy in tenancies:
-        change[tenancy.first] += 1
-        change[tenancy.last + 1] -= 1
+def most_overlapping(lifetimes: Sequence[Lifetime]) -> int:
+    """Largest number of `lifetimes` that hold a buffer during the same visit."""
+    change = [0] * (max((lifetime.last for lifetime in lifetimes), default=0) + 2)
+    for lifetime in lifetimes:
+        change[lifetime.first] += 1
+        change[lifetime.last + 1] -= 1
     return max(accumulate(change))
 
 
@@ -143,28 +143,28 @@ def compile_program(
     names beyond `buffers` are ignored. Raises ProgramError, with the number needed, when there are too few buffers.
     """
     visits = tuple(visits)
-    tenancies, of_visit = list_tenancies(visits, residency)
-    needed = most_overlapping(tenancies)
+    lifetimes, of_visit = list_lifetimes(visits, residency)
+    needed = most_overlapping(lifetimes)
     if buffers < needed:
         raise ProgramError(f"{buffers} buffers are too few: these residents and visits need {needed}")
 
     held = {buffer: block for buffer, block in sorted((contents or {}).items()) if 0 <= buffer < buffers}
-    kept = _kept_tenancies(tenancies, buffers, held)
-    buffer_of, fetches, fetch_of = _assign_buffers(tenancies, buffers, held, kept)
-    initial = {buffer: tenancies[tenancy].block for tenancy, buffer in kept.items()}
+    kept = _kept_lifetimes(lifetimes, buffers, held)
+    buffer_of, fetches, fetch_of = _assign_buffers(lifetimes, buffers, held, kept)
+    initial = {buffer: lifetimes[lifetime].block for lifetime, buffer in kept.items()}
     replaced = {fetch.buffer for fetch in fetches}
     return TransferProgram(
         visits=visits,
         fetches=tuple(fetches),
         buffers=buffers,
-        visit_buffer=tuple(buffer_of[tenancy] for tenancy in of_visit),
-        visit_fetch=tuple(fetch_of[tenancy] for tenancy in of_visit),
+        visit_buffer=tuple(buffer_of[lifetime] for lifetime in of_visit),
+        visit_fetch=tuple(fetch_of[lifetime] for lifetime in of_visit),
         initial=initial,
         untouched={b: block for b, block in held.items() if b not in initial and b not in replaced},
     )
 
 
-def _kept_tenancies(tenancies: Sequence[Tenancy], buffers: int, held: Mapping[int, BlockKey]) -> dict[int, int]:
+def _kept_lifetimes(lifetimes: Sequence[Lifetime], buffers: int, held: Mapping[int, BlockKey]) -> dict[int, int]:
     """Tenancies that need no fetch because a buffer holds their block already: tenancy -> buffer.
 
     Residents of the present stage are kept first. The buffers that are left serve the next tenancies, and of those the
@@ -175,24 +175,24 @@ def _kept_tenancies(tenancies: Sequence[Tenancy], buffers: int, held: Mapping[in
         holders.setdefault(block, []).append(buffer)
     kept: dict[int, int] = {}
 
-    def keep_if_held(tenancy: int) -> None:
-        if candidates := holders.get(tenancies[tenancy].block):
-            kept[tenancy] = candidates.pop(0)
+    def keep_if_held(lifetime: int) -> None:
+        if candidates := holders.get(lifetimes[lifetime].block):
+            kept[lifetime] = candidates.pop(0)
 
-    staying = [number for number, tenancy in enumerate(tenancies) if tenancy.stays and tenancy.block in holders]
-    from_the_start = {number: tenancies[number]._replace(first=0) for number in staying}
+    staying = [number for number, lifetime in enumerate(lifetimes) if lifetime.stays and lifetime.block in holders]
+    from_the_start = {number: lifetimes[number]._replace(first=0) for number in staying}
     # In the rest of a last step no resident returns. There may be too few buffers then to set one aside for each.
-    if most_overlapping([from_the_start.get(number, tenancy) for number, tenancy in enumerate(tenancies)]) <= buffers:
+    if most_overlapping([from_the_start.get(number, lifetime) for number, lifetime in enumerate(lifetimes)]) <= buffers:
         for number in staying:
             keep_if_held(number)
-    others = (number for number in range(len(tenancies)) if number not in kept)
+    others = (number for number in range(len(lifetimes)) if number not in kept)
     for number in list(islice(others, buffers - len(kept))):
         keep_if_held(number)
     return kept
 
 
 def _assign_buffers(
-    tenancies: Sequence[Tenancy], buffers: int, held: Mapping[int, BlockKey], kept: Mapping[int, int]
+    lifetimes: Sequence[Lifetime], buffers: int, held: Mapping[int, BlockKey], kept: Mapping[int, int]
 ) -> tuple[list[int], list[Fetch], list[int]]:
     """Buffer of each tenancy, all fetches in bus order, and the index of each tenancy's fetch (or KEPT)."""
     taken = set(kept.values())
@@ -200,20 +200,20 @@ def _assign_buffers(
     idle = deque(sorted((b for b in range(buffers) if b not in taken), key=lambda buffer: buffer in held))
     busy: list[tuple[int, int]] = []  # (visit after which it is free, buffer), a heap
     for number, buffer in kept.items():
-        heappush(busy, (tenancies[number].last, buffer))
+        heappush(busy, (lifetimes[number].last, buffer))
 
     buffer_of: list[int] = []
     fetch_of: list[int] = []
     fetches: list[Fetch] = []
-    for number, tenancy in enumerate(tenancies):
+    for number, lifetime in enumerate(lifetimes):
         if number in kept:
             buffer_of.append(kept[number])
             fetch_of.append(KEPT)
             continue
         free_since, buffer = (AT_ONCE, idle.popleft()) if idle else heappop(busy)
-        assert free_since < tenancy.first, "more tenancies overlap than there are buffers"
-        heappush(busy, (tenancy.last, buffer))
+        assert free_since < lifetime.first, "more tenancies overlap than there are buffers"
+        heappush(busy, (lifetime.last, buffer))
         buffer_of.append(buffer)
         fetch_of.append(len(fetches))
-        fetches.append(Fetch(tenancy.block, buffer, free_since, tenancy.first, tenancy.last))
+        fetches.append(Fetch(lifetime.block, buffer, free_since, lifetime.first, lifetime.last))
     return buffer_of, fetches, fetch_of

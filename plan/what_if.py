@@ -17,7 +17,7 @@ VIDEOS_AT_ONCE = (2, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Alternative:
     """One way, planned; or why it does not fit."""
 
     words: str
@@ -32,7 +32,7 @@ class Choice:
         return float("inf") if self.plan is None else self.plan.total_s / self.videos
 
 
-def plan_choices(job: OffloadJob, machine: Machine, budgets: Budgets) -> tuple[Choice, ...]:
+def plan_alternatives(job: OffloadJob, machine: Machine, budgets: Budgets) -> tuple[Alternative, ...]:
     """`job` as it is, and every other way of it, by the time that each video takes; all are planned by `plan_offload`.
 
     A way that moves the same bytes and computes as much is not faster than another; of equal ones the first named stays
@@ -41,9 +41,9 @@ def plan_choices(job: OffloadJob, machine: Machine, budgets: Budgets) -> tuple[C
     choices = []
     for words, videos, other in _ways(job):
         try:
-            choices.append(Choice(words=words, videos=videos, plan=plan_offload(other, machine, budgets)))
+            choices.append(Alternative(words=words, videos=videos, plan=plan_offload(other, machine, budgets)))
         except DoesNotFitError as err:
-            choices.append(Choice(words=words, videos=videos, plan=None, why_not=str(err)))
+            choices.append(Alternative(words=words, videos=videos, plan=None, why_not=str(err)))
     return tuple(sorted(choices, key=lambda choice: round(choice.video_s, 3)))
 
 

@@ -8,20 +8,20 @@ from .cache.mag_table import NEAR_SIGMA, MagTable
 from .cache.settings import PRESETS, CacheSettings, FirstBlockCache, MagCache, cached_policy
 from .context_windows import StepWindows, computed_shape
 from .denoise import DenoiseResult, denoise, denoise_part
-from .errors import Cancelled, NonFiniteLatentError, NoRoomError, RequestError, SmallerPolicyError
+from .errors import NonFiniteLatentError, NoRoomError, RequestError, SamplingCancelled, SmallerPolicyError
 from .estimate import cached_job, offload_job, predicted_calls, predicted_timeline, request_job
 from .inputs.batching import apart, joined
-from .inputs.checks import check_course, check_guidance, check_windows, check_windows_stay
+from .inputs.checks import check_guidance, check_step_plan, check_windows, check_windows_stay
 from .inputs.conditioning import NativeInputs, native_inputs, native_latent, single_entry
 from .inputs.conditioning_keys import IMAGE_SEEN
 from .inputs.first_frame import begun_latent, framed_video, start_end_mask, start_frames, start_mask
 from .inputs.model_checks import check_fits
 from .inputs.request import DenoiseRequest, Guidance, check_nag, parse_scales
 from .loop.denoiser import StepProgress
-from .loop.lanes import LaneInputs, LaneName, foretell, lane_names
-from .loop.model_calls import Passes
+from .loop.lanes import LaneInputs, LaneName, lane_names, prefetch_embeddings
+from .loop.model_calls import ModelCalls
 from .loop.oom_fallback import RunPolicy
-from .loop.parallel import ALONE, Agreed, Compute, Part, Share, Split
+from .loop.parallel import LOCAL_FORWARD, AllReduced, Compute, ParallelForward, RunSlice, Share
 from .loop.resume import RunState
 from .memory import check_room, tokens_of, working_bytes
 from .noise import seeded_noise
@@ -29,16 +29,15 @@ from .schedules import SCHEDULES, check_flow_shift, check_steps, schedule_sigmas
 from .solvers import SOLVERS
 
 __all__ = [
-    "ALONE",
     "IMAGE_SEEN",
+    "LOCAL_FORWARD",
     "NEAR_SIGMA",
     "PRESETS",
     "SCHEDULES",
     "SOLVERS",
-    "Agreed",
+    "AllReduced",
     "CacheSettings",
     "CachedCalls",
-    "Cancelled",
     "Compute",
     "DenoiseRequest",
     "DenoiseResult",
@@ -48,17 +47,18 @@ __all__ = [
     "LaneName",
     "MagCache",
     "MagTable",
+    "ModelCalls",
     "NativeInputs",
     "NoRoomError",
     "NonFiniteLatentError",
-    "Part",
-    "Passes",
+    "ParallelForward",
     "RequestError",
     "RunPolicy",
+    "RunSlice",
     "RunState",
+    "SamplingCancelled",
     "Share",
     "SmallerPolicyError",
-    "Split",
     "StepProgress",
     "StepWindows",
     "apart",
@@ -68,19 +68,18 @@ __all__ = [
     "calibrate",
     "calibration_bytes",
     "calibration_job",
-    "check_course",
     "check_fits",
     "check_flow_shift",
     "check_guidance",
     "check_nag",
     "check_room",
+    "check_step_plan",
     "check_steps",
     "check_windows",
     "check_windows_stay",
     "computed_shape",
     "denoise",
     "denoise_part",
-    "foretell",
     "framed_video",
     "joined",
     "lane_names",
@@ -90,6 +89,7 @@ __all__ = [
     "parse_scales",
     "predicted_calls",
     "predicted_timeline",
+    "prefetch_embeddings",
     "request_job",
     "schedule_sigmas",
     "seeded_noise",

@@ -16,14 +16,14 @@ import torch
 
 from ..devices import compute_device
 from ..schema import OffloadPolicy, Timeline
-from ..telemetry import Observe, Recorder
+from ..telemetry import Recorder, TelemetryOptions
 from ..wan import ExpertPair
 from .cache.base import StepCache
 from .inputs.model_checks import check_fits
 from .inputs.request import DenoiseRequest
-from .loop.denoiser import Callbacks, Denoising, StepProgress
+from .loop.denoiser import Callbacks, Denoiser, StepProgress
 from .loop.oom_fallback import Revise, RunPolicy
-from .loop.parallel import WHOLE, Part
+from .loop.parallel import WHOLE_RUN, RunSlice
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +38,7 @@ class DenoiseResult:
     predicted: Timeline | None = None
     """What was foretold of this run; None where nothing was."""
 
-    def told_first(self, reason: str) -> DenoiseResult:
+    def with_note(self, reason: str) -> DenoiseResult:
         """The same, with a reason for the policy before the changes on the way; an empty one changes nothing."""
         if not reason:
             return self
@@ -54,7 +54,7 @@ def denoise(
     on_step: Callable[[StepProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
     revise: Revise | None = None,
-    observe: Observe | None = None,
+    observe: TelemetryOptions | None = None,
 ) -> DenoiseResult:
     """Denoise `request` with both experts, their weights streamed to `device` as `policy` says.
 
@@ -67,7 +67,7 @@ def denoise(
         should_stop: asked before every block.
         revise: told once how the first step went, where it went undisturbed (memory was not short, nothing was
             compiled); the policy that it answers with holds for the rest of the run, None changes nothing.
-        observe: what is told beside the timeline; by default what the environment asks for (see `Observe.asked`).
+        observe: what is told beside the timeline; by default from the environment, see `TelemetryOptions.asked`.
 
     Raises:
         RequestError: the request does not fit the experts.
@@ -78,19 +78,19 @@ def denoise(
         NonFiniteLatentError: a step made NaN or infinity.
     """
     callbacks = Callbacks(on_step=on_step, should_stop=should_stop, revise=revise)
-    return _denoise(pair, request, WHOLE, callbacks, policy=policy, device=device, observe=observe)
+    return _denoise(pair, request, WHOLE_RUN, callbacks, policy=policy, device=device, observe=observe)
 
 
 def denoise_part(
     pair: ExpertPair,
     request: DenoiseRequest,
-    part: Part,
+    part: RunSlice,
     *,
     policy: OffloadPolicy,
     device: torch.device | str,
     on_step: Callable[[StepProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    observe: Observe | None = None,
+    observe: TelemetryOptions | None = None,
 ) -> DenoiseResult:
     """Compute `part` of what `denoise` would: some of the steps, or the share that others leave.
 
@@ -113,22 +113,22 @@ def denoise_measured(
     device: torch.device | str,
     on_step: Callable[[StepProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    observe: Observe | None = None,
+    observe: TelemetryOptions | None = None,
 ) -> DenoiseResult:
     """As `denoise`, with `cache` in place of what the request asks for: one that looks at every step."""
     callbacks = Callbacks(on_step=on_step, should_stop=should_stop)
-    return _denoise(pair, request, WHOLE, callbacks, policy=policy, device=device, observe=observe, cache=cache)
+    return _denoise(pair, request, WHOLE_RUN, callbacks, policy=policy, device=device, observe=observe, cache=cache)
 
 
 def _denoise(
     pair: ExpertPair,
     request: DenoiseRequest,
-    part: Part,
+    part: RunSlice,
     callbacks: Callbacks,
     *,
     policy: OffloadPolicy,
     device: torch.device | str,
-    observe: Observe | None,
+    observe: TelemetryOptions | None,
     cache: StepCache | None = None,
 ) -> DenoiseResult:
     check_fits(request, pair)
@@ -145,8 +145,8 @@ def _denoise(
     )
     going.refuse_without_ram()
     with torch.inference_mode():
-        recorder = Recorder(place, observe=observe or Observe.asked(os.environ))
-        denoising = Denoising(request, part, going, recorder, callbacks, cache)
+        recorder = Recorder(place, observe=observe or TelemetryOptions.asked(os.environ))
+        denoising = Denoiser(request, part, going, recorder, callbacks, cache)
         denoising.run()
     # A copy made outside inference mode is an ordinary tensor again.
     ended = denoising.latents.to(request.noise.device, copy=True)

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from ..offload import StoppedAlike
-from ..schema import OffloadPolicy
+from ..offload import StoppedTogether
+from ..schema import Cancelled, OffloadPolicy
 
 
 class RequestError(ValueError):
@@ -26,7 +26,7 @@ class ConditioningError(RequestError):
     """A native CONDITIONING or LATENT that Wan2.2 A14B cannot use."""
 
 
-class NonFiniteLatentError(ValueError, StoppedAlike):
+class NonFiniteLatentError(ValueError, StoppedTogether):
     """The latent holds NaN or infinity after a step."""
 
 
@@ -48,7 +48,7 @@ class SmallerPolicyError(ValueError):
         return str(self.args[0])
 
 
-class Cancelled(StoppedAlike):
+class SamplingCancelled(StoppedTogether, Cancelled):
     """The run was stopped before block `block` of step `step`; the pair can be used again at once."""
 
     def __init__(self, step: int, block: int) -> None:

@@ -15,17 +15,17 @@ from .cache.magcache import MagSteps
 from .cache.settings import CacheSettings, FirstBlockCache, MagCache, cached_policy
 from .inputs.request import DenoiseRequest
 from .loop.lanes import names_at
-from .loop.parallel import ALONE
+from .loop.parallel import LOCAL_FORWARD
 from .memory import tokens_of
 
 
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
     """The job of `request`, computed on `device`."""
-    course = request.course()
-    experts = [course.experts[step] for step in course.steps]
+    step_plan = request.step_plan
+    experts = [step_plan.experts[step] for step in step_plan.steps]
     guided = {expert: _guided(request, expert) for expert in ("high", "low")}
     job = offload_job(pair, request.computed_shape, device, experts_of_steps=experts, guided=guided)
-    lanes = tuple(request.batch * request.lanes_at(step) for step in course.steps)
+    lanes = tuple(request.batch * request.lanes_at(step) for step in step_plan.steps)
     if any(job.lanes[expert] != count for expert, count in zip(experts, lanes, strict=True)):
         job = replace(job, lanes_of_steps=lanes)
     return cached_job(job, pair, request.cache)
@@ -37,15 +37,15 @@ def cached_job(job: OffloadJob, pair: ExpertPair, cache: CacheSettings | None) -
         return job
     # The block that is asked in every step stays; where others stay too, this is one buffer too many.
     first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
-    return replace(job, kept_states=cache.kept_states, staying_bytes=job.staying_bytes + first)
+    return replace(job, kept_states=cache.kept_states, resident_bytes=job.resident_bytes + first)
 
 
 def _guided(request: DenoiseRequest, expert: str) -> bool:
     """Whether a step of this expert may have negative lanes."""
     if request.guidance_steps is None:
         return request.guidance_of(expert) != 1
-    course = request.course()
-    return any(course.guidance[step] != 1 for step in course.steps if course.experts[step] == expert)
+    step_plan = request.step_plan
+    return any(step_plan.guidance[step] != 1 for step in step_plan.steps if step_plan.experts[step] == expert)
 
 
 def offload_job(
@@ -76,9 +76,9 @@ def offload_job(
         stored_bytes=pair.stored_bytes,
         file_bytes=pair.file_bytes,
         computed_bytes=pair.computed_bytes,
-        staying_bytes=_staying_bytes(pair, device),
+        resident_bytes=_staying_bytes(pair, device),
         value_bytes=pair.compute_dtype.itemsize,
-        host_staying_bytes=pair.host_staying_bytes,
+        host_resident_bytes=pair.host_resident_bytes,
         converts=pair.decodes,
     )
 
@@ -99,13 +99,13 @@ def predicted_timeline(
     known, and nothing is foretold of it. The run starts from what the engine of `pair` holds for that policy, and from
     nothing where there is no such engine: ask before the run. Raises ValueError where the policy does not fit.
     """
-    course, job = request.course(), request_job(pair, request, device)
+    step_plan, job = request.step_plan, request_job(pair, request, device)
     policy = cached_policy(policy, request.cache)
     if isinstance(request.cache, MagCache):
-        stages = {step: (course.experts[step], names_at(request, step)) for step in course.steps}
-        skips = MagSteps(request.cache, ALONE).known_skips(stages)
-        job = replace(job, skipped_steps=frozenset(step - course.start_step for step in skips))
-    steps = ((index, course.schedule.sigmas[index]) for index in course.steps)
+        stages = {step: (step_plan.experts[step], names_at(request, step)) for step in step_plan.steps}
+        skips = MagSteps(request.cache, LOCAL_FORWARD).known_skips(stages)
+        job = replace(job, skipped_steps=frozenset(step - step_plan.start_step for step in skips))
+    steps = ((index, step_plan.schedule.sigmas[index]) for index in step_plan.steps)
     return _simulated(pair, job, policy, steps, machine=machine, device=device)
 
 
@@ -154,6 +154,6 @@ def _without_blocks(job: OffloadJob, number: int) -> StepRecord:
         compute_s=0.0,
         stall_s=0.0,
         bytes_moved=0,
-        cached_lanes=job.lanes_of_steps[number] if job.lanes_of_steps else job.lanes[expert],
+        skipped_lanes=job.lanes_of_steps[number] if job.lanes_of_steps else job.lanes[expert],
         skipped_visits=job.block_counts[expert],
     )

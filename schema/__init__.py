@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .clusters import HERE, Cluster, check_address, cluster_named, host_and_port, is_loopback, read_clusters
 from .context_windows import BLENDS, ContextWindows, Windows
+from .errors import Cancelled, StateError
 from .experts_ref import Attention, ExpertsRef, LoraRef, Storage
 from .mesh import Mesh, MeshError, check_mesh
 from .policy import OffloadPolicy, PolicyKind, Residency, SourceKind, plan_residency, spread_evenly
@@ -44,15 +45,15 @@ from .workers_ref import (
     LOCAL,
     ON_DEVICE,
     SHARDED,
-    WEIGHT_HOMES,
+    WEIGHT_PLACEMENTS,
     WHOLE_WEIGHTS,
     PathMap,
-    WeightHome,
+    WeightPlacement,
     WorkersError,
     WorkersRef,
     check_count,
     check_degrees,
-    workers_words,
+    describe_workers,
 )
 
 __all__ = [
@@ -79,9 +80,10 @@ __all__ = [
     "TI2V_5B",
     "VERSION",
     "WAN22_PIXELS_PER_LATENT",
-    "WEIGHT_HOMES",
+    "WEIGHT_PLACEMENTS",
     "WHOLE_WEIGHTS",
     "Attention",
+    "Cancelled",
     "Cluster",
     "ContextWindows",
     "ExpertShape",
@@ -97,11 +99,12 @@ __all__ = [
     "RateRange",
     "Residency",
     "SourceKind",
+    "StateError",
     "StepRecord",
     "Storage",
     "Timeline",
     "VideoShape",
-    "WeightHome",
+    "WeightPlacement",
     "Windows",
     "WorkersError",
     "WorkersRef",
@@ -110,6 +113,7 @@ __all__ = [
     "check_degrees",
     "check_mesh",
     "cluster_named",
+    "describe_workers",
     "host_and_port",
     "is_loopback",
     "need_text",
@@ -124,5 +128,4 @@ __all__ = [
     "size_text",
     "spread_evenly",
     "together",
-    "workers_words",
 ]

@@ -27,7 +27,7 @@ class LoraRef:
 class ExpertsRef:
     """Names a pair of experts by value, so that it can travel along a graph edge and be compared.
 
-    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts; or, with `one`,
+    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts; or, with `single`,
     that `high_noise` is one expert, which runs every step. `loras` are added to the experts' weights, all of them.
     """
 
@@ -37,7 +37,7 @@ class ExpertsRef:
     """torch's name of a dtype; or "auto": what the device is fast in, and the same for all workers of a run."""
     storage: Storage = "as stored"
     loras: tuple[LoraRef, ...] = ()
-    one: bool = False
+    single: bool = False
     attention: Attention = "default"
     compile: bool = False
     """Whether the blocks are compiled (`torch.compile`)."""

@@ -72,13 +72,13 @@ class Mesh:
             number = number * degree + getattr(at, axis)
         return number
 
-    def cell(self, data: int, stage: int) -> range:
-        """The ranks of a cell; the first one of them leads it."""
+    def worker_group(self, data: int, stage: int) -> range:
+        """The ranks of a group; the first one of them leads it."""
         first = self.rank(Coordinates(data=data, stage=stage))
         return range(first, first + self.cell_size)
 
-    def cells(self) -> Iterator[tuple[int, int]]:
-        """(data, stage) of every cell, in the order of ranks."""
+    def worker_groups(self) -> Iterator[tuple[int, int]]:
+        """(data, stage) of every group, in the order of ranks."""
         return ((data, stage) for data in range(self.data) for stage in range(self.stage))
 
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ def check_mesh(
         workers: how many there are.
         heads: attention heads of the experts (A14B: 40).
         tokens: length of the sequence of one lane.
-        lanes: under each expert that runs, of what a cell computes at once: for one sample 1, or 2 where its guidance
+        lanes: under each expert that runs, of what a group computes at once: for one sample 1, or 2 where its guidance
             is not 1; as many times that as samples go together.
         steps: of the whole run.
         samples: videos that are made: samples of the request, or items of the queue.
@@ -179,7 +179,7 @@ def _idle_at_times(mesh: Mesh, lanes: Mapping[str, int], samples: int) -> Iterat
     if mesh.stage > 1 and samples < mesh.stage * mesh.data:
         yield (
             f"stage {mesh.stage} x data {mesh.data} for {samples} video{'s' * (samples != 1)}: "
-            f"at most {samples} of {mesh.stage * mesh.data} cells work at a time"
+            f"at most {samples} of {mesh.stage * mesh.data} groups work at a time"
         )
     single = [expert for expert, count in lanes.items() if count < 2]
     if mesh.cfg > 1 and single:

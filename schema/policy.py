@@ -42,7 +42,7 @@ class OffloadPolicy:
     are read from their file for every fetch."""
     chunk_tokens: int | None = None
     """Tokens that go through feed-forward and norms at once; None: all of them."""
-    keeps_first: bool = False
+    pin_first_block: bool = False
     """Whether the first block of an expert stays as long as that runs, for a cache that asks it in every step."""
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ def plan_residency(policy: OffloadPolicy, block_counts: Mapping[str, int]) -> tu
         residents = {expert: frozenset(range(blocks)) for expert, blocks in block_counts.items()}
         return Residency(residents=residents, permanent=True), distinct_blocks
 
-    least = 1 if policy.keeps_first else 0
+    least = 1 if policy.pin_first_block else 0
     residents = {
         expert: spread_evenly(max(least, _kept_blocks(policy, expert, blocks)), blocks)
         for expert, blocks in block_counts.items()

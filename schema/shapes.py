@@ -124,7 +124,7 @@ class ExpertShape:
         islands = (6 + 2) * self.width
         return _bytes(self.streamed_parameters + self.small_parameters, islands if fp32_islands else 0)
 
-    def outer_bytes(self, *, fp32_islands: bool = False) -> int:
+    def non_block_bytes(self, *, fp32_islands: bool = False) -> int:
         """Bytes outside the blocks; `fp32_islands` counts as fp32 what diffusers holds so.
 
         That is the time embedder, the output modulation, and the norms of an image branch.
@@ -132,7 +132,7 @@ class ExpertShape:
         islands = self._time_embedder + self._output_modulation + self._image_norms
         return _bytes(self.outer_parameters, islands if fp32_islands else 0)
 
-    def staying_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes that stay beside the buffers, fp32 islands counted as fp32, without the tables of positions.
 
         That is everything that does not stream but the embedders of time and text, which are there for a moment only.

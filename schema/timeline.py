@@ -82,9 +82,9 @@ class StepRecord:
     """Time of decoding and patching blocks: on a GPU beside the computing, on a CPU between stall and compute."""
     read_bytes: int = 0
     """Bytes read from files for the visits of this step, whenever they were read."""
-    began_s: float | None = None
+    start_s: float | None = None
     """Seconds from the start of the run to the start of the step; None in timelines that were written without."""
-    stall_file_s: float = 0.0
+    stall_on_read_s: float = 0.0
     """That part of `stall_s` in which the block's bytes had not left their file yet."""
     copy_s: float = 0.0
     """Time in which the way from RAM to the buffers was busy with fetches of this step, whenever they ran."""
@@ -100,7 +100,7 @@ class StepRecord:
     """Bytes of the device that ComfyUI's dynamic VRAM held for other models at the end of the step."""
     pinned_bytes: int | None = None
     """Bytes of RAM that were page-locked for streaming at the end of the step; None where no engine told."""
-    cached_lanes: int = 0
+    skipped_lanes: int = 0
     """Lanes that took over what blocks had added in a step before, instead of computing them (Wan Cache)."""
     skipped_visits: int = 0
     """Blocks that no lane needed for that reason; they were neither visited nor fetched."""
@@ -130,7 +130,7 @@ class PhaseRecord:
 
     name: str
     """One of `PHASES`."""
-    began_s: float
+    start_s: float
     """Since the run began; negative for what was done before it."""
     wall_s: float
     device_bytes: int | None = None
@@ -161,7 +161,7 @@ class Timeline:
 
     steps: tuple[StepRecord, ...]
     kind: TimelineKind
-    outer_bytes: int = 0
+    non_block_bytes: int = 0
     """Bytes moved for weights outside the blocks."""
     first_block_s: float | None = None
     """Seconds from the start of the run to the first block's compute; None when no block was visited."""
@@ -199,7 +199,7 @@ class Timeline:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of all blocks fetched; `outer_bytes` come on top."""
+        """Bytes of all blocks fetched; `non_block_bytes` come on top."""
         return sum(step.bytes_moved for step in self.steps)
 
     @property
@@ -213,14 +213,14 @@ class Timeline:
         return sum(step.skipped_visits for step in self.steps)
 
     @property
-    def cached_steps(self) -> int:
+    def skipped_steps(self) -> int:
         """Steps in which a cache left visits out."""
         return sum(step.skipped_visits > 0 for step in self.steps)
 
     @property
-    def stall_file_s(self) -> float:
+    def stall_on_read_s(self) -> float:
         """That part of `stall_s` in which a block's bytes had not left their file yet."""
-        return sum(step.stall_file_s for step in self.steps)
+        return sum(step.stall_on_read_s for step in self.steps)
 
     @property
     def copy_s(self) -> float:
@@ -296,7 +296,7 @@ def run_phases(steps: Sequence[StepRecord], computed_from: Sequence[float | None
     stage has the name of its expert.
 
     Args:
-        steps: all of the run, each with its `began_s`; without it there are no phases.
+        steps: all of the run, each with its `start_s`; without it there are no phases.
         computed_from: per step, in seconds since the run began, when its first block began to compute; None for a step
             without blocks.
     """
@@ -306,16 +306,16 @@ def run_phases(steps: Sequence[StepRecord], computed_from: Sequence[float | None
     for expert, members in groupby(placed, key=lambda placed_step: placed_step[0].expert):
         stage = list(members)
         (first, computes), (last, _) = stage[0], stage[-1]
-        if first.began_s is None or last.began_s is None:
+        if first.start_s is None or last.start_s is None:
             return ()
-        computes = first.began_s if computes is None else computes
+        computes = first.start_s if computes is None else computes
         opening = "switch" if phases else "first block"
-        phases.append(PhaseRecord(name=opening, began_s=reached, wall_s=computes - reached))
-        reached = last.began_s + last.wall_s
+        phases.append(PhaseRecord(name=opening, start_s=reached, wall_s=computes - reached))
+        reached = last.start_s + last.wall_s
         phases.append(
             PhaseRecord(
                 name=expert,
-                began_s=computes,
+                start_s=computes,
                 wall_s=reached - computes,
                 device_bytes=_most(step.device_bytes for step, _ in stage),
                 device_used_bytes=_most(step.device_used_bytes for step, _ in stage),

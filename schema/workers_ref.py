@@ -11,12 +11,12 @@ from .mesh import Mesh
 IN_PROCESS = "in-process"
 LOCAL = "local"
 
-WeightHome = Literal["auto", "full", "sharded", "sharded in VRAM"]
-"""Where the workers of a cell have their weights: all of them each, or 1/N each, which they gather block by block."""
-WHOLE_WEIGHTS: WeightHome = "full"
-SHARDED: WeightHome = "sharded"
-ON_DEVICE: WeightHome = "sharded in VRAM"
-WEIGHT_HOMES: tuple[WeightHome, ...] = ("auto", "full", "sharded", "sharded in VRAM")
+WeightPlacement = Literal["auto", "full", "sharded", "sharded in VRAM"]
+"""Where the workers of a group have their weights: all of them each, or 1/N each, which they gather block by block."""
+WHOLE_WEIGHTS: WeightPlacement = "full"
+SHARDED: WeightPlacement = "sharded"
+ON_DEVICE: WeightPlacement = "sharded in VRAM"
+WEIGHT_PLACEMENTS: tuple[WeightPlacement, ...] = ("auto", "full", "sharded", "sharded in VRAM")
 
 
 Goal = Literal["latency", "throughput"]
@@ -46,7 +46,7 @@ class WorkersRef:
     Ray cluster that runs already ("host:port"). Never taken from a graph: see `clusters`."""
     token_file: str = ""
     """The file with the token of the cluster, which is sent to `address` alone; empty: no token is sent."""
-    weights: WeightHome = "auto"
+    weights: WeightPlacement = "auto"
     paths: tuple[PathMap, ...] = ()
     """For workers on other machines: each worker takes the first under which a file is there, else the path here."""
     threads: int | None = None
@@ -57,7 +57,7 @@ class WorkersRef:
     max_restarts: int = 3
     """How many lost workers are replaced in one run."""
     timeout_s: float = 300.0
-    """How long a worker waits for the others of its cell before it says that one hangs."""
+    """How long a worker waits for the others of its group before it says that one hangs."""
 
 
 ARROW = "->"
@@ -133,7 +133,7 @@ def check_degrees(mesh: Mesh, count: int) -> None:
         )
 
 
-def workers_words(ref: WorkersRef) -> str:
+def describe_workers(ref: WorkersRef) -> str:
     """`2 workers, local: cfg 2`, for a reader."""
     count = f"{ref.count} worker{'s' * (ref.count != 1)}"
     return f"{count}, {ref.address}: {ref.goal if ref.mesh is None else ref.mesh}"

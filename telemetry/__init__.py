@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from .nvtx import Ranges, ranged
-from .options import Observe
-from .phases import Ledger, Ledgers
-from .read_timing import ReadMeter, ReadSpan
+from .options import TelemetryOptions
+from .phases import PhaseRegistry, QueueItemPhases
+from .read_timing import ReadSpan, ReadTimer
 from .recorder import Recorder
 from .step_events import BlockArrival
 
 __all__ = [
     "BlockArrival",
-    "Ledger",
-    "Ledgers",
-    "Observe",
+    "PhaseRegistry",
+    "QueueItemPhases",
     "Ranges",
-    "ReadMeter",
     "ReadSpan",
+    "ReadTimer",
     "Recorder",
+    "TelemetryOptions",
     "ranged",
 ]

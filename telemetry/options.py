@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .phases import Ledger
+from .phases import QueueItemPhases
 
 TRACE = "WANSTREAM_TRACE"
 """A folder: every run leaves a trace there that ui.perfetto.dev and chrome://tracing open."""
@@ -21,13 +21,13 @@ def no_dynamic_bytes() -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Observe:
+class TelemetryOptions:
     """What a run tells beside its timeline. By default nothing."""
 
     trace: Path | None = None
     """A folder that the trace is written to; made where it is not there."""
     nvtx: bool = False
-    ledger: Ledger | None = None
+    ledger: QueueItemPhases | None = None
     """Gets the phases of the run, and gives those that came before it."""
     dynamic_bytes: Callable[[], int | None] = no_dynamic_bytes
     """Bytes of the device that the host's dynamic VRAM holds now."""
@@ -37,9 +37,9 @@ class Observe:
         cls,
         environment: Mapping[str, str],
         *,
-        ledger: Ledger | None = None,
+        ledger: QueueItemPhases | None = None,
         dynamic_bytes: Callable[[], int | None] = no_dynamic_bytes,
-    ) -> Observe:
+    ) -> TelemetryOptions:
         """What `WANSTREAM_TRACE` and `WANSTREAM_NVTX` ask for. Raises ValueError unless the latter is 0, 1 or empty."""
         nvtx = environment.get(NVTX, "") or "0"
         if nvtx not in ("0", "1"):

@@ -17,7 +17,7 @@ from ..schema import PHASES, PhaseRecord
 KEPT_LEDGERS = 16
 
 
-class Ledger:
+class QueueItemPhases:
     """Phases of one queue item in the order in which they ended; any thread may ask for them."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Ledger:
         clock_for(device).settle()
         record = PhaseRecord(
             name=name,
-            began_s=began - self._began,
+            start_s=began - self._began,
             wall_s=time.perf_counter() - began,
             device_bytes=memory.device_bytes(),
             device_used_bytes=memory.used_bytes(),
@@ -54,30 +54,30 @@ class Ledger:
         """Note the phases of a run that began when `time.perf_counter()` was `began`."""
         shift = began - self._began
         with self._lock:
-            self._phases += [replace(phase, began_s=phase.began_s + shift) for phase in phases]
+            self._phases += [replace(phase, start_s=phase.start_s + shift) for phase in phases]
 
     def phases(self, *, since: float | None = None) -> tuple[PhaseRecord, ...]:
         """What was noted so far, in order of beginning.
 
-        `began_s` counts from `since`, a value of `time.perf_counter()`, or from the moment when this ledger was opened.
+        `start_s` counts from `since`, a value of `time.perf_counter()`, or from the moment when this ledger was opened.
         """
         shift = 0.0 if since is None else self._began - since
         with self._lock:
-            noted = [replace(phase, began_s=phase.began_s + shift) for phase in self._phases]
-        return tuple(sorted(noted, key=lambda phase: phase.began_s))
+            noted = [replace(phase, start_s=phase.start_s + shift) for phase in self._phases]
+        return tuple(sorted(noted, key=lambda phase: phase.start_s))
 
 
-class Ledgers:
+class PhaseRegistry:
     """The ledgers of the last queue items, by their id."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ledgers: OrderedDict[str, Ledger] = OrderedDict()
+        self._ledgers: OrderedDict[str, QueueItemPhases] = OrderedDict()
 
-    def of(self, run_id: str) -> Ledger:
+    def of(self, run_id: str) -> QueueItemPhases:
         """The ledger of that queue item, opened if there is none; the one that was asked for longest ago may go."""
         with self._lock:
-            ledger = self._ledgers.setdefault(run_id, Ledger())
+            ledger = self._ledgers.setdefault(run_id, QueueItemPhases())
             self._ledgers.move_to_end(run_id)
             while len(self._ledgers) > KEPT_LEDGERS:
                 self._ledgers.popitem(last=False)

@@ -20,7 +20,7 @@ class ReadSpan(NamedTuple):
     """True if they went straight into a buffer, not into RAM."""
 
 
-class ReadMeter:
+class ReadTimer:
     """Measures readings, from any thread; `ranges` names them for a profiler."""
 
     def __init__(self, ranges: Ranges | None = None) -> None:

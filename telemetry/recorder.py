@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from ..devices import Mark, MemoryMeter, clock_for
+from ..devices import DeviceEvent, MemoryMeter, clock_for
 from ..schema import RATE_BORDERS, MemorySample, PhaseRecord, RateRange, StepRecord, Timeline, rate_range, run_phases
 from .memory_sampler import MemorySampler
 from .nvtx import NvtxRanges, Ranges, ranged
-from .options import Observe
-from .step_events import BlockArrival, StepMarks
+from .options import TelemetryOptions
+from .step_events import BlockArrival, StepEvents
 from .trace import MOST_SPANS, TraceSpan, chrome_trace, write_trace
 
 
@@ -70,19 +70,19 @@ class Recorder:
         self,
         device: torch.device,
         *,
-        observe: Observe | None = None,
+        observe: TelemetryOptions | None = None,
         ranges: Ranges | None = None,
         most_spans: int = MOST_SPANS,
     ) -> None:
         self.clock = clock_for(device)
-        self.outer_bytes = 0
-        self._observe = observe or Observe()
+        self.non_block_bytes = 0
+        self._observe = observe or TelemetryOptions()
         self.ranges = NvtxRanges() if ranges is None and self._observe.nvtx else ranges
         self._device, self._memory = device, MemoryMeter(device)
         self._began = time.perf_counter()
         self._steps: list[StepRecord] = []
         self._computed_from: list[float | None] = []
-        self._marks = StepMarks(self.clock)
+        self._marks = StepEvents(self.clock)
         self._copy_rates, self._read_rates = RateCounter(), RateCounter()
         self._spans: list[TraceSpan] = []
         self._traced_steps, self._most_spans = 0, most_spans
@@ -114,7 +114,7 @@ class Recorder:
     @contextmanager
     def step(self, index: int, expert: str, sigma: float | None = None) -> Iterator[None]:
         """Everything inside belongs to step `index`; nothing is recorded when it raises."""
-        self._marks = StepMarks(self.clock)
+        self._marks = StepEvents(self.clock)
         self._memory.restart()
         began = time.perf_counter()
         with ranged(self.ranges, f"step {index} ({expert})"):
@@ -139,8 +139,8 @@ class Recorder:
                 rss_bytes=self._memory.rss_bytes(),
                 decode_s=marks.decode_s(),
                 read_bytes=sum(read.nbytes for read in reads),
-                began_s=began - self._began,
-                stall_file_s=marks.stall_file_s(end, now),
+                start_s=began - self._began,
+                stall_on_read_s=marks.stall_on_read_s(end, now),
                 copy_s=sum(seconds for _, seconds in copies),
                 copied_bytes=sum(nbytes for nbytes, _ in copies),
                 read_s=marks.read_s(),
@@ -148,7 +148,7 @@ class Recorder:
                 device_used_bytes=self._memory.used_bytes(),
                 dynamic_bytes=self._observe.dynamic_bytes(),
                 pinned_bytes=None if self._pinned_bytes is None else self._pinned_bytes(),
-                cached_lanes=marks.cached_lanes,
+                skipped_lanes=marks.skipped_lanes,
                 skipped_visits=marks.skipped_visits,
             )
         )
@@ -170,13 +170,15 @@ class Recorder:
         """A visit may start for which a block was fetched."""
         self._marks.arrivals.append(arrival)
 
-    def visit(self, block: int, asked: Mark, arrived: Mark, ready: Mark, done: Mark) -> None:
-        """One visit of `block`; see `VisitMarks`."""
+    def visit(
+        self, block: int, asked: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent, done: DeviceEvent
+    ) -> None:
+        """One visit of `block`; see `VisitEvents`."""
         self._marks.visits.append((block, asked, arrived, ready, done))
 
     def cached(self, *, lanes: int, visits: int) -> None:
         """A cache took over what `lanes` lanes would have computed, which left out `visits` visits of the step."""
-        self._marks.cached_lanes, self._marks.skipped_visits = lanes, visits
+        self._marks.skipped_lanes, self._marks.skipped_visits = lanes, visits
 
     @property
     def last(self) -> StepRecord:
@@ -189,7 +191,7 @@ class Recorder:
         return Timeline(
             steps=tuple(self._steps),
             kind="measured",
-            outer_bytes=self.outer_bytes,
+            non_block_bytes=self.non_block_bytes,
             first_block_s=first_blocks[0] if first_blocks else None,
             phases=(*self._before, *self._run_phases()),
             memory=() if self._sampler is None else self._sampler.samples(),
@@ -217,7 +219,7 @@ def _before(noted: Sequence[PhaseRecord]) -> tuple[PhaseRecord, ...]:
 
 def _sampled(phase: PhaseRecord, samples: tuple[MemorySample, ...]) -> PhaseRecord:
     """The phase with the most that was sampled on the device in it."""
-    ended_s = phase.began_s + phase.wall_s
-    used = [sample.device_used_bytes for sample in samples if phase.began_s <= sample.at_s <= ended_s]
+    ended_s = phase.start_s + phase.wall_s
+    used = [sample.device_used_bytes for sample in samples if phase.start_s <= sample.at_s <= ended_s]
     known = [value for value in (phase.device_used_bytes, *used) if value is not None]
     return replace(phase, device_used_bytes=max(known, default=None))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
-from ..devices import Clock, Mark
+from ..devices import Clock, DeviceEvent
 from .read_timing import ReadSpan
 from .trace import TraceSpan
 
-VisitMarks: TypeAlias = tuple[int, Mark, Mark, Mark, Mark]
+VisitEvents: TypeAlias = tuple[int, DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent]
 """One visit: its block; when that was asked for, there, and decoded; when the last lane had passed.
 
 Arrived and decoded are the same where the computing thread does not decode. A plain tuple: one is made for every visit.
@@ -22,24 +22,24 @@ class BlockArrival(NamedTuple):
     block: int
     nbytes: int
     """Of the fetch."""
-    asked: Mark
+    asked: DeviceEvent
     """When the visit asked for it, as `arrived`."""
-    arrived: Mark
+    arrived: DeviceEvent
     read: ReadSpan | None
     """What a file was read for it; None if RAM held the block from before."""
-    copied: tuple[Mark, Mark] | None
+    copied: tuple[DeviceEvent, DeviceEvent] | None
     """When its copy out of RAM began and ended; None where there was none."""
-    decoded: tuple[Mark, Mark] | None
+    decoded: tuple[DeviceEvent, DeviceEvent] | None
     """When decoding and patching it began and ended, on whichever stream."""
 
 
-class StepMarks:
+class StepEvents:
     """What one step left behind while it ran."""
 
     def __init__(self, clock: Clock) -> None:
-        self.visits: list[VisitMarks] = []
+        self.visits: list[VisitEvents] = []
         self.arrivals: list[BlockArrival] = []
-        self.cached_lanes = self.skipped_visits = 0
+        self.skipped_lanes = self.skipped_visits = 0
         self._seconds = clock.seconds
 
     def compute_s(self) -> float:
@@ -71,7 +71,7 @@ class StepMarks:
             reached = max(reached, read.ended)
         return busy
 
-    def stall_file_s(self, end: Mark, now: float) -> float:
+    def stall_on_read_s(self, end: DeviceEvent, now: float) -> float:
         """The part of the stall in which a block was still to leave its file; `end` was passed at `now`.
 
         A mark on a device has no time of the host: it is known by its distance to `end`.
@@ -83,14 +83,14 @@ class StepMarks:
                 total += min(max(late_s, 0.0), self._seconds(arrival.asked, arrival.arrived))
         return total
 
-    def computed_from(self, end: Mark, now: float) -> float | None:
+    def computed_from(self, end: DeviceEvent, now: float) -> float | None:
         """When the first block began to compute, by `time.perf_counter()`; None without visits."""
         return self._at(self.visits[0][3], end, now) if self.visits else None
 
-    def spans(self, expert: str, end: Mark, now: float, began: float) -> Iterator[TraceSpan]:
+    def spans(self, expert: str, end: DeviceEvent, now: float, began: float) -> Iterator[TraceSpan]:
         """Everything as rows of a trace, in seconds since `began`."""
 
-        def span(row: str, block: int, first: Mark, last: Mark, **args: int) -> TraceSpan:
+        def span(row: str, block: int, first: DeviceEvent, last: DeviceEvent, **args: int) -> TraceSpan:
             at = self._at(first, end, now) - began
             return TraceSpan(row, f"{expert} {block}", at, at + self._seconds(first, last), args)
 
@@ -107,5 +107,5 @@ class StepMarks:
                 at = read.began - began, read.ended - began
                 yield TraceSpan(row, f"{expert} {arrival.block}", *at, {"bytes": read.nbytes})
 
-    def _at(self, mark: Mark, end: Mark, now: float) -> float:
+    def _at(self, mark: DeviceEvent, end: DeviceEvent, now: float) -> float:
         return now - self._seconds(mark, end)

@@ -27,7 +27,7 @@ class TraceSpan(NamedTuple):
 
     row: str
     name: str
-    began_s: float
+    start_s: float
     ended_s: float
     args: Mapping[str, Any]
 
@@ -67,20 +67,20 @@ def write_trace(folder: Path, trace: Mapping[str, Any]) -> Path:
 
 def _phases(timeline: Timeline) -> Iterator[TraceSpan]:
     for phase in timeline.phases:
-        yield TraceSpan("phases", phase.name, phase.began_s, phase.began_s + phase.wall_s, {})
+        yield TraceSpan("phases", phase.name, phase.start_s, phase.start_s + phase.wall_s, {})
 
 
 def _steps(timeline: Timeline) -> Iterator[TraceSpan]:
     for step in timeline.steps:
-        if step.began_s is not None:
+        if step.start_s is not None:
             told = {"sigma": step.sigma, "bytes_moved": step.bytes_moved, "read_bytes": step.read_bytes}
-            yield TraceSpan("steps", f"{step.expert} {step.index}", step.began_s, step.began_s + step.wall_s, told)
+            yield TraceSpan("steps", f"{step.expert} {step.index}", step.start_s, step.start_s + step.wall_s, told)
 
 
 def _row(number: int, spans: Sequence[TraceSpan]) -> Iterator[dict[str, Any]]:
     reached = float("-inf")
-    for span in sorted(spans, key=lambda span: span.began_s):
-        began = max(span.began_s, reached)
+    for span in sorted(spans, key=lambda span: span.start_s):
+        began = max(span.start_s, reached)
         reached = max(span.ended_s, began)
         yield {
             "ph": "X",

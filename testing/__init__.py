@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from .experts import save_expert_folder
-from .folder import SampleModelError
-from .model import write_sample_model
-from .weights import TEXT_DIM, ExpertShape, make_expert
+from .folder import TinyModelError
+from .model import write_tiny_model
+from .weights import TEXT_DIM, TinyShape, make_expert
 
 __all__ = [
     "TEXT_DIM",
-    "ExpertShape",
-    "SampleModelError",
+    "TinyModelError",
+    "TinyShape",
     "make_expert",
     "save_expert_folder",
-    "write_sample_model",
+    "write_tiny_model",
 ]

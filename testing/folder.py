@@ -16,11 +16,11 @@ RECORD = "sample_model.json"
 PARTIAL = ".partial"
 
 
-class SampleModelError(OSError):
+class TinyModelError(OSError):
     """A test model cannot be written; the message says where and why."""
 
 
-class SampleFolder:
+class ModelFolder:
     """`folder` as the place of a test model that is made by `recipe`."""
 
     def __init__(self, folder: Path, *, recipe: Mapping[str, int]) -> None:
@@ -64,18 +64,18 @@ class SampleFolder:
 
     def _refuse_other_files(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
-            raise SampleModelError(f"{self.folder} is a file: name a folder")
+            raise TinyModelError(f"{self.folder} is a file: name a folder")
         record = self._read_record()
         if record is None:
             others = [path.name for path in _entries(self.folder) if path.name != PARTIAL]
             if others:
-                raise SampleModelError(
+                raise TinyModelError(
                     f"{self.folder} holds {others[0]} and is no test model: name a new or an empty folder"
                 )
             return
         for name in self._changed(record):
             if (self.folder / name).exists():
-                raise SampleModelError(f"{self.folder / name} is no longer the test model's: move it elsewhere")
+                raise TinyModelError(f"{self.folder / name} is no longer the test model's: move it elsewhere")
 
     def _remove_old(self) -> None:
         for path in self.files():
@@ -88,7 +88,7 @@ class SampleFolder:
             path = file.relative_to(partial)
             target = self.folder / path
             if target.exists():
-                raise SampleModelError(f"{target} is not the test model's and in its way: move it elsewhere")
+                raise TinyModelError(f"{target} is not the test model's and in its way: move it elsewhere")
             target.parent.mkdir(parents=True, exist_ok=True)
             file.rename(target)
             files[path.as_posix()] = target.stat().st_size
@@ -102,7 +102,7 @@ class SampleFolder:
         try:
             record: dict[str, dict[str, int]] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as err:
-            raise SampleModelError(f"{path} is damaged: remove the folder, or name another") from err
+            raise TinyModelError(f"{path} is damaged: remove the folder, or name another") from err
         return record
 
     def _changed(self, record: Mapping[str, Mapping[str, int]]) -> list[str]:

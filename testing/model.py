@@ -16,16 +16,16 @@ from safetensors import SafetensorError
 from ..schema import size_text
 from .components import save_text_encoder_file, save_text_encoder_folders, save_vae_file, save_vae_folder
 from .experts import save_expert_file, save_expert_folder
-from .folder import SampleFolder, SampleModelError
+from .folder import ModelFolder, TinyModelError
 from .fp8 import Fp8Layout
 from .loras import make_lora, save_lora
 from .pipeline import link_shared, write_settings
 from .ti2v import write_ti2v
 from .tokenizer import VOCABULARY
 from .wan21 import write_wan21
-from .weights import SAMPLE_WIDTH, ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
+from .weights import SAMPLE_WIDTH, TinyShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
 
-__all__ = ["SampleModel", "SampleModelError", "write_sample_model"]
+__all__ = ["TinyModel", "TinyModelError", "write_tiny_model"]
 
 A14B_LAYERS = 40
 RECIPE = 7  # raised when other files are written, so that an older test model is replaced
@@ -86,7 +86,7 @@ I2V = Family(
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleModel:
+class TinyModel:
     """A test model on disk. `files` have their sizes in bytes; `nbytes` counts a file with two names once."""
 
     folder: Path
@@ -100,9 +100,9 @@ class SampleModel:
         return "\n".join([*lines, f"{size_text(self.nbytes):>8}  on disk, in {self.folder}"])
 
 
-def write_sample_model(
+def write_tiny_model(
     folder: Path | str, *, layers: int = A14B_LAYERS, on_progress: Callable[[str], object] | None = None
-) -> SampleModel:
+) -> TinyModel:
     """Write a test model into `folder`: a new folder, an empty one, or an older test model, which is replaced.
 
     A test model that is already there is left as it is. `layers` is the number of blocks of each expert;
@@ -111,16 +111,16 @@ def write_sample_model(
     Raises:
         SampleModelError: the folder holds anything else, or it cannot be written.
     """
-    sample = SampleFolder(Path(folder), recipe={"recipe": RECIPE, "layers": layers})
+    sample = ModelFolder(Path(folder), recipe={"recipe": RECIPE, "layers": layers})
     if not sample.is_there():
         try:
             with sample.replacing() as empty:
                 _write_all(empty, layers, on_progress or _nothing)
-        except SampleModelError:
+        except TinyModelError:
             raise
         except (SafetensorError, OSError) as err:
-            raise SampleModelError(f"the test model cannot be written to {folder}: {err}") from err
-    return SampleModel(folder=sample.folder, files=sample.files(), nbytes=sample.nbytes())
+            raise TinyModelError(f"the test model cannot be written to {folder}: {err}") from err
+    return TinyModel(folder=sample.folder, files=sample.files(), nbytes=sample.nbytes())
 
 
 def _nothing(_: str) -> None:
@@ -146,13 +146,13 @@ def _write_all(folder: Path, layers: int, on_progress: Callable[[str], object]) 
         for expert, seed in zip(("high", "low"), family.seeds, strict=True):
             on_progress(f"{family.name} {expert}-noise expert")
             _write_expert(
-                family, expert, folder, ExpertShape(layers=layers, in_channels=family.in_channels, **SAMPLE_WIDTH), seed
+                family, expert, folder, TinyShape(layers=layers, in_channels=family.in_channels, **SAMPLE_WIDTH), seed
             )
     write_wan21(folder, folder / T2V.pipeline, layers, on_progress)
     write_ti2v(folder, make_wan22_vae(seed=WAN22_VAE_SEED), folder / T2V.pipeline, layers, on_progress)
 
 
-def _write_expert(family: Family, expert: str, folder: Path, shape: ExpertShape, seed: int) -> None:
+def _write_expert(family: Family, expert: str, folder: Path, shape: TinyShape, seed: int) -> None:
     """One expert in the three forms that are most used, and a LoRA for it."""
     model = make_expert(shape, seed=seed)
     component = "transformer" if expert == "high" else "transformer_2"

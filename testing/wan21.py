@@ -13,7 +13,7 @@ from ..wan import HEADS, PREFIX, WIDTH
 from .experts import save_expert_file, save_expert_folder
 from .fp8 import Fp8Layout
 from .pipeline import link_shared, write_settings
-from .weights import SAMPLE_WIDTH, ExpertShape, make_expert, randomised
+from .weights import SAMPLE_WIDTH, TinyShape, make_expert, randomised
 
 T2V_LAYERS = 30  # of the 1.3B model; the 14B ones have 40
 T2V_SEED, I2V_SEED, CLIP_SEED = 30, 31, 3
@@ -27,14 +27,14 @@ T2V_PIPELINE = Path("diffusers", "Wan2.1-T2V-1.3B-Diffusers")
 def write_wan21(folder: Path, shared: Path, layers: int, on_progress: Callable[[str], object]) -> None:
     """Write them below `folder`; `shared` is a pipeline there that has the VAE and the text encoder."""
     on_progress("Wan2.1 text to video")
-    t2v = make_expert(ExpertShape(layers=min(layers, T2V_LAYERS), **SAMPLE_WIDTH), seed=T2V_SEED)
+    t2v = make_expert(TinyShape(layers=min(layers, T2V_LAYERS), **SAMPLE_WIDTH), seed=T2V_SEED)
     save_expert_file(t2v, folder / T2V_FILE, dtype=torch.float16)
     pipeline = folder / T2V_PIPELINE
     save_expert_folder(t2v, pipeline / "transformer", dtype=torch.bfloat16)
     link_shared(shared, pipeline)
     write_settings(pipeline, kind="WanPipeline", flow_shift=3.0, boundary_ratio=None, more={})
     on_progress("Wan2.1 image to video")
-    i2v = make_expert(ExpertShape(layers=layers, in_channels=36, image_dim=WIDTH, **SAMPLE_WIDTH), seed=I2V_SEED)
+    i2v = make_expert(TinyShape(layers=layers, in_channels=36, image_dim=WIDTH, **SAMPLE_WIDTH), seed=I2V_SEED)
     save_expert_file(i2v, folder / I2V_FILE, dtype=torch.float16, fp8=Fp8Layout())
     save_image_encoder(make_image_encoder(seed=CLIP_SEED), folder / CLIP_FILE, dtype=torch.float16)
 

@@ -28,7 +28,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertShape:
+class TinyShape:
     """What tells one sample expert from another; 36 input channels make an image-to-video model, 48 the model of 5B.
 
     `image_dim` is the width of image embeddings, for an image branch as Wan2.1 I2V has it; 0: none.
@@ -42,7 +42,7 @@ class ExpertShape:
     image_dim: int = 0
 
 
-def expert_config(shape: ExpertShape) -> dict[str, int]:
+def expert_config(shape: TinyShape) -> dict[str, int]:
     """The arguments of the diffusers model of that shape."""
     image = {"image_dim": shape.image_dim, "added_kv_proj_dim": shape.heads * HEAD_DIM} if shape.image_dim else {}
     return {
@@ -57,7 +57,7 @@ def expert_config(shape: ExpertShape) -> dict[str, int]:
     }
 
 
-def make_expert(shape: ExpertShape, *, seed: int) -> WanTransformer3DModel:
+def make_expert(shape: TinyShape, *, seed: int) -> WanTransformer3DModel:
     """A random expert in fp32, in eval mode and without gradients."""
     with torch.random.fork_rng(devices=[]), NoInitialValues():
         model = WanTransformer3DModel(**expert_config(shape))

@@ -18,9 +18,9 @@ from hypothesis import settings
 from wanstream.testing.components import save_text_encoder_folders, save_vae_file, save_vae_folder
 from wanstream.testing.experts import dequantised, save_expert_file, save_expert_folder
 from wanstream.testing.fp8 import FP8_LAYOUTS
-from wanstream.testing.model import write_sample_model
+from wanstream.testing.model import write_tiny_model
 from wanstream.testing.tokenizer import VOCABULARY
-from wanstream.testing.weights import ExpertShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
+from wanstream.testing.weights import TinyShape, make_expert, make_text_encoder, make_vae, make_wan22_vae
 
 # A time limit per example would fail on a busy machine.
 settings.register_profile("no deadline", deadline=None)
@@ -86,7 +86,7 @@ def make_tiny_expert() -> Callable[..., WanTransformer3DModel]:
     """
 
     def make(*, seed: int = 0, dequantised_from: torch.dtype | None = None, **shape: int) -> WanTransformer3DModel:
-        model = make_expert(ExpertShape(**shape), seed=seed)
+        model = make_expert(TinyShape(**shape), seed=seed)
         return model if dequantised_from is None else dequantised(model, dtype=dequantised_from)
 
     return make
@@ -102,7 +102,7 @@ def tiny_expert_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     @functools.cache
     def folder(*, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1, **shape: int) -> Path:
         path = tmp_path_factory.mktemp("expert")
-        save_expert_folder(make_expert(ExpertShape(**shape), seed=seed), path, dtype=dtype, shards=shards)
+        save_expert_folder(make_expert(TinyShape(**shape), seed=seed), path, dtype=dtype, shards=shards)
         return path
 
     return folder
@@ -122,7 +122,7 @@ def tiny_expert_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     ) -> Path:
         path = tmp_path_factory.mktemp("expert") / "expert.safetensors"
         layout = None if fp8 is None else FP8_LAYOUTS[fp8]
-        save_expert_file(make_expert(ExpertShape(**shape), seed=seed), path, dtype=dtype, prefix=prefix, fp8=layout)
+        save_expert_file(make_expert(TinyShape(**shape), seed=seed), path, dtype=dtype, prefix=prefix, fp8=layout)
         return path
 
     return file
@@ -163,4 +163,4 @@ def wan22_vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sample_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A models folder as `wanstream make-test-model` writes it, four blocks deep. Read only."""
-    return write_sample_model(tmp_path_factory.mktemp("models"), layers=4).folder
+    return write_tiny_model(tmp_path_factory.mktemp("models"), layers=4).folder

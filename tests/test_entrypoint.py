@@ -77,7 +77,7 @@ def test_entry_point_lists_nodes_under_any_folder_name_and_imports_no_model_libr
     folder.symlink_to(ROOT, target_is_directory=True)
     found = _run(ENTRY, str(folder))
     ids = found["ids"]
-    assert found["called"] == "wanstream.HostStateError", "not the path of the pack"
+    assert found["called"] == "wanstream.StateError", "not the path of the pack"
     assert isinstance(ids, list)
     assert "WanStreamSampler" in ids
     assert len(set(ids)) == len(ids)

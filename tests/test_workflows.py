@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image, ImageChops, ImageStat
 
-from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.adapter import embedded_host
 from wanstream.host.embedded.run import run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.tools.arrange import NOTE_TYPE, models_of
@@ -255,8 +255,8 @@ def test_a_workflow_of_our_nodes_runs_without_comfyui(name: str, sample_models: 
     try:
         history = run_workflow(_small(name), nodes=[*NODES.values()], keep=["sampler"], **places)
     finally:
-        embedded_door.free_workers()
-        embedded_door.free_experts()
+        embedded_host.free_workers()
+        embedded_host.free_experts()
     assert not history.node_errors
     latent, _ = history.results["sampler"]
     assert latent["samples"].shape == ((1, 48, 2, 2, 2) if name.startswith("wan22_5b") else (1, 16, 2, 4, 4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..testing import write_sample_model
+from ..testing import write_tiny_model
 from .thumbnails import landscape
 
 ROOT = Path(__file__).parent.parent
@@ -17,5 +17,5 @@ def furnish(base: Path) -> None:
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
-    write_sample_model(base / "models")
+    write_tiny_model(base / "models")
     landscape(832, 480).save(base / "input" / "example.png")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..host import AnnouncedRun
+from ..host import RunEvents
 from ..nodes.runs import write_mp4
 from ..schema import StepRecord, Timeline
 from .frontend import Frontend
@@ -84,7 +84,7 @@ def _run_events(node_id: str) -> list[tuple[str, dict[str, Any]]]:
     def announce(event: str, payload: Mapping[str, Any]) -> None:
         found.append((event, {**payload, "workflow": None, "title": None} if event.endswith("begin") else {**payload}))
 
-    with AnnouncedRun(announce, prompt_id="shown", node_id=node_id, experts=experts) as run:
+    with RunEvents(announce, prompt_id="shown", node_id=node_id, experts=experts) as run:
         for step in steps:
             run.step(step)
         run.ended(Timeline(steps=steps, kind="measured"))

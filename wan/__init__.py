@@ -14,13 +14,13 @@ from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
 from .text.embedding_cache import KeptTexts
 from .text.encoder import open_text_encoder
-from .transformer.block_cache import GoingOn, Shortcut
+from .transformer.block_cache import BlockCache, SkipDecision
 from .transformer.forward import Lane, forward_lanes
 from .transformer.kernels import ATTENTIONS
-from .transformer.nag import Nag, held_against
+from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
 from .transformer.probe import block_pass, probe_block, sample_block
-from .vae.blend import Mosaic
+from .vae.blend import TileBlender
 from .vae.keys import native_vae_name, native_wan22_vae_name
 from .vae.tile_size import GB, HEAP_BYTES, DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling
 from .vae.tiles import Tiling, TilingError, crop, empty_frames
@@ -38,23 +38,24 @@ __all__ = [
     "WAN21",
     "WAN22",
     "WIDTH",
+    "BlockCache",
     "DecodeNeeds",
     "ExpertEngine",
     "ExpertPair",
     "ExpertsRegistry",
-    "GoingOn",
     "KeptTexts",
     "Lane",
     "LatentSpace",
-    "Mosaic",
     "Nag",
     "NoInitialValues",
     "NoRoomToDecodeError",
-    "Shortcut",
+    "SkipDecision",
+    "TileBlender",
     "Tiling",
     "TilingError",
     "VaeRoomError",
     "WanVae",
+    "attach_nag",
     "block_pass",
     "check_latents",
     "crop",
@@ -65,7 +66,6 @@ __all__ = [
     "fitting_tiling",
     "forward_lanes",
     "frame_timesteps",
-    "held_against",
     "in_words",
     "lora_suspicions",
     "native_transformer_name",

@@ -17,7 +17,7 @@ from .peers import PeerSetting, set_up
 from .plain_loop import denoise_plain
 from .predict import measure, predicted_timeline
 from .process_figures import memory_bytes, spent
-from .task import DTYPE, Report, Task
+from .task import DTYPE, RunReport, Task
 from .wanstream_run import run_wanstream
 
 
@@ -47,14 +47,14 @@ def _ready_device(task: Task) -> torch.device:
     return device
 
 
-def _streamed(task: Task, folders: dict[str, Path], device: torch.device) -> Report:
+def _streamed(task: Task, folders: dict[str, Path], device: torch.device) -> RunReport:
     request = task.case.request()
     import_rss, before, began = memory_bytes("VmRSS"), spent(), time.perf_counter()
     run = run_wanstream(task, request, folders, device)
     total_s, used = time.perf_counter() - began, spent().since(before)
     steps = run.timeline.steps
     peaks = [step.device_bytes for step in steps if step.device_bytes is not None]
-    return Report(
+    return RunReport(
         import_rss_bytes=import_rss,
         load_s=run.loaded_s,
         step_s=[step.wall_s for step in steps],
@@ -73,14 +73,14 @@ def _streamed(task: Task, folders: dict[str, Path], device: torch.device) -> Rep
     )
 
 
-def _plain(task: Task, folders: dict[str, Path], device: torch.device) -> Report:
+def _plain(task: Task, folders: dict[str, Path], device: torch.device) -> RunReport:
     request = task.case.request()
     import_rss, before, began = memory_bytes("VmRSS"), spent(), time.perf_counter()
     expert_of = set_up(task.way, _setting(task, folders, device))
     loaded_s = time.perf_counter() - began
     run = denoise_plain(expert_of, request, dtype=DTYPE, device=device)
     total_s, used = time.perf_counter() - began, spent().since(before)
-    return Report(
+    return RunReport(
         import_rss_bytes=import_rss,
         load_s=loaded_s,
         step_s=run.step_s,

@@ -37,7 +37,7 @@ PEERS = tuple(variant.name for variant in (*DEVICE_PEERS, SWAP))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CasePart:
     """Runs that belong into one call."""
 
     shape: str
@@ -50,21 +50,21 @@ class Part:
     """No run begins after that."""
 
 
-def _parts() -> dict[str, Part]:
+def _parts() -> dict[str, CasePart]:
     fp8_names = tuple(variant.name for variant in fp8_variants() if variant.kind != "resident")
     parts = {
-        "smoke": Part(shape="smoke", capped=("pinned", "group-block-record", "cpu-offload"), vram_gb=12, minutes=3),
-        "480p-fp8": Part(shape="480p", capped=fp8_names, free=("resident", "resident-fp8"), vram_gb=12),
+        "smoke": CasePart(shape="smoke", capped=("pinned", "group-block-record", "cpu-offload"), vram_gb=12, minutes=3),
+        "480p-fp8": CasePart(shape="480p", capped=fp8_names, free=("resident", "resident-fp8"), vram_gb=12),
     }
     for size in ("480p", "720p"):
-        parts[f"{size}-8"] = Part(shape=size, capped=(chunked_variant().name,), vram_gb=8)
+        parts[f"{size}-8"] = CasePart(shape=size, capped=(chunked_variant().name,), vram_gb=8)
         for gigabytes in (12, 24):
-            parts[f"{size}-{gigabytes}"] = Part(shape=size, capped=(*OURS, *PEERS), vram_gb=gigabytes)
-        parts[f"{size}-full"] = Part(shape=f"{size}-40", capped=("layerwise", "pinned"), vram_gb=12)
+            parts[f"{size}-{gigabytes}"] = CasePart(shape=size, capped=(*OURS, *PEERS), vram_gb=gigabytes)
+        parts[f"{size}-full"] = CasePart(shape=f"{size}-40", capped=("layerwise", "pinned"), vram_gb=12)
     return parts
 
 
-PARTS: Mapping[str, Part] = _parts()
+PARTS: Mapping[str, CasePart] = _parts()
 
 
 def run_part(chosen: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
-from wanstream.testing.weights import ExpertShape, expert_config, random_values
+from wanstream.testing.weights import TinyShape, expert_config, random_values
 
 from .shapes import CaseShape
 
@@ -35,7 +35,7 @@ def weight_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix in {".safetensors", ".dat"})
 
 
-def _write(expert: ExpertShape, folder: Path, *, shards: int, generator: torch.Generator) -> None:
+def _write(expert: TinyShape, folder: Path, *, shards: int, generator: torch.Generator) -> None:
     with torch.device("meta"):
         model = WanTransformer3DModel(**expert_config(expert))
     model.save_config(folder)

@@ -17,7 +17,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
 
 from .plain_loop import ExpertOf
-from .variants import Variant
+from .variants import CaseVariant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class PeerSetting:
     device: torch.device
 
 
-def set_up(variant: Variant, setting: PeerSetting) -> ExpertOf:
+def set_up(variant: CaseVariant, setting: PeerSetting) -> ExpertOf:
     """Load the experts as `variant` does, and return what gives the model of each step."""
     if variant.kind == "swap":
         return _Swapped(setting).expert
@@ -47,15 +47,15 @@ def _load(setting: PeerSetting, expert: str, *, mapped: bool) -> WanTransformer3
     return model.eval().requires_grad_(False)
 
 
-def _resident(variant: Variant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
+def _resident(variant: CaseVariant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
     return _cast(variant, _load(setting, expert, mapped=False)).to(setting.device)
 
 
-def _mapped(variant: Variant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
+def _mapped(variant: CaseVariant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
     return _load(setting, expert, mapped=True).to(setting.device)
 
 
-def _grouped(variant: Variant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
+def _grouped(variant: CaseVariant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
     model = _cast(variant, _load(setting, expert, mapped=variant.to_disk))
     streams = variant.stream and setting.device.type == "cuda"
     if torch.accelerator.current_accelerator() is None:
@@ -75,14 +75,14 @@ def _grouped(variant: Variant, setting: PeerSetting, expert: str) -> WanTransfor
     return model
 
 
-def _accelerated(variant: Variant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
+def _accelerated(variant: CaseVariant, setting: PeerSetting, expert: str) -> WanTransformer3DModel:
     model = _load(setting, expert, mapped=variant.to_disk)
     if variant.to_disk:
         return disk_offload(model, _own_folder(setting, expert), execution_device=setting.device)
     return cpu_offload(model, execution_device=setting.device)
 
 
-_SETUPS: dict[str, Callable[[Variant, PeerSetting, str], WanTransformer3DModel]] = {
+_SETUPS: dict[str, Callable[[CaseVariant, PeerSetting, str], WanTransformer3DModel]] = {
     "resident": _resident,
     "mmap": _mapped,
     "group": _grouped,
@@ -119,7 +119,7 @@ class _Swapped:
             gc.collect()
 
 
-def _cast(variant: Variant, model: WanTransformer3DModel) -> WanTransformer3DModel:
+def _cast(variant: CaseVariant, model: WanTransformer3DModel) -> WanTransformer3DModel:
     if variant.layerwise_fp8:
         model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
     return model

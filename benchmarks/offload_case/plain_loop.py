@@ -29,16 +29,16 @@ def denoise_plain(
     expert_of: ExpertOf, request: DenoiseRequest, *, dtype: torch.dtype, device: torch.device
 ) -> PlainResult:
     """Denoise with two forward passes per step; equal to `wanstream.sampling.denoise` bit for bit on exact weights."""
-    course = request.course()
-    solver = make_solver(request.solver, course.schedule)
+    step_plan = request.step_plan
+    solver = make_solver(request.solver, step_plan.schedule)
     clock = clock_for(device)
     texts = [text.to(device, dtype) for text in (request.positive, request.negative) if text is not None]
     latents, step_s = request.noise.to(device), []
     with torch.inference_mode():
-        for step, expert in enumerate(course.experts):
+        for step, expert in enumerate(step_plan.experts):
             began = time.perf_counter()
             model = expert_of(expert)
-            timestep = torch.tensor([course.schedule.timesteps[step]], device=device)
+            timestep = torch.tensor([step_plan.schedule.timesteps[step]], device=device)
             shown = latents.to(dtype)
             positive, negative = (
                 model(hidden_states=shown, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0].float()

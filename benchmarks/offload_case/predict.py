@@ -48,9 +48,9 @@ def _job(case: CaseShape, storage: str) -> OffloadJob:
         expert=case.widths,
         tokens=case.tokens,
         lanes=dict.fromkeys(EXPERTS, LANES),
-        experts_of_steps=case.request().course().experts,
+        experts_of_steps=case.request().step_plan.experts,
         stored_bytes=case.widths.streamed_bytes(bytes_per_weight=1) if storage == "fp8" else block_bytes,
         file_bytes=block_bytes,
         computed_bytes=block_bytes,
-        staying_bytes=0,
+        resident_bytes=0,
     )

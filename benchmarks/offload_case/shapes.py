@@ -9,7 +9,7 @@ import torch
 
 from wanstream import schema
 from wanstream.sampling import DenoiseRequest
-from wanstream.testing.weights import HEAD_DIM, TEXT_DIM, ExpertShape
+from wanstream.testing.weights import HEAD_DIM, TEXT_DIM, TinyShape
 
 INPUT_SEED = 7
 LATENT_CHANNELS = 16
@@ -21,7 +21,7 @@ class CaseShape:
     """One case. Weights and inputs are random and the same in every process."""
 
     name: str
-    expert: ExpertShape
+    expert: TinyShape
     frames: int
     """Of the latent, as height and width are."""
     height: int
@@ -79,11 +79,11 @@ class CaseShape:
         )
 
 
-A14B = ExpertShape(layers=40, heads=40, ffn_dim=13824)
-CPU_EXPERT = ExpertShape(layers=30, heads=12, ffn_dim=8960)
-SHORT_A14B = ExpertShape(layers=8, heads=40, ffn_dim=13824)
-QUICK_EXPERT = ExpertShape(layers=6, heads=12, ffn_dim=8960)
-TINY_EXPERT = ExpertShape(layers=4, heads=2, ffn_dim=512)
+A14B = TinyShape(layers=40, heads=40, ffn_dim=13824)
+CPU_EXPERT = TinyShape(layers=30, heads=12, ffn_dim=8960)
+SHORT_A14B = TinyShape(layers=8, heads=40, ffn_dim=13824)
+QUICK_EXPERT = TinyShape(layers=6, heads=12, ffn_dim=8960)
+TINY_EXPERT = TinyShape(layers=4, heads=2, ffn_dim=512)
 
 SHAPES: Mapping[str, CaseShape] = {
     shape.name: shape

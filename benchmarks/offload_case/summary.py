@@ -65,7 +65,7 @@ def _streamed(runs: list[Run]) -> Row:
         return {}
     timelines = [report["timeline"] for report in reports]
     row: Row = {
-        "moved_gb": _gb(sum(reports[0]["step_bytes"]) + timelines[0]["outer_bytes"]),
+        "moved_gb": _gb(sum(reports[0]["step_bytes"]) + timelines[0]["non_block_bytes"]),
         "step_moved_gb": [_gb(moved) for moved in reports[0]["step_bytes"]],
         "stall_s": [
             round(statistics.median(steps), 3)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from .shapes import SHAPES, CaseShape
-from .variants import Variant, all_variants
+from .variants import CaseVariant, all_variants
 
 DTYPE = torch.bfloat16
 
@@ -38,7 +38,7 @@ class Task:
         return SHAPES[self.shape]
 
     @property
-    def way(self) -> Variant:
+    def way(self) -> CaseVariant:
         return all_variants(self.case.expert.layers)[self.variant]
 
     @property
@@ -64,7 +64,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RunReport:
     """What one run took. Times start after the imports, bytes from the disk too."""
 
     import_rss_bytes: int
@@ -95,5 +95,5 @@ class Report:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Report:
+    def from_dict(cls, data: dict[str, Any]) -> RunReport:
         return cls(**{field.name: data[field.name] for field in fields(cls)})

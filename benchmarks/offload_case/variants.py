@@ -21,7 +21,7 @@ KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES), "MALLOC_MMAP_THRESHOLD
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class CaseVariant:
     """One way, and all that tells it from the others."""
 
     name: str
@@ -48,8 +48,8 @@ class Variant:
         return self.to_disk
 
 
-def _streamed(name: str, title: str, policy: OffloadPolicy, *, direct: bool | None = True) -> Variant:
-    return Variant(name=name, title=f"WanStream, {title}", kind="wanstream", policy=policy, direct=direct)
+def _streamed(name: str, title: str, policy: OffloadPolicy, *, direct: bool | None = True) -> CaseVariant:
+    return CaseVariant(name=name, title=f"WanStream, {title}", kind="wanstream", policy=policy, direct=direct)
 
 
 def half_swapped(blocks: int) -> OffloadPolicy:
@@ -57,7 +57,7 @@ def half_swapped(blocks: int) -> OffloadPolicy:
     return OffloadPolicy.block_swap(blocks // 2)
 
 
-def wanstream_variants(blocks: int) -> list[Variant]:
+def wanstream_variants(blocks: int) -> list[CaseVariant]:
     """WanStream's policies for experts of that many blocks."""
     return [
         _streamed("layerwise", "layerwise from the file", OffloadPolicy.layerwise()),
@@ -68,10 +68,10 @@ def wanstream_variants(blocks: int) -> list[Variant]:
     ]
 
 
-def chunked_variant() -> Variant:
+def chunked_variant() -> CaseVariant:
     """The least memory that a large video can be computed in."""
     policy = replace(OffloadPolicy.layerwise(source="pinned"), chunk_tokens=CHUNK_TOKENS)
-    return Variant(
+    return CaseVariant(
         name="chunked",
         title=f"WanStream, layerwise from RAM, {CHUNK_TOKENS} tokens at once",
         kind="wanstream",
@@ -79,16 +79,16 @@ def chunked_variant() -> Variant:
     )
 
 
-def fp8_variants() -> list[Variant]:
+def fp8_variants() -> list[CaseVariant]:
     """Weights in fp8, where latents differ from those in bf16."""
-    ours = Variant(
+    ours = CaseVariant(
         name="layerwise-fp8",
         title="WanStream, layerwise from RAM, quantised to fp8 per row",
         kind="wanstream",
         policy=OffloadPolicy.layerwise(source="pinned"),
         storage="fp8",
     )
-    block = Variant(
+    block = CaseVariant(
         name="group-block-fp8",
         title="diffusers group offload, block level, layerwise casting to fp8",
         kind="group",
@@ -96,7 +96,7 @@ def fp8_variants() -> list[Variant]:
         record_stream=True,
         layerwise_fp8=True,
     )
-    resident = Variant(
+    resident = CaseVariant(
         name="resident-fp8",
         title="resident, layerwise casting to fp8",
         kind="resident",
@@ -105,24 +105,26 @@ def fp8_variants() -> list[Variant]:
     return [ours, block, resident]
 
 
-RESIDENT = Variant(name="resident", title="resident (disable_mmap=True)", kind="resident")
+RESIDENT = CaseVariant(name="resident", title="resident (disable_mmap=True)", kind="resident")
 KEPT_RESIDENT = replace(
     RESIDENT, name="resident-kept", title="resident, glibc keeps what WanStream lets it keep", environment=KEPT_MEMORY
 )
-SWAP = Variant(name="swap", title="whole experts, one at a time", kind="swap")
-CPU_OFFLOAD = Variant(name="cpu-offload", title="accelerate cpu_offload", kind="accelerate")
+SWAP = CaseVariant(name="swap", title="whole experts, one at a time", kind="swap")
+CPU_OFFLOAD = CaseVariant(name="cpu-offload", title="accelerate cpu_offload", kind="accelerate")
 
 DISK_PEERS = [
-    Variant(name="mmap", title="memory-mapped (from_pretrained as it is)", kind="mmap"),
-    Variant(name="group-block-disk", title="diffusers group offload, block level, disk", kind="group", to_disk=True),
-    Variant(
+    CaseVariant(name="mmap", title="memory-mapped (from_pretrained as it is)", kind="mmap"),
+    CaseVariant(
+        name="group-block-disk", title="diffusers group offload, block level, disk", kind="group", to_disk=True
+    ),
+    CaseVariant(
         name="group-leaf-disk",
         title="diffusers group offload, leaf level, disk",
         kind="group",
         level="leaf_level",
         to_disk=True,
     ),
-    Variant(name="disk-offload", title="accelerate disk_offload", kind="accelerate", to_disk=True),
+    CaseVariant(name="disk-offload", title="accelerate disk_offload", kind="accelerate", to_disk=True),
 ]
 
 HEAP_PEERS = [
@@ -134,7 +136,7 @@ HEAP_PEERS = [
 DEVICE_PEERS = [
     replace(CPU_OFFLOAD, title="accelerate cpu_offload"),
     *(
-        Variant(
+        CaseVariant(
             name=f"group-{level.removesuffix('_level')}{'-record' if record else ''}",
             title=f"diffusers group offload, {level.replace('_', ' ')}, stream{', record_stream' if record else ''}",
             kind="group",
@@ -148,7 +150,7 @@ DEVICE_PEERS = [
 ]
 
 
-def all_variants(blocks: int) -> dict[str, Variant]:
+def all_variants(blocks: int) -> dict[str, CaseVariant]:
     """Every variant by name, for experts of that many blocks."""
     variants = [
         RESIDENT,

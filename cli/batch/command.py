@@ -17,7 +17,7 @@ from ...host.embedded import Prompt, api_prompt
 from ..arguments import ArgumentError, made_folder, read_json
 from ..exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from ..stop_request import StopRequest
-from .backends.base import Host
+from .backends.base import BatchBackend
 from .full_disk import is_full_disk
 from .jobs import Planner, single_jobs, with_values, work_of
 from .journal import Journal, Lock
@@ -25,12 +25,12 @@ from .journal_entry import State
 from .journal_recovery import open_journal
 from .lanes import check_lanes, lane_of, lane_planner
 from .media_check import stored_prompt
-from .output_store import Shelf
+from .output_store import OutputStore
 from .progress import BatchBar
 from .resume import Recognise, Start, take_up
 from .rows import Row, RowError, read_rows
 from .runner import Limits, Runner
-from .target import Ground, embedded_ground, server_ground
+from .target import BatchTarget, embedded_ground, server_ground
 
 JOURNAL = "journal.sqlite"
 _TICK_SECONDS = 0.1
@@ -61,12 +61,12 @@ class BatchArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Batch:
+class _BatchSpec:
     """What is to be done, and where. Rows that do not fit the workflow have their fault."""
 
     rows: tuple[Row, ...]
     workflow: Prompt
-    ground: Ground
+    ground: BatchTarget
     lanes: int
 
     def planner(self, tell: Callable[[str], None]) -> Planner:
@@ -77,10 +77,10 @@ class _Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Desk:
+class _BatchState:
     """What is locked while a batch runs, and where it goes on."""
 
-    shelf: Shelf
+    shelf: OutputStore
     journal: Journal
     start: Start
 
@@ -113,7 +113,7 @@ def _advise(err: Exception, output: Path) -> None:
         print(f"make room in {output}: the same command goes on then", file=sys.stderr)
 
 
-def _put_down(desk: _Desk) -> None:
+def _put_down(desk: _BatchState) -> None:
     """Copy the journal, remove what is of no use any more, and name what is. No error of that counts."""
     try:
         desk.journal.back_up()
@@ -126,7 +126,7 @@ def _put_down(desk: _Desk) -> None:
         print(f"the latent of {rows}, which is not done, is kept in {latent}", file=sys.stderr)
 
 
-def _read(arguments: BatchArguments) -> _Batch:
+def _read(arguments: BatchArguments) -> _BatchSpec:
     """Rows, workflow and where it runs. Raises ValueError, before anything runs."""
     check_lanes(arguments.share_weights)
     rows = read_rows(arguments.jobs)
@@ -139,10 +139,10 @@ def _read(arguments: BatchArguments) -> _Batch:
         folders = {"models": arguments.models, "input_dir": arguments.input, "output": arguments.output}
         ground = embedded_ground(workflow, **folders, device=arguments.device, strict=arguments.strict)
     fitted = tuple(_fitted(row, workflow, ground) for row in rows)
-    return _Batch(rows=fitted, workflow=workflow, ground=ground, lanes=arguments.share_weights)
+    return _BatchSpec(rows=fitted, workflow=workflow, ground=ground, lanes=arguments.share_weights)
 
 
-def _fitted(row: Row, workflow: Prompt, ground: Ground) -> Row:
+def _fitted(row: Row, workflow: Prompt, ground: BatchTarget) -> Row:
     """The row, with its fault if the workflow has no place for a value of it."""
     try:
         with_values(workflow, row, ground.sockets)
@@ -151,7 +151,7 @@ def _fitted(row: Row, workflow: Prompt, ground: Ground) -> Row:
     return row
 
 
-def _dry_run(todo: _Batch) -> int:
+def _dry_run(todo: _BatchSpec) -> int:
     """Judge every row and queue nothing."""
     valid = []
     for row in todo.rows:
@@ -168,9 +168,9 @@ def _dry_run(todo: _Batch) -> int:
     return DONE if len(valid) == len(todo.rows) else INVALID
 
 
-def _desk(arguments: BatchArguments, todo: _Batch, opened: ExitStack) -> _Desk:
+def _desk(arguments: BatchArguments, todo: _BatchSpec, opened: ExitStack) -> _BatchState:
     """Everything that this process alone may write now. Raises ValueError or OSError."""
-    shelf = Shelf(made_folder(arguments.output))
+    shelf = OutputStore(made_folder(arguments.output))
     path = arguments.journal or arguments.output / JOURNAL
     opened.enter_context(Lock(shelf.workshop / "lock", of=str(arguments.output)))
     opened.enter_context(Lock(path.with_name(f"{path.name}.lock"), of=str(path)))
@@ -183,10 +183,10 @@ def _desk(arguments: BatchArguments, todo: _Batch, opened: ExitStack) -> _Desk:
     opened.enter_context(journal)
     start = take_up(journal, shelf, todo.rows, recognise)
     shelf.sweep(journal.lines_left)
-    return _Desk(shelf=shelf, journal=journal, start=replace(start, notes=(*recovered, *start.notes)))
+    return _BatchState(shelf=shelf, journal=journal, start=replace(start, notes=(*recovered, *start.notes)))
 
 
-def _recogniser(todo: _Batch) -> Recognise:
+def _recogniser(todo: _BatchSpec) -> Recognise:
     """The rows whose workflow a file holds."""
 
     @cache
@@ -209,7 +209,7 @@ def _recogniser(todo: _Batch) -> Recognise:
     return recognise
 
 
-def _run(arguments: BatchArguments, todo: _Batch, desk: _Desk) -> StopRequest:
+def _run(arguments: BatchArguments, todo: _BatchSpec, desk: _BatchState) -> StopRequest:
     """Run the rows to their end, or to where the user wants it. Raises ValueError or OSError."""
     start, stop = desk.start, StopRequest()
     with ExitStack() as opened:
@@ -242,14 +242,14 @@ def _sleep(seconds: float, stop: StopRequest, bar: BatchBar) -> None:
     bar.tick()
 
 
-def _on_stop(stop: StopRequest, host: Host) -> None:
+def _on_stop(stop: StopRequest, host: BatchBackend) -> None:
     if stop.at_once:
         host.halt()
     else:
         os.write(2, b"\nstopping after what runs now; Ctrl-C again stops that too\n")
 
 
-def _summary(arguments: BatchArguments, todo: _Batch, journal: Journal, stop: StopRequest) -> int:
+def _summary(arguments: BatchArguments, todo: _BatchSpec, journal: Journal, stop: StopRequest) -> int:
     """The rows that failed with their reasons, and how many are done."""
     known = journal.entries()
     entries = [known[row.hash] for row in todo.rows]

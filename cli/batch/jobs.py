@@ -22,7 +22,7 @@ _NESTED = "COMFY_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class BatchJob:
     """One workflow to queue, and the rows that it serves."""
 
     prompt: Prompt
@@ -31,13 +31,13 @@ class Job:
     """By the hash of a row: the nodes whose files are that row's. None: all files are."""
 
 
-Planner: TypeAlias = Callable[[Sequence[Row]], list[Job]]
+Planner: TypeAlias = Callable[[Sequence[Row]], list[BatchJob]]
 """Makes jobs of rows that are known to fit the workflow; every row is in one of them."""
 
 
-def single_jobs(workflow: Prompt, rows: Sequence[Row], sockets: Sockets) -> list[Job]:
+def single_jobs(workflow: Prompt, rows: Sequence[Row], sockets: Sockets) -> list[BatchJob]:
     """One job for each row."""
-    return [Job(prompt=with_values(workflow, row, sockets), rows=(row,), saves={row.hash: None}) for row in rows]
+    return [BatchJob(prompt=with_values(workflow, row, sockets), rows=(row,), saves={row.hash: None}) for row in rows]
 
 
 def with_values(workflow: Prompt, row: Row, sockets: Sockets) -> Prompt:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...host.embedded import Link, Prompt, as_link
-from .jobs import Job, Planner, Sockets, with_values
+from .jobs import BatchJob, Planner, Sockets, with_values
 from .rows import Row
 from .sharing import OWN_INPUTS, SAMPLER, difference, lane_refusal, lane_traits, node_traits, sampler_ids, upstream
 
@@ -292,18 +292,18 @@ def lane_planner(workflow: Prompt, sockets: Sockets, lanes: int, tell: Callable[
     """Makes jobs of up to `lanes` rows, and tells once which rows run alone and why. Raises LanesError for no lanes."""
     check_lanes(lanes)
 
-    def plan(rows: Sequence[Row]) -> list[Job]:
+    def plan(rows: Sequence[Row]) -> list[BatchJob]:
         named = {f"line {row.line}": row for row in rows}
         passes = lane_passes({name: with_values(workflow, row, sockets) for name, row in named.items()}, lanes)
         if len(rows) > 1:  # what is tried alone after it failed with others has been told of already
-            for words in alone_words(passes):
+            for words in describe_unshared(passes):
                 tell(words)
         return [_job(made, [named[str(name)] for name in made.rows]) for made in passes]
 
     return plan
 
 
-def alone_words(passes: Sequence[LanePass]) -> list[str]:
+def describe_unshared(passes: Sequence[LanePass]) -> list[str]:
     """Which rows run alone for which reason, a line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for made in passes:
@@ -320,8 +320,8 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]} run"
 
 
-def _job(made: LanePass, rows: Sequence[Row]) -> Job:
+def _job(made: LanePass, rows: Sequence[Row]) -> BatchJob:
     if len(rows) == 1:
-        return Job(prompt=made.prompt, rows=tuple(rows), saves={rows[0].hash: None})
+        return BatchJob(prompt=made.prompt, rows=tuple(rows), saves={rows[0].hash: None})
     saves = {row.hash: own for row, own in zip(rows, made.own_ids, strict=True)}
-    return Job(prompt=made.prompt, rows=tuple(rows), saves=saves)
+    return BatchJob(prompt=made.prompt, rows=tuple(rows), saves=saves)

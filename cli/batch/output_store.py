@@ -38,7 +38,7 @@ def file_names(stem: str, made: Sequence[str]) -> list[str]:
     return [f"{stem}{_OF_SEVERAL}{number}{suffix}" for number, suffix in enumerate(suffixes, 1)]
 
 
-class Shelf:
+class OutputStore:
     """A folder of finished files, and a hidden one in it for those that are not finished."""
 
     def __init__(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ _MOST = 0.99
 """No job is at its end before it has ended."""
 
 
-class Pace:
+class EtaEstimator:
     """The share of one job after another that is over. Times are those of one clock, in seconds."""
 
     def __init__(self) -> None:
@@ -102,14 +102,14 @@ class _Line(tqdm):  # type: ignore[misc]
 
 
 class BatchBar:
-    """Implements `Teller`. The time left is that of the rows that this process has seen end, on average.
+    """Implements `BatchReporter`. The time left is that of the rows that this process has seen end, on average.
 
     Rows that run count as far as they are: by their steps where they run in this process, by the time that those before
     them took otherwise.
     """
 
     def __init__(self, *, rows: int, ended: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._pace = clock, Pace()
+        self._clock, self._pace = clock, EtaEstimator()
         self._together = 0
         self._silent_since: float | None = None
         self._bar = _Line(total=rows, initial=ended, desc="batch", smoothing=0, bar_format=_FORMAT, file=sys.stderr)

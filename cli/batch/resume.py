@@ -10,9 +10,9 @@ from ..arguments import ArgumentError
 from .journal import Journal
 from .journal_entry import Entry, State
 from .media_check import UnreadableFileError
-from .output_store import Shelf
+from .output_store import OutputStore
 from .rows import Row
-from .runner import Flight
+from .runner import Submission
 
 _TO_BE_MADE = (State.waiting, State.posted, State.failed)
 
@@ -25,14 +25,14 @@ class Start:
     """Rows that wait, rows that were posted before, and how many have come to an end already."""
 
     waiting: tuple[Row, ...]
-    flights: tuple[Flight, ...]
+    flights: tuple[Submission, ...]
     done: int
     faults: tuple[tuple[Row, str], ...]
     """Rows that cannot run, and why."""
     notes: tuple[str, ...]
 
 
-def take_up(journal: Journal, shelf: Shelf, rows: Sequence[Row], recognise: Recognise = lambda path: ()) -> Start:
+def take_up(journal: Journal, shelf: OutputStore, rows: Sequence[Row], recognise: Recognise = lambda path: ()) -> Start:
     """Make the journal know `rows`, and finish what was interrupted while files got their names.
 
     A finished file that the journal does not have becomes the file of the row that it was made of, if `recognise`
@@ -75,11 +75,11 @@ def _placing(journal: Journal) -> list[Entry]:
     return [entry for entry in journal.entries().values() if entry.state is State.placing]
 
 
-def _enter(journal: Journal, shelf: Shelf, rows: Sequence[Row]) -> list[Row]:
+def _enter(journal: Journal, shelf: OutputStore, rows: Sequence[Row]) -> list[Row]:
     return journal.enter(rows, gone=lambda entry: not shelf.has(entry.files))
 
 
-def _adopt(journal: Journal, shelf: Shelf, rows: Sequence[Row], recognise: Recognise) -> list[Row]:
+def _adopt(journal: Journal, shelf: OutputStore, rows: Sequence[Row], recognise: Recognise) -> list[Row]:
     """Take finished files that no row has for those of the rows that they were made of; return these rows."""
     entries = journal.entries()
     taken = {(entry.stem or "").casefold() for entry in entries.values() if entry.files}
@@ -116,7 +116,7 @@ def _may_have(row: Row, stem: str) -> bool:
     return stem.casefold() == row.name.casefold() if row.name is not None else stem.isdecimal()
 
 
-def _check_names(shelf: Shelf, entries: Sequence[Entry]) -> None:
+def _check_names(shelf: OutputStore, entries: Sequence[Entry]) -> None:
     """Nothing that this batch has not made is ever replaced."""
     to_be_made = [entry for entry in entries if entry.line is not None and entry.state in _TO_BE_MADE]
     strangers = shelf.strangers([entry.stem for entry in to_be_made if entry.stem])
@@ -131,12 +131,12 @@ def _check_names(shelf: Shelf, entries: Sequence[Entry]) -> None:
         )
 
 
-def _flights(posted: Sequence[Row], entries: Mapping[str, Entry]) -> tuple[Flight, ...]:
+def _flights(posted: Sequence[Row], entries: Mapping[str, Entry]) -> tuple[Submission, ...]:
     """The rows that were posted under one id are one flight."""
     flights: dict[str, list[Row]] = {}
     for row in posted:
         flights.setdefault(entries[row.hash].prompt_id or "", []).append(row)
     return tuple(
-        Flight(prompt_id=prompt_id, rows=together, saves={row.hash: entries[row.hash].saves for row in together})
+        Submission(prompt_id=prompt_id, rows=together, saves={row.hash: entries[row.hash].saves for row in together})
         for prompt_id, together in flights.items()
     )

@@ -17,10 +17,10 @@ from typing import Protocol
 
 from ..stop_request import StopRequest
 from .backends.base import (
+    BatchBackend,
     Ended,
-    Failed,
-    Host,
     Interrupted,
+    JobFailed,
     MadeFile,
     NoSuchFileError,
     RefusedError,
@@ -28,11 +28,11 @@ from .backends.base import (
     Unknown,
     UnreachableError,
 )
-from .jobs import Job, Planner
+from .jobs import BatchJob, Planner
 from .journal import DamagedJournalError, Journal
 from .journal_entry import KeptFile
 from .media_check import UnreadableFileError
-from .output_store import Shelf, file_names
+from .output_store import OutputStore, file_names
 from .rows import Row
 
 MOST_LOSSES = 5
@@ -45,7 +45,7 @@ _FIRST_POLL, _LAST_POLL, _SLOWER = 0.05, 1.0, 1.5
 _FIRST_RETRY, _LAST_RETRY = 0.5, 30.0
 
 
-class GaveUpError(OSError):
+class BackendTimeoutError(OSError):
     """The host has not answered for too long."""
 
 
@@ -57,7 +57,7 @@ class UnsentError(UnreachableError):
         self.row, self.waited_s = row, waited_s
 
 
-class Teller(Protocol):
+class BatchReporter(Protocol):
     """Tells the user how the batch goes on."""
 
     def runs(self, job: str, rows: int) -> None:
@@ -77,7 +77,7 @@ class Teller(Protocol):
 
 
 @dataclass(kw_only=True)
-class Flight:
+class Submission:
     """Rows that were posted under one id. `begun` None: not seen on the host yet. `unanswered`: what its post met."""
 
     prompt_id: str
@@ -112,17 +112,17 @@ class Limits:
 class Runner:
     """Runs rows to their end. `sleep` waits for some seconds; `failures` counts the rows that came to nothing."""
 
-    host: Host
+    host: BatchBackend
     journal: Journal
-    shelf: Shelf
+    shelf: OutputStore
     planner: Planner
-    teller: Teller
+    teller: BatchReporter
     stop: StopRequest
     limits: Limits
     sleep: Callable[[float], None]
     failures: int = 0
-    _waiting: deque[Job] = field(default_factory=deque)
-    _flights: list[Flight] = field(default_factory=list)
+    _waiting: deque[BatchJob] = field(default_factory=deque)
+    _flights: list[Submission] = field(default_factory=list)
     _losses: Counter[str] = field(default_factory=Counter)
     _posted: int = 0
     _fetched: int = 0
@@ -132,7 +132,7 @@ class Runner:
     """The last post was not answered. That the host answers questions is no end of it."""
     _copy_failed: bool = False
 
-    def run(self, rows: Sequence[Row], flights: Iterable[Flight]) -> None:
+    def run(self, rows: Sequence[Row], flights: Iterable[Submission]) -> None:
         """Take care of the rows that wait and of what was posted before.
 
         Raises GaveUpError, or OSError where nothing can be written; what is under way stays so in the journal.
@@ -185,8 +185,8 @@ class Runner:
             raise unsent
         return moved
 
-    def _post(self, job: Job) -> None:
-        flight = Flight(prompt_id=str(uuid.uuid4()), rows=list(job.rows), saves=job.saves)
+    def _post(self, job: BatchJob) -> None:
+        flight = Submission(prompt_id=str(uuid.uuid4()), rows=list(job.rows), saves=job.saves)
         self.journal.post(job.saves, flight.prompt_id)
         self._flights.append(flight)
         try:
@@ -203,14 +203,14 @@ class Runner:
         else:
             self._taken(flight)
 
-    def _taken(self, flight: Flight) -> None:
+    def _taken(self, flight: Submission) -> None:
         """Note that the host has answered a post."""
         self._outage = False
         self._posted += 1
         for row in flight.rows:
             self._unposted.pop(row.hash, None)
 
-    def _look(self, flight: Flight) -> bool:
+    def _look(self, flight: Submission) -> bool:
         """Act on what has become of a flight; whether anything has."""
         outcome = self.host.outcome(flight.prompt_id)
         if flight.unanswered and not isinstance(outcome, Unknown):
@@ -225,13 +225,13 @@ class Runner:
             self._lost(flight)  # By a client that was killed before it could write that down.
         elif isinstance(outcome, Interrupted):
             self._fail(flight, "interrupted on the server")
-        elif isinstance(outcome, Failed):
+        elif isinstance(outcome, JobFailed):
             self._fail(flight, outcome.reason)
         else:
             self._collect(flight, outcome)
         return True
 
-    def _collect(self, flight: Flight, ended: Ended) -> None:
+    def _collect(self, flight: Submission, ended: Ended) -> None:
         """Fetch the files of every row; after an interruption it goes on with the row that was interrupted."""
         while flight.rows:
             row = flight.rows[0]
@@ -258,7 +258,7 @@ class Runner:
         self._end(flight)
         self._back_up()
 
-    def _not_sent(self, flight: Flight, err: UnreachableError) -> None:
+    def _not_sent(self, flight: Submission, err: UnreachableError) -> None:
         """Fail the first row of a flight if its files do not come while others' do, or raise UnsentError.
 
         The next try begins with the next row of the flight.
@@ -294,7 +294,7 @@ class Runner:
             self.host.fetch(file, self.shelf.part(name))
         return [self.shelf.seal(name) for name in names]
 
-    def _lost(self, flight: Flight) -> None:
+    def _lost(self, flight: Submission) -> None:
         self._end(flight)
         self.journal.wait(row.hash for row in flight.rows)
         if self._closing():
@@ -309,7 +309,7 @@ class Runner:
             self._fail_row(row, f"lost by the host {MOST_LOSSES} times")
         self._waiting.extendleft(reversed(self.planner([row for row in flight.rows if row not in lost])))
 
-    def _never_arrived(self, flight: Flight) -> None:
+    def _never_arrived(self, flight: Submission) -> None:
         """Post the rows again, after the others: an error of the host costs no row unless it takes other rows."""
         bad = [row for row in flight.rows if self._unposted[row.hash].is_of_the_row(self._posted)]
         for row in bad:
@@ -317,7 +317,7 @@ class Runner:
             self._fail_row(row, f"not taken by the host {tries} times; at the last post: {flight.unanswered}")
         self._waiting.extend(self.planner([row for row in flight.rows if row not in bad]))
 
-    def _fail(self, flight: Flight, reason: str) -> None:
+    def _fail(self, flight: Submission, reason: str) -> None:
         """One row fails; of several that were posted together each is tried alone."""
         self._end(flight)
         if len(flight.rows) == 1:
@@ -332,7 +332,7 @@ class Runner:
         self.failures += 1
         self.teller.failed(row, reason)
 
-    def _end(self, flight: Flight) -> None:
+    def _end(self, flight: Submission) -> None:
         self._flights.remove(flight)
         self.host.forget(flight.prompt_id)
 
@@ -350,7 +350,9 @@ class Runner:
     def _wait_for_host(self, err: UnreachableError, silence: float) -> float:
         """Wait before the next try, longer each time; the seconds of silence so far."""
         if silence >= self.limits.timeout_s:
-            raise GaveUpError(f"{err}; given up after {silence:.0f} s: the same command goes on from here") from err
+            raise BackendTimeoutError(
+                f"{err}; given up after {silence:.0f} s: the same command goes on from here"
+            ) from err
         if not silence:
             self.teller.note(f"{err}; trying again")
         self.teller.silent(True)

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 from ...host.embedded import ComfyNode, Prompt, nodes_by_id
 from ..arguments import ArgumentError, check_models
-from .backends.base import Host, UnreachableError
+from .backends.base import BatchBackend, UnreachableError
 from .backends.comfy_client import ComfyClient
 from .backends.object_info import server_faults, sockets_of_server, unknown_classes
-from .backends.server import ServerHost
+from .backends.server import ServerBackend
 from .jobs import Sockets
 
 if TYPE_CHECKING:
     from ...host.embedded import NodeProgress
 
-Progress = Callable[["NodeProgress"], None]
+OnProgress = Callable[["NodeProgress"], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class BatchTarget:
     """`sockets` are the inputs of all nodes there, `faults` says what is wrong with a workflow, a line each.
 
     `opened(made, on_progress)` is the host, open inside its `with`; it may leave files in the folder `made`.
@@ -36,10 +36,10 @@ class Ground:
     faults: Callable[[Prompt], list[str]]
     unjudged: Callable[[Prompt], str]
     """Says what of a workflow only a run can judge; empty for nothing."""
-    opened: Callable[[Path, Progress], AbstractContextManager[Host]]
+    opened: Callable[[Path, OnProgress], AbstractContextManager[BatchBackend]]
 
 
-def server_ground(url: str, workflow: Prompt) -> Ground:
+def server_ground(url: str, workflow: Prompt) -> BatchTarget:
     """A ComfyUI server that has all nodes of the workflow. Raises ValueError for anything else at that address."""
     client = ComfyClient(url)
     try:
@@ -53,8 +53,8 @@ def server_ground(url: str, workflow: Prompt) -> Ground:
     sockets = sockets_of_server(info)
 
     @contextmanager
-    def opened(made: Path, on_progress: Progress) -> Iterator[Host]:
-        yield ServerHost(client, info)
+    def opened(made: Path, on_progress: OnProgress) -> Iterator[BatchBackend]:
+        yield ServerBackend(client, info)
 
     def faults(prompt: Prompt) -> list[str]:
         with own_checks() as (own, folder):
@@ -70,7 +70,7 @@ def server_ground(url: str, workflow: Prompt) -> Ground:
             "runs on the server alone"
         )
 
-    return Ground(sockets=sockets, faults=faults, unjudged=unjudged, opened=opened)
+    return BatchTarget(sockets=sockets, faults=faults, unjudged=unjudged, opened=opened)
 
 
 @contextmanager
@@ -88,13 +88,13 @@ def own_checks() -> Iterator[tuple[Mapping[str, type[ComfyNode]], str]]:
         return
     import torch
 
-    from ...host.embedded import Folders, embedded_door
+    from ...host.embedded import Folders, embedded_host
 
     # Output names are judged by a folder: that of the server cannot be seen from here, and this one is empty. Nor can
     # its GPUs be counted from here; on a CPU no check limits them.
     with TemporaryDirectory() as folder:
         nowhere = Path(folder).resolve()
-        with embedded_door.opened(Folders(models=nowhere, output=nowhere, input=nowhere), device=torch.device("cpu")):
+        with embedded_host.opened(Folders(models=nowhere, output=nowhere, input=nowhere), device=torch.device("cpu")):
             yield own, str(nowhere)
 
 
@@ -107,7 +107,7 @@ def _own_nodes() -> Mapping[str, type[ComfyNode]]:
 
 def embedded_ground(
     workflow: Prompt, *, models: Path, input_dir: Path, output: Path, device: str | None, strict: bool = False
-) -> Ground:
+) -> BatchTarget:
     """This process. Raises ValueError for a workflow with other nodes than ours, and where there are no models."""
     check_models(models)
     # Only here: neither torch nor our nodes are needed where a server computes.
@@ -115,7 +115,7 @@ def embedded_ground(
 
     from ...host.embedded import LoadImage, sockets_of
     from ...nodes import WanStreamExtension
-    from .backends.embedded import EmbeddedHost, Surroundings
+    from .backends.embedded import EmbeddedBackend, EmbeddedOptions
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("--device cuda: this torch finds no CUDA device")
@@ -126,10 +126,10 @@ def embedded_ground(
         hint = "only the nodes of this pack run without ComfyUI: start one, and give its address with --server"
         raise ArgumentError("\n".join([hint, *missing]))
     computes = torch.device(device) if device else None
-    around = Surroundings(nodes=nodes, models=models, input=input_dir, output=output, device=computes, strict=strict)
-    return Ground(
+    around = EmbeddedOptions(nodes=nodes, models=models, input=input_dir, output=output, device=computes, strict=strict)
+    return BatchTarget(
         sockets={name: {socket.name: socket for socket in sockets_of(node)} for name, node in classes.items()},
         faults=around.faults,
         unjudged=lambda prompt: "",
-        opened=lambda made, on_progress: EmbeddedHost(around, made, on_progress),
+        opened=lambda made, on_progress: EmbeddedBackend(around, made, on_progress),
     )

@@ -8,11 +8,11 @@ import torch
 
 from ...sampling import DenoiseRequest, seeded_noise
 from ...schema import FRAMES_PER_LATENT, PIXELS_PER_LATENT, ExpertsRef, VideoShape
-from ...testing import TEXT_DIM, ExpertShape, make_expert, save_expert_folder
+from ...testing import TEXT_DIM, TinyShape, make_expert, save_expert_folder
 from ...wan import ExpertPair
 from .cases import Pair
 
-SMALL = ExpertShape(layers=8, heads=4, ffn_dim=2048)
+SMALL = TinyShape(layers=8, heads=4, ffn_dim=2048)
 TEXT_TOKENS = 512
 SEED = 42
 

@@ -17,9 +17,9 @@ from ...bench import (
     Table,
     Trial,
     Variant,
+    describe_machine,
     hardware,
     held_bytes,
-    machine_words,
     summary,
     versions,
 )
@@ -56,10 +56,10 @@ def save(
             "cases": figures(measured),
             "not_measured": [{"case": name, "because": why} for name, why in without],
         },
-        hardware={**hardware(device), **machine_words(device)},
+        hardware={**hardware(device), **describe_machine(device)},
         versions=versions(),
     )
-    machine = {**machine_words(device), **result.versions}
+    machine = {**describe_machine(device), **result.versions}
     text = page(f"Workers on {result.hardware['name']}", measured, method=method, machine=machine, without=without)
     path = folder / f"{result.name}.md"
     path.write_text(text, encoding="utf-8")

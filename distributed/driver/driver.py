@@ -3,7 +3,7 @@
     driver = Driver(pool, ref, Mesh(stage=2))
     ran = driver.denoise(experts, request, policy)
 
-Videos go to different cells, their stages one after the other; the workers of a cell compute the same steps together.
+Videos go to different groups, their stages one after the other; the workers of a group compute the same steps together.
 The driver keeps the last state of every video, so that nothing but the step that was being taken is lost with a worker.
 """
 
@@ -22,27 +22,23 @@ from typing import TypeAlias
 import torch
 
 from ...devices import AUTO, common_dtype, dtype_name
-from ...sampling import Cancelled, DenoiseRequest, StepProgress, apart
-from ...schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
-from ..messages import StepTold, WorkerFacts
+from ...sampling import DenoiseRequest, SamplingCancelled, StepProgress, apart
+from ...schema import ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
+from ..messages import StepReport, WorkerFacts
 from ..transport.path_map import check_paths, paths_of
 from ..transport.pool import Pool, WorkerLostError
 from ..transport.threads import on_own_thread
-from .partition import Progress, part_sizes, stage_steps
-from .rendezvous import CellMeetings
-from .results import Ran, RunNotes, make_ran
-from .schedule import Cell, Schedule
-from .stage_run import POLL_S, GivenUpError, StageRun, Stepped
-from .worker_group import Work, WorkerCell
+from .partition import MergedProgress, part_sizes, stage_steps
+from .rendezvous import Rendezvous
+from .results import DistributedResult, TaskLog, make_result
+from .schedule import GroupId, JobSchedule
+from .stage_run import POLL_S, RestartLimitError, StageRun, StageStepped
+from .worker_group import Work, WorkerGroup
 
 logger = logging.getLogger("wanstream.distributed")
 
 ShouldStop: TypeAlias = "Callable[[], bool]"
-Show: TypeAlias = "Callable[[int, StepTold], None]"
-
-
-class DriverOrderError(RuntimeError):
-    """A run was asked for during another one."""
+Show: TypeAlias = "Callable[[int, StepReport], None]"
 
 
 class DriverState(Enum):
@@ -68,10 +64,12 @@ class Driver:
         self._ref, self._follows = ref, follows
         self._state = DriverState.IDLE
         self._lock = threading.Lock()
-        self._meetings, layout = CellMeetings(pool, ref), replace(mesh, data=1, stage=1)
-        self._cells = {
-            Cell(*place): WorkerCell(Cell(*place), pool, mesh.cell(*place), layout, self._meetings, ref.timeout_s)
-            for place in mesh.cells()
+        self._rendezvous, layout = Rendezvous(pool, ref), replace(mesh, data=1, stage=1)
+        self._groups = {
+            GroupId(*place): WorkerGroup(
+                GroupId(*place), pool, mesh.worker_group(*place), layout, self._rendezvous, ref.timeout_s
+            )
+            for place in mesh.worker_groups()
         }
 
     @property
@@ -89,7 +87,7 @@ class Driver:
         policy: OffloadPolicy,
         on_step: Callable[[StepProgress], None] | None = None,
         should_stop: ShouldStop | None = None,
-    ) -> Ran:
+    ) -> DistributedResult:
         """Compute one request. Its samples are shared out where the mesh has data or stages; otherwise they are lanes.
 
         Args:
@@ -105,12 +103,12 @@ class Driver:
             MeshError: the mesh has more stages than the request can be cut into.
         """
         parts = apart(request, part_sizes(request.batch, self.mesh))
-        show = None if on_step is None else Progress(parts, on_step).show
+        show = None if on_step is None else MergedProgress(parts, on_step).show
         with self._running():
-            notes = RunNotes()
+            notes = TaskLog()
             run = self._run(parts, show=show, should_stop=should_stop)
             ended = self._compute(run, self._work(experts, parts, policy, notes), should_stop)
-        return make_ran(parts, range(len(parts)), ended, notes, restarts=run.schedule.lost)
+        return make_result(parts, range(len(parts)), ended, notes, restarts=run.schedule.lost)
 
     def queue(
         self,
@@ -118,10 +116,10 @@ class Driver:
         requests: Sequence[DenoiseRequest],
         policy: OffloadPolicy,
         on_step: Callable[[int, StepProgress], None] | None = None,
-        on_ran: Callable[[int, Ran], None] | None = None,
+        on_ran: Callable[[int, DistributedResult], None] | None = None,
         should_stop: ShouldStop | None = None,
-    ) -> list[Ran]:
-        """Compute several requests, as many at once as there are cells; the samples of each share its passes.
+    ) -> list[DistributedResult]:
+        """Compute several requests, as many at once as there are groups; the samples of each share its passes.
 
         Args:
             on_step: told (number of the request, its step) on this thread.
@@ -129,12 +127,12 @@ class Driver:
 
         Raises as `denoise`; what was done by then was told.
         """
-        made: dict[int, Ran] = {}
+        made: dict[int, DistributedResult] = {}
         with self._running():
-            notes = RunNotes()
+            notes = TaskLog()
 
-            def done(number: int, told: StepTold) -> None:
-                made[number] = make_ran([requests[number]], [number], [told], notes, restarts=run.schedule.lost)
+            def done(number: int, told: StepReport) -> None:
+                made[number] = make_result([requests[number]], [number], [told], notes, restarts=run.schedule.lost)
                 if on_ran is not None:
                     on_ran(number, made[number])
 
@@ -144,9 +142,9 @@ class Driver:
         return [made[number] for number in range(len(requests))]
 
     def retire(self) -> None:
-        """Mend no cell any more, as the workers are another driver's; waits for what is being mended now."""
-        for cell in self._cells.values():
-            cell.retire()
+        """Mend no group any more, as the workers are another driver's; waits for what is being mended now."""
+        for group in self._groups.values():
+            group.retire()
 
     def _run(
         self,
@@ -155,17 +153,17 @@ class Driver:
         show: Show | None,
         done: Show | None = None,
         should_stop: ShouldStop | None,
-    ) -> StageRun[StepTold]:
+    ) -> StageRun[StepReport]:
         """A run of these parts, which has not begun."""
 
-        def on_step(step: Stepped[StepTold]) -> None:
+        def on_step(step: StageStepped[StepReport]) -> None:
             if show is not None:
                 show(step.job.item, step.state)
 
         steps = [stage_steps(part, self.mesh.stage) for part in parts]
         return StageRun(
-            Schedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts),
-            self._cells,
+            JobSchedule.of(steps, data=self.mesh.data, max_restarts=self._ref.max_restarts),
+            self._groups,
             [None] * len(parts),
             on_step=on_step,
             on_done=done,
@@ -173,7 +171,7 @@ class Driver:
         )
 
     def _work(
-        self, experts: ExpertsRef, requests: Sequence[DenoiseRequest], policy: OffloadPolicy, notes: RunNotes
+        self, experts: ExpertsRef, requests: Sequence[DenoiseRequest], policy: OffloadPolicy, notes: TaskLog
     ) -> Work:
         return Work(
             requests=requests,
@@ -183,27 +181,27 @@ class Driver:
             notes=notes,
         )
 
-    def _compute(self, run: StageRun[StepTold], work: Work, should_stop: ShouldStop | None) -> list[StepTold]:
+    def _compute(self, run: StageRun[StepReport], work: Work, should_stop: ShouldStop | None) -> list[StepReport]:
         """Bring the workers together, and let them compute."""
         facts = self._gather(work, should_stop)
         work = replace(work, experts=_in_one_dtype(work.experts, facts))
-        for cell in self._cells.values():
-            cell.take_up(work)
+        for group in self._groups.values():
+            group.take_up(work)
         return run.go()
 
     def _gather(self, work: Work, should_stop: ShouldStop | None) -> list[WorkerFacts]:
-        """Let the workers of each cell meet, those that are not together; all cells at once. Returns their facts."""
+        """Let the workers of each group meet, those that are not together; all groups at once. Returns their facts."""
         paths = [str(path) for path in paths_of(work.experts)]
-        cells = self._cells.values()
-        meeting = [on_own_thread("wanstream-meet", self._gather_cell, cell, paths) for cell in cells]
-        while wait(meeting, timeout=POLL_S).not_done:
+        groups = self._groups.values()
+        rendezvous = [on_own_thread("wanstream-meet", self._gather_group, group, paths) for group in groups]
+        while wait(rendezvous, timeout=POLL_S).not_done:
             if should_stop is not None and should_stop():
-                raise Cancelled(work.requests[0].start_step, 0)
-        every = [facts for each in meeting for facts in each.result()]
+                raise SamplingCancelled(work.requests[0].start_step, 0)
+        every = [facts for each in rendezvous for facts in each.result()]
         check_paths(every, self._ref.paths)
         return every
 
-    def _gather_cell(self, cell: WorkerCell, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
+    def _gather_group(self, group: WorkerGroup, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
         """As often as losses are made good; these count for no run."""
         former = self._follows
         if former is not None:
@@ -211,17 +209,17 @@ class Driver:
             self._follows = None
         for _ in range(self._ref.max_restarts):
             with suppress(WorkerLostError):
-                return cell.gather(paths)
+                return group.gather(paths)
         try:
-            return cell.gather(paths)
+            return group.gather(paths)
         except WorkerLostError as err:
-            raise GivenUpError.after(err, self._ref.max_restarts) from err
+            raise RestartLimitError.after(err, self._ref.max_restarts) from err
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         with self._lock:
             if self._state is not DriverState.IDLE:
-                raise DriverOrderError(f"this driver {self._state.value}: wait for it, or cancel it")
+                raise StateError(f"this driver {self._state.value}: wait for it, or cancel it")
             self._state = DriverState.RUNNING
         try:
             yield
@@ -240,12 +238,12 @@ def _in_one_dtype(experts: ExpertsRef, facts: Sequence[WorkerFacts]) -> ExpertsR
 
 def _shown_apart(
     requests: Sequence[DenoiseRequest], on_step: Callable[[int, StepProgress], None]
-) -> Callable[[int, StepTold], None]:
+) -> Callable[[int, StepReport], None]:
     """Each request's steps as those of a run of its own; what is shown of a request is kept until its last step."""
-    going: dict[int, Progress] = {}
+    going: dict[int, MergedProgress] = {}
 
-    def show(number: int, told: StepTold) -> None:
-        progress = going.pop(number, None) or Progress([requests[number]], partial(on_step, number))
+    def show(number: int, told: StepReport) -> None:
+        progress = going.pop(number, None) or MergedProgress([requests[number]], partial(on_step, number))
         if told.done < told.total:
             going[number] = progress
         progress.show(0, told)

@@ -30,7 +30,7 @@ def silence_limit(timeout_s: float, *, begun: bool, slowest_s: float = 0.0) -> f
     return 2 * timeout_s + (SLOWER * slowest_s if begun else OPENING_S)
 
 
-class Pulse:
+class Heartbeat:
     """The signs of some workers from now on. Nothing here blocks; not thread-safe.
 
     Args:

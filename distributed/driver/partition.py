@@ -9,7 +9,7 @@ import torch
 from ...plan import stage_boundaries
 from ...sampling import DenoiseRequest, RequestError, RunState, StepProgress
 from ...schema import Mesh
-from ..messages import StepTold
+from ..messages import StepReport
 
 
 def part_sizes(batch: int, mesh: Mesh) -> list[int]:
@@ -30,14 +30,14 @@ def stage_steps(request: DenoiseRequest, stages: int) -> list[range]:
 
     Raises MeshError for stages that there are no steps for.
     """
-    course = request.course()
-    experts = [course.experts[step] for step in course.steps]
-    lanes = [float(request.lanes_at(step)) for step in course.steps]
-    first = course.start_step
+    step_plan = request.step_plan
+    experts = [step_plan.experts[step] for step in step_plan.steps]
+    lanes = [float(request.lanes_at(step)) for step in step_plan.steps]
+    first = step_plan.start_step
     return [range(first + each.start, first + each.stop) for each in stage_boundaries(experts, lanes, stages)]
 
 
-class Progress:
+class MergedProgress:
     """Tells the steps of several parts as those of one run.
 
     Args:
@@ -47,12 +47,12 @@ class Progress:
 
     def __init__(self, parts: Sequence[DenoiseRequest], on_step: Callable[[StepProgress], None]) -> None:
         self._on_step = on_step
-        self._total = sum(len(part.course().steps) for part in parts)
+        self._total = sum(len(part.step_plan.steps) for part in parts)
         self._done = 0
         self._denoised = [part.noise.cpu() for part in parts]
 
-    def show(self, part: int, told: StepTold) -> None:
-        """A part has taken a step; `told` is of the leader of its cell."""
+    def show(self, part: int, told: StepReport) -> None:
+        """A part has taken a step; `told` is of the leader of its group."""
         assert told.denoised is not None
         self._done += 1
         self._denoised[part] = told.denoised
@@ -66,7 +66,7 @@ class Progress:
             )
         )
 
-    def _state(self, told: StepTold) -> RunState:
+    def _state(self, told: StepReport) -> RunState:
         if len(self._denoised) > 1 or told.state is None:
             raise RequestError("the samples of this run are at different steps: there is no state of all of them")
         return told.state

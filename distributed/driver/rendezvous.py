@@ -1,4 +1,4 @@
-"""How the workers of a cell come together: whoever is gone is replaced, then all meet, as the next generation."""
+"""How the workers of a group come together: whoever is gone is replaced, then all meet, as the next generation."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from dataclasses import replace
 from typing import Any
 
 from ...schema import Mesh, WorkersRef
-from ..messages import Meeting, WorkerFacts
+from ..messages import RendezvousSpec, WorkerFacts
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError
-from ..worker.errors import HungError, PeerLostError
+from ..worker.errors import PeerLostError, WorkerTimeoutError
 
 ANSWER_S = 60.0
 """How long a worker may take to answer a short question; one that takes longer is replaced."""
 PORT_TRIES = 4
 """How many ports are tried: one that was free a moment ago may be taken."""
 GENERATIONS = itertools.count(1)
-"""Of all meetings that this process calls, whoever drives the workers."""
+"""Of all rendezvous that this process calls, whoever drives the workers."""
 
 
-class CellMeetings:
-    """Brings workers of one pool together. Thread-safe: cells may meet side by side."""
+class Rendezvous:
+    """Brings workers of one pool together. Thread-safe: groups may meet side by side."""
 
     def __init__(self, pool: Pool, ref: WorkersRef) -> None:
         self._pool, self._ref = pool, ref
         self._lock = threading.Lock()
 
     def meet(self, ranks: Sequence[int], layout: Mesh) -> int:
-        """Let the workers with these ranks meet as a cell of `layout`; the first one leads it. Blocks until they have.
+        """Let the workers with these ranks meet as a group of `layout`; the first one leads it. Blocks until they have.
 
-        Returns the generation of the meeting. Raises:
+        Returns the generation of the rendezvous. Raises:
             WorkerLostError: one was lost on the way.
             OSError: no port was free.
         """
         facts = [self._answering(rank) for rank in ranks]
         workers = [self._pool.workers[rank] for rank in ranks]
         for left in reversed(range(PORT_TRIES)):
-            meeting = Meeting(
+            rendezvous = RendezvousSpec(
                 rank=0,
                 mesh=layout,
                 host=facts[0].address,
@@ -50,12 +50,12 @@ class CellMeetings:
                 timeout_s=self._ref.timeout_s,
                 weights=self._ref.weights,
             )
-            error = self._join(workers, meeting)
+            error = self._join(workers, rendezvous)
             if error is None:
                 break
             if not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE and left):
                 raise error
-        return meeting.generation
+        return rendezvous.generation
 
     def facts(self, ranks: Sequence[int], paths: Sequence[str]) -> list[WorkerFacts]:
         """What each of these workers is, and which of `paths` it misses. Raises WorkerLostError."""
@@ -88,9 +88,9 @@ class CellMeetings:
                 worker.rank,
             ) from err
 
-    def _join(self, workers: Sequence[WorkerHandle], meeting: Meeting) -> Exception | None:
+    def _join(self, workers: Sequence[WorkerHandle], rendezvous: RendezvousSpec) -> Exception | None:
         """Let all join, and return when none of them is about to any more; what went wrong, as one error."""
-        joining = [worker.ask("join", replace(meeting, rank=place)) for place, worker in enumerate(workers)]
+        joining = [worker.ask("join", replace(rendezvous, rank=place)) for place, worker in enumerate(workers)]
         wait(joining, timeout=self._ref.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
         if all(each.done() and each.exception() is None for each in joining):
             return None
@@ -110,7 +110,7 @@ class CellMeetings:
             if each.done() and (error := each.exception()) is not None
         ]
         for _, error in errors:
-            if isinstance(error, Exception) and not isinstance(error, PeerLostError | HungError):
+            if isinstance(error, Exception) and not isinstance(error, PeerLostError | WorkerTimeoutError):
                 return error
         worker, error = errors[0] if errors else (workers[0], None)
-        return WorkerLostError(f"worker {worker.rank} could not meet the others of its cell: {error}", worker.rank)
+        return WorkerLostError(f"worker {worker.rank} could not meet the others of its group: {error}", worker.rank)

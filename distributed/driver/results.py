@@ -13,59 +13,59 @@ import torch
 
 from ...sampling import DenoiseRequest
 from ...schema import StepRecord, Timeline, together
-from ..messages import RunEnded, StepTold
-from .schedule import Assignment, Cell, Job
+from ..messages import StepReport, TaskResult
+from .schedule import Assignment, GroupId, StageJob
 from .task_run import TaskEnd
 
-SPENT = ("wall_s", "compute_s", "stall_s", "decode_s", "stall_file_s", "copy_s", "read_s")
+SPENT = ("wall_s", "compute_s", "stall_s", "decode_s", "stall_on_read_s", "copy_s", "read_s")
 MOVED = ("bytes_moved", "read_bytes", "copied_bytes")
 PEAKS = ("device_bytes", "rss_bytes", "reserved_bytes", "device_used_bytes", "dynamic_bytes", "pinned_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Computed:
+class MergedTimeline:
     """What one worker did of one task, as far as it is known."""
 
     rank: int
     """Of the worker in its pool."""
     data: int
-    """Of its cell."""
-    began_s: float
+    """Of its group."""
+    start_s: float
     """When the task was sent; seconds since the run began."""
     timeline: Timeline
     """With times from the beginning of the task."""
 
 
-def in_turn(computed: Iterable[Computed]) -> Timeline:
+def in_turn(computed: Iterable[MergedTimeline]) -> Timeline:
     """What one worker did in its tasks, in the order in which it took them; times from the beginning of the run."""
-    parts = sorted(computed, key=lambda each: each.began_s)
+    parts = sorted(computed, key=lambda each: each.start_s)
     assert parts, "a worker that did nothing has no timeline"
     timelines = [part.timeline for part in parts]
     first_blocks = [
-        part.began_s + part.timeline.first_block_s for part in parts if part.timeline.first_block_s is not None
+        part.start_s + part.timeline.first_block_s for part in parts if part.timeline.first_block_s is not None
     ]
     return Timeline(
         kind="measured",
-        steps=tuple(moved(step, part.began_s) for part in parts for step in part.timeline.steps),
-        outer_bytes=sum(each.outer_bytes for each in timelines),
+        steps=tuple(moved(step, part.start_s) for part in parts for step in part.timeline.steps),
+        non_block_bytes=sum(each.non_block_bytes for each in timelines),
         first_block_s=min(first_blocks, default=None),
         # Why weights are kept as they are, each task of a worker says again.
         changes=tuple(dict.fromkeys(change for each in timelines for change in each.changes)),
         phases=tuple(
-            replace(phase, began_s=part.began_s + phase.began_s) for part in parts for phase in part.timeline.phases
+            replace(phase, start_s=part.start_s + phase.start_s) for part in parts for phase in part.timeline.phases
         ),
         memory=tuple(
-            replace(sample, at_s=part.began_s + sample.at_s) for part in parts for sample in part.timeline.memory
+            replace(sample, at_s=part.start_s + sample.at_s) for part in parts for sample in part.timeline.memory
         ),
         copy_rates=together(rate for each in timelines for rate in each.copy_rates),
         read_rates=together(rate for each in timelines for rate in each.read_rates),
     )
 
 
-def over_leaders(computed: Sequence[Computed], changes: Sequence[str] = ()) -> Timeline:
+def over_leaders(computed: Sequence[MergedTimeline], changes: Sequence[str] = ()) -> Timeline:
     """One timeline with one record per step, over all videos: what a batch on one worker would be compared with.
 
-    `computed` is of the leaders of cells, each step of each video once. What workers of one data coordinate did of a
+    `computed` is of the leaders of groups, each step of each video once. What workers of one data coordinate did of a
     step is added, as they took video after video; of workers side by side the slowest counts. Bytes are those of all.
     The steps of several stages overlap, so that their times together may be more than the run took.
     """
@@ -73,14 +73,14 @@ def over_leaders(computed: Sequence[Computed], changes: Sequence[str] = ()) -> T
     rows: dict[int, list[tuple[int, StepRecord]]] = {}
     for part in computed:
         for step in part.timeline.steps:
-            rows.setdefault(step.index, []).append((part.data, moved(step, part.began_s)))
+            rows.setdefault(step.index, []).append((part.data, moved(step, part.start_s)))
     steps = tuple(_over_rows(rows[index]) for index in sorted(rows))
     return replace(whole, steps=steps, changes=(*whole.changes, *changes))
 
 
 def moved(step: StepRecord, by_s: float) -> StepRecord:
     """The same step that much later."""
-    return step if step.began_s is None else replace(step, began_s=step.began_s + by_s)
+    return step if step.start_s is None else replace(step, start_s=step.start_s + by_s)
 
 
 def _over_rows(taken: Sequence[tuple[int, StepRecord]]) -> StepRecord:
@@ -92,13 +92,13 @@ def _over_rows(taken: Sequence[tuple[int, StepRecord]]) -> StepRecord:
     for data, step in taken:
         by_row.setdefault(data, []).append(step)
     slowest = max(by_row.values(), key=lambda row: sum(step.wall_s for step in row))
-    began = [step.began_s for step in steps if step.began_s is not None]
+    began = [step.start_s for step in steps if step.start_s is not None]
     return replace(
         steps[0],
         **_sums(slowest, SPENT),
         **_sums(steps, MOVED),
         **_peaks(steps),
-        began_s=min(began, default=None),
+        start_s=min(began, default=None),
     )
 
 
@@ -116,19 +116,19 @@ logger = logging.getLogger("wanstream.distributed")
 
 
 @dataclass(kw_only=True, eq=False)
-class TaskNotes:
-    """One task of one cell."""
+class TaskRecord:
+    """One task of one group."""
 
-    cell: Cell
-    job: Job
+    group: GroupId
+    job: StageJob
     ranks: Sequence[int]
     """Of the workers in their pool, the leader first."""
     first_step: int
-    began_s: float
+    start_s: float
     """When it was sent; seconds since the run began."""
     told: list[list[StepRecord]] = field(default_factory=list)
-    """By place in the cell."""
-    ended: Mapping[int, RunEnded] = field(default_factory=dict)
+    """By place in the group."""
+    ended: Mapping[int, TaskResult] = field(default_factory=dict)
     """By place; empty as long as it is computed."""
 
     @property
@@ -136,7 +136,7 @@ class TaskNotes:
         """Where the last state that the leader told stands."""
         return self.told[0][-1].index + 1 if self.told[0] else self.first_step
 
-    def computed(self, place: int) -> Computed | None:
+    def computed(self, place: int) -> MergedTimeline | None:
         """What the worker in that place has done of it; None for nothing."""
         if place in self.ended:
             timeline = self.ended[place].timeline
@@ -144,42 +144,42 @@ class TaskNotes:
             timeline = Timeline(kind="measured", steps=tuple(self.told[place]))
         else:
             return None
-        return Computed(rank=self.ranks[place], data=self.cell.data, began_s=self.began_s, timeline=timeline)
+        return MergedTimeline(rank=self.ranks[place], data=self.group.data, start_s=self.start_s, timeline=timeline)
 
 
-class RunNotes:
+class TaskLog:
     """The notes of one run. Thread-safe; times are seconds since it was made."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._lock = threading.Lock()
-        self._tasks: list[TaskNotes] = []
+        self._tasks: list[TaskRecord] = []
         self._changes: list[tuple[int, str]] = []
 
     @property
     def now_s(self) -> float:
         return time.perf_counter() - self._began
 
-    def sent(self, given: Assignment, ranks: Sequence[int]) -> TaskNotes:
-        """A job is given to the workers of a cell."""
-        task = TaskNotes(
-            cell=given.cell,
+    def sent(self, given: Assignment, ranks: Sequence[int]) -> TaskRecord:
+        """A job is given to the workers of a group."""
+        task = TaskRecord(
+            group=given.group,
             job=given.job,
             ranks=ranks,
             first_step=given.steps.start,
-            began_s=self.now_s,
+            start_s=self.now_s,
             told=[[] for _ in ranks],
         )
         with self._lock:
             self._tasks.append(task)
         return task
 
-    def told(self, task: TaskNotes, place: int, told: StepTold) -> None:
+    def told(self, task: TaskRecord, place: int, told: StepReport) -> None:
         """A worker has told a step."""
         with self._lock:
             task.told[place].append(told.record)
 
-    def ended(self, task: TaskNotes, end: TaskEnd) -> None:
+    def ended(self, task: TaskRecord, end: TaskEnd) -> None:
         """No worker computes the task any more."""
         with self._lock:
             # Latents are handed on with the steps; those of a long queue must not be kept here.
@@ -197,13 +197,13 @@ class RunNotes:
             return tuple(words for item, words in self._changes if item in items)
 
     def leaders_timeline(self, items: Sequence[int]) -> Timeline:
-        """One timeline of these items, from the leaders of all cells; see `over_leaders`."""
+        """One timeline of these items, from the leaders of all groups; see `over_leaders`."""
         leaders = [part for task in self._of(items) if (part := task.computed(0)) is not None]
         return over_leaders(leaders, self.changes(items))
 
     def timelines(self, items: Sequence[int]) -> dict[int, Timeline]:
         """By rank: what each worker did for these items."""
-        parts: dict[int, list[Computed]] = {}
+        parts: dict[int, list[MergedTimeline]] = {}
         for task in self._of(items):
             for place in range(len(task.ranks)):
                 if (part := task.computed(place)) is not None:
@@ -221,13 +221,13 @@ class RunNotes:
                 task.ranks[place]: ended.expert_switches for task in self._tasks for place, ended in task.ended.items()
             }
 
-    def _of(self, items: Sequence[int]) -> list[TaskNotes]:
+    def _of(self, items: Sequence[int]) -> list[TaskRecord]:
         with self._lock:
             return [task for task in self._tasks if task.job.item in items]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Ran:
+class DistributedResult:
     """A run of workers that is done."""
 
     latents: torch.Tensor
@@ -248,9 +248,9 @@ class Ran:
     """By rank: how often the worker's expert has changed since it was started."""
 
 
-def make_ran(
-    parts: Sequence[DenoiseRequest], items: Sequence[int], ended: Sequence[StepTold], notes: RunNotes, *, restarts: int
-) -> Ran:
+def make_result(
+    parts: Sequence[DenoiseRequest], items: Sequence[int], ended: Sequence[StepReport], notes: TaskLog, *, restarts: int
+) -> DistributedResult:
     """Put together what came of the parts of a request.
 
     Args:
@@ -259,9 +259,9 @@ def make_ran(
     """
     latents = [told.state.latents for told in ended if told.state is not None]
     assert len(latents) == len(parts) == len(items), "a part did not end"
-    return Ran(
+    return DistributedResult(
         latents=torch.cat(latents),
-        sigma=parts[0].course().end_sigma,
+        sigma=parts[0].step_plan.end_sigma,
         timeline=notes.leaders_timeline(items),
         timelines=notes.timelines(items),
         restarts=restarts,

@@ -11,12 +11,12 @@ from enum import Enum
 from functools import partial
 
 from ...offload import GatherBrokenError
-from ...sampling import Cancelled, SmallerPolicyError
+from ...sampling import SamplingCancelled, SmallerPolicyError
 from ...schema import OffloadPolicy
-from ..messages import RunEnded, RunTask, StepTold
+from ..messages import RunTask, StepReport, TaskResult
 from ..transport.pool import WorkerHandle, WorkerLostError
-from ..worker.errors import HungError, PeerLostError
-from .heartbeat import Pulse, silence_limit
+from ..worker.errors import PeerLostError, WorkerTimeoutError
+from .heartbeat import Heartbeat, silence_limit
 
 
 class TaskVerdict(Enum):
@@ -34,8 +34,8 @@ class TaskEnd:
     """How a task ended."""
 
     verdict: TaskVerdict
-    ended: Mapping[int, RunEnded]
-    """By place in the cell, of those that computed all of it."""
+    ended: Mapping[int, TaskResult]
+    """By place in the group, of those that computed all of it."""
     error: BaseException | None = None
     """What stands for it, where it did not end well."""
     place: int = 0
@@ -61,14 +61,16 @@ class _Sign(Enum):
 _TELLING = tuple(_Sign)
 
 
-def judge(outcomes: Mapping[int, RunEnded | BaseException], *, killed: Collection[int], stopped: bool) -> TaskEnd:
-    """Judge a task by what came out of each place of its cell.
+def classify_failure(
+    outcomes: Mapping[int, TaskResult | BaseException], *, killed: Collection[int], stopped: bool
+) -> TaskEnd:
+    """Judge a task by what came out of each place of its group.
 
     Args:
         killed: places whose processes the driver has ended.
         stopped: whether the driver has asked the workers to stop; what else happened then does not matter.
     """
-    ended = {place: each for place, each in outcomes.items() if isinstance(each, RunEnded)}
+    ended = {place: each for place, each in outcomes.items() if isinstance(each, TaskResult)}
     errors = {place: each for place, each in outcomes.items() if isinstance(each, BaseException)}
     if not errors:
         return TaskEnd(verdict=TaskVerdict.ENDED, ended=ended)
@@ -82,11 +84,11 @@ def judge(outcomes: Mapping[int, RunEnded | BaseException], *, killed: Collectio
 def _sign(error: BaseException, *, was_killed: bool) -> _Sign:
     if isinstance(error, WorkerLostError):
         return _Sign.LATE if was_killed else _Sign.GONE
-    if isinstance(error, Cancelled):
+    if isinstance(error, SamplingCancelled):
         return _Sign.ASKED
     if isinstance(error, SmallerPolicyError):
         return _Sign.SHORT
-    return _Sign.PEER if isinstance(error, PeerLostError | HungError | GatherBrokenError) else _Sign.WRONG
+    return _Sign.PEER if isinstance(error, PeerLostError | WorkerTimeoutError | GatherBrokenError) else _Sign.WRONG
 
 
 HUNG_GRACE_S = 5.0
@@ -105,13 +107,13 @@ class TaskPhase(Enum):
 
 
 class TaskRun:
-    """A task that is computed by a cell. Used once; thread-safe.
+    """A task that is computed by a group. Used once; thread-safe.
 
     Args:
-        workers: of the cell, the leader first.
+        workers: of the group, the leader first.
         tasks: for each of them.
         timeout_s: how long workers wait for each other.
-        on_told: (place in the cell, what was told); called on threads of the pool, one at a time.
+        on_told: (place in the group, what was told); called on threads of the pool, one at a time.
         on_over: called once, on any thread, after the last `on_told`.
     """
 
@@ -121,7 +123,7 @@ class TaskRun:
         tasks: Sequence[RunTask],
         *,
         timeout_s: float,
-        on_told: Callable[[int, StepTold], None],
+        on_told: Callable[[int, StepReport], None],
         on_over: Callable[[TaskEnd], None],
     ) -> None:
         self._workers, self._tasks, self._timeout_s = workers, tasks, timeout_s
@@ -129,15 +131,15 @@ class TaskRun:
         self._on_told, self._on_over = on_told, on_over
         self._lock = threading.RLock()
         self._phase = TaskPhase.NEW
-        self._outcomes: dict[int, RunEnded | BaseException] = {}
+        self._outcomes: dict[int, TaskResult | BaseException] = {}
         self._killed: set[int] = set()
         self._stopped = self._left = False
-        self._silence: HungError | None = None
+        self._silence: WorkerTimeoutError | None = None
         self.together = False
-        """Whether the workers can take another task without meeting anew; known when it is over."""
+        """Whether the workers can take another task without rendezvous anew; known when it is over."""
         self.leaving: list[Future[None]] = []
         """What must be done before the workers meet again."""
-        self._pulse = Pulse(workers, timeout_s)
+        self._pulse = Heartbeat(workers, timeout_s)
         self._slowest_s = 0.0
         self._deadline_s = 0.0
 
@@ -168,13 +170,13 @@ class TaskRun:
                 limit = silence_limit(self._timeout_s, begun=self._pulse.begun, slowest_s=self._slowest_s)
                 if self._pulse.silence_s > limit:
                     ranks = ", ".join(str(worker.rank) for worker in self._workers)
-                    self._silence = HungError(f"nothing was heard of worker {ranks} for {limit:g} s")
+                    self._silence = WorkerTimeoutError(f"nothing was heard of worker {ranks} for {limit:g} s")
                     self._leave()
                     self._end_within(self._grace_s)
             elif self._phase is TaskPhase.ENDING and now > self._deadline_s:
                 self._kill()
 
-    def _told(self, place: int, told: StepTold) -> None:
+    def _told(self, place: int, told: StepReport) -> None:
         with self._lock:
             if self._phase is TaskPhase.OVER:
                 return
@@ -182,7 +184,7 @@ class TaskRun:
             self._slowest_s = max(self._slowest_s, told.record.wall_s)
             self._on_told(place, told)
 
-    def _take_end(self, place: int, future: Future[RunEnded]) -> None:
+    def _take_end(self, place: int, future: Future[TaskResult]) -> None:
         error = future.exception()
         with self._lock:
             if self._phase is TaskPhase.OVER:
@@ -193,9 +195,9 @@ class TaskRun:
                 self._end()
                 return
             if error is not None:
-                if not isinstance(error, Cancelled):
+                if not isinstance(error, SamplingCancelled):
                     self._leave()
-                self._end_within(self._grace_s if isinstance(error, HungError) else self._timeout_s)
+                self._end_within(self._grace_s if isinstance(error, WorkerTimeoutError) else self._timeout_s)
 
     @property
     def _pending(self) -> list[int]:
@@ -233,7 +235,7 @@ class TaskRun:
 
     def _end(self) -> None:
         self._phase = TaskPhase.OVER
-        end = judge(self._outcomes, killed=self._killed, stopped=self._stopped)
+        end = classify_failure(self._outcomes, killed=self._killed, stopped=self._stopped)
         if (
             self._silence is not None
             and not self._stopped
@@ -242,8 +244,8 @@ class TaskRun:
             # Those who heard the stop in the end have Cancelled, which nobody wished.
             end = replace(end, verdict=TaskVerdict.LOST, error=self._silence)
         # After any other end of one of several the others may be elsewhere, whatever it was in the end.
-        alike = all(isinstance(each, RunEnded | Cancelled) for each in self._outcomes.values())
+        alike = all(isinstance(each, TaskResult | SamplingCancelled) for each in self._outcomes.values())
         self.together = not self._left and alike
-        # A cell keeps its last task, which need not keep latents and states.
+        # A group keeps its last task, which need not keep latents and states.
         self._tasks, self._outcomes = (), {}
         self._on_over(end)

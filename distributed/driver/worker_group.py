@@ -1,4 +1,4 @@
-"""A cell of workers, which computes stages of videos; see `StageCell`."""
+"""A group of workers, which computes stages of videos; see `StageGroup`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from functools import partial
 
 from ...sampling import DenoiseRequest
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, PathMap
-from ..messages import RunTask, StepTold, WorkerFacts
+from ..messages import RunTask, StepReport, WorkerFacts
 from ..transport.pool import Pool, WorkerLostError
-from .rendezvous import ANSWER_S, CellMeetings
-from .results import RunNotes, TaskNotes, moved
-from .schedule import Assignment, Cell
-from .stage_run import Dropped, Failed, Finished, Stepped, Tell
+from .rendezvous import ANSWER_S, Rendezvous
+from .results import TaskLog, TaskRecord, moved
+from .schedule import Assignment, GroupId
+from .stage_run import StageDropped, StageFailed, StageFinished, StageStepped, Tell
 from .task_run import TaskEnd, TaskRun, TaskVerdict
 
 
@@ -26,7 +26,7 @@ class WorkerFailedError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
-    """What the cells of one run compute."""
+    """What the groups of one run compute."""
 
     requests: Sequence[DenoiseRequest]
     """Of each item."""
@@ -34,10 +34,10 @@ class Work:
     paths: tuple[PathMap, ...]
     """Where their files lie on the machines of workers."""
     policy: OffloadPolicy
-    notes: RunNotes
+    notes: TaskLog
 
 
-class WorkerCell:
+class WorkerGroup:
     """The workers of one data and one stage coordinate. What it is handed, and hands on, is what its leader told last.
 
     Args:
@@ -47,12 +47,12 @@ class WorkerCell:
     """
 
     def __init__(
-        self, place: Cell, pool: Pool, ranks: Sequence[int], layout: Mesh, meetings: CellMeetings, timeout_s: float
+        self, place: GroupId, pool: Pool, ranks: Sequence[int], layout: Mesh, rendezvous: Rendezvous, timeout_s: float
     ) -> None:
         self.place, self.ranks = place, tuple(ranks)
         self.facts: tuple[WorkerFacts, ...] = ()
         """Of the workers that met last, by place."""
-        self._pool, self._layout, self._meetings, self._timeout_s = pool, layout, meetings, timeout_s
+        self._pool, self._layout, self._rendezvous, self._timeout_s = pool, layout, rendezvous, timeout_s
         self._mending = threading.Lock()
         self._together = self._retired = False
         self._generation = 0
@@ -72,11 +72,11 @@ class WorkerCell:
         with self._mending:
             self._together = self._together and self._are_together()
         self.mend()
-        self.facts = tuple(self._meetings.facts(self.ranks, paths))
+        self.facts = tuple(self._rendezvous.facts(self.ranks, paths))
         return self.facts
 
-    def start(self, given: Assignment, state: StepTold | None, tell: Tell[StepTold]) -> None:
-        """See `StageCell.start`."""
+    def start(self, given: Assignment, state: StepReport | None, tell: Tell[StepReport]) -> None:
+        """See `StageGroup.start`."""
         assert self._work is not None, "no run was taken up"
         assert self._policy is not None
         work, run_id = self._work, uuid.uuid4().hex
@@ -104,23 +104,25 @@ class WorkerCell:
         self._task.begin()
 
     def stop(self) -> None:
-        """See `StageCell.stop`: before the next block."""
+        """See `StageGroup.stop`: before the next block."""
         if self._task is not None:
             self._task.stop()
 
     def look(self) -> None:
-        """See `StageCell.look`."""
+        """See `StageGroup.look`."""
         if self._task is not None:
             self._task.look()
 
     def mend(self) -> None:
-        """See `StageCell.mend`: replaces who is gone, and lets all meet. Does nothing for workers that are together."""
+        """See `StageGroup.mend`: replaces who is gone, and lets all meet. Does nothing for workers that are
+        together.
+        """
         with self._mending:
             if not self._together and not self._retired:
                 if self._task is not None:
                     wait(self._task.leaving, timeout=ANSWER_S)
-                self._generation = self._meetings.meet(self.ranks, self._layout)
-                self.facts = tuple(self._meetings.facts(self.ranks, ()))
+                self._generation = self._rendezvous.meet(self.ranks, self._layout)
+                self.facts = tuple(self._rendezvous.facts(self.ranks, ()))
                 self._together = True
 
     def retire(self) -> None:
@@ -129,40 +131,40 @@ class WorkerCell:
             self._retired = True
 
     def _are_together(self) -> bool:
-        """Whether all of them still are in the meeting that they had; others may have asked them to leave it."""
+        """Whether all of them still are in the rendezvous that they had; others may have asked them to leave it."""
         try:
-            facts = self._meetings.facts(self.ranks, ())
+            facts = self._rendezvous.facts(self.ranks, ())
         except WorkerLostError:
             return False
         return all(each.generation == self._generation for each in facts)
 
-    def _take_told(self, notes: TaskNotes, tell: Tell[StepTold], place: int, told: StepTold) -> None:
+    def _take_told(self, notes: TaskRecord, tell: Tell[StepReport], place: int, told: StepReport) -> None:
         assert self._work is not None
         self._work.notes.told(notes, place, told)
         if place > 0:
             return
-        assert told.state is not None, "the leader of a cell tells the state of every step"
-        in_run = replace(told, record=moved(told.record, notes.began_s))
-        tell(Stepped(cell=self.place, job=notes.job, next_step=told.state.next_step, state=in_run))
+        assert told.state is not None, "the leader of a group tells the state of every step"
+        in_run = replace(told, record=moved(told.record, notes.start_s))
+        tell(StageStepped(group=self.place, job=notes.job, next_step=told.state.next_step, state=in_run))
 
-    def _take_over(self, notes: TaskNotes, tell: Tell[StepTold], end: TaskEnd) -> None:
+    def _take_over(self, notes: TaskRecord, tell: Tell[StepReport], end: TaskEnd) -> None:
         assert self._work is not None
         assert self._task is not None
         self._work.notes.ended(notes, end)
         self._together = self._task.together
         if end.verdict is TaskVerdict.ENDED:
-            tell(Finished(cell=self.place))
+            tell(StageFinished(group=self.place))
             return
         assert end.error is not None
         if end.verdict is TaskVerdict.STOPPED:
-            tell(Failed(cell=self.place, error=end.error))
+            tell(StageFailed(group=self.place, error=end.error))
         elif end.verdict is TaskVerdict.FAILED:
-            tell(Failed(cell=self.place, error=self._failure(end)))
+            tell(StageFailed(group=self.place, error=self._failure(end)))
         else:
             tell(self._dropped(notes, end))
 
-    def _dropped(self, notes: TaskNotes, end: TaskEnd) -> Dropped:
-        """The cell goes on from the last state, after a loss or in less memory."""
+    def _dropped(self, notes: TaskRecord, end: TaskEnd) -> StageDropped:
+        """The group goes on from the last state, after a loss or in less memory."""
         assert self._work is not None
         assert isinstance(end.error, Exception)
         item, named = notes.job.item, self._named(end.place)
@@ -171,7 +173,7 @@ class WorkerCell:
             self._policy = end.policy
         said = str(end.error).splitlines()[0]
         self._work.notes.changed(item, f"{named}: {said}; its video goes on from step {notes.next_step}")
-        return Dropped(cell=self.place, error=end.error, counts=is_loss)
+        return StageDropped(group=self.place, error=end.error, counts=is_loss)
 
     def _failure(self, end: TaskEnd) -> WorkerFailedError:
         error = WorkerFailedError(f"{self._named(end.place)} failed: {end.error}")

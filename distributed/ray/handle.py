@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from ..messages import RunEnded, RunTask, WorkerFacts
+from ..messages import RunTask, TaskResult, WorkerFacts
 from ..transport.pool import OnTold, WorkerLostError
 from ..transport.threads import WorkThread, on_own_thread
 from .worker import Started
@@ -50,11 +50,11 @@ class RayWorkerHandle:
         answer.add_done_callback(lambda answered: self._pass_on(answered, future))
         return future
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[RunEnded]:
+    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""
         with self._lock:
             if self._killed:
-                future: Future[RunEnded] = Future()
+                future: Future[TaskResult] = Future()
                 future.set_exception(self._lost("it was ended from here"))
                 return future
             return self._thread.submit(self._run, task, on_told)
@@ -81,11 +81,11 @@ class RayWorkerHandle:
         if self._process is not None:
             psutil.wait_procs([self._process], timeout=timeout_s)
 
-    def _run(self, task: RunTask, on_told: OnTold) -> RunEnded:
+    def _run(self, task: RunTask, on_told: OnTold) -> TaskResult:
         try:
             for message in self._actor.run.remote(task):
                 told = self._ray.get(message)
-                if isinstance(told, RunEnded):
+                if isinstance(told, TaskResult):
                     return told
                 try:
                     on_told(told)
@@ -112,7 +112,7 @@ class RayWorkerHandle:
             return cause if isinstance(cause, Exception) else RuntimeError(str(error))
         if isinstance(error, self._ray.exceptions.UnserializableException):
             return RuntimeError(str(error))  # of a class that cannot be made again from its arguments
-        return self._lost("it was ended from here" if self._killed else exit_words(str(error)))
+        return self._lost("it was ended from here" if self._killed else describe_exit(str(error)))
 
     def _lost(self, how: str) -> WorkerLostError:
         facts, said = self.started.facts, self.log_tail()
@@ -141,7 +141,7 @@ def _end(process: psutil.Process) -> None:
         process.kill()
 
 
-def exit_words(told: str) -> str:
+def describe_exit(told: str) -> str:
     """How a process ended, out of what Ray says of it; what surrounds it are remarks on Ray."""
     _, found, detail = told.partition("Worker exit detail:")
     words = (detail if found else told).split("Some common causes")[0]

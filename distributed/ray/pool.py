@@ -17,7 +17,7 @@ from ..worker.worker import Worker
 from .actor import FOLDER, PACKAGE, actor_class
 from .connection import CONNECTION, OBJECT_STORE_BYTES
 from .errors import LostAtStartError, RaySetupError
-from .handle import RayWorkerHandle, exit_words
+from .handle import RayWorkerHandle, describe_exit
 from .placement import Placement
 from .worker import Started
 
@@ -183,7 +183,7 @@ class RayPool:
             raise RaySetupError(f"worker {rank} does not start: {err.cause or err}") from err
         except errors.RayActorError as err:
             raise LostAtStartError(
-                f"worker {rank} does not start: {exit_words(str(err))}{TOKEN_HINT if self._ref.token_file else ''}"
+                f"worker {rank} does not start: {describe_exit(str(err))}{TOKEN_HINT if self._ref.token_file else ''}"
             ) from err
         except errors.RayError as err:
             raise RaySetupError(f"worker {rank} does not start: {err}") from err

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from ..messages import RunEnded, RunTask, StepTold, WorkerFacts
+from ..messages import RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.threads import WorkThread
 from ..worker.worker import Worker
 from .environment import import_ray
@@ -57,9 +57,9 @@ class ServedWorker:
         """See `WorkerHandle.ask`."""
         return getattr(self._worker, method)(*args)
 
-    def run(self, task: RunTask) -> Iterator[StepTold | RunEnded]:
+    def run(self, task: RunTask) -> Iterator[StepReport | TaskResult]:
         """Every step that is told, then the end; raises what the worker raises."""
-        told: queue.SimpleQueue[StepTold | None] = queue.SimpleQueue()
+        told: queue.SimpleQueue[StepReport | None] = queue.SimpleQueue()
         ended = self._thread.submit(self._worker.run, task, told.put)
         ended.add_done_callback(lambda _: told.put(None))
         while (step := told.get()) is not None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future, wait
 from operator import methodcaller
 from typing import Any
 
-from ..messages import RunEnded, RunTask
+from ..messages import RunTask, TaskResult
 from ..worker.worker import Worker
 from .pool import OnTold, WorkerLostError
 from .threads import WorkThread, on_own_thread
@@ -33,7 +33,7 @@ class InProcessWorker:
         """See `WorkerHandle.ask`."""
         return on_own_thread("wanstream ask", self._alive, methodcaller(method, *args), self._worker)
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[RunEnded]:
+    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""
         with self._lock:
             if self._killed:
@@ -61,9 +61,9 @@ class InProcessWorker:
         self.kill()
         wait([self._ended], timeout=END_TIMEOUT_S)
 
-    def _run(self, task: RunTask, on_told: OnTold) -> RunEnded:
+    def _run(self, task: RunTask, on_told: OnTold) -> TaskResult:
         try:
-            ended: RunEnded = self._alive(self._worker.run, task, on_told)
+            ended: TaskResult = self._alive(self._worker.run, task, on_told)
             return ended
         finally:
             with self._lock:

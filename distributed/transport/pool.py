@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeAlias
 
-from ..messages import RunEnded, RunTask, StepTold
+from ..messages import RunTask, StepReport, TaskResult
 
-OnTold: TypeAlias = "Callable[[StepTold], None]"
+OnTold: TypeAlias = "Callable[[StepReport], None]"
 
 
 class WorkerLostError(RuntimeError):
@@ -32,7 +32,7 @@ class WorkerHandle(Protocol):
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """Call a short method of the `Worker` beside whatever it computes. Its errors, or WorkerLostError, come out."""
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[RunEnded]:
+    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
         """Let it compute a task; `on_told` is called for every step, on a thread of the pool. One task at a time.
 
         The future raises what the worker raised (Cancelled, SmallerPolicyError, ...), or WorkerLostError.

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from ...schema import PathMap
-from ...wan import Mosaic, Tiling, check_latents, crop, empty_frames
-from ..driver.heartbeat import Pulse, silence_limit
+from ...wan import TileBlender, Tiling, check_latents, crop, empty_frames
+from ..driver.heartbeat import Heartbeat, silence_limit
 from ..transport.path_map import check_paths
 from ..transport.pool import Pool, WorkerHandle, WorkerLostError
 from .worker import DecodeCancelled, DecodeTask
@@ -88,7 +88,7 @@ class _UnderWay(NamedTuple):
 
     number: int
     worker: WorkerHandle
-    pulse: Pulse
+    pulse: Heartbeat
 
 
 class _Decode:
@@ -104,7 +104,7 @@ class _Decode:
         self._done: set[int] = set()
         self._under_way: dict[Future[torch.Tensor], _UnderWay] = {}
         self._frames = empty_frames(job.latents)
-        self._mosaics: dict[int, Mosaic] = {}
+        self._mosaics: dict[int, TileBlender] = {}
 
     def run(self, should_stop: Callable[[], bool], on_tile: Callable[[TileDone], None]) -> torch.Tensor:
         self._check_vae(should_stop)
@@ -154,7 +154,7 @@ class _Decode:
             job = self._job
             task = DecodeTask(run_id=job.run_id, vae=job.vae, latents=part, dtype=job.dtype, paths=job.paths)
             decoding = worker.ask("decode_tile", task)
-            self._under_way[decoding] = _UnderWay(number, worker, Pulse([worker], self._timeout_s))
+            self._under_way[decoding] = _UnderWay(number, worker, Heartbeat([worker], self._timeout_s))
 
     def _due(self) -> int:
         """The first tile that is not done."""
@@ -194,5 +194,5 @@ class _Decode:
     def _put(self, number: int, decoded: torch.Tensor) -> None:
         video, tile = self._tiles[number]
         if video not in self._mosaics:
-            self._mosaics[video] = Mosaic(self._job.tiling, into=self._frames[video])
+            self._mosaics[video] = TileBlender(self._job.tiling, into=self._frames[video])
         self._mosaics[video].put(tile, decoded)

@@ -11,7 +11,7 @@ import torch
 
 from ...devices import available_bytes, free_bytes
 from ...plan import VRAM_RESERVE
-from ...schema import PathMap
+from ...schema import Cancelled, PathMap
 from ...wan import WanVae, open_vae
 from ..transport.path_map import located
 
@@ -42,7 +42,7 @@ class DecodeTask:
     """Where the VAE lies on the worker's machine."""
 
 
-class DecodeCancelled(Exception):
+class DecodeCancelled(Cancelled):
     """The decode was stopped before a frame; the worker can decode again at once."""
 
 
@@ -55,7 +55,7 @@ class TileDecoder:
         self._open: tuple[tuple[Path, torch.dtype], WanVae] | None = None
 
     def decode(self, task: DecodeTask, is_stopped: Callable[[], bool]) -> torch.Tensor:
-        """[3, F, H, W] fp32 on the CPU, as `Mosaic` takes it.
+        """[3, F, H, W] fp32 on the CPU, as `TileBlender` takes it.
 
         Raises:
             DecodeCancelled: `is_stopped` said so before a latent frame.

@@ -1,4 +1,4 @@
-"""Shards of weights brought together over the `weights` group of a meeting."""
+"""Shards of weights brought together over the `weights` group of a rendezvous."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 import torch.distributed as dist
 
 from ...offload import GatherBrokenError
-from ..worker.groups import Groups, GroupsState
+from ..worker.groups import GroupsState, ProcessGroups
 
 SAID_BYTES = 64
 
 
 class GroupGather:
-    """See `Gather`. All workers of a cell hold the shards of the same blocks, by their place in the cell.
+    """See `Gather`. All workers of a group hold the shards of the same blocks, by their place in the group.
 
     A gather on a CPU that is left cannot be taken back: gloo waits for the others until they come or part, and ending
     the group waits for gloo. So what it uses is kept by a thread of its own until then, and this worker leaves the
-    meeting meanwhile, by which the others learn of it.
+    rendezvous meanwhile, by which the others learn of it.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
         # The groups of torch are asked for each time: who keeps one keeps its connections open.
         self._groups = groups
         self.rank, self.size = groups.place, groups.size
@@ -43,7 +43,7 @@ class GroupGather:
         with self._groups.watched("gathered weights"):
             group = self._groups.weights
             if self._aborted:
-                raise GatherBrokenError("the gathers of this meeting were ended")
+                raise GatherBrokenError("the gathers of this rendezvous were ended")
             work = _issue(into, own, group)
             if own.is_cuda:
                 work.wait()  # by the current stream

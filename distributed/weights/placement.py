@@ -1,4 +1,4 @@
-"""Where the workers of a cell keep their weights, decided by what was measured between them.
+"""Where the workers of a group keep their weights, decided by what was measured between them.
 
 Three homes: every worker has whole blocks (full), 1/N of each in host memory and gathers it (sharded), or 1/N in device
 memory (sharded in VRAM). One block is due for every visit, so the question is which home leaves the device waiting
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from ...schema import ON_DEVICE, SHARDED, WHOLE_WEIGHTS, WeightHome, need_text, rate_text, size_text
+from ...schema import ON_DEVICE, SHARDED, WHOLE_WEIGHTS, WeightPlacement, need_text, rate_text, size_text
 
 WORTH = 0.05
 """Share of a visit by which another home has to be faster: probes of two seconds tell no less apart."""
@@ -27,7 +27,7 @@ WORTH = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFigures:
-    """What was measured in one cell, of the slowest worker; seconds are those of one block, whatever its size.
+    """What was measured in one group, of the slowest worker; seconds are those of one block, whatever its size.
 
     Raises ValueError for a figure that is not above 0.
     """
@@ -65,21 +65,21 @@ class WeightFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HomeChoice:
+class PlacementChoice:
     """A home and why."""
 
-    home: WeightHome
+    home: WeightPlacement
     reason: str
     block_s: float
     """From one block to the next: computing, or fetching where that takes longer."""
 
 
-def choose_home(figures: WeightFigures) -> HomeChoice:
-    """The home that leaves the devices of a cell waiting least; never "auto"."""
+def choose_placement(figures: WeightFigures) -> PlacementChoice:
+    """The home that leaves the devices of a group waiting least; never "auto"."""
     if figures.workers == 1:
         reason = "one worker has nobody to gather with: full weights"
-        return HomeChoice(home=WHOLE_WEIGHTS, reason=reason, block_s=max(figures.visit_s, figures.h2d_s))
-    fetches: dict[WeightHome, float] = {WHOLE_WEIGHTS: figures.h2d_together_s}
+        return PlacementChoice(home=WHOLE_WEIGHTS, reason=reason, block_s=max(figures.visit_s, figures.h2d_s))
+    fetches: dict[WeightPlacement, float] = {WHOLE_WEIGHTS: figures.h2d_together_s}
     fetches[SHARDED] = max(figures.shard_h2d_s, figures.gather_beside_h2d_s)
     fits = figures.shards_bytes <= figures.free_bytes
     if fits:
@@ -88,10 +88,10 @@ def choose_home(figures: WeightFigures) -> HomeChoice:
     best = min(due, key=lambda home: (due[home], fetches[home]))
     if due[WHOLE_WEIGHTS] - due[best] <= WORTH * figures.visit_s:
         best = WHOLE_WEIGHTS
-    return HomeChoice(home=best, reason=_reason(figures, fetches, best, fits=fits), block_s=due[best])
+    return PlacementChoice(home=best, reason=_reason(figures, fetches, best, fits=fits), block_s=due[best])
 
 
-def _reason(figures: WeightFigures, fetches: dict[WeightHome, float], best: WeightHome, *, fits: bool) -> str:
+def _reason(figures: WeightFigures, fetches: dict[WeightPlacement, float], best: WeightPlacement, *, fits: bool) -> str:
     hidden = "which computing hides" if fetches[best] <= figures.visit_s else "which computing does not hide"
     costs = ", ".join(f"{home} {_ms(fetch_s)}" for home, fetch_s in fetches.items())
     slower = figures.h2d_together_s / figures.h2d_s

@@ -1,6 +1,6 @@
-"""Measures between the workers of a cell how weights come fastest: over the own bus, or from each other.
+"""Measures between the workers of a group how weights come fastest: over the own bus, or from each other.
 
-All workers of the cell call it at the same point of the same run; it takes a second or two, however large the blocks.
+All workers of the group call it at the same point of the same run; it takes a second or two, however large the blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...devices import clock_for
 from ...offload import CudaPageLock, PageLockError, map_memory, shard_bytes
-from ..worker.groups import Groups
+from ..worker.groups import ProcessGroups
 from .gather import GroupGather
 
 PIECE_BYTES = {"cuda": 128 * 1024**2, "cpu": 4 * 1024**2}
@@ -27,7 +27,7 @@ REPEATS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class WeightTimes:
-    """Seconds of one block, of the slowest worker of a cell; see `WeightFigures`."""
+    """Seconds of one block, of the slowest worker of a group; see `WeightFigures`."""
 
     h2d_s: float
     h2d_together_s: float
@@ -36,8 +36,8 @@ class WeightTimes:
     gather_beside_h2d_s: float
 
 
-def probe_weights(groups: Groups, block_bytes: int) -> WeightTimes:
-    """Measure for blocks of `block_bytes` stored bytes. The same figures for every worker of the cell.
+def probe_weights(groups: ProcessGroups, block_bytes: int) -> WeightTimes:
+    """Measure for blocks of `block_bytes` stored bytes. The same figures for every worker of the group.
 
     Raises HungError and PeerLostError, as everything that workers do together.
     """
@@ -54,7 +54,7 @@ def probe_weights(groups: Groups, block_bytes: int) -> WeightTimes:
 class _Probe:
     """The memory of one worker's measurements: a block on the host, the same and a gathered one on the device."""
 
-    def __init__(self, groups: Groups, nbytes: int) -> None:
+    def __init__(self, groups: ProcessGroups, nbytes: int) -> None:
         self._groups, self._gather = groups, GroupGather(groups)
         device = groups.device
         self._shard = shard_bytes(nbytes, groups.size)
@@ -140,7 +140,7 @@ class _Probe:
         self._gather.compare(b"probe")
 
 
-def _slowest(groups: Groups, seconds: list[float]) -> list[float]:
+def _slowest(groups: ProcessGroups, seconds: list[float]) -> list[float]:
     own = torch.tensor(seconds, dtype=torch.float64)
     with groups.watched("compared what weights cost"):
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=groups.control)

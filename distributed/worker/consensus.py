@@ -1,4 +1,4 @@
-"""Votes: one question, asked by all workers of a cell at the same point, with the same answer for all.
+"""Votes: one question, asked by all workers of a group at the same point, with the same answer for all.
 
 A vote took 0.20 ms between 2 processes and 0.66 ms between 4: the middle one of three medians of 1,000 votes each, over
 loopback, on 2 CPU cores that others used too. A block of an A14B expert computes for much longer.
@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from .groups import Groups
+    from .groups import ProcessGroups
 
 
-def vote(groups: Groups, wish: bool) -> bool:
-    """Whether any worker of the cell wishes it. Blocks until all have been asked.
+def vote(groups: ProcessGroups, wish: bool) -> bool:
+    """Whether any worker of the group wishes it. Blocks until all have been asked.
 
     Raises:
-        HungError: not all came within the meeting's timeout.
+        HungError: not all came within the rendezvous's timeout.
         PeerLostError: one of them is gone.
     """
     wished = torch.tensor([int(wish)], dtype=torch.int32)
@@ -28,8 +28,8 @@ def vote(groups: Groups, wish: bool) -> bool:
     return bool(wished.item())
 
 
-def told_by_all(groups: Groups, values: torch.Tensor) -> list[torch.Tensor]:
-    """The `values` of every worker of the cell, by its place in it; they lie on the CPU and have one shape.
+def all_gather_cpu(groups: ProcessGroups, values: torch.Tensor) -> list[torch.Tensor]:
+    """The `values` of every worker of the group, by its place in it; they lie on the CPU and have one shape.
 
     Blocks and raises as `vote`. What each makes of them in the same order is the same, to the bit.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from diffusers.models._modeling_parallel import ParallelConfig
 
     from ...wan import ExpertEngine
-    from .groups import Groups
+    from .groups import ProcessGroups
 
 
 WITH_LSE = frozenset({"flash", "flash_hub", "_flash_3_hub", "_native_cudnn", "_native_flash"})
@@ -70,7 +70,7 @@ class ContextMesh:
     A DeviceMesh makes groups of its own when it is flattened, at a time that is not ours.
     """
 
-    def __init__(self, groups: Groups, axes: tuple[str, ...] = AXES) -> None:
+    def __init__(self, groups: ProcessGroups, axes: tuple[str, ...] = AXES) -> None:
         self._groups, self._axes = groups, axes
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> ContextMesh:
@@ -81,7 +81,7 @@ class ContextMesh:
 
     def size(self) -> int:
         """How many workers there are along these axes."""
-        degrees = dict(self._groups.cell.degrees)
+        degrees = dict(self._groups.mesh.degrees)
         size = 1
         for axis in self._axes:
             size *= degrees[axis]
@@ -97,7 +97,7 @@ class ContextMesh:
 
 
 @contextmanager
-def shared_tokens(groups: Groups, engine: ExpertEngine) -> Iterator[None]:
+def shared_tokens(groups: ProcessGroups, engine: ExpertEngine) -> Iterator[None]:
     """While this lasts, the engine's models compute this worker's tokens; afterwards they are as they were.
 
     Hooks that are put on the models inside must be taken off before.
@@ -110,9 +110,9 @@ def shared_tokens(groups: Groups, engine: ExpertEngine) -> Iterator[None]:
         yield
 
 
-def check_tokens(tokens: int, groups: Groups) -> None:
+def check_tokens(tokens: int, groups: ProcessGroups) -> None:
     """Refuse lanes whose tokens cannot be shared out evenly, with MeshError."""
-    ring, ulysses = groups.cell.ring, groups.cell.ulysses
+    ring, ulysses = groups.mesh.ring, groups.mesh.ulysses
     if tokens % (ring * ulysses):
         raise MeshError(
             f"ring {ring} x ulysses {ulysses} cannot share out {tokens} tokens evenly: choose other degrees, or "
@@ -121,14 +121,14 @@ def check_tokens(tokens: int, groups: Groups) -> None:
 
 
 @contextmanager
-def _attached(model: WanTransformer3DModel, groups: Groups) -> Iterator[None]:
+def _attached(model: WanTransformer3DModel, groups: ProcessGroups) -> Iterator[None]:
     from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
     from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 
-    cell, heads = groups.cell, model.config.num_attention_heads
-    if heads % cell.ulysses:
-        raise MeshError(f"ulysses {cell.ulysses} cannot share out {heads} heads evenly: choose another degree")
-    parallel = ContextParallelConfig(ring_degree=cell.ring, ulysses_degree=cell.ulysses)
+    mesh, heads = groups.mesh, model.config.num_attention_heads
+    if heads % mesh.ulysses:
+        raise MeshError(f"ulysses {mesh.ulysses} cannot share out {heads} heads evenly: choose another degree")
+    parallel = ContextParallelConfig(ring_degree=mesh.ring, ulysses_degree=mesh.ulysses)
     config = ParallelConfig(context_parallel_config=parallel)
     config.setup(groups.place, groups.size, groups.device, mesh=ContextMesh(groups))
     # The model's own forward, which the plan's nameless entry is for, is never called.
@@ -148,11 +148,11 @@ def _attached(model: WanTransformer3DModel, groups: Groups) -> Iterator[None]:
 
 
 @contextmanager
-def _sharing(processor: Any, config: ParallelConfig, groups: Groups, dtype: torch.dtype) -> Iterator[None]:
+def _sharing(processor: Any, config: ParallelConfig, groups: ProcessGroups, dtype: torch.dtype) -> Iterator[None]:
     """Self-attention is shared by the workers; a processor of attention to the text is left alone."""
-    cell = groups.cell
+    mesh = groups.mesh
     backend = backend_for(
-        processor._attention_backend, ring=cell.ring, ulysses=cell.ulysses, device=groups.device, dtype=dtype
+        processor._attention_backend, ring=mesh.ring, ulysses=mesh.ulysses, device=groups.device, dtype=dtype
     )
     with _restored(processor, "_parallel_config", "_attention_backend"):
         processor._parallel_config, processor._attention_backend = config, backend
@@ -175,9 +175,9 @@ def _restored(thing: object, *names: str) -> Iterator[None]:
 class _AttentionBytes:
     """Counts what a self-attention takes from other workers, by the tokens that it is given."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-        ring, ulysses = groups.cell.ring, groups.cell.ulysses
+        ring, ulysses = groups.mesh.ring, groups.mesh.ulysses
         # Ulysses exchanges q, k, v and the result, of which its own part stays; a ring brings the other k and v.
         self._tensors = 4 * (ulysses - 1) / ulysses + 2 * (ring - 1)
 
@@ -188,9 +188,9 @@ class _AttentionBytes:
 class _OutputBytes:
     """Counts what this worker takes from others where all tokens are put together again."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
-        self._tokens = groups.cell.ring * groups.cell.ulysses
+        self._tokens = groups.mesh.ring * groups.mesh.ulysses
 
     def __call__(self, module: object, given: object, output: torch.Tensor) -> None:
         self._groups.count_gathered(output.nbytes * (self._tokens - 1) // self._tokens)

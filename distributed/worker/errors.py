@@ -1,8 +1,8 @@
-"""What a worker raises when it cannot go on with the others of its cell.
+"""What a worker raises when it cannot go on with the others of its group.
 
 OSError
-  PeerLostError     another worker of the cell is gone, or this one has left the meeting (a ConnectionError)
-  HungError         another worker of the cell did not come in time (a TimeoutError)
+  PeerLostError     another worker of the group is gone, or this one has left the rendezvous (a ConnectionError)
+  HungError         another worker of the group did not come in time (a TimeoutError)
 RuntimeError
   GroupsOrderError  groups were used before they met, or after they were left
 """
@@ -18,15 +18,11 @@ OF_GLOO = "gloo"
 
 
 class PeerLostError(ConnectionError):
-    """Another worker of the cell is gone, or this one has left; the groups are of no use any more."""
+    """Another worker of the group is gone, or this one has left; the groups are of no use any more."""
 
 
-class HungError(TimeoutError):
-    """Another worker of the cell did not come in time; the message says which one, where that is known."""
-
-
-class GroupsOrderError(RuntimeError):
-    """Groups were asked for in a state in which there are none."""
+class WorkerTimeoutError(TimeoutError):
+    """Another worker of the group did not come in time; the message says which one, where that is known."""
 
 
 def is_timeout(error: BaseException) -> bool:

@@ -1,8 +1,8 @@
 """The process groups of one worker: who computes with it, as whom, and how they come together and part.
 
-Every cell is a torch.distributed world of its own, in which all workers make the same groups in the same order. A
-meeting ends for all of its cell when one worker leaves it; the same processes can then meet again, as the next
-generation. A cell of one worker needs nobody: it meets at once, and nothing listens for it.
+Every group is a torch.distributed world of its own, in which all workers make the same groups in the same order. A
+rendezvous ends for all of its group when one worker leaves it; the same processes can then meet again, as the next
+generation. A group of one worker needs nobody: it meets at once, and nothing listens for it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from ...sampling import ALONE, Split
-from ...schema import Mesh
-from ..messages import Meeting
-from .errors import GroupsOrderError, HungError, PeerLostError, is_of_peers, is_timeout
-from .rendezvous_store import MeetingStore, interface_towards, worded
+from ...sampling import LOCAL_FORWARD, ParallelForward
+from ...schema import Mesh, StateError
+from ..messages import RendezvousSpec
+from .errors import PeerLostError, WorkerTimeoutError, is_of_peers, is_timeout
+from .rendezvous_store import RendezvousStore, interface_towards, worded
 from .sockets import TcpSocket, connections_of, open_sockets, shut_down
 
 ASK_S = 2.0
@@ -36,44 +36,44 @@ LEFT_TO_US = "0"
 
 
 class GroupsState(Enum):
-    """Where `Groups` are; the value completes the sentence "the groups of this worker ..."."""
+    """Where `ProcessGroups` are; the value completes the sentence "the groups of this worker ..."."""
 
     NEW = "have not met yet"
     MET = "have met"
     LEFT = "were left: meet again, with the next generation"
 
 
-def meet(meeting: Meeting, device: torch.device | str) -> Groups:
-    """Meet the other workers of the cell; blocks until all of them are there. Leave the groups with `with` or `leave`.
+def meet(rendezvous: RendezvousSpec, device: torch.device | str) -> ProcessGroups:
+    """Meet the other workers of the group; blocks until all of them are there. Leave the groups with `with` or `leave`.
 
     Raises:
-        OSError: rank 0 cannot listen at the meeting's host and port, which may be taken.
-        HungError: not all came within the meeting's timeout; says which.
+        OSError: rank 0 cannot listen at the rendezvous's host and port, which may be taken.
+        HungError: not all came within the rendezvous's timeout; says which.
         PeerLostError: one that came is gone again.
     """
-    groups = Groups(meeting, torch.device(device))
+    groups = ProcessGroups(rendezvous, torch.device(device))
     groups.meet()
     return groups
 
 
-class Groups:
-    """The groups of one worker in one meeting. All ranks are those of the mesh, all errors as of `meet`."""
+class ProcessGroups:
+    """The groups of one worker in one rendezvous. All ranks are those of the mesh, all errors as of `meet`."""
 
-    def __init__(self, meeting: Meeting, device: torch.device) -> None:
-        mesh = meeting.mesh
-        own = mesh.coordinates(meeting.rank)
-        self.meeting, self.device = meeting, device
-        self.ranks = mesh.cell(own.data, own.stage)
-        """Of the cell."""
-        self.cell = replace(mesh, data=1, stage=1)
-        """The layout of the cell alone."""
-        self.place = meeting.rank - self.ranks[0]
-        """Of this worker in its cell."""
+    def __init__(self, rendezvous: RendezvousSpec, device: torch.device) -> None:
+        mesh = rendezvous.mesh
+        own = mesh.coordinates(rendezvous.rank)
+        self.rendezvous, self.device = rendezvous, device
+        self.ranks = mesh.worker_group(own.data, own.stage)
+        """Of the group."""
+        self.mesh = replace(mesh, data=1, stage=1)
+        """The layout of the group alone."""
+        self.place = rendezvous.rank - self.ranks[0]
+        """Of this worker in its group."""
         self.gathered_bytes = 0
-        """Bytes that came from other workers in this meeting, but for votes."""
+        """Bytes that came from other workers in this rendezvous, but for votes."""
         self._state = GroupsState.NEW
         self._lock = threading.RLock()
-        self._store: MeetingStore | None = None
+        self._store: RendezvousStore | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._connections: frozenset[TcpSocket] = frozenset()
 
@@ -84,34 +84,34 @@ class Groups:
     @property
     def size(self) -> int:
         """How many workers compute one step together."""
-        return self.cell.size
+        return self.mesh.size
 
     def meet(self) -> None:
         """See the function `meet`; groups meet once."""
         if self._state is not GroupsState.NEW:
-            raise GroupsOrderError(f"the groups of this worker {self._state.value}")
+            raise StateError(f"the groups of this worker {self._state.value}")
         if self.size > 1:
             if dist.is_initialized():
-                raise GroupsOrderError("this process is in another meeting, which it must leave first")
-            self._store = MeetingStore(self.meeting, self.ranks, self._is_left)
+                raise StateError("this process is in another rendezvous, which it must leave first")
+            self._store = RendezvousStore(self.rendezvous, self.ranks, self._is_left)
             try:
-                with self.watched("made its groups"), interface_towards(self.meeting.host, self.meeting.port):
+                with self.watched("made its groups"), interface_towards(self.rendezvous.host, self.rendezvous.port):
                     self._make_groups(self._store)
             except BaseException:
                 self.leave()
                 raise
         with self._lock:
             if self._is_left():
-                raise PeerLostError("this worker has left the meeting while it met the others")
+                raise PeerLostError("this worker has left the rendezvous while it met the others")
             self._state = GroupsState.MET
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The group called "control" (gloo, always on the CPU), or on the device "weights" (both of the whole cell),
+        """The group called "control" (gloo, always on the CPU), or on the device "weights" (both of the whole group),
         "cfg", "context" (ring x ulysses), "ring" or "ulysses"; each is there where it has two workers or more.
         """
         if self._state is not GroupsState.MET:
-            raise GroupsOrderError(f"the groups of this worker {self._state.value}")
-        assert name in self._groups, f"a cell of {self.cell} has no group {name!r}"
+            raise StateError(f"the groups of this worker {self._state.value}")
+        assert name in self._groups, f"a group of {self.mesh} has no group {name!r}"
         return self._groups[name]
 
     @property
@@ -129,14 +129,14 @@ class Groups:
         with self._lock:
             self.gathered_bytes += nbytes
 
-    def split(self) -> Split:
-        """How the passes of a run are shared in this cell."""
-        from .lane_split import CellSplit  # it names this class
+    def split(self) -> ParallelForward:
+        """How the passes of a run are shared in this group."""
+        from .lane_split import GroupForward  # it names this class
 
-        return ALONE if self.size == 1 else CellSplit(self)
+        return LOCAL_FORWARD if self.size == 1 else GroupForward(self)
 
     def voting(self, wish: Callable[[], bool]) -> Callable[[], bool]:
-        """A question that all workers of the cell ask at the same points, and that is answered the same for all: yes
+        """A question that all workers of the group ask at the same points, and that is answered the same for all: yes
         as soon as one of them wishes it."""
         from .consensus import vote
 
@@ -149,7 +149,7 @@ class Groups:
             yield
         except RuntimeError as err:
             if self._is_left():
-                raise PeerLostError(f"this worker has left the meeting while it {doing}") from err
+                raise PeerLostError(f"this worker has left the rendezvous while it {doing}") from err
             if not is_of_peers(err):
                 raise
             raise self._told(doing, err) from err
@@ -173,20 +173,20 @@ class Groups:
     def _is_left(self) -> bool:
         return self._state is GroupsState.LEFT
 
-    def _make_groups(self, store: MeetingStore) -> None:
+    def _make_groups(self, store: RendezvousStore) -> None:
         # The first collective imports it otherwise, and the groups of that one listen as long as the process lives.
         import torch._dynamo  # noqa: F401
 
-        patience = timedelta(seconds=self.meeting.timeout_s)
+        patience = timedelta(seconds=self.rendezvous.timeout_s)
         before, hook = open_sockets(), sys.excepthook
         dist.init_process_group("gloo", store=store.store, rank=self.place, world_size=self.size, timeout=patience)
-        sys.excepthook = hook  # torch puts one of its own around it, for every meeting another
+        sys.excepthook = hook  # torch puts one of its own around it, for every rendezvous another
         assert dist.group.WORLD is not None
         self._groups["control"] = dist.group.WORLD
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             os.environ.setdefault(NCCL_ERRORS, LEFT_TO_US)
-        for name, every in cell_groups(self.cell).items():
+        for name, every in group_members(self.mesh).items():
             for ranks in every:
                 made = dist.new_group(list(ranks), backend="nccl" if on_gpu else "gloo", timeout=patience)
                 if self.place in ranks:
@@ -195,7 +195,7 @@ class Groups:
         # Nobody leaves before all have met: the store goes with its keeper, and others may still read it.
         dist.barrier(group=self._groups["control"])
 
-    def _told(self, doing: str, error: RuntimeError) -> HungError | PeerLostError:
+    def _told(self, doing: str, error: RuntimeError) -> WorkerTimeoutError | PeerLostError:
         """The error to raise, with those who give no sign of life; everybody who was let down leaves one.
 
         Who waits for this worker is let down first, and need not wait for as long.
@@ -208,16 +208,17 @@ class Groups:
         elif missing:
             who = f"no sign of {worded(missing)} within {ASK_S:g} s"
         else:
-            who = "all of its cell still answer"
-        where = f"rank {self.meeting.rank} {doing}: {who}"
+            who = "all of its group still answer"
+        where = f"rank {self.rendezvous.rank} {doing}: {who}"
         if is_timeout(error):
-            return HungError(
-                f"waited {self.meeting.timeout_s:g} s while {where}; end the worker that hangs, or raise timeout_s if "
+            return WorkerTimeoutError(
+                f"waited {self.rendezvous.timeout_s:g} s while {where}; end the worker that hangs, or raise timeout_s "
+                "if "
                 f"it is only slow ({error})"
             )
         return PeerLostError(f"the connection to another worker broke while {where} ({error})")
 
-    def __enter__(self) -> Groups:
+    def __enter__(self) -> ProcessGroups:
         return self
 
     def __exit__(
@@ -226,14 +227,14 @@ class Groups:
         self.leave()
 
 
-def cell_groups(cell: Mesh) -> dict[str, list[tuple[int, ...]]]:
-    """The groups on the device by name, in the order in which they are made: places in the cell, from 0."""
-    every = range(cell.size)
+def group_members(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
+    """The groups on the device by name, in the order in which they are made: places in the group, from 0."""
+    every = range(mesh.size)
     groups = {"weights": [tuple(every)]}
     for axis in ("cfg", "ring", "ulysses"):
-        if getattr(cell, axis) > 1:
-            groups[axis] = sorted({cell.group(axis, place) for place in every})
-    tokens = cell.ring * cell.ulysses
+        if getattr(mesh, axis) > 1:
+            groups[axis] = sorted({mesh.group(axis, place) for place in every})
+    tokens = mesh.ring * mesh.ulysses
     if tokens > 1:
         groups["context"] = [tuple(every[first : first + tokens]) for first in every[::tokens]]
     return groups

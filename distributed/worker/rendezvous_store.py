@@ -1,6 +1,7 @@
-"""The store in which the workers of a cell find each other: rank 0 of the mesh keeps it, the others reach it there.
+"""The store in which the workers of a group find each other: rank 0 of the mesh keeps it, the others reach it there.
 
-It listens on the host that the meeting names and nowhere else. Every worker leaves a mark when it comes, so that those
+It listens on the host that the rendezvous names and nowhere else. Every worker leaves a mark when it comes, so that
+those
 who wait can say who is missing.
 """
 
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING
 import psutil
 import torch.distributed as dist
 
-from ..messages import Meeting
-from .errors import HungError, PeerLostError, is_timeout
+from ..messages import RendezvousSpec
+from .errors import PeerLostError, WorkerTimeoutError, is_timeout
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -31,52 +32,53 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
-class MeetingStore:
-    """The store of one cell in one meeting. Opening it blocks until the store answers.
+class RendezvousStore:
+    """The store of one group in one rendezvous. Opening it blocks until the store answers.
 
     Args:
         should_end: asked while this waits; where it answers True, PeerLostError is raised.
 
     Raises:
-        OSError: this worker keeps the store, and cannot listen at the meeting's host and port.
-        HungError: nobody keeps the store, or not all of the cell came in time.
+        OSError: this worker keeps the store, and cannot listen at the rendezvous's host and port.
+        HungError: nobody keeps the store, or not all of the group came in time.
     """
 
-    def __init__(self, meeting: Meeting, ranks: Sequence[int], should_end: Callable[[], bool]) -> None:
+    def __init__(self, rendezvous: RendezvousSpec, ranks: Sequence[int], should_end: Callable[[], bool]) -> None:
         from torch._C._distributed_c10d import PrefixStore  # not every torch is built with it
 
-        self._meeting, self._ranks, self._should_end = meeting, ranks, should_end
+        self._rendezvous, self._ranks, self._should_end = rendezvous, ranks, should_end
         # The keeper stays a little longer, so that the others can still see who is missing.
-        self._deadline = time.monotonic() + meeting.timeout_s + (KEEPER_S if meeting.rank == 0 else 0)
-        self._place = f"{meeting.host}:{meeting.port}"
-        if meeting.rank == 0:
+        self._deadline = time.monotonic() + rendezvous.timeout_s + (KEEPER_S if rendezvous.rank == 0 else 0)
+        self._place = f"{rendezvous.host}:{rendezvous.port}"
+        if rendezvous.rank == 0:
             store = self._listening()
         else:
             self._wait_for_keeper()
             store = self._store(keeps=False)
-        self.store = PrefixStore(f"wanstream/{meeting.generation}/{ranks[0]}", store)
+        self.store = PrefixStore(f"wanstream/{rendezvous.generation}/{ranks[0]}", store)
         self.exchange("here", "")
 
     def missing(self, mark: str, within_s: float) -> list[int] | None:
-        """Leave this worker's mark, and tell which of its cell have not left theirs; None: the store is gone."""
+        """Leave this worker's mark, and tell which of its group have not left theirs; None: the store is gone."""
         try:
-            self.store.set(_key(mark, self._meeting.rank), "1")
+            self.store.set(_key(mark, self._rendezvous.rank), "1")
             return self._wait_for(mark, time.monotonic() + within_s)
         except dist.DistError:
             return None
 
     def exchange(self, mark: str, said: str) -> list[str]:
-        """What every worker of the cell says; raises HungError where not all do."""
+        """What every worker of the group says; raises HungError where not all do."""
         try:
-            self.store.set(_key(mark, self._meeting.rank), said)
+            self.store.set(_key(mark, self._rendezvous.rank), said)
             missing = self._wait_for(mark, self._deadline)
             if not missing:
                 return [self.store.get(_key(mark, rank)).decode() for rank in self._ranks]
         except dist.DistError as err:
             raise PeerLostError(f"the store at {self._place}, which rank 0 keeps, is gone ({err})") from err
-        raise HungError(
-            f"{worded(missing)} did not come to the meeting at {self._place} (generation {self._meeting.generation}) "
-            f"within {self._meeting.timeout_s:g} s: see what they do, or raise timeout_s"
+        raise WorkerTimeoutError(
+            f"{worded(missing)} did not come to the rendezvous at {self._place} "
+            f"(generation {self._rendezvous.generation}) "
+            f"within {self._rendezvous.timeout_s:g} s: see what they do, or raise timeout_s"
         )
 
     def _wait_for(self, mark: str, deadline: float) -> list[int]:
@@ -92,11 +94,12 @@ class MeetingStore:
         """Until somebody listens there: the store's own waiting cannot be ended."""
         while True:
             try:
-                socket.create_connection((self._meeting.host, self._meeting.port), timeout=self._left()).close()
+                socket.create_connection((self._rendezvous.host, self._rendezvous.port), timeout=self._left()).close()
             except OSError as err:
                 if self._left() <= LOOK_S:
-                    raise HungError(
-                        f"no store answers at {self._place} after {self._meeting.timeout_s:g} s ({err}): rank 0 keeps "
+                    raise WorkerTimeoutError(
+                        f"no store answers at {self._place} after {self._rendezvous.timeout_s:g} s ({err}): "
+                        "rank 0 keeps "
                         "it; see whether that worker runs, and whether this machine reaches that address"
                     ) from err
                 self._pause()
@@ -104,13 +107,16 @@ class MeetingStore:
                 return
 
     def _listening(self) -> TCPStore:
-        family = socket.AF_INET6 if ":" in self._meeting.host else socket.AF_INET
+        family = socket.AF_INET6 if ":" in self._rendezvous.host else socket.AF_INET
         try:
-            listening = socket.create_server((self._meeting.host, self._meeting.port), family=family, backlog=1024)
+            listening = socket.create_server(
+                (self._rendezvous.host, self._rendezvous.port), family=family, backlog=1024
+            )
         except OSError as err:
             if err.errno == errno.EADDRINUSE:
                 raise OSError(
-                    errno.EADDRINUSE, f"port {self._meeting.port} at {self._meeting.host} is taken: meet at another one"
+                    errno.EADDRINUSE,
+                    f"port {self._rendezvous.port} at {self._rendezvous.host} is taken: meet at another one",
                 ) from err
             raise
         return self._store(keeps=True, listening=listening.detach())
@@ -120,15 +126,15 @@ class MeetingStore:
 
         try:
             return TCPStore(
-                self._meeting.host,
-                self._meeting.port,
+                self._rendezvous.host,
+                self._rendezvous.port,
                 is_master=keeps,
                 timeout=timedelta(seconds=max(self._left(), 1)),
                 wait_for_workers=False,
                 master_listen_fd=listening,
             )
         except dist.DistError as err:
-            kind = HungError if is_timeout(err) else PeerLostError
+            kind = WorkerTimeoutError if is_timeout(err) else PeerLostError
             raise kind(f"the store at {self._place}, which rank 0 keeps, does not answer: {err}") from err
 
     def _left(self) -> float:
@@ -136,7 +142,7 @@ class MeetingStore:
 
     def _pause(self) -> None:
         if self._should_end():
-            raise PeerLostError(f"this worker has left the meeting at {self._place} while it waited for the others")
+            raise PeerLostError(f"this worker has left the rendezvous at {self._place} while it waited for the others")
         time.sleep(LOOK_S)
 
 

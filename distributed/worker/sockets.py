@@ -36,7 +36,7 @@ def open_sockets() -> frozenset[TcpSocket]:
 
 
 def connections_of(before: Collection[TcpSocket], exchange: Callable[[str], list[str]]) -> frozenset[TcpSocket]:
-    """Those that were opened since to, or by, workers of the same cell.
+    """Those that were opened since to, or by, workers of the same group.
 
     Other threads may have opened some too, so every worker says where it listens since: `exchange` gives what all said.
     """

@@ -18,21 +18,21 @@ from pathlib import Path
 import torch
 
 from ...devices import auto_dtype, compute_device, dtype_name, forget, free_bytes, is_out_of_memory
-from ...sampling import ALONE, Part, StepProgress, denoise_part
+from ...sampling import LOCAL_FORWARD, RunSlice, StepProgress, denoise_part
 from ...schema import VERSION, ExpertsRef, PathMap
 from ...wan import ExpertsRegistry, open_pair
-from ..messages import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
+from ..messages import RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from ..transport.path_map import located, located_experts, weight_bytes
 from ..vae.worker import DecodeTask, TileDecoder, tile_room
-from ..weights.weights import CellWeights, KeptWeights
+from ..weights.weights import GroupWeights, KeptWeights
 from .errors import PeerLostError
-from .groups import Groups
+from .groups import ProcessGroups
 
 LOOPBACK = "127.0.0.1"
 STOPS_KEPT = 64
 """Stops are remembered, as one may come before its run; run ids are used once, so that old ones can be forgotten."""
 
-Tell = Callable[[StepTold], None]
+Tell = Callable[[StepReport], None]
 
 
 def import_models() -> None:
@@ -55,14 +55,14 @@ class _Place:
 
     rank: int = 0
     leads: bool = True
-    """Whether it tells the latents of its cell."""
+    """Whether it tells the latents of its group."""
     gathered_before: int = 0
 
     @classmethod
-    def of(cls, groups: Groups | None) -> _Place:
+    def of(cls, groups: ProcessGroups | None) -> _Place:
         if groups is None:
             return cls()
-        return cls(rank=groups.meeting.rank, leads=groups.place == 0, gathered_before=groups.gathered_bytes)
+        return cls(rank=groups.rendezvous.rank, leads=groups.place == 0, gathered_before=groups.gathered_bytes)
 
 
 class Worker:
@@ -96,8 +96,8 @@ class Worker:
         if threads is not None:
             torch.set_num_threads(threads)
         self._experts = experts or ExpertsRegistry(partial(open_pair, shared=True))
-        self._groups: Groups | None = None
-        self._weights: CellWeights | None = None
+        self._groups: ProcessGroups | None = None
+        self._weights: GroupWeights | None = None
         self._tiles = tiles(self._device)
         self._lock = threading.Lock()
         self._running: str | None = None
@@ -128,7 +128,7 @@ class Worker:
             missing=tuple(path for path, place in there.items() if not place.exists()),
             sizes=tuple((path, weight_bytes(place)) for path, place in there.items() if place.exists()),
             tile_bytes=tile_room(self._device, self._experts.loaded_bytes),
-            generation=None if groups is None else groups.meeting.generation,
+            generation=None if groups is None else groups.rendezvous.generation,
             auto_dtype=dtype_name(auto_dtype(self._device)),
             machine=self._machine,
         )
@@ -139,15 +139,17 @@ class Worker:
             probe.bind((self._address, 0))
             return int(probe.getsockname()[1])
 
-    def join(self, meeting: Meeting) -> None:
-        """Take a place in a mesh, instead of a former one; blocks until all of its cell are there. Raises as `meet`."""
+    def join(self, rendezvous: RendezvousSpec) -> None:
+        """Take a place in a mesh, instead of a former one; blocks until all of its group are there. Raises as
+        `meet`.
+        """
         self.leave()
-        # Errors of the last meeting hold its groups in circles, and those its sockets.
+        # Errors of the last rendezvous hold its groups in circles, and those its sockets.
         gc.collect()
         # Known before it has met, so that `leave` can end the waiting.
-        groups = self._groups = Groups(meeting, self._device)
+        groups = self._groups = ProcessGroups(rendezvous, self._device)
         groups.meet()
-        self._weights = CellWeights(groups)
+        self._weights = GroupWeights(groups)
 
     def leave(self) -> None:
         """Have no place in a mesh any more; from any thread. What waits for others there raises PeerLostError."""
@@ -158,15 +160,16 @@ class Worker:
         if groups is not None:
             groups.leave()
 
-    def run(self, task: RunTask, tell: Tell) -> RunEnded:
+    def run(self, task: RunTask, tell: Tell) -> TaskResult:
         """Compute `task`, and tell every step, on the calling thread.
 
-        Raises as `denoise_part`: Cancelled after `stop` of any worker of its cell, HungError or PeerLostError where one
+        Raises as `denoise_part`: Cancelled after `stop` of any worker of its group, HungError or PeerLostError where
+        one
         of them does not come, or this one has left; and what opening the experts raises.
         """
         groups, weights, wish = self._groups, self._weights, partial(self._is_stopped, task.run_id)
         with self._running_as(task.run_id):
-            _check_meeting(task, groups)
+            _check_rendezvous(task, groups)
             pair = self._experts.get(located_experts(task.experts, task.paths))
             kept = KeptWeights() if weights is None else weights.of(pair, task.request, task.policy)
             pair.shard(kept.sharded)
@@ -174,13 +177,15 @@ class Worker:
             ended = denoise_part(
                 pair,
                 task.request,
-                Part(split=ALONE if groups is None else groups.split(), resume=task.resume, until=task.until),
+                RunSlice(
+                    split=LOCAL_FORWARD if groups is None else groups.split(), resume=task.resume, until=task.until
+                ),
                 policy=task.policy,
                 device=self._device,
                 on_step=partial(self._tell_step, task, place, tell),
                 should_stop=wish if groups is None else groups.voting(wish),
-            ).told_first(kept.reason)
-        return RunEnded(
+            ).with_note(kept.reason)
+        return TaskResult(
             run_id=task.run_id,
             rank=place.rank,
             timeline=ended.timeline,
@@ -192,7 +197,7 @@ class Worker:
 
     def decode_tile(self, task: DecodeTask) -> torch.Tensor:
         """See `TileDecoder.decode`. Where the device has no room beside them, the experts let go of it, and this worker
-        leaves its meeting.
+        leaves its rendezvous.
 
         Raises DecodeCancelled after `stop`.
         """
@@ -204,7 +209,7 @@ class Worker:
                 raise
             forget(err)
         self._experts.free()
-        # The others of its cell reckon with what lay in its buffers: they must meet anew.
+        # The others of its group reckon with what lay in its buffers: they must meet anew.
         self.leave()
         return self._tiles.decode(task, stopped)
 
@@ -247,7 +252,7 @@ class Worker:
             self._switches += 1
         self._last = now
         tell(
-            StepTold(
+            StepReport(
                 run_id=task.run_id,
                 rank=place.rank,
                 record=step.record,
@@ -259,9 +264,11 @@ class Worker:
         )
 
 
-def _check_meeting(task: RunTask, groups: Groups | None) -> None:
-    """Refuse a task of a meeting that this worker is not in any more: alone it would compute what its cell shares."""
-    here = None if groups is None else groups.meeting.generation
+def _check_rendezvous(task: RunTask, groups: ProcessGroups | None) -> None:
+    """Refuse a task of a rendezvous that this worker is not in any more: alone it would compute what its group
+    shares.
+    """
+    here = None if groups is None else groups.rendezvous.generation
     if task.generation not in (None, here):
-        where = "none" if here is None else f"meeting {here}"
-        raise PeerLostError(f"run {task.run_id} is for meeting {task.generation}, but this worker is in {where}")
+        where = "none" if here is None else f"rendezvous {here}"
+        raise PeerLostError(f"run {task.run_id} is for rendezvous {task.generation}, but this worker is in {where}")

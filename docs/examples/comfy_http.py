@@ -22,7 +22,7 @@ Prompt = dict[str, dict[str, Any]]
 """A workflow in API format: `{node id: {"class_type": ..., "inputs": {...}}}`."""
 
 
-class RefusedError(ValueError):
+class PromptRefusedError(ValueError):
     """The server found the workflow wrong; one line per node that is."""
 
 
@@ -54,11 +54,11 @@ def queue(prompt: Prompt, *, client_id: str = "") -> str:
     except urllib.error.HTTPError as err:
         if err.code != 400:
             raise
-        raise RefusedError("\n".join(_complaints(json.loads(err.read())))) from None
+        raise PromptRefusedError("\n".join(_complaints(json.loads(err.read())))) from None
     if answer["node_errors"]:
         # Accepted all the same: the outputs without an error would be made, the others silently left out.
         cancel(prompt_id)
-        raise RefusedError("\n".join(_complaints(answer)))
+        raise PromptRefusedError("\n".join(_complaints(answer)))
     return prompt_id
 
 

@@ -20,9 +20,9 @@ from comfy_execution.utils import get_executing_context
 
 from ...plan import AutoOffload, Machine, OffloadJob
 from ...schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, WorkersRef
-from ...telemetry import Ledger, Ledgers
-from ..api import LoadedExperts, OutputFile, Progress
-from ..auto_policy import AutoPlanner, Choice, Room, measured_machine, room_beside
+from ...telemetry import PhaseRegistry, QueueItemPhases
+from ..api import LoadedExperts, OutputFile, ProgressBar
+from ..auto_policy import AutoPlanner, FreeMemory, PolicyChoice, free_memory, measured_machine
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
@@ -33,7 +33,7 @@ from ..folders import (
     find_model,
     inside,
 )
-from ..worker_registry import KeptWorkers
+from ..worker_registry import WorkerRegistry
 from ..workers_plan import SharedRun, WorkersPlan
 from .console_line import ConsoleLine
 from .user_settings import SETTINGS, STRICT, setting_is_on
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .guider_steps import GuiderSettings
     from .patcher import ExpertsPatcher
     from .preview import LatentPreview
-    from .server_events import ComfyWatch
+    from .server_events import ServerEvents
     from .workers_patcher import WorkersPatcher
 
 
@@ -87,8 +87,8 @@ class _Bar:
         return self._preview.picture(denoised)
 
 
-class ComfyDoor:
-    """Implements `Door` with ComfyUI's folders, devices, memory manager, progress and interrupt."""
+class ComfyHost:
+    """Implements `HostApi` with ComfyUI's folders, devices, memory manager, progress and interrupt."""
 
     def __init__(
         self, open_pair: Callable[[ExpertsRef], ExpertPair] | None = None, planner: AutoPlanner | None = None
@@ -96,9 +96,9 @@ class ComfyDoor:
         self._open_pair = open_pair
         self._planner = planner or AutoPlanner(partial(measured_machine, make_room=self._room_to_measure))
         self._gguf = KeptNames(GGUF_FILES)
-        self._ledgers = Ledgers()
-        self._watch: ComfyWatch | None = None
-        self._workers = KeptWorkers()
+        self._ledgers = PhaseRegistry()
+        self._watch: ServerEvents | None = None
+        self._workers = WorkerRegistry()
         self._workers_patcher: WorkersPatcher | None = None  # ComfyUI's list keeps none alive
         self._patchers: WeakValueDictionary[ExpertsRef, ExpertsPatcher] = WeakValueDictionary()  # one for all clones
         self._patcher: ExpertsPatcher | None = None  # of the open pair; ComfyUI's list keeps none alive
@@ -164,7 +164,7 @@ class ComfyDoor:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> Progress:
+    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> ProgressBar:
         return _Bar(total, node_id, unit)
 
     def should_stop(self) -> bool:
@@ -246,16 +246,16 @@ class ComfyDoor:
             patcher.add_object_patch("model_sampling", FlowSampling(flow_shift))
         return patcher
 
-    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
+    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> PolicyChoice:
         if isinstance(policy, OffloadPolicy):
-            return Choice(policy=policy)
+            return PolicyChoice(policy=policy)
         pair, device = self.experts(ref), self.device()
 
-        def room(evicting: bool) -> Room:
+        def room(evicting: bool) -> FreeMemory:
             # Beside what it reserves (--reserve-vram), ComfyUI keeps some room for what nobody counts.
             free = comfy.model_management.get_free_memory(device) + (_evictable(device) if evicting else 0)
             reserved = comfy.model_management.minimum_inference_memory()
-            return room_beside(pair, device, free=int(free), reserved=int(reserved))
+            return free_memory(pair, device, free=int(free), reserved=int(reserved))
 
         empty = not pair.loaded_bytes
         return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
@@ -272,31 +272,31 @@ class ComfyDoor:
         return None if context is None else context.node_id
 
     def open_to_browsers(self) -> None:
-        from .server_events import ComfyWatch
+        from .server_events import ServerEvents
 
-        self._watch = ComfyWatch()
+        self._watch = ServerEvents()
         self._watch.open()
 
     def announce(self, event: str, payload: Mapping[str, Any]) -> None:
         if self._watch is not None:
             self._watch.announce(event, payload)
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> QueueItemPhases:
         run_id = self.run_id()
-        return Ledger() if run_id is None else self._ledgers.of(run_id)
+        return QueueItemPhases() if run_id is None else self._ledgers.of(run_id)
 
     def dynamic_bytes(self) -> int | None:
 
         return dynamic_bytes()
 
     def make_room(self, wanted: int) -> int:
-        from ..memory import working_room
+        from ..memory import usable_bytes
 
         device = self.device()
         reserved = int(comfy.model_management.minimum_inference_memory())
         comfy.model_management.free_memory(wanted + reserved, device)
         free = int(comfy.model_management.get_free_memory(device))
-        return working_room(device, free=free, reserved=reserved)
+        return usable_bytes(device, free=free, reserved=reserved)
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         patcher = self.patcher(ref, policy)

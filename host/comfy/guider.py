@@ -16,31 +16,31 @@ from ...devices import in_own_dtype
 from ...plan import TRAIN_TIMESTEPS, AutoOffload, OffloadJob
 from ...sampling import (
     CachedCalls,
-    Cancelled,
     DenoiseRequest,
     LaneInputs,
+    ModelCalls,
     NonFiniteLatentError,
-    Passes,
     RequestError,
     RunPolicy,
+    SamplingCancelled,
     cached_policy,
     check_fits,
-    foretell,
     native_inputs,
+    prefetch_embeddings,
     single_entry,
 )
 from ...schema import ExpertsRef, OffloadPolicy, Timeline
-from ...telemetry import Observe, Recorder
-from ..auto_policy import Choice
+from ...telemetry import Recorder, TelemetryOptions
+from ..auto_policy import PolicyChoice
 from ..error_names import plainly_named
-from ..memory import RunNeeds
-from ..run_events import AnnouncedRun, observed, run_settings
+from ..memory import MemoryEstimateInputs
+from ..run_events import RunEvents, observed, run_settings
 from .guider_run import Choose, GuiderRun, Known, Watch, foretold, guider_job
-from .guider_steps import GuiderCourse, GuiderSettings
+from .guider_steps import GuiderSettings, GuiderSteps
 from .sampler_dry_run import one_level, predicted_sigmas, sampler_name
 
 if TYPE_CHECKING:
-    from .adapter import ComfyDoor
+    from .adapter import ComfyHost
     from .patcher import ExpertsPatcher
 
 
@@ -61,14 +61,14 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         patcher: ExpertsPatcher,
         settings: GuiderSettings,
         watch: Watch,
-        observe: Callable[[], Observe],
+        observe: Callable[[], TelemetryOptions],
         known: Known,
         choose: Choose | None = None,
     ) -> None:
         super().__init__(patcher)
         self.settings, self._watch, self._observe, self._known = settings, watch, observe, known
         self._choose = choose
-        self._choice = Choice(policy=OffloadPolicy.layerwise())  # until one is made
+        self._choice = PolicyChoice(policy=OffloadPolicy.layerwise())  # until one is made
         self.timeline: Timeline | None = None
         """Of the last run: one step per call of the model."""
         self.recompiled = 0
@@ -88,27 +88,27 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     ) -> torch.Tensor:
         if latent_image.is_nested:
             raise RequestError("the latent has several parts, Wan makes video alone: use an empty video latent")
-        course = self._course_of(noise.shape, sigmas)
-        if self._choose is not None and course.steps > 0:
-            self._choose_policy(self._choose, noise.shape, course)
-        self.model_patcher.model.needs = RunNeeds(
+        guider_steps = self._guider_steps_of(noise.shape, sigmas)
+        if self._choose is not None and guider_steps.steps > 0:
+            self._choose_policy(self._choose, noise.shape, guider_steps)
+        self.model_patcher.model.needs = MemoryEstimateInputs(
             chunk_tokens=self.model_patcher.policy.chunk_tokens,
             cache=self.settings.cache,
             windows=self.settings.windows,
-            steps=max(1, course.steps),
+            steps=max(1, guider_steps.steps),
         )
         samples: torch.Tensor = super().sample(noise, latent_image, sampler, sigmas, *run, **settings)
         return samples
 
-    def _course_of(self, shape: Sequence[int], sigmas: torch.Tensor) -> GuiderCourse:
+    def _guider_steps_of(self, shape: Sequence[int], sigmas: torch.Tensor) -> GuiderSteps:
         """The steps of a run on latents of `shape`."""
-        return GuiderCourse(settings=self.settings, sigmas=tuple(sigmas.tolist()), frames=shape[2])
+        return GuiderSteps(settings=self.settings, sigmas=tuple(sigmas.tolist()), frames=shape[2])
 
-    def _choose_policy(self, choose: Choose, shape: Sequence[int], course: GuiderCourse) -> None:
+    def _choose_policy(self, choose: Choose, shape: Sequence[int], guider_steps: GuiderSteps) -> None:
         """Before ComfyUI makes room for the policy: have one chosen, for one call of the model per step."""
         patcher = self.model_patcher
         patcher.model.open(patcher.ref)
-        job = guider_job(patcher.model.pair, course, course.sigmas[:-1], shape, patcher.load_device)
+        job = guider_job(patcher.model.pair, guider_steps, guider_steps.sigmas[:-1], shape, patcher.load_device)
         self._choice = choose(job)
         patcher.policy = self._choice.policy
 
@@ -127,9 +127,9 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
     ) -> torch.Tensor:
         """Where ComfyUI has made room for the model and prepared all tensors, and the sampler has not begun."""
         self.timeline = None
-        course = self._course_of(noise.shape, sigmas)
-        asked = self._predicted(sampler, sigmas, seed, course)
-        run = self._run = self._begun(noise, denoise_mask, asked, course, sampler_name(sampler))
+        guider_steps = self._guider_steps_of(noise.shape, sigmas)
+        asked = self._predicted(sampler, sigmas, seed, guider_steps)
+        run = self._run = self._begun(noise, denoise_mask, asked, guider_steps, sampler_name(sampler))
         try:
             with run.watched:
                 with run.passes:
@@ -140,7 +140,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
                 told = tuple(filter(None, (self._choice.reason, *run.policy.changes)))
                 self.timeline = replace(run.recorder.timeline(), changes=told)
                 run.watched.ended(self.timeline)
-        except Cancelled:
+        except SamplingCancelled:
             comfy.model_management.throw_exception_if_processing_interrupted()
             raise
         except AttributeError as err:
@@ -159,7 +159,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         noise: torch.Tensor,
         denoise_mask: torch.Tensor | None,
         asked: Sequence[float],
-        course: GuiderCourse,
+        guider_steps: GuiderSteps,
         sampler: str,
     ) -> GuiderRun:
         """A run that is asked for the noise levels `asked`, in that order; nothing is fetched yet."""
@@ -167,7 +167,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         request = self._request(noise, denoise_mask)
         check_fits(request, pair)
         engine, experts = pair.engine(policy, place), [self.settings.expert(sigma) for sigma in asked]
-        shape, guided, kept = course.computed_shape(noise.shape), course.guided(asked), self.settings.cache
+        shape, guided, kept = guider_steps.computed_shape(noise.shape), guider_steps.guided(asked), self.settings.cache
         going = RunPolicy(
             pair,
             policy,
@@ -178,9 +178,9 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             revise=self._choice.revise_under(policy),
         )
         going.refuse_without_ram()
-        cached = CachedCalls.of(kept, course.calls(asked, len(noise)))
+        cached = CachedCalls.of(kept, guider_steps.calls(asked, len(noise)))
         recorder = Recorder(engine.device, observe=self._observe())
-        passes = Passes(
+        passes = ModelCalls(
             engine,
             experts,
             recorder=recorder,
@@ -191,9 +191,11 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
         )
         inputs = LaneInputs(request, engine.device)
         timesteps = [sigma * TRAIN_TIMESTEPS for sigma in asked]
-        foretell(engine, inputs, zip(experts, timesteps, strict=True), guided=course.reads_negative(asked))
+        prefetch_embeddings(
+            engine, inputs, zip(experts, timesteps, strict=True), guided=guider_steps.reads_negative(asked)
+        )
         expected = foretold(
-            pair, policy, course, asked, known=self._known, engine=engine, shape=noise.shape, cached=cached
+            pair, policy, guider_steps, asked, known=self._known, engine=engine, shape=noise.shape, cached=cached
         )
         return GuiderRun(
             inputs=inputs,
@@ -202,7 +204,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             recorder=recorder,
             watched=self._watch(experts, expected, policy, noise.shape),
             shape=noise.shape,
-            course=course,
+            guider_steps=guider_steps,
             sampler=sampler,
         )
 
@@ -225,7 +227,7 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             timestep,
             self.conds["negative"],
             self.conds["positive"],
-            run.course.scale(sigma),
+            run.guider_steps.scale(sigma),
             model_options={**model_options, CONDITIONS: conditions},
             seed=seed,
         )
@@ -238,10 +240,10 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
                 f"the sampler {run.sampler} changes the size of the latent from {list(run.shape)} to {list(x.shape)}, "
                 "and the streamed experts were given their image and memory for the first: choose another sampler"
             )
-        run.course.check_call(run.passes.calls, sigma)
-        expert, windows = self.settings.expert(sigma), run.course.windows(sigma)
-        held = run.course.scale(sigma) == 1 and self.settings.more_guidance.nag is not None
-        lanes = run.inputs.lanes(x, with_negative=with_negative, held_against=held, windows=windows)
+        run.guider_steps.check_call(run.passes.calls, sigma)
+        expert, windows = self.settings.expert(sigma), run.guider_steps.windows(sigma)
+        held = run.guider_steps.scale(sigma) == 1 and self.settings.more_guidance.nag is not None
+        lanes = run.inputs.lanes(x, with_negative=with_negative, attach_nag=held, windows=windows)
         velocities = run.passes.forward(expert, lanes, sigma)
         run.watched.step(run.recorder.last)
         every = torch.cat(velocities if windows is None else windows.whole(velocities)).float()
@@ -271,7 +273,9 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             guidance=self.settings.guidance,
         )
 
-    def _predicted(self, sampler: Any, sigmas: torch.Tensor, seed: int | None, course: GuiderCourse) -> Sequence[float]:
+    def _predicted(
+        self, sampler: Any, sigmas: torch.Tensor, seed: int | None, guider_steps: GuiderSteps
+    ) -> Sequence[float]:
         """The noise level of each call that the sampler is going to make."""
         highest = float(sigmas.max())
         if highest > HIGHEST_SIGMA:
@@ -279,15 +283,15 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
                 f"a sigma is {highest:g}, and flow models have none above 1: make the SIGMAS with Wan Sigmas"
             )
         asked, name = predicted_sigmas(self, sampler, sigmas, seed), sampler_name(sampler)
-        course.check_calls(asked, name)
+        guider_steps.check_calls(asked, name)
         if asked is None:
             logger.info("the sampler %s was not tried beforehand: expecting one model call per step", name)
-            return course.sigmas[:-1]
+            return guider_steps.sigmas[:-1]
         return asked
 
 
 def make_guider(
-    door: ComfyDoor,
+    host: ComfyHost,
     ref: ExpertsRef,
     positive: Sequence[Any],
     negative: Sequence[Any],
@@ -296,33 +300,33 @@ def make_guider(
     flow_shift: float,
     policy: OffloadPolicy | AutoOffload,
 ) -> ExpertsGuider:
-    """See `Door.guider`."""
-    ref = in_own_dtype(ref, door.device())
+    """See `HostApi.guider`."""
+    ref = in_own_dtype(ref, host.device())
 
-    def choose(job: OffloadJob) -> Choice:
-        choice = door.choose_policy(ref, policy, job)
+    def choose(job: OffloadJob) -> PolicyChoice:
+        choice = host.choose_policy(ref, policy, job)
         return replace(choice, policy=cached_policy(choice.policy, settings.cache))
 
     is_left = isinstance(policy, AutoOffload)
     known = cached_policy(OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy, settings.cache)
-    made_by = door.executing_node()
+    made_by = host.executing_node()
 
     def watch(
         experts: Sequence[str], expected: Timeline | None, began_with: OffloadPolicy, shape: Sequence[int]
-    ) -> AnnouncedRun:
+    ) -> RunEvents:
         # By now a sampler executes; its run is shown at the guider.
-        return AnnouncedRun(
-            door.announce,
-            prompt_id=door.run_id(),
-            node_id=door.executing_node(),
+        return RunEvents(
+            host.announce,
+            prompt_id=host.run_id(),
+            node_id=host.executing_node(),
             shown_at=made_by,
             experts=experts,
             predicted=expected,
-            settings=run_settings(ref, policy, began_with, shape, door.device()),
+            settings=run_settings(ref, policy, began_with, shape, host.device()),
         )
 
-    patcher = door.patcher(ref, known, flow_shift=flow_shift)
-    kept = partial(door.known_machine, ref)
-    guider = ExpertsGuider(patcher, settings, watch, partial(observed, door), kept, choose if is_left else None)
+    patcher = host.patcher(ref, known, flow_shift=flow_shift)
+    kept = partial(host.known_machine, ref)
+    guider = ExpertsGuider(patcher, settings, watch, partial(observed, host), kept, choose if is_left else None)
     guider.set_conds(positive, negative)
     return guider

@@ -58,7 +58,7 @@ SAME_LEVEL = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuiderCourse:
+class GuiderSteps:
     """The steps of one run under `settings`. Raises RequestError for settings that do not fit these steps."""
 
     settings: GuiderSettings
@@ -80,7 +80,7 @@ class GuiderCourse:
         if windows is not None:
             check_windows(windows, self.frames)
         if isinstance(cache, MagCache):
-            cache.table.check_course(self.sigmas, [self.settings.expert(level) for level in levels], scales)
+            cache.table.check_steps(self.sigmas, [self.settings.expert(level) for level in levels], scales)
             if windows is not None:
                 check_windows_stay(windows, range(steps), self.frames)
 

@@ -17,7 +17,7 @@ from ...plan import fit_policy, stay_near
 from ...schema import ExpertsRef, OffloadPolicy, plan_residency
 from ...wan import WAN22, ExpertPair
 from ..api import LoadedExperts
-from ..memory import RunNeeds
+from ..memory import MemoryEstimateInputs
 
 logger = logging.getLogger("wanstream.memory")
 
@@ -45,7 +45,7 @@ class ExpertsModel(torch.nn.Module):
         """The policy that was asked for last."""
         self.policy: OffloadPolicy | None = None
         """What was loaded for it: the same, or one that takes less."""
-        self.needs = RunNeeds()
+        self.needs = MemoryEstimateInputs()
         """Of the run to come: ComfyUI asks how much it computes in before it loads the policy."""
         self.model_config = self._family({"image_model": "wan2.1", "model_type": "t2v"})
         self.model_type = comfy.model_base.ModelType.FLOW

@@ -18,7 +18,7 @@ from ..run_events import BEGIN
 from ..run_log import RunLog, title_in, workflow_in
 
 
-class ComfyWatch:
+class ServerEvents:
     """Sends the events of runs to all browsers and keeps them for pages that are opened later."""
 
     def __init__(self) -> None:

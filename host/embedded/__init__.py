@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .adapter import Folders, NodeProgress, RunStoppedError, embedded_door
+from .adapter import Folders, NodeProgress, embedded_host
 from .checks import (
     Fault,
     Socket,
@@ -35,13 +35,12 @@ __all__ = [
     "NodeFailedError",
     "NodeProgress",
     "Prompt",
-    "RunStoppedError",
     "Socket",
     "Verdict",
     "api_prompt",
     "as_link",
     "converted",
-    "embedded_door",
+    "embedded_host",
     "exception_fault",
     "fault",
     "link_shape_fault",

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...plan import VRAM_RESERVE, AutoOffload, OffloadJob
-from ...schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
-from ..api import LoadedExperts, NeedsComfyUIError, OutputFile, Progress
-from ..auto_policy import AutoPlanner, Choice, Room, room_beside
+from ...schema import Cancelled, ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
+from ..api import LoadedExperts, NeedsComfyUIError, OutputFile, ProgressBar
+from ..auto_policy import AutoPlanner, FreeMemory, PolicyChoice, free_memory
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
@@ -27,7 +27,7 @@ from ..folders import (
     output_file,
     weight_files,
 )
-from ..worker_registry import KeptWorkers
+from ..worker_registry import WorkerRegistry
 from ..workers_plan import SharedRun, WorkersPlan
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ...distributed import Driver, Pool
     from ...plan import Machine
     from ...schema import ExpertShape
-    from ...telemetry import Ledger
+    from ...telemetry import QueueItemPhases
     from ...wan import ExpertPair, ExpertsRegistry, KeptTexts
 
 
@@ -49,16 +49,8 @@ class EmbeddedBar:
     total: int
 
     def update(self, done: int, denoised: torch.Tensor | None = None) -> None:
-        """See `Progress.update`."""
+        """See `ProgressBar.update`."""
         self.report(done, self.total)
-
-
-class RunStoppedError(Exception):
-    """The user has stopped the run; not an error of the workflow."""
-
-
-class HostStateError(ValueError):
-    """The embedded host was asked for something that needs a run, or for a second run at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +72,8 @@ class NodeProgress:
     total: int
 
 
-class EmbeddedDoor:
-    """Implements `Door` for one run at a time; the experts stay open between runs."""
+class EmbeddedHost:
+    """Implements `HostApi` for one run at a time; the experts stay open between runs."""
 
     def __init__(self, planner: AutoPlanner | None = None) -> None:
         self._planner = planner or AutoPlanner()
@@ -95,8 +87,8 @@ class EmbeddedDoor:
         self._stop = threading.Event()
         self._temp: Path | None = None
         self._run_id: str | None = None
-        self._ledger: Ledger | None = None
-        self._workers = KeptWorkers()
+        self._ledger: QueueItemPhases | None = None
+        self._workers = WorkerRegistry()
 
     @cached_property
     def _experts(self) -> ExpertsRegistry:
@@ -127,7 +119,7 @@ class EmbeddedDoor:
         Raises HostStateError while another one is open.
         """
         if not self._busy.acquire(blocking=False):
-            raise HostStateError("a workflow is being run already: the embedded host runs one at a time")
+            raise StateError("a workflow is being run already: the embedded host runs one at a time")
         self._stop.clear()
         self._folders, self._on_progress, self._device = folders, on_progress, device
         self._on_event = on_event
@@ -159,7 +151,7 @@ class EmbeddedDoor:
     def folders(self) -> Folders:
         """The folders of the run. Raises HostStateError outside one."""
         if self._folders is None:
-            raise HostStateError("no workflow is being run: the embedded host has folders only inside a run")
+            raise StateError("no workflow is being run: the embedded host has folders only inside a run")
         return self._folders
 
     def name(self) -> str:
@@ -213,19 +205,19 @@ class EmbeddedDoor:
             self._temp = Path(tempfile.mkdtemp(prefix="wanstream-"))
         return self._temp
 
-    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> Progress:
+    def progress(self, total: int, node_id: str | None, *, unit: str | None = None) -> ProgressBar:
         return EmbeddedBar(report=self._report, total=total)
 
     def should_stop(self) -> bool:
         return self._stop.is_set()
 
     def is_stop(self, error: BaseException) -> bool:
-        return isinstance(error, RunStoppedError)
+        return isinstance(error, Cancelled)
 
     def raise_if_stopped(self) -> None:
         if self._stop.is_set():
             self._stop.clear()
-            raise RunStoppedError("the run was stopped")
+            raise Cancelled("the run was stopped")
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
         from ...devices import in_own_dtype
@@ -253,16 +245,16 @@ class EmbeddedDoor:
     def free_workers(self) -> None:
         self._workers.close()
 
-    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> Choice:
+    def choose_policy(self, ref: ExpertsRef, policy: OffloadPolicy | AutoOffload, job: OffloadJob) -> PolicyChoice:
         if isinstance(policy, OffloadPolicy):
-            return Choice(policy=policy)
+            return PolicyChoice(policy=policy)
         from ...devices import free_bytes
 
         pair, device = self.experts(ref), self.device()
 
-        def room(evicting: bool) -> Room:
+        def room(evicting: bool) -> FreeMemory:
             # No other models live here.
-            return room_beside(pair, device, free=free_bytes(device) or 0, reserved=VRAM_RESERVE)
+            return free_memory(pair, device, free=free_bytes(device) or 0, reserved=VRAM_RESERVE)
 
         empty = not pair.loaded_bytes
         return self._planner.choose(policy, job, device=device, weights=ref.high_noise, room=room, starts_empty=empty)
@@ -283,23 +275,23 @@ class EmbeddedDoor:
         if self._on_event is not None:
             self._on_event(event, payload)
 
-    def ledger(self) -> Ledger:
-        from ...telemetry import Ledger
+    def ledger(self) -> QueueItemPhases:
+        from ...telemetry import QueueItemPhases
 
         if self._run_id is None:
-            return Ledger()
-        self._ledger = self._ledger or Ledger()
+            return QueueItemPhases()
+        self._ledger = self._ledger or QueueItemPhases()
         return self._ledger
 
     def dynamic_bytes(self) -> int | None:
         return None
 
     def make_room(self, wanted: int) -> int:
-        from ..memory import working_room
+        from ..memory import usable_bytes
 
-        if working_room(self.device()) < wanted:
+        if usable_bytes(self.device()) < wanted:
             self.free_experts()
-        return working_room(self.device())
+        return usable_bytes(self.device())
 
     def load_experts(self, ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         # No other models live here, so the room is what it is.
@@ -327,4 +319,4 @@ class EmbeddedDoor:
             self._on_progress(NodeProgress(node_id=node_id, class_type=class_type, done=done, total=total))
 
 
-embedded_door: EmbeddedDoor = EmbeddedDoor()
+embedded_host: EmbeddedHost = EmbeddedHost()

@@ -10,7 +10,7 @@ from PIL import Image, ImageOps, ImageSequence
 
 from ..api import OutsideFolderError
 from . import io
-from .adapter import embedded_door
+from .adapter import embedded_host
 
 _PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _NO_MASK = (64, 64)
@@ -21,7 +21,7 @@ class LoadImage(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        pictures = [name for name in embedded_door.input_names() if name.lower().endswith(_PICTURES)]
+        pictures = [name for name in embedded_host.input_names() if name.lower().endswith(_PICTURES)]
         return io.Schema(
             node_id="LoadImage",
             display_name="Load Image",
@@ -34,16 +34,16 @@ class LoadImage(io.ComfyNode):
     def validate_inputs(cls, image: str) -> bool | str:
         # Naming `image` replaces the check against the list, so that a file in a subfolder passes, as in ComfyUI.
         try:
-            if embedded_door.input_path(image).is_file():
+            if embedded_host.input_path(image).is_file():
                 return True
         except OutsideFolderError as err:
             return f"Invalid image file: {err}"
-        return f"Invalid image file: {image} is not in {embedded_door.folders.input}: put it there (or see --input)"
+        return f"Invalid image file: {image} is not in {embedded_host.folders.input}: put it there (or see --input)"
 
     @classmethod
     def execute(cls, image: str) -> io.NodeOutput:
         """IMAGE [frames, H, W, 3] and MASK [frames, H, W] (64 x 64 zeros without alpha), float32 in 0..1."""
-        with Image.open(embedded_door.input_path(image)) as file:
+        with Image.open(embedded_host.input_path(image)) as file:
             # The further pictures of an MPO are the other eye or a thumbnail.
             wanted = islice(ImageSequence.Iterator(file), 1 if file.format == "MPO" else None)
             upright = [ImageOps.exif_transpose(frame) for frame in wanted]

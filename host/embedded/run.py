@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .adapter import Folders, NodeProgress, RunStoppedError, embedded_door
+from ...schema import Cancelled
+from .adapter import Folders, NodeProgress, embedded_host
 from .graph import Prompt, nodes_by_id, plan_steps
 from .io import ComfyNode, Hidden, HiddenHolder, NodeOutput
 from .load_image import LoadImage
@@ -49,7 +50,7 @@ def validate_workflow(
     prompt: Prompt | None, nodes: Sequence[type[ComfyNode]], *, models: Path, input_dir: Path, output: Path = Path()
 ) -> Verdict:
     """Judge a workflow made of `nodes` and LoadImage against the files at hand. Runs nothing."""
-    with embedded_door.opened(Folders(models=models, output=output, input=input_dir)):
+    with embedded_host.opened(Folders(models=models, output=output, input=input_dir)):
         return validate_prompt(prompt, nodes_by_id([*nodes, LoadImage]))
 
 
@@ -72,10 +73,10 @@ def run_workflow(  # noqa: PLR0913 (all there is to say about a run, by name)
     `device` None means a GPU if there is one. `on_event` is given what nodes announce. `strict` makes an error of what
     only looks wrong.
 
-    Raises InvalidWorkflowError before anything runs, NodeFailedError, or RunStoppedError after `embedded_door.stop()`.
+    Raises InvalidWorkflowError before anything runs, NodeFailedError, or RunStoppedError after `embedded_host.stop()`.
     """
     folders = Folders(models=models, output=output, input=input_dir)
-    with embedded_door.opened(folders, on_progress, device, on_event, strict=strict), torch.inference_mode():
+    with embedded_host.opened(folders, on_progress, device, on_event, strict=strict), torch.inference_mode():
         by_id = nodes_by_id([*nodes, LoadImage])
         verdict = validate_prompt(prompt, by_id)
         if verdict.error is not None:
@@ -94,7 +95,7 @@ def _execute(
     shown: dict[str, dict[str, list[Any]]] = {}
     kept: dict[str, tuple[Any, ...]] = {}
     for step in plan_steps(verdict.prompt, nodes, verdict.outputs):
-        embedded_door.raise_if_stopped()
+        embedded_host.raise_if_stopped()
         node_id = step.node_id
         linked = {name: live[link.node_id][link.output] for name, link in step.links.items()}
         hidden = {Hidden.unique_id: node_id, Hidden.prompt: verdict.prompt, Hidden.extra_pnginfo: extra_pnginfo}
@@ -115,11 +116,11 @@ def _call(node_id: str, node: type[ComfyNode], arguments: Mapping[str, Any], kno
     schema = node.define_schema()
     holder = HiddenHolder(**{hidden.name: known[hidden] for hidden in schema.all_hidden()})
     running: type[ComfyNode] = type(node.__name__, (node,), {"hidden": holder})
-    with embedded_door.node(node_id, schema.node_id):
+    with embedded_host.node(node_id, schema.node_id):
         try:
             returned = running.execute(**arguments)
             return _as_output(asyncio.run(returned) if inspect.iscoroutine(returned) else returned, len(schema.outputs))
-        except RunStoppedError:
+        except Cancelled:
             raise
         except Exception as err:
             raise NodeFailedError(node_id, schema.node_id, err) from err

@@ -10,15 +10,15 @@ from typing import Protocol
 
 import torch
 
-from ...bench import Policy, Report, Trial, TrialMatrix, Variant, machine_words, policy_name
-from ...distributed import GivenUpError, WorkerFailedError
+from ...bench import Policy, Report, Trial, TrialMatrix, Variant, describe_machine, policy_name
+from ...distributed import RestartLimitError, WorkerFailedError
 from ...host import host
 from ...offload import NoRamError
-from ...plan import DoesNotFitError, ram_words
+from ...plan import DoesNotFitError, describe_ram
 from ...sampling import DenoiseRequest, DenoiseResult, StepProgress
-from ...schema import VERSION, ExpertsRef, MeshError, OffloadPolicy, WorkersRef, plan_residency, workers_words
+from ...schema import VERSION, ExpertsRef, MeshError, OffloadPolicy, WorkersRef, describe_workers, plan_residency
 from .run_experts import OnStep, SamplerRun, run_experts
-from .trials import TrialTimes, as_trial, job_digest, request_words, trials, with_steps
+from .trials import TrialTimes, as_trial, describe_request, job_digest, trials, with_steps
 
 
 class RunExperts(Protocol):
@@ -38,7 +38,7 @@ class RunExperts(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Candidate:
+class BenchmarkRun:
     """A variant before its first run."""
 
     name: str
@@ -50,9 +50,9 @@ class Candidate:
 
     def variant(self) -> Variant:
         """The variant, without a run."""
-        settings = {**_expert_words(self.experts), **request_words(self.request), **_policy_words(self.asked)}
+        settings = {**_expert_words(self.experts), **describe_request(self.request), **_policy_words(self.asked)}
         if self.workers is not None:
-            settings["Workers"] = workers_words(self.workers)
+            settings["Workers"] = describe_workers(self.workers)
         return Variant(name=self.name, settings=settings, job=job_digest(self.request, self.experts))
 
 
@@ -73,7 +73,7 @@ class Benchmark:
         """Whether more is wanted than what ran already."""
         return not (self.matrix.is_empty and self.times.runs == 1 and self.traces is None)
 
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[BenchmarkRun]:
         """Every setting of the matrix for every run. Raises ValueError for one that cannot be run, before any is."""
         found = []
         for title, run in self.runs.items():
@@ -85,7 +85,7 @@ class Benchmark:
                 if self.matrix.is_empty:
                     name = title
                 found.append(
-                    Candidate(
+                    BenchmarkRun(
                         name=name, experts=run.experts, request=request, asked=setting.policy, workers=run.workers
                     )
                 )
@@ -120,8 +120,8 @@ def measure(
         planned=len(candidates) * benchmark.times.runs,
     )
     keep(report)
-    steps = [len(candidate.request.course().steps) * benchmark.times.runs for candidate in candidates]
-    bar = _Bar(sum(steps), node_id)
+    steps = [len(candidate.request.step_plan.steps) * benchmark.times.runs for candidate in candidates]
+    bar = _TrialBar(sum(steps), node_id)
     for place, candidate in enumerate(candidates):
         for variant in _measured(candidate, benchmark, bar, run):
             variants = [*report.variants]
@@ -145,7 +145,7 @@ def _empty(benchmark: Benchmark) -> Report:
             "Made": now.isoformat(sep=" ", timespec="seconds"),
             "With": f"WanStream {VERSION}, {host.name()}",
         },
-        machine=machine_words(device),
+        machine=describe_machine(device),
         phases=host.ledger().phases(),
         planned=0,
         finished=False,
@@ -157,7 +157,7 @@ def _as_ran(benchmark: Benchmark) -> Iterator[Variant]:
         yield _with_trial(candidate.variant(), run, as_trial(run.result))
 
 
-def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar, run: RunExperts) -> Iterator[Variant]:
+def _measured(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar, run: RunExperts) -> Iterator[Variant]:
     """The variant after each of its runs."""
     variant, made = candidate.variant(), list[SamplerRun]()
 
@@ -168,7 +168,7 @@ def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar, run: RunExp
             candidate.asked,
             workers=candidate.workers,
             node_id=bar.node_id,
-            on_step=bar.of_run(len(candidate.request.course().steps)),
+            on_step=bar.of_run(len(candidate.request.step_plan.steps)),
             traces=benchmark.traces,
         )
         made.append(ran)
@@ -178,7 +178,14 @@ def _measured(candidate: Candidate, benchmark: Benchmark, bar: _Bar, run: RunExp
         for trial in trials(benchmark.times, once, check=host.raise_if_stopped):
             variant = _with_trial(variant, made.pop(), trial)
             yield variant
-    except (torch.OutOfMemoryError, DoesNotFitError, NoRamError, MeshError, WorkerFailedError, GivenUpError) as err:
+    except (
+        torch.OutOfMemoryError,
+        DoesNotFitError,
+        NoRamError,
+        MeshError,
+        WorkerFailedError,
+        RestartLimitError,
+    ) as err:
         yield replace(variant, failed=str(err))
 
 
@@ -186,11 +193,11 @@ def _with_trial(variant: Variant, run: SamplerRun, trial: Trial) -> Variant:
     """`variant` with one more run; where it ran under another policy than was asked for, the settings say so."""
     settings = dict(variant.settings)
     if run.policy != run.asked:
-        settings["Ran under"] = f"{policy_name(run.policy)}, weights from {ram_words(run.policy)}"
+        settings["Ran under"] = f"{policy_name(run.policy)}, weights from {describe_ram(run.policy)}"
     return replace(variant, settings=settings, trials=(*variant.trials, trial), predicted=run.result.predicted)
 
 
-class _Bar:
+class _TrialBar:
     """One progress bar over the steps of all runs."""
 
     def __init__(self, total: int, node_id: str | None) -> None:
@@ -233,5 +240,5 @@ def _expert_words(ref: ExpertsRef) -> dict[str, str]:
 def _policy_words(asked: Policy) -> dict[str, str]:
     if not isinstance(asked, OffloadPolicy):
         return {"Policy": policy_name(asked)}
-    words = {"Policy": policy_name(asked), "Weights from": ram_words(asked)}
+    words = {"Policy": policy_name(asked), "Weights from": describe_ram(asked)}
     return words if asked.chunk_tokens is None else {**words, "Tokens at once": str(asked.chunk_tokens)}

@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 
 from ...host import host, inside, observed
-from ...sampling import Cancelled, MagTable, RequestError, StepProgress, calibrate, calibration_bytes, calibration_job
+from ...sampling import (
+    MagTable,
+    RequestError,
+    SamplingCancelled,
+    StepProgress,
+    calibrate,
+    calibration_bytes,
+    calibration_job,
+)
 from ...schema import VERSION
 from .run_experts import SamplerRun
 
@@ -70,7 +78,7 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
     choice = host.choose_policy(run.experts, run.asked, job)
     needed = calibration_bytes(pair, request, chunk_tokens=choice.policy.chunk_tokens)
     pair, policy, device = host.load_experts(run.experts, choice.policy, working_bytes=needed)
-    progress = host.progress(len(request.course().steps), node_id)
+    progress = host.progress(len(request.step_plan.steps), node_id)
 
     def on_step(step: StepProgress) -> None:
         progress.update(step.done, denoised=step.denoised)
@@ -86,7 +94,7 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
             should_stop=host.should_stop,
             observe=observed(host),
         )
-    except Cancelled:
+    except SamplingCancelled:
         host.raise_if_stopped()
         raise
     return table
@@ -98,5 +106,5 @@ def _source(run: SamplerRun) -> str:
     files = " and ".join(path.name for path in (ref.high_noise, ref.low_noise) if path is not None)
     loras = ", ".join(sorted({path.name for lora in ref.loras for path in (lora.high_noise, lora.low_noise) if path}))
     with_loras = f" with {loras}" if loras else ""
-    steps = run.request.course().schedule.steps
+    steps = run.request.step_plan.schedule.steps
     return f"measured with WanStream {VERSION} on {files}{with_loras}, {steps} steps, latents {list(shape)}"

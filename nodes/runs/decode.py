@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ...devices import surely_lacks
-from ...host import OutputFile, Progress, host
+from ...host import OutputFile, ProgressBar, host
 from ...schema import PIXELS_PER_LATENT, WorkersRef, need_text, size_text
 from ...wan import (
     GB,
@@ -135,7 +135,7 @@ class _ShownTiles:
 
     def __init__(self, node_id: str | None) -> None:
         self._node_id = node_id
-        self._bar: tuple[int, Progress] | None = None
+        self._bar: tuple[int, ProgressBar] | None = None
 
     def show(self, tile: TileDone) -> None:
         if self._bar is None or self._bar[0] != tile.total:

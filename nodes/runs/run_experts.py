@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...devices import in_own_dtype
 from ...distributed import part_sizes
-from ...host import AnnouncedRun, SharedRun, host, observed, run_settings
+from ...host import RunEvents, SharedRun, host, observed, run_settings
 from ...plan import AutoOffload
 from ...sampling import (
-    Cancelled,
     DenoiseRequest,
     DenoiseResult,
+    SamplingCancelled,
     StepProgress,
     cached_policy,
     check_room,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 OnStep: TypeAlias = "Callable[[StepProgress], None]"
 
 
-class Computed(NamedTuple):
+class RunResult(NamedTuple):
     """What came of a run."""
 
     result: DenoiseResult
@@ -49,7 +49,7 @@ class PreparedRun:
 
     policy: OffloadPolicy
     device: torch.device
-    compute: Callable[[OnStep], Computed]
+    compute: Callable[[OnStep], RunResult]
     predicted: Timeline | None = None
     parts: int = 1
     """In how many the videos are computed; each step is told for each of them."""
@@ -74,7 +74,7 @@ def prepare_here(
     machine = host.known_machine(ref, job.expert)
     predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
 
-    def compute(on_step: OnStep) -> Computed:
+    def compute(on_step: OnStep) -> RunResult:
         result = denoise(
             pair,
             request,
@@ -85,7 +85,7 @@ def prepare_here(
             revise=choice.revise_under(policy),
             observe=observed(host) if traces is None else replace(observed(host), trace=traces),
         )
-        return Computed(result.told_first(choice.reason), {})
+        return RunResult(result.with_note(choice.reason), {})
 
     return PreparedRun(policy=policy, device=device, compute=compute, predicted=predicted)
 
@@ -105,12 +105,12 @@ def prepare_shared(
     plan = host.plan_workers(shared, ref)
     driver = host.workers(workers, plan.mesh)
 
-    def compute(on_step: OnStep) -> Computed:
+    def compute(on_step: OnStep) -> RunResult:
         ran = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=host.should_stop)
         result = DenoiseResult(latents=ran.latents.to(request.noise.device), sigma=ran.sigma, timeline=ran.timeline)
         for reason in reversed(plan.reasons):
-            result = result.told_first(reason)
-        return Computed(result, ran.timelines)
+            result = result.with_note(reason)
+        return RunResult(result, ran.timelines)
 
     parts = len(part_sizes(request.batch, plan.mesh))
     return PreparedRun(policy=plan.policy, device=host.device(), compute=compute, parts=parts)
@@ -165,12 +165,12 @@ def run_experts(
         prepared = prepare_here(pair, job, ref, request, asked, traces=traces)
     else:
         prepared = prepare_shared(workers, job, ref, request, asked)
-    course = request.course()
-    experts = [course.experts[step] for step in course.steps]
+    step_plan = request.step_plan
+    experts = [step_plan.experts[step] for step in step_plan.steps]
     report = on_step or _own_bar(len(experts) * prepared.parts, node_id)
     ids = {"prompt_id": host.run_id(), "node_id": node_id}
     settings = run_settings(ref, asked, prepared.policy, request.noise.shape, prepared.device, workers=workers)
-    watched = AnnouncedRun(host.announce, experts=experts, predicted=prepared.predicted, settings=settings, **ids)
+    watched = RunEvents(host.announce, experts=experts, predicted=prepared.predicted, settings=settings, **ids)
 
     def each_step(step: StepProgress) -> None:
         watched.step(step.record)
@@ -181,7 +181,7 @@ def run_experts(
             result, ranks = prepared.compute(each_step)
             told = replace(result, predicted=prepared.predicted)
             watched.ended(told.timeline, ranks=ranks)
-    except Cancelled:
+    except SamplingCancelled:
         host.raise_if_stopped()
         raise
     return SamplerRun(

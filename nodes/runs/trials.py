@@ -108,12 +108,12 @@ def with_steps(request: DenoiseRequest, steps: int | None) -> DenoiseRequest:
     return replace(request, steps=steps)
 
 
-def request_words(request: DenoiseRequest) -> dict[str, str]:
+def describe_request(request: DenoiseRequest) -> dict[str, str]:
     """What a request asks for, by setting, for a reader."""
     _, channels, frames, height, width = request.noise.shape
     pixels = space_of(channels).pixels
-    course = request.course()
-    taken = [course.experts[step] for step in course.steps]
+    step_plan = request.step_plan
+    taken = [step_plan.experts[step] for step in step_plan.steps]
     levels = f"{request.schedule}, flow shift {request.flow_shift:g}" if request.sigmas is None else "from another node"
     return {
         "Size": f"{width * pixels}x{height * pixels}, {_frames(frames)} frames",

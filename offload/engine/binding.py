@@ -78,7 +78,7 @@ def _slot(block: nn.Module, name: str) -> tuple[nn.Module, str]:
 _Place: TypeAlias = "tuple[dict[str, torch.Tensor | None], str, torch.Tensor]"  # where a tensor is, and the tensor
 
 
-class StayingTensors:
+class ResidentTensors:
     """The tensors of one block that do not stream and are not on the device yet.
 
     They are copied when this is made, which may fail, and take their places in `put`, which may not.

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...plan import BlockKey
+from ...schema import StateError
 
 
 class BufferState(Enum):
@@ -29,10 +30,6 @@ class BufferState(Enum):
     IN_USE = "in use"
     HELD = "held"
     DONE = "done"
-
-
-class BufferOrderError(RuntimeError):
-    """A buffer was used out of order; names the buffer, its state and the call that was made."""
 
 
 class BlockPlace:
@@ -87,13 +84,13 @@ class BlockPlace:
     def _expect(self, call: str, *states: BufferState) -> None:
         if self.state not in states:
             wanted = " or ".join(state.value for state in states)
-            raise BufferOrderError(
+            raise StateError(
                 f"{self.word} {self.index} is {self.state.value} with {self.key}: {call} needs it to be {wanted}"
             )
 
     def _expect_key(self, call: str, key: BlockKey) -> None:
         if self.key != key:
-            raise BufferOrderError(f"{self.word} {self.index} holds {self.key}: {call} asked for {key}")
+            raise StateError(f"{self.word} {self.index} holds {self.key}: {call} asked for {key}")
 
 
 class BlockBuffer(BlockPlace):

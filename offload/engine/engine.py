@@ -18,7 +18,7 @@ from torch import nn
 
 from ...plan import (
     BlockKey,
-    RamHomes,
+    RamResidency,
     RunPrograms,
     TransferProgram,
     Visit,
@@ -35,12 +35,12 @@ from ...telemetry import Recorder
 from ..formats.layout import allocate_flat
 from ..host_memory.page_lock import CudaPageLock
 from ..host_memory.shared_segment import SharedSegment
-from ..patches import BlockPatch, HeldPatches
+from ..patches import BlockPatch, StagedPatches
 from ..sharding.group import Gathering, Sharded
 from ..sources.base import BlockSource
-from .binding import BlockBinding, StayingTensors
+from .binding import BlockBinding, ResidentTensors
 from .buffers import BlockBuffer, BufferState
-from .forward_hooks import ForwardFollower
+from .forward_hooks import ForwardHooks
 from .route import Route
 from .run import EngineRun
 
@@ -81,7 +81,7 @@ class OffloadEngine:
         self._residency, self._homes, buffers = self._places(policy)
         self.formats = {key: source.block_format(key) for key in source.keys()}
         lock = CudaPageLock(device) if device.type == "cuda" else None
-        self._patches = HeldPatches(self.formats, lock=lock)
+        self._patches = StagedPatches(self.formats, lock=lock)
         self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)
         self.ram = self._route.ram_slots(lock, shared)
         self.ram.check_room(self._homes, self.staging)
@@ -94,12 +94,12 @@ class OffloadEngine:
             for name, stack in stacks.items()
             for key, block in ((BlockKey(name, index), block) for index, block in enumerate(stack))
         }
-        self._staying = [StayingTensors(block, device) for stack in stacks.values() for block in stack]
+        self._staying = [ResidentTensors(block, device) for stack in stacks.values() for block in stack]
         # All that can fail is done: from here on the blocks change.
         self.unbind_all()
         for staying in self._staying:
             staying.put()
-        self._follower = ForwardFollower(self, stacks) if follow_forward else None
+        self._follower = ForwardHooks(self, stacks) if follow_forward else None
         self._attached = True
 
     @property
@@ -257,7 +257,7 @@ class OffloadEngine:
         self._resize(buffers, residency, homes)
         self._residency, self._homes = residency, homes
 
-    def _resize(self, buffers: int, residency: Residency, homes: RamHomes) -> None:
+    def _resize(self, buffers: int, residency: Residency, homes: RamResidency) -> None:
         self.claim()
         try:
             order = eviction_order(range(len(self.buffers)), self.contents(), residency)
@@ -370,7 +370,7 @@ class OffloadEngine:
         for binding in self._bindings.values():
             binding.unbind()
 
-    def _places(self, policy: OffloadPolicy) -> tuple[Residency, RamHomes, int]:
+    def _places(self, policy: OffloadPolicy) -> tuple[Residency, RamResidency, int]:
         residency, buffers = plan_residency(policy, self.block_counts)
         if self._sharded is not None and self._sharded.on_device:  # every shard has a home, whatever the policy says
             policy = OffloadPolicy.layerwise(source="pinned")

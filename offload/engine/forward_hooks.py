@@ -10,13 +10,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...plan import Visit
-from .run import EngineRun, VisitContext, VisitOrderError
+from ...schema import StateError
+from .run import EngineRun, VisitContext
 
 if TYPE_CHECKING:
     from .engine import OffloadEngine, Stacks
 
 
-class ForwardFollower:
+class ForwardHooks:
     """Hooks on every block: the first block of a stack opens a run, the last one of its last pass closes it."""
 
     def __init__(self, engine: OffloadEngine, stacks: Stacks) -> None:
@@ -74,7 +75,7 @@ class ForwardFollower:
             self._close()
             self._begin(stack, 1)
         if self._run is None or not self._pending:
-            raise VisitOrderError(f"block {index} of {stack!r} was called before block 0")
+            raise StateError(f"block {index} of {stack!r} was called before block 0")
         self._open = self._run.visit(self._pending[-1].step, stack, index)
         self._open.__enter__()
         self._pending.pop()

@@ -16,7 +16,7 @@ from ..formats.layout import BlockFormat
 from ..host_memory.page_lock import PageLock
 from ..host_memory.ram_slots import RamSlots
 from ..host_memory.shared_segment import SharedSegment
-from ..patches import HeldPatches
+from ..patches import StagedPatches
 from ..sharding.cpu import GatheredCpuStreams
 from ..sharding.cuda import GatheredCudaStreams
 from ..sharding.device_slots import DeviceSlots
@@ -39,7 +39,7 @@ class Route:
         self,
         source: BlockSource,
         formats: Mapping[BlockKey, BlockFormat],
-        patches: HeldPatches,
+        patches: StagedPatches,
         *,
         device: torch.device,
         sharded: Sharded | None,

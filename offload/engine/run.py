@@ -12,24 +12,21 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ...devices import Clock, Mark, clock_for
+from ...devices import Clock, DeviceEvent, clock_for
 from ...plan import AT_ONCE, KEPT, Fetch, RunPrograms, Visit
-from ...telemetry import BlockArrival, Ranges, ReadMeter, Recorder, ranged
+from ...schema import StateError
+from ...telemetry import BlockArrival, Ranges, ReadTimer, Recorder, ranged
 from ..host_memory.ram_run import RamRun
-from ..sharding.group import GATHERS_AHEAD, GatheringState, StoppedAlike
-from ..transfers.base import Arrival
+from ..sharding.group import GATHERS_AHEAD, GatheringState, StoppedTogether
+from ..transfers.base import PendingBlock
 from .buffers import BlockBuffer
-from .thread_sync import RunProgress, RunStopped
+from .thread_sync import RunStopped, ThreadSync
 from .threads import RunThread
 
 if TYPE_CHECKING:
     from .engine import OffloadEngine
 
 PACE = 2  # visits the host may be ahead of the device: enough to hide launches, few enough to cancel within two blocks
-
-
-class VisitOrderError(RuntimeError):
-    """A visit was asked for that is not the next one of the program, or outside a run."""
 
 
 class EngineRun:
@@ -42,17 +39,17 @@ class EngineRun:
         self._engine = engine
         self._ranges: Ranges | None = None if recorder is None else recorder.ranges
         self._range: int | None = None  # of the visit that goes on
-        meter = None if recorder is None else ReadMeter(self._ranges)
+        meter = None if recorder is None else ReadTimer(self._ranges)
         self._ram = RamRun(engine.ram, programs.ram, meter)
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
-        self._progress = RunProgress()
+        self._progress = ThreadSync()
         self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._progress.no_more)
-        self._arrivals: list[Arrival | None] = [None] * len(self.program.fetches)
-        self._latest: deque[Mark] = deque(maxlen=PACE)
+        self._arrivals: list[PendingBlock | None] = [None] * len(self.program.fetches)
+        self._latest: deque[DeviceEvent] = deque(maxlen=PACE)
         """Ends of the last visits."""
         self._awaited = frozenset(fetch.start_after for fetch in self.program.fetches)
-        self._freed: dict[int, Mark] = {}
+        self._freed: dict[int, DeviceEvent] = {}
         """Ends of visits that a fetch to come waits for; no two wait for the same one, which frees one buffer."""
         self._next = 0
         self._going_on = False
@@ -75,7 +72,7 @@ class EngineRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finish(alike=error is None or isinstance(error, StoppedAlike))
+        self._finish(alike=error is None or isinstance(error, StoppedTogether))
         whole = error is None and self._next == len(self.program.visits)
         assert not whole or tuple(self.fetched) == self.program.fetches, "what was fetched is not what was planned"
         assert not whole or self._ram.is_whole, "what was read is not what was planned"
@@ -170,7 +167,9 @@ class EngineRun:
             buffer.acquire(fetch.block)
             buffer.release(last=True)
 
-    def _note_arrival(self, number: int, arrival: Arrival, marks: tuple[Mark, Mark, Mark]) -> None:
+    def _note_arrival(
+        self, number: int, arrival: PendingBlock, marks: tuple[DeviceEvent, DeviceEvent, DeviceEvent]
+    ) -> None:
         if self._recorder is None:
             return
         asked, arrived, ready = marks
@@ -187,14 +186,14 @@ class EngineRun:
         """
         return VisitContext(self, Visit(step, expert, block))
 
-    def begin(self, visit: Visit) -> tuple[BlockBuffer, Mark, Mark, Mark]:
+    def begin(self, visit: Visit) -> tuple[BlockBuffer, DeviceEvent, DeviceEvent, DeviceEvent]:
         """Wait for the block of `visit`, bind it, and return its buffer and the marks 'asked', 'arrived', 'ready'."""
         number, program = self._next, self.program
         if not self._going_on:
-            raise VisitOrderError(f"{visit} is outside its run, which is not going on: enter the run with `with` first")
+            raise StateError(f"{visit} is outside its run, which is not going on: enter the run with `with` first")
         if number >= len(program.visits) or program.visits[number] != visit:
             due = program.visits[number] if number < len(program.visits) else "the end of the program"
-            raise VisitOrderError(f"visit {number} of the program is {due}, not {visit}")
+            raise StateError(f"visit {number} of the program is {due}, not {visit}")
         if number >= PACE:
             self._clock.keep_pace(self._latest[0])
         if self._ranges is not None:
@@ -215,7 +214,7 @@ class EngineRun:
         self._engine.bind(key, buffer)
         return buffer, asked, arrived, ready
 
-    def end(self, buffer: BlockBuffer, asked: Mark, arrived: Mark, ready: Mark) -> None:
+    def end(self, buffer: BlockBuffer, asked: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent) -> None:
         """Record that the visit was given to the device, and unbind its block after the last visit of its tenancy."""
         done = self._clock.mark()
         number = self._next
@@ -239,7 +238,7 @@ class EngineRun:
             self._ranges.end(self._range)
             self._range = None
 
-    def _await_issued(self, fetch: int) -> Arrival | None:
+    def _await_issued(self, fetch: int) -> PendingBlock | None:
         """What is left to do for a fetch that serves this visit; None when an earlier visit has done it."""
         if fetch == KEPT:
             return None

@@ -15,7 +15,7 @@ class RunStopped(Exception):
     """The run ended while a thread of it still had work; it leaves quietly."""
 
 
-class RunProgress:
+class ThreadSync:
     """Numbers of one program: fetches that were issued, and visits that were released. Both only ever grow."""
 
     def __init__(self) -> None:

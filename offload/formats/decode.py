@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from .fp8 import FP8_DTYPES, widen
-from .gguf_dequant import Packing, unpack
+from .gguf_dequant import QuantFormat, unpack
 from .layout import BlockFormat, tensor_views
 
 # Scaled and packed values pass through fp32 in pieces of about this many: 8 MB of extra memory however large the matrix
@@ -41,7 +41,7 @@ def decode_tensor(
     stored: torch.Tensor,
     into: torch.Tensor,
     *,
-    packing: Packing | None = None,
+    packing: QuantFormat | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
     """Decode one tensor as `decode_block` does.
@@ -67,7 +67,7 @@ def _is_slow_to_convert(stored: torch.Tensor, computed: torch.dtype) -> bool:
     return stored.dtype in FP8_DTYPES or (stored.dtype, computed) == (torch.float16, torch.bfloat16)
 
 
-def _unpack(packs: torch.Tensor, packing: Packing, computed: torch.Tensor) -> None:
+def _unpack(packs: torch.Tensor, packing: QuantFormat, computed: torch.Tensor) -> None:
     """Write what `packs` hold, through one piece of fp32 memory unless they can be unpacked in place."""
     count = max(1, min(len(packs), CHUNK_VALUES // packing.values))
     in_place = computed.dtype == torch.float32 and computed.device == packs.device

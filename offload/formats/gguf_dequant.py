@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class QuantFormat:
     """One way to pack: `values` neighbours take `nbytes` bytes."""
 
     name: str
@@ -27,15 +27,15 @@ class Packing:
 _32 = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
 _256 = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136}
 
-PACKINGS = {
-    name: Packing(name=name, values=values, nbytes=nbytes)
+QUANT_FORMATS = {
+    name: QuantFormat(name=name, values=values, nbytes=nbytes)
     for values, sizes in ((32, _32), (256, _256))
     for name, nbytes in sizes.items()
 }
 """Every packing that can be unpacked, by its name."""
 
 
-def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: Packing | None) -> int:
+def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: QuantFormat | None) -> int:
     """Return the bytes that a tensor takes where it is stored."""
     return math.prod(shape) * dtype.itemsize if packing is None else packing.bytes_of(shape)
 
@@ -44,7 +44,7 @@ def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: Packing | 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def unpack(packs: torch.Tensor, packing: Packing, into: torch.Tensor) -> None:
+def unpack(packs: torch.Tensor, packing: QuantFormat, into: torch.Tensor) -> None:
     """Unpack into fp32.
 
     Args:
@@ -203,4 +203,4 @@ _UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "IQ4_XS": _iq4_xs,
 }
 
-assert _UNPACK.keys() == PACKINGS.keys()
+assert _UNPACK.keys() == QUANT_FORMATS.keys()

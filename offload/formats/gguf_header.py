@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from .gguf_dequant import PACKINGS, Packing, stored_bytes
+from .gguf_dequant import QUANT_FORMATS, QuantFormat, stored_bytes
 from .safetensors_header import (
     GGUF_START,
     LENGTH_BYTES,
@@ -52,7 +52,7 @@ _PACKING_NAMES = {
     20: "IQ4_NL",
     23: "IQ4_XS",
 }
-PACKED_TYPES = {number: PACKINGS[name] for number, name in _PACKING_NAMES.items()}
+PACKED_TYPES = {number: QUANT_FORMATS[name] for number, name in _PACKING_NAMES.items()}
 
 # Those that cannot be unpacked. Q8_1 and Q8_K only exist while ggml computes.
 OTHER_TYPES = {
@@ -72,7 +72,7 @@ OTHER_TYPES = {
     41: "Q1_0",
 }
 
-READABLE_TYPES = ("F32", "F16", "BF16", *PACKINGS)
+READABLE_TYPES = ("F32", "F16", "BF16", *QUANT_FORMATS)
 """The types that weights may have, by name."""
 
 SCALAR_FIELDS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -167,7 +167,7 @@ class _Entry:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    packing: Packing | None
+    packing: QuantFormat | None
     offset: int
     nbytes: int
 

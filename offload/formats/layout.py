@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from .gguf_dequant import Packing, stored_bytes
+from .gguf_dequant import QuantFormat, stored_bytes
 
 # Every view starts at a multiple of this: CPU and CUDA kernels pick their path by alignment, so equal alignment is what
 # makes streamed results equal bit for bit to those of an ordinary model.
 ALIGNMENT = 256
 
-NONE_PACKED: Mapping[str, Packing] = MappingProxyType({})
+NONE_PACKED: Mapping[str, QuantFormat] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class FlatTensor:
     dtype: torch.dtype
     offset: int
     nbytes: int
-    packing: Packing | None = None
+    packing: QuantFormat | None = None
 
     @property
     def view_shape(self) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class BlockFormat:
 
 
 def flat_layout(
-    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], packings: Mapping[str, Packing] = NONE_PACKED
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], packings: Mapping[str, QuantFormat] = NONE_PACKED
 ) -> FlatLayout:
     """Lay out (name, shape, dtype) one behind the other, in the given order; those in `packings` by name are packed."""
     placed: list[FlatTensor] = []
@@ -98,7 +98,7 @@ def block_format(
     stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
     scaled: Iterable[str] = (),
-    packings: Mapping[str, Packing] = NONE_PACKED,
+    packings: Mapping[str, QuantFormat] = NONE_PACKED,
 ) -> BlockFormat:
     """Return the format of a block from the (shape, dtype) that its source stores under each parameter name.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .gguf_dequant import Packing, stored_bytes
+from .gguf_dequant import QuantFormat, stored_bytes
 
 DTYPES = {
     "BF16": torch.bfloat16,
@@ -81,7 +81,7 @@ class FileTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     version: FileVersion | None = None
-    packing: Packing | None = None
+    packing: QuantFormat | None = None
 
     @property
     def format_name(self) -> str:

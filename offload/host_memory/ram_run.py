@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from ...plan import AT_ONCE, DIRECT, KEPT, BlockKey, Fetch, RamProgram
-from ...telemetry import ReadMeter, ReadSpan
-from ..engine.thread_sync import RunProgress, RunStopped
+from ...telemetry import ReadSpan, ReadTimer
+from ..engine.thread_sync import RunStopped, ThreadSync
 from ..engine.threads import RunThread
 from .ram_slots import RamSlot, RamSlots
 
@@ -19,14 +19,14 @@ class RamRun:
     `meter` measures all reads.
     """
 
-    def __init__(self, slots: RamSlots, ram: RamProgram, meter: ReadMeter | None = None) -> None:
+    def __init__(self, slots: RamSlots, ram: RamProgram, meter: ReadTimer | None = None) -> None:
         self.reads: list[Fetch] = []
         self._slots = slots
         self._ram = ram
         self._meter = meter
         self._spans: dict[int, ReadSpan] = {}  # by number of the read
         self._straight: dict[int, ReadSpan] = {}  # by number of the fetch
-        self._progress = RunProgress()
+        self._progress = ThreadSync()
         self._thread = RunThread("wanstream-ram", self._read_all, failed=self._progress.no_more)
         self._last_taken: dict[int, int] = {}  # slot -> visit
 

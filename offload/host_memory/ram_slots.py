@@ -9,9 +9,9 @@ from itertools import count
 import torch
 
 from ...devices import available_bytes
-from ...plan import BlockKey, RamHomes
+from ...plan import BlockKey, RamResidency
 from ...schema import Residency
-from ...telemetry import ReadMeter, ReadSpan
+from ...telemetry import ReadSpan, ReadTimer
 from ..engine.buffers import BlockPlace, BufferState
 from ..sharding.device_slots import DeviceSlots
 from ..sources.base import BlockSource
@@ -71,7 +71,7 @@ class RamSlots:
         if on_device is not None:
             self._homes_memory = on_device
         self._numbers = count()
-        self._homes = RamHomes(residency=Residency(residents={}, permanent=True), slots=0)
+        self._homes = RamResidency(residency=Residency(residents={}, permanent=True), slots=0)
         self._slots: tuple[RamSlot, ...] = ()
 
     def __getitem__(self, index: int) -> RamSlot:
@@ -99,13 +99,13 @@ class RamSlots:
         """What the slots still hold from the run before; a new program may keep it."""
         return {s.index: s.key for s in self._slots if s.state is BufferState.DONE and s.key is not None}
 
-    def bytes_for(self, homes: RamHomes, staging: int) -> int:
+    def bytes_for(self, homes: RamResidency, staging: int) -> int:
         """Bytes of RAM that these slots take when all of them are in use."""
         sizes = {key: in_pages(nbytes) for key, nbytes in self._sizes.items()}
         at_home = sum(nbytes for key, nbytes in sizes.items() if homes.residency.keeps(*key))
         return at_home + self._passing_slots(homes, staging) * in_pages(self._largest)
 
-    def check_room(self, homes: RamHomes, staging: int, *, freed: int = 0) -> None:
+    def check_room(self, homes: RamResidency, staging: int, *, freed: int = 0) -> None:
         """Raise NoRamError, with numbers, unless there is RAM for these slots; `freed` bytes come on top."""
         if wanted := self.bytes_for(homes, staging):
             if self._homes_memory is not self._passing:
@@ -113,7 +113,7 @@ class RamSlots:
             slots = homes.slots + self._passing_slots(homes, staging)
             self._homes_memory.check_room(slots, wanted, available=available_bytes() + freed)
 
-    def resize(self, homes: RamHomes, staging: int) -> None:
+    def resize(self, homes: RamResidency, staging: int) -> None:
         """Have `homes.slots + staging` slots, of which homes that were there before keep theirs.
 
         No run may go on, and no copy out of a slot may be under way.
@@ -129,7 +129,7 @@ class RamSlots:
         if not homes.slots:
             self._homes_memory.rest()
 
-    def fill(self, slot: RamSlot, key: BlockKey, meter: ReadMeter | None = None) -> ReadSpan | None:
+    def fill(self, slot: RamSlot, key: BlockKey, meter: ReadTimer | None = None) -> ReadSpan | None:
         """Read a block into a slot that nobody uses (read thread); waits for the copy that is still to leave it.
 
         Returns what `meter` measured; None without one, and where another rank has read the block.
@@ -161,7 +161,7 @@ class RamSlots:
         self,
         key: BlockKey,
         into: torch.Tensor,
-        meter: ReadMeter | None = None,
+        meter: ReadTimer | None = None,
         *,
         straight: bool = False,
     ) -> ReadSpan | None:
@@ -190,7 +190,7 @@ class RamSlots:
         for memory in self._memories():
             memory.close()
 
-    def _kept(self, homes: RamHomes, staging: int) -> list[RamSlot | None]:
+    def _kept(self, homes: RamResidency, staging: int) -> list[RamSlot | None]:
         """Per slot to be: the one that takes its place, or None. Homes come first, each with a slot of its own."""
         at_home: dict[BlockKey, RamSlot] = {}
         for index, key in self.contents().items():
@@ -202,7 +202,7 @@ class RamSlots:
         passing = passing[: self._passing_slots(homes, staging)]
         return _padded(theirs, homes.slots) + _padded(passing, staging)
 
-    def _passing_slots(self, homes: RamHomes, staging: int) -> int:
+    def _passing_slots(self, homes: RamResidency, staging: int) -> int:
         """How many of the staging slots are ever used."""
         return 0 if all(homes.residency.keeps(*key) for key in self._sizes) else staging
 

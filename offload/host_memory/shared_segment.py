@@ -184,7 +184,7 @@ class SharedSegment:
             lock = _opened(self.path, self._nbytes)
             mapping = _mapped(self.path, lock, self._nbytes)
         except OSError as err:
-            raise SourceError(f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {ALONE}") from err
+            raise SourceError(f"{self.path}: cannot be shared by the ranks: {err.strerror or err}; {UNSHARED}") from err
         with torch.inference_mode(False):
             self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
         self._lock = lock
@@ -196,7 +196,7 @@ class SharedSegment:
         except OSError as err:
             raise SourceError(
                 f"{self.path}: block {key.block} of {key.expert!r} cannot be shared by the ranks: "
-                f"{err.strerror or err}; {ALONE}"
+                f"{err.strerror or err}; {UNSHARED}"
             ) from err
 
     def _reserve(self, key: BlockKey) -> None:
@@ -210,11 +210,11 @@ class SharedSegment:
                 raise SourceError(
                     f"{self.path}: {nbytes / 1e9:.2f} GB for block {key.block} of {key.expert!r} are "
                     f"refused ({err.strerror}): {self.filled_bytes / 1e9:.1f} GB are filled, {room.free / 1e9:.1f} of "
-                    f"{room.total / 1e9:.1f} GB are free there; a container gets more by --shm-size, or {ALONE}"
+                    f"{room.total / 1e9:.1f} GB are free there; a container gets more by --shm-size, or {UNSHARED}"
                 ) from err
 
 
-ALONE = "without a shared segment every rank keeps its own blocks"
+UNSHARED = "without a shared segment every rank keeps its own blocks"
 
 
 def _opened(place: Path, nbytes: int) -> FileLock:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from ...devices import Mark
+from ...devices import DeviceEvent
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat, allocate_flat
-from ..transfers.base import Arrival, Leave
+from ..transfers.base import PendingBlock, ReleaseSource
 from ..transfers.cpu import CpuStreams
 from .group import GATHERS_AHEAD, Gathering
 from .scales import GatheredScales
@@ -49,9 +49,9 @@ class GatheredCpuStreams:
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
-        after: Mark,
-        leave: Leave,
-    ) -> Arrival:
+        after: DeviceEvent,
+        leave: ReleaseSource,
+    ) -> PendingBlock:
         assert stored is not None, f"the shard of {key} lies in no slot"
         raw = self._formats[key].is_raw
         target = into if raw else self._next_raw_slot()

@@ -12,20 +12,20 @@ from typing import cast
 
 import torch
 
-from ...devices import Mark
+from ...devices import DeviceEvent
 from ...plan import RAW_SLOTS, BlockKey
 from ..formats.decode import decode_block
 from ..formats.layout import BlockFormat, allocate_flat
-from ..patches import HeldPatches
+from ..patches import StagedPatches
 from ..sources.base import BlockSource
-from ..transfers.base import Arrival, Leave
+from ..transfers.base import PendingBlock, ReleaseSource
 from ..transfers.cuda import DeviceScales
 from .group import Gathering
 from .scales import GatheredScales
 from .shards import ShardSource
 
 
-class _Slot:
+class _GatherSlot:
     """Device memory for one gather: the own shard on its way, the whole block to be decoded, factors of its patch."""
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class GatheredCudaStreams:
         source: BlockSource,
         shards: ShardSource,
         formats: Mapping[BlockKey, BlockFormat],
-        patches: HeldPatches,
+        patches: StagedPatches,
         gathering: Gathering,
         *,
         device: torch.device,
@@ -76,7 +76,7 @@ class GatheredCudaStreams:
         self._host_scales = GatheredScales(gathering, shards, device)
         self._scales = DeviceScales(source, device)
         self._copies, self._gathers, self._decodings = (torch.cuda.Stream(device) for _ in range(3))
-        self._slots = [_Slot(device) for _ in range(RAW_SLOTS)]
+        self._slots = [_GatherSlot(device) for _ in range(RAW_SLOTS)]
         self._turn = 0
 
     def begin_run(self) -> None:
@@ -96,9 +96,9 @@ class GatheredCudaStreams:
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
-        after: Mark,
-        leave: Leave,
-    ) -> Arrival:
+        after: DeviceEvent,
+        leave: ReleaseSource,
+    ) -> PendingBlock:
         assert stored is not None, f"the shard of {key} lies in no slot"
         free = cast(torch.cuda.Event, after)
         slot = self._slots[self._turn % RAW_SLOTS]
@@ -125,16 +125,18 @@ class GatheredCudaStreams:
         into.record_stream(self._gathers)
         slot.record_streams(*self._streams)
         if fmt.is_raw and patch is None:
-            return Arrival(wait=lambda: torch.cuda.current_stream(self._device).wait_event(gathered), copied=copied)
+            return PendingBlock(
+                wait=lambda: torch.cuda.current_stream(self._device).wait_event(gathered), copied=copied
+            )
         began, ready = self._decoded(key, into, slot, scales, (free, gathered))
-        return Arrival(
+        return PendingBlock(
             wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready),
             copied=copied,
             decoded=(began, ready),
         )
 
     def _own(
-        self, stored: torch.Tensor, slot: _Slot, leave: Leave
+        self, stored: torch.Tensor, slot: _GatherSlot, leave: ReleaseSource
     ) -> tuple[torch.Tensor, tuple[torch.cuda.Event, torch.cuda.Event] | None]:
         """The own shard on the device, and when it was copied there; None where it was there already."""
         if stored.is_cuda:
@@ -154,7 +156,7 @@ class GatheredCudaStreams:
         self,
         key: BlockKey,
         into: torch.Tensor,
-        slot: _Slot,
+        slot: _GatherSlot,
         scales: Mapping[str, torch.Tensor],
         after: tuple[torch.cuda.Event, torch.cuda.Event],
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -177,7 +179,7 @@ class GatheredCudaStreams:
         into.record_stream(self._decodings)
         return began, ready
 
-    def _wait_decoded(self, stream: torch.cuda.Stream, slot: _Slot) -> None:
+    def _wait_decoded(self, stream: torch.cuda.Stream, slot: _GatherSlot) -> None:
         if slot.used is not None:
             stream.wait_event(slot.used)
 

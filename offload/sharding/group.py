@@ -18,11 +18,11 @@ class GatherBrokenError(ConnectionError):
     """The ranks are no longer at the same block, or one of them is lost: they must meet anew before the next run."""
 
 
-class DifferentRunsError(ValueError):
+class ProgramMismatchError(ValueError):
     """The ranks are about to run different programs; says which ranks differ."""
 
 
-class StoppedAlike(Exception):
+class StoppedTogether(Exception):
     """Base of what ends a run between two visits on all ranks of a group, on all of them before the same visit.
 
     The ranks then issue the same gathers to the end and may go on together; after any other error they cannot.
@@ -128,9 +128,9 @@ class Gathering:
         gather = self.sharded.gather
         said = gather.compare(self._digest(program))
         if others := [rank for rank, digest in enumerate(said) if digest != said[gather.rank]]:
-            raise DifferentRunsError(
+            raise ProgramMismatchError(
                 f"rank {gather.rank} of {gather.size} is about to stream other blocks than {_ranks(others)}: give all "
-                "workers of a cell the same experts, request and policy, and let them meet anew after an error"
+                "workers of a group the same experts, request and policy, and let them meet anew after an error"
             )
         self.state = GatheringState.TOGETHER
 

@@ -10,7 +10,7 @@ from .shards import ShardSource
 
 
 class GatheredScales:
-    """Brings the scales of every block together, once in a meeting, before its first shard is gathered.
+    """Brings the scales of every block together, once in a rendezvous, before its first shard is gathered.
 
     Args:
         gathering: the ranks.

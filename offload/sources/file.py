@@ -10,7 +10,7 @@ import torch
 
 from ...devices import available_bytes
 from ...plan import BlockKey
-from ..formats.gguf_dequant import Packing
+from ..formats.gguf_dequant import QuantFormat
 from ..formats.layout import BlockFormat, block_format, flat_layout, host_bytes
 from ..formats.safetensors_header import CheckpointFileError, FileTensor
 from .direct_read import Read, reads_directly
@@ -165,7 +165,7 @@ def _format(
     return block_format(stored, computed_dtypes, scaled=scales, packings=_packings(tensors))
 
 
-def _packings(tensors: TensorsOfBlock) -> dict[str, Packing]:
+def _packings(tensors: TensorsOfBlock) -> dict[str, QuantFormat]:
     return {name: tensor.packing for name, tensor in tensors.items() if tensor.packing is not None}
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from ...devices import Mark
+from ...devices import DeviceEvent
 from ...plan import BlockKey
 
 
@@ -20,7 +20,7 @@ def nothing_left() -> None:
     """Nothing is left to do."""
 
 
-class Leave(Protocol):
+class ReleaseSource(Protocol):
     """Called once, when the bytes were taken out of their slot."""
 
     def __call__(self, drained: Callable[[], object] | None = None) -> None:
@@ -28,7 +28,7 @@ class Leave(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrival:
+class PendingBlock:
     """What is left to do when a block was issued: `wait` for its bytes, then `unpack` them where that is computing.
 
     `copied` is when its copy out of RAM began and ended, None where there was none; `decoded` when the device began and
@@ -37,8 +37,8 @@ class Arrival:
 
     wait: Callable[[], object] = nothing_left
     unpack: Callable[[], None] | None = None
-    copied: tuple[Mark, Mark] | None = None
-    decoded: tuple[Mark, Mark] | None = None
+    copied: tuple[DeviceEvent, DeviceEvent] | None = None
+    decoded: tuple[DeviceEvent, DeviceEvent] | None = None
 
 
 class Streams(Protocol):
@@ -52,9 +52,9 @@ class Streams(Protocol):
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
-        after: Mark,
-        leave: Leave,
-    ) -> Arrival:
+        after: DeviceEvent,
+        leave: ReleaseSource,
+    ) -> PendingBlock:
         """The buffer `into` is free once the device has passed `after`; issue the copy into it (fetch thread).
 
         `stored` are the bytes in RAM; None: they were read straight into the buffer.

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from ...devices import Mark
+from ...devices import DeviceEvent
 from ...plan import BlockKey
 from ..formats.decode import decode_block
 from ..formats.layout import BlockFormat, host_bytes
 from ..host_memory.pages import keep_freed_memory
-from ..patches import HeldPatches
+from ..patches import StagedPatches
 from ..sources.base import BlockSource
-from .base import Arrival, Leave
+from .base import PendingBlock, ReleaseSource
 
 
 class CpuStreams:
@@ -26,7 +26,7 @@ class CpuStreams:
 
     device_bytes = 0
 
-    def __init__(self, source: BlockSource, formats: Mapping[BlockKey, BlockFormat], patches: HeldPatches) -> None:
+    def __init__(self, source: BlockSource, formats: Mapping[BlockKey, BlockFormat], patches: StagedPatches) -> None:
         self._source = source
         self._formats = formats
         self._patches = patches
@@ -40,13 +40,13 @@ class CpuStreams:
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
-        after: Mark,
-        leave: Leave,
-    ) -> Arrival:
+        after: DeviceEvent,
+        leave: ReleaseSource,
+    ) -> PendingBlock:
         fmt = self._formats[key]
         patch = self._patches.get(key)
         decode: Callable[[], None] | None = None
-        copied: tuple[Mark, Mark] | None = None
+        copied: tuple[DeviceEvent, DeviceEvent] | None = None
         if not fmt.is_raw:
             assert stored is not None, f"{key} has to be decoded, and lies in no slot"
             decode = self._decoding(key, stored, into, leave)
@@ -56,16 +56,18 @@ class CpuStreams:
             copied = (began, time.perf_counter())
             leave()
         if patch is None:
-            return Arrival(unpack=decode, copied=copied)
+            return PendingBlock(unpack=decode, copied=copied)
 
         def decode_and_patch() -> None:
             if decode is not None:
                 decode()
             patch.add_to(into, fmt.computed)
 
-        return Arrival(unpack=decode_and_patch, copied=copied)
+        return PendingBlock(unpack=decode_and_patch, copied=copied)
 
-    def _decoding(self, key: BlockKey, stored: torch.Tensor, into: torch.Tensor, leave: Leave) -> Callable[[], None]:
+    def _decoding(
+        self, key: BlockKey, stored: torch.Tensor, into: torch.Tensor, leave: ReleaseSource
+    ) -> Callable[[], None]:
         fmt, scales = self._formats[key], self._source.scales(key)
 
         def decode() -> None:

@@ -7,13 +7,13 @@ from typing import cast
 
 import torch
 
-from ...devices import Mark
+from ...devices import DeviceEvent
 from ...plan import RAW_SLOTS, BlockKey
 from ..formats.decode import decode_block
 from ..formats.layout import BlockFormat, allocate_flat
-from ..patches import HeldPatch, HeldPatches
+from ..patches import StagedPatch, StagedPatches
 from ..sources.base import BlockSource
-from .base import Arrival, Leave
+from .base import PendingBlock, ReleaseSource
 
 
 class DeviceScales:
@@ -88,7 +88,7 @@ class CudaStreams:
         self,
         source: BlockSource,
         formats: Mapping[BlockKey, BlockFormat],
-        patches: HeldPatches,
+        patches: StagedPatches,
         *,
         device: torch.device,
     ) -> None:
@@ -119,9 +119,9 @@ class CudaStreams:
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
-        after: Mark,
-        leave: Leave,
-    ) -> Arrival:
+        after: DeviceEvent,
+        leave: ReleaseSource,
+    ) -> PendingBlock:
         assert stored is not None, f"{key} cannot be read straight into device memory"
         patch = self._patches.get(key)
         free = cast(torch.cuda.Event, after)
@@ -129,7 +129,9 @@ class CudaStreams:
             return self._copied(stored, into, free, leave)
         return self._decoded(key, stored, into, free, leave, patch)
 
-    def _copied(self, stored: torch.Tensor, into: torch.Tensor, free: torch.cuda.Event, leave: Leave) -> Arrival:
+    def _copied(
+        self, stored: torch.Tensor, into: torch.Tensor, free: torch.cuda.Event, leave: ReleaseSource
+    ) -> PendingBlock:
         began = torch.cuda.Event(enable_timing=True)
         copied = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(self._copies):
@@ -140,7 +142,9 @@ class CudaStreams:
         # Should the engine be dropped unclosed, this memory is not given to anybody else before the copies have ended.
         into.record_stream(self._copies)
         leave(copied.synchronize)
-        return Arrival(wait=lambda: torch.cuda.current_stream(self._device).wait_event(copied), copied=(began, copied))
+        return PendingBlock(
+            wait=lambda: torch.cuda.current_stream(self._device).wait_event(copied), copied=(began, copied)
+        )
 
     def _decoded(
         self,
@@ -148,9 +152,9 @@ class CudaStreams:
         stored: torch.Tensor,
         into: torch.Tensor,
         free: torch.cuda.Event,
-        leave: Leave,
-        patch: HeldPatch | None,
-    ) -> Arrival:
+        leave: ReleaseSource,
+        patch: StagedPatch | None,
+    ) -> PendingBlock:
         fmt = self._formats[key]
         slot = self._raw_slots[self._turn % RAW_SLOTS]
         self._turn += 1
@@ -183,7 +187,7 @@ class CudaStreams:
         for stream in (self._copies, self._decodings):
             into.record_stream(stream)
             slot.record_stream(stream)
-        return Arrival(
+        return PendingBlock(
             wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready),
             copied=(starts, complete),
             decoded=(began, ready),

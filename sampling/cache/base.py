@@ -9,9 +9,9 @@ from typing import Protocol, TypeAlias
 import torch
 
 from ...telemetry import Recorder
-from ...wan import Lane, Shortcut
+from ...wan import BlockCache, Lane
 from ..loop.lanes import LaneName, names_of
-from ..loop.parallel import ALONE, Split
+from ..loop.parallel import LOCAL_FORWARD, ParallelForward
 from .first_block import FirstBlockSteps
 from .magcache import MagSteps
 from .settings import CacheSettings, FirstBlockCache
@@ -20,11 +20,11 @@ ComputeWith: TypeAlias = "Callable[..., list[torch.Tensor]]"
 """Lanes, and by name a `shortcut` for them -> the velocity of each."""
 
 
-class StepShortcut(Shortcut, Protocol):
+class StepSkip(BlockCache, Protocol):
     """A shortcut, and what came of it."""
 
     @property
-    def cached_lanes(self) -> int:
+    def skipped_lanes(self) -> int:
         """Lanes of this worker that took something over instead of blocks."""
 
     @property
@@ -40,7 +40,7 @@ class StepCache(Protocol):
 
     def begin(
         self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
-    ) -> StepShortcut:
+    ) -> StepSkip:
         """For the forward pass of a step with these `lanes`, of which this worker computes its `own`."""
 
 
@@ -56,7 +56,7 @@ class CachedCalls:
         cls, settings: CacheSettings | None, calls: Mapping[int, tuple[str, Sequence[LaneName]]]
     ) -> CachedCalls | None:
         """For `calls` to come, by number their expert and lanes; None: every call computes all blocks."""
-        cache = step_cache(settings, ALONE)
+        cache = step_cache(settings, LOCAL_FORWARD)
         return None if cache is None else cls(cache=cache, skipped=cache.known_skips(calls))
 
 
@@ -66,7 +66,7 @@ class CachedPass:
     def __init__(self, cache: StepCache, step: int, expert: str, lanes: Sequence[Lane], model: torch.nn.Module) -> None:
         self._cache, self._step, self._expert, self._model = cache, step, expert, model
         self._names = names_of(lanes)
-        self._shortcut: StepShortcut | None = None
+        self._shortcut: StepSkip | None = None
 
     def forward(self, compute: ComputeWith, own: Sequence[Lane]) -> list[torch.Tensor]:
         """The velocity of each of the `own` lanes of this worker, from `compute` or from a step before."""
@@ -75,7 +75,7 @@ class CachedPass:
 
     @property
     def leaves_rest(self) -> bool:
-        """See `StepShortcut.leaves_rest`."""
+        """See `StepSkip.leaves_rest`."""
         assert self._shortcut is not None, "asked after the pass"
         return self._shortcut.leaves_rest
 
@@ -83,10 +83,10 @@ class CachedPass:
         """Note in the open step what was left out of the expert's `blocks`."""
         assert self._shortcut is not None, "told after the pass"
         skipped = blocks if self._shortcut.whole else blocks - 1 if self.leaves_rest else 0
-        recorder.cached(lanes=self._shortcut.cached_lanes, visits=skipped)
+        recorder.cached(lanes=self._shortcut.skipped_lanes, visits=skipped)
 
 
-def step_cache(settings: CacheSettings | None, split: Split) -> StepCache | None:
+def step_cache(settings: CacheSettings | None, split: ParallelForward) -> StepCache | None:
     """The cache for one run; None: every step computes all blocks."""
     if settings is None:
         return None

@@ -16,8 +16,8 @@ import torch
 
 from ...plan import OffloadJob
 from ...schema import OUTPUT_TOKENS, OffloadPolicy
-from ...telemetry import Observe
-from ...wan import ExpertPair, GoingOn
+from ...telemetry import TelemetryOptions
+from ...wan import ExpertPair, SkipDecision
 from ..denoise import DenoiseResult, denoise_measured
 from ..errors import RequestError
 from ..estimate import request_job
@@ -69,33 +69,33 @@ class Calibration:
 
 
 class CalibrationPass:
-    """One step; see `Shortcut`."""
+    """One step; see `BlockCache`."""
 
     whole = leaves_rest = False
-    cached_lanes = 0
+    skipped_lanes = 0
 
     def __init__(self, names: Sequence[LaneName], lengths: dict[LaneName, torch.Tensor]) -> None:
         self._names, self._lengths = names, lengths
         self._entered: dict[int, torch.Tensor] = {}
 
     def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
-        """See `Shortcut.without_blocks`."""
+        """See `BlockCache.without_blocks`."""
         raise AssertionError("what is measured is computed")
 
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
-        """See `Shortcut.entered`."""
+        """See `BlockCache.entered`."""
         self._entered[lane] = tokens
 
-    def choose(self) -> GoingOn:
-        """See `Shortcut.choose`."""
-        return GoingOn(range(len(self._entered)), True)
+    def choose(self) -> SkipDecision:
+        """See `BlockCache.choose`."""
+        return SkipDecision(range(len(self._entered)), True)
 
     def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Shortcut.from_first`."""
+        """See `BlockCache.from_first`."""
         raise AssertionError("what is measured is computed")
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
-        """See `Shortcut.ended`: a length for each token, some tokens at a time."""
+        """See `BlockCache.ended`: a length for each token, some tokens at a time."""
         parts = zip(
             hidden.split(OUTPUT_TOKENS, dim=1), self._entered.pop(lane).split(OUTPUT_TOKENS, dim=1), strict=True
         )
@@ -124,17 +124,18 @@ def calibrate(
     source: str,
     on_step: Callable[[StepProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-    observe: Observe | None = None,
+    observe: TelemetryOptions | None = None,
 ) -> tuple[MagTable, DenoiseResult]:
     """Run `request` whole, with no cache, and measure; the table says `source`. Costs a run.
 
     Raises RequestError for a run that is not the whole schedule, and for one whose steps add nothing; as `denoise` too.
     """
     plain = replace(request, cache=None)
-    course, whole = plain.course(), replace(plain, end_step=None).course()
-    if course.start_step > 0 or course.schedule.steps < whole.schedule.steps:
+    step_plan, whole = plain.step_plan, replace(plain, end_step=None).step_plan
+    if step_plan.start_step > 0 or step_plan.schedule.steps < whole.schedule.steps:
         raise RequestError(
-            f"the run takes steps {course.start_step} to {course.schedule.steps} of {whole.schedule.steps}, and a part "
+            f"the run takes steps {step_plan.start_step} to {step_plan.schedule.steps} of {whole.schedule.steps}, "
+            "and a part "
             "says nothing about the others: calibrate a run of all steps"
         )
     measured = Calibration()
@@ -148,12 +149,12 @@ def calibrate(
         should_stop=should_stop,
         observe=observe,
     )
-    ratios = measured.ratios(dict(enumerate(course.experts)))
+    ratios = measured.ratios(dict(enumerate(step_plan.experts)))
     if not all(math.isfinite(ratio) and ratio > 0 for each in ratios for ratio in each):
         raise RequestError("in some step the blocks add nothing, or no number: this run cannot be calibrated")
     table = MagTable(
-        sigmas=tuple(course.schedule.sigmas),
-        experts=course.experts,
+        sigmas=tuple(step_plan.schedule.sigmas),
+        experts=step_plan.experts,
         ratios=ratios,
         marks=measured.marks,
         source=source,

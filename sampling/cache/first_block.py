@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ...schema import OUTPUT_TOKENS
-from ...wan import GoingOn
+from ...wan import SkipDecision
 from ..loop.lanes import LaneName, count_texts
-from ..loop.parallel import Split
+from ..loop.parallel import ParallelForward
 
 
 class _Kept(NamedTuple):
@@ -31,7 +31,7 @@ class FirstBlockSteps:
     is computed.
     """
 
-    def __init__(self, threshold: float, split: Split) -> None:
+    def __init__(self, threshold: float, split: ParallelForward) -> None:
         self._threshold, self._split = threshold, split
         self._kept: dict[LaneName, _Kept] = {}
         self._texts: tuple[str, int] | None = None
@@ -54,27 +54,32 @@ class FirstBlockSteps:
 
 
 class FirstBlockPass:
-    """One step; see `Shortcut`."""
+    """One step; see `BlockCache`."""
 
     whole = False
 
     def __init__(
-        self, step: int, names: Sequence[LaneName], kept: dict[LaneName, _Kept], threshold: float, split: Split
+        self,
+        step: int,
+        names: Sequence[LaneName],
+        kept: dict[LaneName, _Kept],
+        threshold: float,
+        split: ParallelForward,
     ) -> None:
         self._step, self._names, self._kept = step, names, kept
         self._threshold, self._split = threshold, split
         self._added: dict[int, torch.Tensor] = {}
         self._after_first: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor] = []
-        self.cached_lanes = 0
+        self.skipped_lanes = 0
         self.leaves_rest = False
 
     def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
-        """See `Shortcut.without_blocks`."""
+        """See `BlockCache.without_blocks`."""
         raise AssertionError("a first-block cache computes the first block in every step")
 
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
-        """See `Shortcut.entered`."""
+        """See `BlockCache.entered`."""
         added = hidden - self._split.own_tokens(tokens)
         self._added[lane], self._after_first[lane] = added, hidden
         kept = self._kept.get(self._names[lane])
@@ -83,26 +88,26 @@ class FirstBlockPass:
         else:
             self._sums.append(torch.stack([_distance(added, kept.first), _size(kept.first)]))
 
-    def choose(self) -> GoingOn:
-        """See `Shortcut.choose`."""
+    def choose(self) -> SkipDecision:
+        """See `BlockCache.choose`."""
         sums = torch.stack([each.to("cpu", torch.float64) for each in self._sums])
         own, every = self._split.agreed(sums)
         going = [lane for lane, each in enumerate(own.tolist()) if not self._is_near(each)]
         visits = not all(self._is_near(each) for each in every.tolist())
-        self.cached_lanes, self.leaves_rest = len(self._sums) - len(going), not visits
+        self.skipped_lanes, self.leaves_rest = len(self._sums) - len(going), not visits
         for lane in range(len(self._sums)):
             if lane in going:
                 self._kept.pop(self._names[lane], None)
             else:
                 del self._added[lane], self._after_first[lane]
-        return GoingOn(going, visits)
+        return SkipDecision(going, visits)
 
     def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Shortcut.from_first`."""
+        """See `BlockCache.from_first`."""
         return hidden + self._kept[self._names[lane]].rest
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
-        """See `Shortcut.ended`."""
+        """See `BlockCache.ended`."""
         rest = hidden - self._after_first.pop(lane)
         self._kept[self._names[lane]] = _Kept(self._step, self._added.pop(lane), rest)
 

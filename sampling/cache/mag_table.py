@@ -56,7 +56,7 @@ class MagTable:
         if not all(map(math.isfinite, chain(self.sigmas, *self.marks.values()))):
             raise RequestError("a noise level or a mark of an expert is no number: calibrate the table again")
 
-    def check_course(self, sigmas: Sequence[float], experts: Sequence[str], guidance: Sequence[float]) -> None:
+    def check_steps(self, sigmas: Sequence[float], experts: Sequence[str], guidance: Sequence[float]) -> None:
         """Raise RequestError unless a run on all of `sigmas`, whose first steps are of `experts`, was measured.
 
         `guidance` are the CFG scales of these first steps: what was never measured of negative lanes is not guessed.

@@ -8,9 +8,9 @@ from itertools import groupby
 import torch
 
 from ...plan import skipped_steps
-from ...wan import GoingOn
+from ...wan import SkipDecision
 from ..loop.lanes import LaneName, count_texts
-from ..loop.parallel import Split
+from ..loop.parallel import ParallelForward
 from .mag_table import model_mark
 from .settings import MagCache
 
@@ -18,7 +18,7 @@ from .settings import MagCache
 class MagSteps:
     """See `StepCache`. What a step added is kept until another one is computed."""
 
-    def __init__(self, settings: MagCache, split: Split) -> None:
+    def __init__(self, settings: MagCache, split: ParallelForward) -> None:
         self._settings, self._split = settings, split
         self._skipped: frozenset[int] = frozenset()
         self._added: dict[int, torch.Tensor] = {}
@@ -55,33 +55,33 @@ class MagSteps:
 
 
 class MagPass:
-    """One step; see `Shortcut`."""
+    """One step; see `BlockCache`."""
 
     leaves_rest = False
 
-    def __init__(self, added: dict[int, torch.Tensor], split: Split, *, whole: bool) -> None:
+    def __init__(self, added: dict[int, torch.Tensor], split: ParallelForward, *, whole: bool) -> None:
         self.whole = whole
         self._added, self._split = added, split
         self._entered: dict[int, torch.Tensor] = {}
-        self.cached_lanes = len(added) if whole else 0
+        self.skipped_lanes = len(added) if whole else 0
 
     def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
-        """See `Shortcut.without_blocks`."""
+        """See `BlockCache.without_blocks`."""
         return self._split.own_tokens(tokens) + self._added[lane]
 
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
-        """See `Shortcut.entered`."""
+        """See `BlockCache.entered`."""
         own = self._split.own_tokens(tokens)
         self._entered[lane] = own if own is tokens else own.clone()  # not the tokens of everybody
 
-    def choose(self) -> GoingOn:
-        """See `Shortcut.choose`."""
-        return GoingOn(range(len(self._entered)), True)
+    def choose(self) -> SkipDecision:
+        """See `BlockCache.choose`."""
+        return SkipDecision(range(len(self._entered)), True)
 
     def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
-        """See `Shortcut.from_first`."""
+        """See `BlockCache.from_first`."""
         raise AssertionError("a magnitude cache leaves out all blocks or none")
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
-        """See `Shortcut.ended`."""
+        """See `BlockCache.ended`."""
         self._added[lane] = hidden - self._entered.pop(lane)

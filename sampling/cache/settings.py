@@ -66,7 +66,7 @@ CacheSettings: TypeAlias = FirstBlockCache | MagCache
 
 def cached_policy(policy: OffloadPolicy, cache: CacheSettings | None) -> OffloadPolicy:
     """The policy for a run with that cache: the block that is asked in every step stays."""
-    return replace(policy, keeps_first=True) if isinstance(cache, FirstBlockCache) else policy
+    return replace(policy, pin_first_block=True) if isinstance(cache, FirstBlockCache) else policy
 
 
 PRESETS = {"careful": 0.03, "usual": 0.05, "fast": 0.1, "faster": 0.15, "fastest": 0.2}

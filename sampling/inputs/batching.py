@@ -55,13 +55,13 @@ def _check_fits(number: int, traits: Mapping[str, object], first: Mapping[str, o
 
 def _traits(request: DenoiseRequest) -> dict[str, object]:
     """What requests that are joined have in common, by its name in words."""
-    course = request.course()
+    step_plan = request.step_plan
     given = {"start image": request.image_condition, "latent": request.latent, "noise mask": request.mask}
     seen = request.image_embedding
     return {
         "size": video_text(request.noise.shape),
-        "steps": len(course.steps),
-        "start step": course.start_step,
+        "steps": len(step_plan.steps),
+        "start step": step_plan.start_step,
         "solver": request.solver,
         "NAG": request.nag,
         "context windows": request.windows,
@@ -70,10 +70,10 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
         "guidance": tuple(request.guidance),
         "image embedding": "none" if seen is None else f"{seen.shape[1]} x {seen.shape[2]}",
         "noise": "added" if request.add_noise else "not added",
-        **{f"expert of step {step}": course.experts[step] for step in course.steps},
-        **{f"guidance of step {step}": course.guidance[step] for step in course.steps},
-        **{f"sigma before step {step}": sigma for step, sigma in enumerate(course.schedule.sigmas)},
-        **{f"timestep of step {step}": time for step, time in enumerate(course.schedule.timesteps)},
+        **{f"expert of step {step}": step_plan.experts[step] for step in step_plan.steps},
+        **{f"guidance of step {step}": step_plan.guidance[step] for step in step_plan.steps},
+        **{f"sigma before step {step}": sigma for step, sigma in enumerate(step_plan.schedule.sigmas)},
+        **{f"timestep of step {step}": time for step, time in enumerate(step_plan.schedule.timesteps)},
         **{name: "none" if tensor is None else "given" for name, tensor in given.items()},
     }
 

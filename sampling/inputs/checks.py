@@ -53,7 +53,7 @@ def check_start(sigma: float, *, step: int, add_noise: bool, has_latent: bool, l
         )
 
 
-def check_course(steps: int, *, start_step: int, switch_step: int | None, end_step: int) -> None:
+def check_step_plan(steps: int, *, start_step: int, switch_step: int | None, end_step: int) -> None:
     """Refuse a first step, a last one or an explicit switch that do not fit a run of `steps` steps."""
     if end_step < 1:
         raise RequestError(f"end step {end_step}: give at least 1, the first step runs before step 1")

@@ -15,7 +15,7 @@ def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
     An image embedding for experts without an image branch is no error: they do not look at it, as in ComfyUI.
     """
     check_channels(request, pair.in_channels)
-    if pair.is_one:
+    if pair.is_single:
         _check_steps(request)
     width = pair.high.config.image_dim
     if width is not None:
@@ -23,8 +23,8 @@ def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
 
 
 def _check_steps(request: DenoiseRequest) -> None:
-    course = request.course()
-    low = [step for step in course.steps if course.experts[step] == "low"]
+    step_plan = request.step_plan
+    low = [step for step in step_plan.steps if step_plan.experts[step] == "low"]
     if low:
         raise RequestError(
             f"step {low[0]} is one of the low-noise expert, and the model is one expert, which runs every step: give "

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -20,12 +21,12 @@ from ..solvers import SOLVERS
 from .checks import (
     IMAGE_CONDITION_CHANNELS,
     Texts,
-    check_course,
     check_guidance,
     check_image_embedding,
     check_latent,
     check_noise,
     check_start,
+    check_step_plan,
     check_texts,
     check_windows,
     check_windows_stay,
@@ -62,7 +63,7 @@ def parse_scales(text: str) -> tuple[float, ...] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class StepPlan:
     """The steps of a run: noise levels, and the expert and the guidance of each step."""
 
     schedule: Schedule
@@ -173,19 +174,19 @@ class DenoiseRequest:
             scales = self.guidance_steps or self.guidance
             raise RequestError(f"guidance {scales} needs a negative text: give one, or {remedy}")
         if self.nag is not None:
-            course = self.course()
-            check_nag([course.guidance[step] for step in course.steps], has_negative=self.negative is not None)
+            step_plan = self.step_plan
+            check_nag([step_plan.guidance[step] for step in step_plan.steps], has_negative=self.negative is not None)
         if self.windows is not None:
             check_windows(self.windows, self.noise.shape[2])
         if self.solver not in SOLVERS:
             raise RequestError(f"unknown solver {self.solver!r}: choose one of {', '.join(SOLVERS)}")
-        course = self.course()
+        step_plan = self.step_plan
         if isinstance(self.cache, MagCache):
-            self.cache.table.check_course(self._schedule().sigmas, course.experts, course.guidance)
+            self.cache.table.check_steps(self._schedule().sigmas, step_plan.experts, step_plan.guidance)
             if self.windows is not None:
-                check_windows_stay(self.windows, course.steps, self.noise.shape[2])
+                check_windows_stay(self.windows, step_plan.steps, self.noise.shape[2])
         check_start(
-            course.start_sigma,
+            step_plan.start_sigma,
             step=self.start_step,
             add_noise=self.add_noise,
             has_latent=self.latent is not None,
@@ -227,21 +228,22 @@ class DenoiseRequest:
     @property
     def computed_shape(self) -> tuple[int, ...]:
         """[lanes of one side, 16, T, h, w] in the step with most of them: those of samples, or of windows of them."""
-        return computed_shape(self.noise.shape, self.windows, self.course().steps)
+        return computed_shape(self.noise.shape, self.windows, self.step_plan.steps)
 
     def lanes_at(self, step: int) -> int:
         """How many lanes a step of the whole schedule has for each sample."""
-        sides = 1 if self.course().guidance[step] == 1 else 2
+        sides = 1 if self.step_plan.guidance[step] == 1 else 2
         return sides if self.windows is None else sides * len(self.windows.at(step, self.noise.shape[2]))
 
-    def course(self) -> Course:
+    @cached_property
+    def step_plan(self) -> StepPlan:
         """Noise levels and experts of the steps."""
         schedule = self._schedule()
         end = schedule.steps if self.end_step is None else self.end_step
-        check_course(schedule.steps, start_step=self.start_step, switch_step=self.switch_step, end_step=end)
+        check_step_plan(schedule.steps, start_step=self.start_step, switch_step=self.switch_step, end_step=end)
         switch = self._switch(schedule)
         experts = ("high",) * switch + ("low",) * (schedule.steps - switch)
-        return Course(
+        return StepPlan(
             schedule=schedule.until(end, leftover_noise=self.leftover_noise),
             experts=experts[:end],
             guidance=tuple(self._scale(step, expert) for step, expert in enumerate(experts[:end])),

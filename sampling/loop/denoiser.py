@@ -19,10 +19,10 @@ from ..inputs.request import DenoiseRequest
 from ..noise import step_seeds
 from ..schedules import PURE_NOISE
 from ..solvers import Solver, make_solver
-from .lanes import LaneInputs, LaneName, foretell, names_at, windows_at
-from .model_calls import Passes
+from .lanes import LaneInputs, LaneName, names_at, prefetch_embeddings, windows_at
+from .model_calls import ModelCalls
 from .oom_fallback import Revise, RunPolicy
-from .parallel import Compute, Part
+from .parallel import Compute, RunSlice
 from .resume import RunState, own_steps
 
 
@@ -64,22 +64,22 @@ class _Taken(NamedTuple):
     finite: torch.Tensor
 
 
-class Denoising:
+class Denoiser:
     """How far a run is: the latents, and the solver with its history. Both change only when a step is whole."""
 
     def __init__(
         self,
         request: DenoiseRequest,
-        part: Part,
+        part: RunSlice,
         policy: RunPolicy,
         recorder: Recorder,
         callbacks: Callbacks,
         cache: StepCache | None = None,
     ) -> None:
         place = policy.device
-        self.course = request.course()
-        self._range = own_steps(self.course, part.resume, part.until)
-        self._steps = [(step, self.course.experts[step]) for step in self._range]
+        self.step_plan = request.step_plan
+        self._range = own_steps(self.step_plan, part.resume, part.until)
+        self._steps = [(step, self.step_plan.experts[step]) for step in self._range]
         self._request, self._policy, self._place = request, policy, place
         self._callbacks = callbacks
         self._recorder = recorder
@@ -87,9 +87,9 @@ class Denoising:
         self._kept = _kept_part(request, place)
         self._cache = cache or step_cache(request.cache, part.split)
         seeds = step_seeds(request.noise, request.latent)
-        self._solver = make_solver(request.solver, self.course.schedule, request.start_step, seeds=seeds)
+        self._solver = make_solver(request.solver, self.step_plan.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
-            self.latents = _starting_latents(request, self.course.start_sigma).to(place)
+            self.latents = _starting_latents(request, self.step_plan.start_sigma).to(place)
         else:
             self.latents = part.resume.latents.to(place)
             self._solver.remember(part.resume.history, place)
@@ -98,7 +98,7 @@ class Denoising:
     @property
     def sigma(self) -> float:
         """The noise level after the last step that this run takes."""
-        return self.course.schedule.sigmas[self._range.stop]
+        return self.step_plan.schedule.sigmas[self._range.stop]
 
     def timeline(self) -> Timeline:
         return replace(self._recorder.timeline(), changes=tuple(self._policy.changes))
@@ -108,7 +108,7 @@ class Denoising:
         cached = None
         if self._cache is not None:
             cached = CachedCalls(cache=self._cache, skipped=self._cache.known_skips(self._step_lanes()))
-        passes = Passes(
+        passes = ModelCalls(
             None,
             [expert for _, expert in self._steps],
             recorder=self._recorder,
@@ -121,17 +121,19 @@ class Denoising:
         with passes:
             if self._steps:
                 self._foretell(passes.engine)
-            schedule = self.course.schedule
+            schedule = self.step_plan.schedule
             for step, expert in self._steps:
                 self._accept(passes.step(expert, schedule.sigmas[step], schedule.timesteps[step], self._take))
 
     def _foretell(self, engine: ExpertEngine) -> None:
         """Tell the engine all timesteps and texts of this request, those of steps taken too: the next may be equal."""
-        timesteps = self.course.schedule.timesteps
+        timesteps = self.step_plan.schedule.timesteps
         nag = self._request.nag is not None
-        with_negative = {expert for step, expert in self._steps if nag or self.course.guidance[step] != 1}
+        with_negative = {expert for step, expert in self._steps if nag or self.step_plan.guidance[step] != 1}
         guided = {expert: expert in with_negative for _, expert in self._steps}
-        foretell(engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided)
+        prefetch_embeddings(
+            engine, self._inputs, ((expert, timesteps[step]) for step, expert in self._steps), guided=guided
+        )
 
     def _step_lanes(self) -> dict[int, tuple[str, Sequence[LaneName]]]:
         """The expert of each step, and the names of its lanes."""
@@ -140,12 +142,12 @@ class Denoising:
     def _take(self, compute: Compute) -> _Taken:
         """Compute the next step and leave everything as it is."""
         step = self._steps[self._done][0]
-        sigma, guidance = self.course.schedule.sigmas[step], self.course.guidance[step]
+        sigma, guidance = self.step_plan.schedule.sigmas[step], self.step_plan.guidance[step]
         latents, solver = self.latents, self._solver.copy()
         shown = latents if self._kept is None else self._kept.shown(latents, sigma)
         windows = windows_at(self._request, step)
         held = guidance == 1 and self._request.nag is not None
-        velocities = compute(self._inputs.lanes(shown, with_negative=guidance != 1, held_against=held, windows=windows))
+        velocities = compute(self._inputs.lanes(shown, with_negative=guidance != 1, attach_nag=held, windows=windows))
         velocity = _guided(velocities if windows is None else windows.whole(velocities), guidance)
         denoised = shown - sigma * velocity
         if self._kept is not None:
@@ -160,16 +162,16 @@ class Denoising:
         if not taken.finite:
             raise NonFiniteLatentError(
                 f"the latent is NaN or infinite after step {step} ({expert}-noise expert, sigma "
-                f"{self.course.schedule.sigmas[step]:.4f}): an input or a weight is broken, or "
+                f"{self.step_plan.schedule.sigmas[step]:.4f}): an input or a weight is broken, or "
                 f"{self._policy.compute_dtype} is too narrow for them"
             )
         self.latents, self._solver = taken.latents, taken.solver
         self._done += 1
         record = self._recorder.last
         if self._callbacks.on_step is not None:
-            before = self._range.start - self.course.start_step
+            before = self._range.start - self.step_plan.start_step
             state = partial(_state, step + 1, taken)
-            done, total = before + self._done, len(self.course.steps)
+            done, total = before + self._done, len(self.step_plan.steps)
             told = StepProgress(record=record, done=done, total=total, denoised=taken.denoised, state=state)
             self._callbacks.on_step(told)
 

@@ -11,7 +11,7 @@ import torch
 
 from ...wan import ExpertEngine, Lane, frame_timesteps
 from ..context_windows import StepWindows
-from ..errors import Cancelled
+from ..errors import SamplingCancelled
 from ..inputs.checks import Texts
 from ..inputs.request import DenoiseRequest
 from .interruptible import Interruptible
@@ -49,7 +49,7 @@ def count_texts(names: Sequence[LaneName]) -> int:
 
 def names_at(request: DenoiseRequest, step: int) -> tuple[LaneName, ...]:
     """Of the lanes of a step of the whole schedule."""
-    with_negative = request.course().guidance[step] != 1
+    with_negative = request.step_plan.guidance[step] != 1
     return lane_names(request.batch, with_negative=with_negative, windows=windows_at(request, step))
 
 
@@ -83,12 +83,12 @@ class LaneInputs:
         latents: torch.Tensor,
         *,
         with_negative: bool,
-        held_against: bool = False,
+        attach_nag: bool = False,
         windows: StepWindows | None = None,
     ) -> list[Lane]:
         """One lane per sample under its positive text, then one per sample under its negative text.
 
-        Where it is `held_against` the positive one, positive lanes hold the negative text too. With `windows`, each of
+        Where it is `attach_nag` the positive one, positive lanes hold the negative text too. With `windows`, each of
         these is as many lanes as there are windows, one after the other.
         """
         states = list(latents.split(1))
@@ -97,7 +97,7 @@ class LaneInputs:
         sides = (self._positive, self._negative) if with_negative else (self._positive,)
         embeddings = self._embedding or (None,) * len(states)
         nothing = (None,) * len(states)
-        held = self._negative if held_against else nothing
+        held = self._negative if attach_nag else nothing
         parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
         freedom = [[own] if windows is None else windows.cut_freedom(own) for own in self._freedom]
         names = iter(lane_names(len(states), with_negative=with_negative, windows=windows))
@@ -114,7 +114,7 @@ class LaneInputs:
         return {timestep}.union(*own)
 
 
-def foretell(
+def prefetch_embeddings(
     engine: ExpertEngine, inputs: LaneInputs, calls: Iterable[tuple[str, float]], *, guided: Mapping[str, bool]
 ) -> None:
     """Tell the engine what it will embed for calls of an expert at a timestep; a guided expert gets the negatives."""
@@ -127,7 +127,8 @@ def foretell(
 def cancellable(
     enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None, *, inside: bool = False
 ) -> EnterBlock:
-    """Return `enter` with a call of `should_stop` before each block, which raises `Cancelled` where that is true.
+    """Return `enter` with a call of `should_stop` before each block, which raises `SamplingCancelled` where that is
+    true.
 
     Args:
         inside: call it within a block too, see `Interruptible`.
@@ -137,7 +138,7 @@ def cancellable(
 
     def look(block: int) -> None:
         if should_stop():
-            raise Cancelled(step, block)
+            raise SamplingCancelled(step, block)
 
     def visit(block: int) -> AbstractContextManager[object]:
         look(block)

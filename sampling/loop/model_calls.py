@@ -23,13 +23,13 @@ import torch
 from ...devices import forget, is_out_of_memory
 from ...offload import EngineRun
 from ...plan import TRAIN_TIMESTEPS, step_visits
-from ...schema import OffloadPolicy
+from ...schema import OffloadPolicy, StateError
 from ...telemetry import Recorder
-from ...wan import ExpertEngine, Lane, Nag, forward_lanes, held_against
+from ...wan import ExpertEngine, Lane, Nag, attach_nag, forward_lanes
 from ..cache.base import CachedCalls, CachedPass
 from .lanes import cancellable
 from .oom_fallback import RunPolicy
-from .parallel import ALONE, Compute
+from .parallel import LOCAL_FORWARD, Compute
 
 AHEAD = 8
 """Calls of one expert that are expected where nothing is predicted; what they fetch in vain is the prefetch depth."""
@@ -39,12 +39,8 @@ Result = TypeVar("Result")
 logger = logging.getLogger("wanstream.sampling")
 
 
-class PassOrderError(RuntimeError):
-    """A pass was asked for outside `with`, or inside another pass."""
-
-
-class PassState(Enum):
-    """Where `Passes` is; the value completes the sentence "these passes ..."."""
+class CallState(Enum):
+    """Where `ModelCalls` is; the value completes the sentence "these passes ..."."""
 
     NEW = "are not entered yet: use `with`"
     IDLE = "wait for a call, and nothing is fetched"
@@ -64,7 +60,7 @@ def expect_again(rest: Sequence[str], expert: str) -> tuple[str, ...]:
     return (expert,) * AHEAD + tuple(rest)
 
 
-class Passes:
+class ModelCalls:
     """Passes through the experts of one engine; use with `with`, which ends what is being fetched.
 
     A call that runs out of device memory is computed again with the next smaller policy, if there is a `policy` to
@@ -97,10 +93,10 @@ class Passes:
         self._first = first_step or 0
         self._word = "call" if first_step is None else "step"
         self._policy, self._nag, self._cached = policy, nag, cached
-        self._split = ALONE if policy is None else policy.split
-        self._outer_before = None if engine is None else engine.outer_bytes
+        self._split = LOCAL_FORWARD if policy is None else policy.split
+        self._outer_before = None if engine is None else engine.non_block_bytes
         self._expected = tuple(predicted)
-        self._state = PassState.NEW
+        self._state = CallState.NEW
         self._run: EngineRun | None = None
         self._attached: ExitStack | None = None
         self._attached_under: OffloadPolicy | None = None
@@ -112,7 +108,7 @@ class Passes:
         """Calls that were not the predicted ones."""
 
     @property
-    def state(self) -> PassState:
+    def state(self) -> CallState:
         return self._state
 
     @property
@@ -143,9 +139,9 @@ class Passes:
             Cancelled: `should_stop` returned True. Another call may follow, as after any error.
             PassOrderError: outside `with`, or inside another pass.
         """
-        if self._state not in (PassState.IDLE, PassState.STREAMING):
-            raise PassOrderError(f"these passes {self._state.value}")
-        if self._state is PassState.IDLE or self._expected[0] != expert:
+        if self._state not in (CallState.IDLE, CallState.STREAMING):
+            raise StateError(f"these passes {self._state.value}")
+        if self._state is CallState.IDLE or self._expected[0] != expert:
             self._expect(expert)
         else:
             self._revise_once()
@@ -157,14 +153,14 @@ class Passes:
         if self._expected:
             if self._run is None:
                 self._begin_run(self.calls)
-            self._state = PassState.STREAMING
+            self._state = CallState.STREAMING
         else:
             self._end_run(None, None, None)
         return computed[0]
 
     def _try(self, call: int, sigma: float, timestep: float, body: Callable[[Compute], Result]) -> tuple[Result] | str:
         """The result, or the message of the error where memory was short. Then, as after any error, the run is over."""
-        expert, self._state = self._expected[0], PassState.COMPUTING
+        expert, self._state = self._expected[0], CallState.COMPUTING
         graphs = self.engine.graphs
         with ExitStack() as ending:
             ending.push(self._end_run)
@@ -233,7 +229,7 @@ class Passes:
             if self._policy is None or not is_out_of_memory(err):
                 raise
             return forget(err)
-        self._state = PassState.STREAMING
+        self._state = CallState.STREAMING
         return None
 
     def _attach(self) -> None:
@@ -248,11 +244,11 @@ class Passes:
         if self._policy is not None:
             self._given = self._policy.engine()
         if self._outer_before is None:
-            self._outer_before = self.engine.outer_bytes
+            self._outer_before = self.engine.non_block_bytes
         with ExitStack() as attaching:
             attaching.enter_context(self._split.attached(self.engine))
             if self._nag is not None:
-                attaching.enter_context(held_against(self.engine.models.bare.values(), self._nag))
+                attaching.enter_context(attach_nag(self.engine.models.bare.values(), self._nag))
             self._attached, self._attached_under = attaching.pop_all(), policy
 
     def _detach(self) -> None:
@@ -269,7 +265,7 @@ class Passes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         run, self._run = self._run, None
-        self._state = PassState.IDLE
+        self._state = CallState.IDLE
         try:
             if run is not None:
                 run.__exit__(kind, error, trace)
@@ -277,10 +273,10 @@ class Passes:
             if error is not None or not self._expected:
                 self._detach()
 
-    def __enter__(self) -> Passes:
-        if self._state is not PassState.NEW:
-            raise PassOrderError(f"cannot be entered: these passes {self._state.value}")
-        self._state = PassState.IDLE
+    def __enter__(self) -> ModelCalls:
+        if self._state is not CallState.NEW:
+            raise StateError(f"cannot be entered: these passes {self._state.value}")
+        self._state = CallState.IDLE
         with ExitStack() as entering:
             entering.enter_context(self._recorder.watching())
             entering.callback(self._count_outer_bytes)
@@ -297,8 +293,8 @@ class Passes:
             try:
                 self._end_run(kind, error, trace)
             finally:
-                self._state = PassState.CLOSED
+                self._state = CallState.CLOSED
 
     def _count_outer_bytes(self) -> None:
         if self._given is not None and self._outer_before is not None:
-            self._recorder.outer_bytes += self._given.outer_bytes - self._outer_before
+            self._recorder.non_block_bytes += self._given.non_block_bytes - self._outer_before

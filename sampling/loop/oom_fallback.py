@@ -10,14 +10,14 @@ from typing import TypeAlias
 import torch
 
 from ...devices import free_bytes, is_out_of_memory
-from ...plan import bytes_to_free, policy_words, smaller_policy
+from ...plan import bytes_to_free, describe_policy, smaller_policy
 from ...schema import OffloadPolicy, StepRecord
 from ...wan import ExpertEngine, ExpertPair
 from ..cache.settings import CacheSettings, cached_policy
 from ..errors import NoRoomError, SmallerPolicyError
 from ..memory import check_step_ram, tokens_of, visit_flops, working_bytes
 from .interruptible import LONG_VISIT_FLOPS
-from .parallel import ALONE, Split
+from .parallel import LOCAL_FORWARD, ParallelForward
 
 Revise: TypeAlias = "Callable[[StepRecord], OffloadPolicy | None]"
 """How the first step went -> another policy for the rest of the run, or None."""
@@ -44,7 +44,7 @@ class RunPolicy:
         *,
         shape: Sequence[int],
         guided: bool,
-        split: Split = ALONE,
+        split: ParallelForward = LOCAL_FORWARD,
         cache: CacheSettings | None = None,
         revise: Revise | None = None,
     ) -> None:
@@ -148,7 +148,7 @@ class RunPolicy:
     def _words(self, policy: OffloadPolicy) -> str:
         chunk = "" if policy.chunk_tokens is None else f", {policy.chunk_tokens} tokens at once"
         blocks = min(self._pair.block_counts.values())
-        return f"{_size(self._bytes(policy))} of weights ({policy_words(policy, blocks)}{chunk})"
+        return f"{_size(self._bytes(policy))} of weights ({describe_policy(policy, blocks)}{chunk})"
 
     def _no_room(self, where: str, said: str, working: int, free: int | None) -> str:
         freed = "" if free is None else f", {_size(free)} are free beside the weights"

@@ -30,7 +30,7 @@ class Share:
 WHOLE_STEP = Share()
 
 
-class Agreed(NamedTuple):
+class AllReduced(NamedTuple):
     """Sums of all workers that compute a step together, the same to the bit for each of them."""
 
     own: torch.Tensor
@@ -39,7 +39,7 @@ class Agreed(NamedTuple):
     """[N, 2] of the lanes that are computed anywhere."""
 
 
-class Split(Protocol):
+class ParallelForward(Protocol):
     """What a run asks of those who compute it together. Every one of them runs the same steps."""
 
     @property
@@ -59,44 +59,44 @@ class Split(Protocol):
     def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Of a lane's tokens [1, S, dim], those that are computed here."""
 
-    def agreed(self, sums: torch.Tensor) -> Agreed:
+    def agreed(self, sums: torch.Tensor) -> AllReduced:
         """`sums` [L, 2], float64 on the CPU, of the lanes in `compute`, each added up over those who share its tokens.
 
         Blocks until all have been asked; all ask at the same points.
         """
 
 
-class Alone:
+class LocalForward:
     """No other worker: a run as it always was."""
 
     alone = True
     share = WHOLE_STEP
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
-        """See `Split.attached`."""
+        """See `ParallelForward.attached`."""
         return nullcontext()
 
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
-        """See `Split.forward`."""
+        """See `ParallelForward.forward`."""
         return compute(lanes)
 
     def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See `Split.own_tokens`."""
+        """See `ParallelForward.own_tokens`."""
         return tokens
 
-    def agreed(self, sums: torch.Tensor) -> Agreed:
-        """See `Split.agreed`."""
-        return Agreed(sums, sums)
+    def agreed(self, sums: torch.Tensor) -> AllReduced:
+        """See `ParallelForward.agreed`."""
+        return AllReduced(sums, sums)
 
 
-ALONE = Alone()
+LOCAL_FORWARD = LocalForward()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class RunSlice:
     """Which part of a run is computed here: all of it, unless said otherwise."""
 
-    split: Split = ALONE
+    split: ParallelForward = LOCAL_FORWARD
     """How the passes are shared with other workers, which compute the same part of the same request."""
     resume: RunState | None = None
     """Where to go on, from a run of the same request; None: at its beginning."""
@@ -104,4 +104,4 @@ class Part:
     """The step of the whole schedule before which to stop, with the noise that is left then; None: after the last."""
 
 
-WHOLE = Part()
+WHOLE_RUN = RunSlice()

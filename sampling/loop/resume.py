@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import RequestError
-from ..inputs.request import Course
+from ..inputs.request import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,16 +24,17 @@ class RunState:
     """What the solver remembers of the steps before (`Solver.history`)."""
 
 
-def own_steps(course: Course, resume: RunState | None, until: int | None) -> range:
+def own_steps(step_plan: StepPlan, resume: RunState | None, until: int | None) -> range:
     """The steps to take from `resume` on, or from the first of the course, to before step `until`, or to its last.
 
     Raises RequestError for a state, or an end, that is not one of this course.
     """
-    first = course.start_step if resume is None else resume.next_step
-    end = course.steps.stop if until is None else until
-    if not course.start_step <= first <= end <= course.steps.stop:
+    first = step_plan.start_step if resume is None else resume.next_step
+    end = step_plan.steps.stop if until is None else until
+    if not step_plan.start_step <= first <= end <= step_plan.steps.stop:
         raise RequestError(
-            f"steps {first} to {end} of a run that takes steps {course.start_step} to {course.steps.stop}: go on from "
+            f"steps {first} to {end} of a run that takes steps {step_plan.start_step} to {step_plan.steps.stop}: "
+            "go on from "
             "a state of the same request, and end where it ends or before"
         )
     return range(first, end)

@@ -120,8 +120,8 @@ def test_settings_stand_beside_each_other(make_variant: MakeVariant, make_report
 
 def test_the_parts_of_the_queue_item(make_report: MakeReport, make_variant: MakeVariant) -> None:
     phases = (
-        PhaseRecord(name="open", began_s=-3, wall_s=2.5, rss_bytes=10**9),
-        PhaseRecord(name="high", began_s=0, wall_s=40),
+        PhaseRecord(name="open", start_s=-3, wall_s=2.5, rss_bytes=10**9),
+        PhaseRecord(name="high", start_s=0, wall_s=40),
     )
     table = phase_table(make_report(make_variant("a"), phases=phases))
     assert table is not None
@@ -135,7 +135,7 @@ def test_phases_of_runs_have_medians_too(
 ) -> None:
     def run(*seconds: float) -> Timeline:
         names = ("first block", "high", "switch", "low")
-        phases = (PhaseRecord(name=name, began_s=0, wall_s=wall) for name, wall in zip(names, seconds, strict=True))
+        phases = (PhaseRecord(name=name, start_s=0, wall_s=wall) for name, wall in zip(names, seconds, strict=True))
         return make_timeline(40, 50, phases=tuple(phases))
 
     table = run_phase_table(make_report(make_variant("a", run(1, 40, 2, 50), run(3, 40, 4, 60)), make_variant("b")))

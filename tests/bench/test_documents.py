@@ -22,7 +22,7 @@ MakeTimeline = Callable[..., Timeline]
 MakeVariant = Callable[..., Variant]
 MakeReport = Callable[..., Report]
 
-TIMES = {"stall_s": 0.25, "stall_file_s": 0.125, "decode_s": 0.0625, "copy_s": 0.375, "read_s": 1.5}
+TIMES = {"stall_s": 0.25, "stall_on_read_s": 0.125, "decode_s": 0.0625, "copy_s": 0.375, "read_s": 1.5}
 CHART = b"a PNG"
 SIZES = {"copied_bytes": 10**9, "read_bytes": 3 * 10**9, "device_bytes": 23 * 10**9}
 MEASURED = {**TIMES, **SIZES, "rss_bytes": 7}
@@ -131,7 +131,7 @@ def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) 
         assert said["Step"] == str(step.index + 1)
         assert said["Expert"] == step.expert
         seconds = {"Cumulative (s)": ended, "Delta (s)": step.wall_s, "Compute (s)": step.compute_s}
-        seconds |= {"Stall (s)": step.stall_s, "Stall, files (s)": step.stall_file_s}
+        seconds |= {"Stall (s)": step.stall_s, "Stall, files (s)": step.stall_on_read_s}
         assert {name: said[name] for name in seconds} == {name: f"{value:.2f}" for name, value in seconds.items()}
         sizes = {"Moved": step.bytes_moved, "Read": step.read_bytes, "VRAM peak": step.device_bytes}
         assert {name: said[name] for name in sizes} == {name: size_text(value or 0) for name, value in sizes.items()}

@@ -92,16 +92,16 @@ def test_figures_are_those_of_the_timelines(make_timeline: MakeTimeline, make_va
 def test_the_whole_run_has_what_lies_before_and_between_its_steps(make_timeline: MakeTimeline) -> None:
     run = make_timeline(2, 3)
     assert figure("Whole run, with what lies between steps").of(run) is None, "of old timelines it is not known"
-    opened = PhaseRecord(name="open", began_s=-3.0, wall_s=2.0)
+    opened = PhaseRecord(name="open", start_s=-3.0, wall_s=2.0)
     assert figure("Whole run, with what lies between steps").of(replace(run, phases=(opened,))) is None
-    phases = PhaseRecord(name="first block", began_s=0.0, wall_s=1.5), PhaseRecord(name="high", began_s=1.5, wall_s=5.5)
+    phases = PhaseRecord(name="first block", start_s=0.0, wall_s=1.5), PhaseRecord(name="high", start_s=1.5, wall_s=5.5)
     run = replace(run, phases=(opened, *phases))
     assert figure("Whole run, with what lies between steps").of(run) == 7.0
     assert figure("Total denoising").of(run) == 5.0
 
 
 def test_no_byte_of_a_run_is_left_out(make_timeline: MakeTimeline) -> None:
-    run = make_timeline(2, read_bytes=10, outer_bytes=5)
+    run = make_timeline(2, read_bytes=10, non_block_bytes=5)
     names = "Read from files", "Weights outside the blocks"
     assert [figure(name).of(run) for name in names] == [10, 5]
 
@@ -162,5 +162,5 @@ def test_a_cache_is_known_by_the_share_of_steps_that_it_shortened(make_timeline:
     assert share.of(plain) is None
     lanes = (0, 1, 2, 2)
     steps = zip(plain.steps, lanes, strict=True)
-    cached = [replace(step, cached_lanes=count, skipped_visits=39 * (count == 2)) for step, count in steps]
+    cached = [replace(step, skipped_lanes=count, skipped_visits=39 * (count == 2)) for step, count in steps]
     assert share.of(replace(plain, steps=tuple(cached))) == 0.5

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.bench.machine_info import device_name, hardware, machine_words, versions
+from wanstream.bench.machine_info import describe_machine, device_name, hardware, versions
 
 
 def test_a_report_says_what_it_was_measured_on_and_nothing_private() -> None:
-    words = machine_words(torch.device("cpu"))
+    words = describe_machine(torch.device("cpu"))
     assert words.keys() == {"Device", "Processor", "RAM", "System", "Versions"}
     assert words["Device"] == "CPU"
     assert torch.__version__ in words["Versions"]
@@ -29,7 +29,7 @@ def test_a_gpu_is_named_with_its_memory() -> None:
     device = torch.device("cuda", 0)
     assert device_name(device).startswith(torch.cuda.get_device_properties(0).name)
     assert device_name(device).endswith("GB")
-    assert str(torch.version.cuda) in machine_words(device)["Versions"]
+    assert str(torch.version.cuda) in describe_machine(device)["Versions"]
 
 
 def test_a_result_names_its_machine_and_versions() -> None:

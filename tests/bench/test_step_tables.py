@@ -81,7 +81,7 @@ def test_columns_of_which_nothing_is_known_are_left_out(make_timeline: MakeTimel
     assert bare is not None
     assert not {"Read", "From files", "VRAM peak", "RAM", "Hidden", "Stall, files (s)"} & {*bare.head}
     rates = {"copied_bytes": 28 * 10**9, "copy_s": 2.0, "read_bytes": 10**9, "read_s": 0.5}
-    values = {"stall_s": 0.5, "stall_file_s": 0.25, "device_bytes": 3 * 10**9, "rss_bytes": 10**9, **rates}
+    values = {"stall_s": 0.5, "stall_on_read_s": 0.25, "device_bytes": 3 * 10**9, "rss_bytes": 10**9, **rates}
     full = step_table(make_variant("a", make_timeline(2, 2, **values)))
     assert full is not None
     assert column(full, "Moved") == ["28.0 GB"] * 2
@@ -135,7 +135,7 @@ def test_what_only_some_runs_read_is_shown_by_its_median(
 ) -> None:
     """The first run read what stays in RAM for the others, one of which had to wait for a file again."""
     given = ((4 * 10**9, 1.0), (0, 0.0), (2 * 10**9, 0.5))
-    runs = [make_timeline(2, stall_s=1, read_bytes=read, stall_file_s=stall) for read, stall in given]
+    runs = [make_timeline(2, stall_s=1, read_bytes=read, stall_on_read_s=stall) for read, stall in given]
     table = step_table(make_variant("a", *runs))
     assert table is not None
     assert (column(table, "Read"), column(table, "Stall, files (s)")) == (["2.00 GB"], ["0.50"])
@@ -155,7 +155,7 @@ def test_what_a_cache_left_out_has_a_column_where_there_is_any(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
     plain = make_timeline(2, 1, 2)
-    steps = (plain.steps[0], replace(plain.steps[1], skipped_visits=39, cached_lanes=2), plain.steps[2])
+    steps = (plain.steps[0], replace(plain.steps[1], skipped_visits=39, skipped_lanes=2), plain.steps[2])
     cached = step_table(make_variant("a", plain, replace(plain, steps=steps)))
     assert cached is not None
     assert column(cached, "Left out") == ["", "39 blocks, 2 lanes", ""]

@@ -16,7 +16,7 @@ from wanstream.benchmarks.offload_case.model_files import expert_folders, weight
 from wanstream.benchmarks.offload_case.session import Planned, Session, Settings
 from wanstream.benchmarks.offload_case.shapes import SHAPES
 from wanstream.benchmarks.offload_case.summary import summarise
-from wanstream.benchmarks.offload_case.task import Report, Task
+from wanstream.benchmarks.offload_case.task import RunReport, Task
 from wanstream.benchmarks.offload_case.variants import all_variants
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "offload.py"
@@ -122,7 +122,7 @@ def test_a_prediction_is_held_against_the_run_that_it_was_made_for() -> None:
     for repetition, (speed, told) in enumerate([(1.0, 0.9), (2.0, 2.0), (1.0, 7.0)]):
         line = run(steps=(speed,) * 4, repetition=repetition)
         step = {"stall_s": 0.0, "wall_s": told}
-        line["report"] |= {"timeline": {"steps": [step] * 4, "outer_bytes": 0}, "predicted": {"steps": [step] * 4}}
+        line["report"] |= {"timeline": {"steps": [step] * 4, "non_block_bytes": 0}, "predicted": {"steps": [step] * 4}}
         lines.append({**line, "report": {**line["report"], "step_bytes": [1] * 4}})
     row = summarise(lines)["layerwise"]
     assert row["predicted_to_executed"] == [1.0] * 4
@@ -193,7 +193,7 @@ def test_one_tiny_run_of_each_kind(tmp_path: Path) -> None:
     subprocess.run([*command, "--only", *names], check=True, timeout=590)
     lines = [json.loads(line) for line in (tmp_path / "sessions" / "quick.jsonl").read_text().splitlines()]
     assert {line["variant"] for line in lines} == set(names)
-    reports = {line["variant"]: Report.from_dict(line["report"]) for line in lines}
+    reports = {line["variant"]: RunReport.from_dict(line["report"]) for line in lines}
     reference = reports["resident"].checksum
     for name, report in reports.items():
         assert len(report.step_s) == 4, name

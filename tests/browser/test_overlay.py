@@ -217,7 +217,7 @@ def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Pag
     timeline = timeline_of(page.server)
     ended = page.shown()
     assert_shows(ended, timeline)
-    steps = [(step.began_s, step.began_s + step.wall_s) for step in timeline.steps]
+    steps = [(step.start_s, step.start_s + step.wall_s) for step in timeline.steps]
     # What was seen between two steps has no place on the chart.
     in_steps = [sum(began <= sample.at_s < end for began, end in steps) for sample in timeline.memory]
     assert ended["samples"] == sum(in_steps) > 0

@@ -327,7 +327,7 @@ def test_no_bar_is_higher_than_the_plot_and_the_longest_fills_it(modules: Module
 
 def test_steps_in_which_a_cache_left_blocks_out_are_marked(modules: Modules) -> None:
     run = run_of(4, 4)
-    run["records"][1] |= {"skipped_visits": 39, "cached_lanes": 2}
+    run["records"][1] |= {"skipped_visits": 39, "skipped_lanes": 2}
     options = {"run": run, "width": 400, "height": 150, "font": 11, "chosen": None, "id": "x"}
     chart = modules.call("chart", "chart", options)
     frame = modules.call("chart", "frameOf", 400, 150, 11, 4)
@@ -360,14 +360,14 @@ def test_a_run_without_a_step_can_be_drawn(modules: Modules) -> None:
 
 def test_samples_of_memory_lie_where_their_steps_are(modules: Modules) -> None:
     run = run_of(4, 0)
-    steps = [record(number, began_s=10.0 + 2 * number) for number in range(4)]
+    steps = [record(number, start_s=10.0 + 2 * number) for number in range(4)]
     at = {9.0: 1, 10.0: 5, 13.0: 6, 17.5: 900, 18.0: 1}
     memory = [{"at_s": each, "device_bytes": None, "rss_bytes": nbytes} for each, nbytes in at.items()]
     run |= {"ended": True, "timeline": {"steps": steps, "memory": memory, "changes": []}}
     columns = modules.call("chart", "columnsOf", run, 400)
     assert modules.call("chart", "samplesOf", run, columns) == [[0, 5], [1.5, 6], [3.75, 900]]
     assert modules.call("chart", "samplesOf", run_of(4, 4), columns) == [], "a run that goes on has none yet"
-    steps[1]["began_s"] = None  # as in timelines of old
+    steps[1]["start_s"] = None  # as in timelines of old
     assert len(modules.call("chart", "samplesOf", run, columns)) <= 3
     (line,) = (part for part in memory_parts(modules, run) if "data-samples" in part[1])
     assert min(float(point.split(",")[1]) for point in line[1]["points"].split()) >= 11, "no sample lies above the plot"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.cli.batch.progress import Pace
+from wanstream.cli.batch.progress import EtaEstimator
 
 
 def test_the_first_job_is_as_far_as_the_steps_of_its_longest_node() -> None:
-    pace = Pace()
+    pace = EtaEstimator()
     pace.begin("a", 0.0)
     assert pace.share(5.0) == 0.0
     pace.report("text", 0, 1, 5.0)
@@ -25,7 +25,7 @@ def test_the_first_job_is_as_far_as_the_steps_of_its_longest_node() -> None:
 
 
 def test_the_next_jobs_are_as_far_as_their_time_is_spent() -> None:
-    pace = Pace()
+    pace = EtaEstimator()
     pace.begin("a", 0.0)
     pace.report("text", 0, 1, 0.0)
     pace.report("sampler", 1, 4, 10.0)
@@ -45,7 +45,7 @@ def test_the_next_jobs_are_as_far_as_their_time_is_spent() -> None:
 
 
 def test_without_reports_the_last_job_is_the_measure() -> None:
-    pace = Pace()
+    pace = EtaEstimator()
     pace.begin("a", 0.0)
     assert pace.share(30.0) == 0.0
     pace.end(40.0)
@@ -56,7 +56,7 @@ def test_without_reports_the_last_job_is_the_measure() -> None:
 
 
 def test_a_job_that_was_given_up_is_no_measure() -> None:
-    pace = Pace()
+    pace = EtaEstimator()
     pace.begin("a", 0.0)
     pace.report("sampler", 3, 4, 1.0)
     pace.begin("b", 2.0)

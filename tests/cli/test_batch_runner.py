@@ -18,8 +18,8 @@ import pytest
 from wanstream.cli.batch import journal as journal_module
 from wanstream.cli.batch.backends.base import (
     Ended,
-    Failed,
     Interrupted,
+    JobFailed,
     MadeFile,
     NoSuchFileError,
     Outcome,
@@ -28,13 +28,13 @@ from wanstream.cli.batch.backends.base import (
     Unknown,
     UnreachableError,
 )
-from wanstream.cli.batch.jobs import Job
+from wanstream.cli.batch.jobs import BatchJob
 from wanstream.cli.batch.journal import Journal
 from wanstream.cli.batch.journal_entry import KeptFile, State
-from wanstream.cli.batch.output_store import Shelf
+from wanstream.cli.batch.output_store import OutputStore
 from wanstream.cli.batch.resume import take_up
 from wanstream.cli.batch.rows import Row
-from wanstream.cli.batch.runner import MOST_LOSSES, GaveUpError, Limits, Runner
+from wanstream.cli.batch.runner import MOST_LOSSES, BackendTimeoutError, Limits, Runner
 from wanstream.cli.stop_request import StopRequest
 
 ROWS = 12
@@ -48,16 +48,16 @@ def rows_of(count: int) -> list[Row]:
     return [Row(line=number, position=number, hash=f"hash {number}") for number in range(1, count + 1)]
 
 
-def plan_of(size: int) -> Callable[[Sequence[Row]], list[Job]]:
+def plan_of(size: int) -> Callable[[Sequence[Row]], list[BatchJob]]:
     """Jobs of up to `size` rows; the node `n` saves the file of row n."""
 
-    def plan(rows: Sequence[Row]) -> list[Job]:
+    def plan(rows: Sequence[Row]) -> list[BatchJob]:
         jobs = []
         for start in range(0, len(rows), size):
             share = tuple(rows[start : start + size])
             prompt: dict[str, Any] = {str(row.position): {"class_type": "Save"} for row in share}
             saves = {row.hash: frozenset([str(row.position)]) if size > 1 else None for row in share}
-            jobs.append(Job(prompt=prompt, rows=share, saves=saves))
+            jobs.append(BatchJob(prompt=prompt, rows=share, saves=saves))
         return jobs
 
     return plan
@@ -71,7 +71,7 @@ class World:
     def __init__(self, *, steps: int = 1) -> None:
         self.steps = steps
         self.queue: list[list[Any]] = []
-        self.history: dict[str, Ended | Failed | Interrupted] = {}
+        self.history: dict[str, Ended | JobFailed | Interrupted] = {}
         self.files: dict[str, str] = {}
         self.made: list[str] = []
         self.bad: Callable[[Mapping[str, Any]], str | None] = lambda prompt: None
@@ -126,7 +126,7 @@ class World:
         elif step >= self.steps:
             self.queue.pop(0)
             reason = self.bad(prompt)
-            self.history[prompt_id] = Failed(reason=reason) if reason else self._save(prompt)
+            self.history[prompt_id] = JobFailed(reason=reason) if reason else self._save(prompt)
 
     def _save(self, prompt: Mapping[str, Any]) -> Ended:
         made = []
@@ -169,8 +169,8 @@ class Bench:
         self.limits = Limits()
         self.slept: list[float] = []
 
-    def run(self, journal: Journal | None = None, shelf: Shelf | None = None) -> Runner:
-        shelf = shelf or Shelf(self.folder)
+    def run(self, journal: Journal | None = None, shelf: OutputStore | None = None) -> Runner:
+        shelf = shelf or OutputStore(self.folder)
         with journal or Journal(self.folder / "journal.sqlite", workflow="w") as journal:
             start = take_up(journal, shelf, self.rows)
             runner = Runner(
@@ -288,7 +288,7 @@ class MortalJournal(Journal):
         self.chance.around(super().finish, *arguments, remote=False)
 
 
-class MortalShelf(Shelf):
+class MortalShelf(OutputStore):
     """A shelf at which the client may die before and after each file is checked, has its name, or is removed."""
 
     chance: Chance
@@ -414,7 +414,7 @@ def test_an_outage_of_posts_alone_ends_the_run_after_the_timeout(tmp_path: Path)
     bench = Bench(tmp_path, World())
     bench.host = Refusing(bench.slept, 1e9)
     bench.limits = Limits(timeout_s=100.0)
-    with pytest.raises(GaveUpError, match="status 503; given up after 100 s"):
+    with pytest.raises(BackendTimeoutError, match="status 503; given up after 100 s"):
         bench.run()
     assert sum(bench.slept) == pytest.approx(100.0)
     assert State.failed not in bench.states()
@@ -518,7 +518,7 @@ def test_silence_ends_the_run_after_a_while_and_nothing_is_lost(tmp_path: Path) 
     bench = Bench(tmp_path, world)
     bench.limits = Limits(timeout_s=100.0)
     world.silent = True
-    with pytest.raises(GaveUpError, match="given up after 100 s"):
+    with pytest.raises(BackendTimeoutError, match="given up after 100 s"):
         bench.run()
     assert sum(bench.slept) == pytest.approx(100.0)
     assert bench.slept[:3] == [0.5, 0.5, 1.0]
@@ -564,7 +564,7 @@ def test_a_row_that_others_take_out_of_the_queue_is_posted_as_often_as_it_takes(
 
 def test_what_a_killed_client_had_half_fetched_is_removed(tmp_path: Path) -> None:
     bench = Bench(tmp_path, World())
-    Shelf(tmp_path).part("00099.txt").write_text("half")
+    OutputStore(tmp_path).part("00099.txt").write_text("half")
     bench.run()
     bench.check(range(1, ROWS + 1))
 
@@ -634,7 +634,7 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
 
 
 def test_a_sealed_part_never_replaces_a_file_of_others_and_a_refusal_moves_nothing(tmp_path: Path) -> None:
-    bench, shelf = Bench(tmp_path, World(), rows=rows_of(3)), Shelf(tmp_path)
+    bench, shelf = Bench(tmp_path, World(), rows=rows_of(3)), OutputStore(tmp_path)
     with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
         journal.enter(bench.rows, gone=lambda entry: True)
         for number in (1, 2):
@@ -662,7 +662,7 @@ def test_a_file_that_was_removed_is_made_again_alone(tmp_path: Path) -> None:
 
 
 def test_a_checked_file_that_somebody_removes_ends_the_batch_in_words(tmp_path: Path) -> None:
-    class Robbed(Shelf):
+    class Robbed(OutputStore):
         def seal(self, name: str) -> KeptFile:
             sealed = super().seal(name)
             self.part(name).unlink()

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from wanstream.cli.batch.media_check import UnreadableFileError
-from wanstream.cli.batch.output_store import Shelf, file_names
+from wanstream.cli.batch.output_store import OutputStore, file_names
 from wanstream.nodes.runs.video_file import write_mp4
 
 
@@ -32,7 +32,7 @@ MAKERS = [("a.png", picture), ("a.jpg", picture), ("a.webp", picture), ("a.mp4",
 
 @pytest.mark.parametrize(("name", "make"), MAKERS)
 def test_a_whole_file_is_sealed_and_placed_once_and_again(tmp_path: Path, name: str, make: object) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = OutputStore(tmp_path)
     made = make(shelf.part(name)).read_bytes()  # type: ignore[operator]
     sealed = shelf.seal(name)
     assert (sealed.name, sealed.size) == (name, len(made))
@@ -47,7 +47,7 @@ def test_a_whole_file_is_sealed_and_placed_once_and_again(tmp_path: Path, name: 
 @pytest.mark.parametrize(("name", "make"), MAKERS)
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
 def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, make: object, share: float) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = OutputStore(tmp_path)
     part = make(shelf.part(name))  # type: ignore[operator]
     part.write_bytes(part.read_bytes()[: int(part.stat().st_size * share)])
     with pytest.raises(UnreadableFileError, match=name.replace(".", r"\.")):
@@ -56,7 +56,7 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, make: obje
 
 def test_a_video_that_is_cut_between_two_frames_is_refused(tmp_path: Path) -> None:
     """No decoder complains there: only the number of frames tells."""
-    shelf = Shelf(tmp_path)
+    shelf = OutputStore(tmp_path)
     part = video(shelf.part("a.mp4"))
     with av.open(str(part)) as container:
         starts = sorted(packet.pos for packet in container.demux(video=0) if packet.size)
@@ -66,7 +66,7 @@ def test_a_video_that_is_cut_between_two_frames_is_refused(tmp_path: Path) -> No
 
 
 def test_a_page_of_a_proxy_is_no_video(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = OutputStore(tmp_path)
     for name in ("a.mp4", "a.png", "a.flac"):
         shelf.part(name).write_text("<html>busy, come back later</html>")
         with pytest.raises(UnreadableFileError):
@@ -77,7 +77,7 @@ def test_a_picture_of_too_many_pixels_costs_its_row_alone(tmp_path: Path) -> Non
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    shelf = Shelf(tmp_path)
+    shelf = OutputStore(tmp_path)
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
     shelf.part("a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
     with pytest.raises(UnreadableFileError, match=r"a\.png cannot be read to its end.*pixels"):
@@ -85,7 +85,7 @@ def test_a_picture_of_too_many_pixels_costs_its_row_alone(tmp_path: Path) -> Non
 
 
 def test_a_sound_is_no_video(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = OutputStore(tmp_path)
     with av.open(str(shelf.part("a.mp4")), "w", format="mp4") as container:
         stream = container.add_stream("aac", rate=44100)
         frame = av.AudioFrame(format="fltp", layout="mono", samples=1024)
@@ -99,7 +99,7 @@ def test_a_sound_is_no_video(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_nowhere_or_another_is_not_placed(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = OutputStore(tmp_path)
     picture(shelf.part("a.png"))
     sealed = shelf.seal("a.png")
     shelf.clear()
@@ -118,7 +118,7 @@ def test_names() -> None:
 
 
 def test_only_files_that_would_be_replaced_are_in_the_way(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = OutputStore(tmp_path)
     for name in ("00001.mp4", "00001~2.png", "SHOT_1.mp4", "shot.png", "00001_notes.txt", "journal.sqlite"):
         (tmp_path / name).touch()
     (tmp_path / "00002").mkdir()
@@ -132,7 +132,7 @@ def test_only_files_that_would_be_replaced_are_in_the_way(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("lines", [None, [2]])
 def test_half_a_video_does_not_stay_with_the_latent_that_is_kept(tmp_path: Path, lines: list[int] | None) -> None:
-    shelf = Shelf(tmp_path)
+    shelf = OutputStore(tmp_path)
     folder = shelf.made / "id" / "video"
     folder.mkdir(parents=True)
     for name in ("save_00001_.latent", "save_00001_.mp4.part"):

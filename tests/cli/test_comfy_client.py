@@ -15,8 +15,8 @@ import pytest
 
 from wanstream.cli.batch.backends.base import (
     Ended,
-    Failed,
     Interrupted,
+    JobFailed,
     NoSuchFileError,
     RefusedError,
     UnderWay,
@@ -24,7 +24,7 @@ from wanstream.cli.batch.backends.base import (
     UnreachableError,
 )
 from wanstream.cli.batch.backends.comfy_client import ComfyClient, NotComfyUIError
-from wanstream.cli.batch.backends.server import ServerHost
+from wanstream.cli.batch.backends.server import ServerBackend
 
 Answer = tuple[int, Any] | None
 """A status and a body (JSON, or bytes as they are); None: the connection is closed without an answer."""
@@ -81,8 +81,8 @@ INFO = {"Save": {"output_node": True}, "Load": {}}
 PROMPT = {"1": {"class_type": "Load"}, "2": {"class_type": "Save"}, "3": {"class_type": "Save"}}
 
 
-def host_of(canned: Canned) -> ServerHost:
-    return ServerHost(ComfyClient(canned.url), INFO)
+def host_of(canned: Canned) -> ServerBackend:
+    return ServerBackend(ComfyClient(canned.url), INFO)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]"])
@@ -269,8 +269,8 @@ def test_jobs_of_a_newer_server(canned: Canned) -> None:
         ((200, {"status": "pending"}), UnderWay(begun=False)),
         ((200, {"status": "in_progress"}), UnderWay(begun=True)),
         ((200, {"status": "cancelled"}), Interrupted()),
-        ((200, {"status": "failed", "execution_error": {"exception_message": "x"}}), Failed(reason="x")),
-        ((200, {"status": "failed"}), Failed(reason="the server does not say why")),
+        ((200, {"status": "failed", "execution_error": {"exception_message": "x"}}), JobFailed(reason="x")),
+        ((200, {"status": "failed"}), JobFailed(reason="the server does not say why")),
     ]:
         canned.answers["/api/jobs/id"] = answer
         assert host.outcome("id") == outcome
@@ -295,7 +295,7 @@ def test_an_older_server_is_asked_for_its_queue_and_history(canned: Canned) -> N
     assert host.outcome("id") == UnderWay(begun=True)
     canned.answers["/queue"] = (200, idle)
     for status, outcome in [
-        ("error", Failed(reason="node 2 (Save): disk full")),
+        ("error", JobFailed(reason="node 2 (Save): disk full")),
         ("interrupted", Interrupted()),
     ]:
         canned.answers["/history/id"] = (200, history({}, executed=["2", "3"], status=status))

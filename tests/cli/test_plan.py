@@ -100,7 +100,7 @@ def test_the_5b_model_is_one_expert_of_fewer_tokens() -> None:
     job = offload_job(asked)
     assert (job.expert, job.tokens, job.block_counts) == (TI2V_5B, 31 * 22 * 40, {"high": 30})
     assert {*job.experts_of_steps} == {"high"}
-    assert (job.computed_bytes, job.staying_bytes) == (327_155_712, TI2V_5B.staying_bytes())
+    assert (job.computed_bytes, job.resident_bytes) == (327_155_712, TI2V_5B.resident_bytes())
     with pytest.raises(SizeError, match=r"height is 720, it must be a multiple of 32: use 736"):
         offload_job(replace(asked, size="1280x720x121"))
     with pytest.raises(SizeError, match=r"--switch-step 5: 5b is one expert"):
@@ -155,7 +155,7 @@ def test_a_run_on_this_machine_is_planned_in_the_dtype_that_it_would_compute_in(
     assert size == dtype.itemsize
     job, usual = offload_job(ASKED, value_bytes=size), offload_job(ASKED)
     assert job.computed_bytes == job.expert.streamed_parameters * size
-    assert job.staying_bytes * 2 == usual.staying_bytes * size
+    assert job.resident_bytes * 2 == usual.resident_bytes * size
     assert (job.stored_bytes, job.file_bytes) == (usual.stored_bytes, usual.file_bytes)
     assert job.decodes == (dtype != torch.bfloat16)
     assert asked_value_bytes(ASKED) == 2

@@ -12,8 +12,8 @@ from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 from safetensors.torch import load_file
 
 from wanstream.testing import pipeline as sample_pipeline
-from wanstream.testing.folder import RECORD, SampleModelError
-from wanstream.testing.model import write_sample_model
+from wanstream.testing.folder import RECORD, TinyModelError
+from wanstream.testing.model import write_tiny_model
 from wanstream.testing.ti2v import TI2V_FILE, TI2V_PIPELINE
 from wanstream.testing.wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
 from wanstream.wan import open_text_encoder, open_vae
@@ -93,14 +93,14 @@ class TestContents:
     )
     def test_wan21_is_one_expert(self, sample_models, name, image_dim):
         with open_one_expert(sample_models / name) as pair:
-            assert pair.is_one
+            assert pair.is_single
             assert pair.high.config.image_dim == image_dim
             assert pair.in_channels == (16 if image_dim is None else 36)
 
     @pytest.mark.parametrize("name", [TI2V_FILE, TI2V_PIPELINE], ids=str)
     def test_5b_is_one_expert(self, sample_models, name):
         with open_one_expert(sample_models / name) as pair:
-            assert (pair.is_one, pair.in_channels, pair.high.config.family) == (True, 48, "ti2v")
+            assert (pair.is_single, pair.in_channels, pair.high.config.family) == (True, 48, "ti2v")
 
     def test_diffusers_opens_the_pipeline_of_5b(self, sample_models):
         opened = DiffusionPipeline.from_pretrained(sample_models / TI2V_PIPELINE)
@@ -149,7 +149,7 @@ class TestContents:
                 assert os.path.samefile(path, sample_models / PIPELINES[1] / component / path.name), path
 
     def test_the_summary_tells_files_and_sizes(self, tmp_path):
-        model = write_sample_model(tmp_path / "models", layers=1)
+        model = write_tiny_model(tmp_path / "models", layers=1)
 
         assert model.nbytes < sum(model.files.values())
         assert (
@@ -170,7 +170,7 @@ class TestContents:
 class TestFolder:
     @pytest.mark.slow
     def test_same_bytes_every_time(self, tmp_path):
-        one, other = (write_sample_model(tmp_path / name, layers=1).folder for name in ("one", "other"))
+        one, other = (write_tiny_model(tmp_path / name, layers=1).folder for name in ("one", "other"))
 
         assert entries(one) == entries(other)
         for name in entries(one):
@@ -182,31 +182,31 @@ class TestFolder:
             raise OSError("no links here")
 
         monkeypatch.setattr(sample_pipeline.os, "link", refuse)
-        model = write_sample_model(tmp_path, layers=1)
+        model = write_tiny_model(tmp_path, layers=1)
 
         assert model.nbytes == sum(model.files.values())
         first, second = (tmp_path / pipeline / "vae/config.json" for pipeline in PIPELINES)
         assert first.read_bytes() == second.read_bytes()
 
     def test_a_finished_one_is_left_alone(self, tmp_path):
-        write_sample_model(tmp_path, layers=1)
+        write_tiny_model(tmp_path, layers=1)
         before = {name: (tmp_path / name).stat().st_mtime_ns for name in entries(tmp_path)}
 
         written = []
-        write_sample_model(tmp_path, layers=1, on_progress=written.append)
+        write_tiny_model(tmp_path, layers=1, on_progress=written.append)
 
         assert written == []
         assert {name: (tmp_path / name).stat().st_mtime_ns for name in entries(tmp_path)} == before
 
     @pytest.mark.slow
     def test_one_of_another_recipe_or_with_a_file_lost_is_replaced_and_additions_are_kept(self, tmp_path):
-        write_sample_model(tmp_path, layers=2)
+        write_tiny_model(tmp_path, layers=2)
         (tmp_path / "loras" / "mine.safetensors").write_text("mine")
         (tmp_path / "diffusion_models" / "mine.safetensors").write_text("mine")
 
-        model = write_sample_model(tmp_path, layers=1)
+        model = write_tiny_model(tmp_path, layers=1)
         (tmp_path / "vae" / "wan_2.1_vae.safetensors").unlink()
-        again = write_sample_model(tmp_path, layers=1)
+        again = write_tiny_model(tmp_path, layers=1)
 
         assert model.files == again.files
         assert json.loads((tmp_path / RECORD).read_text())["recipe"]["layers"] == 1
@@ -218,20 +218,20 @@ class TestFolder:
         (tmp_path / "vae").mkdir()
         (tmp_path / "vae" / "wan_2.1_vae.safetensors").write_text("real")
 
-        with pytest.raises(SampleModelError, match="holds vae and is no test model"):
-            write_sample_model(tmp_path, layers=1)
-        with pytest.raises(SampleModelError, match="is a file"):
-            write_sample_model(tmp_path / "vae" / "wan_2.1_vae.safetensors", layers=1)
+        with pytest.raises(TinyModelError, match="holds vae and is no test model"):
+            write_tiny_model(tmp_path, layers=1)
+        with pytest.raises(TinyModelError, match="is a file"):
+            write_tiny_model(tmp_path / "vae" / "wan_2.1_vae.safetensors", layers=1)
         assert entries(tmp_path) == ["vae", "vae/wan_2.1_vae.safetensors"]
         assert (tmp_path / "vae" / "wan_2.1_vae.safetensors").read_text() == "real"
 
     def test_a_real_file_in_the_place_of_a_sample_is_never_overwritten(self, tmp_path):
-        write_sample_model(tmp_path, layers=1)
+        write_tiny_model(tmp_path, layers=1)
         (tmp_path / "vae" / "wan_2.1_vae.safetensors").write_text("real")
         before = entries(tmp_path)
 
-        with pytest.raises(SampleModelError, match="no longer the test model's"):
-            write_sample_model(tmp_path, layers=2)
+        with pytest.raises(TinyModelError, match="no longer the test model's"):
+            write_tiny_model(tmp_path, layers=2)
         assert entries(tmp_path) == before
         assert (tmp_path / "vae" / "wan_2.1_vae.safetensors").read_text() == "real"
 
@@ -241,29 +241,29 @@ class TestFolder:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            write_sample_model(tmp_path, layers=1, on_progress=stop)
+            write_tiny_model(tmp_path, layers=1, on_progress=stop)
         assert entries(tmp_path) == []
 
     def test_what_a_killed_run_left_is_cleared(self, tmp_path):
         (tmp_path / ".partial" / "vae").mkdir(parents=True)
 
-        write_sample_model(tmp_path, layers=1)
+        write_tiny_model(tmp_path, layers=1)
 
         assert not (tmp_path / ".partial").exists()
 
     def test_a_folder_that_cannot_be_made_is_named(self, tmp_path):
         (tmp_path / "file").write_text("")
 
-        with pytest.raises(SampleModelError, match=r"below: .*Not a directory"):
-            write_sample_model(tmp_path / "file" / "below", layers=1)
+        with pytest.raises(TinyModelError, match=r"below: .*Not a directory"):
+            write_tiny_model(tmp_path / "file" / "below", layers=1)
 
     def test_a_disk_without_room_is_told_and_nothing_is_left_behind(self, tmp_path):
         resource = pytest.importorskip("resource")
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
         try:
-            with pytest.raises(SampleModelError, match="cannot be written"):
-                write_sample_model(tmp_path, layers=1)
+            with pytest.raises(TinyModelError, match="cannot be written"):
+                write_tiny_model(tmp_path, layers=1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert entries(tmp_path) == []
@@ -271,7 +271,7 @@ class TestFolder:
 
 @pytest.mark.slow
 def test_the_whole_model_is_as_deep_as_the_real_one_and_small(tmp_path):
-    model = write_sample_model(tmp_path)
+    model = write_tiny_model(tmp_path)
 
     assert model.nbytes < 890e6
     with open_experts(tmp_path / PIPELINES[0]) as pair:

@@ -73,13 +73,13 @@ def same_case(side: Side, set_to: Callable[[], dict[str, Any]]) -> dict[str, obj
     raw = guider.model_patcher.model.process_latent_out(run.latents)
     plain = run_long(side.ours())
     # Not the bytes: which call a fetch lies in that was on its way when blocks were left out is chance.
-    names = ("expert", "sigma", "cached_lanes", "skipped_visits")
+    names = ("expert", "sigma", "skipped_lanes", "skipped_visits")
     steps = [[[asdict(step)[name] for name in names] for step in each.timeline.steps] for each in (guider, run)]
     return {
         "difference": _difference(result, raw),
         "effect": _difference(result, plain),
         "alike": steps[0] == steps[1],
-        "cached": [step.cached_lanes for step in guider.timeline.steps],
+        "cached": [step.skipped_lanes for step in guider.timeline.steps],
         "skipped": [step.skipped_visits for step in guider.timeline.steps],
         "recompiled": guider.recompiled,
     }
@@ -109,7 +109,7 @@ def many_calls_case(side: Side) -> dict[str, object]:
         "again": torch.equal(first, again),
         "unpredicted": torch.equal(first, run_long(plain, "heun")),
         "recompiled": [guider.recompiled, plain.recompiled],
-        "cached": sum(step.cached_lanes for step in guider.timeline.steps),
+        "cached": sum(step.skipped_lanes for step in guider.timeline.steps),
         "processors": sorted(_processors(side)),
     }
 
@@ -162,7 +162,7 @@ def first_stays_case(side: Side) -> dict[str, object]:
     finally:
         host._planner = before
         host.free_experts()
-    return {"equal": torch.equal(whole, chosen), "keeps": guider.model_patcher.policy.keeps_first}
+    return {"equal": torch.equal(whole, chosen), "keeps": guider.model_patcher.policy.pin_first_block}
 
 
 def foretold_skips_case(side: Side) -> dict[str, object]:

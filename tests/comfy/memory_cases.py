@@ -22,7 +22,7 @@ from installed_pack import load_pack
 
 load_pack()
 from wanstream.host.auto_policy import AutoPlanner  # noqa: E402
-from wanstream.host.comfy.adapter import ComfyDoor  # noqa: E402
+from wanstream.host.comfy.adapter import ComfyHost  # noqa: E402
 from wanstream.host.machine_profile import PROBE_BYTES  # noqa: E402
 from wanstream.nodes.runs.decode import (  # noqa: E402
     DecodeSettings,
@@ -123,7 +123,7 @@ class World:
         self.capacity = capacity
         self.pairs: list[OnCpu] = []
         self.neighbours: list[Any] = []
-        self.door = ComfyDoor(self._open)
+        self.host = ComfyHost(self._open)
 
     def _open(self, ref: ExpertsRef) -> OnCpu:
         self.pairs.append(OnCpu(open_pair(ref)))
@@ -147,7 +147,7 @@ class World:
         return self.neighbours[-1]
 
     def load(self, policy: OffloadPolicy, ref: ExpertsRef | None = None) -> Any:
-        return self.door.load_experts(ref or self.ref, policy, working_bytes=WORKING)
+        return self.host.load_experts(ref or self.ref, policy, working_bytes=WORKING)
 
     def run(self, policy: OffloadPolicy, ref: ExpertsRef | None = None, on_step: Any = None) -> Any:
         loaded = self.load(policy, ref)
@@ -157,7 +157,7 @@ class World:
         return denoise(loaded.pair, request, policy=loaded.policy, device="cpu", on_step=on_step)
 
     def planned(self, policy: OffloadPolicy) -> int:
-        return int(self.door.experts(self.ref).device_bytes(policy))
+        return int(self.host.experts(self.ref).device_bytes(policy))
 
     @property
     def block(self) -> int:
@@ -188,7 +188,7 @@ def world(files: tuple[str, str], capacity: int = PLENTY, **settings: Any) -> It
         yield made, said
     finally:
         log.removeHandler(handler)
-        made.door.free_experts()
+        made.host.free_experts()
         for name, value in before.items():
             setattr(mm, name, value)
 
@@ -225,7 +225,7 @@ def weights_stay_for_the_next_run(files: Files) -> Any:
         return {
             "equal": torch.equal(first.latents, second.latents),
             "bytes": [run.timeline.bytes_moved for run in (first, second)],
-            "outer": [run.timeline.outer_bytes > 0 for run in (first, second)],
+            "outer": [run.timeline.non_block_bytes > 0 for run in (first, second)],
             "listed": len(mm.current_loaded_models),
             "as planned": here.pair.loaded_bytes == here.planned(RESIDENT),
             "neighbour": neighbour.loaded_size() == 2**30,
@@ -376,7 +376,7 @@ def other_experts(files: Files) -> Any:
         here.load(LAYERWISE, here.other)
         listed = [m.model.ref.high_noise.parent.name for m in mm.current_loaded_models]
         taken = [pair.loaded_bytes > 0 for pair in here.pairs]
-        guider = here.door.patcher(here.ref, BLOCK_SWAP, flow_shift=5.0)
+        guider = here.host.patcher(here.ref, BLOCK_SWAP, flow_shift=5.0)
         for _turn in range(2):
             mm.load_models_gpu([guider])
             shift = guider.model.model_sampling.shift
@@ -394,7 +394,7 @@ def other_experts(files: Files) -> Any:
             "dead": dead,
             "guider": [current.policy == BLOCK_SWAP, current.pair is here.pair, shift],
             "after": [m.model.ref.high_noise.parent.name for m in mm.current_loaded_models],
-            "default shift": here.door.patcher(here.ref, LAYERWISE).model.model_sampling.shift,
+            "default shift": here.host.patcher(here.ref, LAYERWISE).model.model_sampling.shift,
             "equal": torch.equal(again.latents, first),
         }
 
@@ -420,10 +420,10 @@ def pins(files: Files) -> Any:
         counts["when RAM is short"] = mm.TOTAL_PINNED_MEMORY
         for gone in (
             mm.unload_all_models,
-            here.door.free_experts,
+            here.host.free_experts,
             lambda: here.load(LAYERWISE, here.other),
-            here.door.free_experts,
-            lambda: here.door.patcher(here.other, LAYERWISE),
+            here.host.free_experts,
+            lambda: here.host.patcher(here.other, LAYERWISE),
         ):
             here.load(pinned)
             here.pair.locked = 5000
@@ -460,9 +460,9 @@ def evicted_while_running(files: Files) -> Any:
 def experts_of_a_guider_that_is_gone(files: Files) -> Any:
     """Who is on the list after a guider was made, a policy was refused, and the guider that loaded others is gone."""
     with world(files) as (here, _):
-        guider = here.door.patcher(here.other, BLOCK_SWAP, flow_shift=5.0)
+        guider = here.host.patcher(here.other, BLOCK_SWAP, flow_shift=5.0)
         here.run(LAYERWISE)
-        here.door.patcher(here.other, LAYERWISE)  # made, and not loaded yet
+        here.host.patcher(here.other, LAYERWISE)  # made, and not loaded yet
         try:
             here.load(OffloadPolicy.block_swap(99))
         except ValueError as err:
@@ -552,15 +552,15 @@ def chosen_by_the_planner(files: Files) -> Any:
     )
     for reserve in (0, 4):
         with world(files) as (here, _):
-            here.door = ComfyDoor(here._open, AutoPlanner(lambda *_: machine))
+            here.host = ComfyHost(here._open, AutoPlanner(lambda *_: machine))
             here.neighbour(2**30)
-            pair = here.door.experts(here.ref)
+            pair = here.host.experts(here.ref)
             here.capacity = int(here.planned(BLOCK_SWAP) + mm.minimum_inference_memory() + 2**29)
             mm.EXTRA_RESERVED_VRAM += reserve * here.block
             experts = ["high"] * 4 + ["low"] * 4
             job = _scaled(offload_job(pair, (1, 16, 1, 4, 4), GPU, experts_of_steps=experts, guided=NO_LANES))
-            choice = here.door.choose_policy(here.ref, AutoOffload(), job)
-            loaded = here.door.load_experts(here.ref, choice.policy, working_bytes=0)
+            choice = here.host.choose_policy(here.ref, AutoOffload(), job)
+            loaded = here.host.load_experts(here.ref, choice.policy, working_bytes=0)
             mm.EXTRA_RESERVED_VRAM -= reserve * here.block
             residents = 12 - choice.policy.blocks_to_swap if choice.policy.kind == "block_swap" else 0
             found.append([residents, loaded.policy == choice.policy, choice.revise is not None])
@@ -573,7 +573,7 @@ def room_to_measure(files: Files) -> Any:
     with world(files) as (here, _):
         neighbour = here.neighbour(10 * 2**30)
         here.capacity = here.taken + 2**30
-        here.door._room_to_measure()
+        here.host._room_to_measure()
         return here.free() - PROBE_BYTES, neighbour.loaded_size() > 0
 
 
@@ -607,7 +607,7 @@ def room_for_a_decode(files: Files) -> Any:
 def _scaled(job: OffloadJob) -> OffloadJob:
     """The job of a pair whose bytes on the device count a thousandfold."""
     sizes = {name: SCALE * getattr(job, name) for name in ("stored_bytes", "file_bytes", "computed_bytes")}
-    return replace(job, **sizes, staying_bytes=job.staying_bytes)
+    return replace(job, **sizes, resident_bytes=job.resident_bytes)
 
 
 @case
@@ -616,7 +616,7 @@ def as_a_model(files: Files) -> Any:
     from comfy_extras.nodes_model_advanced import ModelSamplingSD3
 
     with world(files) as (here, _):
-        patcher = here.door.patcher(here.ref, LAYERWISE)
+        patcher = here.host.patcher(here.ref, LAYERWISE)
         (shifted,) = ModelSamplingSD3().patch(patcher, 3.0)
         try:
             patcher.model.apply_model(None, None)

@@ -43,7 +43,7 @@ class One:
     """One expert as ComfyUI loads it, and as we do."""
 
     def __init__(self, file: Path) -> None:
-        self.ref = ExpertsRef(high_noise=file, one=True, compute_dtype="float32")
+        self.ref = ExpertsRef(high_noise=file, single=True, compute_dtype="float32")
         (self.native,) = nodes_model_advanced.ModelSamplingSD3().patch(comfy.sd.load_diffusion_model(str(file)), SHIFT)
 
     def natively(self, sides: Sides, latent: dict[str, Any], name: str = "euler") -> torch.Tensor:

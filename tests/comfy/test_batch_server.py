@@ -121,11 +121,11 @@ def posted(batch: Batch, tmp_path: Path, *rows: object, workflow: object = PICTU
     """What a client leaves that was killed while it posted its first row: the command line, and the row's id."""
     from wanstream.cli.batch.command import _digest
     from wanstream.cli.batch.journal import Journal
-    from wanstream.cli.batch.output_store import Shelf
+    from wanstream.cli.batch.output_store import OutputStore
 
     call = batch(*rows, workflow=workflow)
     found = read_rows(tmp_path / "jobs.jsonl")
-    Shelf(tmp_path / "out")
+    OutputStore(tmp_path / "out")
     with Journal(tmp_path / "out" / JOURNAL, workflow=_digest(workflow)) as journal:
         journal.enter(found, gone=lambda entry: False)
         journal.post({found[0].hash: None}, f"id-of-{tmp_path.name}")

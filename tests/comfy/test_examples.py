@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from wanstream.testing.model import write_sample_model
+from wanstream.testing.model import write_tiny_model
 from wanstream.tools.base_directory import PACK
 from wanstream.tools.comfyui import ComfyUI, Server, running_server
 
@@ -40,7 +40,7 @@ def api(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     for folder in ("custom_nodes", "input", "output"):
         (base / folder).mkdir()
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
-    write_sample_model(base / "models", layers=4)
+    write_tiny_model(base / "models", layers=4)
     with running_server(comfyui, base) as server:
         yield server
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.host.embedded.load_image import LoadImage
 from wanstream.host.folders import diffusers_folders, output_file
 
@@ -152,7 +152,7 @@ answer = [load(name) for name in arguments]
 
 def test_images_are_loaded_as_comfyui_loads_them(ask: Callable[..., Any], base: Path) -> None:
     names = _write_pictures(base / "input")
-    with embedded_door.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
+    with embedded_host.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
         ours = [[tensor.tolist() for tensor in LoadImage.execute(name).args] for name in names]
     for name, mine, theirs in zip(names, ours, ask(LOAD, *names), strict=True):
         assert mine == theirs, name

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from wanstream.cli import main
 from wanstream.cli.exit_codes import DONE
 from wanstream.schema import Timeline
-from wanstream.testing.model import write_sample_model
+from wanstream.testing.model import write_tiny_model
 from wanstream.tools.base_directory import PACK
 from wanstream.tools.comfyui import ComfyUI, Server, running_server
 
@@ -35,7 +35,7 @@ def stocked_server(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -
         (base / folder).mkdir()
     (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
     (base / "custom_nodes" / "clip_node.py").symlink_to(Path(__file__).with_name("clip_node.py"))
-    write_sample_model(base / "models", layers=4)
+    write_tiny_model(base / "models", layers=4)
     with running_server(comfyui, base) as server:
         yield server
 

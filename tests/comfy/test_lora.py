@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.loras import make_lora
-from wanstream.testing.weights import ExpertShape, make_expert
+from wanstream.testing.weights import TinyShape, make_expert
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.lora.file import open_lora
@@ -85,7 +85,7 @@ def _differences(expert: Path) -> dict[str, torch.Tensor]:
 def loras(tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a LoRA of each kind for the tiny expert."""
     folder = tmp_path_factory.mktemp("loras")
-    lightning = make_lora(make_expert(ExpertShape(), seed=1), seed=3)
+    lightning = make_lora(make_expert(TinyShape(), seed=1), seed=3)
     files = {
         "lightning": lightning,
         "lora_A": _spelt(lightning, "lora_A", "lora_B"),

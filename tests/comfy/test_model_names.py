@@ -36,8 +36,8 @@ def test_gguf_is_listed_beside_what_comfyui_lists(ask: Callable[..., Any], tmp_p
         (tmp_path / kind / "sub").mkdir(parents=True)
         for name in ("a.safetensors", "b.gguf", "sub/c.gguf", "d.pt"):
             (tmp_path / kind / name).touch()
-    before, after, place, door = ask(NAMES, str(tmp_path))
-    assert door == "ComfyDoor"
+    before, after, place, host = ask(NAMES, str(tmp_path))
+    assert host == "ComfyHost"
     others = {kind: ["a.safetensors"] for kind in ("vae", "loras", "text_encoders")}
     assert before == {"diffusion_models": ["a.safetensors", "b.gguf", "sub/c.gguf"], **others}
     assert after == {"diffusion_models": ["a.safetensors", "b.gguf", "later/new.gguf", "sub/c.gguf"], **others}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.nodes import WanStreamExtension
 
 pytestmark = pytest.mark.comfy
@@ -32,7 +32,7 @@ def test_every_node_of_the_pack_is_loaded(described: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
 def test_a_node_looks_the_same_to_both_hosts(described: dict[str, Any], base: Path, node: Any) -> None:
-    with embedded_door.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
+    with embedded_host.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
         schema = node.define_schema()
         inputs = json.loads(json.dumps(node.INPUT_TYPES()))
     theirs = described[schema.node_id]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.testing.components import save_text_encoder_file, save_vae_file
 from wanstream.testing.fp8 import FP8_LAYOUTS
@@ -171,7 +171,7 @@ def test_given_frames(
 ) -> None:
     start, end = GIVEN[name]
     conditioning: list[list[Any]] = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]
-    with embedded_door.opened(Folders(models=models, output=models, input=models), device=torch.device("cpu")):
+    with embedded_host.opened(Folders(models=models, output=models, input=models), device=torch.device("cpu")):
         positive, negative, latent = WanStreamImageToVideo.execute(
             conditioning,
             conditioning,
@@ -214,7 +214,7 @@ def test_a_latent_of_wan22_that_begins_with_images(
 ) -> None:
     prompt: list[list[Any]] = [[torch.zeros(1, 512, 4096), {}]]
     size = {"width": WAN22_WIDTH, "height": HEIGHT, "frames": FRAMES}
-    with embedded_door.opened(Folders(models=models, output=models, input=models), device=torch.device("cpu")):
+    with embedded_host.opened(Folders(models=models, output=models, input=models), device=torch.device("cpu")):
         positive, negative, latent = WanStreamImageToVideo.execute(
             prompt, prompt, WAN22_VAE, inputs["start"][:count], batch_size=2, **size
         ).args

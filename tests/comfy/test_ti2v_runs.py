@@ -61,7 +61,7 @@ def native(latent, start=0, end=10000, *, cfg=5.0, add_noise=True, leftover=Fals
 
 
 def ours(latent, *, cfg=5.0, **settings):
-    ref = room.ExpertsRef(high_noise=Path(path), one=True, compute_dtype="float32")
+    ref = room.ExpertsRef(high_noise=Path(path), single=True, compute_dtype="float32")
     usual = dict(
         seed=7, steps=STEPS, solver="euler", schedule="simple", flow_shift=SHIFT, boundary_ratio=0.9, switch_step=-1,
         guidance_high=cfg, guidance_low=1.0, start_step=0,

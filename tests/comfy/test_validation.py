@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.host.embedded.checks import Socket, own_check, sockets_of
 from wanstream.host.embedded.load_image import LoadImage
 from wanstream.host.embedded.run import validate_workflow
@@ -305,7 +305,7 @@ def _verdict(error: Mapping[str, Any] | None, node_errors: Mapping[str, Any]) ->
 
 @pytest.fixture(scope="module")
 def sockets(base: Any) -> Sockets:
-    with embedded_door.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
+    with embedded_host.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
         return {name: sockets_of(node) for name, node in CLASSES.items()}
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wanstream.testing.components import save_vae_file
-from wanstream.testing.model import VAE_FILE, write_sample_model
+from wanstream.testing.model import VAE_FILE, write_tiny_model
 from wanstream.testing.weights import make_vae
 from wanstream.tools.comfyui import ComfyUI
 
@@ -97,7 +97,7 @@ def _embedded_prompts() -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def stocked(vae_width: int, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The base directory with the test model and the start image in it."""
-    sample = write_sample_model(tmp_path_factory.mktemp("sample")).folder
+    sample = write_tiny_model(tmp_path_factory.mktemp("sample")).folder
     for entry in sample.glob("*/*"):
         link = base / "models" / entry.relative_to(sample)
         link.parent.mkdir(exist_ok=True)
@@ -294,8 +294,8 @@ def test_another_seed_uses_the_right_experts_and_reloads_nothing(
     assert torch.equal(latent, embedded[OTHER_SEED])
     timeline = _timeline(history)
     assert [step["expert"] for step in timeline["steps"]] == EXPERTS["t2v"]
-    assert _timeline(first)["outer_bytes"] > 0
-    assert timeline["outer_bytes"] == 0, "the experts were opened again"
+    assert _timeline(first)["non_block_bytes"] > 0
+    assert timeline["non_block_bytes"] == 0, "the experts were opened again"
 
 
 def test_cancel_ends_a_run_and_leaves_the_server_usable(

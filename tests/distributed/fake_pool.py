@@ -1,6 +1,6 @@
 """A pool of workers that compute next to nothing, on threads, and fail when they are told to.
 
-They keep what real workers keep: one task at a time, a vote of the whole cell before every step, nothing heard of a
+They keep what real workers keep: one task at a time, a vote of the whole group before every step, nothing heard of a
 process that is gone. A step is `latents * 0.75 + step`, so that it shows which steps were taken and in which order.
 """
 
@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import torch
 
-from wanstream.distributed.messages import Meeting, RunEnded, RunTask, StepTold, WorkerFacts
+from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, TaskResult, WorkerFacts
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import on_own_thread
-from wanstream.distributed.worker.errors import HungError, PeerLostError
-from wanstream.sampling import Cancelled, RunState
+from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
+from wanstream.sampling import RunState, SamplingCancelled
 from wanstream.schema import PathMap, StepRecord, Timeline
 
 Failing = Literal["dies", "hangs", "dies when all is told"] | Exception
@@ -38,7 +38,7 @@ class Fault:
 
 
 class FakeMeeting:
-    """The votes of one meeting."""
+    """The votes of one rendezvous."""
 
     def __init__(self, size: int) -> None:
         self._size, self._changed = size, threading.Condition()
@@ -64,7 +64,7 @@ class FakeMeeting:
     def _wait(self, there: Callable[[], bool], timeout_s: float) -> None:
         self._changed.notify_all()
         if not self._changed.wait_for(lambda: there() or self._broken, timeout_s):
-            raise HungError(f"nobody came within {timeout_s:g} s")
+            raise WorkerTimeoutError(f"nobody came within {timeout_s:g} s")
         if not there():
             raise PeerLostError("another worker has left")
 
@@ -76,7 +76,7 @@ class FakeWorker:
         self._pool, self._rank, self.pid = pool, rank, pid
         self._gone = threading.Event()
         self._stopped: set[str] = set()
-        self._meeting: tuple[Meeting, FakeMeeting] | None = None
+        self._rendezvous: tuple[RendezvousSpec, FakeMeeting] | None = None
         self._busy = threading.Lock()
         self._expert, self._switches, self._votes = "", 0, itertools.count()
         self._begun = 0
@@ -89,7 +89,7 @@ class FakeWorker:
         function = self._leave_late if method == "leave" else getattr(self, f"_{method}")
         return on_own_thread("fake ask", self._alive, function, *args)
 
-    def run(self, task: RunTask, on_told: Callable[[StepTold], None]) -> Future[RunEnded]:
+    def run(self, task: RunTask, on_told: Callable[[StepReport], None]) -> Future[TaskResult]:
         self._pool.sent.append((self._rank, task))
         return on_own_thread("fake run", self._alive, self._run, task, on_told)
 
@@ -117,7 +117,7 @@ class FakeWorker:
         raise WorkerLostError(f"worker {self._rank} is gone\n{self.log_tail()}", self._rank)
 
     def _facts(self, paths: Sequence[str] = (), maps: Sequence[PathMap] = ()) -> WorkerFacts:
-        generation = None if self._meeting is None else self._meeting[0].generation
+        generation = None if self._rendezvous is None else self._rendezvous[0].generation
         missing = tuple(path for path in self._pool.missing.get(self._rank, ()) if path in paths)
         return replace(
             self._pool.facts,
@@ -131,19 +131,21 @@ class FakeWorker:
     def _free_port(self) -> int:
         return next(self._pool.ports)
 
-    def _join(self, meeting: Meeting) -> None:
+    def _join(self, rendezvous: RendezvousSpec) -> None:
         self._leave()
-        if meeting.rank == 0 and meeting.port in self._pool.taken:
-            raise OSError(errno.EADDRINUSE, f"port {meeting.port} at {meeting.host} is taken")
+        if rendezvous.rank == 0 and rendezvous.port in self._pool.taken:
+            raise OSError(errno.EADDRINUSE, f"port {rendezvous.port} at {rendezvous.host} is taken")
         with self._pool.lock:
-            met = self._pool.meetings.setdefault((meeting.port, meeting.generation), FakeMeeting(meeting.mesh.size))
-        self._pool.joined.append((self._rank, meeting))
-        self._meeting = (meeting, met)
+            met = self._pool.rendezvous.setdefault(
+                (rendezvous.port, rendezvous.generation), FakeMeeting(rendezvous.mesh.size)
+            )
+        self._pool.joined.append((self._rank, rendezvous))
+        self._rendezvous = (rendezvous, met)
         self._votes = itertools.count()
-        met.come(meeting.timeout_s)
+        met.come(rendezvous.timeout_s)
 
     def _leave(self) -> None:
-        left, self._meeting = self._meeting, None
+        left, self._rendezvous = self._rendezvous, None
         if left is not None:
             left[1].leave()
 
@@ -160,27 +162,29 @@ class FakeWorker:
     def _stop(self, run_id: str) -> None:
         self._stopped.add(run_id)
 
-    def _run(self, task: RunTask, on_told: Callable[[StepTold], None]) -> RunEnded:
+    def _run(self, task: RunTask, on_told: Callable[[StepReport], None]) -> TaskResult:
         assert self._busy.acquire(blocking=False), "two tasks at a time"
         try:
             return self._take_steps(task, on_told)
         finally:
             self._busy.release()
 
-    def _take_steps(self, task: RunTask, on_told: Callable[[StepTold], None]) -> RunEnded:
-        assert self._meeting is not None, "a task without a meeting"
-        meeting, votes = self._meeting
-        course, began, taken = task.request.course(), time.perf_counter(), list[StepRecord]()
-        state = task.resume or RunState(next_step=course.start_step, latents=task.request.noise, history={"steps": ()})
+    def _take_steps(self, task: RunTask, on_told: Callable[[StepReport], None]) -> TaskResult:
+        assert self._rendezvous is not None, "a task without a rendezvous"
+        rendezvous, votes = self._rendezvous
+        step_plan, began, taken = task.request.step_plan, time.perf_counter(), list[StepRecord]()
+        state = task.resume or RunState(
+            next_step=step_plan.start_step, latents=task.request.noise, history={"steps": ()}
+        )
         assert task.until is not None
-        leads = meeting.rank == 0
+        leads = rendezvous.rank == 0
         for step in range(state.next_step, task.until):
             self._fail(step)
             self._begun += 1
-            if votes.vote(next(self._votes), task.run_id in self._stopped, meeting.timeout_s):
-                raise Cancelled(step, 0)
+            if votes.vote(next(self._votes), task.run_id in self._stopped, rendezvous.timeout_s):
+                raise SamplingCancelled(step, 0)
             time.sleep(self._pool.step_s)
-            expert = course.experts[step]
+            expert = step_plan.experts[step]
             self._switches += self._expert not in ("", expert)
             self._expert = expert
             history = {"steps": (*state.history["steps"], step)}
@@ -188,30 +192,30 @@ class FakeWorker:
             record = StepRecord(
                 index=step,
                 expert=expert,
-                sigma=course.schedule.sigmas[step],
+                sigma=step_plan.schedule.sigmas[step],
                 wall_s=0.03,
                 compute_s=0.03,
                 stall_s=0.0,
                 bytes_moved=100,
-                began_s=time.perf_counter() - began,
+                start_s=time.perf_counter() - began,
             )
             taken.append(record)
             if self._gone.is_set():
                 break
             told = state.latents if leads else None
             on_told(
-                StepTold(
+                StepReport(
                     run_id=task.run_id,
                     rank=0,
                     record=record,
                     done=step + 1,
-                    total=len(course.steps),
+                    total=len(step_plan.steps),
                     denoised=told,
                     state=state if leads else None,
                 )
             )
         self._fail(task.until, told_all=True)
-        return RunEnded(
+        return TaskResult(
             run_id=task.run_id,
             rank=0,
             timeline=Timeline(steps=tuple(taken), kind="measured"),
@@ -247,14 +251,14 @@ class FakePool:
     leave_s: dict[int, float] = field(default_factory=dict)
     """By rank: how long it takes until a worker has left."""
     sent: list[tuple[int, RunTask]] = field(default_factory=list)
-    joined: list[tuple[int, Meeting]] = field(default_factory=list)
+    joined: list[tuple[int, RendezvousSpec]] = field(default_factory=list)
     killed: list[int] = field(default_factory=list)
     replaced: list[int] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
     """Ports that nobody can listen on."""
     missing: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """By rank: paths that are not there."""
-    meetings: dict[tuple[int, int], FakeMeeting] = field(default_factory=dict)
+    rendezvous: dict[tuple[int, int], FakeMeeting] = field(default_factory=dict)
     auto_dtypes: dict[int, str] = field(default_factory=dict)
     """By rank; float32 for the others."""
     facts: WorkerFacts = field(

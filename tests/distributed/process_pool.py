@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from wanstream.distributed.messages import RunEnded, RunTask, StepTold
+from wanstream.distributed.messages import RunTask, StepReport, TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import WorkThread, on_own_thread
 from wanstream.distributed.worker.worker import Worker
@@ -95,7 +95,7 @@ class ProcessWorker:
         self._rank, self._process, self._connection = rank, process, connection
         self.pid: int = process.pid
         self._lock, self._numbers = threading.Lock(), itertools.count()
-        self._waiting: dict[int, tuple[Future[Any], Callable[[StepTold], None] | None]] = {}
+        self._waiting: dict[int, tuple[Future[Any], Callable[[StepReport], None] | None]] = {}
         self._gone = False
         self._lost_one = True
         self._listening = threading.Thread(target=self._listen, name=f"process {rank}", daemon=True)
@@ -108,7 +108,7 @@ class ProcessWorker:
     def ask(self, method: str, *args: Any) -> Future[Any]:
         return self._send(method, args, None)
 
-    def run(self, task: RunTask, on_told: Callable[[StepTold], None]) -> Future[RunEnded]:
+    def run(self, task: RunTask, on_told: Callable[[StepReport], None]) -> Future[TaskResult]:
         return self._send("run", (task,), on_told)
 
     def log_tail(self) -> str:
@@ -128,7 +128,7 @@ class ProcessWorker:
         self._connection.close()
         return not self._lost_one
 
-    def _send(self, method: str, args: Sequence[Any], on_told: Callable[[StepTold], None] | None) -> Future[Any]:
+    def _send(self, method: str, args: Sequence[Any], on_told: Callable[[StepReport], None] | None) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)

@@ -32,7 +32,7 @@ from typing import Any
 WAIT_S = 120.0
 """Neither a start nor a job takes longer, on any machine."""
 
-Job = Callable[..., Any]
+StageJob = Callable[..., Any]
 Asked = tuple[str, str, tuple[Any, ...]]
 
 
@@ -94,7 +94,7 @@ class Process:
         # Ids are given again when a process is gone, and the system reaps these.
         self._handle = os.pidfd_open(self.pid)
 
-    def start(self, job: Job, *args: Any) -> Answer:
+    def start(self, job: StageJob, *args: Any) -> Answer:
         """Let it do a job, and return at once."""
         file = inspect.getsourcefile(job)
         assert file is not None
@@ -138,7 +138,7 @@ class Processes(Sequence[Process]):
             self._every.append(Process(self._source, len(self._every)))
         return self
 
-    def all(self, job: Job, *args: Any, count: int, timeout: float = WAIT_S) -> list[Any]:
+    def all(self, job: StageJob, *args: Any, count: int, timeout: float = WAIT_S) -> list[Any]:
         """Let the first `count` do the same job at once; their answers, in order."""
         answers = [process.start(job, *args) for process in self.at_least(count)._every[:count]]
         return [answer.result(timeout) for answer in answers]

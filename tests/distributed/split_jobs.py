@@ -15,12 +15,12 @@ from diffusers.models import attention_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream import schema
-from wanstream.distributed.messages import Meeting
+from wanstream.distributed.messages import RendezvousSpec
 from wanstream.distributed.worker.groups import meet
-from wanstream.sampling import Cancelled, DenoiseRequest, Part, denoise_part
+from wanstream.sampling import DenoiseRequest, RunSlice, SamplingCancelled, denoise_part
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
-from wanstream.testing.weights import ExpertShape, in_dtype, make_expert
+from wanstream.testing.weights import TinyShape, in_dtype, make_expert
 from wanstream.wan import Lane, forward_lanes
 from wanstream.wan.experts.registry import ExpertsRegistry
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
@@ -39,21 +39,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def meetings(mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = None) -> list[Meeting]:
+def rendezvous(mesh: Mesh, *, timeout_s: float = TIMEOUT_S, port: int | None = None) -> list[RendezvousSpec]:
     """One for each rank."""
     port, generation = port or free_port(), next(generations)
     return [
-        Meeting(rank=rank, mesh=mesh, host=LOOPBACK, port=port, generation=generation, timeout_s=timeout_s)
+        RendezvousSpec(rank=rank, mesh=mesh, host=LOOPBACK, port=port, generation=generation, timeout_s=timeout_s)
         for rank in range(mesh.size)
     ]
 
 
-def job_meet(here: SimpleNamespace, every: list[Meeting]) -> int:
+def job_meet(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
     here.groups = meet(every[here.number], "cpu")
     return os.getpid()
 
 
-def job_meet_on_gpu(here: SimpleNamespace, every: list[Meeting]) -> int:
+def job_meet_on_gpu(here: SimpleNamespace, every: list[RendezvousSpec]) -> int:
     here.groups = meet(every[here.number], f"cuda:{here.number}")
     return os.getpid()
 
@@ -97,7 +97,7 @@ def compute(
     experts: ExpertsRef,
     request: DenoiseRequest,
     policy: OffloadPolicy,
-    part: Part,
+    part: RunSlice,
     device: str = "cpu",
     **asked: Any,
 ) -> torch.Tensor:
@@ -113,14 +113,14 @@ def job_run(
     """The share of this process; what came from others, as the groups count it and as torch sees it."""
     before = here.groups.gathered_bytes
     with Crossed() as crossed:
-        latents = compute(here, experts, request, policy, Part(split=here.groups.split()), device)
+        latents = compute(here, experts, request, policy, RunSlice(split=here.groups.split()), device)
     return {"latents": latents, "gathered": here.groups.gathered_bytes - before, "crossed": crossed.nbytes}
 
 
 def job_run_alone(
     here: SimpleNamespace, experts: ExpertsRef, request: DenoiseRequest, policy: OffloadPolicy, device: str = "cpu"
 ) -> torch.Tensor:
-    return compute(here, experts, request, policy, Part(), device)
+    return compute(here, experts, request, policy, RunSlice(), device)
 
 
 def job_run_compiled(
@@ -131,7 +131,7 @@ def job_run_compiled(
     for compiler in (None, "eager", "eager"):
         compute_with(here, experts, compiler)
         before, graphs = here.groups.gathered_bytes, compiler_named("eager").graphs
-        latents = compute(here, experts, request, policy, Part(split=here.groups.split()))
+        latents = compute(here, experts, request, policy, RunSlice(split=here.groups.split()))
         gathered, compiled = here.groups.gathered_bytes - before, compiler_named("eager").graphs - graphs
         shares.append({"latents": latents, "gathered": gathered, "graphs": compiled})
     compute_with(here, experts, None)
@@ -161,10 +161,10 @@ def job_run_until(
             os.kill(os.getpid(), sent)
         return now
 
-    part = Part(split=here.groups.split())
+    part = RunSlice(split=here.groups.split())
     try:
         compute(here, experts, request, policy, part, should_stop=here.groups.voting(wish))
-    except Cancelled as stopped:
+    except SamplingCancelled as stopped:
         return stopped.step, stopped.block
     raise AssertionError("the run was not stopped")
 
@@ -174,7 +174,7 @@ def job_hold(
 ) -> tuple[int, int]:
     """The most bytes that a forward pass holds at once here, by the `Alive` of that file; and the estimate of it."""
     latent, text, width, ffn_dim = (5, 40, 56), 16, 512, 1382
-    model = in_dtype(make_expert(ExpertShape(heads=4, layers=2, ffn_dim=ffn_dim), seed=1), dtype)
+    model = in_dtype(make_expert(TinyShape(heads=4, layers=2, ffn_dim=ffn_dim), seed=1), dtype)
     inputs = [Lane(latents=torch.zeros(1, 16, *latent), text=torch.zeros(1, text, 4096, dtype=dtype))] * lanes
     chunks = None if chunk_tokens is None else ChunkedBlocks(model.blocks, chunk_tokens)
     besides = [*model.parameters(), *model.buffers(), inputs[0].text]
@@ -187,15 +187,15 @@ def job_hold(
         forward_lanes(model, inputs, torch.tensor([900.0]), lambda block: nullcontext())
     if chunks is not None:
         chunks.detach()
-    cell = here.groups.cell
+    group = here.groups.group
     shape = schema.ExpertShape(width=width, ffn_width=ffn_dim)
     estimate = shape.working_bytes(
         5 * 20 * 28,
         lanes=lanes,
         value_bytes=dtype.itemsize,
         chunk_tokens=chunk_tokens,
-        ring=cell.ring,
-        ulysses=cell.ulysses,
+        ring=group.ring,
+        ulysses=group.ulysses,
     )
     # The estimate counts texts of 512 tokens, and those of the other expert too.
     return alive.peak, estimate - (2 * lanes + 2) * 512 * width * dtype.itemsize

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import Meeting, RunTask
+from wanstream.distributed.messages import RendezvousSpec, RunTask
 from wanstream.distributed.worker.worker import Worker
 from wanstream.sampling import DenoiseRequest
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
-from wanstream.schema.workers_ref import WeightHome
+from wanstream.schema.workers_ref import WeightPlacement
 
 ULYSSES, CFG = Mesh(ulysses=2), Mesh(cfg=2)
 STEPS = 8
@@ -34,7 +34,7 @@ Decisions = list[tuple[int, int]]
 """Of every step: lanes that left blocks out here, and visits that were left out."""
 
 
-def job_join(here: SimpleNamespace, every: Sequence[Meeting]) -> None:
+def job_join(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> None:
     here.worker = getattr(here, "worker", None) or Worker("cpu", threads=1)
     if every:
         here.worker.join(every[here.number])
@@ -50,18 +50,18 @@ def job_run_each(here: SimpleNamespace, tasks: Sequence[RunTask]) -> list[tuple[
     found = []
     for task in tasks:
         ended = here.worker.run(task, lambda told: None)
-        decided = [(step.cached_lanes, step.skipped_visits) for step in ended.timeline.steps]
+        decided = [(step.skipped_lanes, step.skipped_visits) for step in ended.timeline.steps]
         found.append((decided, ended.latents))
     return found
 
 
 @pytest.fixture
-def cell(processes: Any, split_jobs: Any) -> Callable[..., list[Any]]:
-    """`cell(mesh, tasks, home="full")`: what each worker of that cell makes of these tasks; `None` is one alone."""
+def group(processes: Any, split_jobs: Any) -> Callable[..., list[Any]]:
+    """`group(mesh, tasks, home="full")`: what each worker of that group makes of these tasks; `None` is one alone."""
 
-    def run(mesh: Mesh | None, tasks: Sequence[RunTask], home: WeightHome = "full") -> list[Any]:
+    def run(mesh: Mesh | None, tasks: Sequence[RunTask], home: WeightPlacement = "full") -> list[Any]:
         count = 1 if mesh is None else mesh.size
-        every = [] if mesh is None else [replace(each, weights=home) for each in split_jobs.meetings(mesh)]
+        every = [] if mesh is None else [replace(each, weights=home) for each in split_jobs.rendezvous(mesh)]
         processes.all(job_join, every, count=count)
         try:
             return processes.all(job_run_each, tasks, count=count)
@@ -96,13 +96,13 @@ def visits_of(ran: Sequence[tuple[Decisions, Any]]) -> list[list[int]]:
 
 @pytest.mark.slow
 def test_two_workers_that_share_tokens_decide_alike_at_20_random_thresholds(
-    cell: Callable[..., list[Any]], ask: Callable[..., RunTask]
+    group: Callable[..., list[Any]], ask: Callable[..., RunTask]
 ) -> None:
     tasks = [ask(threshold, end_step=6) for threshold in THRESHOLDS]
-    one, other = cell(ULYSSES, tasks)
+    one, other = group(ULYSSES, tasks)
     assert [decided for decided, _ in one] == [decided for decided, _ in other]
     assert len({tuple(visits) for visits in visits_of(one)}) >= 3, "these thresholds are too much alike"
-    [alone] = cell(None, tasks[::EVERY])
+    [alone] = group(None, tasks[::EVERY])
     for (decided, latents), (expected, whole) in zip(one[::EVERY], alone, strict=True):
         assert decided == expected
         assert difference(latents, whole) <= SAME
@@ -110,11 +110,11 @@ def test_two_workers_that_share_tokens_decide_alike_at_20_random_thresholds(
 
 @pytest.mark.parametrize("mesh", [ULYSSES, CFG], ids=str)
 def test_two_workers_decide_as_one_does(
-    mesh: Mesh, cell: Callable[..., list[Any]], ask: Callable[..., RunTask]
+    mesh: Mesh, group: Callable[..., list[Any]], ask: Callable[..., RunTask]
 ) -> None:
     tasks = [ask(threshold) for threshold in (0.45, 0.55, 0.7)]
-    [alone] = cell(None, tasks)
-    one, other = cell(mesh, tasks)
+    [alone] = group(None, tasks)
+    one, other = group(mesh, tasks)
     assert visits_of(one) == visits_of(other) == visits_of(alone)
     for (expected, whole), (first, latents), (second, _) in zip(alone, one, other, strict=True):
         assert difference(latents, whole) <= SAME
@@ -126,34 +126,34 @@ def test_two_workers_decide_as_one_does(
 
 @pytest.mark.parametrize("home", ["sharded", "sharded in VRAM"])
 def test_workers_that_gather_their_weights_leave_out_the_same_visits(
-    home: WeightHome, cell: Callable[..., list[Any]], ask: Callable[..., RunTask]
+    home: WeightPlacement, group: Callable[..., list[Any]], ask: Callable[..., RunTask]
 ) -> None:
     tasks = [ask(threshold) for threshold in (0.55, 1e9)]
-    [alone] = cell(None, tasks)
-    one, other = cell(CFG, tasks, home)
+    [alone] = group(None, tasks)
+    one, other = group(CFG, tasks, home)
     assert visits_of(one) == visits_of(other) == visits_of(alone)
     assert all(any(visits) for visits in visits_of(alone))
     for (_, whole), (_, latents) in zip(alone, one, strict=True):
         assert torch.equal(latents, whole)
 
 
-def test_an_odd_number_of_videos_on_two_sides(cell: Callable[..., list[Any]], ask: Callable[..., RunTask]) -> None:
+def test_an_odd_number_of_videos_on_two_sides(group: Callable[..., list[Any]], ask: Callable[..., RunTask]) -> None:
     tasks = [ask(0.6, batch=3), with_fewer_lanes_late(ask(0.6, batch=3))]
-    [alone] = cell(None, tasks)
-    for (_, whole), (_, latents) in zip(alone, cell(CFG, tasks)[0], strict=True):
+    [alone] = group(None, tasks)
+    for (_, whole), (_, latents) in zip(alone, group(CFG, tasks)[0], strict=True):
         assert torch.equal(latents, whole)
 
 
 @pytest.mark.parametrize("mesh", [ULYSSES, CFG], ids=str)
 def test_context_windows_of_two_workers_decide_as_those_of_one(
-    mesh: Mesh, cell: Callable[..., list[Any]], ask: Callable[..., RunTask]
+    mesh: Mesh, group: Callable[..., list[Any]], ask: Callable[..., RunTask]
 ) -> None:
     """Those that move find what they kept by their frames; without guidance in late steps, sides share out windows."""
     moving = ContextWindows(frames=3, overlap=1)
     tasks = [in_windows(ask(0.55), moving), in_windows(ask(0.55), replace(moving, shift_windows=False))]
     tasks.append(with_fewer_lanes_late(in_windows(ask(1e9), replace(moving, shift_windows=False))))
-    [alone] = cell(None, tasks)
-    one, other = cell(mesh, tasks)
+    [alone] = group(None, tasks)
+    one, other = group(mesh, tasks)
     assert visits_of(one) == visits_of(other) == visits_of(alone)
     for (expected, whole), (_, latents) in zip(alone, one, strict=True):
         assert difference(latents, whole) <= SAME

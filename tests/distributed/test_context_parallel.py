@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from wanstream.distributed.worker.context_parallel import backend_for
-from wanstream.distributed.worker.errors import HungError, PeerLostError
+from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
 from wanstream.sampling import DenoiseRequest
 from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
@@ -38,7 +38,7 @@ def meet(processes: Any, split_jobs: Any) -> Any:
     def make(mesh: Mesh, **changes: Any) -> list[int]:
         nonlocal count
         count = mesh.size
-        return processes.all(split_jobs.job_meet, split_jobs.meetings(mesh, **changes), count=count)
+        return processes.all(split_jobs.job_meet, split_jobs.rendezvous(mesh, **changes), count=count)
 
     yield make
     if count:
@@ -301,7 +301,7 @@ def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
     answers = [process.start(split_jobs.job_run_until, *given, {3: 6}, sent) for process in processes[:4]]
     try:
         for answer in answers[:3]:
-            with pytest.raises((PeerLostError, HungError), match="no sign of rank 3 within"):
+            with pytest.raises((PeerLostError, WorkerTimeoutError), match="no sign of rank 3 within"):
                 answer.result()
     finally:
         processes.replace(3)

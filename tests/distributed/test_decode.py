@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import Meeting, RunTask
+from wanstream.distributed.messages import RendezvousSpec, RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.vae.decode import EARLY_TILES, DecodeJob, TileDone, decode_on_workers
@@ -249,9 +249,9 @@ def test_a_worker_decodes_where_its_experts_have_made_room(
     tile = DecodeTask(run_id="tile", vae=tiny_pipeline(), latents=latents[:1, :, :, :4, :4])
     try:
         before = worker.run(make_task(), lambda told: None).latents
-        worker.join(Meeting(rank=0, mesh=Mesh(), host="127.0.0.1", port=1, generation=5, timeout_s=10))
+        worker.join(RendezvousSpec(rank=0, mesh=Mesh(), host="127.0.0.1", port=1, generation=5, timeout_s=10))
         decoded = worker.decode_tile(tile)
-        assert worker.facts().generation is None, "its cell must not go on without what lay in its buffers"
+        assert worker.facts().generation is None, "its group must not go on without what lay in its buffers"
         assert torch.equal(decoded, TileDecoder(torch.device("cpu")).decode(tile, lambda: False))
         after = worker.run(make_task(), lambda told: None).latents
         assert before is not None

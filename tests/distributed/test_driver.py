@@ -15,25 +15,25 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver.driver import Driver, DriverOrderError
-from wanstream.distributed.driver.rendezvous import CellMeetings
-from wanstream.distributed.driver.results import Ran
-from wanstream.distributed.driver.schedule import Cell
-from wanstream.distributed.driver.stage_run import GivenUpError
-from wanstream.distributed.driver.worker_group import WorkerCell, WorkerFailedError
+from wanstream.distributed.driver.driver import Driver
+from wanstream.distributed.driver.rendezvous import Rendezvous
+from wanstream.distributed.driver.results import DistributedResult
+from wanstream.distributed.driver.schedule import GroupId
+from wanstream.distributed.driver.stage_run import RestartLimitError
+from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import on_own_thread
 from wanstream.sampling import (
-    Cancelled,
     DenoiseRequest,
     NonFiniteLatentError,
     RunState,
+    SamplingCancelled,
     SmallerPolicyError,
     StepProgress,
 )
-from wanstream.schema import Mesh, MeshError, OffloadPolicy, WorkersRef
+from wanstream.schema import Mesh, MeshError, OffloadPolicy, StateError, WorkersRef
 from wanstream.schema.workers_ref import PathMap
 
 STEPS, SWITCH = 6, 3
@@ -129,10 +129,10 @@ def test_cells_meet_apart_and_stay_together(fakes: Any, request_of: Any, experts
     driver = driver_of(pool, mesh)
     for _ in range(2):
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
-    met = sorted((rank, meeting.rank, meeting.mesh) for rank, meeting in pool.joined)
+    met = sorted((rank, rendezvous.rank, rendezvous.mesh) for rank, rendezvous in pool.joined)
     assert met == [(rank, rank % 2, Mesh(cfg=2)) for rank in range(4)]
-    assert {meeting.weights for _, meeting in pool.joined} == {"auto"}
-    assert len({meeting.generation for _, meeting in pool.joined}) == 2
+    assert {rendezvous.weights for _, rendezvous in pool.joined} == {"auto"}
+    assert len({rendezvous.generation for _, rendezvous in pool.joined}) == 2
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(stage=2), Mesh(data=2, stage=2), Mesh(cfg=2, ulysses=2)], ids=str)
@@ -172,7 +172,7 @@ def test_a_loss_is_told_with_its_worker_machine_and_step(fakes: Any, request_of:
 def test_other_cells_go_on_undisturbed(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool = fakes.FakePool(4, [fakes.Fault(rank=0, step=2, what="dies")])
     driver_of(pool, Mesh(data=2, cfg=2)).denoise(experts_ref(), request_of(2), LAYERWISE)
-    assert [rank for rank, _ in pool.joined].count(2) == 1, "the other cell has met once"
+    assert [rank for rank, _ in pool.joined].count(2) == 1, "the other group has met once"
     sent = [(task.resume, task.until) for rank, task in pool.sent if rank == 3]
     assert sent[0] == (None, STEPS)
 
@@ -180,7 +180,7 @@ def test_other_cells_go_on_undisturbed(fakes: Any, request_of: Any, experts_ref:
 def test_losses_without_end_are_told_with_the_log(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies", always=True)])
     driver = driver_of(pool, Mesh(cfg=2), max_restarts=2)
-    with pytest.raises(GivenUpError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 losses"):
+    with pytest.raises(RestartLimitError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 losses"):
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
     assert len(pool.replaced) == 2
     pool.faults.clear()
@@ -208,7 +208,7 @@ def test_memory_that_is_short_lets_the_whole_cell_go_on_in_less(fakes: Any, requ
     sent = {rank: [] for rank in range(4)}
     for rank, task in pool.sent:
         sent[rank].append((task.policy, task.resume.next_step if task.resume else 0))
-    assert sent[0] == sent[1] == [(LAYERWISE, 0), (LAYERWISE, 0)], "the other cell keeps its policy"
+    assert sent[0] == sent[1] == [(LAYERWISE, 0), (LAYERWISE, 0)], "the other group keeps its policy"
     assert sent[2] == sent[3] == [(LAYERWISE, SWITCH), (smaller, 4), (smaller, SWITCH)]
     assert (ran.restarts, pool.replaced) == (0, [])
     (change,) = ran.timeline.changes
@@ -249,7 +249,7 @@ def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, reque
     pool.replace = sometimes
     driver = driver_of(pool, Mesh(cfg=2), max_restarts=3)
     if failing > 3:
-        with pytest.raises(GivenUpError, match="it does not start\n3 losses"):
+        with pytest.raises(RestartLimitError, match="it does not start\n3 losses"):
             driver.denoise(experts_ref(), request_of(), LAYERWISE)
         return
     ran = driver.denoise(experts_ref(), request_of(), LAYERWISE)
@@ -265,7 +265,7 @@ def test_workers_that_never_start_end_a_run_before_it_begins(fakes: Any, request
         raise WorkerLostError("it does not start", rank)
 
     pool.replace = never
-    with pytest.raises(GivenUpError, match="it does not start"):
+    with pytest.raises(RestartLimitError, match="it does not start"):
         driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE)
     assert pool.sent == []
 
@@ -302,7 +302,7 @@ def test_a_run_that_is_stopped_leaves_all_workers_usable(
             if how == "raised":
                 raise KeyboardInterrupt
 
-    kind = KeyboardInterrupt if how == "raised" else Cancelled
+    kind = KeyboardInterrupt if how == "raised" else SamplingCancelled
     with pytest.raises(kind):
         driver.denoise(experts_ref(), request_of(3, steps=400), LAYERWISE, on_step=on_step, should_stop=stop.is_set)
     stop.clear()
@@ -317,7 +317,7 @@ def test_a_wish_to_stop_is_heard_while_workers_meet(fakes: Any, request_of: Any,
     pool = fakes.FakePool(2)
     pool.workers[1].kill()
     pool.replace = lambda rank: pytest.fail("nobody") if threading.Event().wait(1) else fakes.FakePool(2).workers[1]
-    with pytest.raises(Cancelled):
+    with pytest.raises(SamplingCancelled):
         driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE, should_stop=lambda: True)
 
 
@@ -342,13 +342,13 @@ def test_workers_that_were_led_away_meet_anew(fakes: Any, request_of: Any, exper
     for asked in [worker.ask("close") for worker in pool.workers]:
         asked.result(10)
     first.denoise(experts_ref(), request_of(), LAYERWISE)
-    layouts = [str(meeting.mesh) for rank, meeting in pool.joined if rank == 1]
+    layouts = [str(rendezvous.mesh) for rank, rendezvous in pool.joined if rank == 1]
     assert layouts == ["cfg 2", "ulysses 2", "cfg 2", "cfg 2"]
     assert pool.replaced == []
 
 
 def test_what_a_former_driver_still_mends_is_waited_for(fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    """Both would replace the same worker, and lead it out of the other's meeting."""
+    """Both would replace the same worker, and lead it out of the other's rendezvous."""
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies")])
     replace, mending, go_on = pool.replace, threading.Event(), threading.Event()
 
@@ -359,7 +359,7 @@ def test_what_a_former_driver_still_mends_is_waited_for(fakes: Any, request_of: 
 
     pool.replace = slowly
     first = driver_of(pool, Mesh(cfg=2))
-    with pytest.raises(Cancelled):
+    with pytest.raises(SamplingCancelled):
         first.denoise(experts_ref(), request_of(), LAYERWISE, should_stop=mending.is_set)
     second = Driver(pool, WorkersRef(count=2, timeout_s=20.0, max_restarts=0), Mesh(ulysses=2), follows=first)
     running = on_own_thread("second", second.denoise, experts_ref(), request_of(), LAYERWISE)
@@ -367,13 +367,13 @@ def test_what_a_former_driver_still_mends_is_waited_for(fakes: Any, request_of: 
     ran = running.result(60)
     assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
     assert (ran.restarts, pool.replaced) == (0, [1])
-    assert [str(meeting.mesh) for rank, meeting in pool.joined if rank == 0] == ["cfg 2", "cfg 2", "ulysses 2"]
+    assert [str(rendezvous.mesh) for rank, rendezvous in pool.joined if rank == 0] == ["cfg 2", "cfg 2", "ulysses 2"]
 
 
 def test_a_cell_that_comes_to_mend_too_late_mends_nothing(fakes: Any) -> None:
     pool, mesh = fakes.FakePool(2), Mesh(cfg=2)
-    meetings = CellMeetings(pool, WorkersRef(count=2, timeout_s=20.0))
-    late, now = (WorkerCell(Cell(0, 0), pool, (0, 1), mesh, meetings, 20.0) for _ in range(2))
+    rendezvous = Rendezvous(pool, WorkersRef(count=2, timeout_s=20.0))
+    late, now = (WorkerGroup(GroupId(0, 0), pool, (0, 1), mesh, rendezvous, 20.0) for _ in range(2))
     late.retire()
     late.mend()
     assert pool.joined == []
@@ -412,7 +412,7 @@ def test_of_a_queue_nothing_is_kept_but_what_came_of_it(fakes: Any, request_of: 
         states.append(weakref.ref(state))
         tensors.append(weakref.ref(state.latents))
 
-    def on_ran(number: int, ran: Ran) -> None:
+    def on_ran(number: int, ran: DistributedResult) -> None:
         done.append(number)
         if len(done) == 4:
             kept = [sum(each() is not None for each in refs[: 3 * STEPS]) for refs in (states, tensors)]
@@ -469,7 +469,7 @@ def test_what_does_not_fit_is_refused(fakes: Any, request_of: Any, experts_ref: 
     driver = driver_of(pool, Mesh())
     with pytest.raises(ValueError, match="at least one item"):
         driver.queue(experts_ref(), [], LAYERWISE)
-    with pytest.raises(DriverOrderError, match="computes a run"):
+    with pytest.raises(StateError, match="computes a run"):
         driver.denoise(
             experts_ref(),
             request_of(),

@@ -16,7 +16,7 @@ import torch
 from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.worker_group import WorkerFailedError
 from wanstream.distributed.messages import RunTask
-from wanstream.sampling import Cancelled, StepProgress
+from wanstream.sampling import SamplingCancelled, StepProgress
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
 
 WORKERS = 4
@@ -24,7 +24,7 @@ SAME = 1e-6
 """Relative difference up to which results of context parallelism in fp32 are the same."""
 
 MakeTask = Callable[..., RunTask]
-Alone = Callable[[RunTask], torch.Tensor]
+ComputeAlone = Callable[[RunTask], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def batch_task(make_task: MakeTask) -> MakeTask:
     ids=str,
 )
 def test_every_mesh_gives_what_one_worker_gives(
-    mesh: Mesh, pool: Any, batch_task: MakeTask, alone: Alone, record_property: Any
+    mesh: Mesh, pool: Any, batch_task: MakeTask, alone: ComputeAlone, record_property: Any
 ) -> None:
     task = batch_task(4 if mesh.data * mesh.stage > 1 else 1)
     ran = driver_of(pool, mesh).denoise(task.experts, task.request, task.policy)
@@ -87,7 +87,7 @@ def test_every_mesh_gives_what_one_worker_gives(
 
 
 def test_ulysses_shares_out_the_heads_of_the_sample_model(
-    pool: Any, make_task: MakeTask, alone: Alone, sample_models: Path
+    pool: Any, make_task: MakeTask, alone: ComputeAlone, sample_models: Path
 ) -> None:
     files = (
         sample_models / f"diffusion_models/wan2.2_t2v_{expert}_noise_14B_fp8_scaled.safetensors"
@@ -99,7 +99,7 @@ def test_ulysses_shares_out_the_heads_of_the_sample_model(
     assert ((made - wanted).norm() / wanted.norm()).item() <= SAME
 
 
-def test_in_two_stages_no_worker_changes_its_expert(pool: Any, batch_task: MakeTask, alone: Alone) -> None:
+def test_in_two_stages_no_worker_changes_its_expert(pool: Any, batch_task: MakeTask, alone: ComputeAlone) -> None:
     driver, task = driver_of(pool, Mesh(stage=2)), batch_task(8)
     before = driver.denoise(task.experts, batch_task(1).request, task.policy).expert_switches
     ran = driver.denoise(task.experts, task.request, task.policy)
@@ -110,11 +110,11 @@ def test_in_two_stages_no_worker_changes_its_expert(pool: Any, batch_task: MakeT
         assert {step.expert for step in steps} == {expert}
         assert [step.index for step in steps] == [2 * rank, 2 * rank + 1] * 8, "one video after the other"
     first, second = (timeline.steps for timeline in ran.timelines.values())
-    assert first[-1].began_s > second[0].began_s, "both stages work at once"
+    assert first[-1].start_s > second[0].start_s, "both stages work at once"
 
 
 def test_another_seed_and_other_experts_are_what_the_next_queue_gets(
-    pool: Any, make_task: MakeTask, experts_ref: Callable[..., Any], alone: Alone
+    pool: Any, make_task: MakeTask, experts_ref: Callable[..., Any], alone: ComputeAlone
 ) -> None:
     driver, made = driver_of(pool, Mesh(stage=2)), []
     swapped = experts_ref(high=2, low=1)
@@ -125,7 +125,7 @@ def test_another_seed_and_other_experts_are_what_the_next_queue_gets(
     assert not torch.equal(made[1], made[2])
 
 
-def test_a_queue_of_several_requests(pool: Any, make_task: MakeTask, alone: Alone) -> None:
+def test_a_queue_of_several_requests(pool: Any, make_task: MakeTask, alone: ComputeAlone) -> None:
     tasks = [make_task(seed=number) for number in range(5)]
     ran = driver_of(pool, Mesh(data=2, stage=2)).queue(
         tasks[0].experts, [task.request for task in tasks], tasks[0].policy
@@ -136,7 +136,7 @@ def test_a_queue_of_several_requests(pool: Any, make_task: MakeTask, alone: Alon
 
 @pytest.mark.parametrize("mesh", [Mesh(stage=2), Mesh(cfg=2)], ids=str)
 def test_a_killed_worker_is_replaced_and_no_bit_changes(
-    mesh: Mesh, pool: Any, batch_task: MakeTask, alone: Alone
+    mesh: Mesh, pool: Any, batch_task: MakeTask, alone: ComputeAlone
 ) -> None:
     task, told = batch_task(2, request={"solver": "unipc"}), list[StepProgress]()
 
@@ -151,7 +151,9 @@ def test_a_killed_worker_is_replaced_and_no_bit_changes(
     assert [step.done for step in told] == list(range(1, told[-1].total + 1))
 
 
-def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(pool: Any, batch_task: MakeTask, alone: Alone) -> None:
+def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(
+    pool: Any, batch_task: MakeTask, alone: ComputeAlone
+) -> None:
     short, frozen = batch_task(1), pool.workers[1].pid
     # Enough steps that the worker is not done before this process comes to stop it.
     task = replace(short, request=replace(short.request, steps=60, switch_step=30))
@@ -167,7 +169,7 @@ def test_a_worker_that_hangs_is_found_by_those_who_wait_for_it(pool: Any, batch_
     assert "waited 6 s" in ran.timeline.changes[0]
 
 
-def test_runs_are_stopped_between_blocks_and_workers_stay(pool: Any, batch_task: MakeTask, alone: Alone) -> None:
+def test_runs_are_stopped_between_blocks_and_workers_stay(pool: Any, batch_task: MakeTask, alone: ComputeAlone) -> None:
     driver, task = driver_of(pool, Mesh(stage=2, cfg=2)), batch_task(3)
     pids, long = [worker.pid for worker in pool.workers], replace(task.request, steps=1000, switch_step=500)
     for at in (1, 3, 4):
@@ -177,14 +179,14 @@ def test_runs_are_stopped_between_blocks_and_workers_stay(pool: Any, batch_task:
             if step.done == at:
                 stop.set()
 
-        with pytest.raises(Cancelled):
+        with pytest.raises(SamplingCancelled):
             driver.denoise(task.experts, long, task.policy, on_step=on_step, should_stop=stop.is_set)
     assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, alone(task))
     assert [worker.pid for worker in pool.workers] == pids
 
 
 def test_a_file_that_is_broken_ends_the_run_and_names_the_worker(
-    pool: Any, make_task: MakeTask, experts_ref: Callable[..., Any], alone: Alone, tmp_path: Path
+    pool: Any, make_task: MakeTask, experts_ref: Callable[..., Any], alone: ComputeAlone, tmp_path: Path
 ) -> None:
     driver, task = driver_of(pool, Mesh(cfg=2)), make_task()
     broken = tmp_path / "broken.safetensors"
@@ -195,7 +197,7 @@ def test_a_file_that_is_broken_ends_the_run_and_names_the_worker(
 
 
 def test_memory_that_is_short_on_one_rank_lets_all_of_its_cell_go_on_in_less(
-    processes: Any, process_pools: Any, make_task: MakeTask, alone: Alone
+    processes: Any, process_pools: Any, make_task: MakeTask, alone: ComputeAlone
 ) -> None:
     task, blocks = make_task(policy=OffloadPolicy.layerwise(3)), 4
     with process_pools.ProcessPool(processes, 2, first=WORKERS, short_at={1: 2 * blocks + 1}) as pool:

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from wanstream.distributed.driver.driver import Driver
-from wanstream.distributed.driver.stage_run import GivenUpError
+from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.vae.decode import DecodeJob, TileDone, decode_on_workers
 from wanstream.distributed.vae.shared_tiles import tiles_by_memory
 from wanstream.distributed.vae.worker import DecodeCancelled
-from wanstream.sampling import Cancelled, StepProgress
+from wanstream.sampling import SamplingCancelled, StepProgress
 from wanstream.schema import Mesh, WorkersRef
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import open_vae
@@ -37,7 +37,7 @@ MESH = Mesh(stage=2, cfg=2)
 TIMES = 10
 
 MakeTask = Callable[..., RunTask]
-Alone = Callable[[RunTask], torch.Tensor]
+LocalForward = Callable[[RunTask], torch.Tensor]
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ def task(make_task: MakeTask) -> RunTask:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(task: RunTask, alone: Alone) -> torch.Tensor:
+def undisturbed(task: RunTask, alone: LocalForward) -> torch.Tensor:
     return alone(task)
 
 
@@ -141,7 +141,7 @@ def test_ten_runs_that_are_stopped_anywhere_leave_workers_and_machine_as_they_we
 
         if at == 0:
             asked.start()
-        with pytest.raises(Cancelled):
+        with pytest.raises(SamplingCancelled):
             driver.denoise(task.experts, long, task.policy, on_step=on_step, should_stop=stop.is_set)
         asked.join()
         assert torch.equal(driver.denoise(task.experts, task.request, task.policy).latents, undisturbed)
@@ -169,7 +169,7 @@ def test_one_loss_too_many_is_told_with_the_log_of_the_worker(pool: Any, task: R
         if step.done == 1:
             os.kill(pid_of(pool, 2), signal.SIGKILL)
 
-    with pytest.raises(GivenUpError, match=r"(?s)worker 2 \(process \d+ on .*\) is gone.*0 losses of one run"):
+    with pytest.raises(RestartLimitError, match=r"(?s)worker 2 \(process \d+ on .*\) is gone.*0 losses of one run"):
         driver = Driver(pool, ref_of(MESH, max_restarts=0), MESH)
         driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
 

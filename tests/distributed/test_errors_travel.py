@@ -9,22 +9,22 @@ import pytest
 
 from wanstream.distributed.ray.errors import RaySetupError
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.worker.errors import HungError, PeerLostError
+from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
 from wanstream.offload.formats.fp8 import NotFiniteError
 from wanstream.offload.formats.safetensors_header import CheckpointFileError
-from wanstream.sampling import Cancelled, NoRoomError, RequestError, SmallerPolicyError
+from wanstream.sampling import NoRoomError, RequestError, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import OffloadPolicy
 from wanstream.wan.checkpoint.files import CheckpointError
 
 ERRORS = [
-    Cancelled(3, 5),
+    SamplingCancelled(3, 5),
     SmallerPolicyError("less", OffloadPolicy.layerwise(2)),
     NoRoomError("no room"),
     RequestError("no"),
     CheckpointFileError(Path("/a"), "is gone"),
     CheckpointError(Path("/a"), "is gone"),
     NotFiniteError(7),
-    HungError("hangs"),
+    WorkerTimeoutError("hangs"),
     PeerLostError("lost"),
     WorkerLostError("gone", 3),
     RaySetupError("none"),

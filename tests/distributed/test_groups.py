@@ -13,9 +13,10 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.messages import Meeting
-from wanstream.distributed.worker.errors import GroupsOrderError, HungError, PeerLostError
-from wanstream.distributed.worker.groups import Groups, GroupsState, cell_groups, meet
+from wanstream.distributed.messages import RendezvousSpec
+from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
+from wanstream.distributed.worker.groups import GroupsState, ProcessGroups, group_members, meet
+from wanstream.schema import StateError
 from wanstream.schema.mesh import Mesh
 
 LOOPBACK = "127.0.0.1"
@@ -27,16 +28,16 @@ Processes = Any
 # What the processes do.
 
 
-def job_meet(here: SimpleNamespace, every: list[Meeting]) -> dict[str, Any]:
+def job_meet(here: SimpleNamespace, every: list[RendezvousSpec]) -> dict[str, Any]:
     here.groups = meet(every[here.number], "cpu")
     listening = [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
     return {"pid": os.getpid(), "state": here.groups.state, "listening": listening}
 
 
-def job_meet_and_leave_at_once(here: SimpleNamespace, every: list[list[Meeting]]) -> list[GroupsState]:
+def job_meet_and_leave_at_once(here: SimpleNamespace, every: list[list[RendezvousSpec]]) -> list[GroupsState]:
     states = []
-    for meeting in every:
-        with meet(meeting[here.number], "cpu") as groups:
+    for rendezvous in every:
+        with meet(rendezvous[here.number], "cpu") as groups:
             states.append(groups.state)
     return states
 
@@ -68,7 +69,7 @@ def job_vote(here: SimpleNamespace, wishes: list[list[bool]]) -> list[bool]:
 
 
 def job_reduce(here: SimpleNamespace, name: str) -> list[int]:
-    """Who is in the group, by place in the cell."""
+    """Who is in the group, by place in the group."""
     group = here.groups.group(name)
     seen = torch.zeros(here.groups.size, dtype=torch.int64)
     seen[here.groups.place] = 1
@@ -88,7 +89,7 @@ def met(processes: Processes, split_jobs: Any) -> Any:
     def make(mesh: Mesh, **changes: Any) -> list[dict[str, Any]]:
         nonlocal count
         count = max(count, mesh.size)
-        return processes.all(job_meet, split_jobs.meetings(mesh, **changes), count=mesh.size)
+        return processes.all(job_meet, split_jobs.rendezvous(mesh, **changes), count=mesh.size)
 
     yield make
     processes.all(job_leave_if_met, count=count)
@@ -106,7 +107,7 @@ def test_workers_meet_on_loopback_only_and_leave_nothing_behind(processes: Proce
 
 
 def test_who_leaves_at_once_leaves_after_all_have_met(processes: Processes, split_jobs: Any) -> None:
-    every = [split_jobs.meetings(Mesh(ulysses=3)) for _ in range(8)]
+    every = [split_jobs.rendezvous(Mesh(ulysses=3)) for _ in range(8)]
     processes.at_least(3)
     assert processes.all(job_meet_and_leave_at_once, every, count=3, timeout=LONG_S) == [[GroupsState.MET] * 8] * 3
 
@@ -162,13 +163,13 @@ def test_a_worker_that_hangs_is_named(processes: Processes, met: Any) -> None:
         answers = [processes[rank].start(job_vote, [[False]] * 3) for rank in range(2)]
         errors = []
         for answer in answers:
-            with pytest.raises((HungError, PeerLostError)) as caught:
+            with pytest.raises((WorkerTimeoutError, PeerLostError)) as caught:
                 answer.result()
             errors.append(caught.value)
     finally:
         processes[2].signal(signal.SIGCONT)
     assert all("no sign of rank 2" in str(error) for error in errors)
-    assert any(isinstance(error, HungError) and f"waited {SHORT_S:g} s" in str(error) for error in errors)
+    assert any(isinstance(error, WorkerTimeoutError) and f"waited {SHORT_S:g} s" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("name", ["control", "weights", "ulysses"])
@@ -180,7 +181,7 @@ def test_a_worker_leaves_from_another_thread_while_it_waits_and_meets_again(
     try:
         waiting = [processes[rank].start(split_jobs.job_leave_while_it_waits, name) for rank in (0, 1)]
         for answer in waiting:
-            with pytest.raises(PeerLostError, match=r"this worker has left the meeting|another worker broke"):
+            with pytest.raises(PeerLostError, match=r"this worker has left the rendezvous|another worker broke"):
                 answer.result(LONG_S)
         assert processes[0].start(job_leave).result() == (GroupsState.LEFT, 0)
     finally:
@@ -202,13 +203,13 @@ def test_the_loss_of_who_keeps_the_store_is_told(processes: Processes, met: Any)
 
 
 def test_those_who_do_not_come_are_named(processes: Processes, split_jobs: Any) -> None:
-    every = split_jobs.meetings(Mesh(ulysses=4), timeout_s=SHORT_S)
+    every = split_jobs.rendezvous(Mesh(ulysses=4), timeout_s=SHORT_S)
     answers = [processes.at_least(4)[rank].start(job_meet, every) for rank in (0, 2)]
     for answer in answers:
-        with pytest.raises(HungError, match=r"ranks 1 and 3 did not come .* within 2 s"):
+        with pytest.raises(WorkerTimeoutError, match=r"ranks 1 and 3 did not come .* within 2 s"):
             answer.result()
-    every = split_jobs.meetings(Mesh(ulysses=2), timeout_s=SHORT_S)
-    with pytest.raises(HungError, match=f"no store answers at {LOOPBACK}:{every[0].port} after 2 s"):
+    every = split_jobs.rendezvous(Mesh(ulysses=2), timeout_s=SHORT_S)
+    with pytest.raises(WorkerTimeoutError, match=f"no store answers at {LOOPBACK}:{every[0].port} after 2 s"):
         processes[1].start(job_meet, every).result()
 
 
@@ -216,11 +217,11 @@ def test_a_port_that_is_taken_is_named(processes: Processes, split_jobs: Any) ->
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"port {port} at {LOOPBACK} is taken"):
-            processes.at_least(1)[0].start(job_meet, split_jobs.meetings(Mesh(cfg=2), port=port)).result()
+            processes.at_least(1)[0].start(job_meet, split_jobs.rendezvous(Mesh(cfg=2), port=port)).result()
 
 
 def test_a_cell_of_one_worker_needs_nobody(split_jobs: Any) -> None:
-    with meet(split_jobs.meetings(Mesh(data=4, stage=2))[5], "cpu") as groups:
+    with meet(split_jobs.rendezvous(Mesh(data=4, stage=2))[5], "cpu") as groups:
         assert groups.split().alone
         assert groups.voting(wish := lambda: True) is wish
         assert not torch.distributed.is_initialized()
@@ -228,17 +229,17 @@ def test_a_cell_of_one_worker_needs_nobody(split_jobs: Any) -> None:
 
 
 def test_groups_out_of_order_are_refused(split_jobs: Any) -> None:
-    groups = Groups(split_jobs.meetings(Mesh(cfg=2))[0], torch.device("cpu"))
-    with pytest.raises(GroupsOrderError, match="have not met yet"):
+    groups = ProcessGroups(split_jobs.rendezvous(Mesh(cfg=2))[0], torch.device("cpu"))
+    with pytest.raises(StateError, match="have not met yet"):
         groups.control  # noqa: B018 - the look-up is what is tested
     groups.leave()
-    with pytest.raises(GroupsOrderError, match="were left"):
+    with pytest.raises(StateError, match="were left"):
         groups.meet()
 
 
 def test_the_groups_of_a_cell_are_listed_in_one_order() -> None:
-    assert cell_groups(Mesh(cfg=2)) == {"weights": [(0, 1)], "cfg": [(0, 1)]}
-    assert cell_groups(Mesh(cfg=2, ring=2, ulysses=2)) == {
+    assert group_members(Mesh(cfg=2)) == {"weights": [(0, 1)], "cfg": [(0, 1)]}
+    assert group_members(Mesh(cfg=2, ring=2, ulysses=2)) == {
         "weights": [(0, 1, 2, 3, 4, 5, 6, 7)],
         "cfg": [(0, 4), (1, 5), (2, 6), (3, 7)],
         "ring": [(0, 2), (1, 3), (4, 6), (5, 7)],

@@ -19,13 +19,13 @@ from diffusers import WanTransformer3DModel
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.worker.worker import Worker
 from wanstream.schema import ExpertsRef, OffloadPolicy
-from wanstream.testing.weights import ExpertShape, expert_config
+from wanstream.testing.weights import TinyShape, expert_config
 from wanstream.wan.checkpoint.open import open_expert
 
 logger = logging.getLogger(__name__)
 RANKS = 4
 MOST = 1.15
-SHAPE = ExpertShape(layers=128, heads=4, ffn_dim=2048)
+SHAPE = TinyShape(layers=128, heads=4, ffn_dim=2048)
 PINNED, FILE = OffloadPolicy.layerwise(1, source="pinned"), OffloadPolicy.layerwise(1)
 
 pytestmark = [

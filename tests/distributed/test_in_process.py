@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from wanstream.distributed.messages import RunTask, StepTold
+from wanstream.distributed.messages import RunTask, StepReport
 from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.distributed.transport.pool import Pool, WorkerLostError
-from wanstream.sampling import Cancelled
+from wanstream.sampling import SamplingCancelled
 
 LIMIT_S = 60
 
@@ -26,15 +26,15 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def ignore(told: StepTold) -> None:
+def ignore(told: StepReport) -> None:
     return
 
 
 def test_a_run_beside_this_thread_is_told_and_ends(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
-    told: list[StepTold] = []
+    told: list[StepReport] = []
     threads: set[int] = set()
 
-    def on_told(step: StepTold) -> None:
+    def on_told(step: StepReport) -> None:
         told.append(step)
         threads.add(threading.get_ident())
 
@@ -57,7 +57,7 @@ def test_questions_are_answered_beside_a_run(pool: Pool, make_task: MakeTask) ->
 def test_errors_come_out_of_the_futures(pool: Pool, make_task: MakeTask) -> None:
     task = make_task()
     pool.workers[0].ask("stop", task.run_id).result(LIMIT_S)
-    with pytest.raises(Cancelled):
+    with pytest.raises(SamplingCancelled):
         pool.workers[0].run(task, ignore).result(LIMIT_S)
     with pytest.raises(AttributeError):
         pool.workers[0].ask("nonsense").result(LIMIT_S)
@@ -85,7 +85,7 @@ def test_closing_ends_the_run_and_its_thread(make_task: MakeTask) -> None:
     pool = InProcessPool("cpu")
     begun, go_on = threading.Event(), threading.Event()
 
-    def on_told(step: StepTold) -> None:
+    def on_told(step: StepReport) -> None:
         begun.set()
         assert go_on.wait(LIMIT_S)
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from wanstream.distributed.driver.results import Computed, in_turn, over_leaders
+from wanstream.distributed.driver.results import MergedTimeline, in_turn, over_leaders
 from wanstream.schema import MemorySample, PhaseRecord, StepRecord, Timeline
 from wanstream.schema.timeline import RateRange
 
 
-def step(index: int, *, wall_s: float = 1.0, began_s: float | None = 0.0, expert: str = "high") -> StepRecord:
+def step(index: int, *, wall_s: float = 1.0, start_s: float | None = 0.0, expert: str = "high") -> StepRecord:
     return StepRecord(
         index=index,
         expert=expert,
@@ -23,7 +23,7 @@ def step(index: int, *, wall_s: float = 1.0, began_s: float | None = 0.0, expert
         read_bytes=50,
         copied_bytes=60,
         rss_bytes=1000 + index,
-        began_s=began_s,
+        start_s=start_s,
     )
 
 
@@ -31,18 +31,18 @@ def timeline(*steps: StepRecord, **more: object) -> Timeline:
     return Timeline(kind="measured", steps=steps, **more)
 
 
-def computed(line: Timeline, *, rank: int = 0, data: int = 0, began_s: float = 0.0) -> Computed:
-    return Computed(rank=rank, data=data, began_s=began_s, timeline=line)
+def computed(line: Timeline, *, rank: int = 0, data: int = 0, start_s: float = 0.0) -> MergedTimeline:
+    return MergedTimeline(rank=rank, data=data, start_s=start_s, timeline=line)
 
 
 def test_the_timeline_of_one_task_stays_what_it_is() -> None:
     rich = timeline(
         step(0),
-        step(1, began_s=1.0, expert="low"),
-        outer_bytes=7,
+        step(1, start_s=1.0, expert="low"),
+        non_block_bytes=7,
         first_block_s=0.1,
         changes=("smaller",),
-        phases=(PhaseRecord(name="high", began_s=0.0, wall_s=1.0),),
+        phases=(PhaseRecord(name="high", start_s=0.0, wall_s=1.0),),
         memory=(MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=5),),
         copy_rates=(RateRange(from_gb_per_s=1, fetches=2, nbytes=3, busy_s=0.4),),
     )
@@ -52,25 +52,25 @@ def test_the_timeline_of_one_task_stays_what_it_is() -> None:
 
 
 def test_tasks_of_one_worker_follow_each_other_in_the_time_of_the_run() -> None:
-    first = timeline(step(0), outer_bytes=1, first_block_s=0.5, changes=("a",))
+    first = timeline(step(0), non_block_bytes=1, first_block_s=0.5, changes=("a",))
     second = timeline(
         step(0),
-        step(1, began_s=1.0),
-        outer_bytes=2,
+        step(1, start_s=1.0),
+        non_block_bytes=2,
         first_block_s=0.25,
         changes=("a", "b"),
-        phases=(PhaseRecord(name="high", began_s=0.0, wall_s=2.0),),
+        phases=(PhaseRecord(name="high", start_s=0.0, wall_s=2.0),),
         memory=(MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=5),),
     )
-    whole = in_turn([computed(second, began_s=10.0), computed(first, began_s=3.0)])
-    assert [(each.index, each.began_s) for each in whole.steps] == [(0, 3.0), (0, 10.0), (1, 11.0)]
-    assert (whole.outer_bytes, whole.first_block_s, whole.changes) == (3, 3.5, ("a", "b"))
-    assert (whole.phases[0].began_s, whole.memory[0].at_s) == (10.0, 10.5)
+    whole = in_turn([computed(second, start_s=10.0), computed(first, start_s=3.0)])
+    assert [(each.index, each.start_s) for each in whole.steps] == [(0, 3.0), (0, 10.0), (1, 11.0)]
+    assert (whole.non_block_bytes, whole.first_block_s, whole.changes) == (3, 3.5, ("a", "b"))
+    assert (whole.phases[0].start_s, whole.memory[0].at_s) == (10.0, 10.5)
     assert whole.bytes_moved == first.bytes_moved + second.bytes_moved
 
 
 def test_a_first_block_at_once_is_a_first_block() -> None:
-    assert in_turn([computed(timeline(step(0), first_block_s=0.0), began_s=2.0)]).first_block_s == 2.0
+    assert in_turn([computed(timeline(step(0), first_block_s=0.0), start_s=2.0)]).first_block_s == 2.0
     assert in_turn([computed(timeline(step(0)))]).first_block_s is None
 
 
@@ -78,21 +78,21 @@ def test_videos_in_turn_add_up_and_workers_side_by_side_do_not() -> None:
     """Row 0 takes two videos of 1 s per step, row 1 one of 1.5 s: the step took 2 s, and three times the bytes."""
     merged = over_leaders(
         [
-            computed(timeline(step(0)), began_s=0.0),
-            computed(timeline(step(0)), began_s=1.0),
-            computed(timeline(step(0, wall_s=1.5)), rank=1, data=1, began_s=0.5),
+            computed(timeline(step(0)), start_s=0.0),
+            computed(timeline(step(0)), start_s=1.0),
+            computed(timeline(step(0, wall_s=1.5)), rank=1, data=1, start_s=0.5),
         ]
     )
     (only,) = merged.steps
     assert (only.wall_s, only.compute_s, only.stall_s) == (2.0, 1.0, 0.5)
     assert (only.bytes_moved, only.read_bytes, only.copied_bytes) == (300, 150, 180)
-    assert (only.began_s, only.rss_bytes, only.device_bytes) == (0.0, 1000, None)
+    assert (only.start_s, only.rss_bytes, only.device_bytes) == (0.0, 1000, None)
 
 
 def test_stages_become_the_steps_of_one_run() -> None:
-    high, low = timeline(step(0), step(1, began_s=1.0)), timeline(step(2, expert="low"), step(3, expert="low"))
+    high, low = timeline(step(0), step(1, start_s=1.0)), timeline(step(2, expert="low"), step(3, expert="low"))
     merged = over_leaders(
-        [computed(low, rank=1, began_s=4.0), computed(high, began_s=0.0), computed(high, began_s=2.0)]
+        [computed(low, rank=1, start_s=4.0), computed(high, start_s=0.0), computed(high, start_s=2.0)]
     )
     assert [each.index for each in merged.steps] == [0, 1, 2, 3]
     assert merged.switch_step == 2
@@ -108,4 +108,4 @@ def test_what_is_not_known_of_all_is_told_as_far_as_it_is_known(known: tuple[int
 
 
 def test_steps_that_have_no_beginning_keep_none() -> None:
-    assert in_turn([computed(timeline(step(0, began_s=None)), began_s=3.0)]).steps[0].began_s is None
+    assert in_turn([computed(timeline(step(0, start_s=None)), start_s=3.0)]).steps[0].start_s is None

@@ -13,12 +13,12 @@ import psutil
 import pytest
 import torch
 
-from wanstream.distributed.messages import Meeting, RunTask, StepTold, WorkerFacts
+from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport, WorkerFacts
 from wanstream.distributed.ray.errors import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import on_own_thread
-from wanstream.sampling import Cancelled, RequestError
+from wanstream.sampling import RequestError, SamplingCancelled
 from wanstream.schema import ExpertsRef, Mesh, WorkersRef
 from wanstream.schema.workers_ref import WorkersError
 
@@ -32,7 +32,7 @@ LONG = {"steps": 1000, "switch_step": 500}
 
 MakeTask = Callable[..., RunTask]
 MakeRef = Callable[..., ExpertsRef]
-Alone = Callable[[RunTask], torch.Tensor]
+LocalForward = Callable[[RunTask], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def pool(untouched: object) -> Iterator[RayPool]:
         yield pool
 
 
-def ignore(told: StepTold) -> None:
+def ignore(told: StepReport) -> None:
     return
 
 
@@ -59,8 +59,8 @@ def facts_of(pool: RayPool) -> list[WorkerFacts]:
 
 def meet(pool: RayPool, mesh: Mesh, generation: int) -> None:
     port = pool.workers[0].ask("free_port").result(LIMIT_S)
-    meeting = {"mesh": mesh, "host": "127.0.0.1", "port": port, "generation": generation, "timeout_s": 60}
-    joining = [worker.ask("join", Meeting(rank=worker.rank, **meeting)) for worker in pool.workers]
+    rendezvous = {"mesh": mesh, "host": "127.0.0.1", "port": port, "generation": generation, "timeout_s": 60}
+    joining = [worker.ask("join", RendezvousSpec(rank=worker.rank, **rendezvous)) for worker in pool.workers]
     for joined in joining:
         joined.result(LIMIT_S)
 
@@ -82,9 +82,9 @@ def test_workers_are_processes_of_their_own_on_loopback(pool: RayPool) -> None:
     assert asked.missing == ("/not there",)
 
 
-def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
     meet(pool, Mesh(cfg=2), generation=1)
-    task, told = make_task(), list[StepTold]()
+    task, told = make_task(), list[StepReport]()
     running = [worker.run(task, told.append) for worker in pool.workers]
     ended = [run.result(LIMIT_S) for run in running]
     assert torch.equal(ended[0].latents, alone(task))
@@ -98,16 +98,16 @@ def test_two_workers_give_the_latents_of_one(pool: RayPool, make_task: MakeTask,
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_second_task_runs_what_it_says(
-    rank: int, pool: RayPool, make_task: MakeTask, experts_ref: MakeRef, alone: Alone
+    rank: int, pool: RayPool, make_task: MakeTask, experts_ref: MakeRef, alone: LocalForward
 ) -> None:
     worker = pool.workers[rank]
     for task in (make_task(), make_task(seed=20), make_task(experts=experts_ref(high=2, low=1)), make_task(seed=20)):
         assert torch.equal(worker.run(task, ignore).result(LIMIT_S).latents, alone(task))
 
 
-def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
     first, second = pool.workers
-    told: list[StepTold] = []
+    told: list[StepReport] = []
     first.run(make_task(request={"solver": "unipc"}, until=2), told.append).result(LIMIT_S)
     rest = make_task(request={"solver": "unipc"}, resume=told[-1].state)
     whole = make_task(request={"solver": "unipc"})
@@ -116,16 +116,16 @@ def test_a_state_goes_on_in_another_process(pool: RayPool, make_task: MakeTask, 
     assert [step.index for step in ended.timeline.steps] == [2, 3]
 
 
-def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
     worker, pids = pool.workers[0], []
     task = make_task(request=LONG, wants_state=False)
 
-    def on_told(told: StepTold) -> None:
+    def on_told(told: StepReport) -> None:
         if told.done == 2:
             pids.append(worker.ask("facts").result(LIMIT_S).pid)
             worker.ask("stop", task.run_id).result(LIMIT_S)
 
-    with pytest.raises(Cancelled) as cancelled:
+    with pytest.raises(SamplingCancelled) as cancelled:
         worker.run(task, on_told).result(LIMIT_S)
     assert cancelled.value.step < LONG["steps"]
     assert pids == [worker.started.facts.pid]
@@ -144,7 +144,7 @@ def test_errors_of_a_worker_come_out_as_they_are(pool: RayPool, make_task: MakeT
         worker.ask("nonsense").result(LIMIT_S)
 
 
-def test_an_error_of_who_is_told_ends_the_run(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+def test_an_error_of_who_is_told_ends_the_run(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
     worker = pool.workers[1]
     task = make_task(request=LONG, wants_state=False)
     with pytest.raises(ZeroDivisionError):
@@ -192,11 +192,11 @@ def test_a_second_pool_shares_this_ray(pool: RayPool, make_task: MakeTask) -> No
     assert pool.workers[0].run(make_task(), ignore).result(LIMIT_S).sigma == 0
 
 
-def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask, alone: Alone) -> None:
+def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask, alone: LocalForward) -> None:
     worker, other = pool.workers
     pid = worker.started.facts.pid
 
-    def on_told(told: StepTold) -> None:
+    def on_told(told: StepReport) -> None:
         if told.done == 2:
             os.kill(pid, signal.SIGKILL)
 
@@ -239,7 +239,7 @@ def test_killing_ends_a_process_that_hangs_in_the_middle_of_a_run(pool: RayPool,
     worker = pool.workers[0]
     process = psutil.Process(worker.started.facts.pid)
 
-    def on_told(told: StepTold) -> None:
+    def on_told(told: StepReport) -> None:
         process.suspend()
         worker.kill()
 

@@ -28,7 +28,7 @@ from wanstream.distributed.ray.environment import (
     token_of_cluster,
 )
 from wanstream.distributed.ray.errors import RaySetupError
-from wanstream.distributed.ray.handle import exit_words, tail
+from wanstream.distributed.ray.handle import describe_exit, tail
 from wanstream.distributed.ray.pool import check_exposure
 from wanstream.distributed.ray.reaper import RayWatch
 from wanstream.distributed.ray.worker import Started
@@ -268,9 +268,9 @@ def test_how_a_worker_ended_is_said_without_remarks() -> None:
         "worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
         "connection error code 2.\nEnd of file. Some common causes include: (1) the process was killed"
     )
-    assert exit_words(told) == "Worker unexpectedly exits with a connection error code 2. End of file."
-    assert exit_words("The actor is\n unavailable") == "The actor is unavailable"
-    assert exit_words("") == "nobody knows why"
+    assert describe_exit(told) == "Worker unexpectedly exits with a connection error code 2. End of file."
+    assert describe_exit("The actor is\n unavailable") == "The actor is unavailable"
+    assert describe_exit("") == "nobody knows why"
 
 
 def test_the_end_of_a_log_has_what_the_worker_wrote(tmp_path: Path) -> None:

@@ -159,15 +159,15 @@ def test_a_cancel_ends_the_asking() -> None:
         def ask(self, method: str) -> Future[WorkerFacts]:
             return Future()
 
-    class Cancelled(Exception):
+    class SamplingCancelled(Exception):
         pass
 
     def cancel() -> None:
-        raise Cancelled
+        raise SamplingCancelled
 
     silent = Telling()
     silent.workers = [Silent(gpu(GB))]
-    with pytest.raises(Cancelled):
+    with pytest.raises(SamplingCancelled):
         tiles_by_memory(silent, NEEDS, weight_bytes=0, memory_bytes=0, videos=1, check=cancel)
 
 

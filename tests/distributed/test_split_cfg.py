@@ -25,8 +25,8 @@ LANE_BYTES = 16 * 2 * 4 * 6 * 4
 
 @pytest.fixture
 def pids(processes: Any, split_jobs: Any) -> Any:
-    """Two processes have met as the sides of one cell; they leave after the test."""
-    yield processes.all(split_jobs.job_meet, split_jobs.meetings(CFG), count=2)
+    """Two processes have met as the sides of one group; they leave after the test."""
+    yield processes.all(split_jobs.job_meet, split_jobs.rendezvous(CFG), count=2)
     processes.all(split_jobs.job_leave, count=2)
 
 

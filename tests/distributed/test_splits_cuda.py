@@ -30,7 +30,7 @@ def meet(processes: Any, split_jobs: Any) -> Any:
     """`meet(mesh)`: two processes have met, each on a GPU of its own; they leave after the test."""
 
     def make(mesh: Mesh) -> None:
-        processes.all(split_jobs.job_meet_on_gpu, split_jobs.meetings(mesh), count=2)
+        processes.all(split_jobs.job_meet_on_gpu, split_jobs.rendezvous(mesh), count=2)
 
     yield make
     processes.all(split_jobs.job_leave, count=2)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.driver.local_stages import StepCell, StepFunction, run_stages
-from wanstream.distributed.driver.schedule import Cell
-from wanstream.distributed.driver.stage_run import GivenUpError, Stepped
+from wanstream.distributed.driver.local_stages import StepFunction, StepGroup, run_stages
+from wanstream.distributed.driver.schedule import GroupId
+from wanstream.distributed.driver.stage_run import RestartLimitError, StageStepped
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.sampling import Cancelled, Part, RunState, StepProgress, denoise_part
+from wanstream.sampling import RunSlice, RunState, SamplingCancelled, StepProgress, denoise_part
 from wanstream.wan.experts.registry import ExpertsRegistry
 
 VIDEO = (1, 4, 14, 8, 8)
@@ -44,8 +44,8 @@ def videos(count: int) -> list[dict[str, torch.Tensor]]:
     return [{name: torch.randn(VIDEO, generator=generator) for name in ("latent", "image")} for _ in range(count)]
 
 
-def stages_of(steps: dict[Cell, StepFunction[Any]]) -> dict[Cell, StepCell[Any]]:
-    return {cell: StepCell(step) for cell, step in steps.items()}
+def stages_of(steps: dict[GroupId, StepFunction[Any]]) -> dict[GroupId, StepGroup[Any]]:
+    return {group: StepGroup(step) for group, step in steps.items()}
 
 
 @pytest.mark.parametrize("data", [1, 2])
@@ -57,18 +57,18 @@ def test_another_model_goes_through_stages_and_no_stage_takes_a_step_of_another(
             for step in steps:
                 state = unet.step(state, step)
         wanted.append(state)
-    unets = {Cell(place, stage): ToyUnet(stage + 1) for place in range(data) for stage in range(2)}
-    told: list[Stepped[Any]] = []
+    unets = {GroupId(place, stage): ToyUnet(stage + 1) for place in range(data) for stage in range(2)}
+    told: list[StageStepped[Any]] = []
     ended = run_stages(
-        [STEPS] * 5, stages_of({cell: unet.step for cell, unet in unets.items()}), videos(5), on_step=told.append
+        [STEPS] * 5, stages_of({group: unet.step for group, unet in unets.items()}), videos(5), on_step=told.append
     )
     for got, expected in zip(ended, wanted, strict=True):
         assert torch.equal(got["latent"], expected["latent"])
     assert len(told) == 5 * 7
-    for cell, unet in unets.items():
-        assert set(unet.steps) <= set(STEPS[cell.stage])
+    for group, unet in unets.items():
+        assert set(unet.steps) <= set(STEPS[group.stage])
     if data == 1:
-        assert unets[Cell(0, 0)].steps == [*STEPS[0]] * 5, "one video after the other"
+        assert unets[GroupId(0, 0)].steps == [*STEPS[0]] * 5, "one video after the other"
 
 
 def test_videos_overlap_in_the_stages() -> None:
@@ -85,8 +85,8 @@ def test_videos_overlap_in_the_stages() -> None:
             together.wait()
         return state + 1
 
-    cells = stages_of({Cell(0, 0): first, Cell(0, 1): second})
-    assert run_stages([[range(1), range(1, 2)]] * 2, cells, [0, 100]) == [2, 102]
+    groups = stages_of({GroupId(0, 0): first, GroupId(0, 1): second})
+    assert run_stages([[range(1), range(1, 2)]] * 2, groups, [0, 100]) == [2, 102]
 
 
 def test_our_denoiser_is_such_a_step_function(
@@ -98,16 +98,16 @@ def test_our_denoiser_is_such_a_step_function(
     def stepping(experts: ExpertsRegistry) -> StepFunction[RunState | None]:
         def take(state: RunState | None, step: int) -> RunState:
             told: list[StepProgress] = []
-            part = Part(resume=state, until=step + 1)
+            part = RunSlice(resume=state, until=step + 1)
             pair = experts.get(task.experts)
             denoise_part(pair, task.request, part, policy=task.policy, device="cpu", on_step=told.append)
             return told[-1].state()
 
         return take
 
-    cells = stages_of({Cell(0, 0): stepping(first), Cell(0, 1): stepping(second)})
+    groups = stages_of({GroupId(0, 0): stepping(first), GroupId(0, 1): stepping(second)})
     begun = [stepping(first)(None, 0)] * 2
-    ended = run_stages([[range(1, 2), range(2, 4)]] * 2, cells, begun)
+    ended = run_stages([[range(1, 2), range(2, 4)]] * 2, groups, begun)
     first.free()
     second.free()
     for state in ended:
@@ -126,15 +126,15 @@ def test_a_lost_step_is_taken_again_from_the_state_before_it() -> None:
             raise WorkerLostError(f"gone in step {step}", 0)
         return [*state, step]
 
-    assert run_stages([[range(8)]], stages_of({Cell(0, 0): step}), [[]], max_restarts=2) == [[*range(8)]]
+    assert run_stages([[range(8)]], stages_of({GroupId(0, 0): step}), [[]], max_restarts=2) == [[*range(8)]]
 
 
 def test_one_loss_too_many_is_told_with_the_last() -> None:
     def step(state: int, step: int) -> int:
         raise WorkerLostError("gone, and its log says why", 0)
 
-    with pytest.raises(GivenUpError, match="its log says why\n2 losses of one run are made good"):
-        run_stages([[range(3)]], stages_of({Cell(0, 0): step}), [0], max_restarts=2)
+    with pytest.raises(RestartLimitError, match="its log says why\n2 losses of one run are made good"):
+        run_stages([[range(3)]], stages_of({GroupId(0, 0): step}), [0], max_restarts=2)
 
 
 @pytest.mark.parametrize("where", ["step", "on_step"])
@@ -147,15 +147,15 @@ def test_an_error_ends_the_run_and_leaves_no_job(where: str) -> None:
             raise ArithmeticError("NaN")
         return state + 1
 
-    def on_step(told: Stepped[int]) -> None:
+    def on_step(told: StageStepped[int]) -> None:
         if where == "on_step" and told.next_step == 3:
             raise ArithmeticError("NaN")
 
-    cells = stages_of({Cell(0, 0): step, Cell(1, 0): lambda state, step: state + 1})
+    groups = stages_of({GroupId(0, 0): step, GroupId(1, 0): lambda state, step: state + 1})
     with pytest.raises(ArithmeticError, match="NaN"):
-        run_stages([[range(2000)]] * 4, cells, [0] * 4, on_step=on_step)
+        run_stages([[range(2000)]] * 4, groups, [0] * 4, on_step=on_step)
     before = list(taken)
-    assert run_stages([[range(3)]] * 2, cells, [0, 0]) == [3, 3], "usable afterwards"
+    assert run_stages([[range(3)]] * 2, groups, [0, 0]) == [3, 3], "usable afterwards"
     assert len(taken) <= len(before) + 6
 
 
@@ -172,6 +172,6 @@ def test_a_wish_to_stop_ends_all_jobs() -> None:
             go_on.set()
         return begun.is_set()
 
-    with pytest.raises(Cancelled) as stopped:
-        run_stages([[range(1000)]] * 2, stages_of({Cell(0, 0): step}), [0, 0], should_stop=should_stop)
+    with pytest.raises(SamplingCancelled) as stopped:
+        run_stages([[range(1000)]] * 2, stages_of({GroupId(0, 0): step}), [0, 0], should_stop=should_stop)
     assert (stopped.value.step, stopped.value.block) == (1, 0)

@@ -1,4 +1,4 @@
-"""A task on the workers of a cell: how it ends, and whether they may take another one as they are."""
+"""A task on the workers of a group: how it ends, and whether they may take another one as they are."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from wanstream.distributed.driver.heartbeat import Pulse, silence_limit
+from wanstream.distributed.driver.heartbeat import Heartbeat, silence_limit
 from wanstream.distributed.driver.task_run import TaskEnd, TaskRun, TaskVerdict
-from wanstream.distributed.messages import RunEnded, RunTask, StepTold
-from wanstream.distributed.worker.errors import HungError, PeerLostError
-from wanstream.sampling import Cancelled, SmallerPolicyError
+from wanstream.distributed.messages import RunTask, StepReport, TaskResult
+from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
+from wanstream.sampling import SamplingCancelled, SmallerPolicyError
 from wanstream.schema import OffloadPolicy, StepRecord, Timeline
 
-ENDED = RunEnded(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
-ASKED, PEER = Cancelled(3, 4), PeerLostError("peer")
+ENDED = TaskResult(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
+ASKED, PEER = SamplingCancelled(3, 4), PeerLostError("peer")
 RECORD = StepRecord(index=0, expert="high", sigma=1.0, wall_s=0.001, compute_s=0.001, stall_s=0.0, bytes_moved=0)
-TOLD = StepTold(run_id="", rank=0, record=RECORD, done=1, total=2)
+TOLD = StepReport(run_id="", rank=0, record=RECORD, done=1, total=2)
 LIMIT_S = 60.0
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
 
@@ -30,7 +30,7 @@ class Handle:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.ended: Future[RunEnded] = Future()
+        self.ended: Future[TaskResult] = Future()
         self.asked: list[str] = []
         self.begun = self.pulses = 0
 
@@ -44,7 +44,7 @@ class Handle:
         answer.set_result(None)
         return answer
 
-    def run(self, task: RunTask, on_told: Callable[[StepTold], None]) -> Future[RunEnded]:
+    def run(self, task: RunTask, on_told: Callable[[StepReport], None]) -> Future[TaskResult]:
         self.tell = on_told
         return self.ended
 
@@ -54,7 +54,7 @@ class Handle:
     def kill(self) -> None:
         raise AssertionError("nobody is late")
 
-    def end(self, outcome: RunEnded | BaseException) -> None:
+    def end(self, outcome: TaskResult | BaseException) -> None:
         if isinstance(outcome, BaseException):
             self.ended.set_exception(outcome)
         else:
@@ -88,7 +88,7 @@ def begun(
 )
 def test_workers_stay_together_where_all_have_ended_alike(
     make_task: Callable[..., RunTask],
-    outcomes: list[RunEnded | BaseException],
+    outcomes: list[TaskResult | BaseException],
     stopped: bool,
     verdict: TaskVerdict,
     together: bool,
@@ -104,7 +104,7 @@ def test_workers_stay_together_where_all_have_ended_alike(
 
 @pytest.mark.parametrize("outcome", [ENDED, ASKED, PEER], ids=["ended", "stopped", "peer"])
 def test_who_was_silent_for_too_long_has_left_whatever_came_then(
-    make_task: Callable[..., RunTask], outcome: RunEnded | BaseException
+    make_task: Callable[..., RunTask], outcome: TaskResult | BaseException
 ) -> None:
     task, (handle,), ends = begun(make_task, 1, timeout_s=0.01)
     handle.tell(TOLD)
@@ -114,7 +114,7 @@ def test_who_was_silent_for_too_long_has_left_whatever_came_then(
     handle.end(outcome)
     (end,) = ends
     assert (end.verdict, task.together) == (TaskVerdict.LOST, False)
-    assert isinstance(end.error, HungError)
+    assert isinstance(end.error, WorkerTimeoutError)
     assert dict(end.ended) == ({0: ENDED} if outcome is ENDED else {})
 
 
@@ -134,7 +134,7 @@ def test_who_begins_blocks_is_not_silent_however_long_its_step_takes(make_task: 
     for handle in handles:
         handle.end(ASKED)
     (end,) = ends
-    assert isinstance(end.error, HungError)
+    assert isinstance(end.error, WorkerTimeoutError)
 
 
 def test_silence_is_longer_than_what_workers_wait_for_each_other_and_not_much() -> None:
@@ -153,7 +153,7 @@ def test_a_worker_that_does_not_answer_is_asked_once(make_task: Callable[..., Ru
             asked.append(Future())
             return asked[-1]
 
-    pulse = Pulse([Silent(0)], timeout_s=0.02)
+    pulse = Heartbeat([Silent(0)], timeout_s=0.02)
     for count in (1, 1, 2):
         time.sleep(0.03)
         pulse.look()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.distributed.driver.task_run import TaskVerdict, judge
-from wanstream.distributed.messages import RunEnded
+from wanstream.distributed.driver.task_run import TaskVerdict, classify_failure
+from wanstream.distributed.messages import TaskResult
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.distributed.worker.errors import HungError, PeerLostError
-from wanstream.sampling import Cancelled, NoRoomError, SmallerPolicyError
+from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
+from wanstream.sampling import NoRoomError, SamplingCancelled, SmallerPolicyError
 from wanstream.schema import OffloadPolicy, Timeline
 
-GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), HungError("hung")
+GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), WorkerTimeoutError("hung")
 SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
-WRONG, ASKED = NoRoomError("no room"), Cancelled(3, 4)
-ENDED = RunEnded(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
+WRONG, ASKED = NoRoomError("no room"), SamplingCancelled(3, 4)
+ENDED = TaskResult(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
 
 LOST, FAILED, SMALLER, STOPPED = (
     TaskVerdict.LOST,
@@ -45,9 +45,9 @@ LOST, FAILED, SMALLER, STOPPED = (
     ],
 )
 def test_the_telling_error_is_told(
-    outcomes: list[RunEnded | BaseException], killed: tuple[int, ...], verdict: TaskVerdict, place: int
+    outcomes: list[TaskResult | BaseException], killed: tuple[int, ...], verdict: TaskVerdict, place: int
 ) -> None:
-    end = judge(dict(enumerate(outcomes)), killed=killed, stopped=False)
+    end = classify_failure(dict(enumerate(outcomes)), killed=killed, stopped=False)
     assert (end.verdict, end.place) == (verdict, place)
     assert end.error is outcomes[place]
     assert end.policy == (SHORT.policy if verdict is SMALLER else None)
@@ -55,13 +55,13 @@ def test_the_telling_error_is_told(
 
 
 @pytest.mark.parametrize("outcomes", [[ASKED, PEER], [WRONG, ASKED], [GONE, ASKED], [SHORT, ENDED], [GONE]])
-def test_of_a_task_that_was_stopped_nothing_else_matters(outcomes: list[RunEnded | BaseException]) -> None:
-    end = judge(dict(enumerate(outcomes)), killed=(), stopped=True)
+def test_of_a_task_that_was_stopped_nothing_else_matters(outcomes: list[TaskResult | BaseException]) -> None:
+    end = classify_failure(dict(enumerate(outcomes)), killed=(), stopped=True)
     assert end.verdict is STOPPED
     assert (end.error is ASKED) == (ASKED in outcomes)
 
 
 def test_a_task_that_all_have_computed_is_ended_even_if_they_were_to_stop() -> None:
     for stopped in (False, True):
-        end = judge({0: ENDED, 1: ENDED}, killed=(), stopped=stopped)
+        end = classify_failure({0: ENDED, 1: ENDED}, killed=(), stopped=stopped)
         assert (end.verdict, end.error, set(end.ended)) == (TaskVerdict.ENDED, None, {0, 1})

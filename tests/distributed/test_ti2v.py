@@ -34,7 +34,7 @@ def meet(processes: Any, split_jobs: Any) -> Iterator[Callable[[Mesh], None]]:
     def make(mesh: Mesh) -> None:
         nonlocal count
         count = mesh.size
-        processes.all(split_jobs.job_meet, split_jobs.meetings(mesh), count=count)
+        processes.all(split_jobs.job_meet, split_jobs.rendezvous(mesh), count=count)
 
     yield make
     if count:
@@ -60,7 +60,7 @@ def given(
             **changes,
         }
         folder = tiny_expert_folder(heads=4, in_channels=48, layers=2)
-        ref = ExpertsRef(high_noise=folder, one=True, compute_dtype="float32")
+        ref = ExpertsRef(high_noise=folder, single=True, compute_dtype="float32")
         return ref, make_task(request=request).request
 
     return make

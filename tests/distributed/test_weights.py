@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.distributed.messages import Meeting, RunTask
+from wanstream.distributed.messages import RendezvousSpec, RunTask
 from wanstream.distributed.weights.gather import GroupGather
-from wanstream.distributed.weights.placement import WeightFigures, choose_home
+from wanstream.distributed.weights.placement import WeightFigures, choose_placement
 from wanstream.distributed.weights.weights import measure, taken_bytes
 from wanstream.distributed.worker.errors import PeerLostError
 from wanstream.distributed.worker.groups import meet
 from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
-from wanstream.sampling import Cancelled, Share, working_bytes
+from wanstream.sampling import SamplingCancelled, Share, working_bytes
 from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy
-from wanstream.schema.workers_ref import WeightHome
+from wanstream.schema.workers_ref import WeightPlacement
 from wanstream.testing.gguf import matrices, save_expert_gguf
 from wanstream.testing.loras import make_lora, save_lora
 from wanstream.wan.experts.registry import open_pair
@@ -41,11 +41,11 @@ CASES = tuple(zip(("plain",) * 4 + ("plain with LoRA", "fp8 with LoRA", "GGUF wi
 SHORT_S = 20.0
 """Far below the time that workers wait for each other, and far above what anything here takes."""
 
-Alone = Callable[[RunTask], torch.Tensor]
+ComputeAlone = Callable[[RunTask], torch.Tensor]
 MakeTask = Callable[..., RunTask]
 
 
-def job_join(here: SimpleNamespace, every: Sequence[Meeting]) -> int:
+def job_join(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> int:
     if not hasattr(here, "worker"):
         here.worker = Worker("cpu", threads=1)
     here.worker.join(every[here.number])
@@ -72,7 +72,7 @@ def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
 
     try:
         here.worker.run(task, tell)
-    except Cancelled as stopped:
+    except SamplingCancelled as stopped:
         return str(stopped)
     raise AssertionError("the run was not stopped")
 
@@ -98,8 +98,8 @@ def job_leave_meeting(here: SimpleNamespace) -> list[str]:
 def join(processes: Any, split_jobs: Any) -> Iterator[Callable[..., list[int]]]:
     """`join(home, mesh=CELL)`: as many processes as it takes have met; experts stay open meanwhile."""
 
-    def meet(home: WeightHome, mesh: Mesh = CELL) -> list[int]:
-        every = [replace(meeting, weights=home) for meeting in split_jobs.meetings(mesh)]
+    def meet(home: WeightPlacement, mesh: Mesh = CELL) -> list[int]:
+        every = [replace(rendezvous, weights=home) for rendezvous in split_jobs.rendezvous(mesh)]
         return processes.all(job_join, every, count=mesh.size)
 
     yield meet
@@ -127,7 +127,13 @@ def forms(
 
 @pytest.mark.parametrize(("home", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])])
 def test_shards_give_what_one_worker_gives(
-    processes: Any, join: Any, forms: dict[str, ExpertsRef], make_task: MakeTask, alone: Alone, home: Any, cases: Any
+    processes: Any,
+    join: Any,
+    forms: dict[str, ExpertsRef],
+    make_task: MakeTask,
+    alone: ComputeAlone,
+    home: Any,
+    cases: Any,
 ) -> None:
     pids = join(home)
     assert len({*pids, os.getpid()}) == 3
@@ -138,7 +144,7 @@ def test_shards_give_what_one_worker_gives(
         assert told[0]["gathered"] == told[1]["gathered"] > 10**6
 
 
-def test_four_ranks_gather_too(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
+def test_four_ranks_gather_too(processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone) -> None:
     join("sharded", Mesh(cfg=2, ulysses=2))
     task = make_task()
     told = processes.all(job_run, task, count=4)
@@ -147,7 +153,7 @@ def test_four_ranks_gather_too(processes: Any, join: Any, make_task: MakeTask, a
 
 
 def test_whole_weights_gather_none_and_shards_follow_the_meeting(
-    processes: Any, join: Any, make_task: MakeTask, alone: Alone
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
 ) -> None:
     task = make_task(policy=POLICIES[3])
     gathered = []
@@ -161,7 +167,7 @@ def test_whole_weights_gather_none_and_shards_follow_the_meeting(
 
 @pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]])
 def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
-    processes: Any, join: Any, make_task: MakeTask, alone: Alone, policy: OffloadPolicy
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone, policy: OffloadPolicy
 ) -> None:
     join("sharded")
     for after in (1, 2, 3):
@@ -171,7 +177,9 @@ def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
     assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
 
 
-def test_a_rank_that_fails_alone_holds_nobody_up(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
+def test_a_rank_that_fails_alone_holds_nobody_up(
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
     join("sharded")
     task = make_task()
     failed, other = (processes[number].start(job_run_and_fail, task, 1, None) for number in (1, 0))
@@ -187,8 +195,8 @@ def test_a_rank_that_fails_alone_holds_nobody_up(processes: Any, join: Any, make
     assert processes[1].start(job_leave_meeting).result(SHORT_S) == []
 
 
-def job_gather_alone(here: SimpleNamespace, every: Sequence[Meeting]) -> str:
-    """The first process leaves a gather that the second one never comes to, and the meeting with it."""
+def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:
+    """The first process leaves a gather that the second one never comes to, and the rendezvous with it."""
     groups, said = meet(every[here.number], "cpu"), list[str]()
     if here.number == 1:
         with pytest.raises(PeerLostError) as lost:
@@ -214,11 +222,13 @@ def job_gather_alone(here: SimpleNamespace, every: Sequence[Meeting]) -> str:
 
 def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes: Any, split_jobs: Any) -> None:
     processes.at_least(2).all(job_leave, count=2)
-    told = processes.all(job_gather_alone, split_jobs.meetings(CELL), count=2, timeout=SHORT_S)
+    told = processes.all(job_gather_alone, split_jobs.rendezvous(CELL), count=2, timeout=SHORT_S)
     assert told == ["a run has ended while its weights were gathered", "PeerLostError"]
 
 
-def test_a_rank_that_is_killed_is_missed_at_once(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
+def test_a_rank_that_is_killed_is_missed_at_once(
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
     join("sharded")
     task = make_task()
     answers = [processes[number].start(job_run_and_fail, task, 1, signal.SIGKILL) for number in (0, 1)]
@@ -231,7 +241,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(processes: Any, join: Any, make
     assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
 
 
-def job_measure(here: SimpleNamespace, task: RunTask, every: Sequence[Meeting]) -> WeightFigures:
+def job_measure(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> WeightFigures:
     with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
         return measure(groups, pair, task.request, task.policy)
 
@@ -242,14 +252,14 @@ def job_told(here: SimpleNamespace, task: RunTask) -> Any:
 
 def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Any, split_jobs: Any, make_task: MakeTask) -> None:
     processes.at_least(2).all(job_leave, count=2)
-    figures = processes.all(job_measure, make_task(), split_jobs.meetings(CELL), count=2, timeout=SHORT_S)
+    figures = processes.all(job_measure, make_task(), split_jobs.rendezvous(CELL), count=2, timeout=SHORT_S)
     assert figures[0] == figures[1]
     assert figures[0].workers == 2
     assert figures[0].blocks == 8
-    assert choose_home(figures[0]).reason
+    assert choose_placement(figures[0]).reason
 
 
-def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[Meeting]) -> int:
+def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> int:
     with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
         return taken_bytes(groups, pair, task.request, task.policy)
 
@@ -261,7 +271,7 @@ def test_a_worker_reckons_with_its_share_of_a_step(
     """What it takes beside the weights decides whether shards fit into the same memory."""
     task, share = make_task(), Share(cfg=mesh.cfg, ulysses=mesh.ulysses)
     processes.at_least(2).all(job_leave, count=2)
-    taken = processes.all(job_taken, task, split_jobs.meetings(mesh), count=2, timeout=SHORT_S)
+    taken = processes.all(job_taken, task, split_jobs.rendezvous(mesh), count=2, timeout=SHORT_S)
     with open_pair(task.experts) as pair:
         weights = pair.device_bytes(task.policy, device=torch.device("cpu"))
         own = working_bytes(pair, task.request.noise.shape, guided=True, share=share)
@@ -270,7 +280,9 @@ def test_a_worker_reckons_with_its_share_of_a_step(
     assert own < whole
 
 
-def test_cpus_that_decide_keep_whole_weights(processes: Any, join: Any, make_task: MakeTask, alone: Alone) -> None:
+def test_cpus_that_decide_keep_whole_weights(
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
     join("auto")
     task = make_task()
     told = processes.all(job_run, task, count=2)

@@ -14,17 +14,17 @@ import torch
 
 import wanstream
 from wanstream.devices import DeviceError
-from wanstream.distributed.messages import Meeting, RunTask, StepTold
+from wanstream.distributed.messages import RendezvousSpec, RunTask, StepReport
 from wanstream.distributed.vae.worker import DecodeTask
 from wanstream.distributed.worker.errors import PeerLostError
 from wanstream.distributed.worker.worker import Worker
-from wanstream.sampling import Cancelled, RequestError
+from wanstream.sampling import RequestError, SamplingCancelled
 from wanstream.schema import ExpertsRef, LoraRef, Mesh, PathMap
 from wanstream.wan.transformer.kernels import KernelsError
 
 MakeTask = Callable[..., RunTask]
 MakeRef = Callable[..., ExpertsRef]
-Alone = Callable[[RunTask], torch.Tensor]
+ComputeAlone = Callable[[RunTask], torch.Tensor]
 
 
 @pytest.fixture
@@ -34,16 +34,16 @@ def worker() -> Iterator[Worker]:
     worker.close()
 
 
-def ignore(told: StepTold) -> None:
+def ignore(told: StepReport) -> None:
     return
 
 
-def place(rank: int, mesh: Mesh) -> Meeting:
-    return Meeting(rank=rank, mesh=mesh, host="127.0.0.1", port=1, generation=0, timeout_s=10)
+def place(rank: int, mesh: Mesh) -> RendezvousSpec:
+    return RendezvousSpec(rank=rank, mesh=mesh, host="127.0.0.1", port=1, generation=0, timeout_s=10)
 
 
 def test_the_second_task_runs_what_it_says(
-    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: Alone
+    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone
 ) -> None:
     first, reseeded = make_task(), make_task(seed=20)
     swapped = make_task(experts=experts_ref(high=2, low=1))
@@ -54,7 +54,7 @@ def test_the_second_task_runs_what_it_says(
 
 
 def test_experts_are_opened_where_the_path_map_says(
-    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: Alone
+    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone
 ) -> None:
     task = make_task()
     low = task.experts.low_noise
@@ -67,7 +67,7 @@ def test_experts_are_opened_where_the_path_map_says(
 
 
 def test_files_that_were_replaced_are_opened_anew(
-    worker: Worker, make_task: MakeTask, tiny_expert_folder: Callable[..., Path], tmp_path: Path, alone: Alone
+    worker: Worker, make_task: MakeTask, tiny_expert_folder: Callable[..., Path], tmp_path: Path, alone: ComputeAlone
 ) -> None:
     low = tmp_path / "low"
     shutil.copytree(tiny_expert_folder(seed=2), low)
@@ -82,7 +82,7 @@ def test_files_that_were_replaced_are_opened_anew(
 
 
 def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make_task: MakeTask) -> None:
-    task, told = make_task(), list[StepTold]()
+    task, told = make_task(), list[StepReport]()
     ended = worker.run(task, told.append)
     assert [(step.done, step.total, step.rank, step.run_id) for step in told] == [
         (done, 4, 0, task.run_id) for done in (1, 2, 3, 4)
@@ -95,14 +95,14 @@ def test_steps_are_told_with_a_state_that_goes_on_elsewhere(worker: Worker, make
     assert [step.index for step in resumed.timeline.steps] == [2, 3]
     part = worker.run(make_task(until=2), ignore)
     assert torch.equal(part.latents, told[1].state.latents)
-    assert part.sigma == task.request.course().schedule.sigmas[2]
-    without: list[StepTold] = []
+    assert part.sigma == task.request.step_plan.schedule.sigmas[2]
+    without: list[StepReport] = []
     worker.run(make_task(wants_state=False), without.append)
     assert [step.state for step in without] == [None] * 4
 
 
 def test_only_changes_of_the_expert_between_two_steps_are_switches(worker: Worker, make_task: MakeTask) -> None:
-    told: list[StepTold] = []
+    told: list[StepReport] = []
     assert worker.run(make_task(until=2), told.append).expert_switches == 0
     assert worker.run(make_task(seed=20, until=2), ignore).expert_switches == 0
     assert worker.run(make_task(resume=told[1].state), ignore).expert_switches == 1
@@ -110,17 +110,19 @@ def test_only_changes_of_the_expert_between_two_steps_are_switches(worker: Worke
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
-def test_a_stopped_worker_is_usable_at_once(step: int, worker: Worker, make_task: MakeTask, alone: Alone) -> None:
-    task, told = make_task(), list[StepTold]()
+def test_a_stopped_worker_is_usable_at_once(
+    step: int, worker: Worker, make_task: MakeTask, alone: ComputeAlone
+) -> None:
+    task, told = make_task(), list[StepReport]()
 
-    def on_told(each: StepTold) -> None:
+    def on_told(each: StepReport) -> None:
         told.append(each)
         if each.done == step:
             worker.stop(task.run_id)
 
     if step == 0:
         worker.stop(task.run_id)
-    with pytest.raises(Cancelled) as cancelled:
+    with pytest.raises(SamplingCancelled) as cancelled:
         worker.run(task, on_told)
     assert (cancelled.value.step, cancelled.value.block) == (step, 0)
     assert len(told) == step
@@ -129,7 +131,7 @@ def test_a_stopped_worker_is_usable_at_once(step: int, worker: Worker, make_task
 
 
 def test_a_failed_task_leaves_the_worker_usable(
-    worker: Worker, make_task: MakeTask, alone: Alone, tmp_path: Path
+    worker: Worker, make_task: MakeTask, alone: ComputeAlone, tmp_path: Path
 ) -> None:
     gone = ExpertsRef(high_noise=tmp_path / "gone", low_noise=tmp_path / "gone")
     with pytest.raises(ValueError, match="gone"):
@@ -143,7 +145,7 @@ def test_a_failed_task_leaves_the_worker_usable(
 
 
 def test_a_worker_computes_with_the_attention_that_its_experts_name_or_says_why_not(
-    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: Alone
+    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone
 ) -> None:
     with pytest.raises(KernelsError, match="'cudnn' computes on CUDA devices only, and this is cpu: choose 'sdpa'"):
         worker.run(make_task(experts=dataclasses.replace(experts_ref(), attention="cudnn")), ignore)
@@ -152,7 +154,7 @@ def test_a_worker_computes_with_the_attention_that_its_experts_name_or_says_why_
 
 
 def test_only_the_leader_of_a_cell_tells_latents(worker: Worker, make_task: MakeTask) -> None:
-    told: list[StepTold] = []
+    told: list[StepReport] = []
     for rank, leads in ((0, True), (1, True)):
         worker.join(place(rank, Mesh(data=2)))
         ended = worker.run(make_task(), told.append)
@@ -189,14 +191,14 @@ def test_its_pulse_counts_blocks_and_frames(
 
 
 def test_a_task_for_a_meeting_that_was_left_is_not_computed_alone(worker: Worker, make_task: MakeTask) -> None:
-    told: list[StepTold] = []
+    told: list[StepReport] = []
     here, other = make_task(generation=0), make_task(generation=7)
     worker.join(place(0, Mesh()))
     worker.run(here, told.append)
-    with pytest.raises(PeerLostError, match="for meeting 7, but this worker is in meeting 0"):
+    with pytest.raises(PeerLostError, match="for rendezvous 7, but this worker is in rendezvous 0"):
         worker.run(other, told.append)
     worker.leave()
-    with pytest.raises(PeerLostError, match="for meeting 0, but this worker is in none"):
+    with pytest.raises(PeerLostError, match="for rendezvous 0, but this worker is in none"):
         worker.run(here, told.append)
     assert len(told) == 4
     worker.run(make_task(), ignore)
@@ -213,7 +215,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_a_lora_of_another_strength_is_another_run(
-    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: Alone, tmp_path: Path
+    worker: Worker, make_task: MakeTask, experts_ref: MakeRef, alone: ComputeAlone, tmp_path: Path
 ) -> None:
     from safetensors.torch import save_file
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wanstream.distributed.messages import RunEnded, RunTask, WorkerFacts
+from wanstream.distributed.messages import RunTask, TaskResult, WorkerFacts
 from wanstream.distributed.transport.pool import OnTold
 from wanstream.distributed.vae.worker import DecodeTask, TileDecoder
 from wanstream.distributed.worker.worker import Worker
@@ -63,7 +63,7 @@ class ThreadWorker:
         self.tiles += 1
         return decoded
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[RunEnded]:
+    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
         raise NotImplementedError
 
     def log_tail(self) -> str:

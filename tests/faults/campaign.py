@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from wanstream.cli.batch.media_check import check_media
-from wanstream.host.embedded.adapter import Folders, embedded_door
-from wanstream.testing.model import write_sample_model
+from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.testing.model import write_tiny_model
 from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.points import Points
 from wanstream.tests.faults.replaced import computing_replaced, named_models
@@ -124,7 +124,7 @@ class Campaign:
                 stage.finish()
             if kind.world == "run":
                 return stage.judge_run(self._run_file)
-            return stage.judge(expected, frames_alone=kind.world == "lanes")
+            return stage.classify_failure(expected, frames_alone=kind.world == "lanes")
 
     def _expected(self, kind: Kind) -> Mapping[str, Sequence[bytes]]:
         if kind.world == "comfyui":
@@ -160,11 +160,11 @@ class Campaign:
     @cached_property
     def models(self) -> Path:
         """The test model; its texts are encoded here, and so known to all clients."""
-        folder = write_sample_model(self.folder / "models", layers=4).folder
+        folder = write_tiny_model(self.folder / "models", layers=4).folder
         text = self.workflow["text"]["inputs"]
-        with embedded_door.opened(Folders(models=folder, output=folder, input=folder)), torch.inference_mode():
-            path = embedded_door.model_path(text["text_encoder"], "diffusers", "text_encoders")
-            embedded_door.encode_texts(path, [text["positive"], text["negative"]])
+        with embedded_host.opened(Folders(models=folder, output=folder, input=folder)), torch.inference_mode():
+            path = embedded_host.model_path(text["text_encoder"], "diffusers", "text_encoders")
+            embedded_host.encode_texts(path, [text["positive"], text["negative"]])
         return folder
 
     @cached_property

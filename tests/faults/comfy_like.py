@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from wanstream.host.api import SAVING_NODE
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.host.embedded.graph import nodes_by_id
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs.video_file import write_mp4
@@ -115,7 +115,7 @@ class State:
 
 def object_info(models: Path) -> dict[str, Any]:
     """The description of its nodes by a ComfyUI with this pack alone."""
-    with embedded_door.opened(Folders(models=models, output=models, input=models)):
+    with embedded_host.opened(Folders(models=models, output=models, input=models)):
         return _described()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from wanstream.cli.batch.backends import embedded as batch_embedded
 from wanstream.host.api import SAVING_NODE
-from wanstream.host.embedded.adapter import NodeProgress, embedded_door
+from wanstream.host.embedded.adapter import NodeProgress, embedded_host
 from wanstream.host.embedded.graph import as_link
 from wanstream.host.embedded.run import History
 from wanstream.nodes.runs.latent_backup import write_latent
@@ -52,7 +52,7 @@ def run_replaced(prompt: Mapping[str, Any], *, output: Path, on_progress: Any = 
     """Stand for `run_workflow`: the latent is on the disk while the video is made, as of the real nodes."""
     shown = {}
     for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
-        embedded_door.raise_if_stopped()
+        embedded_host.raise_if_stopped()
         if on_progress is not None:
             on_progress(NodeProgress(node_id=node_id, class_type=SAVE, done=0, total=1))
         seed = seed_behind(prompt, node_id)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.run_events import BEGIN, END, STEP, AnnouncedRun, AnnounceOrderError
-from wanstream.schema import MemorySample, StepRecord, Timeline
+from wanstream.host.run_events import BEGIN, END, STEP, RunEvents
+from wanstream.schema import MemorySample, StateError, StepRecord, Timeline
 
 EXPERTS = ["high", "high", "low"]
 
@@ -35,8 +35,8 @@ class Told(list[tuple[str, dict[str, Any]]]):
         return [event for event, _ in self]
 
 
-def announced(told: Told, **options: Any) -> AnnouncedRun:
-    return AnnouncedRun(told, **{"prompt_id": "p", "node_id": "7", "experts": EXPERTS, **options})
+def announced(told: Told, **options: Any) -> RunEvents:
+    return RunEvents(told, **{"prompt_id": "p", "node_id": "7", "experts": EXPERTS, **options})
 
 
 def test_a_run_is_told_from_its_beginning_to_its_end() -> None:
@@ -106,10 +106,10 @@ def test_more_calls_than_were_expected_are_told() -> None:
 
 def test_a_wrong_order_is_refused() -> None:
     run = announced(Told())
-    with pytest.raises(AnnounceOrderError, match="has not begun"):
+    with pytest.raises(StateError, match="has not begun"):
         run.step(record(0))
     with run:
-        with pytest.raises(AnnounceOrderError, match="goes on"):
+        with pytest.raises(StateError, match="goes on"):
             run.__enter__()
-    with pytest.raises(AnnounceOrderError, match="is over"):
+    with pytest.raises(StateError, match="is over"):
         run.ended(TIMELINE)

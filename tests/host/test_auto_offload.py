@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from wanstream.devices.available_ram import available_bytes
-from wanstream.host.auto_policy import AutoPlanner, Room, _better, room_beside
-from wanstream.host.embedded.adapter import EmbeddedDoor
+from wanstream.host.auto_policy import AutoPlanner, FreeMemory, _better, free_memory
+from wanstream.host.embedded.adapter import EmbeddedHost
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob, plan_offload
 from wanstream.plan.predict import predict
 from wanstream.sampling import DenoiseRequest, denoise, request_job
@@ -59,15 +59,15 @@ JOB = OffloadJob(
     stored_bytes=BLOCK,
     file_bytes=BLOCK,
     computed_bytes=BLOCK,
-    staying_bytes=GB,
+    resident_bytes=GB,
 )
 
 
-def _room(vram: int | None = 12 * GB, ram: int = 32 * GB) -> Callable[[bool], Room]:
-    return lambda _: Room(vram_bytes=vram, ram_bytes=ram)
+def _room(vram: int | None = 12 * GB, ram: int = 32 * GB) -> Callable[[bool], FreeMemory]:
+    return lambda _: FreeMemory(vram_bytes=vram, ram_bytes=ram)
 
 
-def _choose(planner: AutoPlanner, room: Callable[[bool], Room], job: OffloadJob = JOB, **budgets: int) -> Any:
+def _choose(planner: AutoPlanner, room: Callable[[bool], FreeMemory], job: OffloadJob = JOB, **budgets: int) -> Any:
     auto = AutoOffload(budgets=Budgets(**budgets))
     return planner.choose(auto, job, device=CUDA, weights=WEIGHTS, room=room, starts_empty=True)
 
@@ -75,15 +75,15 @@ def _choose(planner: AutoPlanner, room: Callable[[bool], Room], job: OffloadJob 
 @pytest.mark.parametrize(
     ("room", "asked", "given"),
     [
-        (Room(vram_bytes=10, ram_bytes=100), Budgets(), (10, 50)),
-        (Room(vram_bytes=10, ram_bytes=30), Budgets(), (10, 30)),
-        (Room(vram_bytes=10, ram_bytes=100), Budgets(vram_bytes=4, ram_bytes=80), (4, 80)),
-        (Room(vram_bytes=10, ram_bytes=70), Budgets(vram_bytes=40, ram_bytes=80), (10, 70)),
-        (Room(vram_bytes=None, ram_bytes=100), Budgets(vram_bytes=4), (4, 50)),
-        (Room(vram_bytes=None, ram_bytes=100), Budgets(), (None, 50)),
+        (FreeMemory(vram_bytes=10, ram_bytes=100), Budgets(), (10, 50)),
+        (FreeMemory(vram_bytes=10, ram_bytes=30), Budgets(), (10, 30)),
+        (FreeMemory(vram_bytes=10, ram_bytes=100), Budgets(vram_bytes=4, ram_bytes=80), (4, 80)),
+        (FreeMemory(vram_bytes=10, ram_bytes=70), Budgets(vram_bytes=40, ram_bytes=80), (10, 70)),
+        (FreeMemory(vram_bytes=None, ram_bytes=100), Budgets(vram_bytes=4), (4, 50)),
+        (FreeMemory(vram_bytes=None, ram_bytes=100), Budgets(), (None, 50)),
     ],
 )
-def test_budgets_are_no_more_than_there_is(room: Room, asked: Budgets, given: tuple[int | None, int]) -> None:
+def test_budgets_are_no_more_than_there_is(room: FreeMemory, asked: Budgets, given: tuple[int | None, int]) -> None:
     found = room.within(asked, replace(GPU, ram_bytes=100))
     assert (found.vram_bytes, found.ram_bytes) == given
 
@@ -174,9 +174,9 @@ def test_nothing_is_revised_where_the_host_had_room_for_another_policy_only() ->
 def test_a_revised_policy_counts_on_nothing_that_others_still_hold() -> None:
     evicting = list[bool]()
 
-    def room(evict: bool) -> Room:
+    def room(evict: bool) -> FreeMemory:
         evicting.append(evict)
-        return Room(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
+        return FreeMemory(vram_bytes=12 * GB if evict else GB, ram_bytes=2 * GB if evict else 0)
 
     choice = _choose(AutoPlanner(lambda *_: GPU), room)
     choice.revise(_record(choice.policy, GPU))  # does not raise: what the plan takes is there
@@ -196,14 +196,14 @@ class _Pair:
 
 
 def test_what_the_experts_hold_already_is_theirs() -> None:
-    on_gpu = room_beside(_Pair(), CUDA, free=2 * GB, reserved=GB)  # type: ignore[arg-type]
+    on_gpu = free_memory(_Pair(), CUDA, free=2 * GB, reserved=GB)  # type: ignore[arg-type]
     assert on_gpu.vram_bytes == 6 * GB
-    assert room_beside(_Pair(), CUDA, free=0, reserved=9 * GB).vram_bytes == 0  # type: ignore[arg-type]
-    assert room_beside(_Pair(), CPU, free=0, reserved=GB).vram_bytes is None  # type: ignore[arg-type]
+    assert free_memory(_Pair(), CUDA, free=0, reserved=9 * GB).vram_bytes == 0  # type: ignore[arg-type]
+    assert free_memory(_Pair(), CPU, free=0, reserved=GB).vram_bytes is None  # type: ignore[arg-type]
 
 
 def test_some_of_the_free_ram_is_left_to_others() -> None:
-    found = room_beside(_Pair(), CUDA, free=GB, reserved=0).ram_bytes - _Pair.host_bytes  # type: ignore[arg-type]
+    found = free_memory(_Pair(), CUDA, free=GB, reserved=0).ram_bytes - _Pair.host_bytes  # type: ignore[arg-type]
     assert 0.8 * available_bytes() < found < 0.95 * available_bytes()
 
 
@@ -229,11 +229,11 @@ def test_the_job_of_a_request(tiny_expert_file: Callable[..., Path], request_of:
         assert (job.stored_bytes, job.computed_bytes, job.value_bytes) == (pair.stored_bytes, pair.computed_bytes, 4)
         for ahead in (0, 1, 3):
             on_device = pair.device_bytes(OffloadPolicy.layerwise(ahead), device="cpu")
-            assert job.staying_bytes + (ahead + 1) * job.computed_bytes == on_device
+            assert job.resident_bytes + (ahead + 1) * job.computed_bytes == on_device
 
 
-def _door(machine: Machine) -> EmbeddedDoor:
-    return EmbeddedDoor(AutoPlanner(lambda *_: machine))
+def _host(machine: Machine) -> EmbeddedHost:
+    return EmbeddedHost(AutoPlanner(lambda *_: machine))
 
 
 @pytest.mark.parametrize("rate", [1e6, 1e12])
@@ -241,24 +241,24 @@ def test_the_embedded_host_chooses_and_the_run_is_the_same(
     rate: float, tiny_expert_file: Callable[..., Path], request_of: Callable[..., DenoiseRequest]
 ) -> None:
     files: Sequence[Path] = [tiny_expert_file(seed=seed) for seed in (1, 2)]
-    door, request = _door(replace(ONLY_CPU, disk_bytes_per_s=rate)), request_of()
+    host, request = _host(replace(ONLY_CPU, disk_bytes_per_s=rate)), request_of()
     ref = ExpertsRef(high_noise=files[0], low_noise=files[1], compute_dtype="float32")
-    pair = door.experts(ref)
+    pair = host.experts(ref)
     job = request_job(pair, request, CPU)
     own = OffloadPolicy.layerwise(3)
-    assert door.choose_policy(ref, own, job).policy is own
+    assert host.choose_policy(ref, own, job).policy is own
     plain = denoise(pair, request, policy=own, device="cpu").latents
     pair.close()
-    choice = door.choose_policy(ref, AutoOffload(), job)
+    choice = host.choose_policy(ref, AutoOffload(), job)
     result = denoise(pair, request, policy=choice.policy, device="cpu", revise=choice.revise_under(choice.policy))
     assert torch.equal(result.latents, plain)
-    told = result.told_first(choice.reason).timeline.changes
+    told = result.with_note(choice.reason).timeline.changes
     assert told[0] == choice.reason
-    assert result.told_first("") is result
+    assert result.with_note("") is result
     with pytest.raises(DoesNotFitError, match=r"0\.00 GB given"):
-        door.choose_policy(ref, AutoOffload(budgets=Budgets(ram_bytes=1000)), job)
-    assert door.choose_policy(ref, AutoOffload(), job).revise is None, "blocks lie there already"
-    door.free_experts()
+        host.choose_policy(ref, AutoOffload(budgets=Budgets(ram_bytes=1000)), job)
+    assert host.choose_policy(ref, AutoOffload(), job).revise is None, "blocks lie there already"
+    host.free_experts()
 
 
 def test_a_door_knows_the_machine_as_it_was_kept_or_learned(
@@ -275,12 +275,12 @@ def test_a_door_knows_the_machine_as_it_was_kept_or_learned(
 
     files = [tiny_expert_file(seed=seed) for seed in (1, 2)]
     ref = ExpertsRef(high_noise=files[0], low_noise=files[1], compute_dtype="float32")
-    door = EmbeddedDoor(AutoPlanner(never, known))
-    expert = request_job(door.experts(ref), request_of(), CPU).expert
-    assert door.known_machine(ref, expert) is None
-    assert door.known_machine(ref, expert) is ONLY_CPU
-    assert asked == [(door.device(), expert, files[0])] * 2
-    door.free_experts()
+    host = EmbeddedHost(AutoPlanner(never, known))
+    expert = request_job(host.experts(ref), request_of(), CPU).expert
+    assert host.known_machine(ref, expert) is None
+    assert host.known_machine(ref, expert) is ONLY_CPU
+    assert asked == [(host.device(), expert, files[0])] * 2
+    host.free_experts()
 
 
 def test_what_a_first_step_has_taught_is_what_is_known() -> None:

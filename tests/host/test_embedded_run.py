@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from wanstream.host import host, io
-from wanstream.host.embedded.adapter import HostStateError, NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.adapter import NodeProgress, embedded_host
 from wanstream.host.embedded.graph import Link, UnsupportedNodeError, nodes_by_id, plan_steps
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.schema import Cancelled, StateError
 
 # 1 is read twice, and 5 not at all.
 PROMPT: dict[str, Any] = {
@@ -95,9 +96,9 @@ def test_a_node_that_raises_is_named_and_the_host_stays_usable(run: Callable[...
 def test_a_stopped_run_ends_and_the_next_one_runs(run: Callable[..., History]) -> None:
     def stop_at_three(progress: NodeProgress) -> None:
         if progress.node_id == "3":
-            embedded_door.stop()
+            embedded_host.stop()
 
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(Cancelled):
         run(PROMPT, on_progress=stop_at_three)
     assert host.should_stop() is False
     assert run(PROMPT).outputs["4"]["shown"][0]["number"] == 41
@@ -106,9 +107,9 @@ def test_a_stopped_run_ends_and_the_next_one_runs(run: Callable[..., History]) -
 def test_stopping_inside_a_node_is_no_failure_of_the_node(run: Callable[..., History]) -> None:
     def stop_in_show(progress: NodeProgress) -> None:
         if progress.total == 2:
-            embedded_door.stop()
+            embedded_host.stop()
 
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(Cancelled):
         run(PROMPT, on_progress=stop_in_show)
 
 
@@ -117,7 +118,7 @@ def test_two_runs_at_once_are_refused(run: Callable[..., History]) -> None:
 
     def start_another(progress: NodeProgress) -> None:
         if not refused:
-            with pytest.raises(HostStateError) as raised:
+            with pytest.raises(StateError) as raised:
                 run(PROMPT)
             refused.append(raised.value)
 
@@ -127,11 +128,11 @@ def test_two_runs_at_once_are_refused(run: Callable[..., History]) -> None:
 
 def test_a_stop_from_another_thread_is_seen(run: Callable[..., History]) -> None:
     def stop(progress: NodeProgress) -> None:
-        thread = threading.Thread(target=embedded_door.stop)
+        thread = threading.Thread(target=embedded_host.stop)
         thread.start()
         thread.join()
 
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(Cancelled):
         run(PROMPT, on_progress=stop)
 
 
@@ -171,7 +172,7 @@ def test_models_are_named_only_inside_a_run(run: Callable[..., History], tmp_pat
     folder.mkdir(parents=True)
     (folder / "wan.safetensors").touch()
     assert host.model_names("vae") == []
-    with pytest.raises(HostStateError):
+    with pytest.raises(StateError):
         host.model_path("wan.safetensors", "vae")
     seen: list[list[str]] = []
     run(PROMPT, on_progress=lambda progress: seen.append(host.model_names("vae", "diffusers")))

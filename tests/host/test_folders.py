@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wanstream.host.api import ModelNotFoundError, OutputNameError, OutsideFolderError
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.host.folders import (
     GGUF_FILES,
     KeptNames,
@@ -132,12 +132,12 @@ def test_gguf_files_are_offered_for_experts_only(tmp_path: Path) -> None:
     for kind in ("diffusion_models", "vae", "text_encoders", "loras"):
         for name in ("a.safetensors", "b.gguf", "sub/C.GGUF", ".hidden/d.gguf"):
             _touch(tmp_path / "models" / kind / name)
-    with embedded_door.opened(Folders(models=tmp_path / "models", output=tmp_path, input=tmp_path)):
-        experts = embedded_door.model_names("diffusion_models", "diffusers")
+    with embedded_host.opened(Folders(models=tmp_path / "models", output=tmp_path, input=tmp_path)):
+        experts = embedded_host.model_names("diffusion_models", "diffusers")
         assert experts == ["a.safetensors", "b.gguf", str(Path("sub/C.GGUF"))]
-        assert embedded_door.model_path("b.gguf", "diffusion_models").is_file()
+        assert embedded_host.model_path("b.gguf", "diffusion_models").is_file()
         for kind in ("vae", "text_encoders", "loras"):
-            assert embedded_door.model_names(kind) == ["a.safetensors"]
+            assert embedded_host.model_names(kind) == ["a.safetensors"]
 
 
 def test_names_are_kept_until_a_folder_changes(tmp_path: Path) -> None:

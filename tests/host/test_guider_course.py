@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.comfy.guider_steps import GuiderCourse, GuiderSettings
+from wanstream.host.comfy.guider_steps import GuiderSettings, GuiderSteps
 from wanstream.plan.visits import SkipRule
 from wanstream.sampling import RequestError
 from wanstream.sampling.cache.mag_table import MagTable
@@ -22,8 +22,8 @@ ONE = GuiderSettings(boundary_ratio=0.0, guidance=(5.0, 5.0))
 WINDOWS = ContextWindows(frames=3, overlap=1)
 
 
-def course(settings: GuiderSettings = PAIR, sigmas: tuple[float, ...] = SIGMAS, **changes: Any) -> GuiderCourse:
-    return GuiderCourse(settings=replace(settings, **changes), sigmas=sigmas, frames=7)
+def guider_steps(settings: GuiderSettings = PAIR, sigmas: tuple[float, ...] = SIGMAS, **changes: Any) -> GuiderSteps:
+    return GuiderSteps(settings=replace(settings, **changes), sigmas=sigmas, frames=7)
 
 
 def table(steps: int = 4) -> MagTable:
@@ -39,35 +39,35 @@ def table(steps: int = 4) -> MagTable:
     ("sigma", "step"), [(1.0, 0), (0.95, 0), (0.9, 1), (0.9 + 1e-6, 1), (0.7, 1), (0.6, 2), (0.01, 3), (1.2, 0)]
 )
 def test_a_call_is_of_the_last_step_whose_level_it_has_come_to(sigma: float, step: int) -> None:
-    assert course().step(sigma) == step
+    assert guider_steps().step(sigma) == step
 
 
 @pytest.mark.parametrize(("sigma", "step"), [(0.1, 0), (0.2, 0), (0.5, 1), (0.9, 2)])
 def test_so_it_is_where_noise_is_put_in(sigma: float, step: int) -> None:
-    assert course(sigmas=(0.1, 0.4, 0.8, 1.0)).step(sigma) == step
+    assert guider_steps(sigmas=(0.1, 0.4, 0.8, 1.0)).step(sigma) == step
 
 
 def test_guidance_is_that_of_the_expert_or_of_the_step() -> None:
     levels = (1.0, 0.95, 0.9, 0.6, 0.3, 0.1)
-    assert [course().scale(level) for level in levels] == [4, 4, 4, 3, 3, 3]
-    listed = course(more_guidance=Guidance(steps=(6.0, 5.0, 1.0)))
+    assert [guider_steps().scale(level) for level in levels] == [4, 4, 4, 3, 3, 3]
+    listed = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0)))
     assert [listed.scale(level) for level in levels] == [6, 6, 5, 1, 1, 1]
     assert listed.guided(levels) == {"high": True, "low": False}
     assert listed.reads_negative(levels) == {"high": True, "low": False}
-    early = course(more_guidance=Guidance(steps=(6.0, 1.0)))
+    early = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)))
     assert early.guided(levels) == {"high": True, "low": False}, "a call with negative lanes is enough"
-    held = course(more_guidance=Guidance(steps=(6.0, 5.0, 1.0), nag=Nag()))
+    held = guider_steps(more_guidance=Guidance(steps=(6.0, 5.0, 1.0), nag=Nag()))
     assert held.reads_negative(levels) == {"high": True, "low": True}
 
 
 def test_one_expert_takes_every_call() -> None:
-    calls = course(ONE).calls(SIGMAS[:-1], 1)
+    calls = guider_steps(ONE).calls(SIGMAS[:-1], 1)
     assert [expert for expert, _ in calls.values()] == ["high"] * 4
-    assert course(ONE).guided(SIGMAS[:-1]) == {"high": True, "low": False}
+    assert guider_steps(ONE).guided(SIGMAS[:-1]) == {"high": True, "low": False}
 
 
 def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
-    listed = course(more_guidance=Guidance(steps=(6.0, 1.0)), windows=WINDOWS)
+    listed = guider_steps(more_guidance=Guidance(steps=(6.0, 1.0)), windows=WINDOWS)
     for level, step, sides in ((1.0, 0, 2), (0.95, 0, 2), (0.9, 1, 1), (0.8, 1, 1), (0.3, 3, 1)):
         pieces = WINDOWS.at(step, 7)
         assert listed.windows(level).frames == pieces
@@ -76,8 +76,8 @@ def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
         assert {(name.side, name.sample) for name in names} == {(side, n) for side in range(sides) for n in range(2)}
     most = max(len(WINDOWS.at(step, 7)) for step in range(4))
     assert listed.computed_shape((2, 16, 7, 8, 6)) == (2 * most, 16, 3, 8, 6)
-    assert course().windows(1.0) is None
-    assert course().computed_shape((2, 16, 7, 8, 6)) == (2, 16, 7, 8, 6)
+    assert guider_steps().windows(1.0) is None
+    assert guider_steps().computed_shape((2, 16, 7, 8, 6)) == (2, 16, 7, 8, 6)
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,17 @@ def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
 )
 def test_settings_that_do_not_fit_the_steps_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        course(**changes)
+        guider_steps(**changes)
 
 
 @pytest.mark.parametrize("sigmas", [(0.5,), ()])
 def test_a_run_without_steps_refuses_nothing(sigmas: tuple[float, ...]) -> None:
     """As BasicScheduler makes them for a denoise of 0."""
-    assert course(sigmas=sigmas, more_guidance=Guidance(nag=Nag()), windows=WINDOWS).steps < 1
+    assert guider_steps(sigmas=sigmas, more_guidance=Guidance(nag=Nag()), windows=WINDOWS).steps < 1
 
 
 def test_magnitudes_need_one_call_for_each_step() -> None:
-    known = course(cache=MagCache(table=table(), rule=SkipRule(threshold=1.0)))
+    known = guider_steps(cache=MagCache(table=table(), rule=SkipRule(threshold=1.0)))
     known.check_calls(SIGMAS[:-1], "euler")
     known.check_call(2, 0.6)
     for asked in (None, (1.0, 0.9, 0.9, 0.6), (1.0, 0.9, 0.6), (1.0, 0.8, 0.6, 0.3)):
@@ -115,6 +115,6 @@ def test_magnitudes_need_one_call_for_each_step() -> None:
     for call, sigma in ((2, 0.9), (4, 0.1)):
         with pytest.raises(RequestError, match=f"call {call} of the model is at noise level"):
             known.check_call(call, sigma)
-    asks = course(cache=FirstBlockCache())
+    asks = guider_steps(cache=FirstBlockCache())
     asks.check_calls(None, "heun")
     asks.check_call(7, 0.5)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wanstream.distributed.transport.pool import WorkerLostError
-from wanstream.host.worker_registry import KeptWorkers
+from wanstream.host.worker_registry import WorkerRegistry
 from wanstream.schema import Mesh, WorkersRef
 from wanstream.schema.workers_ref import IN_PROCESS
 
@@ -76,23 +76,23 @@ def started() -> list[FakePool]:
 
 
 @pytest.fixture
-def kept(started: list[FakePool]) -> KeptWorkers:
+def kept(started: list[FakePool]) -> WorkerRegistry:
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         assert all("end" in pool.said for pool in started), "two sets share a device"
         started.append(FakePool(ref, device))
         return started[-1]
 
-    return KeptWorkers(start, FakeDriver)
+    return WorkerRegistry(start, FakeDriver)
 
 
-def test_equal_references_find_the_same_workers(kept: KeptWorkers, started: list[FakePool]) -> None:
+def test_equal_references_find_the_same_workers(kept: WorkerRegistry, started: list[FakePool]) -> None:
     driver = kept.get(ONE, Mesh(), CPU)
     assert kept.get(replace(ONE), Mesh(), CPU) is driver
     assert (driver.pool, driver.ref, driver.mesh) == (started[0], ONE, Mesh())
     assert len(started) == 1
 
 
-def test_another_layout_is_another_driver_of_the_same_workers(kept: KeptWorkers, started: list[FakePool]) -> None:
+def test_another_layout_is_another_driver_of_the_same_workers(kept: WorkerRegistry, started: list[FakePool]) -> None:
     two = replace(ONE, count=2)
     sides = kept.get(two, Mesh(cfg=2), CPU)
     stages = kept.get(two, Mesh(stage=2), CPU)
@@ -107,7 +107,7 @@ def test_another_layout_is_another_driver_of_the_same_workers(kept: KeptWorkers,
 
 @pytest.mark.parametrize("other", [(replace(ONE, threads=1), CPU), (ONE, torch.device("meta"))])
 def test_another_reference_ends_the_former_workers_first(
-    kept: KeptWorkers, started: list[FakePool], other: tuple[WorkersRef, torch.device]
+    kept: WorkerRegistry, started: list[FakePool], other: tuple[WorkersRef, torch.device]
 ) -> None:
     kept.get(ONE, Mesh(), CPU)
     kept.get(other[0], Mesh(), other[1])
@@ -115,7 +115,9 @@ def test_another_reference_ends_the_former_workers_first(
     assert (started[1].ref, started[1].device) == other
 
 
-def test_workers_that_cannot_be_replaced_any_more_are_started_anew(kept: KeptWorkers, started: list[FakePool]) -> None:
+def test_workers_that_cannot_be_replaced_any_more_are_started_anew(
+    kept: WorkerRegistry, started: list[FakePool]
+) -> None:
     """As those of a cluster that has ended."""
     kept.get(ONE, Mesh(), CPU)
     started[0].usable = False
@@ -124,7 +126,7 @@ def test_workers_that_cannot_be_replaced_any_more_are_started_anew(kept: KeptWor
     assert (started[0].said, len(started)) == (["end"], 2)
 
 
-def test_resting_keeps_them_and_closing_does_not(kept: KeptWorkers, started: list[FakePool]) -> None:
+def test_resting_keeps_them_and_closing_does_not(kept: WorkerRegistry, started: list[FakePool]) -> None:
     assert kept.rest()
     kept.close()
     two = replace(ONE, count=2)
@@ -155,7 +157,7 @@ def test_a_worker_that_does_not_give_its_memory_back_is_ended(
         started.append(FakePool(ref, device))
         return started[-1]
 
-    kept = KeptWorkers(start, FakeDriver, rest_s=0.05)
+    kept = WorkerRegistry(start, FakeDriver, rest_s=0.05)
     kept.get(replace(ONE, count=2), Mesh(cfg=2), CPU)
     started[0].hangs = True
     assert kept.rest()
@@ -167,7 +169,7 @@ def test_a_start_that_fails_leaves_nothing_behind() -> None:
     def start(ref: WorkersRef, device: torch.device) -> FakePool:
         raise OSError("the port is taken")
 
-    kept = KeptWorkers(start, FakeDriver)
+    kept = WorkerRegistry(start, FakeDriver)
     for _ in range(2):
         with pytest.raises(OSError, match="the port is taken"):
             kept.get(ONE, Mesh(), CPU)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wanstream.host.run_events import AnnouncedRun
+from wanstream.host.run_events import RunEvents
 from wanstream.host.run_log import KEPT_RUNS, LONGEST_NAME, RunLog, title_in, workflow_in
 from wanstream.schema import StepRecord, Timeline
 
@@ -12,8 +12,8 @@ STEP = StepRecord(index=0, expert="high", sigma=None, wall_s=1.0, compute_s=1.0,
 TIMELINE = Timeline(steps=(STEP,), kind="measured")
 
 
-def run_in(log: RunLog, node_id: str = "7", *, experts: tuple[str, ...] = ("high", "low")) -> AnnouncedRun:
-    return AnnouncedRun(log.note, prompt_id="p", node_id=node_id, experts=experts)
+def run_in(log: RunLog, node_id: str = "7", *, experts: tuple[str, ...] = ("high", "low")) -> RunEvents:
+    return RunEvents(log.note, prompt_id="p", node_id=node_id, experts=experts)
 
 
 def test_a_page_that_comes_in_the_middle_sees_the_steps_so_far() -> None:

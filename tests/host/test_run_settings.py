@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from wanstream.host.run_events import BEGIN, AnnouncedRun, run_settings
+from wanstream.host.run_events import BEGIN, RunEvents, run_settings
 from wanstream.plan import AutoOffload
 from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy, WorkersRef
 
@@ -63,7 +63,7 @@ def test_settings_are_announced_with_the_beginning() -> None:
     def announce(event: str, payload: Any) -> None:
         told.append((event, json.loads(json.dumps(payload))))
 
-    with AnnouncedRun(announce, prompt_id="p", node_id="7", experts=["high"], settings=settings):
+    with RunEvents(announce, prompt_id="p", node_id="7", experts=["high"], settings=settings):
         pass
     assert told[0][0] == BEGIN
     assert told[0][1]["settings"] == settings.plain()

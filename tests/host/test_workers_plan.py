@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.workers_plan import PlannedOnce, SharedRun, plan_workers
+from wanstream.host.workers_plan import SharedRun, WorkersPlanCache, plan_workers
 from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, OffloadJob
 from wanstream.plan.machine import expected_machine
 from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, WorkersRef
@@ -25,7 +25,7 @@ def a_job(videos: int = 1, *, lanes: int = 2) -> OffloadJob:
         stored_bytes=T2V_A14B.streamed_bytes(),
         file_bytes=T2V_A14B.streamed_bytes(),
         computed_bytes=T2V_A14B.streamed_bytes(),
-        staying_bytes=2 * T2V_A14B.staying_bytes(),
+        resident_bytes=2 * T2V_A14B.resident_bytes(),
     )
 
 
@@ -60,7 +60,7 @@ def test_a_layout_that_does_not_suit_the_run_is_refused(mesh: Mesh, job: Offload
 def test_what_idles_at_times_is_told() -> None:
     plan = plan_workers(a_run(WorkersRef(count=2, mesh=Mesh(stage=2)), videos=1), nobody)
     (said,) = plan.reasons
-    assert "at most 1 of 2 cells work at a time" in said
+    assert "at most 1 of 2 groups work at a time" in said
 
 
 def test_one_video_is_shared_and_many_are_spread() -> None:
@@ -118,7 +118,7 @@ def test_equal_runs_get_the_same_plan_and_measure_once() -> None:
         asked.append("measured")
         return GPU
 
-    planned, run = PlannedOnce(), a_run(WorkersRef(count=2))
+    planned, run = WorkersPlanCache(), a_run(WorkersRef(count=2))
     first = planned.plan(run, machine)
     assert planned.plan(replace(run, job=a_job()), machine) is first
     assert len(asked) == 1

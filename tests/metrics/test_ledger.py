@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from wanstream.schema import PhaseRecord
-from wanstream.telemetry.phases import KEPT_LEDGERS, Ledger, Ledgers
+from wanstream.telemetry.phases import KEPT_LEDGERS, PhaseRegistry, QueueItemPhases
 
 CPU = torch.device("cpu")
 
 
 def test_phases_are_noted_in_order_and_do_not_overlap() -> None:
-    began, ledger = time.perf_counter(), Ledger()
+    began, ledger = time.perf_counter(), QueueItemPhases()
     for name in ("open", "text"):
         with ledger.phase(name, CPU):
             time.sleep(0.001)
@@ -22,46 +22,46 @@ def test_phases_are_noted_in_order_and_do_not_overlap() -> None:
     opened, text = ledger.phases()
     assert (opened.name, text.name) == ("open", "text")
     assert opened.wall_s > 0
-    assert opened.began_s + opened.wall_s <= text.began_s
-    assert text.began_s + text.wall_s <= ended - began
+    assert opened.start_s + opened.wall_s <= text.start_s
+    assert text.start_s + text.wall_s <= ended - began
     assert (opened.device_bytes, opened.device_used_bytes) == (None, None)
     assert (opened.rss_bytes or 0) > 1_000_000
 
 
 def test_a_phase_that_fails_is_not_noted() -> None:
-    ledger = Ledger()
+    ledger = QueueItemPhases()
     with pytest.raises(OSError, match="gone"), ledger.phase("text", CPU):
         raise OSError("gone")
     assert ledger.phases() == ()
 
 
 def test_only_phases_of_the_schema_have_names() -> None:
-    with pytest.raises(AssertionError, match="no phase"), Ledger().phase("lunch", CPU):
+    with pytest.raises(AssertionError, match="no phase"), QueueItemPhases().phase("lunch", CPU):
         pass
 
 
 def test_times_count_from_where_they_are_asked_from() -> None:
-    ledger = Ledger()
+    ledger = QueueItemPhases()
     with ledger.phase("text", CPU):
         pass
     run_began = time.perf_counter()
     (before,) = ledger.phases(since=run_began)
-    assert before.began_s + before.wall_s <= 0, "it was over when the run began"
-    ledger.add([PhaseRecord(name="high", began_s=0.25, wall_s=1.0)], began=run_began)
+    assert before.start_s + before.wall_s <= 0, "it was over when the run began"
+    ledger.add([PhaseRecord(name="high", start_s=0.25, wall_s=1.0)], began=run_began)
     _, high = ledger.phases(since=run_began)
-    assert (high.name, high.began_s, high.wall_s) == ("high", pytest.approx(0.25), 1.0)
-    assert ledger.phases()[1].began_s == pytest.approx(ledger.phases()[0].began_s - before.began_s + 0.25)
+    assert (high.name, high.start_s, high.wall_s) == ("high", pytest.approx(0.25), 1.0)
+    assert ledger.phases()[1].start_s == pytest.approx(ledger.phases()[0].start_s - before.start_s + 0.25)
 
 
 def test_phases_are_told_in_order_of_their_beginning() -> None:
-    ledger, now = Ledger(), time.perf_counter()
-    ledger.add([PhaseRecord(name="low", began_s=5.0, wall_s=1.0)], began=now)
-    ledger.add([PhaseRecord(name="high", began_s=1.0, wall_s=1.0)], began=now)
+    ledger, now = QueueItemPhases(), time.perf_counter()
+    ledger.add([PhaseRecord(name="low", start_s=5.0, wall_s=1.0)], began=now)
+    ledger.add([PhaseRecord(name="high", start_s=1.0, wall_s=1.0)], began=now)
     assert [phase.name for phase in ledger.phases()] == ["high", "low"]
 
 
 def test_a_queue_item_has_one_ledger_and_the_last_ones_are_kept() -> None:
-    ledgers = Ledgers()
+    ledgers = PhaseRegistry()
     first = ledgers.of("0")
     with first.phase("open", CPU):
         pass
@@ -80,7 +80,7 @@ def test_a_queue_item_has_one_ledger_and_the_last_ones_are_kept() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_phase_ends_when_the_device_has_done_its_work() -> None:
     """Nobody else waits: the host has given the work to the device and leaves the phase."""
-    ledger = Ledger()
+    ledger = QueueItemPhases()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     with ledger.phase("decode", torch.device("cuda", 0)):

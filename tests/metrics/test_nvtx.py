@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.telemetry import Observe, Recorder
+from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.nvtx import NvtxRanges, ranged
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_a_range_ends_with_its_block_whatever_happens() -> None:
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_a_torch_without_cuda_is_told_before_the_run() -> None:
     with pytest.raises(ValueError, match=r"WANSTREAM_NVTX\), and torch .* has no CUDA: unset it"):
-        Recorder(CPU, observe=Observe(nvtx=True))
+        Recorder(CPU, observe=TelemetryOptions(nvtx=True))
 
 
 def test_nobody_pays_for_ranges_that_nobody_asked_for() -> None:
@@ -53,4 +53,4 @@ def test_nobody_pays_for_ranges_that_nobody_asked_for() -> None:
 def test_a_device_takes_ranges() -> None:
     with ranged(NvtxRanges(), "step 0"):
         torch.zeros(1, device="cuda")
-    assert isinstance(Recorder(torch.device("cuda", 0), observe=Observe(nvtx=True)).ranges, NvtxRanges)
+    assert isinstance(Recorder(torch.device("cuda", 0), observe=TelemetryOptions(nvtx=True)).ranges, NvtxRanges)

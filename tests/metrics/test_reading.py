@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from wanstream.telemetry.read_timing import ReadMeter
+from wanstream.telemetry.read_timing import ReadTimer
 
 
 def test_a_reading_is_called_once_and_timed() -> None:
-    meter, calls = ReadMeter(), list[int]()
+    meter, calls = ReadTimer(), list[int]()
     spans = [meter.measure(lambda: calls.append(1), 10, name="read", straight=straight) for straight in (False, True)]
     assert calls == [1, 1]
     assert [span.nbytes for span in spans] == [10, 10]
@@ -24,4 +24,4 @@ def test_a_reading_that_fails_raises() -> None:
         raise OSError("the disk went away")
 
     with pytest.raises(OSError, match="went away"):
-        ReadMeter().measure(fail, 10, name="read")
+        ReadTimer().measure(fail, 10, name="read")

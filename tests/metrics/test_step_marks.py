@@ -7,7 +7,7 @@ import torch
 
 from wanstream.devices.clock import clock_for
 from wanstream.telemetry.read_timing import ReadSpan
-from wanstream.telemetry.step_events import BlockArrival, StepMarks, VisitMarks
+from wanstream.telemetry.step_events import BlockArrival, StepEvents, VisitEvents
 
 CLOCK = clock_for(torch.device("cpu"))
 
@@ -28,8 +28,8 @@ def read(began: float, ended: float, *, straight: bool = False) -> ReadSpan:
     return ReadSpan(began, ended, 60, straight)
 
 
-def marks(*arrivals: BlockArrival, visits: tuple[VisitMarks, ...] = ()) -> StepMarks:
-    step = StepMarks(CLOCK)
+def marks(*arrivals: BlockArrival, visits: tuple[VisitEvents, ...] = ()) -> StepEvents:
+    step = StepEvents(CLOCK)
     step.arrivals += arrivals
     step.visits += visits
     return step
@@ -43,7 +43,7 @@ def test_visits_give_stall_and_computing() -> None:
 
 def test_an_empty_step_has_nothing() -> None:
     step = marks()
-    sums = (step.stall_s(), step.compute_s(), step.read_s(), step.decode_s(), step.stall_file_s(1, 1))
+    sums = (step.stall_s(), step.compute_s(), step.read_s(), step.decode_s(), step.stall_on_read_s(1, 1))
     assert sums == (0, 0, 0, 0, 0)
     assert (step.bytes_moved(), step.copies(), step.reads()) == (0, [], [])
     assert step.computed_from(1, 1) is None
@@ -70,19 +70,19 @@ def test_reading_is_busy_while_one_reading_goes_on_at_least(spans: list[tuple[fl
 
 
 @pytest.mark.parametrize(
-    ("ended", "stall_file_s"),
+    ("ended", "stall_on_read_s"),
     [(9.0, 0.0), (10.0, 0.0), (10.5, 0.5), (12.0, 2.0), (14.0, 2.0)],
     ids=["read before", "just read", "half", "all", "later"],
 )
-def test_a_stall_is_the_files_until_its_reading_has_ended(ended: float, stall_file_s: float) -> None:
+def test_a_stall_is_the_files_until_its_reading_has_ended(ended: float, stall_on_read_s: float) -> None:
     step = marks(arrival(0, 10.0, 12.0, read=read(1.0, ended)), arrival(1, 20.0, 23.0))
-    assert step.stall_file_s(end=30.0, now=30.0) == stall_file_s
+    assert step.stall_on_read_s(end=30.0, now=30.0) == stall_on_read_s
 
 
 def test_times_of_a_device_are_laid_on_those_of_the_host_by_the_end_of_the_step() -> None:
     """The device's time line starts elsewhere: 1000 s ahead of the host's."""
     step = marks(arrival(0, 1010.0, 1012.0, read=read(1.0, 11.0)), visits=((0, 1010.0, 1012.0, 1012.0, 1013.0),))
-    assert step.stall_file_s(end=1020.0, now=20.0) == 1.0
+    assert step.stall_on_read_s(end=1020.0, now=20.0) == 1.0
     assert step.computed_from(end=1020.0, now=20.0) == 12.0
 
 
@@ -92,7 +92,7 @@ def test_rows_of_a_trace() -> None:
         arrival(4, 12.0, 12.0, read=read(8.5, 9.0, straight=True)),
         visits=((3, 10.0, 11.0, 11.0, 12.0), (4, 12.0, 12.0, 12.0, 13.0)),
     )
-    spans = {(span.row, span.name): (span.began_s, span.ended_s) for span in step.spans("low", 13.0, 13.0, began=7.0)}
+    spans = {(span.row, span.name): (span.start_s, span.ended_s) for span in step.spans("low", 13.0, 13.0, began=7.0)}
     assert spans == {
         ("wait", "low 3"): (3, 4),
         ("wait", "low 4"): (5, 5),

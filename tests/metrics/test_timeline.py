@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.telemetry import Observe, Recorder
-from wanstream.telemetry.phases import Ledger
+from wanstream.telemetry import Recorder, TelemetryOptions
+from wanstream.telemetry.phases import QueueItemPhases
 from wanstream.telemetry.read_timing import ReadSpan
 from wanstream.telemetry.step_events import BlockArrival
 
@@ -88,9 +88,9 @@ def test_parts_of_a_step_fit_into_it_and_steps_follow_each_other() -> None:
     for step in timeline.steps:
         assert min(step.compute_s, step.stall_s, step.decode_s) > 0
         assert step.compute_s + step.stall_s + step.decode_s <= step.wall_s
-        assert step.began_s is not None
-        assert step.began_s >= reached
-        reached = step.began_s + step.wall_s
+        assert step.start_s is not None
+        assert step.start_s >= reached
+        reached = step.start_s + step.wall_s
     assert [phase.name for phase in timeline.phases] == ["first block", "high", "switch", "low"]
     assert timeline.phases[0].wall_s == timeline.first_block_s
     assert sum(phase.wall_s for phase in timeline.phases) == pytest.approx(reached)
@@ -136,7 +136,7 @@ def test_pinned_bytes_are_those_of_the_run_that_goes_on() -> None:
 
 def test_a_host_tells_its_dynamic_memory() -> None:
     held = iter([3, None])
-    recorder = Recorder(CPU, observe=Observe(dynamic_bytes=lambda: next(held)))
+    recorder = Recorder(CPU, observe=TelemetryOptions(dynamic_bytes=lambda: next(held)))
     take_step(recorder)
     take_step(recorder)
     assert [step.dynamic_bytes for step in recorder.timeline().steps] == [3, None]
@@ -153,31 +153,31 @@ def test_memory_is_watched_inside_and_not_after() -> None:
     assert len(samples) >= 2
     assert all(sample.rss_bytes > 0 for sample in samples)
     (step,) = recorder.timeline().steps
-    assert samples[-1].at_s >= (step.began_s or 0) + step.wall_s
+    assert samples[-1].at_s >= (step.start_s or 0) + step.wall_s
 
 
 def test_phases_before_the_run_come_from_the_ledger_and_those_of_the_run_go_there() -> None:
-    ledger = Ledger()
+    ledger = QueueItemPhases()
     for name in ("open", "text", "decode"):
         with ledger.phase(name, CPU):
             pass
-    recorder = Recorder(CPU, observe=Observe(ledger=ledger))
+    recorder = Recorder(CPU, observe=TelemetryOptions(ledger=ledger))
     with recorder.watching():
         take_step(recorder)
     phases = recorder.timeline().phases
     assert [phase.name for phase in phases] == ["open", "text", "first block", "high"]
-    assert all(phase.began_s + phase.wall_s <= 0 for phase in phases[:2])
+    assert all(phase.start_s + phase.wall_s <= 0 for phase in phases[:2])
     assert [phase.name for phase in ledger.phases()] == ["open", "text", "decode", "first block", "high"]
 
 
 def test_what_was_opened_for_one_run_is_not_told_of_the_next() -> None:
     """Runs that a benchmark repeats open nothing; a second sampler has what was done for it alone."""
-    ledger, told = Ledger(), []
+    ledger, told = QueueItemPhases(), []
     for opens in ([], ["open", "text"], [], ["open"]):
         for name in opens:
             with ledger.phase(name, CPU):
                 pass
-        recorder = Recorder(CPU, observe=Observe(ledger=ledger))
+        recorder = Recorder(CPU, observe=TelemetryOptions(ledger=ledger))
         with recorder.watching():
             take_step(recorder)
         told.append([phase.name for phase in recorder.timeline().phases][:-2])
@@ -185,8 +185,8 @@ def test_what_was_opened_for_one_run_is_not_told_of_the_next() -> None:
 
 
 def test_a_run_that_fails_is_noted_as_far_as_it_came() -> None:
-    ledger = Ledger()
-    recorder = Recorder(CPU, observe=Observe(ledger=ledger))
+    ledger = QueueItemPhases()
+    recorder = Recorder(CPU, observe=TelemetryOptions(ledger=ledger))
     with pytest.raises(OSError, match="gone"), recorder.watching():
         take_step(recorder)
         raise OSError("gone")
@@ -196,7 +196,7 @@ def test_a_run_that_fails_is_noted_as_far_as_it_came() -> None:
 
 def test_a_trace_is_left_only_where_one_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for asked in (None, tmp_path / "traces"):
-        recorder = Recorder(CPU, observe=Observe(trace=asked))
+        recorder = Recorder(CPU, observe=TelemetryOptions(trace=asked))
         with caplog.at_level(logging.INFO), recorder.watching():
             take_step(recorder)
     (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -207,7 +207,7 @@ def test_a_trace_is_left_only_where_one_is_asked_for(tmp_path: Path, caplog: pyt
 
 def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path) -> None:
     """Every step has 20 spans: a wait and a computation for each of its visits."""
-    recorder = Recorder(CPU, observe=Observe(trace=tmp_path), most_spans=200)
+    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path), most_spans=200)
     with recorder.watching():
         for index in range(12):
             with recorder.step(index, "high"):
@@ -221,7 +221,7 @@ def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_leaves_its_trace(tmp_path: Path) -> None:
-    recorder = Recorder(CPU, observe=Observe(trace=tmp_path))
+    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path))
     with pytest.raises(OSError, match="gone"), recorder.watching():
         take_step(recorder)
         raise OSError("gone")
@@ -230,7 +230,7 @@ def test_a_run_that_fails_leaves_its_trace(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    recorder = Recorder(CPU, observe=Observe(trace=tmp_path / "file" / "traces"))
+    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path / "file" / "traces"))
     with pytest.raises(OSError, match="file"), recorder.watching():
         raise AssertionError("the run has begun")
     assert samplers() == []
@@ -240,7 +240,7 @@ def test_a_trace_that_cannot_be_written_does_not_spoil_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "traces"
-    recorder = Recorder(CPU, observe=Observe(trace=folder))
+    recorder = Recorder(CPU, observe=TelemetryOptions(trace=folder))
     with recorder.watching():
         take_step(recorder)
         folder.rmdir()

@@ -24,12 +24,12 @@ STEP = StepRecord(
     stall_s=0.5,
     bytes_moved=100,
     read_bytes=40,
-    began_s=1.0,
+    start_s=1.0,
 )
 TIMELINE = Timeline(
     kind="measured",
     steps=(STEP,),
-    phases=(PhaseRecord(name="text", began_s=-2.0, wall_s=1.0), PhaseRecord(name="low", began_s=1.0, wall_s=2.0)),
+    phases=(PhaseRecord(name="text", start_s=-2.0, wall_s=1.0), PhaseRecord(name="low", start_s=1.0, wall_s=2.0)),
     memory=(MemorySample(at_s=0.5, device_bytes=None, device_used_bytes=None, rss_bytes=9),),
 )
 

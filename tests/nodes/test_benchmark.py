@@ -15,12 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.host.embedded.adapter import NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.adapter import NodeProgress, embedded_host
 from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs.trials import tensor_digest
-from wanstream.schema import Timeline
+from wanstream.schema import Cancelled, Timeline
 from wanstream.schema.text_format import seconds_text
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
@@ -58,7 +58,7 @@ def run(folders: dict[str, Path]) -> Iterator[Run]:
         return run_workflow(nodes, nodes=NODES, keep=["sampler", "benchmark"], **folders, **options)
 
     yield run
-    embedded_door.free_experts()
+    embedded_host.free_experts()
 
 
 def written(folders: dict[str, Path], number: int = 1) -> dict[str, Any]:
@@ -206,9 +206,9 @@ def test_a_stop_ends_the_benchmark_at_the_next_block_and_leaves_what_was_measure
 
     def stop_in_the_third_run(progress: NodeProgress) -> None:
         if progress.node_id == "benchmark" and (progress.done, progress.total) == (7, 15):
-            embedded_door.stop()
+            embedded_host.stop()
 
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(Cancelled):
         run(workflow({"repeats": 5}), on_progress=stop_in_the_third_run)
     assert names(folders) == [f"run_00001_{suffix}" for suffix in (".csv", ".html", ".json", ".png")]
     report = written(folders)
@@ -222,9 +222,9 @@ def test_a_stop_ends_the_benchmark_at_the_next_block_and_leaves_what_was_measure
 def test_a_stop_ends_a_pause(run: Run, folders: dict[str, Path]) -> None:
     def stop_soon(progress: NodeProgress) -> None:
         if progress.node_id == "benchmark":
-            threading.Timer(0.5, embedded_door.stop).start()
+            threading.Timer(0.5, embedded_host.stop).start()
 
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(Cancelled):
         run(workflow({"repeats": 2, "cooldown_s": 3600.0}), on_progress=stop_soon)
     assert written(folders)["done"] == 0
     assert names(folders) == ["run_00001_.json"], "nothing was measured"

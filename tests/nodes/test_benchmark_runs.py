@@ -12,16 +12,16 @@ import torch
 
 from wanstream.bench import Report
 from wanstream.bench.trial_matrix import MatrixError, TrialMatrix
-from wanstream.distributed.driver.stage_run import GivenUpError
+from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError
-from wanstream.host.embedded.adapter import Folders, NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.adapter import Folders, NodeProgress, embedded_host
 from wanstream.nodes.runs.benchmark import Benchmark, measure, named_runs
 from wanstream.nodes.runs.run_experts import SamplerRun
 from wanstream.nodes.runs.trials import TrialTimes
 from wanstream.offload import NoRamError
 from wanstream.plan import AutoOffload, DoesNotFitError
 from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
-from wanstream.schema import Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, WorkersRef
+from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, WorkersRef
 from wanstream.schema.experts_ref import ExpertsRef, LoraRef
 from wanstream.schema.version import VERSION
 
@@ -35,18 +35,18 @@ def request(steps: int = 4, **changes: Any) -> DenoiseRequest:
 
 
 def result(asked: DenoiseRequest, seconds: float = 1.0) -> DenoiseResult:
-    course = asked.course()
+    step_plan = asked.step_plan
     steps = tuple(
         StepRecord(
             index=step,
-            expert=course.experts[step],
-            sigma=course.schedule.sigmas[step],
+            expert=step_plan.experts[step],
+            sigma=step_plan.schedule.sigmas[step],
             wall_s=seconds,
             compute_s=seconds,
             stall_s=0,
             bytes_moved=0,
         )
-        for step in course.steps
+        for step in step_plan.steps
     )
     return DenoiseResult(latents=LATENTS, sigma=0, timeline=Timeline(kind="measured", steps=steps))
 
@@ -107,7 +107,7 @@ class Experts:
     ) -> SamplerRun:
         assert on_step is not None
         assert node_id == "benchmark"
-        self.asked.append((ref, len(request.course().steps), asked))
+        self.asked.append((ref, len(request.step_plan.steps), asked))
         self.traces.add(traces)
         self.workers.add(workers)
         made = result(request, seconds=len(self.asked))
@@ -126,7 +126,7 @@ def progress(tmp_path: Path) -> Iterator[list[NodeProgress]]:
     """An open host, and what it is told of the benchmark's progress."""
     told: list[NodeProgress] = []
     folders = Folders(models=tmp_path, output=tmp_path, input=tmp_path)
-    with embedded_door.opened(folders, told.append), embedded_door.node("benchmark", "WanStreamBenchmark"):
+    with embedded_host.opened(folders, told.append), embedded_host.node("benchmark", "WanStreamBenchmark"):
         yield told
 
 
@@ -223,7 +223,7 @@ def test_steps_that_workers_tell_once_for_each_part_are_counted_once(progress: l
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.OutOfMemoryError, DoesNotFitError, NoRamError, MeshError, WorkerFailedError, GivenUpError]
+    "kind", [torch.OutOfMemoryError, DoesNotFitError, NoRamError, MeshError, WorkerFailedError, RestartLimitError]
 )
 def test_a_variant_without_room_or_without_its_workers_is_noted_and_the_others_go_on(
     kind: type[Exception], progress: list[NodeProgress]
@@ -249,10 +249,10 @@ def test_any_other_error_ends_it_and_what_was_measured_is_kept() -> None:
 @pytest.mark.usefixtures("progress")
 def test_a_stop_ends_it_between_two_runs() -> None:
     def stop(policy: OffloadPolicy) -> None:
-        embedded_door.stop()
+        embedded_host.stop()
 
     experts, kept = Experts(fails=stop), list[Report]()
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(Cancelled):
         measured(benchmark(repeats=5, cooldown_s=0.0), experts, kept)
     assert (len(experts.asked), kept[-1].done) == (1, 1)
 

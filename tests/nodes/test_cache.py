@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.adapter import embedded_host
 from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
@@ -51,7 +51,7 @@ def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
         return run_workflow(nodes, nodes=NODES, keep=["sampler", "calibration"], **folders)
 
     yield run
-    embedded_door.free_experts()
+    embedded_host.free_experts()
 
 
 def latent(history: History) -> torch.Tensor:

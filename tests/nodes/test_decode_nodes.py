@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders, NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.adapter import Folders, NodeProgress, embedded_host
 from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes import latents as latent
@@ -25,6 +25,7 @@ from wanstream.nodes.runs.latent_backup import VideoNotSavedError
 from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.nodes.workers import workers_inputs
 from wanstream.sampling import NoRoomError
+from wanstream.schema import Cancelled
 from wanstream.wan.vae.blend import as_pixels
 from wanstream.wan.vae.tile_size import HEAP_BYTES, VaeRoomError, too_little
 from wanstream.wan.vae.tiles import Tiling
@@ -97,8 +98,8 @@ def decode(sample_models: Path, tmp_path: Path, output: Path) -> Iterator[Decode
         )
 
     yield run
-    embedded_door.free_experts()
-    embedded_door.free_workers()
+    embedded_host.free_experts()
+    embedded_host.free_workers()
 
 
 @pytest.fixture(scope="module")
@@ -290,9 +291,9 @@ def test_the_latent_is_there_while_it_is_decoded_and_after_a_cancel(
     def stop(progress: NodeProgress) -> None:
         if progress.node_id == "decode" and progress.total > 1:
             found.extend(output.rglob("*.latent"))
-            embedded_door.stop()
+            embedded_host.stop()
 
-    with caplog.at_level(logging.WARNING, "wanstream.nodes"), pytest.raises(RunStoppedError):
+    with caplog.at_level(logging.WARNING, "wanstream.nodes"), pytest.raises(Cancelled):
         decode("WanStreamVAEDecode", on_progress=stop)
     (kept,) = found
     assert kept.exists()
@@ -324,7 +325,7 @@ def test_a_latent_or_a_start_video_for_which_there_is_too_little_ram_is_not_made
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
     size = {"width": 4096, "height": 4096, "frames": 1025}
     with (
-        embedded_door.opened(folders, device=torch.device("cpu")),
+        embedded_host.opened(folders, device=torch.device("cpu")),
         pytest.raises(NoRoomError, match=r"the video with the start image takes 206\.36 GB of RAM"),
     ):
         WanStreamImageToVideo.execute([], [], vae=VAE, image=torch.zeros(1, 8, 8, 3), batch_size=1, **size)
@@ -334,7 +335,7 @@ def test_a_latent_or_a_start_video_for_which_there_is_too_little_ram_is_not_made
 def test_a_start_image_is_encoded_in_the_tiles_that_fit(sample_models: Path, tmp_path: Path) -> None:
     video = torch.rand(5, 72, 96, 3, generator=torch.Generator().manual_seed(0))
     path = sample_models / "vae" / VAE
-    with embedded_door.opened(
+    with embedded_host.opened(
         Folders(models=sample_models, output=tmp_path, input=tmp_path), device=torch.device("cpu")
     ):
         made = encode_here(path, video)

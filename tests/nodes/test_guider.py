@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from wanstream.host.api import NeedsComfyUIError
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.host.embedded.run import NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
@@ -39,7 +39,7 @@ def nodes() -> Iterator[dict[str, Any]]:
     nodes["sigmas"] = {"class_type": "WanStreamSigmas", "inputs": settings}
     nodes["sampler"]["inputs"].update(steps=9, flow_shift=1.0, sigmas=["sigmas", 0])
     yield nodes
-    embedded_door.free_experts()
+    embedded_host.free_experts()
 
 
 def _sigmas_taken(nodes: dict[str, Any], models: Path, output: Path) -> list[float]:
@@ -80,12 +80,12 @@ def test_a_guider_needs_comfyui() -> None:
 def test_a_guider_of_one_expert_needs_comfyui_too(file: Path, sample_models: Path, tmp_path: Path) -> None:
     text = [[torch.zeros(1, 1, 4096), {}]]
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_door.opened(folders, device=torch.device("cpu")):
+    with embedded_host.opened(folders, device=torch.device("cpu")):
         (experts,) = WanStreamOneExpert.execute(file.name, "fp32").args
         settings = {**PAIR, "guidance": Guidance(steps=(4.0, 1.0)), "windows": ContextWindows()}
         with pytest.raises(NeedsComfyUIError, match="a GUIDER needs ComfyUI"):
             WanStreamGuider.execute(experts, text, text, 3.0, cache=FirstBlockCache(), **settings)
-        embedded_door.free_experts()
+        embedded_host.free_experts()
 
 
 def test_a_boundary_out_of_range_is_refused_without_comfyui_too() -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from wanstream.cli.batch.lanes import lane_pass
 from wanstream.host import io
 from wanstream.host.api import LoadedExperts
-from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.adapter import embedded_host
 from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
@@ -56,11 +56,11 @@ def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
     folders = {"models": sample_models, "output": tmp_path / "output", "input_dir": tmp_path / "input"}
 
     def run(nodes: Mapping[str, Any], *, more_nodes: Sequence[type[io.ComfyNode]] = (), **options: Any) -> History:
-        embedded_door.free_experts()
+        embedded_host.free_experts()
         return run_workflow(nodes, nodes=[*NODES, TextOfLength, *more_nodes], **folders, **options)
 
     yield run
-    embedded_door.free_experts()
+    embedded_host.free_experts()
 
 
 def row(name: str, **changes: Any) -> Workflow:
@@ -162,13 +162,13 @@ def test_the_host_is_asked_for_what_all_lanes_compute_in(run: Run, monkeypatch: 
     asked: list[tuple[int, int]] = []
 
     def load_experts(ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
-        pair = embedded_door.experts(ref)
+        pair = embedded_host.experts(ref)
         one, four = (needed(pair, (lanes, 16, 2, 4, 4), guided=True) for lanes in (1, 4))
         assert one < four
         asked.append((working_bytes, four))
         return LoadedExperts(pair=pair, policy=policy, device=torch.device("cpu"))
 
-    monkeypatch.setattr(embedded_door, "load_experts", load_experts)
+    monkeypatch.setattr(embedded_host, "load_experts", load_experts)
     run(lane_pass({n: row("t2v", sampler__seed=n) for n in range(4)}).prompt)
     ((given, expected),) = asked
     assert given == expected

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders, RunStoppedError, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.host.embedded.run import NodeFailedError, run_workflow, validate_workflow
 from wanstream.nodes.decode import WanStreamSaveVideo
 from wanstream.nodes.runs import latent_backup as latent_file
@@ -26,6 +26,7 @@ from wanstream.nodes.runs.latent_backup import (
     keep_latent_until_done,
 )
 from wanstream.nodes.runs.video_file import VideoFileError
+from wanstream.schema import Cancelled
 from wanstream.wan.vae.tile_size import VaeRoomError
 from wanstream.wan.vae.vae import NoRoomToDecodeError
 
@@ -78,7 +79,7 @@ def save(tmp_path: Path, output: Path) -> Callable[..., None]:
 @pytest.fixture
 def opened(tmp_path: Path, output: Path) -> Iterator[Path]:
     """The output folder, while the embedded host is open."""
-    with embedded_door.opened(Folders(models=tmp_path, output=output, input=tmp_path)):
+    with embedded_host.opened(Folders(models=tmp_path, output=output, input=tmp_path)):
         yield output
 
 
@@ -135,12 +136,12 @@ def test_a_file_that_gets_in_the_way_costs_the_video_but_not_the_latent(
 def test_an_output_folder_that_is_gone_leaves_the_latent_in_the_temp_folder(
     opened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded_door, "temp_folder", lambda: tmp_path / "temp")
+    monkeypatch.setattr(embedded_host, "temp_folder", lambda: tmp_path / "temp")
     (tmp_path / "temp").mkdir()
     opened.rmdir()
     opened.touch()
     with pytest.raises(VideoNotSavedError, match=r"The latent is kept in .*temp"), keep_latent_until_done(LATENT):
-        embedded_door.output_file("video/x", "mp4")
+        embedded_host.output_file("video/x", "mp4")
     kept_in(tmp_path / "temp")
 
 
@@ -170,7 +171,7 @@ def test_every_error_names_the_place_of_the_latent(
     assert getattr(not_saved.value, "errno", None) == getattr(error, "errno", None)
 
 
-@pytest.mark.parametrize("end", [RunStoppedError("stopped"), KeyboardInterrupt()], ids=["cancel", "ctrl-c"])
+@pytest.mark.parametrize("end", [Cancelled("stopped"), KeyboardInterrupt()], ids=["cancel", "ctrl-c"])
 def test_a_cancel_stays_a_cancel(opened: Path, caplog: pytest.LogCaptureFixture, end: BaseException) -> None:
     with caplog.at_level(logging.WARNING, "wanstream.nodes"):
         with pytest.raises(type(end)) as ended, keep_latent_until_done(LATENT):
@@ -182,7 +183,7 @@ def test_a_cancel_stays_a_cancel(opened: Path, caplog: pytest.LogCaptureFixture,
 def test_a_cancel_of_saving_leaves_no_latent(
     save: Callable[..., None], output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = {"a Cancel": RunStoppedError("stopped"), "an error": ValueError("odd size")}
+    ends = {"a Cancel": Cancelled("stopped"), "an error": ValueError("odd size")}
     for name, end in ends.items():
 
         def stop(*_: object, end: Exception = end, **__: object) -> None:
@@ -213,7 +214,7 @@ def test_without_memory_for_the_copy_the_video_is_made_all_the_same(
 def test_without_a_place_for_the_copy_the_video_is_made_all_the_same(
     opened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(embedded_door, "temp_folder", lambda: tmp_path / "gone")
+    monkeypatch.setattr(embedded_host, "temp_folder", lambda: tmp_path / "gone")
     (opened / "latents").touch()
     done = False
     with caplog.at_level(logging.WARNING, "wanstream.nodes"):

@@ -13,7 +13,7 @@ import torch
 
 from wanstream.devices import compute_dtype
 from wanstream.host import host, io
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs.benchmark import _expert_words
 from wanstream.schema.experts_ref import ExpertsRef
@@ -30,9 +30,9 @@ LOADERS = [(WanStreamExperts, PAIR), (WanStreamOneExpert, {"file": Path(T2V_FILE
 @pytest.fixture(autouse=True)
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_door.opened(folders, device=torch.device("cpu")):
+    with embedded_host.opened(folders, device=torch.device("cpu")):
         yield
-        embedded_door.free_experts()
+        embedded_host.free_experts()
 
 
 def loaded(loader: type[io.ComfyNode], files: dict[str, str], **kernels: object) -> ExpertsRef:

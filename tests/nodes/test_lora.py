@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.adapter import embedded_host
 from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
@@ -50,7 +50,7 @@ def run(folders: dict[str, Path]) -> Iterator[Run]:
         return history.results[keep][0]
 
     yield run
-    embedded_door.free_experts()
+    embedded_host.free_experts()
 
 
 def workflow(*loras: dict[str, Any]) -> Workflow:

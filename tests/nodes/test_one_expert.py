@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.loaders import WanStreamOneExpert
 from wanstream.nodes.sampler import WanStreamSampler, settings_for
@@ -23,7 +23,7 @@ from wanstream.wan.image_encoder import open_image_encoder
 VAE = "wan_2.1_vae.safetensors"
 SIZE = {"width": 32, "height": 32, "frames": 5}
 PAIR = ExpertsRef(high_noise=Path("high"), low_noise=Path("low"))
-ONE = ExpertsRef(high_noise=Path("one"), one=True)
+ONE = ExpertsRef(high_noise=Path("one"), single=True)
 
 SETTINGS: dict[str, Any] = {
     "seed": 1,
@@ -43,10 +43,10 @@ SETTINGS: dict[str, Any] = {
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
     """The test model is there to choose from."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_door.opened(folders, device=torch.device("cpu")):
+    with embedded_host.opened(folders, device=torch.device("cpu")):
         yield
-        embedded_door.free_workers()
-        embedded_door.free_experts()
+        embedded_host.free_workers()
+        embedded_host.free_experts()
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,9 @@ def _latent() -> dict[str, torch.Tensor]:
 def test_files_and_folders_of_one_expert_are_opened(sample_models: Path) -> None:
     for name in (T2V_FILE.name, I2V_FILE.name, T2V_PIPELINE.name):
         (ref,) = WanStreamOneExpert.execute(name, "fp32").args
-        assert ref.one
+        assert ref.single
         assert ref.low_noise is None
-        assert embedded_door.experts(ref).is_one
+        assert embedded_host.experts(ref).is_single
     with pytest.raises(CheckpointError, match="has no image branch"):
         WanStreamOneExpert.execute("wan2.2_i2v_high_noise_14B_fp16.safetensors", "bf16")
     with pytest.raises(CheckpointError, match="holds two transformers"):

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import pytest
 
 from wanstream.host import host, io
-from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.adapter import embedded_host
 from wanstream.host.embedded.run import run_workflow
 from wanstream.nodes import WanStreamExtension
 from wanstream.schema import Timeline
-from wanstream.telemetry.phases import Ledger
+from wanstream.telemetry.phases import QueueItemPhases
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -26,7 +26,7 @@ OF_THE_RUN = ["open", "text", "first block", "high", "switch", "low"]
 class Peek(io.ComfyNode):
     """Keeps the ledger of the queue item that it runs in."""
 
-    seen: ClassVar[list[tuple[str | None, Ledger]]] = []
+    seen: ClassVar[list[tuple[str | None, QueueItemPhases]]] = []
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -47,7 +47,7 @@ def prompt(tmp_path: Path) -> Iterator[dict[str, Any]]:
     Peek.seen.clear()
     yield nodes
     Peek.seen.clear()
-    embedded_door.free_experts()
+    embedded_host.free_experts()
 
 
 def test_a_queue_item_has_all_its_phases(prompt: dict[str, Any], sample_models: Path, tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_a_queue_item_has_all_its_phases(prompt: dict[str, Any], sample_models: 
     for timeline in timelines:
         assert [phase.name for phase in timeline.phases] == OF_THE_RUN
         for before, phase in pairwise(timeline.phases):
-            assert before.began_s + before.wall_s <= phase.began_s + 1e-9
-        assert timeline.phases[1].began_s < 0 <= timeline.phases[2].began_s
+            assert before.start_s + before.wall_s <= phase.start_s + 1e-9
+        assert timeline.phases[1].start_s < 0 <= timeline.phases[2].start_s
     (first_id, first), (second_id, second) = Peek.seen
     assert first_id != second_id
     for ledger in (first, second):

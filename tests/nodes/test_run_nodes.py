@@ -15,11 +15,11 @@ from PIL import Image
 
 from wanstream.host import io
 from wanstream.host.api import LoadedExperts
-from wanstream.host.embedded.adapter import NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.adapter import NodeProgress, embedded_host
 from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
-from wanstream.schema import OffloadPolicy, Timeline
+from wanstream.schema import Cancelled, OffloadPolicy, Timeline
 from wanstream.schema.experts_ref import ExpertsRef
 from wanstream.wan.vae.vae import open_vae
 
@@ -58,7 +58,7 @@ def run(folders: dict[str, Path]) -> Iterator[Run]:
         return run_workflow(nodes, nodes=[*NODES, *more_nodes], **folders, **options)
 
     yield run
-    embedded_door.free_experts()
+    embedded_host.free_experts()
 
 
 def timeline(history: History) -> Timeline:
@@ -207,7 +207,7 @@ def test_the_planner_chooses_for_the_machine_that_it_has_measured(
     assert told.startswith("chosen: ")
     assert "stall predicted" in told
     assert history.outputs["sampler"]["text"] == list(timeline(history).changes)
-    embedded_door.free_experts()
+    embedded_host.free_experts()
     plain = run(workflow("t2v"), keep=["sampler"])
     assert timeline(plain).changes == ()
     one, other = (found.results["sampler"][0]["samples"] for found in (history, plain))
@@ -376,9 +376,9 @@ def test_a_stop_ends_the_run_at_the_next_block_and_the_next_run_is_whole(run: Ru
     def stop_after_the_first_step(progress: NodeProgress) -> None:
         if progress.node_id == "sampler" and progress.total == 4:
             steps_done.append(progress.done)
-            embedded_door.stop()
+            embedded_host.stop()
 
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(Cancelled):
         run(workflow("t2v"), on_progress=stop_after_the_first_step)
     assert steps_done == [1]
     assert len(timeline(run(workflow("t2v"))).steps) == 4
@@ -392,10 +392,10 @@ def test_the_host_loads_the_experts_and_says_how_much_of_the_policy_it_has_room_
     def load_experts(ref: ExpertsRef, policy: OffloadPolicy, *, working_bytes: int) -> LoadedExperts:
         asked.append((policy, working_bytes))
         return LoadedExperts(
-            pair=embedded_door.experts(ref), policy=OffloadPolicy.resident(), device=torch.device("cpu")
+            pair=embedded_host.experts(ref), policy=OffloadPolicy.resident(), device=torch.device("cpu")
         )
 
-    monkeypatch.setattr(embedded_door, "load_experts", load_experts)
+    monkeypatch.setattr(embedded_host, "load_experts", load_experts)
     steps = timeline(run(workflow("t2v"))).steps
     ((policy, working_bytes),) = asked
     assert policy.kind != "resident"
@@ -428,9 +428,9 @@ def test_a_run_that_is_stopped_is_announced_as_stopped(run: Run) -> None:
     def stop_at_the_first_step(event: str, payload: Mapping[str, Any]) -> None:
         told.append((event, payload))
         if event == "wanstream.step":
-            embedded_door.stop()
+            embedded_host.stop()
 
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(Cancelled):
         run(workflow("t2v"), on_event=stop_at_the_first_step)
     last_event, end = told[-1]
     assert (last_event, end["timeline"]) == ("wanstream.end", None)

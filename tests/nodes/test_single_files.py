@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.nodes.decode import WanStreamVAEDecode
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.text import WanStreamTextEncode
@@ -31,7 +31,7 @@ TEXT: list[list[Any]] = [[torch.zeros(1, 512, 4096), {"pooled_output": None}]]
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
     """The test model is there to choose from."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_door.opened(folders, device=torch.device("cpu")):
+    with embedded_host.opened(folders, device=torch.device("cpu")):
         yield
 
 
@@ -69,7 +69,7 @@ def test_a_file_decodes_what_the_folder_decodes() -> None:
 @pytest.mark.slow
 def test_tiles_are_decoded_by_this_process_or_by_workers() -> None:
     latent = {"samples": torch.randn(2, 16, 2, 9, 12, generator=torch.Generator().manual_seed(0))}
-    with open_vae(embedded_door.model_path(VAE, "vae")) as vae:
+    with open_vae(embedded_host.model_path(VAE, "vae")) as vae:
         expected = vae.decode(latent["samples"], device="cpu", tiling=Tiling.of(64)).flatten(0, 1)
 
     (alone,) = WanStreamVAEDecode.execute(VAE, latent, tile_size=64).args
@@ -82,7 +82,7 @@ def test_tiles_are_decoded_by_this_process_or_by_workers() -> None:
         (shared,) = WanStreamVAEDecode.execute(VAE, latent, tile_size=64, workers=workers).args
         (by_memory,) = WanStreamVAEDecode.execute(VAE, latent, workers=workers).args
     finally:
-        embedded_door.free_workers()
+        embedded_host.free_workers()
     assert torch.equal(shared, expected)
     assert torch.allclose(by_memory, whole, atol=1e-5), "one worker has the memory for whole pictures"
 

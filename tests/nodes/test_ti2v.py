@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.loaders import SAME_FOLDER, WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.sampler import WanStreamSampler
@@ -39,10 +39,10 @@ SETTINGS: dict[str, Any] = {
 def opened(sample_models: Path, tmp_path: Path) -> Iterator[None]:
     """The test model is there to choose from."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_door.opened(folders, device=torch.device("cpu")):
+    with embedded_host.opened(folders, device=torch.device("cpu")):
         yield
-        embedded_door.free_workers()
-        embedded_door.free_experts()
+        embedded_host.free_workers()
+        embedded_host.free_experts()
 
 
 @pytest.fixture(scope="module")

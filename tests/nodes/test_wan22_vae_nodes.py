@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.host.embedded.adapter import Folders, embedded_door
+from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.nodes.latents import GivenImageError, WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.runs.decode import DecodeSettings, decode_images, decode_to_file
 from wanstream.nodes.runs.latent_backup import VideoRefusedError
@@ -33,7 +33,7 @@ LATENT = torch.randn(1, 48, 2, 5, 9, generator=torch.Generator().manual_seed(0))
 def output(sample_models: Path, tmp_path: Path) -> Iterator[Path]:
     """The test model is there to choose from."""
     folders = Folders(models=sample_models, output=tmp_path, input=tmp_path)
-    with embedded_door.opened(folders, device=torch.device("cpu")):
+    with embedded_host.opened(folders, device=torch.device("cpu")):
         yield tmp_path
 
 
@@ -83,7 +83,7 @@ class TestDecode:
         try:
             shared, _ = decoded(LATENT, tile=128, workers=workers)
         finally:
-            embedded_door.free_experts()
+            embedded_host.free_experts()
         assert torch.equal(shared, opened.decode(LATENT, device="cpu", tiling=Tiling.of(128, 16)))
 
     def test_a_video_file_has_the_size_of_the_frames(self, output: Path) -> None:
@@ -117,7 +117,7 @@ class TestTheWrongPair:
             with pytest.raises(VideoRefusedError, match=r"take wan2\.2_vae\.safetensors"):
                 decoded(LATENT, vae=OTHER_VAE, tile=128, workers=workers)
         finally:
-            embedded_door.free_experts()
+            embedded_host.free_experts()
 
     def test_latents_of_an_image_model(self) -> None:
         with pytest.raises(VaeInputError, match=r"give \[B, 16 or 48, T, h, w\]"):

@@ -15,7 +15,7 @@ from wanstream.cli import main
 from wanstream.cli.exit_codes import DONE, FAILED, INVALID
 from wanstream.host import io
 from wanstream.host.comfy.user_settings import STRICT, setting_is_on
-from wanstream.host.embedded.adapter import embedded_door
+from wanstream.host.embedded.adapter import embedded_host
 from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
 from wanstream.nodes import WanStreamExtension, sockets
 from wanstream.nodes.inputs import StrictError
@@ -70,7 +70,7 @@ def opened(sample_models: Path, tmp_path: Path) -> Iterator[Open]:
         )
 
     yield run
-    embedded_door.free_experts()
+    embedded_host.free_experts()
 
 
 CASES = {
@@ -100,7 +100,7 @@ def test_it_is_an_error_where_the_user_is_strict(opened: Open, files: dict[str, 
         opened(graph(**files), strict=True)
     assert isinstance(failed.value.__cause__, StrictError)
     assert failed.value.node_id == node
-    assert not embedded_door.strict(), "of that run alone"
+    assert not embedded_host.strict(), "of that run alone"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in WORKFLOWS.glob("*.json")))

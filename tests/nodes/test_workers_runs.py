@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from wanstream.host.clusters import VARIABLE
-from wanstream.host.embedded.adapter import NodeProgress, RunStoppedError, embedded_door
+from wanstream.host.embedded.adapter import NodeProgress, embedded_host
 from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
-from wanstream.schema import Timeline, WorkersRef
+from wanstream.schema import Cancelled, Timeline, WorkersRef
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "workers.json"
@@ -53,8 +53,8 @@ def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
         return run_workflow(nodes, nodes=NODES, keep=["sampler"], **places, **options)
 
     yield run
-    embedded_door.free_workers()
-    embedded_door.free_experts()
+    embedded_host.free_workers()
+    embedded_host.free_experts()
 
 
 def latent(history: History) -> torch.Tensor:
@@ -108,9 +108,9 @@ def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
     def stop_after_the_first_step(progress: NodeProgress) -> None:
         if progress.node_id == "sampler" and progress.total == 400:
             steps.append(progress.done)
-            embedded_door.stop()
+            embedded_host.stop()
 
-    with pytest.raises(RunStoppedError):
+    with pytest.raises(Cancelled):
         run(workflow(HERE, steps=400), on_progress=stop_after_the_first_step)
     assert max(steps) < 400
     assert torch.equal(latent(run(workflow(HERE))), latent(run(workflow(None))))
@@ -119,7 +119,7 @@ def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
 def test_this_process_holds_no_experts_while_workers_do(run: Run) -> None:
     run(workflow(None))
     ref = run(workflow(HERE)).results["sampler"][1].experts
-    assert embedded_door.experts(ref).loaded_bytes == 0
+    assert embedded_host.experts(ref).loaded_bytes == 0
 
 
 @pytest.mark.parametrize(

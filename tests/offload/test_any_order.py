@@ -34,7 +34,7 @@ class Run(NamedTuple):
     """Interrupted in this visit; None: to its end."""
 
 
-class Leave(NamedTuple):
+class ReleaseSource(NamedTuple):
     steps: tuple[str, ...]
     visits: int
     """How many visits come before the run is left."""
@@ -52,7 +52,7 @@ class GiveBack(NamedTuple):
 STEPS = st.lists(st.sampled_from(["high", "low"]), min_size=1, max_size=3).map(tuple)
 ACTIONS = st.one_of(
     st.builds(Run, STEPS, st.none() | st.integers(0, 2 * BLOCKS)),
-    st.builds(Leave, STEPS, st.integers(0, 2 * BLOCKS)),
+    st.builds(ReleaseSource, STEPS, st.integers(0, 2 * BLOCKS)),
     st.builds(Patch, st.tuples(*[st.integers(0, 2)] * (2 * BLOCKS))),
     st.builds(GiveBack, st.integers(0, 2 * BLOCKS)),
 )
@@ -114,7 +114,7 @@ def carry_out(handle: OffloadEngine, stacks: Stacks, run: Run, strengths: Sequen
     assert torch.equal(value, stacks.plain(visits, strengths))
 
 
-def leave(handle: OffloadEngine, stacks: Stacks, run: Leave, strengths: Sequence[int]) -> None:
+def leave(handle: OffloadEngine, stacks: Stacks, run: ReleaseSource, strengths: Sequence[int]) -> None:
     value, visits = HIDDEN, step_visits(run.steps, handle.block_counts)
     come = visits[: run.visits]
     with handle.run(visits) as going:
@@ -138,7 +138,7 @@ def test_always_the_bits_of_a_fresh_engine(stacks: Stacks, policy: OffloadPolicy
             held = set(handle.contents().values())
             if isinstance(action, Run):
                 carry_out(handle, stacks, action, strengths)
-            elif isinstance(action, Leave):
+            elif isinstance(action, ReleaseSource):
                 leave(handle, stacks, action, strengths)
             elif isinstance(action, Patch):
                 before, strengths = strengths, action.strengths

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from wanstream.offload import OffloadEngine, attach_offload
-from wanstream.offload.engine.run import VisitOrderError
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.schema import OffloadPolicy
+from wanstream.schema import OffloadPolicy, StateError
 
 CPU = torch.device("cpu")
 
@@ -155,7 +154,7 @@ def test_a_block_out_of_turn_after_a_failed_last_block_is_told(make_stack: Calla
         stack[0](torch.ones(1, 32))
         with pytest.raises(RuntimeError, match=r"shape|size"):
             stack[1](torch.ones(1, 31))
-        with pytest.raises(VisitOrderError):
+        with pytest.raises(StateError):
             stack[1](torch.ones(1, 32))
 
 

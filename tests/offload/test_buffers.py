@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from wanstream.offload.engine.buffers import BlockBuffer, BufferOrderError, BufferState
+from wanstream.offload.engine.buffers import BlockBuffer, BufferState
 from wanstream.plan import BlockKey
+from wanstream.schema import StateError
 
 KEY, OTHER = BlockKey("high", 3), BlockKey("low", 4)
 
@@ -74,19 +75,19 @@ def test_every_call_in_every_state(state: BufferState, call: str) -> None:
         CALLS[call](buffer)
         assert buffer.state is LEGAL[state, call]
     else:
-        with pytest.raises(BufferOrderError, match=f"buffer 7 is {state.value}"):
+        with pytest.raises(StateError, match=f"buffer 7 is {state.value}"):
             CALLS[call](buffer)
         assert buffer.state is state
 
 
 @pytest.mark.parametrize("state", [BufferState.ISSUED, BufferState.HELD])
 def test_another_block_cannot_be_acquired(state: BufferState) -> None:
-    with pytest.raises(BufferOrderError, match="asked for"):
+    with pytest.raises(StateError, match="asked for"):
         buffer_in(state).acquire(OTHER)
 
 
 def test_another_block_cannot_be_kept() -> None:
-    with pytest.raises(BufferOrderError, match="asked for"):
+    with pytest.raises(StateError, match="asked for"):
         buffer_in(BufferState.DONE).keep(OTHER)
 
 

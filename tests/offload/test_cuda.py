@@ -230,7 +230,7 @@ def test_what_was_recorded_is_what_happened(stacks, hidden, policy):
     for step in timeline.steps:
         assert step.copied_bytes == step.bytes_moved, "everything comes out of RAM"
         assert (step.copy_s > 0) == (step.bytes_moved > 0)
-        assert 0 <= step.stall_file_s <= step.stall_s + 1e-3
+        assert 0 <= step.stall_on_read_s <= step.stall_s + 1e-3
         assert step.device_bytes <= step.reserved_bytes <= step.device_used_bytes
     assert timeline.copy_s <= timeline.wall_s + 1e-3, "one stream copies, one block after the other"
     assert timeline.steps[0].pinned_bytes > 0, "staging at least"

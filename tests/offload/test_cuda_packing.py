@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from wanstream.offload.formats.decode import decode_tensor
-from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.gguf import q4_k_m, random_packs, save_expert_gguf
@@ -26,9 +26,9 @@ def packs_of(name: str, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize("name", QUANT_FORMATS)
 def test_values_are_those_of_the_cpu(name, computed):
-    packing, packs = PACKINGS[name], packs_of(name, 40_000)
+    packing, packs = QUANT_FORMATS[name], packs_of(name, 40_000)
     on_cpu = torch.empty(len(packs), packing.values, dtype=computed)
     decode_tensor(packs, on_cpu, packing=packing)
     on_gpu = torch.empty(len(packs), packing.values, dtype=computed, device="cuda")
@@ -36,10 +36,10 @@ def test_values_are_those_of_the_cpu(name, computed):
     assert torch.equal(on_gpu.cpu(), on_cpu)
 
 
-@pytest.mark.parametrize("name", PACKINGS)
+@pytest.mark.parametrize("name", QUANT_FORMATS)
 def test_decoding_waits_for_nothing(name):
     """The stream is still busy with what came before when the last piece has been asked for."""
-    packing, packs = PACKINGS[name], packs_of(name, 40_000).cuda()
+    packing, packs = QUANT_FORMATS[name], packs_of(name, 40_000).cuda()
     values = torch.empty(len(packs), packing.values, dtype=torch.bfloat16, device="cuda")
     decode_tensor(packs, values, packing=packing)  # kernels are loaded with their first use
     torch.cuda.synchronize()

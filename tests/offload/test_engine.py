@@ -13,12 +13,11 @@ from torch import nn
 
 from wanstream.devices.clock import CpuClock
 from wanstream.offload import attach_offload
-from wanstream.offload.engine.run import VisitOrderError
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import Visit, step_visits
 from wanstream.plan.transfer_program import ProgramError
-from wanstream.schema import OffloadPolicy
+from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
 
 CPU = torch.device("cpu")
@@ -150,7 +149,7 @@ def test_a_visit_out_of_order_raises(make_stack: Callable[..., nn.ModuleList]) -
     ):
         with run.visit(0, "high", 0):
             pass
-        with pytest.raises(VisitOrderError, match="visit 1"), run.visit(0, "high", 2):
+        with pytest.raises(StateError, match="visit 1"), run.visit(0, "high", 2):
             pass
 
 

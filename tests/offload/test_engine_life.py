@@ -15,12 +15,10 @@ import torch
 from torch import nn
 
 from wanstream.offload import OffloadEngine, attach_offload
-from wanstream.offload.engine.buffers import BufferOrderError
-from wanstream.offload.engine.run import VisitOrderError
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.transfers.cpu import CpuStreams
 from wanstream.plan import BlockKey, Visit, step_visits
-from wanstream.schema import OffloadPolicy
+from wanstream.schema import OffloadPolicy, StateError
 
 CPU = torch.device("cpu")
 
@@ -71,7 +69,7 @@ def test_a_run_that_cannot_begin_leaves_the_engine_usable(stack, run_plain):
         take_all(handle, stack, torch.ones(1, 32))
         stale = handle.run(visits_of(handle))
         handle.buffers[0].key = BlockKey("high", 3)
-        with pytest.raises(BufferOrderError), stale:
+        with pytest.raises(StateError), stale:
             pass
         handle.buffers[0].key = BlockKey("high", 0)
         assert torch.equal(take_all(handle, stack, torch.ones(1, 32)), expected)
@@ -81,11 +79,11 @@ def test_a_run_that_cannot_begin_leaves_the_engine_usable(stack, run_plain):
 def test_a_visit_needs_a_run_that_is_going_on(stack):
     with attach(stack) as handle:
         run = handle.run(visits_of(handle))
-        with pytest.raises(VisitOrderError, match="not going on"), run.visit(0, "high", 0):
+        with pytest.raises(StateError, match="not going on"), run.visit(0, "high", 0):
             pass
         with run, run.visit(0, "high", 0):
             pass
-        with pytest.raises(VisitOrderError, match="not going on"), run.visit(0, "high", 1):
+        with pytest.raises(StateError, match="not going on"), run.visit(0, "high", 1):
             pass
 
 

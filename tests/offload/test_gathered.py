@@ -17,11 +17,11 @@ from torch import nn
 from wanstream.offload import BlockPatch, WeightPatch, attach_offload
 from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.offload.sharding.group import (
-    DifferentRunsError,
     GatherBrokenError,
     GatheringState,
+    ProgramMismatchError,
     Sharded,
-    StoppedAlike,
+    StoppedTogether,
     shard_bytes,
 )
 from wanstream.offload.sources.file import FileSource
@@ -55,7 +55,7 @@ def path(stack: nn.ModuleList, tmp_path: Path) -> Path:
     return tmp_path / "x.safetensors"
 
 
-class Stopped(StoppedAlike):
+class Stopped(StoppedTogether):
     """Somebody has asked all ranks to stop."""
 
 
@@ -120,7 +120,7 @@ def together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
     def do(number: int) -> None:
         try:
             results[number] = jobs[number]()
-        except (Stopped, MemoryError, GatherBrokenError, DifferentRunsError) as err:
+        except (Stopped, MemoryError, GatherBrokenError, ProgramMismatchError) as err:
             results[number] = err
 
     threads = [threading.Thread(target=do, args=(number,), daemon=True) for number in range(len(jobs))]
@@ -243,12 +243,12 @@ def test_ranks_with_other_programs_are_told_so_before_anything_is_gathered(stack
     policies = ("layerwise", "resident")
     ranks = [Rank(stack, path, POLICIES[p], s) for p, s in zip(policies, group.ranks(), strict=True)]
     for number, error in enumerate(together([rank.run for rank in ranks])):
-        assert isinstance(error, DifferentRunsError)
+        assert isinstance(error, ProgramMismatchError)
         assert f"rank {number} of 2 is about to stream other blocks than rank {1 - number}" in str(error)
     assert group.gathers == [0, 0]
     steps = [("high",), ("low",)]
     errors = together([lambda rank=rank, s=s: rank.run(s) for rank, s in zip(ranks, steps, strict=True)])
-    assert all(isinstance(error, DifferentRunsError) for error in errors)
+    assert all(isinstance(error, ProgramMismatchError) for error in errors)
 
 
 def test_no_gather_is_more_than_a_few_blocks_ahead(make_ranks, thread_group):

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.gguf_header import PACKED_TYPES, PLAIN_TYPES, READABLE_TYPES, read_gguf_header
 from wanstream.offload.formats.safetensors_header import CheckpointFileError, read_header
 from wanstream.offload.sources.file import read_tensors
@@ -71,7 +71,7 @@ def everything(tmp_path_factory) -> Path:
     writer.add_int64("negative", -(2**60))
     writer.add_float32("half", 0.5)
     writer.add_float64("third", 1 / 3)
-    for name, packing in PACKINGS.items():
+    for name, packing in QUANT_FORMATS.items():
         kind = GGMLQuantizationType[name]
         packs = random_packs(kind, 6 * 512 // packing.values, random)
         writer.add_tensor(name.lower(), packs.reshape(6, -1), raw_dtype=kind)

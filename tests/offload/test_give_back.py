@@ -14,11 +14,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.offload.engine.buffers import BufferOrderError
 from wanstream.offload.formats.layout import block_format
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import BlockKey, step_visits
-from wanstream.schema import OffloadPolicy
+from wanstream.schema import OffloadPolicy, StateError
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH = 6, 32
@@ -238,7 +237,7 @@ def test_a_run_that_was_planned_before_cannot_begin_after(stacks, expected):
         run(handle, stacks)
         stale = handle.run(step_visits(STEPS, handle.block_counts))
         handle.give_back(BLOCK_BYTES)
-        with pytest.raises(BufferOrderError, match=r"is absent with None: keep needs it to be done"), stale:
+        with pytest.raises(StateError, match=r"is absent with None: keep needs it to be done"), stale:
             pass
         value, fetched = run(handle, stacks)
         assert torch.equal(value, expected)

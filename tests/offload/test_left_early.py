@@ -54,7 +54,7 @@ def leave_after(handle: OffloadEngine, stack: nn.ModuleList, blocks: int, value:
                 time.sleep(0.001)
             run.leave()
         recorder.cached(lanes=1, visits=BLOCKS - blocks)
-    assert (recorder.last.cached_lanes, recorder.last.skipped_visits) == (1, BLOCKS - blocks)
+    assert (recorder.last.skipped_lanes, recorder.last.skipped_visits) == (1, BLOCKS - blocks)
     return recorder.last.bytes_moved
 
 

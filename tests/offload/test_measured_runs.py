@@ -23,7 +23,7 @@ from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy, Timeline
-from wanstream.telemetry import Observe, Recorder
+from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.read_timing import ReadSpan
 
 CPU = torch.device("cpu")
@@ -130,13 +130,13 @@ def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
     for timeline in (straight, decoded):
         assert (timeline.copy_s, timeline.copied_bytes) == (0, 0)
         assert timeline.read_s > 0
-        assert 0 <= timeline.stall_file_s <= timeline.stall_s
+        assert 0 <= timeline.stall_on_read_s <= timeline.stall_s
     at_home = replace(LAYERWISE, source="pinned")
     homes = measured(source_of(weights, direct=False, computed=torch.bfloat16), at_home, torch.bfloat16)
     first, *later = homes.steps
     assert first.read_s > 0
     for step in later:
-        assert (step.read_bytes, step.read_s, step.stall_file_s) == (0, 0, 0)
+        assert (step.read_bytes, step.read_s, step.stall_on_read_s) == (0, 0, 0)
         assert step.copied_bytes == step.bytes_moved == BLOCKS * BLOCK_BYTES
         assert 0 < step.copy_s <= homes.wall_s
         assert step.copy_bytes_per_s == step.copied_bytes / step.copy_s
@@ -198,8 +198,8 @@ def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Call
                 with run.visit(0, "high", block):
                     pass
     step = recorder.last
-    assert 0 < step.stall_file_s <= step.stall_s
-    assert step.read_s >= step.stall_file_s
+    assert 0 < step.stall_on_read_s <= step.stall_s
+    assert step.read_s >= step.stall_on_read_s
 
 
 class Noted:
@@ -250,7 +250,7 @@ def test_visits_fetches_and_reads_are_ranges_that_all_end(
 
 
 def test_a_trace_has_every_visit_and_every_byte(weights: Path, tmp_path: Path) -> None:
-    recorder = Recorder(CPU, observe=Observe(trace=tmp_path))
+    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path))
     source = source_of(weights, direct=False, computed=torch.float32)
     blocks = {"high": stack(torch.float32)}
     with attach_offload(blocks, policy=LAYERWISE, device=CPU, source=source, follow_forward=False) as handle:
@@ -266,5 +266,5 @@ def test_a_trace_has_every_visit_and_every_byte(weights: Path, tmp_path: Path) -
     assert {name: len(row) for name, row in rows.items()} == dict.fromkeys(rows, 2 * BLOCKS)
     assert sum(event["args"]["bytes"] for event in rows["read"]) == recorder.timeline().read_bytes
     for step in recorder.timeline().steps:
-        began, ended = step.began_s * 1e6, (step.began_s + step.wall_s) * 1e6
+        began, ended = step.start_s * 1e6, (step.start_s + step.wall_s) * 1e6
         assert len([event for event in rows["compute"] if began <= event["ts"] < ended]) == BLOCKS

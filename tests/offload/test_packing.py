@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from wanstream.offload.formats import decode
 from wanstream.offload.formats.decode import decode_block, decode_tensor
-from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.gguf_header import read_gguf_header
 from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
 from wanstream.offload.sources.base import SourceError
@@ -27,7 +27,7 @@ KEYS = [BlockKey("high", 0), BlockKey("low", 0)]
 
 def packs_of(name: str, *, rows: int = ROWS, seed: int = 0, scale: float = 0.01) -> torch.Tensor:
     """[packs, bytes] of a matrix of that many rows of 512 values."""
-    packing = PACKINGS[name]
+    packing = QUANT_FORMATS[name]
     random = np.random.default_rng(seed)
     return torch.from_numpy(
         random_packs(GGMLQuantizationType[name], rows * COLUMNS // packing.values, random, scale=scale)
@@ -41,11 +41,11 @@ def reference(name: str, packs: torch.Tensor) -> torch.Tensor:
 
 
 def packed_format(name: str, rows: int, computed: torch.dtype):
-    return block_format({"a": ((rows, COLUMNS), torch.uint8)}, computed, packings={"a": PACKINGS[name]})
+    return block_format({"a": ((rows, COLUMNS), torch.uint8)}, computed, packings={"a": QUANT_FORMATS[name]})
 
 
 def decoded(name: str, packs: torch.Tensor, computed: torch.dtype) -> torch.Tensor:
-    rows = packs.shape[0] * PACKINGS[name].values // COLUMNS
+    rows = packs.shape[0] * QUANT_FORMATS[name].values // COLUMNS
     both = packed_format(name, rows, computed)
     raw, into = allocate_flat(both.stored.nbytes, "cpu"), allocate_flat(both.computed.nbytes, "cpu")
     tensor_views(raw, both.stored)["a"].copy_(packs)
@@ -54,10 +54,10 @@ def decoded(name: str, packs: torch.Tensor, computed: torch.dtype) -> torch.Tens
 
 
 class TestLayouts:
-    @pytest.mark.parametrize("name", PACKINGS)
+    @pytest.mark.parametrize("name", QUANT_FORMATS)
     def test_bytes_are_packs_and_shapes_are_values(self, name):
         both = packed_format(name, 6, torch.bfloat16)
-        packing, (stored,), (computed,) = PACKINGS[name], both.stored.tensors, both.computed.tensors
+        packing, (stored,), (computed,) = QUANT_FORMATS[name], both.stored.tensors, both.computed.tensors
         packs = 6 * COLUMNS // packing.values
         assert (stored.shape, stored.nbytes) == ((6, COLUMNS), packs * packing.nbytes)
         assert (computed.shape, computed.nbytes, computed.packing) == ((6, COLUMNS), 6 * COLUMNS * 2, None)
@@ -67,23 +67,23 @@ class TestLayouts:
     def test_bytes_of_a_block_of_wan(self):
         """The ten matrices of one A14B block, as facts about these files have it."""
         matrices = [(5120, 5120)] * 8 + [(13824, 5120), (5120, 13824)]
-        sizes = {name: sum(packing.bytes_of(shape) for shape in matrices) for name, packing in PACKINGS.items()}
+        sizes = {name: sum(packing.bytes_of(shape) for shape in matrices) for name, packing in QUANT_FORMATS.items()}
         assert {name: round(sizes[name] / 1e6, 1) for name in ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K")} == {
             "Q8_0": 373.2, "Q6_K": 288.2, "Q5_K": 241.5, "Q4_K": 197.6, "Q3_K": 150.9,
         }  # fmt: skip
 
     def test_half_a_pack_is_a_bug(self):
         with pytest.raises(AssertionError, match="no whole number of Q4_K packs of 256"):
-            block_format({"a": ((3, 128), torch.uint8)}, torch.float32, packings={"a": PACKINGS["Q4_K"]})
+            block_format({"a": ((3, 128), torch.uint8)}, torch.float32, packings={"a": QUANT_FORMATS["Q4_K"]})
 
     def test_a_packed_tensor_has_no_scale(self):
         with pytest.raises(AssertionError, match="of a packed one"):
-            block_format({"a": ((2, 256), torch.uint8)}, torch.float32, ["a"], {"a": PACKINGS["Q4_K"]})
+            block_format({"a": ((2, 256), torch.uint8)}, torch.float32, ["a"], {"a": QUANT_FORMATS["Q4_K"]})
 
 
 class TestDecoding:
     @pytest.mark.parametrize("computed", COMPUTED, ids=str)
-    @pytest.mark.parametrize("name", PACKINGS)
+    @pytest.mark.parametrize("name", QUANT_FORMATS)
     def test_equals_the_package_in_fp32_and_its_cast_in_others(self, name, computed):
         packs = packs_of(name)
         values = decoded(name, packs, computed)
@@ -99,7 +99,7 @@ class TestDecoding:
         assert torch.equal(decoded(name, packs, computed), reference(name, packs).to(computed))
 
     @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("name", PACKINGS)
+    @pytest.mark.parametrize("name", QUANT_FORMATS)
     def test_extra_memory_does_not_grow_with_the_matrix(self, name, computed):
         def largest_temporary(rows: int) -> int:
             both = packed_format(name, rows, computed)
@@ -113,7 +113,7 @@ class TestDecoding:
         assert largest_temporary(4096) <= largest_temporary(3 * 4096) <= 4 * decode.CHUNK_VALUES
 
     def test_all_formats_in_one_block(self):
-        names = {f"{name}.weight": PACKINGS[name] for name in PACKINGS}
+        names = {f"{name}.weight": QUANT_FORMATS[name] for name in QUANT_FORMATS}
         stored = dict.fromkeys(names, ((ROWS, COLUMNS), torch.uint8))
         stored |= {"plain": ((7, 5), torch.float16), "scaled": ((4, 6), torch.float8_e5m2)}
         both = block_format(stored, torch.bfloat16, scaled=["scaled"], packings=names)
@@ -134,7 +134,7 @@ class TestDecoding:
     def test_a_tensor_of_any_shape(self):
         into = torch.empty(3, 11, 2, 256, dtype=torch.bfloat16)
         packs = packs_of("Q6_K")
-        decode_tensor(packs, into, packing=PACKINGS["Q6_K"])
+        decode_tensor(packs, into, packing=QUANT_FORMATS["Q6_K"])
         assert torch.equal(into.view(ROWS, COLUMNS), reference("Q6_K", packs).bfloat16())
 
 
@@ -177,7 +177,7 @@ class TestSources:
 
     def test_the_bytes_of_a_block_are_those_in_the_file(self, path):
         source = FileSource(blocks_of(path), computed_dtypes=torch.bfloat16)
-        packed = [PACKINGS[name].bytes_of((ROWS, COLUMNS)) for name in ("Q6_K", "Q4_K", "Q8_0")]
+        packed = [QUANT_FORMATS[name].bytes_of((ROWS, COLUMNS)) for name in ("Q6_K", "Q4_K", "Q8_0")]
         stored = source.block_format(KEYS[0]).stored
         assert sum(tensor.nbytes for tensor in stored.tensors) == sum(packed) + 3 * 5 * 4
         source.close()

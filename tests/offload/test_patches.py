@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wanstream.offload import BlockPatch, OffloadEngine, WeightPatch, attach_offload
-from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.layout import allocate_flat, block_format
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
-from wanstream.offload.patches import HeldPatches
+from wanstream.offload.patches import StagedPatches
 from wanstream.offload.sources.base import BlockSource
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.offload.transfers.base import Arrival
+from wanstream.offload.transfers.base import PendingBlock
 from wanstream.offload.transfers.cpu import CpuStreams
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
@@ -146,7 +146,7 @@ def write_fp8(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
 
 def write_packed(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
     """A file with packed values (Q8_0: 32 signed bytes behind their scale); changes the weights to what it means."""
-    packing, whole = PACKINGS["Q8_0"], b""
+    packing, whole = QUANT_FORMATS["Q8_0"], b""
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
     for n, i, block, w in weights_of(stacks):
         weight = block.get_parameter(w)
@@ -343,12 +343,12 @@ def test_bytes_of_factors_count_with_their_fetch(stacks):
 def test_a_block_without_a_patch_leaves_nothing_to_do(stacks):
     source = ModuleSource(stacks)
     formats = {key: source.block_format(key) for key in source.keys()}
-    patches = HeldPatches(formats)
+    patches = StagedPatches(formats)
     streams = CpuStreams(source, formats, patches)
     into = allocate_flat(formats[BlockKey("high", 0)].computed.nbytes, CPU)
     patches.replace(patches.prepare(some_patches(1.0)))
-    assert streams.land(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == Arrival()
-    assert streams.land(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != Arrival()
+    assert streams.land(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == PendingBlock()
+    assert streams.land(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != PendingBlock()
 
 
 def pair(rows: int, up_rank: int, down_rank: int, columns: int) -> WeightPatch:
@@ -454,9 +454,9 @@ def test_a_run_cut_short_leaves_no_block_patched_twice_or_not_at_all(stacks, slo
         assert torch.equal(run_streamed(handle, stacks, hidden), run_plain(patched, hidden))
 
 
-def held_patches(lock: object) -> HeldPatches:
+def held_patches(lock: object) -> StagedPatches:
     fmt = block_format({"up.weight": ((96, 32), FP8), "down.weight": ((32, 96), FP8)}, torch.bfloat16)
-    return HeldPatches({BlockKey("high", index): fmt for index in range(BLOCKS)}, lock=lock)
+    return StagedPatches({BlockKey("high", index): fmt for index in range(BLOCKS)}, lock=lock)
 
 
 def test_factors_are_locked_where_they_lie_and_only_while_they_are_set(limited_page_lock):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from wanstream.offload.formats.fp8 import work_memory
-from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.formats.layout import allocate_flat, block_format, tensor_views
 from wanstream.offload.formats.safetensors_header import FileTensor, read_header
 from wanstream.offload.sources.base import SourceError
@@ -124,7 +124,7 @@ def test_packed_and_fp8_tensors_leave_the_format_as_it_is():
     packed = block_format(
         {"a": ((4, 256), torch.uint8), "b": ((4, 4), torch.float8_e5m2)},
         torch.bfloat16,
-        packings={"a": PACKINGS["Q4_K"]},
+        packings={"a": QUANT_FORMATS["Q4_K"]},
     )
     scaled = block_format({"c": ((4, 4), torch.bfloat16)}, torch.bfloat16, scaled=["c"])
     assert quantised_format(scaled) is scaled

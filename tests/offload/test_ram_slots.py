@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from wanstream.offload.engine.buffers import BufferOrderError, BufferState
+from wanstream.offload.engine.buffers import BufferState
 from wanstream.offload.formats.layout import BlockFormat, block_format, host_bytes
 from wanstream.offload.host_memory.pages import in_pages
 from wanstream.offload.host_memory.ram_slots import RamSlot, RamSlots
 from wanstream.offload.sources.base import SourceError
-from wanstream.plan import BlockKey, RamHomes
-from wanstream.schema import Residency
+from wanstream.plan import BlockKey, RamResidency
+from wanstream.schema import Residency, StateError
 
 PAGE = in_pages(1)
 KEYS = [BlockKey("high", 0), BlockKey("high", 1), BlockKey("high", 2), BlockKey("low", 0)]
@@ -57,9 +57,9 @@ def stored_bytes(*keys: BlockKey) -> int:
 LARGEST = stored_bytes(KEYS[3])
 
 
-def homes(*keys: BlockKey) -> RamHomes:
+def homes(*keys: BlockKey) -> RamResidency:
     residents = {name: frozenset(key.block for key in keys if key.expert == name) for name in ("high", "low")}
-    return RamHomes(residency=Residency(residents=residents, permanent=True), slots=len(keys))
+    return RamResidency(residency=Residency(residents=residents, permanent=True), slots=len(keys))
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_what_was_read_and_not_asked_for_is_whole(slots, source):
 
 def test_a_slot_says_its_name_when_it_is_used_out_of_order(slots):
     slots.resize(homes(), 1)
-    with pytest.raises(BufferOrderError, match="slot 0 is empty with None: acquire needs it to be issued or held"):
+    with pytest.raises(StateError, match="slot 0 is empty with None: acquire needs it to be issued or held"):
         slots[0].acquire(KEYS[0])
 
 

@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from wanstream.offload.engine.thread_sync import RunProgress, RunStopped
+from wanstream.offload.engine.thread_sync import RunStopped, ThreadSync
 from wanstream.offload.engine.threads import RunThread
 
 WAITS = {"issued": lambda progress: progress.await_issued(3), "released": lambda progress: progress.await_released(3)}
 NOTES = {"issued": lambda progress: progress.note_issued(3), "released": lambda progress: progress.note_released(3)}
 
 
-def waiting(progress: RunProgress, what: str) -> tuple[threading.Thread, list[str]]:
+def waiting(progress: ThreadSync, what: str) -> tuple[threading.Thread, list[str]]:
     ended: list[str] = []
 
     def wait() -> None:
@@ -32,18 +32,18 @@ def waiting(progress: RunProgress, what: str) -> tuple[threading.Thread, list[st
 @pytest.mark.parametrize("what", WAITS)
 @pytest.mark.parametrize("end", ["note", "stop"])
 def test_a_wait_ends_by_its_own_number_or_by_the_end_of_the_run(what, end):
-    progress = RunProgress()
+    progress = ThreadSync()
     thread, ended = waiting(progress, what)
     for other in (0, 4):
         progress.note_issued(other)
         progress.note_released(other)
-    (NOTES[what] if end == "note" else RunProgress.stop)(progress)
+    (NOTES[what] if end == "note" else ThreadSync.stop)(progress)
     thread.join(60)
     assert ended == ["there" if end == "note" else "stopped"]
 
 
 def test_what_was_issued_is_there_when_nothing_more_comes():
-    progress = RunProgress()
+    progress = ThreadSync()
     progress.note_issued(2)
     thread, ended = waiting(progress, "issued")
     released, still = waiting(progress, "released")
@@ -58,11 +58,11 @@ def test_what_was_issued_is_there_when_nothing_more_comes():
 
 
 def test_before_the_run_every_visit_is_over():
-    RunProgress().await_released(-1)
+    ThreadSync().await_released(-1)
 
 
 def test_visits_may_be_released_in_any_order():
-    progress = RunProgress()
+    progress = ThreadSync()
     progress.note_released(1)
     progress.await_released(1)
     progress.stop()

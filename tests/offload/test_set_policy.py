@@ -14,7 +14,7 @@ from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.host_memory.pages import in_pages
 from wanstream.offload.host_memory.ram_slots import RamSlots
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.plan import BlockKey, RamHomes, step_visits
+from wanstream.plan import BlockKey, RamResidency, step_visits
 from wanstream.schema import OffloadPolicy, plan_residency
 
 CPU = torch.device("cpu")
@@ -174,7 +174,7 @@ def test_buffers_that_go_on_a_cpu_make_room_for_homes(stacks, source):
     class Told(RamSlots):
         freed = -1
 
-        def check_room(self, homes: RamHomes, staging: int, *, freed: int = 0) -> None:
+        def check_room(self, homes: RamResidency, staging: int, *, freed: int = 0) -> None:
             self.freed = freed
             super().check_room(homes, staging, freed=freed)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from wanstream.offload.formats.gguf_dequant import PACKINGS, unpack
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, unpack
 from wanstream.testing.gguf import random_packs
 
 REFERENCE_HAS_QUANTISERS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -32,9 +32,9 @@ def assert_same_bits(values, expected):
     assert torch.equal(values[~nan].view(torch.int32), expected[~nan].view(torch.int32))
 
 
-@pytest.fixture(params=PACKINGS)
+@pytest.fixture(params=QUANT_FORMATS)
 def packing(request):
-    return PACKINGS[request.param]
+    return QUANT_FORMATS[request.param]
 
 
 def test_sizes_are_those_of_ggml(packing):
@@ -72,7 +72,7 @@ def test_every_integer_takes_every_place(packing):
 @pytest.mark.parametrize("name", REFERENCE_HAS_QUANTISERS)
 def test_what_the_package_quantised(name):
     weights = np.random.default_rng(4).standard_normal((64, 256), dtype=np.float32)
-    packing = PACKINGS[name]
+    packing = QUANT_FORMATS[name]
     packs = gguf.quants.quantize(weights, GGMLQuantizationType[name]).reshape(-1, packing.nbytes)
     values = unpacked(packs, packing)
     assert_same_bits(values, reference(packs, packing))

@@ -127,7 +127,7 @@ def make_job() -> Callable[..., OffloadJob]:
             "stored_bytes": block,
             "file_bytes": block,
             "computed_bytes": block,
-            "staying_bytes": 1000,
+            "resident_bytes": 1000,
         }
         return OffloadJob(**{**values, **changes})
 

@@ -10,7 +10,7 @@ import pytest
 
 from wanstream.plan import Budgets, Machine, OffloadJob, plan_offload
 from wanstream.plan.memory import memory_needs
-from wanstream.plan.what_if import VIDEOS_AT_ONCE, Choice, in_fp8, plan_choices, videos_at_once
+from wanstream.plan.what_if import VIDEOS_AT_ONCE, Alternative, in_fp8, plan_alternatives, videos_at_once
 from wanstream.schema import OffloadPolicy
 
 Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
@@ -19,7 +19,7 @@ BUS_BOUND = {"copy": 3.0, "read": 0.5}
 """All blocks take three times as long to copy as to compute."""
 
 
-def _by_words(choices: tuple[Choice, ...]) -> dict[str, Choice]:
+def _by_words(choices: tuple[Alternative, ...]) -> dict[str, Alternative]:
     return {choice.words: choice for choice in choices}
 
 
@@ -27,7 +27,7 @@ def test_each_way_is_planned_like_any_run_and_the_fastest_per_video_comes_first(
     rate_machine: Rated, make_job: Job
 ) -> None:
     job, machine, budgets = make_job(), rate_machine(**BUS_BOUND), Budgets()
-    choices = plan_choices(job, machine, budgets)
+    choices = plan_alternatives(job, machine, budgets)
     assert len(choices) == 2 * (1 + len(VIDEOS_AT_ONCE))
     assert [choice.video_s for choice in choices] == sorted(choice.video_s for choice in choices)
     found = _by_words(choices)
@@ -49,21 +49,21 @@ def test_where_the_bus_is_slow_fewer_bytes_and_more_videos_for_each_of_them_are_
     job, machine = make_job(), rate_machine(**BUS_BOUND)
     small = OffloadPolicy.layerwise(1)
     budgets = Budgets(vram_bytes=memory_needs(videos_at_once(job, 4), machine, small).device_bytes)
-    found = _by_words(plan_choices(job, machine, budgets))
+    found = _by_words(plan_alternatives(job, machine, budgets))
     alone = found["as asked"].video_s
     assert found['storage "fp8"'].video_s < 0.7 * alone
     assert found["as asked, 4 videos in one pass"].video_s < 0.5 * alone
 
 
 def test_where_computing_takes_all_the_time_no_way_is_worth_naming(rate_machine: Rated, make_job: Job) -> None:
-    choices = plan_choices(make_job(), rate_machine(copy=0.01, read=0.01), Budgets())
+    choices = plan_alternatives(make_job(), rate_machine(copy=0.01, read=0.01), Budgets())
     assert choices[-1].video_s < 1.02 * choices[0].video_s
 
 
 def test_a_way_that_does_not_fit_says_why_and_comes_last(rate_machine: Rated, make_job: Job) -> None:
     job, machine = make_job(), rate_machine()
     budgets = Budgets(vram_bytes=memory_needs(job, machine, OffloadPolicy.layerwise(1)).device_bytes)
-    choices = plan_choices(job, machine, budgets)
+    choices = plan_alternatives(job, machine, budgets)
     assert _by_words(choices)["as asked"].plan is not None
     four = _by_words(choices)["as asked, 4 videos in one pass"]
     assert four.plan is None
@@ -77,7 +77,7 @@ def test_weights_that_are_in_another_form_already_are_not_quantised(
     changes: dict[str, object], rate_machine: Rated, make_job: Job
 ) -> None:
     job = replace(make_job(), **changes)  # type: ignore[arg-type]
-    choices = plan_choices(job, rate_machine(), Budgets())
+    choices = plan_alternatives(job, rate_machine(), Budgets())
     assert {choice.videos for choice in choices} == {1, *VIDEOS_AT_ONCE}
     assert not any("fp8" in choice.words for choice in choices)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from wanstream.plan import Budgets, Machine, OffloadJob
-from wanstream.plan.memory import memory_needs, room_for
+from wanstream.plan.memory import memory_budget, memory_needs
 from wanstream.plan.predict import predict
 from wanstream.schema import OffloadPolicy
 
@@ -74,24 +74,24 @@ def test_fewer_tokens_at_once_take_less(rate_machine: Rated, make_job: Job) -> N
 
 def test_what_lacks_is_said_with_its_terms(rate_machine: Rated, make_job: Job) -> None:
     job = make_job(
-        computed_bytes=702_545_920, stored_bytes=702_545_920, file_bytes=702_545_920, staying_bytes=520_530_048
+        computed_bytes=702_545_920, stored_bytes=702_545_920, file_bytes=702_545_920, resident_bytes=520_530_048
     )
     needs = memory_needs(job, rate_machine(), LAYERWISE(1))
     exactly = Budgets(vram_bytes=needs.device_bytes, ram_bytes=needs.host_bytes)
-    assert room_for(rate_machine(), exactly).lacks(needs) is None
-    why = room_for(rate_machine(), replace(exactly, vram_bytes=1_500_000_000)).lacks(needs)
+    assert memory_budget(rate_machine(), exactly).lacks(needs) is None
+    why = memory_budget(rate_machine(), replace(exactly, vram_bytes=1_500_000_000)).lacks(needs)
     assert why is not None
     assert why.startswith("needs 2 buffers of 0.70 GB + 0.52 GB that stays + 0.0")
     assert why.endswith("; 1.50 GB given")
-    why = room_for(rate_machine(), replace(exactly, ram_bytes=needs.host_bytes - 1)).lacks(needs)
+    why = memory_budget(rate_machine(), replace(exactly, ram_bytes=needs.host_bytes - 1)).lacks(needs)
     assert why == "needs 2 slots of 0.70 GB = 1.41 GB of RAM; 1.41 GB given"
 
 
 def test_a_cpu_has_one_memory_for_both(rate_cpu: Rated, make_job: Job) -> None:
     needs = memory_needs(make_job(), rate_cpu(), SOME)
     both = needs.device_bytes + needs.host_bytes
-    assert room_for(rate_cpu(), Budgets(ram_bytes=both)).lacks(needs) is None
-    why = room_for(rate_cpu(), Budgets(ram_bytes=both - 1)).lacks(needs)
+    assert memory_budget(rate_cpu(), Budgets(ram_bytes=both)).lacks(needs) is None
+    why = memory_budget(rate_cpu(), Budgets(ram_bytes=both - 1)).lacks(needs)
     assert why is not None
     assert "2 buffers" in why
     assert "8 slots" in why
@@ -99,11 +99,11 @@ def test_a_cpu_has_one_memory_for_both(rate_cpu: Rated, make_job: Job) -> None:
 
 def test_what_is_not_asked_for_is_left_to_the_machine(rate_machine: Rated, rate_cpu: Rated) -> None:
     machine = rate_machine(vram_bytes=16 * 2**30, ram_bytes=32 * 2**30)
-    room = room_for(machine, Budgets())
+    room = memory_budget(machine, Budgets())
     assert 14e9 < room.device < machine.vram_bytes
     assert room.host == 16 * 2**30
-    assert room_for(machine, Budgets(vram_bytes=5, ram_bytes=7)) == replace(room, device=5, host=7)
-    assert room_for(rate_cpu(), Budgets(vram_bytes=5)).device == 5
+    assert memory_budget(machine, Budgets(vram_bytes=5, ram_bytes=7)) == replace(room, device=5, host=7)
+    assert memory_budget(rate_cpu(), Budgets(vram_bytes=5)).device == 5
 
 
 def test_a_budget_is_not_negative() -> None:

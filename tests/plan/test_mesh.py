@@ -1,4 +1,4 @@
-"""Ranks, coordinates and cells of a mesh."""
+"""Ranks, coordinates and groups of a mesh."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_every_worker_stands_somewhere_of_its_own(mesh: Mesh) -> None:
 
 @given(MESHES)
 def test_cells_hold_all_workers_once_and_share_data_and_stage(mesh: Mesh) -> None:
-    cells = [mesh.cell(*at) for at in mesh.cells()]
-    assert [rank for cell in cells for rank in cell] == list(range(mesh.size))
-    for (data, stage), cell in zip(mesh.cells(), cells, strict=True):
-        assert len(cell) == mesh.cell_size
-        assert {(mesh.coordinates(rank).data, mesh.coordinates(rank).stage) for rank in cell} == {(data, stage)}
+    worker_groups = [mesh.worker_group(*at) for at in mesh.worker_groups()]
+    assert [rank for worker_group in worker_groups for rank in worker_group] == list(range(mesh.size))
+    for (data, stage), worker_group in zip(mesh.worker_groups(), worker_groups, strict=True):
+        assert len(worker_group) == mesh.cell_size
+        assert {(mesh.coordinates(rank).data, mesh.coordinates(rank).stage) for rank in worker_group} == {(data, stage)}
 
 
 @given(MESHES, st.data())
@@ -53,7 +53,7 @@ def test_the_last_axis_changes_fastest() -> None:
     assert mesh.group("ulysses", 5) == (4, 5)
     assert mesh.group("cfg", 5) == (5, 7)
     assert mesh.group("data", 5) == (1, 5)
-    assert list(mesh.cell(1, 0)) == [4, 5, 6, 7]
+    assert list(mesh.worker_group(1, 0)) == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_what_cannot_run_is_refused_with_what_fits(mesh: Mesh, changes: dict[str
     ("mesh", "changes", "words"),
     [
         (Mesh(data=4), {"samples": 3}, "data 4 for 3 videos: 1 of 4 rows of workers have nothing to do"),
-        (Mesh(stage=2), {}, "stage 2 x data 1 for 1 video: at most 1 of 2 cells work at a time"),
+        (Mesh(stage=2), {}, "stage 2 x data 1 for 1 video: at most 1 of 2 groups work at a time"),
         (
             Mesh(cfg=2),
             {"lanes": {"high": 2, "low": 1}},

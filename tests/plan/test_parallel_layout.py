@@ -28,7 +28,7 @@ def a14b() -> OffloadJob:
         stored_bytes=block,
         file_bytes=block,
         computed_bytes=block,
-        staying_bytes=2 * T2V_A14B.staying_bytes(),
+        resident_bytes=2 * T2V_A14B.resident_bytes(),
     )
 
 
@@ -120,7 +120,7 @@ def test_a_worker_has_its_lanes_tokens_and_steps(make_job: MakeJob, rate_machine
     assert (share.job.ring, share.job.ulysses) == (2, 2)
     assert share.job.experts_of_steps == ("low",) * 5
     assert share.job.lanes == {"low": 1}
-    assert share.job.staying_bytes == job.staying_bytes // 2
+    assert share.job.resident_bytes == job.resident_bytes // 2
 
 
 def test_one_copy_in_ram_and_one_disk_serve_a_machine(make_job: MakeJob, rate_machine: MakeMachine) -> None:
@@ -153,7 +153,7 @@ def test_shards_in_device_memory_count_there(make_job: MakeJob, rate_machine: Ma
     share = worker_share(
         mesh, job, rate_machine(ram_bytes=1), NO_LIMIT, workers_per_machine=8, weights="sharded in VRAM"
     )
-    assert share.job.staying_bytes == job.staying_bytes + 16 * job.stored_bytes // 4
+    assert share.job.resident_bytes == job.resident_bytes + 16 * job.stored_bytes // 4
     assert plan_offload(share.job, share.machine, share.budgets).policy.source == "pinned"
 
 

@@ -22,7 +22,7 @@ def steps(*experts: str, wall_s: float = 2.0, gap_s: float = 0.5, **figures: Any
             compute_s=1.0,
             stall_s=0.5,
             bytes_moved=1,
-            began_s=1.0 + index * (wall_s + gap_s),
+            start_s=1.0 + index * (wall_s + gap_s),
             **{name: values[index] for name, values in figures.items()},
         )
         for index, expert in enumerate(experts)
@@ -32,7 +32,7 @@ def steps(*experts: str, wall_s: float = 2.0, gap_s: float = 0.5, **figures: Any
 def test_a_run_of_both_experts() -> None:
     run = steps("high", "high", "low", "low")
     phases = run_phases(run, [1.5, 4.0, 7.25, 9.0])
-    assert [(phase.name, phase.began_s, phase.wall_s) for phase in phases] == [
+    assert [(phase.name, phase.start_s, phase.wall_s) for phase in phases] == [
         ("first block", 0.0, 1.5),
         ("high", 1.5, 4.0),
         ("switch", 5.5, 1.75),
@@ -40,10 +40,10 @@ def test_a_run_of_both_experts() -> None:
     ]
     assert {phase.name for phase in phases} < set(PHASES)
     for before, phase in pairwise(phases):
-        assert phase.began_s == before.began_s + before.wall_s
+        assert phase.start_s == before.start_s + before.wall_s
     last = run[-1]
-    assert last.began_s is not None
-    assert sum(phase.wall_s for phase in phases) == last.began_s + last.wall_s
+    assert last.start_s is not None
+    assert sum(phase.wall_s for phase in phases) == last.start_s + last.wall_s
 
 
 @pytest.mark.parametrize("expert", ["high", "low"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, OffloadPlan, plan_offload
 from wanstream.plan.candidates import device_choices, least_seconds
-from wanstream.plan.memory import memory_needs, room_for
+from wanstream.plan.memory import memory_budget, memory_needs
 from wanstream.plan.planner import plan_reason
 from wanstream.plan.predict import predict
 from wanstream.schema import OffloadPolicy
@@ -71,7 +71,7 @@ def test_the_chosen_one_is_the_fastest_candidate_and_nothing_that_fits_is_much_f
         assert chosen.candidates[0].policy == chosen.policy
         assert chosen.total_s == min(candidate.total_s for candidate in chosen.candidates)
         assert chosen.timeline.wall_s == pytest.approx(chosen.total_s, abs=1e-3)
-        room = room_for(machine, budgets)
+        room = memory_budget(machine, budgets)
         fitting = [other for other in _all_policies(job) if room.lacks(memory_needs(job, machine, other)) is None]
         assert chosen.policy in fitting
         # Fewer homes than fit are not all tried; more of them may cost a little where the spread comes out worse.
@@ -86,7 +86,7 @@ def test_every_candidate_fits_and_has_its_own_simulated_total(rate_machine: Rate
     assert len(chosen.candidates) > 5
     for candidate in chosen.candidates:
         needs, prediction = memory_needs(job, machine, candidate.policy), predict(job, machine, candidate.policy)
-        assert room_for(machine, budgets).lacks(needs) is None
+        assert memory_budget(machine, budgets).lacks(needs) is None
         assert (candidate.device_bytes, candidate.host_bytes) == (needs.device_bytes, needs.host_bytes)
         assert candidate.total_s == round(prediction.timeline.wall_s, 3)
         assert candidate.stall_s == prediction.timeline.stall_s
@@ -173,14 +173,14 @@ def test_what_does_not_fit_is_told_with_numbers_and_a_remedy(rate_machine: Rated
     smallest = memory_needs(job, machine, OffloadPolicy.layerwise(1))
     with pytest.raises(DoesNotFitError) as refused:
         plan_offload(job, machine, Budgets(vram_bytes=smallest.device_bytes - 1))
-    assert smallest.device_words() in str(refused.value)
+    assert smallest.describe_device() in str(refused.value)
     assert "give more, or make the video smaller or shorter" in str(refused.value)
     with pytest.raises(DoesNotFitError, match="needs 2 slots of"):
         plan_offload(job, machine, Budgets(ram_bytes=smallest.host_bytes - 1))
     chosen = plan_offload(job, machine, Budgets(vram_bytes=smallest.device_bytes, ram_bytes=smallest.host_bytes))
     assert {misfit.policy.kind for misfit in chosen.misfits} == {"layerwise", "block_swap", "resident"}
     for misfit in chosen.misfits:
-        assert misfit.why == room_for(
+        assert misfit.why == memory_budget(
             machine, Budgets(vram_bytes=smallest.device_bytes, ram_bytes=smallest.host_bytes)
         ).lacks(memory_needs(job, machine, misfit.policy))
 

@@ -17,8 +17,8 @@ from wanstream.plan import (
     DIRECT,
     KEPT,
     BlockKey,
-    RamHomes,
     RamProgram,
+    RamResidency,
     TransferProgram,
     Visit,
     check_ram,
@@ -42,7 +42,7 @@ def policy(blocks_to_swap: int | None = None, **in_ram: Any) -> OffloadPolicy:
     return replace(OffloadPolicy.block_swap(blocks_to_swap, source="pinned"), **in_ram)
 
 
-def homes_of(asked: OffloadPolicy, block_counts: Mapping[str, int]) -> RamHomes:
+def homes_of(asked: OffloadPolicy, block_counts: Mapping[str, int]) -> RamResidency:
     return plan_ram(asked, plan_residency(asked, block_counts)[0], block_counts)
 
 
@@ -190,9 +190,11 @@ class Replay:
 
 
 @st.composite
-def any_homes(draw: st.DrawFn) -> RamHomes:
+def any_homes(draw: st.DrawFn) -> RamResidency:
     residents = {expert: draw(st.frozensets(st.integers(0, 9))) for expert in EXPERTS}
-    return RamHomes(residency=Residency(residents=residents, permanent=True), slots=sum(map(len, residents.values())))
+    return RamResidency(
+        residency=Residency(residents=residents, permanent=True), slots=sum(map(len, residents.values()))
+    )
 
 
 block = st.builds(BlockKey, st.sampled_from((*EXPERTS, "other")), st.integers(0, 10))
@@ -211,7 +213,7 @@ slot_contents = st.dictionaries(st.integers(-1, 12), block, max_size=14)
 def test_every_visit_finds_its_block_whatever_is_fast_and_whatever_is_slow(
     runs: Any,
     data: Any,
-    homes: RamHomes,
+    homes: RamResidency,
     staging: int,
     contents: Mapping[int, BlockKey],
     seed: int,
@@ -229,7 +231,7 @@ def test_every_visit_finds_its_block_whatever_is_fast_and_whatever_is_slow(
 @PROPERTY
 @given(data=st.data(), homes=any_homes(), staging=st.integers(0, 3), bus=st.booleans())
 def test_a_second_run_starts_from_what_the_first_had_read(
-    runs: Any, data: Any, homes: RamHomes, staging: int, bus: bool
+    runs: Any, data: Any, homes: RamResidency, staging: int, bus: bool
 ) -> None:
     """What had not been read when the first run ended is dropped; a slot that was being filled holds nothing."""
     slots: dict[int, BlockKey] = {}
@@ -246,7 +248,7 @@ def test_a_second_run_starts_from_what_the_first_had_read(
 @PROPERTY
 @given(data=st.data(), homes=any_homes(), staging=st.integers(0, 3))
 def test_reads_are_what_has_no_home_and_each_home_once(
-    runs_of_whole_steps: Any, data: Any, homes: RamHomes, staging: int
+    runs_of_whole_steps: Any, data: Any, homes: RamResidency, staging: int
 ) -> None:
     run = data.draw(runs_of_whole_steps)
     program = compile_program(run.visits, run.residency, buffers_needed(run.visits, run.residency))
@@ -272,7 +274,7 @@ def layerwise(high: int, low: int, *, buffers: int = 2, block_counts: Mapping[st
 def test_a_ram_program_that_fits_on_a_page() -> None:
     """Two steps of three streamed blocks, block 1 at home, one staging slot."""
     program = layerwise(2, 0, block_counts={"high": 3})
-    homes = RamHomes(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
+    homes = RamResidency(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
     ram = compile_ram(program, homes, staging=1)
     high = [BlockKey("high", block) for block in range(3)]
     assert ram.visit_of_fetch == (0, 1, 2, 3, 4, 5)
@@ -285,11 +287,11 @@ def test_a_ram_program_that_fits_on_a_page() -> None:
 
 def test_without_staging_only_homes_pass_through_ram() -> None:
     program = layerwise(2, 0, block_counts={"high": 3})
-    homes = RamHomes(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
+    homes = RamResidency(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
     ram = compile_ram(program, homes, staging=0)
     assert ram.visit_of_fetch == (DIRECT, 0, DIRECT, DIRECT, 1, DIRECT)
     assert len(ram.program.fetches) == 1
-    nothing = compile_ram(program, RamHomes(residency=Residency(residents={}), slots=0), staging=0)
+    nothing = compile_ram(program, RamResidency(residency=Residency(residents={}), slots=0), staging=0)
     assert (nothing.program.visits, nothing.program.buffers) == ((), 0)
 
 
@@ -310,7 +312,7 @@ def test_permanent_homes_outlive_runs_of_the_other_expert(first: str) -> None:
 
 def test_a_home_takes_the_slot_of_what_has_none_any_more() -> None:
     """Another policy: slots hold blocks that have no home now, a home lies twice, and one lies where staging is."""
-    homes = RamHomes(residency=Residency(residents={"high": frozenset({1, 2})}, permanent=True), slots=2)
+    homes = RamResidency(residency=Residency(residents={"high": frozenset({1, 2})}, permanent=True), slots=2)
     high = [BlockKey("high", block) for block in range(3)]
     program = layerwise(1, 0, block_counts={"high": 3})
     ram = compile_ram(program, homes, staging=1, contents={0: high[1], 1: high[1], 2: high[2], 7: high[0]})
@@ -321,7 +323,7 @@ def test_a_home_takes_the_slot_of_what_has_none_any_more() -> None:
 
 def test_a_home_never_takes_the_slot_of_another() -> None:
     """The slot that holds a block without a home is taken, not that of a home that this run does not ask for."""
-    homes = RamHomes(
+    homes = RamResidency(
         residency=Residency(residents={"high": frozenset({1}), "low": frozenset({0})}, permanent=True), slots=2
     )
     program = layerwise(0, 1, block_counts={"low": 1})
@@ -330,7 +332,7 @@ def test_a_home_never_takes_the_slot_of_another() -> None:
 
 
 def test_what_staging_still_holds_serves_the_next_run() -> None:
-    homes = RamHomes(residency=Residency(residents={"high": frozenset({2})}, permanent=True), slots=1)
+    homes = RamResidency(residency=Residency(residents={"high": frozenset({2})}, permanent=True), slots=1)
     program = layerwise(1, 0, block_counts={"high": 3})
     contents = {1: BlockKey("high", 1), 2: BlockKey("high", 0)}
     ram = compile_ram(program, homes, staging=2, contents=contents)
@@ -353,7 +355,7 @@ def test_staging_below_nothing_is_refused(staging: int) -> None:
 
 
 def test_too_few_slots_are_refused_with_the_number_that_is_needed() -> None:
-    homes = RamHomes(residency=Residency(residents={"high": frozenset(range(5))}, permanent=True), slots=3)
+    homes = RamResidency(residency=Residency(residents={"high": frozenset(range(5))}, permanent=True), slots=3)
     with pytest.raises(ProgramError, match=r"3 buffers are too few: .* need 5"):
         compile_ram(layerwise(2, 0), homes, staging=0)
 
@@ -364,7 +366,7 @@ def test_too_few_slots_are_refused_with_the_number_that_is_needed() -> None:
 def pair() -> tuple[TransferProgram, RamProgram]:
     """Two steps of three blocks; one home, one staging slot."""
     program = layerwise(2, 0, block_counts={"high": 3})
-    homes = RamHomes(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
+    homes = RamResidency(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
     return program, compile_ram(program, homes, staging=1)
 
 
@@ -415,7 +417,7 @@ def test_fetches_that_would_empty_ram_in_another_order_than_the_visits_are_refus
     block_counts = {"high": 2}
     program = layerwise(1, 0, block_counts=block_counts)
     swapped = replace(program, fetches=program.fetches[::-1], visit_fetch=program.visit_fetch[::-1])
-    homes = RamHomes(residency=Residency(residents={}, permanent=True), slots=0)
+    homes = RamResidency(residency=Residency(residents={}, permanent=True), slots=0)
     ram = compile_ram(swapped, homes, staging=1)
     with pytest.raises(ProgramError, match="fetch 1 is needed by visit 0, one before it only by visit 1"):
         check_ram(swapped, ram)

@@ -131,6 +131,6 @@ def test_policies_are_values() -> None:
     ids=str,
 )
 def test_a_cache_keeps_the_first_block(policy: OffloadPolicy, residents: set[int], buffers: int) -> None:
-    residency, count = plan_residency(replace(policy, keeps_first=True), {"high": 8, "low": 8})
+    residency, count = plan_residency(replace(policy, pin_first_block=True), {"high": 8, "low": 8})
     assert residency.residents["high"] == residency.residents["low"] == residents
     assert count == buffers

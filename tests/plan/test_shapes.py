@@ -49,11 +49,11 @@ def test_sizes_are_those_of_the_real_models(expert: ExpertShape, sizes: Sizes) -
         expert.parameters,
         expert.block_bytes(),
         expert.block_bytes(fp32_islands=True),
-        expert.outer_bytes(),
-        expert.outer_bytes(fp32_islands=True),
+        expert.non_block_bytes(),
+        expert.non_block_bytes(fp32_islands=True),
         expert.blocks * expert.block_bytes(),
     )
-    assert expert.blocks * expert.block_bytes() + expert.outer_bytes() == 2 * expert.parameters
+    assert expert.blocks * expert.block_bytes() + expert.non_block_bytes() == 2 * expert.parameters
 
 
 def test_ten_matrices_are_nearly_the_whole_block() -> None:

@@ -91,16 +91,16 @@ def test_phases_lie_end_to_end_and_the_bus_is_never_busy_longer_than_the_run(
     timeline = simulate(program, machine)
     began = 0.0
     for step in timeline.steps:
-        assert step.began_s == pytest.approx(began)
-        assert (step.copied_bytes, step.stall_file_s, step.read_s) == (step.bytes_moved, 0, 0)
+        assert step.start_s == pytest.approx(began)
+        assert (step.copied_bytes, step.stall_on_read_s, step.read_s) == (step.bytes_moved, 0, 0)
         assert step.copy_s == pytest.approx(step.bytes_moved / machine.bus_bytes_per_s)
         began += step.wall_s
     assert timeline.copy_s <= timeline.wall_s * (1 + 1e-9)
     reached = 0.0
     for phase in timeline.phases:
-        assert phase.began_s == pytest.approx(reached)
+        assert phase.start_s == pytest.approx(reached)
         assert phase.wall_s >= 0
-        reached = phase.began_s + phase.wall_s
+        reached = phase.start_s + phase.wall_s
     assert reached == pytest.approx(timeline.wall_s)
 
 

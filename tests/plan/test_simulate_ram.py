@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from wanstream.plan import (
     DIRECT,
     BlockKey,
-    RamHomes,
     RamProgram,
+    RamResidency,
     TransferProgram,
     check_program,
     check_ram,
@@ -38,7 +38,7 @@ BLOCK_BYTES = 1000
 EXPERTS = ("high", "low")
 WAN = dict.fromkeys(EXPERTS, BLOCKS)
 
-HomesOf = Callable[[Residency], RamHomes]
+HomesOf = Callable[[Residency], RamResidency]
 
 
 def hardware(r: float, d: float, **values: Any) -> Hardware:
@@ -100,9 +100,11 @@ machines = st.builds(
 
 
 @st.composite
-def any_homes(draw: st.DrawFn) -> RamHomes:
+def any_homes(draw: st.DrawFn) -> RamResidency:
     residents = {expert: draw(st.frozensets(st.integers(0, 9))) for expert in EXPERTS}
-    return RamHomes(residency=Residency(residents=residents, permanent=True), slots=sum(map(len, residents.values())))
+    return RamResidency(
+        residency=Residency(residents=residents, permanent=True), slots=sum(map(len, residents.values()))
+    )
 
 
 @st.composite
@@ -135,7 +137,7 @@ def test_no_prefix_beats_compute_bus_disk_or_decoding(runs: Any, data: Any, mach
         bound = max(on_the_device, moved / machine.bus_bytes_per_s, read / machine.disk_bytes_per_s)
         assert elapsed >= bound * (1 - 1e-9)
         assert min(step.stall_s, step.decode_s, step.read_bytes) >= 0
-        assert -1e-12 <= step.stall_file_s <= step.stall_s * (1 + 1e-9)
+        assert -1e-12 <= step.stall_on_read_s <= step.stall_s * (1 + 1e-9)
         assert step.copied_bytes == copies.get((step.index, step.expert), 0)
         assert step.copy_s == pytest.approx(step.copied_bytes / machine.bus_bytes_per_s)
         assert step.read_s == pytest.approx(step.read_bytes / machine.disk_bytes_per_s)
@@ -278,9 +280,9 @@ def test_which_blocks_have_a_home_decides_at_equal_ram(
     """Spread over the streamed blocks: the bound. The first of them instead: what `contiguous` says, per d."""
     streamed = BLOCKS - residents
 
-    def first_ones(device: Residency) -> RamHomes:
+    def first_ones(device: Residency) -> RamResidency:
         names = [block for block in range(BLOCKS) if not device.keeps("high", block)][:blocks]
-        return RamHomes(residency=Residency(residents={"high": frozenset(names)}), slots=blocks)
+        return RamResidency(residency=Residency(residents={"high": frozenset(names)}), slots=blocks)
 
     for d, expected in contiguous.items():
         bound = max(BLOCKS, (streamed - blocks) * d)
@@ -292,8 +294,8 @@ def test_which_blocks_have_a_home_decides_at_equal_ram(
 def test_homes_for_blocks_that_stay_on_the_device_are_wasted() -> None:
     """Half stays on the device, ten homes: spread over all blocks, half of them serve one fetch per stage."""
 
-    def over_all(device: Residency) -> RamHomes:
-        return RamHomes(residency=Residency(residents={"high": spread_evenly(10, BLOCKS)}), slots=10)
+    def over_all(device: Residency) -> RamResidency:
+        return RamResidency(residency=Residency(residents={"high": spread_evenly(10, BLOCKS)}), slots=10)
 
     for d, expected in ((3.0, 1.5), (4.0, 2.0)):
         bound = max(BLOCKS, 10 * d)
@@ -393,7 +395,7 @@ def one_expert(steps: int = 4, blocks: int = 4, buffers: int = 2) -> TransferPro
 
 
 def timeline_of(program: TransferProgram, machine: Hardware, staging: int | None) -> Timeline:
-    homes = RamHomes(residency=Residency(residents={}), slots=0)
+    homes = RamResidency(residency=Residency(residents={}), slots=0)
     return simulate(program, machine, None if staging is None else compile_ram(program, homes, staging=staging))
 
 
@@ -401,12 +403,12 @@ def test_a_stall_is_the_files_as_long_as_the_block_has_not_left_it() -> None:
     """Behind a slow disk a block arrives every 2 s; its last 0.3 s are the bus's, and the visit before hides 1 s."""
     slow_disk = run(hardware(0.3, 2.0), pinned(0))
     step = slow_disk.steps[5]
-    assert (step.stall_s, step.stall_file_s) == pytest.approx((40.0, 28.0))
+    assert (step.stall_s, step.stall_on_read_s) == pytest.approx((40.0, 28.0))
     assert (step.read_s, step.copy_s, step.overlap) == pytest.approx((80.0, 12.0, 0.5))
     slow_bus = run(hardware(2.0, 0.3), pinned(0)).steps[5]
-    assert (slow_bus.stall_s, slow_bus.stall_file_s) == pytest.approx((40.0, 0.0))
+    assert (slow_bus.stall_s, slow_bus.stall_on_read_s) == pytest.approx((40.0, 0.0))
     at_home = run(hardware(2.0, 0.3), pinned(2 * BLOCKS)).steps[5]
-    assert (at_home.read_bytes, at_home.read_s, at_home.stall_file_s) == (0, 0, 0)
+    assert (at_home.read_bytes, at_home.read_s, at_home.stall_on_read_s) == (0, 0, 0)
     assert at_home.copied_bytes == at_home.bytes_moved == 40 * BLOCK_BYTES
 
 
@@ -418,7 +420,7 @@ def test_what_is_read_straight_or_decoded_by_a_cpu_was_not_copied() -> None:
         assert (timeline.copied_bytes, timeline.copy_s, timeline.copy_bytes_per_s) == (0, 0, None)
         assert timeline.bytes_moved == timeline.read_bytes == 16 * BLOCK_BYTES
     first = straight.steps[0]
-    assert first.stall_file_s == pytest.approx(first.stall_s)
+    assert first.stall_on_read_s == pytest.approx(first.stall_s)
 
 
 def step_times(step: StepRecord) -> tuple[float, ...]:
@@ -510,7 +512,7 @@ def test_a_block_without_a_slot_is_read_straight_into_its_buffer() -> None:
 def test_beside_reads_into_buffers_homes_are_filled_while_the_disk_has_time() -> None:
     """Block 3 has a home. Its read starts when the disk waits for a buffer, and delays nobody."""
     program = one_expert(steps=2, buffers=2)
-    homes = RamHomes(residency=Residency(residents={"high": frozenset({3})}, permanent=True), slots=1)
+    homes = RamResidency(residency=Residency(residents={"high": frozenset({3})}, permanent=True), slots=1)
     ram = compile_ram(program, homes, staging=0)
     timeline = simulate(program, hardware(0.1, 0.5), ram)
     assert timeline.stall_s == pytest.approx(0.5)
@@ -523,7 +525,7 @@ def test_homes_of_the_next_expert_are_read_in_the_time_that_the_disk_has_left() 
     program = compile_program(
         step_visits(["high", "high", "low"], dict.fromkeys(EXPERTS, 4)), Residency(residents={}), 2
     )
-    homes = RamHomes(residency=Residency(residents={"low": frozenset(range(4))}, permanent=True), slots=4)
+    homes = RamResidency(residency=Residency(residents={"low": frozenset(range(4))}, permanent=True), slots=4)
     machine = hardware(0.01, 0.5, visit_s={"high": 1.0, "low": 0.01})
     timeline = simulate(program, machine, compile_ram(program, homes, staging=0))
     assert timeline.steps[2].stall_s == pytest.approx(0.0)
@@ -531,7 +533,7 @@ def test_homes_of_the_next_expert_are_read_in_the_time_that_the_disk_has_left() 
 
 def test_one_disk_serves_reads_into_slots_and_into_buffers() -> None:
     program = one_expert(steps=1, buffers=4)
-    homes = RamHomes(residency=Residency(residents={"high": frozenset({1, 3})}, permanent=True), slots=2)
+    homes = RamResidency(residency=Residency(residents={"high": frozenset({1, 3})}, permanent=True), slots=2)
     machine = hardware(0.01, 0.5, visit_s={"high": 0.0, "low": 0.0})
     wall_s = simulate(program, machine, compile_ram(program, homes, staging=0)).wall_s
     assert 4 * 0.5 <= wall_s <= 4 * 0.5 + 2 * 0.01
@@ -570,7 +572,7 @@ def test_reads_without_a_disk_are_refused(staging: int) -> None:
 
 def test_nothing_to_read_needs_no_disk() -> None:
     program = one_expert()
-    homes = RamHomes(residency=Residency(residents={"high": frozenset(range(4))}, permanent=True), slots=4)
+    homes = RamResidency(residency=Residency(residents={"high": frozenset(range(4))}, permanent=True), slots=4)
     contents = {block: BlockKey("high", block) for block in range(4)}
     ram = compile_ram(program, homes, staging=0, contents=contents)
     machine = hardware(0.5, 1.0, disk_bytes_per_s=None)

@@ -25,8 +25,8 @@ TIMELINE = Timeline(
             rss_bytes=9,
             decode_s=0.125,
             read_bytes=40,
-            began_s=2.25,
-            stall_file_s=0.0,
+            start_s=2.25,
+            stall_on_read_s=0.0,
             copy_s=0.5,
             copied_bytes=50,
             read_s=0.25,
@@ -36,12 +36,12 @@ TIMELINE = Timeline(
             pinned_bytes=4,
         ),
     ),
-    outer_bytes=11,
+    non_block_bytes=11,
     first_block_s=0.25,
     changes=("step 1: 2 buffers instead of 4, the device was out of memory",),
     phases=(
-        PhaseRecord(name="text", began_s=-3.0, wall_s=2.0, rss_bytes=9),
-        PhaseRecord(name="high", began_s=0, wall_s=2),
+        PhaseRecord(name="text", start_s=-3.0, wall_s=2.0, rss_bytes=9),
+        PhaseRecord(name="high", start_s=0, wall_s=2),
     ),
     memory=(MemorySample(at_s=0.5, device_bytes=7, device_used_bytes=None, rss_bytes=9),),
     copy_rates=(RateRange(from_gb_per_s=1, fetches=2, nbytes=30, busy_s=0.5),),
@@ -121,7 +121,7 @@ def test_a_timeline_that_was_written_before_there_were_reads_and_changes_is_read
     found = Timeline.from_dict(written)
     assert (found.changes, found.decode_s, found.read_bytes) == ((), 0, 0)
     assert (found.wall_s, found.bytes_moved, found.first_block_s) == (3.0, 150, 0.25)
-    assert (found.phases, found.memory, found.steps[1].began_s) == ((), (), None)
+    assert (found.phases, found.memory, found.steps[1].start_s) == ((), (), None)
     assert (found.copy_rates, found.read_rates) == ((), ())
 
 
@@ -133,7 +133,7 @@ def test_a_timeline_that_was_written_before_there_were_reads_and_changes_is_read
         ({"colour": "red"}, "colour"),
         ({"steps": [{"index": 0}]}, "missing .*expert"),
         ({"steps": 3}, "not iterable"),
-        ({"phases": [{"name": "high"}]}, "missing .*began_s"),
+        ({"phases": [{"name": "high"}]}, "missing .*start_s"),
         ({"memory": [{"at_s": 1, "colour": "red"}]}, "colour"),
         ({"copy_rates": [{"fetches": 1}]}, "missing .*from_gb_per_s"),
         ({"read_rates": 3}, "not iterable"),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.distributed.weights.placement import WORTH, HomeChoice, WeightFigures, choose_home
+from wanstream.distributed.weights.placement import WORTH, PlacementChoice, WeightFigures, choose_placement
 
 MS, GB = 1e-3, 10**9
 BLOCK, BLOCKS = 702_788_608, 80
@@ -78,19 +78,19 @@ NO_P2P = replace(OWN_PORTS, workers=2, shard_h2d_s=31.0 * MS, gather_s=45.0 * MS
     ],
 )
 def test_the_home_that_leaves_devices_waiting_least(figures: WeightFigures, home: str, block_s: float) -> None:
-    choice = choose_home(figures)
+    choice = choose_placement(figures)
     assert choice.home == home
     assert choice.block_s == pytest.approx(block_s * MS)
 
 
 def test_the_reason_has_the_numbers() -> None:
-    assert choose_home(SHARED_UPLINK).reason == (
+    assert choose_placement(SHARED_UPLINK).reason == (
         "sharded weights: a block of 703 MB in 30.0 ms, which computing does not hide (13.0 ms for each); "
         "full 112.0 ms, sharded 30.0 ms; its bus gives 25.0 GB/s to one of 4 workers and 6.27 GB/s to each of them at "
         "once, a gather moves 33.5 GB/s; shards in VRAM need 14.06 GB, 5.00 GB are free"
     )
-    assert "25.0 GB/s to one of 8 workers and as much to each of them at once" in choose_home(NVLINK).reason
-    assert "in 3.0 ms, which computing hides" in choose_home(replace(NVLINK, free_bytes=8 * GB)).reason
+    assert "25.0 GB/s to one of 8 workers and as much to each of them at once" in choose_placement(NVLINK).reason
+    assert "in 3.0 ms, which computing hides" in choose_placement(replace(NVLINK, free_bytes=8 * GB)).reason
 
 
 @pytest.mark.parametrize("name", ["workers", "block_bytes", "visit_s", "h2d_s", "gather_beside_h2d_s"])
@@ -117,7 +117,7 @@ def test_nothing_measured_is_faster_than_what_is_chosen(
         gather_beside_h2d_s=beside,
         free_bytes=free_bytes,
     )
-    choice: HomeChoice = choose_home(figures)
+    choice: PlacementChoice = choose_placement(figures)
     ways = [together, max(shard, beside)] + [gather] * (figures.shards_bytes <= free_bytes)
     assert choice.block_s <= max(visit_s, min(ways)) + WORTH * visit_s
     if choice.home == "sharded in VRAM":

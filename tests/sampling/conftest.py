@@ -101,17 +101,17 @@ def plain_denoise() -> Callable[[Models, DenoiseRequest], torch.Tensor]:
 
     @torch.inference_mode()
     def denoise(models: Models, request: DenoiseRequest) -> torch.Tensor:
-        course = request.course()
-        first = course.schedule.sigmas[request.start_step]
+        step_plan = request.step_plan
+        first = step_plan.schedule.sigmas[request.start_step]
         latents = request.noise
         if request.latent is not None:
             latents = first * request.noise + (1 - first) * request.latent
         seeds = step_seeds(request.noise, request.latent)
-        solver = make_solver(request.solver, course.schedule, request.start_step, seeds=seeds)
-        for step in course.steps:
-            expert, time = course.experts[step], course.schedule.timesteps[step]
+        solver = make_solver(request.solver, step_plan.schedule, request.start_step, seeds=seeds)
+        for step in step_plan.steps:
+            expert, time = step_plan.experts[step], step_plan.schedule.timesteps[step]
             velocity = plain_velocity(models[expert], request, latents, time, request.positive)
-            scale = course.guidance[step]
+            scale = step_plan.guidance[step]
             if scale != 1:
                 negative = plain_velocity(models[expert], request, latents, time, request.negative)
                 velocity = negative + scale * (velocity - negative)
@@ -141,7 +141,7 @@ class WatchedPair:
     def __init__(self, pair: ExpertPair) -> None:
         self.pair, self.runs = pair, list[EngineRun]()
         self.in_channels, self.compute_dtype = pair.in_channels, pair.compute_dtype
-        self.high, self.is_one = pair.high, pair.is_one
+        self.high, self.is_single = pair.high, pair.is_single
         self.kernels = pair.kernels
         self.block_counts, self.device_bytes, self.loaded_bytes = pair.block_counts, pair.device_bytes, 0
         self.host_bytes = 0
@@ -163,8 +163,8 @@ class WatchedEngine:
         return self._engine.graphs
 
     @property
-    def outer_bytes(self) -> int:
-        return self._engine.outer_bytes
+    def non_block_bytes(self) -> int:
+        return self._engine.non_block_bytes
 
     def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> EngineRun:
         self._runs.append(self._engine.run(visits, recorder=recorder))

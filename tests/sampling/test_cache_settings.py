@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.nodes.runs.trials import job_digest, request_words
+from wanstream.nodes.runs.trials import describe_request, job_digest
 from wanstream.plan import Machine
 from wanstream.plan.visits import SkipRule
 from wanstream.sampling import DenoiseRequest, RequestError, joined, request_job, working_bytes
@@ -19,11 +19,11 @@ from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.settings import PRESETS, FirstBlockCache, MagCache, cached_policy
 from wanstream.sampling.estimate import predicted_timeline
 from wanstream.sampling.loop.lanes import lane_names
-from wanstream.sampling.loop.parallel import ALONE
+from wanstream.sampling.loop.parallel import LOCAL_FORWARD
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
-from wanstream.wan.vae.memory import LiveTensors
+from wanstream.wan.vae.memory import TensorMemoryTracker
 
 STEPS, SWITCH, LAYERS = 8, 4, 4
 CPU = torch.device("cpu")
@@ -60,10 +60,10 @@ def ask(make_request: Request) -> Request:
 @pytest.fixture
 def magnitudes(ask: Request) -> MagCache:
     """Leaves out two of three steps, but for the first one of each expert."""
-    course = ask().course()
+    step_plan = ask().step_plan
     table = MagTable(
-        sigmas=tuple(course.schedule.sigmas),
-        experts=course.experts,
+        sigmas=tuple(step_plan.schedule.sigmas),
+        experts=step_plan.experts,
         ratios=((0.999,) * STEPS,) * 2,
         marks={},
         source="x",
@@ -90,7 +90,7 @@ def test_what_is_counted_is_what_two_steps_really_hold(lanes: int, chunk: int | 
     names, text = lane_names(lanes, with_negative=False), torch.zeros(1, 8, 4096)
 
     def peak(steps: FirstBlockSteps | None) -> int:
-        with torch.no_grad(), LiveTensors() as counted:
+        with torch.no_grad(), TensorMemoryTracker() as counted:
             for step, state in enumerate(latents):
                 given = [Lane(latents=state, text=text, name=name) for name in names]
                 shortcut = None if steps is None else steps.begin(step, "high", names, names, model)
@@ -98,7 +98,7 @@ def test_what_is_counted_is_what_two_steps_really_hold(lanes: int, chunk: int | 
         return counted.peak
 
     state = 3 * 16 * 12 * 256 * 4  # tokens x width x fp32
-    more = [peak(FirstBlockSteps(threshold, ALONE)) - peak(None) for threshold in (0.0, 1e9)]
+    more = [peak(FirstBlockSteps(threshold, LOCAL_FORWARD)) - peak(None) for threshold in (0.0, 1e9)]
     if blocks is not None:
         blocks.detach()
     reckoned = FirstBlockCache().kept_states * lanes * state
@@ -109,13 +109,13 @@ def test_the_planner_is_told_what_stays(open_pair: OpenPair, ask: Request, magni
     pair = open_pair()
     plain, first, known = (request_job(pair, ask(cache=cache), CPU) for cache in (None, FirstBlockCache(), magnitudes))
     assert (plain.kept_states, first.kept_states, known.kept_states) == (0, 3, 1)
-    assert first.staying_bytes - plain.staying_bytes == pair.computed_bytes
-    assert known.staying_bytes == plain.staying_bytes
+    assert first.resident_bytes - plain.resident_bytes == pair.computed_bytes
+    assert known.resident_bytes == plain.resident_bytes
     assert plain.visits == first.visits == known.visits, "what is left out is no reason to plan for less"
 
 
 def test_the_first_block_stays_for_a_cache_that_asks_it(magnitudes: MagCache) -> None:
-    assert cached_policy(LAYERWISE, FirstBlockCache()) == replace(LAYERWISE, keeps_first=True)
+    assert cached_policy(LAYERWISE, FirstBlockCache()) == replace(LAYERWISE, pin_first_block=True)
     assert cached_policy(LAYERWISE, magnitudes) == cached_policy(LAYERWISE, None) == LAYERWISE
 
 
@@ -148,8 +148,8 @@ def test_the_prediction_knows_that_other_lanes_are_another_beginning(
     pair, request = open_pair(), ask(cache=magnitudes, guidance_steps=(4.0, 4.0, 1.0))
     found = predicted_timeline(pair, request, LAYERWISE, machine=MACHINE, device=CPU).steps
     lanes = [2, 2, 1, 1, 1, 1, 1, 1]
-    assert [step.cached_lanes for step in found] == [n if at in (1, 3, 5, 6) else 0 for at, n in enumerate(lanes)]
-    assert [step.skipped_visits > 0 for step in found] == [step.cached_lanes > 0 for step in found]
+    assert [step.skipped_lanes for step in found] == [n if at in (1, 3, 5, 6) else 0 for at, n in enumerate(lanes)]
+    assert [step.skipped_visits > 0 for step in found] == [step.skipped_lanes > 0 for step in found]
 
 
 def test_lanes_of_other_caches_are_not_joined(ask: Request) -> None:
@@ -164,9 +164,9 @@ def test_lanes_of_other_caches_are_not_joined(ask: Request) -> None:
 def test_reports_tell_the_cache_and_know_it_apart(ask: Request, magnitudes: MagCache) -> None:
     every = [ask(), ask(cache=FirstBlockCache()), ask(cache=FirstBlockCache(threshold=0.1)), ask(cache=magnitudes)]
     assert len({job_digest(request, "experts") for request in every}) == len(every)
-    assert "Cache" not in request_words(every[0])
-    assert request_words(every[2])["Cache"] == "first block, threshold 0.1"
-    assert request_words(every[3])["Cache"].startswith("magnitudes, threshold 1, at most 2 in a row")
+    assert "Cache" not in describe_request(every[0])
+    assert describe_request(every[2])["Cache"] == "first block, threshold 0.1"
+    assert describe_request(every[3])["Cache"].startswith("magnitudes, threshold 1, at most 2 in a row")
 
 
 def test_presets_rise() -> None:

@@ -61,11 +61,11 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
     assert request.windows is not None
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    course, latents = request.course(), request.noise
-    solver = make_solver(request.solver, course.schedule, request.start_step)
+    step_plan, latents = request.step_plan, request.noise
+    solver = make_solver(request.solver, step_plan.schedule, request.start_step)
     since: dict[tuple[int, ...], int] = {}
-    for step in course.steps:
-        model, time = models[course.experts[step]], torch.tensor([course.schedule.timesteps[step]])
+    for step in step_plan.steps:
+        model, time = models[step_plan.experts[step]], torch.tensor([step_plan.schedule.timesteps[step]])
         windows = request.windows.at(step, FRAMES)
         since = {window: since.get(window, step) for window in windows}
         sides = []
@@ -77,7 +77,7 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
                 whole[:, :, list(window)] += velocity * torch.tensor(weights).reshape(1, 1, -1, 1, 1)
             sides.append(whole)
         positive, negative = sides
-        latents = solver.step(negative + course.guidance[step] * (positive - negative), latents)
+        latents = solver.step(negative + step_plan.guidance[step] * (positive - negative), latents)
     return latents
 
 
@@ -85,7 +85,7 @@ def test_a_threshold_of_0_changes_no_bit(open_pair: OpenPair, ask: Request) -> N
     pair, plain = open_pair(), ask(windows=MOVING)
     cached = run(pair, replace(plain, cache=FirstBlockCache(threshold=0.0)))
     assert torch.equal(cached.latents, run(pair, plain).latents)
-    assert not any(step.cached_lanes for step in cached.timeline.steps)
+    assert not any(step.skipped_lanes for step in cached.timeline.steps)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_each_window_takes_over_what_diffusers_takes_over_for_it(
     found = run(open_pair(), request)
     expected = with_diffusers_cache(plain_models(), request, threshold)
     torch.testing.assert_close(found.latents, expected, rtol=1e-6, atol=1e-6)
-    assert any(step.cached_lanes for step in found.timeline.steps)
+    assert any(step.skipped_lanes for step in found.timeline.steps)
 
 
 @pytest.mark.parametrize("windows", [MOVING, replace(MOVING, overlap=0, stride=2)])
@@ -109,9 +109,9 @@ def test_a_window_that_was_not_there_in_the_step_before_is_computed(
     for before, step in pairwise(steps):
         now = windows.at(step.index, FRAMES)
         same = set(now) & set(windows.at(before.index, FRAMES)) if step.expert == before.expert else set()
-        assert step.cached_lanes == 2 * len(same)
+        assert step.skipped_lanes == 2 * len(same)
         assert step.skipped_visits == (LAYERS - 1 if len(same) == len(now) else 0)
-    assert steps[0].cached_lanes == 0
+    assert steps[0].skipped_lanes == 0
 
 
 def test_windows_that_stay_leave_out_what_a_whole_video_does(open_pair: OpenPair, ask: Request) -> None:
@@ -160,7 +160,7 @@ def test_magnitudes_leave_steps_out_where_windows_stay(open_pair: OpenPair, ask:
     found = run(pair, ask(cache=cache))
     assert skipped(found) == [1, 2, 5, 6]
     lanes = 2 * len(STILL.at(0, FRAMES))
-    assert [step.cached_lanes for step in found.timeline.steps] == [0, lanes, lanes, 0] * 2
+    assert [step.skipped_lanes for step in found.timeline.steps] == [0, lanes, lanes, 0] * 2
     none = run(pair, ask(cache=replace(cache, rule=SkipRule(threshold=0.0))))
     assert torch.equal(none.latents, run(pair, ask()).latents)
 

@@ -49,7 +49,7 @@ def test_a_run_in_pieces_is_the_run_as_a_whole(
         stage = make_request(**settings, start_step=start, end_step=end, leftover_noise=True, **given)
         result = _run(pair, stage)
         assert [step.index for step in result.timeline.steps] == list(range(start, end))
-        assert result.sigma == stage.course().schedule.sigmas[end]
+        assert result.sigma == stage.step_plan.schedule.sigmas[end]
         given = _handed_on(result)
     assert whole.sigma == result.sigma == 0
     assert _distance(result.latents, whole.latents) <= 1e-5
@@ -70,7 +70,7 @@ def test_sigmas_cut_by_hand_are_the_same_pieces(open_pair: OpenPair, make_reques
 def test_an_early_end_without_leftover_noise_goes_down_to_zero(
     solver: str, open_pair: OpenPair, make_request: Request
 ) -> None:
-    pair, whole = open_pair(), make_request(solver=solver, schedule="simple").course().schedule.sigmas
+    pair, whole = open_pair(), make_request(solver=solver, schedule="simple").step_plan.schedule.sigmas
     cut = _run(pair, make_request(solver=solver, schedule="simple", end_step=3))
     by_hand = make_request(solver=solver, steps=None, sigmas=[*whole[:3], 0.0])
     assert cut.sigma == 0
@@ -115,7 +115,7 @@ def test_a_masked_run_is_comfyuis_loop(
     make_request: Request,
 ) -> None:
     request = make_request(solver="euler", schedule="simple", mask=mask, latent=latent, guidance=(1.0, 1.0))
-    sigmas, models = request.course().schedule.sigmas, plain_models()
+    sigmas, models = request.step_plan.schedule.sigmas, plain_models()
     noise, given = request.noise, torch.zeros_like(LATENT) if latent is None else latent
     latents = noise
     with torch.inference_mode():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from wanstream.sampling import Cancelled, DenoiseRequest, denoise
+from wanstream.sampling import DenoiseRequest, SamplingCancelled, denoise
 from wanstream.schema import OffloadPolicy, StepRecord
 from wanstream.testing.gguf import q4_k_m, save_expert_gguf
 from wanstream.testing.loras import make_lora, save_lora
@@ -69,7 +69,7 @@ def test_two_experts_a_switch_a_lora_and_a_second_queue_need_one_graph(
     lora = open_lora(tmp_path / "lora.safetensors")
     first, other = make_request(), make_request(guidance=(1.0, 5.0), solver="unipc", batch=2)
     long = make_request(positive=torch.randn(1, 11, 4096, generator=torch.Generator().manual_seed(4)))
-    course: list[tuple[ExpertPair, DenoiseRequest, str, float]] = [
+    step_plan: list[tuple[ExpertPair, DenoiseRequest, str, float]] = [
         (pair, first, "layerwise", 0.0),
         (pair, first, "layerwise", 0.0),
         (pair, other, "layerwise", 1.0),
@@ -80,7 +80,7 @@ def test_two_experts_a_switch_a_lora_and_a_second_queue_need_one_graph(
 
     def run() -> list[torch.Tensor]:
         every = []
-        for experts, request, policy, strength in course:
+        for experts, request, policy, strength in step_plan:
             experts.set_loras([(lora, strength)], [(lora, -strength)])
             every.append(latents_of(experts, request, POLICIES[policy]))
         return every
@@ -143,7 +143,7 @@ def test_a_run_is_cancelled_between_compiled_blocks_and_the_next_ones_are_whole(
         asked.append(True)
         return len(asked) == 4
 
-    with pytest.raises(Cancelled) as cancelled:
+    with pytest.raises(SamplingCancelled) as cancelled:
         denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=stop_in_the_second_step)
     assert (cancelled.value.step, cancelled.value.block) == (1, 1)
     assert torch.equal(latents_of(pair, request), plain)

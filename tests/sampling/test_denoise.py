@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from wanstream.plan import compile_program, step_visits
-from wanstream.sampling import Cancelled, DenoiseRequest, NonFiniteLatentError, RequestError, StepProgress, denoise
+from wanstream.sampling import (
+    DenoiseRequest,
+    NonFiniteLatentError,
+    RequestError,
+    SamplingCancelled,
+    StepProgress,
+    denoise,
+)
 from wanstream.schema import OffloadPolicy, plan_residency
 from wanstream.testing.experts import save_expert_folder
 from wanstream.wan import ExpertPair
@@ -165,9 +172,9 @@ def test_the_timeline_names_expert_and_noise_level(open_pair: OpenPair, make_req
     request = make_request()
     timeline = denoise(open_pair(), request, policy=LAYERWISE, device="cpu").timeline
     assert [step.expert for step in timeline.steps] == ["high"] * 2 + ["low"] * 3
-    assert tuple(step.sigma for step in timeline.steps) == request.course().schedule.sigmas[:-1]
+    assert tuple(step.sigma for step in timeline.steps) == request.step_plan.schedule.sigmas[:-1]
     assert timeline.kind == "measured"
-    assert timeline.outer_bytes > 0
+    assert timeline.non_block_bytes > 0
     assert timeline.first_block_s is not None
 
 
@@ -187,7 +194,7 @@ def test_cancel_between_blocks_leaves_the_pair_usable(
     pair, request = open_pair(), make_request()
     expected = _latents(pair, request)
     asked = iter(range(1, questions + 1))
-    with pytest.raises(Cancelled) as caught:
+    with pytest.raises(SamplingCancelled) as caught:
         denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=lambda: next(asked) == questions)
     assert (caught.value.step, caught.value.block) == (step, block)
     assert torch.equal(_latents(pair, request), expected)

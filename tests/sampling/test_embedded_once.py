@@ -32,13 +32,13 @@ def test_an_equal_run_reads_nothing_and_another_text_what_embeds_texts(
     pair, request = open_pair(dtype=dtype), make_request(batch=2)
     runs = [denoise(pair, each, policy=POLICY, device="cpu") for each in (request, make_request(batch=2))]
     assert torch.equal(runs[0].latents, runs[1].latents)
-    assert runs[0].timeline.outer_bytes > _bytes_of(pair, "time") + _bytes_of(pair, "text")
-    assert runs[1].timeline.outer_bytes == 0
+    assert runs[0].timeline.non_block_bytes > _bytes_of(pair, "time") + _bytes_of(pair, "text")
+    assert runs[1].timeline.non_block_bytes == 0
     other = replace(request, positive=request.positive + 1)
-    read = denoise(pair, other, policy=POLICY, device="cpu").timeline.outer_bytes
+    read = denoise(pair, other, policy=POLICY, device="cpu").timeline.non_block_bytes
     assert read == _bytes_of(pair, "text")
     longer = make_request(batch=2, steps=6)
-    assert denoise(pair, longer, policy=POLICY, device="cpu").timeline.outer_bytes == _bytes_of(pair, "time") + read
+    assert denoise(pair, longer, policy=POLICY, device="cpu").timeline.non_block_bytes == _bytes_of(pair, "time") + read
 
 
 def test_the_weights_that_embed_are_gone_before_the_first_block(open_pair: OpenPair, make_request: Request) -> None:

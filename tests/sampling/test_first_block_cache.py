@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
-from wanstream.sampling import Cancelled, DenoiseRequest, Part, RequestError, denoise, denoise_part
+from wanstream.sampling import DenoiseRequest, RequestError, RunSlice, SamplingCancelled, denoise, denoise_part
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.solvers import make_solver
 from wanstream.schema import OffloadPolicy
@@ -87,16 +87,16 @@ def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: flo
     """The textbook loop on whole models, with diffusers' cache around each of them."""
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    course, latents = request.course(), request.noise
-    solver = make_solver(request.solver, course.schedule, request.start_step)
-    for step in course.steps:
-        model, time = models[course.experts[step]], torch.tensor([course.schedule.timesteps[step]])
+    step_plan, latents = request.step_plan, request.noise
+    solver = make_solver(request.solver, step_plan.schedule, request.start_step)
+    for step in step_plan.steps:
+        model, time = models[step_plan.experts[step]], torch.tensor([step_plan.schedule.timesteps[step]])
         found = []
         for branch, text in (("cond", request.positive), ("uncond", request.negative)):
             with model.cache_context(branch):
                 found.append(model(latents.to(model.dtype), time, text.to(model.dtype), return_dict=False)[0].float())
         positive, negative = found
-        latents = solver.step(negative + course.guidance[step] * (positive - negative), latents)
+        latents = solver.step(negative + step_plan.guidance[step] * (positive - negative), latents)
     return latents
 
 
@@ -118,8 +118,8 @@ def test_what_is_taken_over_is_what_diffusers_takes_over(
 
 def test_these_thresholds_hit_all_lanes_one_lane_and_none(open_pair: OpenPair, ask: Request) -> None:
     steps = run(open_pair(), ask(cache=SOME)).timeline.steps
-    assert {step.cached_lanes for step in steps} == {0, 1, 2}
-    assert all((step.skipped_visits == LAYERS - 1) == (step.cached_lanes == 2) for step in steps)
+    assert {step.skipped_lanes for step in steps} == {0, 1, 2}
+    assert all((step.skipped_visits == LAYERS - 1) == (step.skipped_lanes == 2) for step in steps)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -165,7 +165,7 @@ def test_every_block_that_was_fetched_is_used(ahead: int, watched: Any, ask: Req
     needed = len(computed) * (LAYERS - 1) + 2  # the first block of each expert stays
     assert needed <= fetched <= needed + 2 * (ahead + 1)
     assert timeline.bytes_moved == fetched * watched.pair.stored_bytes
-    assert len(watched.runs) == 1 + timeline.cached_steps - (timeline.steps[-1].skipped_visits > 0)
+    assert len(watched.runs) == 1 + timeline.skipped_steps - (timeline.steps[-1].skipped_visits > 0)
 
 
 def test_blocks_that_are_decoded_and_patched_on_arrival_are_whole_when_they_are_kept(
@@ -186,7 +186,7 @@ def test_blocks_that_are_decoded_and_patched_on_arrival_are_whole_when_they_are_
 def test_a_step_that_memory_was_short_in_decides_as_it_would_have(open_pair: OpenPair, ask: Request) -> None:
     request = ask(cache=SOME)
     whole = run(open_pair(), request, OffloadPolicy.layerwise(3))
-    computed = sum(2 + (2 - step.cached_lanes) * (LAYERS - 1) for step in whole.timeline.steps)
+    computed = sum(2 + (2 - step.skipped_lanes) * (LAYERS - 1) for step in whole.timeline.steps)
     for use in range(1, computed, 9):
         pair = ShortOnce(open_pair(), use)
         disturbed = run(pair, request, OffloadPolicy.layerwise(3))
@@ -209,7 +209,7 @@ def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
 def test_a_run_that_is_stopped_leaves_the_pair_usable(asked: int, open_pair: OpenPair, ask: Request) -> None:
     pair, request = open_pair(), ask(cache=SOME)
     expected, questions = run(open_pair(), request), iter(range(10**6))
-    with pytest.raises(Cancelled):
+    with pytest.raises(SamplingCancelled):
         run(pair, request, should_stop=lambda: next(questions) == asked)
     assert torch.equal(run(pair, request).latents, expected.latents)
 
@@ -217,7 +217,7 @@ def test_a_run_that_is_stopped_leaves_the_pair_usable(asked: int, open_pair: Ope
 def test_a_run_that_goes_on_computes_its_first_step(open_pair: OpenPair, ask: Request) -> None:
     pair, request, states = open_pair(), ask(cache=ALWAYS), list[Any]()
     run(pair, request, on_step=lambda step: states.append(step.state()))
-    rest = denoise_part(pair, request, Part(resume=states[1]), policy=LAYERWISE, device="cpu")
+    rest = denoise_part(pair, request, RunSlice(resume=states[1]), policy=LAYERWISE, device="cpu")
     assert [step.index for step in rest.timeline.steps if not step.skipped_visits] == [2, SWITCH]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from wanstream.distributed.driver.partition import stage_steps
-from wanstream.nodes.runs.trials import job_digest, request_words
+from wanstream.nodes.runs.trials import describe_request, job_digest
 from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined, request_job
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
@@ -37,14 +37,14 @@ def test_every_step_has_its_own_scale(
     scales: tuple[float, ...], open_pair: OpenPair, plain_models: Any, plain_denoise: Any, make_request: Request
 ) -> None:
     request = make_request(guidance_steps=scales)
-    assert request.course().guidance == (*scales, *scales[-1:] * (5 - len(scales)))
+    assert request.step_plan.guidance == (*scales, *scales[-1:] * (5 - len(scales)))
     assert torch.equal(latents_of(open_pair(), request), plain_denoise(plain_models(), request))
 
 
 def test_a_run_that_starts_late_keeps_the_scales_of_its_steps(make_request: Request) -> None:
     late = make_request(guidance_steps=(6.0, 5.0, 4.0), start_step=1, end_step=4, latent=torch.zeros(1, 16, 2, 4, 6))
-    course = late.course()
-    assert [course.guidance[step] for step in course.steps] == [5.0, 4.0, 4.0]
+    step_plan = late.step_plan
+    assert [step_plan.guidance[step] for step in step_plan.steps] == [5.0, 4.0, 4.0]
 
 
 def test_a_step_of_scale_one_computes_no_negative_lane(open_pair: OpenPair, make_request: Request) -> None:
@@ -59,12 +59,12 @@ def test_a_step_of_scale_one_computes_no_negative_lane(open_pair: OpenPair, make
 def test_texts_that_a_late_step_needs_are_embedded_with_the_rest(open_pair: OpenPair, make_request: Request) -> None:
     """The weights that embed them are read once, as for a run that is guided from its first step on."""
 
-    def outer_bytes(scales: tuple[float, ...]) -> int:
+    def non_block_bytes(scales: tuple[float, ...]) -> int:
         with open_pair() as pair:
             request = make_request(guidance_steps=scales)
-            return denoise(pair, request, policy=LAYERWISE, device="cpu").timeline.outer_bytes
+            return denoise(pair, request, policy=LAYERWISE, device="cpu").timeline.non_block_bytes
 
-    assert outer_bytes((1.0, 1.0, 1.0, 1.0, 3.0)) == outer_bytes((3.0,)) > 0
+    assert non_block_bytes((1.0, 1.0, 1.0, 1.0, 3.0)) == non_block_bytes((3.0,)) > 0
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_scales_go_with_the_parts_of_a_request_and_back(open_pair: OpenPair, mak
     parts = apart(request, [1, 1])
     assert [part.guidance_steps for part in parts] == [request.guidance_steps] * 2
     together = joined(parts)
-    assert together.course() == request.course()
+    assert together.step_plan == request.step_plan
     assert together.negative is not None
 
 
@@ -128,6 +128,6 @@ def test_bad_input_is_refused(changes: dict[str, Any], message: str, make_reques
 
 def test_a_report_says_the_scales_and_tells_requests_apart(make_request: Request) -> None:
     request = make_request(guidance_steps=(4.0, 1.5))
-    assert request_words(request)["Guidance"] == "4, 1.5, step by step"
-    assert request_words(make_request())["Guidance"] == "4 high-noise, 3 low-noise"
+    assert describe_request(request)["Guidance"] == "4, 1.5, step by step"
+    assert describe_request(make_request())["Guidance"] == "4 high-noise, 3 low-noise"
     assert job_digest(request, "") != job_digest(replace(request, guidance_steps=(4.0, 2.0)), "")

@@ -85,7 +85,7 @@ def test_a_cache_in_windows_takes_over_and_takes_what_was_reckoned(pair: ExpertP
     always = replace(still, cache=FirstBlockCache(threshold=1e9))
     steps = denoise(pair, always, policy=LAYERWISE, device=CUDA).timeline.steps
     lanes = 2 * len(always.windows.at(0, LATENT[2]))
-    assert [step.cached_lanes for step in steps] == [0, lanes, 0, lanes, lanes]
+    assert [step.skipped_lanes for step in steps] == [0, lanes, 0, lanes, lanes]
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     denoise(pair, always, policy=LAYERWISE, device=CUDA)

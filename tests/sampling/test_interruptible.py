@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from wanstream.sampling import Cancelled, DenoiseRequest, Passes, denoise
+from wanstream.sampling import DenoiseRequest, ModelCalls, SamplingCancelled, denoise
 from wanstream.sampling.loop import interruptible
 from wanstream.sampling.loop.interruptible import Interruptible
 from wanstream.sampling.loop.lanes import LaneInputs
@@ -98,7 +98,7 @@ def test_a_stop_ends_a_block_at_its_next_linear_layer(
         if isinstance(layer, torch.nn.Linear)
     ]
     should_stop, asked = asks(4)
-    with pytest.raises(Cancelled, match="cancelled before block 0 of step 0") as cancelled:
+    with pytest.raises(SamplingCancelled, match="cancelled before block 0 of step 0") as cancelled:
         denoise(pair, request, policy=policy, device=CPU, should_stop=should_stop)
     assert cancelled.value.block == 0
     assert len(asked) == 5, "the block goes on no further"
@@ -124,8 +124,8 @@ def test_passes_of_other_samplers_stop_inside_too(
     policy = RunPolicy(pair, LAYERWISE, CPU, shape=request.noise.shape, guided=False)
     should_stop, asked = asks(LINEARS // 2)
     lanes = LaneInputs(request, CPU).lanes(request.noise, with_negative=False)
-    passes = Passes(policy.engine(), ["high"], recorder=Recorder(CPU), should_stop=should_stop, policy=policy)
-    with pytest.raises(Cancelled), passes:
+    passes = ModelCalls(policy.engine(), ["high"], recorder=Recorder(CPU), should_stop=should_stop, policy=policy)
+    with pytest.raises(SamplingCancelled), passes:
         passes.forward("high", lanes, sigma=1.0)
     assert len(asked) == LINEARS // 2 + 1
 

@@ -179,7 +179,7 @@ def test_a_latent_with_noise_in_it_does_not_join_one_that_gets_it_here(make_requ
 def test_steps_of_equal_sigmas_and_other_timesteps_are_others(make_request: Request) -> None:
     """The wan schedule tells the model whole timesteps; the same sigmas given by hand are told as they are."""
     first, second = lanes_of(make_request, 2)
-    by_hand = replace(second, sigmas=first.course().schedule.sigmas, steps=None)
+    by_hand = replace(second, sigmas=first.step_plan.schedule.sigmas, steps=None)
     with pytest.raises(RequestError, match="timestep of step"):
         joined([first, by_hand])
 

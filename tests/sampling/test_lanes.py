@@ -44,7 +44,7 @@ def test_a_whole_video_has_a_lane_for_each_text() -> None:
 def test_only_positive_lanes_hold_the_negative_text(make_request: Request) -> None:
     request = make_request()
     inputs = LaneInputs(request, torch.device("cpu"))
-    positive, negative = inputs.lanes(request.noise, with_negative=True, held_against=True)
+    positive, negative = inputs.lanes(request.noise, with_negative=True, attach_nag=True)
     assert torch.equal(positive.against, request.negative)
     assert negative.against is None
     (alone,) = inputs.lanes(request.noise, with_negative=False)

@@ -15,10 +15,10 @@ from diffusers import MagCacheConfig, WanTransformer3DModel
 
 from wanstream.plan.visits import SkipRule
 from wanstream.sampling import (
-    Cancelled,
     DenoiseRequest,
-    Part,
     RequestError,
+    RunSlice,
+    SamplingCancelled,
     denoise,
     denoise_part,
     request_job,
@@ -58,11 +58,11 @@ def table(open_pair: OpenPair, ask: Request) -> MagTable:
 @pytest.fixture
 def made_up(ask: Request) -> MagTable:
     """A table for such a request, of no model."""
-    course = ask().course()
+    step_plan = ask().step_plan
     ratios = tuple(1 - 0.01 * step for step in range(STEPS))
     marks = {"high": (0.1, 0.2), "low": (0.3, 0.4)}
-    sigmas = tuple(course.schedule.sigmas)
-    return MagTable(sigmas=sigmas, experts=course.experts, ratios=(ratios, ratios), marks=marks, source="nothing")
+    sigmas = tuple(step_plan.schedule.sigmas)
+    return MagTable(sigmas=sigmas, experts=step_plan.experts, ratios=(ratios, ratios), marks=marks, source="nothing")
 
 
 def measured(pair: ExpertPair, request: DenoiseRequest) -> MagTable:
@@ -84,10 +84,10 @@ def with_diffusers_cache(
     """The textbook loop for one lane on whole models, with diffusers' cache around each."""
     for name, model in models.items():
         model.enable_cache(configs[name])
-    course, latents = request.course(), request.noise
-    solver = make_solver(request.solver, course.schedule, request.start_step)
-    for step in course.steps:
-        model, time = models[course.experts[step]], torch.tensor([course.schedule.timesteps[step]])
+    step_plan, latents = request.step_plan, request.noise
+    solver = make_solver(request.solver, step_plan.schedule, request.start_step)
+    for step in step_plan.steps:
+        model, time = models[step_plan.experts[step]], torch.tensor([step_plan.schedule.timesteps[step]])
         with model.cache_context("cond"):
             velocity = model(latents, time, request.positive, return_dict=False)[0].float()
         latents = solver.step(velocity, latents)
@@ -159,7 +159,7 @@ def test_skipped_steps_move_nothing_and_no_policy_changes_a_bit(
     assert torch.equal(found.latents, expected.latents)
     for step in found.timeline.steps:
         assert step.skipped_visits == (LAYERS if step.index in (1, 2, 5, 6) else 0)
-        assert step.cached_lanes == (2 if step.skipped_visits else 0)
+        assert step.skipped_lanes == (2 if step.skipped_visits else 0)
         assert not (step.skipped_visits and step.bytes_moved)
     if policy == LAYERWISE:
         assert found.timeline.bytes_moved == (STEPS - 4) * LAYERS * pair.stored_bytes
@@ -169,14 +169,14 @@ def test_a_run_that_goes_on_in_a_skipped_step_computes_it(open_pair: OpenPair, a
     pair, states = open_pair(), list[Any]()
     request = ask(cache=MagCache(table=table, rule=SkipRule(threshold=1e9, retention=0.0)))
     run(pair, request, on_step=lambda step: states.append(step.state()))
-    rest = denoise_part(pair, request, Part(resume=states[0]), policy=LAYERWISE, device="cpu")
+    rest = denoise_part(pair, request, RunSlice(resume=states[0]), policy=LAYERWISE, device="cpu")
     assert skipped(rest) == [2, 3, 5, 6]
 
 
 def test_a_run_that_is_stopped_leaves_the_pair_usable(open_pair: OpenPair, ask: Request, table: MagTable) -> None:
     pair, request = open_pair(), ask(cache=MagCache(table=table, rule=RULE))
     expected = run(open_pair(), request)
-    with pytest.raises(Cancelled):
+    with pytest.raises(SamplingCancelled):
         run(pair, request, should_stop=lambda: True)
     assert torch.equal(run(pair, request).latents, expected.latents)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
-from wanstream.nodes.runs.trials import request_words
-from wanstream.sampling import Cancelled, DenoiseRequest, RequestError, StepProgress, apart, denoise, joined
+from wanstream.nodes.runs.trials import describe_request
+from wanstream.sampling import DenoiseRequest, RequestError, SamplingCancelled, StepProgress, apart, denoise, joined
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import ExpertPair, Nag
@@ -89,11 +89,11 @@ def test_no_policy_changes_a_bit_and_chunks_only_the_last_ones(open_pair: OpenPa
 
 
 def test_both_texts_are_embedded_before_the_first_step(open_pair: OpenPair, make_request: Request) -> None:
-    def outer_bytes(**changes: Any) -> int:
+    def non_block_bytes(**changes: Any) -> int:
         with open_pair() as pair:
-            return denoise(pair, make_request(**changes), policy=LAYERWISE, device="cpu").timeline.outer_bytes
+            return denoise(pair, make_request(**changes), policy=LAYERWISE, device="cpu").timeline.non_block_bytes
 
-    assert outer_bytes(guidance=UNGUIDED, nag=NAG) == outer_bytes(guidance=(4.0, 3.0)) > 0
+    assert non_block_bytes(guidance=UNGUIDED, nag=NAG) == non_block_bytes(guidance=(4.0, 3.0)) > 0
 
 
 def test_blocks_are_as_they_were_after_a_run_and_after_a_cancelled_one(
@@ -103,7 +103,7 @@ def test_blocks_are_as_they_were_after_a_run_and_after_a_cancelled_one(
     latents_of(pair, request)
     assert processors(pair) == {WanAttnProcessor}
     asked = iter([False] * 6 + [True])
-    with pytest.raises(Cancelled):
+    with pytest.raises(SamplingCancelled):
         denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=lambda: next(asked))
     assert processors(pair) == {WanAttnProcessor}
 
@@ -141,5 +141,5 @@ def test_what_it_cannot_act_on_is_refused(changes: dict[str, Any], message: str,
 
 
 def test_a_report_says_its_numbers(make_request: Request) -> None:
-    words = request_words(make_request(guidance=UNGUIDED, nag=NAG))
+    words = describe_request(make_request(guidance=UNGUIDED, nag=NAG))
     assert words["NAG"] == "scale 5, tau 1.5, alpha 0.5, in steps of guidance 1"

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.sampling import Cancelled, DenoiseRequest, Passes, StepProgress, denoise
+from wanstream.sampling import DenoiseRequest, ModelCalls, SamplingCancelled, StepProgress, denoise
 from wanstream.schema import OffloadPolicy, StepRecord, Timeline
-from wanstream.telemetry import Observe, Recorder
-from wanstream.telemetry.phases import Ledger
+from wanstream.telemetry import Recorder, TelemetryOptions
+from wanstream.telemetry.phases import QueueItemPhases
 from wanstream.wan import ExpertPair
 
 CPU = torch.device("cpu")
@@ -50,8 +50,8 @@ def test_steps_end_where_an_outside_clock_says(open_pair: OpenPair, make_request
         on_step=lambda _: told.append(time.clock_gettime(time.CLOCK_MONOTONIC)),
     )
     steps = result.timeline.steps
-    latest = min(at - (step.began_s + step.wall_s) for at, step in zip(told, steps, strict=True))
-    earliest = max(at - step.began_s for at, step in zip(told, steps[1:], strict=False))
+    latest = min(at - (step.start_s + step.wall_s) for at, step in zip(told, steps, strict=True))
+    earliest = max(at - step.start_s for at, step in zip(told, steps[1:], strict=False))
     assert earliest <= latest + 1e-4
 
 
@@ -60,8 +60,8 @@ def test_the_run_begins_with_its_call_and_ends_with_it(open_pair: OpenPair, make
     timeline = denoise(open_pair(), make_request(), policy=LAYERWISE, device="cpu").timeline
     took = time.perf_counter() - called
     last = timeline.steps[-1]
-    assert last.began_s is not None
-    assert timeline.wall_s <= last.began_s + last.wall_s <= took
+    assert last.start_s is not None
+    assert timeline.wall_s <= last.start_s + last.wall_s <= took
     assert timeline.memory[-1].at_s <= took
 
 
@@ -81,8 +81,8 @@ def test_a_run_that_ends_early_leaves_no_thread(open_pair: OpenPair, make_reques
             raise OSError("no room for the preview")
         stop.set()
 
-    ledger = Ledger()
-    with pytest.raises((Cancelled, OSError)):
+    ledger = QueueItemPhases()
+    with pytest.raises((SamplingCancelled, OSError)):
         denoise(
             open_pair(),
             make_request(),
@@ -90,7 +90,7 @@ def test_a_run_that_ends_early_leaves_no_thread(open_pair: OpenPair, make_reques
             device="cpu",
             on_step=on_step,
             should_stop=stop.is_set,
-            observe=Observe(ledger=ledger),
+            observe=TelemetryOptions(ledger=ledger),
         )
     assert samplers() == []
     assert [phase.name for phase in ledger.phases()] == ["first block", "high"], "as far as it came"
@@ -102,7 +102,7 @@ def test_the_environment_asks_for_a_trace(
     monkeypatch.setenv("WANSTREAM_TRACE", str(tmp_path / "traces"))
     pair, request = open_pair(), make_request()
     timeline = denoise(pair, request, policy=LAYERWISE, device="cpu").timeline
-    denoise(pair, request, policy=LAYERWISE, device="cpu", observe=Observe())
+    denoise(pair, request, policy=LAYERWISE, device="cpu", observe=TelemetryOptions())
     (file,) = (tmp_path / "traces").iterdir()
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     computed = [event for event in events if event.get("cat") == "compute"]
@@ -124,7 +124,7 @@ def test_an_unusable_request_of_the_environment_is_refused_before_the_run(
 
 def test_passes_are_watched_from_entering_to_leaving(open_pair: OpenPair) -> None:
     recorder = Recorder(CPU)
-    with Passes(open_pair().engine(LAYERWISE, CPU), ["high"], recorder=recorder):
+    with ModelCalls(open_pair().engine(LAYERWISE, CPU), ["high"], recorder=recorder):
         assert len(samplers()) == 1
     assert samplers() == []
     assert len(recorder.timeline().memory) >= 2

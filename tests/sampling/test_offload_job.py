@@ -43,7 +43,7 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, 
         # All of a GPU's memory is told once: what stays there, beside two buffers and two blocks that are decoded.
         told = pair.device_bytes(OffloadPolicy.layerwise(1), device=GPU)
         raw = 2 * on_gpu.stored_bytes if decodes else 0
-        assert 2 * on_gpu.computed_bytes + raw + on_gpu.staying_bytes == told
+        assert 2 * on_gpu.computed_bytes + raw + on_gpu.resident_bytes == told
 
 
 def test_the_planner_hears_of_the_5b_model_what_it_is(tiny_expert_file):
@@ -58,4 +58,4 @@ def test_the_planner_hears_of_the_5b_model_what_it_is(tiny_expert_file):
         assert job.tokens == VideoShape(width=1280, height=704, frames=121, per_latent=16).tokens == 27_280
         assert dict(job.lanes) == {"high": 2}
         assert job.computed_bytes == expert.streamed_bytes()
-        assert 2 * job.computed_bytes + job.staying_bytes == pair.device_bytes(OffloadPolicy.layerwise(1), device=GPU)
+        assert 2 * job.computed_bytes + job.resident_bytes == pair.device_bytes(OffloadPolicy.layerwise(1), device=GPU)

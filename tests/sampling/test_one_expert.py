@@ -73,10 +73,10 @@ def one_request(make_request: Request) -> Request:
     """A request whose steps are all of one expert, as the pipelines are set up here."""
 
     def make(**changes: Any) -> DenoiseRequest:
-        course = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": 0.0}
-        given = {**course, "guidance": (5.0, 5.0), "solver": "unipc", "schedule": "wan", **changes}
+        step_plan = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": 0.0}
+        given = {**step_plan, "guidance": (5.0, 5.0), "solver": "unipc", "schedule": "wan", **changes}
         request = make_request(**given)
-        assert set(request.course().experts) == {"high"}
+        assert set(request.step_plan.experts) == {"high"}
         return request
 
     return make

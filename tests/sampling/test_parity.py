@@ -68,9 +68,9 @@ def pipeline_request(make_request: Request) -> Request:
     """A request that runs as the pipelines are set up here, both experts included."""
 
     def make(**changes: Any) -> DenoiseRequest:
-        course = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": BOUNDARY}
-        request = make_request(**course, solver="unipc", schedule="wan", **changes)
-        assert set(request.course().experts) == {"high", "low"}
+        step_plan = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": BOUNDARY}
+        request = make_request(**step_plan, solver="unipc", schedule="wan", **changes)
+        assert set(request.step_plan.experts) == {"high", "low"}
         return request
 
     return make
@@ -111,7 +111,7 @@ def test_simple_and_euler_are_comfyuis_loop(
     request = make_request(
         steps=steps, flow_shift=shift, schedule="simple", solver="euler", switch_step=2, guidance=guidance
     )
-    sigmas, models = request.course().schedule.sigmas, plain_models()
+    sigmas, models = request.step_plan.schedule.sigmas, plain_models()
     latents = request.noise * sigmas[0]
     with torch.inference_mode():
         for i, (sigma, after) in enumerate(pairwise(sigmas)):

@@ -12,12 +12,12 @@ import torch
 
 from wanstream.offload import EngineRun
 from wanstream.plan import Visit
-from wanstream.sampling import Cancelled, Passes
+from wanstream.sampling import ModelCalls, SamplingCancelled
 from wanstream.sampling.cache.base import CachedCalls
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.loop.lanes import LaneName
-from wanstream.sampling.loop.model_calls import AHEAD, PassOrderError, PassState, expect_again
-from wanstream.schema import OffloadPolicy
+from wanstream.sampling.loop.model_calls import AHEAD, CallState, expect_again
+from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair, Lane, Nag
 from wanstream.wan.experts.engine import ExpertEngine
@@ -43,8 +43,8 @@ class Watched:
         return self._engine.graphs
 
     @property
-    def outer_bytes(self) -> int:
-        return self._engine.outer_bytes
+    def non_block_bytes(self) -> int:
+        return self._engine.non_block_bytes
 
     def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> EngineRun:
         self.runs.append(self._engine.run(visits, recorder=recorder))
@@ -70,8 +70,8 @@ def _sigma(call: int) -> float:
     return 1 - call / 16
 
 
-def _passes(engine: Any, predicted: Sequence[str], **settings: Any) -> Passes:
-    return Passes(engine, predicted, recorder=Recorder(CPU), **settings)
+def _passes(engine: Any, predicted: Sequence[str], **settings: Any) -> ModelCalls:
+    return ModelCalls(engine, predicted, recorder=Recorder(CPU), **settings)
 
 
 def _no_thread_is_left() -> bool:
@@ -134,11 +134,11 @@ def test_every_call_is_that_of_the_whole_model_whatever_was_predicted(
 def test_a_right_prediction_is_one_program_that_fetches_every_block_once_per_call(open_pair: OpenPair) -> None:
     engine = Watched(open_pair().engine(LAYERWISE, CPU))
     recorder = Recorder(CPU)
-    with Passes(engine, [H, H, L], recorder=recorder) as passes:
+    with ModelCalls(engine, [H, H, L], recorder=recorder) as passes:
         for call, expert in enumerate([H, H, L]):
             passes.forward(expert, _lanes(), _sigma(call))
         # The last predicted call has ended the run: nothing is fetched for a call that nobody expects.
-        assert passes.state is PassState.IDLE
+        assert passes.state is CallState.IDLE
     (run,) = engine.runs
     assert engine.fetched == 3 * LAYERS
     steps = recorder.timeline().steps
@@ -181,16 +181,16 @@ def test_a_pass_belongs_into_with_and_not_into_another_pass(open_pair: OpenPair)
         return False
 
     passes = _passes(engine, [H], should_stop=within)
-    with pytest.raises(PassOrderError, match="not entered"):
+    with pytest.raises(StateError, match="not entered"):
         passes.forward(H, _lanes(), 1.0)
     with passes:
-        with pytest.raises(PassOrderError, match="one pass must end"):
+        with pytest.raises(StateError, match="one pass must end"):
             passes.forward(H, _lanes(), 1.0)
-        with pytest.raises(PassOrderError, match=r"cannot be entered: .* wait for a call"), passes:
+        with pytest.raises(StateError, match=r"cannot be entered: .* wait for a call"), passes:
             pass
-    with pytest.raises(PassOrderError, match="are over"):
+    with pytest.raises(StateError, match="are over"):
         passes.forward(H, _lanes(), 1.0)
-    with pytest.raises(PassOrderError, match=r"cannot be entered: .* are over"), passes:
+    with pytest.raises(StateError, match=r"cannot be entered: .* are over"), passes:
         pass
     assert _no_thread_is_left()
 
@@ -205,11 +205,11 @@ def test_a_stop_comes_before_the_next_block_and_leaves_all_usable(asked: int, op
         return len(asking) == asked
 
     with _passes(whole, [H, H, L], should_stop=should_stop) as passes:
-        with pytest.raises(Cancelled) as stopped:
+        with pytest.raises(SamplingCancelled) as stopped:
             for call in range(2):
                 passes.forward(H, _lanes(), _sigma(call))
         assert (stopped.value.step, stopped.value.block) == divmod(asked - 1, LAYERS)
-        assert passes.state is PassState.IDLE
+        assert passes.state is CallState.IDLE
         assert _no_thread_is_left()
         again = passes.forward(L, _lanes(), 0.5)
     with _passes(whole, [L]) as fresh:
@@ -242,11 +242,11 @@ def _cached(threshold: float, calls: Sequence[str]) -> CachedCalls | None:
 @pytest.mark.parametrize("predicted", [[H, H, L, L, L], [], [H, L]], ids=["all", "none", "wrong"])
 def test_calls_take_over_what_the_one_before_has_computed(predicted: list[str], open_pair: OpenPair) -> None:
     calls, lanes = [H, H, L, L, L], _named_lanes()
-    recorder, engine = Recorder(CPU), open_pair().engine(replace(LAYERWISE, keeps_first=True), CPU)
-    with Passes(engine, predicted, recorder=recorder, cached=_cached(1e9, calls)) as passes:
+    recorder, engine = Recorder(CPU), open_pair().engine(replace(LAYERWISE, pin_first_block=True), CPU)
+    with ModelCalls(engine, predicted, recorder=recorder, cached=_cached(1e9, calls)) as passes:
         found = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
     steps = recorder.timeline().steps
-    assert [step.cached_lanes for step in steps] == [0, 2, 0, 2, 2]
+    assert [step.skipped_lanes for step in steps] == [0, 2, 0, 2, 2]
     assert [step.skipped_visits for step in steps] == [0, LAYERS - 1, 0, LAYERS - 1, LAYERS - 1]
     with _passes(engine, calls) as passes:
         whole = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
@@ -261,8 +261,8 @@ def test_a_cache_that_leaves_nothing_out_changes_no_bit_and_no_bytes(open_pair: 
     for cached in (None, _cached(0.0, calls)):
         recorder = Recorder(CPU)
         with open_pair() as pair:
-            engine = pair.engine(replace(LAYERWISE, keeps_first=True), CPU)
-            with Passes(engine, calls, recorder=recorder, cached=cached) as passes:
+            engine = pair.engine(replace(LAYERWISE, pin_first_block=True), CPU)
+            with ModelCalls(engine, calls, recorder=recorder, cached=cached) as passes:
                 velocities = [passes.forward(expert, lanes, _sigma(call)) for call, expert in enumerate(calls)]
         found.append((torch.stack([each for call in velocities for each in call]), recorder.timeline().bytes_moved))
     assert torch.equal(found[0][0], found[1][0])

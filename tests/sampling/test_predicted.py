@@ -69,7 +69,7 @@ def test_steps_keep_their_numbers_where_a_run_starts_late(open_pair: OpenPair, m
     foretold = predicted_timeline(open_pair(), request, POLICIES[1], machine=MACHINE, device=CPU)
     assert [step.index for step in foretold.steps] == [2, 3, 4]
     assert {step.expert for step in foretold.steps} == {"low"}
-    assert [step.sigma for step in foretold.steps] == list(request.course().schedule.sigmas[2:5])
+    assert [step.sigma for step in foretold.steps] == list(request.step_plan.schedule.sigmas[2:5])
 
 
 def test_asking_makes_no_engine_and_changes_none(open_pair: OpenPair, make_request: Request) -> None:
@@ -98,7 +98,7 @@ def test_a_slower_disk_is_foretold_to_take_longer(open_pair: OpenPair, make_requ
 
 def test_calls_are_numbered_from_0_and_take_what_steps_take(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request(start_step=2)
-    job, sigmas = request_job(pair, request, CPU), request.course().schedule.sigmas[2:5]
+    job, sigmas = request_job(pair, request, CPU), request.step_plan.schedule.sigmas[2:5]
     calls = predicted_calls(pair, job, sigmas, POLICIES[1], machine=MACHINE, device=CPU)
     steps = predicted_timeline(pair, request, POLICIES[1], machine=MACHINE, device=CPU).steps
     assert [step.index for step in calls.steps] == [0, 1, 2]

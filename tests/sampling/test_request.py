@@ -101,10 +101,10 @@ def test_arguments_have_a_fixed_order() -> None:
 
 
 def test_defaults_are_the_makers() -> None:
-    course = _request().course()
-    assert course.schedule.steps == 40
-    assert course.experts == ("high",) * 26 + ("low",) * 14
-    assert course.steps == range(40)
+    step_plan = _request().step_plan
+    assert step_plan.schedule.steps == 40
+    assert step_plan.experts == ("high",) * 26 + ("low",) * 14
+    assert step_plan.steps == range(40)
 
 
 @pytest.mark.parametrize(
@@ -121,24 +121,24 @@ def test_defaults_are_the_makers() -> None:
     ],
 )
 def test_the_expert_of_each_step(changes: dict[str, Any], high_steps: int) -> None:
-    experts = _request(**changes).course().experts
+    experts = _request(**changes).step_plan.experts
     assert experts == ("high",) * high_steps + ("low",) * (len(experts) - high_steps)
 
 
 def test_starting_later_keeps_the_schedule_and_the_switch() -> None:
-    late, whole = _request(steps=20, start_step=15).course(), _request(steps=20).course()
+    late, whole = _request(steps=20, start_step=15).step_plan, _request(steps=20).step_plan
     assert (late.schedule, late.experts) == (whole.schedule, whole.experts)
     assert late.steps == range(15, 20)
 
 
 @pytest.mark.parametrize("latent_sigma", [None, 0.75, 0.750001])
 def test_a_latent_that_was_left_where_the_run_starts_is_taken(latent_sigma: float | None) -> None:
-    course = _request(**LATE, add_noise=False, latent=NOISE, latent_sigma=latent_sigma).course()
-    assert (course.start_sigma, course.end_sigma) == (0.75, 0.0)
+    step_plan = _request(**LATE, add_noise=False, latent=NOISE, latent_sigma=latent_sigma).step_plan
+    assert (step_plan.start_sigma, step_plan.end_sigma) == (0.75, 0.0)
 
 
 def test_a_finished_latent_may_get_new_noise() -> None:
-    assert _request(**LATE, latent=NOISE, latent_sigma=0.0).course().steps == range(1, 3)
+    assert _request(**LATE, latent=NOISE, latent_sigma=0.0).step_plan.steps == range(1, 3)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_a_finished_latent_may_get_new_noise() -> None:
 def test_ending_earlier_keeps_the_schedule_and_the_switch(
     end_step: int | None, leftover_noise: bool, steps: int, end_sigma: float | None
 ) -> None:
-    whole = _request(steps=20).course()
-    cut = _request(steps=20, end_step=end_step, leftover_noise=leftover_noise).course()
+    whole = _request(steps=20).step_plan
+    cut = _request(steps=20, end_step=end_step, leftover_noise=leftover_noise).step_plan
     assert cut.steps == range(steps)
     assert cut.experts == whole.experts[:steps]
     assert cut.schedule.sigmas[:-1] == whole.schedule.sigmas[:steps]
@@ -157,9 +157,9 @@ def test_ending_earlier_keeps_the_schedule_and_the_switch(
 
 
 def test_sigmas_that_end_above_zero_are_split_at_the_boundary_as_others_are() -> None:
-    high_part = _request(sigmas=[1.0, 0.95, 0.9, 0.85, 0.8]).course()
+    high_part = _request(sigmas=[1.0, 0.95, 0.9, 0.85, 0.8]).step_plan
     assert (high_part.experts, high_part.end_sigma) == (("high",) * 3 + ("low",), pytest.approx(0.8))
-    low_part = _request(sigmas=[0.85, 0.5, 0.0], latent=NOISE).course()
+    low_part = _request(sigmas=[0.85, 0.5, 0.0], latent=NOISE).step_plan
     assert low_part.experts == ("low", "low")
 
 

@@ -15,8 +15,8 @@ import torch
 from wanstream.sampling import (
     SOLVERS,
     DenoiseRequest,
-    Part,
     RequestError,
+    RunSlice,
     RunState,
     StepProgress,
     denoise,
@@ -33,7 +33,7 @@ Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 
 
-def _run(pair: ExpertPair, request: DenoiseRequest, part: Part) -> tuple[torch.Tensor, list[StepProgress]]:
+def _run(pair: ExpertPair, request: DenoiseRequest, part: RunSlice) -> tuple[torch.Tensor, list[StepProgress]]:
     told: list[StepProgress] = []
     ended = denoise_part(pair, request, part, policy=LAYERWISE, device="cpu", on_step=told.append)
     return ended.latents, told
@@ -59,7 +59,7 @@ def test_a_run_goes_on_after_any_step_in_another_pair(
     ended = told[-1].state().latents
     for step in told[:-1]:
         with open_pair() as pair:
-            latents, after = _run(pair, request, Part(resume=step.state()))
+            latents, after = _run(pair, request, RunSlice(resume=step.state()))
         assert torch.equal(latents, ended)
         assert [(each.done, each.total) for each in after] == [(n, STEPS) for n in range(step.done + 1, STEPS + 1)]
 
@@ -71,8 +71,8 @@ def test_a_run_that_is_cut_leaves_the_noise_of_its_step(
     request = make_request(solver="unipc", steps=STEPS, switch_step=3)
     told = whole(request)
     with open_pair() as pair:
-        before = denoise_part(pair, request, Part(until=cut), policy=LAYERWISE, device="cpu")
-    assert before.sigma == request.course().schedule.sigmas[cut]
+        before = denoise_part(pair, request, RunSlice(until=cut), policy=LAYERWISE, device="cpu")
+    assert before.sigma == request.step_plan.schedule.sigmas[cut]
     assert [step.index for step in before.timeline.steps] == list(range(cut))
     if cut:
         assert torch.equal(before.latents, told[cut - 1].state().latents)
@@ -92,7 +92,7 @@ def test_a_part_of_one_expert_needs_no_byte_of_the_other(
         other = folders["low" if expert == "high" else "high"]
         for file in other.glob("*.safetensors"):
             os.truncate(file, 0)
-        part = Part(until=3) if expert == "high" else Part(resume=state)
+        part = RunSlice(until=3) if expert == "high" else RunSlice(resume=state)
         latents, _ = _run(pair, request, part)
         again, _ = _run(pair, request, part)
     assert torch.equal(latents, again)
@@ -106,7 +106,7 @@ def test_a_state_is_a_copy_that_no_later_step_changes(open_pair: OpenPair, make_
         denoise(pair, request, policy=LAYERWISE, device="cpu", on_step=lambda step: states.append(step.state()))
         first = states[0]
         kept = dataclasses.replace(first, latents=first.latents.clone())
-        _run(pair, request, Part(resume=first))
+        _run(pair, request, RunSlice(resume=first))
     assert torch.equal(first.latents, kept.latents)
     assert len({state.latents.data_ptr() for state in states}) == STEPS
 
@@ -118,4 +118,4 @@ def test_a_part_outside_the_course_is_refused(
     request = make_request(steps=STEPS)
     state = dataclasses.replace(whole(request)[0].state(), next_step=next_step)
     with open_pair() as pair, pytest.raises(RequestError, match=f"takes steps 0 to {STEPS}"):
-        _run(pair, request, Part(resume=state, until=until))
+        _run(pair, request, RunSlice(resume=state, until=until))

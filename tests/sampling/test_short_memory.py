@@ -16,7 +16,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from wanstream.devices.oom import forget, is_out_of_memory
-from wanstream.sampling import Cancelled, DenoiseRequest, NoRoomError, denoise
+from wanstream.sampling import DenoiseRequest, NoRoomError, SamplingCancelled, denoise
 from wanstream.sampling.schedules import wan_schedule
 from wanstream.sampling.solvers import make_solver
 from wanstream.schema import OffloadPolicy
@@ -240,7 +240,7 @@ def test_an_interrupt_ends_a_step_that_is_taken_again(open_pair: OpenPair, make_
         asked.append(len(pair.policies))
         return asked.count(2) == 3
 
-    with pytest.raises(Cancelled) as stopped:
+    with pytest.raises(SamplingCancelled) as stopped:
         _run(pair, make_request(), RESIDENT(), should_stop=should_stop)
     assert (stopped.value.step, stopped.value.block) == (1, 2)
     assert not inner.running

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import Cancelled, NoRoomError, Passes
-from wanstream.sampling.loop.model_calls import PassState
+from wanstream.sampling import ModelCalls, NoRoomError, SamplingCancelled
+from wanstream.sampling.loop.model_calls import CallState
 from wanstream.sampling.loop.oom_fallback import Revise, RunPolicy
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
@@ -69,8 +69,8 @@ class Calls:
                 hook.remove()
         return found
 
-    def passes(self, predicted: list[str], **settings: Any) -> Passes:
-        return Passes(self.engine, predicted, recorder=self.recorder, policy=self.policy, **settings)
+    def passes(self, predicted: list[str], **settings: Any) -> ModelCalls:
+        return ModelCalls(self.engine, predicted, recorder=self.recorder, policy=self.policy, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -129,14 +129,14 @@ def test_where_nothing_smaller_is_left_the_passes_wait_for_another_call(open_pai
     with calls.passes([H, L]) as passes:
         with pytest.raises(NoRoomError, match="out of memory in call 0"):
             passes.forward(H, _lanes(), 1.0)
-        assert passes.state is PassState.IDLE
+        assert passes.state is CallState.IDLE
         short[0] = False
         assert len(passes.forward(L, _lanes(), 0.5)) == LANES
 
 
 def test_without_a_policy_to_make_smaller_the_shortage_is_the_callers(open_pair: OpenPair) -> None:
     calls = Calls(open_pair(), RESIDENT(), {1}.__contains__)
-    with Passes(calls.engine, [H], recorder=calls.recorder) as passes:
+    with ModelCalls(calls.engine, [H], recorder=calls.recorder) as passes:
         with pytest.raises(torch.OutOfMemoryError, match="no room at use 1"):
             passes.forward(H, _lanes(), 1.0)
 
@@ -149,7 +149,7 @@ def test_a_stop_ends_a_call_that_is_computed_again(open_pair: OpenPair) -> None:
         asked.append(len(calls.policy.changes))
         return asked.count(1) == 3
 
-    with pytest.raises(Cancelled) as stopped:
+    with pytest.raises(SamplingCancelled) as stopped:
         calls.of([H], [H], should_stop=should_stop)
     assert (stopped.value.step, stopped.value.block) == (0, 2)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 
-from wanstream.sampling import Cancelled, DenoiseRequest, RequestError, denoise, joined
+from wanstream.sampling import DenoiseRequest, RequestError, SamplingCancelled, denoise, joined
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.context_windows import StepWindows
 from wanstream.schema import OffloadPolicy
@@ -52,9 +52,9 @@ def text_request(make_request: Request) -> Request:
     """Text to video as the pipelines are set up here."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
-        course = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": 0.0}
+        step_plan = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": 0.0}
         given = {"noise": _normal(batch, *SHAPE[1:], seed=1), "guidance": (5.0, 5.0), "solver": "unipc"}
-        return make_request(batch=batch, **{**course, **given, "schedule": "wan", **changes})
+        return make_request(batch=batch, **{**step_plan, **given, "schedule": "wan", **changes})
 
     return make
 
@@ -150,7 +150,7 @@ def test_masks_of_any_kind_are_timesteps_of_frames(given: str, pair: ExpertPair,
 def _plain(model: WanTransformer3DModel, request: DenoiseRequest) -> torch.Tensor:
     assert request.latent is not None
     assert request.mask is not None
-    schedule = request.course().schedule
+    schedule = request.step_plan.schedule
     free = request.mask.expand(request.batch, *request.mask.shape[1:])
     kept = request.latent * (1 - free)
     first = schedule.sigmas[0]
@@ -180,12 +180,12 @@ def test_the_embedder_comes_once_for_all_timesteps(pair: ExpertPair, image_reque
     request = image_request()
     _run(pair, request)
     engine = pair.engine(WHOLE, "cpu")
-    before = engine.outer_bytes
+    before = engine.non_block_bytes
     embedder = engine.models.bare["high"].condition_embedder
     assert 0.0 in embedder._expected_times
     assert len(embedder._expected_times) == STEPS + 1
     _run(pair, request)
-    assert engine.outer_bytes == before, "a second queue reads nothing of it again"
+    assert engine.non_block_bytes == before, "a second queue reads nothing of it again"
 
 
 def test_policies_differ_in_nothing_but_last_bits(pair: ExpertPair, image_request: Request) -> None:
@@ -200,7 +200,7 @@ def test_a_cache_at_threshold_0_changes_nothing_and_a_high_one_skips(pair: Exper
     plain = _run(pair, image_request())
     assert torch.equal(_run(pair, image_request(cache=FirstBlockCache(threshold=0.0))), plain)
     result = denoise(pair, image_request(cache=FirstBlockCache(threshold=10.0)), policy=WHOLE, device="cpu")
-    assert sum(step.cached_lanes for step in result.timeline.steps) > 0
+    assert sum(step.skipped_lanes for step in result.timeline.steps) > 0
     assert torch.isfinite(result.latents).all()
     frame = image_request().latent[:, :, :1]
     assert _distance(result.latents[:, :, :1], frame) <= TOLERANCE
@@ -241,7 +241,7 @@ def test_lanes_come_out_as_alone(pair: ExpertPair, image_request: Request) -> No
 
 def test_a_cancelled_run_leaves_the_model_usable(pair: ExpertPair, image_request: Request) -> None:
     expected, asked = _run(pair, image_request()), iter(range(100))
-    with pytest.raises(Cancelled):
+    with pytest.raises(SamplingCancelled):
         denoise(pair, image_request(), policy=WHOLE, device="cpu", should_stop=lambda: next(asked) == 4)
     assert torch.equal(_run(pair, image_request()), expected)
 

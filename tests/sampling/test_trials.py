@@ -11,9 +11,9 @@ import torch
 from wanstream.nodes.runs.trials import (
     TrialTimes,
     as_trial,
+    describe_request,
     job_digest,
     pause,
-    request_words,
     tensor_digest,
     trials,
     with_steps,
@@ -140,7 +140,7 @@ def test_texts_of_lanes_count_one_by_one(make_request: Request) -> None:
 def test_steps_are_replaced_where_they_can_be(make_request: Request) -> None:
     request = make_request()
     assert with_steps(request, None) is request
-    assert len(with_steps(request, 9).course().steps) == 9
+    assert len(with_steps(request, 9).step_plan.steps) == 9
     assert request.steps == 5
     with pytest.raises(RequestError, match="switch step 2 of 1 steps"):
         with_steps(request, 1)
@@ -149,7 +149,7 @@ def test_steps_are_replaced_where_they_can_be(make_request: Request) -> None:
 
 
 def test_a_request_is_told_in_words(make_request: Request) -> None:
-    assert request_words(make_request(batch=2)) == {
+    assert describe_request(make_request(batch=2)) == {
         "Size": "48x32, 5 frames",
         "Videos": "2",
         "Steps": "5: 2 high-noise, 3 low-noise",
@@ -160,8 +160,8 @@ def test_a_request_is_told_in_words(make_request: Request) -> None:
     own = make_request(
         steps=None, sigmas=[1.0, 0.5, 0.0], switch_step=1, start_step=1, latent=torch.ones(1, 16, 2, 4, 6)
     )
-    assert request_words(own)["Sigmas"] == "from another node"
-    assert request_words(own)["Steps"] == "1: 0 high-noise, 1 low-noise"
+    assert describe_request(own)["Sigmas"] == "from another node"
+    assert describe_request(own)["Steps"] == "1: 0 high-noise, 1 low-noise"
 
 
 def test_a_run_that_is_repeated_gives_equal_latents(open_pair: Any, make_request: Request) -> None:

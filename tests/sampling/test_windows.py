@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from wanstream.nodes.runs.trials import request_words
+from wanstream.nodes.runs.trials import describe_request
 from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined, request_job
 from wanstream.sampling.errors import NoRoomError
 from wanstream.sampling.memory import check_room, tokens_of, working_bytes
@@ -51,11 +51,11 @@ def latents_of(pair: ExpertPair, request: DenoiseRequest) -> torch.Tensor:
 def one_by_one(models: Mapping[str, WanTransformer3DModel], request: DenoiseRequest) -> torch.Tensor:
     """The textbook loop: whole models, one forward per window and prompt, guided, then put together by weights."""
     assert request.windows is not None
-    course, latents = request.course(), request.noise
-    solver = make_solver(request.solver, course.schedule)
-    for step in course.steps:
-        model, scale = models[course.experts[step]], course.guidance[step]
-        time = torch.tensor([course.schedule.timesteps[step]])
+    step_plan, latents = request.step_plan, request.noise
+    solver = make_solver(request.solver, step_plan.schedule)
+    for step in step_plan.steps:
+        model, scale = models[step_plan.experts[step]], step_plan.guidance[step]
+        time = torch.tensor([step_plan.schedule.timesteps[step]])
         windows = request.windows.at(step, FRAMES)
         total = torch.zeros_like(latents)
         for window, weights in zip(windows, request.windows.weights(windows, FRAMES), strict=True):
@@ -177,8 +177,8 @@ def test_windows_longer_than_the_video_are_refused(make_long: Request) -> None:
 
 
 def test_a_report_says_the_windows(make_long: Request) -> None:
-    assert request_words(make_long())["Context windows"] == "9 frames, 1 latent frames shared, linear"
-    assert request_words(make_long(windows=replace(WINDOWS, shift_windows=False)))["Context windows"].endswith(
+    assert describe_request(make_long())["Context windows"] == "9 frames, 1 latent frames shared, linear"
+    assert describe_request(make_long(windows=replace(WINDOWS, shift_windows=False)))["Context windows"].endswith(
         "staying where they are"
     )
-    assert "Context windows" not in request_words(make_long(windows=None))
+    assert "Context windows" not in describe_request(make_long(windows=None))

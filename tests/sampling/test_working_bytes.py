@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from wanstream.sampling import offload_job, working_bytes
 from wanstream.schema import ExpertShape
 from wanstream.schema.shapes import IMAGE_TOKENS
-from wanstream.wan import Lane, Nag, forward_lanes, held_against
+from wanstream.wan import Lane, Nag, attach_nag, forward_lanes
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
 from wanstream.wan.transformer.per_frame_block import TimedBlocks
 
@@ -103,7 +103,7 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
     text, against = (torch.zeros(1, TEXT, 4096, dtype=dtype) for _ in range(2))
     lanes = [Lane(latents=torch.zeros(1, 16, *LATENT), text=text, against=against)]
     blocks = None if chunk is None else ChunkedBlocks(model.blocks, chunk)
-    with torch.no_grad(), held_against([model], Nag()):
+    with torch.no_grad(), attach_nag([model], Nag()):
         with Alive([*model.parameters(), *model.buffers(), text, against]) as alive:
             forward_lanes(model, lanes, torch.tensor([900.0]), lambda block: nullcontext())
     if blocks is not None:

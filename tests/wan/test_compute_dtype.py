@@ -92,7 +92,7 @@ def test_everything_that_is_opened_computes_so_by_default(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pretend_cpu(monkeypatch, bf16=units)
     file, expected = tiny_expert_file(), BF16 if units else FP32
-    with open_experts(file, file) as pair, open_pair(ExpertsRef(high_noise=file, one=True)) as one:
+    with open_experts(file, file) as pair, open_pair(ExpertsRef(high_noise=file, single=True)) as one:
         assert (pair.compute_dtype, one.compute_dtype) == (expected, expected)
         assert pair.computed_bytes == open_experts(file, file, compute_dtype=expected).computed_bytes
     with open_text_encoder(tiny_pipeline()) as encoder:

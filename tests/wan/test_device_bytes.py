@@ -42,7 +42,7 @@ def test_the_real_model(policy: OffloadPolicy, buffers: int) -> None:
     tables = 2 * 1024 * 128 * 4
     patch_and_output = 2 * (5120 * 65 + 64 * 5121) + 4 * 2 * 5120
     staying = patch_and_output + 40 * small + tables
-    assert staying == T2V_A14B.staying_bytes() + tables == 15_394_944
+    assert staying == T2V_A14B.resident_bytes() + tables == 15_394_944
     assert device_bytes(A14B, compute_dtype=torch.bfloat16, policy=policy) == buffers * buffer + 2 * staying
 
 

@@ -206,14 +206,14 @@ class TestEngine:
         embedders = sum(tensor.nbytes for name, tensor in weights.items() if name.startswith("condition_embedder"))
         total = sum(tensor.nbytes for tensor in weights.values())
         staying = total - embedders - 4 * (8 * 256 * 256 + 2 * 256 * 512) * 4
-        assert engine.outer_bytes == 0
+        assert engine.non_block_bytes == 0
         engine.models["high"]
-        assert engine.outer_bytes == staying
+        assert engine.non_block_bytes == staying
         engine.models["high"]
         engine.models["low"]
-        assert engine.outer_bytes == 2 * staying
+        assert engine.non_block_bytes == 2 * staying
         engine.models["low"].condition_embedder.rows(torch.tensor([500.0]), [lane.text])
-        assert engine.outer_bytes == 2 * staying + embedders
+        assert engine.non_block_bytes == 2 * staying + embedders
 
     def test_a_file_that_vanished_is_an_error_of_the_look_up(self, tiny_expert_folder, tmp_path):
         folder = shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "expert")
@@ -223,7 +223,7 @@ class TestEngine:
             for _ in range(2):
                 with pytest.raises(OSError, match="expert"):
                     engine.models["high"]
-            assert engine.outer_bytes == 0
+            assert engine.non_block_bytes == 0
 
     def test_a_file_that_came_back_is_read_again(self, tiny_expert_folder, tmp_path, lane):
         folder = shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "expert")

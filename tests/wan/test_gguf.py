@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from wanstream.offload.formats.decode import decode_tensor
-from wanstream.offload.formats.gguf_dequant import PACKINGS
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS
 from wanstream.offload.sources.base import SourceError
 from wanstream.offload.sources.file import read_tensors
 from wanstream.plan import step_visits
@@ -27,7 +27,7 @@ from wanstream.wan.experts.storage import device_bytes
 PREFIX = "model.diffusion_model."
 STEPS = ["high", "high", "low"]
 TYPES = {
-    **{name: matrices(name) for name in ("F32", "F16", "BF16", *PACKINGS)},
+    **{name: matrices(name) for name in ("F32", "F16", "BF16", *QUANT_FORMATS)},
     "Q4_K_M": q4_k_m,
     "everything BF16": lambda name: "BF16",
     "Q8_0, others F16": matrices("Q8_0", others="F16"),
@@ -290,7 +290,7 @@ class TestStreamed:
             assert matrix.nbytes == 512 * 144
             streamed(pair, OffloadPolicy.layerwise(1), lane, ["high", "low"])
             in_blocks = 4 * (8 * 256 * 256 + 2 * 256 * 512) // 256 * 144
-            assert engine.outer_bytes == 2 * (sum(tensor.nbytes for tensor in weights) - in_blocks)
+            assert engine.non_block_bytes == 2 * (sum(tensor.nbytes for tensor in weights) - in_blocks)
 
     def test_a_file_that_changes_under_the_engine(self, make_tiny_expert, tmp_path, lane):
         path = tmp_path / "expert.gguf"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import EmbeddedDoor, Folders
+from wanstream.host.embedded.adapter import EmbeddedHost, Folders
 from wanstream.wan import open_text_encoder
 from wanstream.wan.text.embedding_cache import KeptTexts
 
@@ -119,8 +119,8 @@ def test_the_embedded_host_keeps_texts_from_run_to_run(
         return open_text_encoder(path, **options)
 
     monkeypatch.setattr(kept_texts.KeptTexts.__init__, "__kwdefaults__", {"most_bytes": 1 << 20, "opened": counted})
-    door = EmbeddedDoor()
+    host = EmbeddedHost()
     for _ in range(2):
-        with door.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path), device=CPU):
-            door.encode_texts(tiny_pipeline(), ["boat", "blurry"])
+        with host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path), device=CPU):
+            host.encode_texts(tiny_pipeline(), ["boat", "blurry"])
     assert opened == [tiny_pipeline()]

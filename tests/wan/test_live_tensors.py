@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.wan.vae.memory import LiveTensors
+from wanstream.wan.vae.memory import TensorMemoryTracker
 
 KB = 1024
 
@@ -13,7 +13,7 @@ KB = 1024
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 class TestCounting:
     def test_what_has_ended_is_counted_no_more(self, device: str) -> None:
-        with LiveTensors() as counted:
+        with TensorMemoryTracker() as counted:
             first = torch.zeros(KB, device=device)
             second = first + 1
             del first
@@ -25,7 +25,7 @@ class TestCounting:
 
     def test_views_and_what_was_there_before_cost_nothing(self, device: str) -> None:
         given = torch.zeros(4 * KB, device=device)
-        with LiveTensors() as counted:
+        with TensorMemoryTracker() as counted:
             view = given.view(2, -1)[0]
             assert counted.now == 0
             made = view.clone()
@@ -37,14 +37,14 @@ class TestCounting:
 
     def test_a_change_in_place_makes_nothing(self, device: str) -> None:
         given = torch.zeros(KB, device=device)
-        with LiveTensors() as counted:
+        with TensorMemoryTracker() as counted:
             given.add_(1).mul_(2)
         assert counted.peak == 0
 
     def test_a_convolution_may_copy_what_it_reads_and_writes(self, device: str) -> None:
         given = torch.zeros(1, 2, 8, 8, 8, device=device)
         layer = torch.nn.Conv3d(2, 4, 1, device=device).requires_grad_(False)
-        with torch.no_grad(), LiveTensors() as counted:
+        with torch.no_grad(), TensorMemoryTracker() as counted:
             made = layer(given)
         assert counted.peak == made.nbytes
         assert counted.convolution_peak == 2 * made.nbytes + given.nbytes

@@ -65,12 +65,12 @@ def plain(pair, lane):
 
 
 def test_the_ram_beside_slots_is_told_before_the_run(pair, lora_file, lane):
-    engine, without = pair.engine(POLICIES["layerwise"], "cpu"), pair.host_staying_bytes
+    engine, without = pair.engine(POLICIES["layerwise"], "cpu"), pair.host_resident_bytes
     engine.models._reader.submit(int).result()
     assert 0 <= engine.models.host_bytes - without < 2 * 4096, "what embeds time and text, of one expert, in pages"
     one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
     pair.set_loras([(one, 1.0)], [(two, 0.5), (one, 0.0)])
-    told = pair.host_staying_bytes - without
+    told = pair.host_resident_bytes - without
     run(pair, lane)
     taken = pair._factors.nbytes + pair.host_bytes
     # Factors of a block end at a page, and biases are not kept with it.
@@ -83,7 +83,7 @@ class TestChanges:
     @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
     def test_any_change_gives_what_a_fresh_pair_gives(self, pair, lora_file, lane, policy, of_fresh_pairs):
         one, two = open_lora(lora_file(seed=3)), open_lora(lora_file({**time_lora()}))
-        course = [
+        step_plan = [
             ([(one, 1.0)], []),
             ([(one, 0.3)], []),
             ([(one, 0.3), (two, 1.0)], [(two, 0.5)]),
@@ -92,7 +92,7 @@ class TestChanges:
             ([], [(two, 2.0)]),
         ]
         engine = pair.engine(policy, "cpu")
-        for at, (high, low) in enumerate(course):
+        for at, (high, low) in enumerate(step_plan):
             pair.set_loras(high, low)
             found = run(pair, lane, policy)
             if at not in of_fresh_pairs:
@@ -149,9 +149,9 @@ class TestChanges:
             ([], 0),
         ):
             pair.set_loras(high, [])
-            read = engine.outer_bytes
+            read = engine.non_block_bytes
             found = run(pair, lane)
-            assert engine.outer_bytes - read == reads * calls * embeds_time, (
+            assert engine.non_block_bytes - read == reads * calls * embeds_time, (
                 "nobody foretold the timesteps: one read each"
             )
             with open_experts(pair.high.path, pair.low.path, **FP32) as fresh:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.wan.vae.blend import Mosaic
-from wanstream.wan.vae.memory import LiveTensors
+from wanstream.wan.vae.blend import TileBlender
+from wanstream.wan.vae.memory import TensorMemoryTracker
 from wanstream.wan.vae.tile_size import DecodeNeeds
 from wanstream.wan.vae.tiles import Tiling
 
@@ -20,8 +20,8 @@ def test_frames_and_edges_take_what_is_reckoned(
     height: int, width: int, latent_frames: int, pixels: int, dtype: torch.dtype
 ) -> None:
     frames, tiling = 4 * (latent_frames - 1) + 1, Tiling.of(pixels)
-    with LiveTensors() as counted:
-        mosaic = Mosaic(tiling, into=torch.empty(frames, 8 * height, 8 * width, 3, dtype=dtype))
+    with TensorMemoryTracker() as counted:
+        mosaic = TileBlender(tiling, into=torch.empty(frames, 8 * height, 8 * width, 3, dtype=dtype))
         for tile in tiling.tiles(height, width):
             for count in (1, *[4] * (latent_frames - 1)):
                 mosaic.put_frames(tile, torch.zeros(3, count, 8 * len(tile.rows), 8 * len(tile.columns)))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanTransformerBlock
 
-from wanstream.wan import Nag, held_against
+from wanstream.wan import Nag, attach_nag
 from wanstream.wan.transformer.chunked_block import ChunkedAttention, ChunkedBlocks
 from wanstream.wan.transformer.nag import NagAttention, combined
 
@@ -41,7 +41,7 @@ POSITIVE, NEGATIVE = normal(1, 7, WIDTH, seed=4), normal(1, 5, WIDTH, seed=5)
 
 
 def model_of(*blocks: WanTransformerBlock) -> Any:
-    """All that `held_against` asks of a model."""
+    """All that `attach_nag` asks of a model."""
     return SimpleNamespace(blocks=blocks)
 
 
@@ -119,7 +119,7 @@ class TestAttention:
     def test_it_is_two_attentions_combined_before_the_output(self, tokens: int) -> None:
         block, hidden = block_of(), normal(1, tokens, WIDTH, seed=8)
         before = hidden.clone()
-        with held_against([model_of(block)], STRONG):
+        with attach_nag([model_of(block)], STRONG):
             told = block.attn2(hidden, (POSITIVE, NEGATIVE), None, None)
         torch.testing.assert_close(told, by_hand(block.attn2, hidden, POSITIVE, None), rtol=1e-5, atol=1e-5)
         assert torch.equal(hidden, before)
@@ -128,29 +128,29 @@ class TestAttention:
     def test_attention_to_the_image_is_added_to_it(self) -> None:
         block, hidden = block_of(added_kv_proj_dim=WIDTH), normal(1, 40, WIDTH, seed=8)
         image, text = normal(1, 9, WIDTH, seed=9), normal(1, 512, WIDTH, seed=10)
-        with held_against([model_of(block)], STRONG):
+        with attach_nag([model_of(block)], STRONG):
             told = block.attn2(hidden, (torch.cat([image, text], dim=1), NEGATIVE), None, None)
         torch.testing.assert_close(told, by_hand(block.attn2, hidden, text, image), rtol=1e-5, atol=1e-5)
 
     def test_one_text_is_attended_to_as_before(self) -> None:
         block, given = block_of(), inputs_of()
         expected = block(encoder_hidden_states=POSITIVE, **given)
-        with held_against([model_of(block)], STRONG):
+        with attach_nag([model_of(block)], STRONG):
             assert torch.equal(block(encoder_hidden_states=POSITIVE, **given), expected)
 
     def test_an_alpha_of_zero_is_the_first_text_alone_to_the_bit(self) -> None:
         block, given = block_of(), inputs_of()
-        with held_against([model_of(block)], Nag(alpha=0.0)):
+        with attach_nag([model_of(block)], Nag(alpha=0.0)):
             told = block(encoder_hidden_states=(POSITIVE, NEGATIVE), **given)
         assert torch.equal(told, block(encoder_hidden_states=POSITIVE, **given))
 
     @pytest.mark.parametrize("chunk", [1, 17, 40])
     def test_chunks_change_nothing(self, chunk: int) -> None:
         block, given = block_of(), inputs_of()
-        with held_against([model_of(block)], STRONG):
+        with attach_nag([model_of(block)], STRONG):
             whole = block(encoder_hidden_states=(POSITIVE, NEGATIVE), **given)
         chunked = ChunkedBlocks([block], chunk)
-        with held_against([model_of(block)], STRONG):
+        with attach_nag([model_of(block)], STRONG):
             told = block(encoder_hidden_states=(POSITIVE, NEGATIVE), **given)
         torch.testing.assert_close(told, whole, rtol=1e-5, atol=1e-5)
         chunked.detach()
@@ -160,7 +160,7 @@ class TestAttached:
     def test_processors_are_given_back(self) -> None:
         blocks = [block_of(seed) for seed in range(2)]
         before = [block.attn2.processor for block in blocks]
-        with held_against([model_of(*blocks)], STRONG):
+        with attach_nag([model_of(*blocks)], STRONG):
             assert all(type(block.attn2.processor) is NagAttention for block in blocks)
             assert all(type(block.attn1.processor) is WanAttnProcessor for block in blocks)
         assert all(block.attn2.processor is own for block, own in zip(blocks, before, strict=True))
@@ -168,14 +168,14 @@ class TestAttached:
     def test_after_an_error_too(self) -> None:
         block = block_of()
         own = block.attn2.processor
-        with pytest.raises(KeyError), held_against([model_of(block)], STRONG):
+        with pytest.raises(KeyError), attach_nag([model_of(block)], STRONG):
             raise KeyError
         assert block.attn2.processor is own
 
     def test_a_chunked_block_gets_its_own_back(self) -> None:
         block = block_of()
         chunked = ChunkedBlocks([block], 16)
-        with held_against([model_of(block)], STRONG):
+        with attach_nag([model_of(block)], STRONG):
             pass
         assert type(block.attn2.processor) is ChunkedAttention
         chunked.detach()
@@ -184,9 +184,9 @@ class TestAttached:
     def test_attention_of_another_kind_is_refused_and_nothing_is_left_behind(self) -> None:
         first, second = block_of(), block_of(1)
         own = first.attn2.processor
-        with held_against([model_of(second)], STRONG):
+        with attach_nag([model_of(second)], STRONG):
             with pytest.raises(ValueError, match=r"NAG needs diffusers' own attention .* has NagAttention: remove it"):
-                with held_against([model_of(first, second)], STRONG):
+                with attach_nag([model_of(first, second)], STRONG):
                     pass
             assert first.attn2.processor is own
         assert type(second.attn2.processor) is WanAttnProcessor
@@ -194,6 +194,6 @@ class TestAttached:
     def test_the_backend_that_was_chosen_stays(self) -> None:
         block = block_of()
         block.attn2.processor._attention_backend = "native"
-        with held_against([model_of(block)], STRONG):
+        with attach_nag([model_of(block)], STRONG):
             assert block.attn2.processor._attention_backend == "native"
             block.attn2(normal(1, 40, WIDTH, seed=8), (POSITIVE, NEGATIVE), None, None)

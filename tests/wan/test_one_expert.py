@@ -106,7 +106,7 @@ def test_it_is_known_in_every_form(
         path = tiny_expert_file(**shape, fp8="scaled_fp8" if form == "fp8" else None)
     folder = open_one_expert(tiny_expert_folder(**shape), compute_dtype=torch.float32)
     with folder, open_one_expert(path, compute_dtype=torch.float32) as pair:
-        assert pair.is_one
+        assert pair.is_single
         assert pair.experts == {"high": pair.high}
         assert pair.high.config == folder.high.config
         assert pair.high.config.image_dim == shape.get("image_dim")
@@ -136,7 +136,7 @@ def test_a_pair_takes_twice_what_stays(tiny_expert_folder: Folder) -> None:
         assert two.device_bytes(OffloadPolicy.resident(), device="cpu") == 2 * one.device_bytes(
             OffloadPolicy.resident(), device="cpu"
         )
-        assert two.host_staying_bytes == one.host_staying_bytes
+        assert two.host_resident_bytes == one.host_resident_bytes
 
 
 def test_the_image_branch_stays_on_the_device(tiny_expert_folder: Folder) -> None:
@@ -173,11 +173,11 @@ def test_a_lora_changes_the_image_branch(tiny_expert_folder: Folder, tmp_path: P
 
 def test_a_ref_names_one_expert(tiny_expert_folder: Folder) -> None:
     registry = ExpertsRegistry()
-    ref = ExpertsRef(high_noise=tiny_expert_folder(), one=True)
+    ref = ExpertsRef(high_noise=tiny_expert_folder(), single=True)
     pair = registry.get(ref)
-    assert pair.is_one
-    assert registry.get(ExpertsRef(high_noise=ref.high_noise, one=True)) is pair
-    assert not registry.get(ExpertsRef(high_noise=ref.high_noise, low_noise=ref.high_noise)).is_one
+    assert pair.is_single
+    assert registry.get(ExpertsRef(high_noise=ref.high_noise, single=True)) is pair
+    assert not registry.get(ExpertsRef(high_noise=ref.high_noise, low_noise=ref.high_noise)).is_single
     registry.free()
 
 
@@ -226,7 +226,7 @@ def test_what_is_no_single_expert_is_refused(
 def test_a_lora_for_late_steps_alone_is_refused(tiny_expert_folder: Folder, lora_file: Callable[..., Path]) -> None:
     path: Any = lora_file()
     registry = ExpertsRegistry()
-    ref = ExpertsRef(high_noise=tiny_expert_folder(), one=True, loras=(LoraRef(low_noise=path),))
+    ref = ExpertsRef(high_noise=tiny_expert_folder(), single=True, loras=(LoraRef(low_noise=path),))
     with pytest.raises(
         ValueError, match=r"is one expert, which runs every step: give .* as the LoRA of the high-noise"
     ):

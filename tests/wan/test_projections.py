@@ -13,7 +13,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedder_cache import ROWS_KEPT, ProjectedEmbedder, part_of
+from wanstream.wan.experts.embedder_cache import ROWS_KEPT, CachedEmbedder, part_of
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.transformer.kernels import Kernels
@@ -42,8 +42,8 @@ def _part_bytes(pair: ExpertPair, part: str) -> int:
     return sum(tensor.nbytes for name, tensor in pair.high.weights.items() if part_of(name) == part)
 
 
-def _embedder(engine: ExpertEngine, expert: str) -> ProjectedEmbedder:
-    embedder: ProjectedEmbedder = engine.models[expert].condition_embedder
+def _embedder(engine: ExpertEngine, expert: str) -> CachedEmbedder:
+    embedder: CachedEmbedder = engine.models[expert].condition_embedder
     return embedder
 
 
@@ -128,23 +128,23 @@ class TestWeights:
     ) -> None:
         for name in (H, L):
             engine.models[name]
-        staying, parts = engine.outer_bytes, _part_bytes(pair, "time") + _part_bytes(pair, "text")
+        staying, parts = engine.non_block_bytes, _part_bytes(pair, "time") + _part_bytes(pair, "text")
         for _ in range(2):
             engine.expect(TIMES, {H: [_text(1), _text(2)], L: [_text(1)]})
             for expert in (H, L):
                 for time in TIMES[expert]:
                     _rows(engine, expert, time, _text(1))
-            assert engine.outer_bytes - staying == 2 * parts
+            assert engine.non_block_bytes - staying == 2 * parts
 
     def test_another_text_reads_the_text_embedder_alone(self, pair: ExpertPair, engine: ExpertEngine) -> None:
         engine.expect({H: [9.0]}, {H: [_text(1)]})
         _rows(engine, H, 9.0, _text(1))
-        read = engine.outer_bytes
+        read = engine.non_block_bytes
         engine.expect({H: [9.0]}, {H: [_text(2)]})
         _rows(engine, H, 9.0, _text(2))
-        assert engine.outer_bytes - read == _part_bytes(pair, "text")
+        assert engine.non_block_bytes - read == _part_bytes(pair, "text")
         _rows(engine, H, 7.0, _text(2))
-        assert engine.outer_bytes - read == _part_bytes(pair, "text") + _part_bytes(pair, "time")
+        assert engine.non_block_bytes - read == _part_bytes(pair, "text") + _part_bytes(pair, "time")
 
     def test_a_run_of_one_expert_leaves_the_rows_of_the_other(self, pair: ExpertPair, engine: ExpertEngine) -> None:
         """Two samplers in a chain, one stage each, queued again and again."""
@@ -159,7 +159,7 @@ class TestWeights:
             for name, tensor in expert.weights.items()
             if part_of(name) is None and tensor.nbytes < 2**17
         )
-        assert embedders < engine.outer_bytes <= embedders + staying
+        assert embedders < engine.non_block_bytes <= embedders + staying
 
     def test_the_second_experts_come_when_those_of_the_first_are_gone(
         self, pair: ExpertPair, engine: ExpertEngine

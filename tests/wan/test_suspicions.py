@@ -139,23 +139,23 @@ def test_folders_of_a_pipeline_have_their_places(tiny_expert_folder: Write, tmp_
 def test_loras_are_known_by_their_names(tmp_path: Path, tiny_expert_file: Write, names: tuple[str, str, str]) -> None:
     high, low = (_lora(tmp_path / name) for name in _names(names))
     i2v = open_expert(tiny_expert_file(in_channels=36))
-    assert lora_suspicions(high, low, i2v, one=False) == []
-    (found,) = lora_suspicions(low, high, i2v, one=False)
+    assert lora_suspicions(high, low, i2v, single=False) == []
+    (found,) = lora_suspicions(low, high, i2v, single=False)
     assert found.startswith(f"the LoRAs look swapped: {low.name} is chosen as high_noise")
-    assert lora_suspicions(low, None, i2v, one=True) == []
+    assert lora_suspicions(low, None, i2v, single=True) == []
 
 
 @pytest.mark.parametrize("name", FOR_BOTH)
 def test_a_lora_for_both_experts_raises_no_suspicion(tmp_path: Path, t2v: Expert, name: str) -> None:
     file = _lora(tmp_path / f"{name}.safetensors")
     for pair in ((file, file), (file, None), (None, file)):
-        assert lora_suspicions(*pair, t2v, one=False) == []
+        assert lora_suspicions(*pair, t2v, single=False) == []
 
 
 def test_a_single_lora_in_the_wrong_place_is_noticed_where_its_name_is_clear(tmp_path: Path, t2v: Expert) -> None:
     file = _lora(tmp_path / "wan2.2_t2v_lora_low_noise.safetensors")
     for pair in ((file, None), (file, file)):
-        (found,) = lora_suspicions(*pair, t2v, one=False)
+        (found,) = lora_suspicions(*pair, t2v, single=False)
         assert "is chosen as high_noise, and its name says low noise: choose the other LoRA" in found
 
 
@@ -164,10 +164,10 @@ def test_the_name_that_a_lora_was_trained_under_counts(tmp_path: Path, t2v: Expe
         _lora(tmp_path / f"{number}.safetensors", {"ss_output_name": f"style-{place}-v2"})
         for number, place in enumerate(("high", "low"))
     )
-    assert lora_suspicions(high, low, t2v, one=False) == []
-    assert "look swapped" in lora_suspicions(low, high, t2v, one=False)[0]
+    assert lora_suspicions(high, low, t2v, single=False) == []
+    assert "look swapped" in lora_suspicions(low, high, t2v, single=False)[0]
     both = _lora(tmp_path / "both.safetensors", {"ss_sd_model_name": "wan2.2_t2v_low_noise_14B_fp16.safetensors"})
-    assert lora_suspicions(both, both, t2v, one=False) == [], "a LoRA of both experts names one of them"
+    assert lora_suspicions(both, both, t2v, single=False) == [], "a LoRA of both experts names one of them"
 
 
 def test_the_name_in_the_header_of_a_gguf_file_counts(tmp_path: Path, t2v: Expert) -> None:
@@ -179,8 +179,8 @@ def test_the_name_in_the_header_of_a_gguf_file_counts(tmp_path: Path, t2v: Exper
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    assert lora_suspicions(paths[0], paths[1], _i2v_like(t2v), one=False) == []
-    assert "look swapped" in lora_suspicions(paths[1], paths[0], _i2v_like(t2v), one=False)[0]
+    assert lora_suspicions(paths[0], paths[1], _i2v_like(t2v), single=False) == []
+    assert "look swapped" in lora_suspicions(paths[1], paths[0], _i2v_like(t2v), single=False)[0]
 
 
 def _i2v_like(expert: Expert) -> Expert:
@@ -212,13 +212,13 @@ def test_a_lora_for_image_to_video_is_noticed_on_text_to_video(
     reason: str,
 ) -> None:
     file = _lora(tmp_path / f"{name}.safetensors", metadata, **tensors)
-    (found,) = lora_suspicions(file, file, t2v, one=False)
+    (found,) = lora_suspicions(file, file, t2v, single=False)
     assert found.startswith(f"{file.name} is a LoRA for image to video (")
     assert reason in found
-    assert lora_suspicions(file, file, _i2v_like(t2v), one=False) == []
+    assert lora_suspicions(file, file, _i2v_like(t2v), single=False) == []
 
 
 @pytest.mark.parametrize("name", ["wan_t2v_i2v_style", "ti2v_5B_style", "wan_t2v_style", "anti2vibe"])
 def test_a_lora_that_may_be_for_text_raises_no_suspicion(tmp_path: Path, t2v: Expert, name: str) -> None:
     patches = {PATCHES: torch.zeros(2, 16, 1, 2, 2)}
-    assert lora_suspicions(_lora(tmp_path / f"{name}.safetensors", None, **patches), None, t2v, one=False) == []
+    assert lora_suspicions(_lora(tmp_path / f"{name}.safetensors", None, **patches), None, t2v, single=False) == []

@@ -16,7 +16,7 @@ from wanstream.testing.components import save_text_encoder_folders
 from wanstream.testing.tokenizer import VOCABULARY
 from wanstream.testing.weights import make_text_encoder
 from wanstream.wan.text.encoder import open_text_encoder
-from wanstream.wan.vae.memory import LiveTensors
+from wanstream.wan.vae.memory import TensorMemoryTracker
 
 BLOCKS, TOKENS = 7, 16
 PROMPTS = ["a cat", "rain"]
@@ -38,7 +38,7 @@ def _block_bytes(folder: Path) -> int:
 
 def _taken(folder: Path, policy: OffloadPolicy | None) -> tuple[list[torch.Tensor], int]:
     encoder = open_text_encoder(folder, compute_dtype=torch.float32)
-    with LiveTensors() as counted:
+    with TensorMemoryTracker() as counted:
         made = encoder.encode(PROMPTS, device="cpu", max_length=TOKENS, policy=policy)
     return made, counted.peak
 

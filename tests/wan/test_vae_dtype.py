@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wanstream.wan.vae.memory import LiveTensors, decode_pixel_bytes, encode_pixel_bytes
+from wanstream.wan.vae.memory import TensorMemoryTracker, decode_pixel_bytes, encode_pixel_bytes
 from wanstream.wan.vae.tiles import Tiling, decoded_frames
 from wanstream.wan.vae.vae import open_vae
 
@@ -63,7 +63,7 @@ def test_it_takes_half_the_memory(tiny_pipeline: Callable[[], Path], own_vae: Au
 
 
 def test_what_is_reckoned_is_what_it_takes(own_vae: AutoencoderKLWan) -> None:
-    with torch.no_grad(), LiveTensors() as counted:
+    with torch.no_grad(), TensorMemoryTracker() as counted:
         for frames in decoded_frames(own_vae, torch.zeros(1, 16, 3, 6, 6, dtype=BF16)):
             del frames
     assert counted.convolution_peak == pytest.approx(decode_pixel_bytes(own_vae.config, 3, BF16) * 36, rel=0.01)

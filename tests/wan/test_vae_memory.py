@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wanstream.wan.latent_space import WAN22
-from wanstream.wan.vae.memory import LiveTensors, decode_pixel_bytes, encode_pixel_bytes
+from wanstream.wan.vae.memory import TensorMemoryTracker, decode_pixel_bytes, encode_pixel_bytes
 from wanstream.wan.vae.tiles import decoded_frames
 from wanstream.wan.vae.weights import family_of
 
@@ -31,7 +31,7 @@ def _wan22_on_meta(base_dim: int, decoder_base_dim: int) -> AutoencoderKLWan:
 
 
 def _taken(vae: AutoencoderKLWan, latents: torch.Tensor) -> int:
-    with LiveTensors() as counted:
+    with TensorMemoryTracker() as counted:
         for frames in decoded_frames(vae, latents):
             del frames
     return counted.convolution_peak
@@ -80,7 +80,7 @@ def test_the_same_is_counted_on_a_device_that_computes(tiny_pipeline: Callable[[
 @settings(max_examples=4, deadline=None)
 def test_an_encode_never_takes_more_than_is_reckoned_either(height: int, width: int, count: int) -> None:
     video = torch.empty(1, 3, 4 * (count - 1) + 1, 8 * height, 8 * width, device="meta")
-    with torch.no_grad(), LiveTensors() as counted:
+    with torch.no_grad(), TensorMemoryTracker() as counted:
         THIN.encode(video)
     reckoned = encode_pixel_bytes(THIN.config, count) * height * width
     assert 0.85 * reckoned <= counted.convolution_peak <= reckoned
@@ -94,7 +94,7 @@ def test_neither_does_the_vae_of_wan22(height: int, width: int, count: int) -> N
     reckoned = decode_pixel_bytes(THIN_WAN22.config, count) * height * width
     assert 0.9 * reckoned <= taken <= reckoned
     video = torch.empty(1, 3, 4 * (count - 1) + 1, 16 * height, 16 * width, device="meta")
-    with torch.no_grad(), LiveTensors() as counted:
+    with torch.no_grad(), TensorMemoryTracker() as counted:
         THIN_WAN22.encode(video)
     # It makes patches of the whole video first, which `encode_needs` counts as a second copy of that.
     patches = video.numel() * 4

@@ -10,7 +10,8 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wanstream.wan.vae.blend import Mosaic, MosaicError
+from wanstream.schema import StateError
+from wanstream.wan.vae.blend import TileBlender
 from wanstream.wan.vae.tiles import Tiling, crop, decode_tile, decoded_frames
 from wanstream.wan.vae.vae import open_vae
 
@@ -52,7 +53,7 @@ def test_tiles_in_any_order_make_the_picture_that_diffusers_makes(
     tiles = list(TILING.tiles(*size))
     random.Random(1).shuffle(tiles)
     made = torch.full((4 * (frames - 1) + 1, 8 * size[0], 8 * size[1], 3), torch.nan)
-    mosaic = Mosaic(TILING, into=made)
+    mosaic = TileBlender(TILING, into=made)
     for tile in tiles:
         mosaic.put(tile, decode_tile(own_vae, crop(latents, tile)))
     assert mosaic.frames is made
@@ -98,11 +99,11 @@ def test_a_decode_that_is_stopped_ends_before_the_next_latent_frame(own_vae: Aut
 def test_a_mosaic_tells_what_is_missing_and_what_is_there_twice(own_vae: AutoencoderKLWan) -> None:
     latents = _latents(1, 8, 20)
     first, *others = TILING.tiles(8, 20)
-    mosaic = Mosaic(TILING, into=torch.empty(1, 64, 160, 3))
+    mosaic = TileBlender(TILING, into=torch.empty(1, 64, 160, 3))
     mosaic.put(first, decode_tile(own_vae, crop(latents, first)))
-    with pytest.raises(MosaicError, match=f"{len(others)} of {len(others) + 1} tiles are missing"):
+    with pytest.raises(StateError, match=f"{len(others)} of {len(others) + 1} tiles are missing"):
         _ = mosaic.frames
     mosaic.put(others[-1], decode_tile(own_vae, crop(latents, others[-1])))
     for again in (first, others[-1]):
-        with pytest.raises(MosaicError, match="was put before"):
+        with pytest.raises(StateError, match="was put before"):
             mosaic.put(again, decode_tile(own_vae, crop(latents, again)))

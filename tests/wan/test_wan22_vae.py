@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wanstream.wan.vae.blend import Mosaic
+from wanstream.wan.vae.blend import TileBlender
 from wanstream.wan.vae.tiles import Tiling, crop
 from wanstream.wan.vae.vae import VaeInputError, WanVae, open_vae
 
@@ -67,7 +67,7 @@ class TestDecode:
         latents = noise(1, 48, 1, 9, 9)
         tiles = list(TILING.tiles(9, 9))
         random.Random(1).shuffle(tiles)
-        mosaic = Mosaic(TILING, into=torch.empty(1, 144, 144, 3))
+        mosaic = TileBlender(TILING, into=torch.empty(1, 144, 144, 3))
         for tile in tiles:
             mosaic.put(tile, vae.decode_tile(crop(latents, tile), device="cpu"))
 

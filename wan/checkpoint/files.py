@@ -28,7 +28,7 @@ class CheckpointError(CheckpointFileError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensors:
+class CheckpointTensors:
     """The tensors of one checkpoint under the keys of its files (less `PREFIX`), and the files' free-form metadata."""
 
     path: Path
@@ -36,7 +36,7 @@ class StoredTensors:
     metadata: Mapping[str, str]
 
 
-def read_stored(path: Path, *, weights: str = WEIGHTS) -> StoredTensors:
+def read_stored(path: Path, *, weights: str = WEIGHTS) -> CheckpointTensors:
     """Read the headers of everything that `path` stands for; in a folder, of `weights` or of the shards in its index.
 
     Raises:
@@ -58,17 +58,17 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == GGUF
 
 
-def _read_file(path: Path) -> StoredTensors:
+def _read_file(path: Path) -> CheckpointTensors:
     header = read_gguf_header(path) if is_gguf(path) else read_header(path)
     tensors: dict[str, FileTensor] = {}
     for key, tensor in header.tensors.items():
         if key.removeprefix(PREFIX) in tensors:
             raise CheckpointError(path, f"holds {key.removeprefix(PREFIX)} twice, with and without {PREFIX}")
         tensors[key.removeprefix(PREFIX)] = tensor
-    return StoredTensors(path=path, tensors=tensors, metadata=header.metadata)
+    return CheckpointTensors(path=path, tensors=tensors, metadata=header.metadata)
 
 
-def _read_shards(folder: Path, index_name: str) -> StoredTensors:
+def _read_shards(folder: Path, index_name: str) -> CheckpointTensors:
     index = _read_index(folder / index_name)
     tensors: dict[str, FileTensor] = {}
     metadata: dict[str, str] = {}
@@ -84,7 +84,7 @@ def _read_shards(folder: Path, index_name: str) -> StoredTensors:
     lost = sorted(index.keys() - tensors.keys())
     if lost:
         raise CheckpointError(folder / index[lost[0]], f"does not hold {lost[0]}, which {index_name} places there")
-    return StoredTensors(path=folder, tensors=tensors, metadata=metadata)
+    return CheckpointTensors(path=folder, tensors=tensors, metadata=metadata)
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...offload import Packing, decode_tensor, streamed_names
+from ...offload import QuantFormat, decode_tensor, streamed_names
 from .detect import HEAD_DIM, Shape, WanConfig
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class NoInitialValues(TorchFunctionMode):
 def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer3DModel:
     """Return the model in eval mode: every parameter on meta, the position tables, which no file holds, real.
 
-    Its embedder is a `ProjectedEmbedder`.
+    Its embedder is a `CachedEmbedder`.
     """
-    from ..experts.embedder_cache import ProjectedEmbedder
+    from ..experts.embedder_cache import CachedEmbedder
 
     model = _on_meta(config)
     with torch.device("meta"), NoInitialValues():
-        model.condition_embedder = ProjectedEmbedder(
+        model.condition_embedder = CachedEmbedder(
             width=config.num_attention_heads * HEAD_DIM,
             text_width=config.text_dim,
             frequencies=config.freq_dim,
@@ -94,7 +94,7 @@ def placed(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    packing: Packing | None,
+    packing: QuantFormat | None,
     scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return a parameter as it computes, from its stored values on the CPU: those themselves where nothing changes."""

@@ -72,13 +72,13 @@ def expert_suspicions(high: Expert, low: Expert) -> list[str]:
     return _misplaced("expert", _place_of(high.path), _place_of(low.path), high.path.name, low.path.name)
 
 
-def lora_suspicions(high: Path | None, low: Path | None, expert: Expert, *, one: bool) -> list[str]:
-    """Warnings about the LoRAs of the two experts of a model like `expert`; `one`: it has no other expert.
+def lora_suspicions(high: Path | None, low: Path | None, expert: Expert, *, single: bool) -> list[str]:
+    """Warnings about the LoRAs of the two experts of a model like `expert`; `single`: it has no other expert.
 
     Raises CheckpointFileError for a file that cannot be read.
     """
     found = []
-    if not one:
+    if not single:
         high_place, low_place = (None if path is None else _place_of(path) for path in (high, low))
         high_name, low_name = (None if path is None else path.name for path in (high, low))
         found += _misplaced("LoRA", high_place, low_place, high_name, low_name)

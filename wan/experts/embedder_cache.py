@@ -35,7 +35,7 @@ ROWS_KEPT = {"time": 64, "text": 8}
 """Rows that nobody foretold, beside those that are expected."""
 
 
-class ProjectedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
+class CachedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
     """Stands in for the embedder of a diffusers Wan model: equal parameters, equal results, each computed once.
 
     A row is computed alone, as a lane of its own would compute it, and found again by the value of its timestep or

@@ -53,9 +53,9 @@ class ExpertEngine(OffloadEngine):
         self._loras: Hashable = NO_LORAS
 
     @property
-    def outer_bytes(self) -> int:
+    def non_block_bytes(self) -> int:
         """Bytes read so far that do not stream: what is outside the blocks, and the blocks' small tensors."""
-        return self.models.outer_bytes
+        return self.models.non_block_bytes
 
     @property
     def graphs(self) -> int:

@@ -27,7 +27,7 @@ from .embedder_streaming import EmbedderWeights
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
 
-    from .embedder_cache import ProjectedEmbedder
+    from .embedder_cache import CachedEmbedder
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,7 +51,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         self._patches: Mapping[str, Mapping[str, WeightPatch]] = {}
         self._complete_ones: dict[str, PatchedParameters] = {}
         self._staying_bytes_read = 0
-        self._embedders: dict[str, ProjectedEmbedder] = {n: m.condition_embedder for n, m in self._models.items()}
+        self._embedders: dict[str, CachedEmbedder] = {n: m.condition_embedder for n, m in self._models.items()}
         self._embedder_weights = EmbedderWeights(
             experts, self._models, compute_dtype=compute_dtype, device=device, reader=self._reader
         )
@@ -69,7 +69,7 @@ class ExpertModels(Mapping[str, "WanTransformer3DModel"]):
         return self._models
 
     @property
-    def outer_bytes(self) -> int:
+    def non_block_bytes(self) -> int:
         """Bytes read so far that do not stream."""
         return self._staying_bytes_read + self._embedder_weights.bytes_read
 

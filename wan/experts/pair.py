@@ -55,14 +55,14 @@ class ExpertPair:
         self._factors = LoraFactors()
 
     @property
-    def is_one(self) -> bool:
+    def is_single(self) -> bool:
         """Whether one expert runs every step."""
         return self.low is self.high
 
     @property
     def experts(self) -> dict[str, Expert]:
         """The experts by their place: "high" and "low", or "high" alone."""
-        return {"high": self.high} if self.is_one else {"high": self.high, "low": self.low}
+        return {"high": self.high} if self.is_single else {"high": self.high, "low": self.low}
 
     @property
     def block_counts(self) -> dict[str, int]:
@@ -101,7 +101,7 @@ class ExpertPair:
             ValueError: a strength is no finite number, or one expert is given LoRAs for late steps. The former LoRAs
                 stay.
         """
-        if self.is_one and low:
+        if self.is_single and low:
             raise ValueError(
                 f"{self.high.path} is one expert, which runs every step: give {low[0][0].path} as the LoRA of the "
                 "high-noise expert, and none for the low-noise expert"
@@ -228,7 +228,7 @@ class ExpertPair:
         return 0 if self._engine is None else self._engine.host_bytes
 
     @property
-    def host_staying_bytes(self) -> int:
+    def host_resident_bytes(self) -> int:
         """Host memory of a run beside its slots, about: LoRAs in their two forms, and an embedder that waits."""
         embedders = [
             sum(tensor.nbytes for name, tensor in expert.weights.items() if part_of(name) is not None)

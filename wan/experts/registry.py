@@ -18,7 +18,7 @@ from .pair import ExpertPair
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
     """Open the experts that `ref` names, without its LoRAs: reads headers only. `shared` as for `open_experts`."""
     dtype: ComputeDtype = AUTO if ref.compute_dtype == AUTO else getattr(torch, ref.compute_dtype)
-    if ref.one:
+    if ref.single:
         return open_one_expert(ref.high_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
     return open_experts(ref.high_noise, ref.low_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 
-class GoingOn(NamedTuple):
+class SkipDecision(NamedTuple):
     """What is left of a forward pass after the first block."""
 
     lanes: Sequence[int]
@@ -17,7 +17,7 @@ class GoingOn(NamedTuple):
     """Whether these blocks are visited at all: for such lanes, or for those of another worker."""
 
 
-class Shortcut(Protocol):
+class BlockCache(Protocol):
     """What lanes take instead of blocks in one forward pass. Tokens are [1, S, dim].
 
     Where workers share the tokens of a lane, each of them has only its own behind the first block.
@@ -33,7 +33,7 @@ class Shortcut(Protocol):
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
         """The first block has made `hidden` of a lane's `tokens`, of which there may be more."""
 
-    def choose(self) -> GoingOn:
+    def choose(self) -> SkipDecision:
         """All lanes have passed the first block: which of them go on."""
 
     def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from ...schema import OUTPUT_TOKENS
 from ..experts.embedder_cache import Rows
-from .block_cache import Shortcut
+from .block_cache import BlockCache
 from .per_frame_timestep import FrameModulation, OwnTokens, frame_timesteps, pieces_of, rows_and_runs, token_runs
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Lane:
     text: torch.Tensor
     image: torch.Tensor | None = None
     against: torch.Tensor | None = None
-    """A text that is held against `text`, of any length; for models inside `held_against`."""
+    """A text that is held against `text`, of any length; for models inside `attach_nag`."""
     freedom: tuple[float, ...] | None = None
     """How free each latent frame is: its timestep by the step's, for models that take that (TI2V-5B). 0 where a frame
     is given. None: 1 for all."""
@@ -63,7 +63,7 @@ def forward_lanes(
     lanes: Sequence[Lane],
     timestep: torch.Tensor,
     visit: Callable[[int], AbstractContextManager[object]],
-    shortcut: Shortcut | None = None,
+    shortcut: BlockCache | None = None,
     own_tokens: OwnTokens | None = None,
 ) -> list[torch.Tensor]:
     """Return each lane's velocity [1, 16 or 48, T, h, w], in the model's compute dtype.
@@ -119,10 +119,10 @@ def _frame_times(
 
 def _time_rows(model: WanTransformer3DModel, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """Time [R, D] and modulation [R, 6 D] of each timestep."""
-    from ..experts.embedder_cache import ProjectedEmbedder
+    from ..experts.embedder_cache import CachedEmbedder
 
     embedder = model.condition_embedder
-    if isinstance(embedder, ProjectedEmbedder):
+    if isinstance(embedder, CachedEmbedder):
         return embedder.time_rows(timesteps)
     no_text = model.patch_embedding.weight.new_zeros(1, 1, model.config.text_dim)
     each = [embedder(torch.tensor([time]), no_text, None)[:2] for time in timesteps]
@@ -144,7 +144,7 @@ def _through_blocks(
     lanes: Sequence[Lane],
     conditions: Sequence[_Conditions],
     visit: Callable[[int], AbstractContextManager[object]],
-    shortcut: Shortcut | None,
+    shortcut: BlockCache | None,
 ) -> list[torch.Tensor]:
     """The tokens of each lane behind the last block."""
     if shortcut is not None and shortcut.whole:
@@ -171,7 +171,7 @@ def _through_blocks(
     return hidden if shortcut is None else _ended(hidden, going, shortcut)
 
 
-def _ended(hidden: Sequence[torch.Tensor], going: Sequence[int], shortcut: Shortcut) -> list[torch.Tensor]:
+def _ended(hidden: Sequence[torch.Tensor], going: Sequence[int], shortcut: BlockCache) -> list[torch.Tensor]:
     """The tokens of lanes that went on to the last block, and what the others have in their place."""
     for at in going:
         shortcut.ended(at, hidden[at])
@@ -187,10 +187,10 @@ def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
 
 def _embedded(model: WanTransformer3DModel, texts: Sequence[torch.Tensor], timestep: torch.Tensor) -> list[Rows]:
     """The timestep and each of the texts, embedded."""
-    from ..experts.embedder_cache import ProjectedEmbedder
+    from ..experts.embedder_cache import CachedEmbedder
 
     embedder = model.condition_embedder
-    if isinstance(embedder, ProjectedEmbedder):
+    if isinstance(embedder, CachedEmbedder):
         return embedder.rows(timestep, texts)
     return [embedder(timestep, text.to(model.patch_embedding.weight.dtype), None)[:3] for text in texts]
 

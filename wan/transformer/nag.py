@@ -58,7 +58,7 @@ class Nag:
 
 
 @contextmanager
-def held_against(models: Iterable[WanTransformer3DModel], nag: Nag) -> Iterator[None]:
+def attach_nag(models: Iterable[WanTransformer3DModel], nag: Nag) -> Iterator[None]:
     """While this lasts, blocks of the models take two texts where one is given twice; with one they do as before.
 
     Raises ValueError for a block whose attention to the text is of a kind that is not known here.

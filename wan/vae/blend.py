@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...schema import StateError
 from .tiles import Tile, Tiling
 
 RIGHT = -1
@@ -20,11 +21,7 @@ def stored_as(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return pixels.mul_(255).round_().to(dtype) if dtype == torch.uint8 else pixels.to(dtype)
 
 
-class MosaicError(RuntimeError):
-    """A tile or frame was put twice or out of turn, or the frames were asked for before all tiles were there."""
-
-
-class Mosaic:
+class TileBlender:
     """Tiles in any order -> frames, written into `into`, [F, H, W, 3] on the CPU: fp32 in 0..1, or uint8 in 0..255.
 
     Beside the frames it holds the edges of tiles whose neighbours are still to come, and what came too early.
@@ -44,14 +41,14 @@ class Mosaic:
     def frames(self) -> torch.Tensor:
         """All frames. Raises MosaicError while tiles are missing."""
         if self._placed < len(self._tiles):
-            raise MosaicError(f"{len(self._tiles) - self._placed} of {len(self._tiles)} tiles are missing")
+            raise StateError(f"{len(self._tiles) - self._placed} of {len(self._tiles)} tiles are missing")
         return self._frames
 
     def put(self, tile: Tile, decoded: torch.Tensor) -> None:
         """Take a tile as `decode_tile` gives it; its memory is written to. Raises MosaicError for one that was put."""
         number = self._tiles.index(tile)
         if number < self._placed or (number == self._placed and self._done) or (tile.row, tile.column) in self._early:
-            raise MosaicError(f"the tile in row {tile.row}, column {tile.column} was put before")
+            raise StateError(f"the tile in row {tile.row}, column {tile.column} was put before")
         self._early[tile.row, tile.column] = decoded
         while self._placed < len(self._tiles):
             due = self._tiles[self._placed]
@@ -66,9 +63,9 @@ class Mosaic:
         Raises MosaicError unless it is this tile's turn: row by row, and all frames of one before the next.
         """
         if self._placed == len(self._tiles) or self._tiles[self._placed] != tile:
-            raise MosaicError(f"it is not the turn of the tile in row {tile.row}, column {tile.column}")
+            raise StateError(f"it is not the turn of the tile in row {tile.row}, column {tile.column}")
         if self._done + decoded.shape[1] > len(self._frames):
-            raise MosaicError(f"{self._done + decoded.shape[1]} frames of a tile, {len(self._frames)} of the video")
+            raise StateError(f"{self._done + decoded.shape[1]} frames of a tile, {len(self._frames)} of the video")
         self._place(tile, decoded)
 
     def _place(self, tile: Tile, decoded: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CONVOLUTIONS = ("aten.convolution.default", "aten._convolution.default")
 
 
-class LiveTensors(TorchDispatchMode):
+class TensorMemoryTracker(TorchDispatchMode):
     """Between entering and leaving, what torch makes on this thread is counted from its making to its end.
 
     Storages are counted, so views cost nothing. Tensors from before cost nothing either. Inference mode keeps what
@@ -102,19 +102,19 @@ def _key(config: Mapping[str, Any]) -> str:
     return json.dumps({name: value for name, value in config.items() if not name.startswith("_")}, sort_keys=True)
 
 
-def _decode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
+def _decode(vae: AutoencoderKLWan, latent_frames: int) -> TensorMemoryTracker:
     latents = torch.empty(1, vae.config.z_dim, latent_frames, LEAST_LATENT, LEAST_LATENT, dtype=vae.dtype)
-    counted = LiveTensors()
+    counted = TensorMemoryTracker()
     with counted:
         for frames in decoded_frames(vae, latents):
             del frames
     return counted
 
 
-def _encode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
+def _encode(vae: AutoencoderKLWan, latent_frames: int) -> TensorMemoryTracker:
     side = LEAST_LATENT * vae.spatial_compression_ratio
     video = torch.empty(1, 3, FRAMES_PER_LATENT * (latent_frames - 1) + 1, side, side, dtype=vae.dtype)
-    counted = LiveTensors()
+    counted = TensorMemoryTracker()
     with counted:
         vae.encode(video)
     return counted
@@ -122,7 +122,7 @@ def _encode(vae: AutoencoderKLWan, latent_frames: int) -> LiveTensors:
 
 @functools.cache
 def _counted(
-    config: str, latent_frames: int, dtype: torch.dtype, work: Callable[[AutoencoderKLWan, int], LiveTensors]
+    config: str, latent_frames: int, dtype: torch.dtype, work: Callable[[AutoencoderKLWan, int], TensorMemoryTracker]
 ) -> int:
     from diffusers import AutoencoderKLWan
 

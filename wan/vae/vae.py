@@ -17,7 +17,7 @@ from ...schema import FP32_BYTES, FRAMES_PER_LATENT
 from ..checkpoint.components import component_folder
 from ..checkpoint.meta_model import set_parameters
 from ..latent_space import SPACES, LatentSpace, space_of
-from .blend import Mosaic, as_pixels, stored_as
+from .blend import TileBlender, as_pixels, stored_as
 from .memory import decode_pixel_bytes, encode_pixel_bytes
 from .tile_size import DecodeNeeds, VaeRoomError, smaller_tiling
 from .tiles import Tiling, crop, decode_tile, decoded_frames, empty_frames
@@ -188,7 +188,7 @@ class WanVae:
     def decode_tile(
         self, latents: torch.Tensor, *, device: torch.device | str, check: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        """Decode one tile [1, C, T, h, w] for a `Mosaic`; see `vae_tiles.decode_tile`.
+        """Decode one tile [1, C, T, h, w] for a `TileBlender`; see `vae_tiles.decode_tile`.
 
         Raises:
             VaeInputError: the latents have another shape, or are those of another VAE.
@@ -280,7 +280,7 @@ def tiled_frames(
 
     Every tile goes over as it is made: beside the frames RAM holds the edges that meet other tiles.
     """
-    mosaic = Mosaic(tiling, into=into)
+    mosaic = TileBlender(tiling, into=into)
     for tile in tiling.tiles(*latents.shape[3:]):
         check()
         for part in decoded_frames(vae, crop(latents, tile)):

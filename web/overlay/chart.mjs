@@ -181,12 +181,12 @@ export function samplesOf(run, columns) {
   const found = []
   let step = 0
   for (const sample of run.timeline?.memory ?? []) {
-    while (step < records.length && sample.at_s >= records[step].began_s + records[step].wall_s) step += 1
+    while (step < records.length && sample.at_s >= records[step].start_s + records[step].wall_s) step += 1
     const record = records[step]
     const memory = memoryOf(sample)
     // Before the first step and after the last one there is no place for them.
-    if (memory?.kind !== kind || !record?.wall_s || sample.at_s < (record.began_s ?? Infinity)) continue
-    found.push([(step + (sample.at_s - record.began_s) / record.wall_s) / each, memory.bytes])
+    if (memory?.kind !== kind || !record?.wall_s || sample.at_s < (record.start_s ?? Infinity)) continue
+    found.push([(step + (sample.at_s - record.start_s) / record.wall_s) / each, memory.bytes])
   }
   return found
 }

@@ -120,7 +120,7 @@ function mostText(records, prefix) {
 export function stepText(record, predicted) {
   const parts = [
     say("step", record.index, expertText(record.expert)),
-    say(record.stall_file_s ? "partsWithFiles" : "parts", ...secondsOf(record).map(secondsText)),
+    say(record.stall_on_read_s ? "partsWithFiles" : "parts", ...secondsOf(record).map(secondsText)),
     routeText("moved", record.bytes_moved, record.copy_s),
     routeText("read", record.read_bytes, record.read_s)
   ]
@@ -139,7 +139,7 @@ const secondsOf = (record) => [
   record.compute_s,
   record.stall_s,
   outsideSeconds(record),
-  record.stall_file_s ?? 0
+  record.stall_on_read_s ?? 0
 ]
 
 function routeText(key, bytes, seconds) {

@@ -45,7 +45,7 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failed:
+class JobFailed:
     """The workflow ended early, for this reason."""
 
     reason: str
@@ -61,10 +61,10 @@ class Unknown:
     """The host knows no such workflow: it never arrived, was taken out of the queue, or was lost in a restart."""
 
 
-Outcome: TypeAlias = UnderWay | Ended | Failed | Interrupted | Unknown
+Outcome: TypeAlias = UnderWay | Ended | JobFailed | Interrupted | Unknown
 
 
-class Host(Protocol):
+class BatchBackend(Protocol):
     """Runs workflows under ids that the batch gives them. Every method but `halt` may raise UnreachableError."""
 
     window: int

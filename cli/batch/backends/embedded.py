@@ -17,14 +17,14 @@ from ....host.embedded import (
     NodeFailedError,
     NodeProgress,
     Prompt,
-    RunStoppedError,
-    embedded_door,
+    embedded_host,
     run_workflow,
     validate_workflow,
 )
+from ....schema import Cancelled
 from ..full_disk import FULL_DISK
 from ..output_store import LATENT
-from .base import Ended, Failed, MadeFile, Outcome, RefusedError, Unknown
+from .base import Ended, JobFailed, MadeFile, Outcome, RefusedError, Unknown
 
 
 class DiskFullError(OSError):
@@ -35,7 +35,7 @@ class DiskFullError(OSError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class EmbeddedOptions:
     """The environment of a workflow: node classes, folders of models, inputs and results, device (None: a GPU)."""
 
     nodes: Sequence[type[ComfyNode]]
@@ -52,13 +52,13 @@ class Surroundings:
         return validate_workflow(prompt, self.nodes, **folders).lines()
 
 
-class EmbeddedHost:
-    """Implements `Host`. The experts stay open from row to row; they are closed at the end of the `with`."""
+class EmbeddedBackend:
+    """Implements `BatchBackend`. The experts stay open from row to row; they are closed at the end of the `with`."""
 
     window = 1
 
     def __init__(
-        self, around: Surroundings, workshop: Path, on_progress: Callable[[NodeProgress], None] | None = None
+        self, around: EmbeddedOptions, workshop: Path, on_progress: Callable[[NodeProgress], None] | None = None
     ) -> None:
         """What the workflows save lies below `workshop` until it is fetched."""
         self._around = around
@@ -67,13 +67,13 @@ class EmbeddedHost:
         self._posted: dict[str, Prompt] = {}
         self._ended: dict[str, Ended] = {}
 
-    def __enter__(self) -> EmbeddedHost:
+    def __enter__(self) -> EmbeddedBackend:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        embedded_door.free_experts()
+        embedded_host.free_experts()
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
         faults = self._around.faults(prompt)
@@ -93,8 +93,8 @@ class EmbeddedHost:
                 raise DiskFullError(err.__cause__.errno, str(err)) from err
             if not isinstance(err.__cause__, ValueError | OSError):  # no refusal but a fault, ours or a library's
                 traceback.print_exception(err.__cause__)
-            return Failed(reason=str(err))
-        except RunStoppedError:
+            return JobFailed(reason=str(err))
+        except Cancelled:
             return Unknown()
         self._ended[prompt_id] = Ended(files=_files(prompt_id, history))
         return self._ended[prompt_id]
@@ -113,7 +113,7 @@ class EmbeddedHost:
         self._remove(self._workshop / prompt_id)
 
     def halt(self) -> None:
-        embedded_door.stop()
+        embedded_host.stop()
 
     def _run(self, prompt_id: str, prompt: Prompt) -> History:
         return run_workflow(

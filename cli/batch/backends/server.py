@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ....host.embedded import Prompt, Verdict
-from .base import Ended, Failed, Interrupted, MadeFile, Outcome, RefusedError, UnderWay, Unknown, UnreachableError
+from .base import Ended, Interrupted, JobFailed, MadeFile, Outcome, RefusedError, UnderWay, Unknown, UnreachableError
 from .comfy_client import ComfyClient, NotComfyUIError
 from .object_info import ObjectInfo
 
 _OK, _BAD_REQUEST, _TOO_LARGE, _BROKEN = 200, 400, 413, 500
 
 
-class ServerHost:
-    """Implements `Host`. One workflow runs there while another one waits, so that the server is never idle."""
+class ServerBackend:
+    """Implements `BatchBackend`. One workflow runs there while another one waits, so that the server is never idle."""
 
     window = 2
 
@@ -92,7 +92,7 @@ def _outcome(job: Mapping[str, Any]) -> Outcome:
     if job["status"] == "cancelled":
         return Interrupted()
     if job["status"] != "completed":
-        return Failed(reason=_failure(job.get("execution_error") or {}))
+        return JobFailed(reason=_failure(job.get("execution_error") or {}))
     return Ended(files=_files(job.get("outputs") or {}))
 
 
