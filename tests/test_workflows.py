@@ -18,9 +18,8 @@ import pytest
 import torch
 from PIL import Image, ImageChops, ImageStat
 
-from wanstream.host.embedded.adapter import embedded_host
-from wanstream.host.embedded.run import run_workflow
 from wanstream.nodes import WanStreamExtension
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.tools.arrange import NOTE_TYPE, models_of
 from wanstream.tools.graphs import by_name, names_of
 from wanstream.tools.layout import TITLE

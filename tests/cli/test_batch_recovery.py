@@ -12,8 +12,8 @@ import pytest
 
 from wanstream.cli import main
 from wanstream.cli.batch import command as batch_module
-from wanstream.cli.batch.backends import embedded as batch_embedded
 from wanstream.cli.exit_codes import DONE, FAILED, INVALID
+from wanstream.host.embedded.run import NodeFailedError, Workflow
 from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.tests.faults.replaced import computing_replaced, frames_of, named_models
 
@@ -43,13 +43,13 @@ def batch(tmp_path: Path) -> Iterator[Batch]:
 def computed(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seeds that were computed so far."""
     seeds: list[int] = []
-    inner = batch_embedded.run_workflow
+    inner = Workflow.run
 
-    def counted(prompt: dict, **named: object) -> object:
-        seeds.append(prompt["sampler"]["inputs"]["seed"])
-        return inner(prompt, **named)
+    def counted(workflow: Workflow, **options: object) -> object:
+        seeds.append(workflow.verdict.prompt["sampler"]["inputs"]["seed"])
+        return inner(workflow, **options)
 
-    monkeypatch.setattr(batch_embedded, "run_workflow", counted)
+    monkeypatch.setattr(Workflow, "run", counted)
     return seeds
 
 
@@ -222,13 +222,13 @@ def test_files_that_the_journal_has_are_not_opened_at_the_start(
 def runs(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Number of videos that each run of a workflow has saved."""
     saved: list[int] = []
-    inner = batch_embedded.run_workflow
+    inner = Workflow.run
 
-    def counted(prompt: dict, **named: object) -> object:
-        saved.append(sum(node["class_type"] == "WanStreamSaveVideo" for node in prompt.values()))
-        return inner(prompt, **named)
+    def counted(workflow: Workflow, **options: object) -> object:
+        saved.append(sum(node["class_type"] == "WanStreamSaveVideo" for node in workflow.verdict.prompt.values()))
+        return inner(workflow, **options)
 
-    monkeypatch.setattr(batch_embedded, "run_workflow", counted)
+    monkeypatch.setattr(Workflow, "run", counted)
     return saved
 
 
@@ -329,18 +329,19 @@ def test_latents_of_killed_rows_go_when_the_rows_are_done_and_others_are_named(
     batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    inner = batch_embedded.run_workflow
+    inner = Workflow.run
     left: list[Path] = []
 
-    def killed(prompt: dict, *, output: Path, **named: object) -> object:
-        left.append(latent_of(out, output.name))
+    def killed(workflow: Workflow, **options: object) -> object:
+        prompt = workflow.verdict.prompt
+        left.append(latent_of(out, workflow.folders.output.name))
         if prompt["sampler"]["inputs"]["seed"] == 1 and len(left) == 1:
             raise SystemExit(9)
         if prompt["sampler"]["inputs"]["seed"] == 2:
-            raise batch_embedded.NodeFailedError("frames", "WanStreamVAEDecode", ValueError("no room"))
-        return inner(prompt, output=output, **named)
+            raise NodeFailedError("frames", "WanStreamVAEDecode", ValueError("no room"))
+        return inner(workflow, **options)
 
-    monkeypatch.setattr(batch_embedded, "run_workflow", killed)
+    monkeypatch.setattr(Workflow, "run", killed)
     with pytest.raises(SystemExit):
         batch()
     assert [path.exists() for path in left] == [True]
@@ -352,7 +353,7 @@ def test_latents_of_killed_rows_go_when_the_rows_are_done_and_others_are_named(
     assert f"the latent of line 2, which is not done, is kept in {left[2]}" in told
     assert f"the latent of a row that is not in the batch, which is not done, is kept in {stranger}" in told
     assert told.count("is kept in") == 2
-    monkeypatch.setattr(batch_embedded, "run_workflow", inner)
+    monkeypatch.setattr(Workflow, "run", inner)
     assert batch() == DONE
     assert not left[2].exists()
     assert stranger.exists()

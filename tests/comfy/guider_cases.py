@@ -34,7 +34,7 @@ from installed_pack import load_pack
 from safetensors.torch import save_file
 
 load_pack()
-from wanstream.host import host  # noqa: E402
+from wanstream.host import current_host  # noqa: E402
 from wanstream.host.auto_policy import AutoPlanner  # noqa: E402
 from wanstream.host.comfy.guider import ExpertsGuider  # noqa: E402
 from wanstream.host.comfy.sampler_dry_run import predicted_sigmas, random_state_kept  # noqa: E402
@@ -154,7 +154,7 @@ def sampled(
 def _simple(name: str = "euler") -> torch.Tensor:
     """Sigmas as KSampler makes them for that sampler."""
     discard = name in ADVANCED.DISCARD_PENULTIMATE_SIGMA_SAMPLERS
-    sigmas = host.sigmas("simple", STEPS + discard, 1.0, SHIFT)
+    sigmas = current_host().sigmas("simple", STEPS + discard, 1.0, SHIFT)
     return torch.cat([sigmas[:-2], sigmas[-1:]]) if discard else sigmas
 
 
@@ -301,18 +301,20 @@ def _slow_machine() -> Machine:
 def foretold_case(side: Side) -> dict[str, object]:
     """What is announced of a run before its first call, on a machine that is known and on one that is not."""
     sampler, told = comfy.samplers.sampler_object("heun"), []
-    host.free_experts()
-    host.announce = lambda event, payload: told.append(payload["predicted"]) if event == "wanstream.begin" else None
-    host._planner, before = AutoPlanner(known=lambda *_: None), host._planner
+    current_host().free_experts()
+    current_host().announce = lambda event, payload: (
+        told.append(payload["predicted"]) if event == "wanstream.begin" else None
+    )
+    current_host()._planner, before = AutoPlanner(known=lambda *_: None), current_host()._planner
     guider = side.ours()
     try:
         sampled(guider, sampler, _simple())
-        host._planner = AutoPlanner(known=lambda *_: _slow_machine())
-        host.free_experts()
+        current_host()._planner = AutoPlanner(known=lambda *_: _slow_machine())
+        current_host().free_experts()
         sampled(guider, sampler, _simple())
     finally:
-        host._planner = before
-        del host.announce
+        current_host()._planner = before
+        del current_host().announce
     unknown, known = told
 
     def of(steps: list[Any]) -> list[list[Any]]:
@@ -331,15 +333,15 @@ def chosen_case(side: Side) -> dict[str, object]:
     machine = _slow_machine()
     sampler = comfy.samplers.sampler_object("heun")
     whole = sampled(side.ours(), sampler, _simple())
-    host.free_experts()
-    host._planner, before = AutoPlanner(lambda *_: machine), host._planner
+    current_host().free_experts()
+    current_host()._planner, before = AutoPlanner(lambda *_: machine), current_host()._planner
     try:
         guider = side.ours(policy=AutoOffload())
         results = [sampled(guider, sampler, _simple()) for _ in range(2)]
     finally:
-        host._planner = before
+        current_host()._planner = before
     told, moved = guider.timeline.changes, sum(step.bytes_moved for step in guider.timeline.steps)
-    host.free_experts()
+    current_host().free_experts()
     return {"equal": [torch.equal(each, whole) for each in results], "told": told, "moved": moved}
 
 
@@ -393,7 +395,7 @@ def same_as_our_sampler_case(side: Side) -> dict[str, object]:
     noise = comfy.sample.prepare_noise(torch.zeros(SHAPE), SEED)
     texts = {"negative": side.negative[0][0], "guidance": GUIDANCE, "boundary_ratio": BOUNDARY}
     request = DenoiseRequest(noise, side.positive[0][0], sigmas=_simple(), solver="euler", **texts)
-    run = denoise(host.experts(side.ref), request, policy=OffloadPolicy.layerwise(), device="cpu")
+    run = denoise(current_host().experts(side.ref), request, policy=OffloadPolicy.layerwise(), device="cpu")
     raw = guider.model_patcher.model.process_latent_out(run.latents)
     theirs, ours = run.timeline.steps, guider.timeline.steps
     return {
@@ -580,13 +582,13 @@ def preview_case(side: Side) -> dict[str, object]:
         euler = comfy.samplers.sampler_object("euler")
         inputs = {"noise": noise, "guider": side.ours(), "sampler": euler, "sigmas": _simple()[:4]}
         out, denoised = _results(nodes_custom_sampler.SamplerCustomAdvanced, **inputs, latent_image=latent)
-        bar = host.progress(4, None)
+        bar = current_host().progress(4, None)
         bar.update(1, _normal(*SHAPE, seed=6))
         bar.update(4)
     comfy.cli_args.args.preview_method = methods.Latent2RGB
     wan22 = shown["48 channels"] = []
     comfy.utils.set_progress_bar_global_hook(lambda done, total, preview, *_, **__: wan22.append(preview[1].size))
-    host.progress(4, None).update(1, _normal(1, 48, 2, 4, 3, seed=6))
+    current_host().progress(4, None).update(1, _normal(1, 48, 2, 4, 3, seed=6))
     comfy.utils.set_progress_bar_global_hook(None)
     kept = out["samples"], denoised["samples"]
     return {**shown, "shapes": [list(each.shape) for each in kept], "finite": [bool(e.isfinite().all()) for e in kept]}
@@ -660,7 +662,7 @@ def answers(folder: str) -> dict[str, object]:
     text, image = Side(Path(folder), "t2v"), Side(Path(folder), "i2v")
     cases: dict[str, Callable[[], object]] = {
         **{f"sampler {n}": partial(sampler_case, text, n) for n in comfy.samplers.SAMPLER_NAMES},
-        **{f"schedule {n}": partial(schedule_case, text, n) for n in host.schedule_names()},
+        **{f"schedule {n}": partial(schedule_case, text, n) for n in current_host().schedule_names()},
         **{
             f"cfg {guidance} {n}": partial(cfg_case, text, guidance, n)
             for guidance in ((1.0, 1.0), (1.0, 3.0), (4.0, 1.0))

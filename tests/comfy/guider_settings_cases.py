@@ -22,7 +22,7 @@ from guider_cases import (
     sampled,
 )
 
-from wanstream.host import host
+from wanstream.host import current_host
 from wanstream.host.auto_policy import AutoPlanner
 from wanstream.plan import AutoOffload
 from wanstream.plan.visits import SkipRule
@@ -53,7 +53,7 @@ def request_of(side: Side, **more: Any) -> DenoiseRequest:
 
 
 def magnitudes(side: Side) -> MagCache:
-    pair = host.experts(side.ref)
+    pair = current_host().experts(side.ref)
     table, _ = calibrate(pair, request_of(side), policy=LAYERWISE, device="cpu", source="a test")
     return MagCache(table=table, rule=SkipRule(threshold=1e9, max_consecutive_skips=1, retention=0.0))
 
@@ -65,7 +65,7 @@ def same_case(side: Side, set_to: Callable[[], dict[str, Any]]) -> dict[str, obj
     result = run_long(guider)
     said = settings.pop("guidance", Guidance())
     run = denoise(
-        host.experts(side.ref),
+        current_host().experts(side.ref),
         request_of(side, guidance_steps=said.steps, nag=said.nag, **settings),
         policy=LAYERWISE,
         device="cpu",
@@ -123,7 +123,7 @@ def no_steps_case(side: Side) -> bool:
 
 def _processors(side: Side) -> set[str]:
     """The kinds of attention to the text that the experts are left with."""
-    models = host.experts(side.ref).engine(LAYERWISE, torch.device("cpu")).models
+    models = current_host().experts(side.ref).engine(LAYERWISE, torch.device("cpu")).models
     return {type(block.attn2.processor).__name__ for name in ("high", "low") for block in models[name].blocks}
 
 
@@ -153,31 +153,33 @@ def room_case(side: Side) -> dict[str, object]:
 def first_stays_case(side: Side) -> dict[str, object]:
     """A first-block cache keeps its block, also under a policy that the planner chose."""
     whole = run_long(side.ours(cache=SOME))
-    machine, before = _slow_machine(), host._planner
-    host.free_experts()
-    host._planner = AutoPlanner(lambda *_: machine)
+    machine, before = _slow_machine(), current_host()._planner
+    current_host().free_experts()
+    current_host()._planner = AutoPlanner(lambda *_: machine)
     try:
         guider = side.ours(cache=SOME, policy=AutoOffload())
         chosen = run_long(guider)
     finally:
-        host._planner = before
-        host.free_experts()
+        current_host()._planner = before
+        current_host().free_experts()
     return {"equal": torch.equal(whole, chosen), "keeps": guider.model_patcher.policy.pin_first_block}
 
 
 def foretold_skips_case(side: Side) -> dict[str, object]:
     """What is announced of a run that leaves out steps by magnitudes."""
-    told, before = [], host._planner
+    told, before = [], current_host()._planner
     cache = magnitudes(side)
-    host.free_experts()
-    host._planner = AutoPlanner(known=lambda *_: _slow_machine())
-    host.announce = lambda event, payload: told.append(payload["predicted"]) if event == "wanstream.begin" else None
+    current_host().free_experts()
+    current_host()._planner = AutoPlanner(known=lambda *_: _slow_machine())
+    current_host().announce = lambda event, payload: (
+        told.append(payload["predicted"]) if event == "wanstream.begin" else None
+    )
     guider = side.ours(cache=cache)
     try:
         run_long(guider)
     finally:
-        host._planner = before
-        del host.announce
+        current_host()._planner = before
+        del current_host().announce
     foretold = [step["skipped_visits"] for step in told[0]["steps"]]
     return {"foretold": foretold, "found": [step.skipped_visits for step in guider.timeline.steps]}
 

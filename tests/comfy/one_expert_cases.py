@@ -20,7 +20,7 @@ from comfy_extras.nodes_wan import WanImageToVideo
 from guider_cases import _difference, _normal, _refusal, _told
 
 import nodes
-from wanstream.host import host
+from wanstream.host import current_host
 from wanstream.nodes.guider import WanStreamGuider
 from wanstream.nodes.sampler import WanStreamSampler
 from wanstream.schema.experts_ref import ExpertsRef
@@ -159,5 +159,5 @@ def answers(folder: str) -> dict[str, object]:
         "blind sampler": _refusal(lambda: image.by_our_sampler(blind, latent)),
         "blind guider": _refusal(lambda: image.by_guider(image.guider(blind), latent)),
     }
-    host.free_experts()
+    current_host().free_experts()
     return found

@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.load_image import LoadImage
 from wanstream.host.folders import diffusers_folders, output_file
+from wanstream.tests.support.embedded import embedded_host
 
 pytestmark = pytest.mark.comfy
 

@@ -16,7 +16,8 @@ from installed_pack import load_pack
 
 load_pack()
 models = Path(arguments[0])
-from wanstream.host import host
+from wanstream.host import current_host
+host = current_host()
 
 def names():
     return {kind: host.model_names(kind) for kind in ("diffusion_models", "vae", "loras", "text_encoders")}

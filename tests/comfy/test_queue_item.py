@@ -14,7 +14,8 @@ import torch
 from installed_pack import load_pack
 load_pack()
 from comfy_execution.utils import CurrentNodeContext
-from wanstream.host import host
+from wanstream.host import current_host
+host = current_host()
 
 outside = host.ledger()
 with outside.phase("open", torch.device("cpu")):
@@ -35,7 +36,8 @@ DYNAMIC = """
 from comfy import memory_management
 from installed_pack import load_pack
 load_pack()
-from wanstream.host import host
+from wanstream.host import current_host
+host = current_host()
 
 before = host.dynamic_bytes()
 memory_management.aimdo_enabled = True  # as main.py does where a GPU is there

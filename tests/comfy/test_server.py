@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes import WanStreamExtension
+from wanstream.tests.support.embedded import embedded_host
 
 pytestmark = pytest.mark.comfy
 

@@ -10,7 +10,8 @@ import pytest
 ASK = """
 from installed_pack import load_pack
 load_pack()
-from wanstream.host import host
+from wanstream.host import current_host
+host = current_host()
 from wanstream.nodes.load import WanStreamExperts
 from wanstream.nodes.lora import WanStreamLora
 asked = [WanStreamExperts.fingerprint_inputs(high_noise="a"), WanStreamLora.fingerprint_inputs(low_noise="b")]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host import host, io
-from wanstream.host.api import OutsideFolderError
-from wanstream.host.embedded.run import History, run_workflow
+from wanstream.host import current_host, io
+from wanstream.host.embedded.run import History
+from wanstream.host.folders import OutsideFolderError
+from wanstream.tests.support.embedded import run_workflow
 
 
 class Number(io.ComfyNode):
@@ -69,16 +70,16 @@ class Show(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, prefix: str | None = None) -> bool | str:
         try:
-            host.check_output(prefix or "a")
+            current_host().check_output(prefix or "a")
         except OutsideFolderError as err:
             return str(err)
         return True
 
     @classmethod
     def execute(cls, number: int, prefix: str = "") -> io.NodeOutput:
-        bar = host.progress(2, cls.hidden.unique_id)
+        bar = current_host().progress(2, cls.hidden.unique_id)
         bar.update(1)
-        host.raise_if_stopped()
+        current_host().raise_if_stopped()
         bar.update(2)
         shown = {"number": number, "inference": torch.is_inference_mode_enabled(), "id": cls.hidden.unique_id}
         return io.NodeOutput(ui={"shown": (shown,), "prompt": [cls.hidden.prompt], "info": [cls.hidden.extra_pnginfo]})

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from wanstream.host import host, io
-from wanstream.host.embedded.adapter import NodeProgress, embedded_host
+from wanstream.host import current_host, io
+from wanstream.host.api import HostApi
+from wanstream.host.embedded.adapter import EmbeddedHost, Folders, NodeProgress
 from wanstream.host.embedded.graph import Link, UnsupportedNodeError, nodes_by_id, plan_steps
-from wanstream.host.embedded.run import History, NodeFailedError
+from wanstream.host.embedded.run import History, NodeFailedError, load_workflow
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.schema import Cancelled, StateError
+from wanstream.tests.support.embedded import embedded_host
 
 # 1 is read twice, and 5 not at all.
 PROMPT: dict[str, Any] = {
@@ -100,7 +102,7 @@ def test_a_stopped_run_ends_and_the_next_one_runs(run: Callable[..., History]) -
 
     with pytest.raises(Cancelled):
         run(PROMPT, on_progress=stop_at_three)
-    assert host.should_stop() is False
+    assert current_host().should_stop() is False
     assert run(PROMPT).outputs["4"]["shown"][0]["number"] == 41
 
 
@@ -123,7 +125,38 @@ def test_two_runs_at_once_are_refused(run: Callable[..., History]) -> None:
             refused.append(raised.value)
 
     assert run(PROMPT, on_progress=start_another).outputs
-    assert "one at a time" in str(refused[0])
+    assert "use another EmbeddedHost" in str(refused[0])
+
+
+def test_two_hosts_run_in_one_process_at_once(nodes: SimpleNamespace, tmp_path: Path) -> None:
+    """Each node reaches the host that runs it, inside another run as well as on another thread."""
+    hosts = {name: EmbeddedHost() for name in ("outer", "inner", "thread")}
+
+    def start(name: str, on_progress: Callable[[NodeProgress], None] | None = None) -> History:
+        folders = Folders(models=tmp_path, output=tmp_path / name, input=tmp_path)
+        workflow = load_workflow(PROMPT, host=hosts[name], nodes=nodes.all, folders=folders)
+        return workflow.run(on_progress=on_progress)
+
+    reached: dict[str, list[HostApi]] = {name: [] for name in hosts}
+    histories: list[History] = []
+
+    def follow(name: str) -> Callable[[NodeProgress], None]:
+        return lambda progress: reached[name].append(current_host())
+
+    def start_others(progress: NodeProgress) -> None:
+        if not histories:
+            thread = threading.Thread(target=lambda: histories.append(start("thread", follow("thread"))))
+            thread.start()
+            histories.append(start("inner", follow("inner")))
+            thread.join()
+        reached["outer"].append(current_host())
+
+    histories.append(start("outer", start_others))
+    assert [history.outputs["4"]["shown"][0]["number"] for history in histories] == [41, 41, 41]
+    for name, host in hosts.items():
+        assert reached[name]
+        assert set(map(id, reached[name])) == {id(host)}
+    assert current_host() not in hosts.values()
 
 
 def test_a_stop_from_another_thread_is_seen(run: Callable[..., History]) -> None:
@@ -171,9 +204,9 @@ def test_models_are_named_only_inside_a_run(run: Callable[..., History], tmp_pat
     folder = tmp_path / "models" / "vae"
     folder.mkdir(parents=True)
     (folder / "wan.safetensors").touch()
-    assert host.model_names("vae") == []
+    assert current_host().model_names("vae") == []
     with pytest.raises(StateError):
-        host.model_path("wan.safetensors", "vae")
+        current_host().model_path("wan.safetensors", "vae")
     seen: list[list[str]] = []
-    run(PROMPT, on_progress=lambda progress: seen.append(host.model_names("vae", "diffusers")))
+    run(PROMPT, on_progress=lambda progress: seen.append(current_host().model_names("vae", "diffusers")))
     assert seen[0] == ["wan.safetensors"]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from wanstream.host.embedded.graph import WorkflowFormatError, api_prompt
-from wanstream.host.embedded.run import validate_workflow
 from wanstream.host.embedded.validate import Verdict
+from wanstream.tests.support.embedded import validate_workflow
 
 GOOD: dict[str, Any] = {
     "1": {"class_type": "Number", "inputs": {"value": 3}},

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.host.api import ModelNotFoundError, OutputNameError, OutsideFolderError
-from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.host.embedded.adapter import Folders
 from wanstream.host.folders import (
     GGUF_FILES,
     KeptNames,
+    ModelNotFoundError,
+    OutputNameError,
+    OutsideFolderError,
     check_output,
     diffusers_folders,
     find_model,
@@ -20,6 +22,7 @@ from wanstream.host.folders import (
     output_file,
     weight_files,
 )
+from wanstream.tests.support.embedded import embedded_host
 
 OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "..", ".", "", "a/..", "../top-twin/x"]
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 from PIL import Image
 
-from wanstream.host.embedded.adapter import NodeProgress, embedded_host
-from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs.trials import tensor_digest
 from wanstream.schema import Cancelled, Timeline
 from wanstream.schema.text_format import seconds_text
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())

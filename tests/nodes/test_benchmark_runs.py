@@ -14,7 +14,7 @@ from wanstream.bench import Report
 from wanstream.bench.trial_matrix import MatrixError, TrialMatrix
 from wanstream.distributed.driver.stage_run import RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError
-from wanstream.host.embedded.adapter import Folders, NodeProgress, embedded_host
+from wanstream.host.embedded.adapter import Folders, NodeProgress
 from wanstream.nodes.runs.benchmark import Benchmark, measure, named_runs
 from wanstream.nodes.runs.run_experts import SamplerRun
 from wanstream.nodes.runs.trials import TrialTimes
@@ -24,6 +24,7 @@ from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunS
 from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, WorkersRef
 from wanstream.schema.experts_ref import ExpertsRef, LoraRef
 from wanstream.schema.version import VERSION
+from wanstream.tests.support.embedded import embedded_host
 
 EXPERTS = ExpertsRef(high_noise=Path("/models/high.safetensors"), low_noise=Path("/models/low.safetensors"))
 LATENTS = torch.zeros(1, 16, 1, 2, 2)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import embedded_host
-from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.cache import WanStreamCache
 from wanstream.sampling.cache.settings import PRESETS, FirstBlockCache, MagCache
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders, NodeProgress, embedded_host
-from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.adapter import Folders, NodeProgress
+from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes import latents as latent
 from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
@@ -26,6 +26,7 @@ from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.nodes.workers import workers_inputs
 from wanstream.sampling import NoRoomError
 from wanstream.schema import Cancelled
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.wan.vae.blend import as_pixels
 from wanstream.wan.vae.tile_size import HEAP_BYTES, VaeRoomError, too_little
 from wanstream.wan.vae.tiles import Tiling

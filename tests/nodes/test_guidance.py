@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import embedded_host
-from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.context_windows import WanStreamContextWindows, windows_of
@@ -20,6 +19,7 @@ from wanstream.nodes.guidance import WanStreamGuidance
 from wanstream.sampling import RequestError
 from wanstream.sampling.inputs.request import Guidance, parse_scales
 from wanstream.schema.context_windows import ContextWindows
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.wan import Nag
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from wanstream.host.api import NeedsComfyUIError
-from wanstream.host.embedded.adapter import Folders, embedded_host
-from wanstream.host.embedded.run import NodeFailedError, run_workflow
+from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.run import NodeFailedError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.guider import WanStreamGuider, WanStreamSigmas
 from wanstream.nodes.loaders import WanStreamOneExpert
@@ -24,6 +24,7 @@ from wanstream.sampling.schedules import make_schedule
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.experts_ref import ExpertsRef
 from wanstream.testing.wan21 import I2V_FILE, T2V_FILE
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 PAIR = {"boundary_ratio": 0.875, "guidance_high": 4.0, "guidance_low": 3.0}

@@ -15,8 +15,7 @@ from PIL import Image
 from wanstream.cli.batch.lanes import lane_pass
 from wanstream.host import io
 from wanstream.host.api import LoadedExperts
-from wanstream.host.embedded.adapter import embedded_host
-from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.batch_sampler import WanStreamLaneLatent
@@ -24,6 +23,7 @@ from wanstream.sampling import RequestError
 from wanstream.sampling import working_bytes as needed
 from wanstream.schema import OffloadPolicy, Timeline
 from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())

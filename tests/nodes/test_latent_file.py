@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders, embedded_host
-from wanstream.host.embedded.run import NodeFailedError, run_workflow, validate_workflow
+from wanstream.host.embedded.adapter import Folders
+from wanstream.host.embedded.run import NodeFailedError
 from wanstream.nodes.decode import WanStreamSaveVideo
 from wanstream.nodes.runs import latent_backup as latent_file
 from wanstream.nodes.runs.latent_backup import (
@@ -27,6 +27,7 @@ from wanstream.nodes.runs.latent_backup import (
 )
 from wanstream.nodes.runs.video_file import VideoFileError
 from wanstream.schema import Cancelled
+from wanstream.tests.support.embedded import embedded_host, run_workflow, validate_workflow
 from wanstream.wan.vae.tile_size import VaeRoomError
 from wanstream.wan.vae.vae import NoRoomToDecodeError
 

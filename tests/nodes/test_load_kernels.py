@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from wanstream.devices import compute_dtype
-from wanstream.host import host, io
-from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.host import current_host, io
+from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.loaders import WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.runs.benchmark import _expert_words
 from wanstream.schema.experts_ref import ExpertsRef
 from wanstream.testing.wan21 import T2V_FILE
+from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.transformer.kernels import INDUCTOR, Kernels, KernelsError
 
 PAIR = {
@@ -44,12 +45,12 @@ def loaded(loader: type[io.ComfyNode], files: dict[str, str], **kernels: object)
 @pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])
 def test_the_choice_travels_by_value_and_reopens_nothing(loader: type[io.ComfyNode], files: dict[str, str]) -> None:
     before = loaded(loader, files)
-    pair = host.experts(before)
+    pair = current_host().experts(before)
     chosen = loaded(loader, files, attention="sdpa", compile=True)
     assert chosen == replace(before, attention="sdpa", compile=True) != before
-    assert host.experts(chosen) is pair
+    assert current_host().experts(chosen) is pair
     assert pair.kernels == Kernels(attention="sdpa", compiler=INDUCTOR)
-    assert host.experts(before).kernels == Kernels()
+    assert current_host().experts(before).kernels == Kernels()
 
 
 @pytest.mark.parametrize(("loader", "files"), LOADERS, ids=["pair", "one"])
@@ -81,9 +82,9 @@ def test_auto_is_resolved_where_it_is_used_and_stays_auto_for_workers(
         ref = loader.execute(**files, compute_dtype="auto").args[0]  # type: ignore[attr-defined]
     name = str(dtype).removeprefix("torch.")
     assert ref.compute_dtype == "auto"
-    pair = host.experts(ref)
+    pair = current_host().experts(ref)
     assert pair.compute_dtype == dtype
-    assert host.experts(replace(ref, compute_dtype=name)) is pair, "the same dtype chosen is the same pair"
+    assert current_host().experts(replace(ref, compute_dtype=name)) is pair, "the same dtype chosen is the same pair"
     assert f"compute_dtype auto: the blocks compute in {name} on cpu" in caplog.text
     assert loader.execute(**files, compute_dtype="fp16").args[0].compute_dtype == "float16"  # type: ignore[attr-defined]
     (choice,) = (each for each in loader.define_schema().inputs if each.id == "compute_dtype")

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wanstream.host.embedded.adapter import embedded_host
-from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.schema.experts_ref import ExpertsRef, LoraRef
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 T2V = Path(__file__).parents[2] / "workflows" / "api" / "t2v.json"
 NODES = asyncio.run(WanStreamExtension().get_node_list())

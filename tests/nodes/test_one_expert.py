@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.loaders import WanStreamOneExpert
 from wanstream.nodes.sampler import WanStreamSampler, settings_for
@@ -17,6 +17,7 @@ from wanstream.sampling import RequestError
 from wanstream.schema import ExpertsRef, WorkersRef
 from wanstream.schema.workers_ref import IN_PROCESS
 from wanstream.testing.wan21 import CLIP_FILE, I2V_FILE, T2V_FILE, T2V_PIPELINE
+from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.image_encoder import open_image_encoder
 

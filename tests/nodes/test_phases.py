@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from wanstream.host import host, io
-from wanstream.host.embedded.adapter import embedded_host
-from wanstream.host.embedded.run import run_workflow
+from wanstream.host import current_host, io
 from wanstream.nodes import WanStreamExtension
 from wanstream.schema import Timeline
 from wanstream.telemetry.phases import QueueItemPhases
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 NODES = asyncio.run(WanStreamExtension().get_node_list())
@@ -34,7 +33,7 @@ class Peek(io.ComfyNode):
 
     @classmethod
     def execute(cls, latent: dict[str, Any]) -> io.NodeOutput:
-        cls.seen.append((host.run_id(), host.ledger()))
+        cls.seen.append((current_host().run_id(), current_host().ledger()))
         return io.NodeOutput()
 
 
@@ -65,4 +64,4 @@ def test_a_queue_item_has_all_its_phases(prompt: dict[str, Any], sample_models: 
     assert first_id != second_id
     for ledger in (first, second):
         assert [phase.name for phase in ledger.phases()] == [*OF_THE_RUN, "decode", "save"]
-    assert (host.run_id(), host.ledger().phases()) == (None, ()), "nothing runs any more"
+    assert (current_host().run_id(), current_host().ledger().phases()) == (None, ()), "nothing runs any more"

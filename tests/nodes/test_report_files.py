@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from wanstream.bench import Report, Trial, Variant
-from wanstream.host.api import OutputFile
+from wanstream.host.folders import OutputFile
 from wanstream.nodes.runs.report_files import ReportFileError, ReportFiles
 from wanstream.schema import StepRecord, Timeline
 

@@ -15,12 +15,13 @@ from PIL import Image
 
 from wanstream.host import io
 from wanstream.host.api import LoadedExperts
-from wanstream.host.embedded.adapter import NodeProgress, embedded_host
-from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.schema import Cancelled, OffloadPolicy, Timeline
 from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.wan.vae.vae import open_vae
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from wanstream.host import io
-from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.decode import WanStreamVAEDecode
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.text import WanStreamTextEncode
 from wanstream.schema import WorkersRef
 from wanstream.schema.workers_ref import IN_PROCESS
+from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan import open_text_encoder
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import open_vae

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.latents import WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.loaders import SAME_FOLDER, WanStreamExperts, WanStreamOneExpert
 from wanstream.nodes.sampler import WanStreamSampler
@@ -18,6 +18,7 @@ from wanstream.schema import WorkersRef
 from wanstream.schema.workers_ref import IN_PROCESS
 from wanstream.testing.ti2v import TI2V_FILE, TI2V_PIPELINE, WAN22_VAE_FILE
 from wanstream.testing.wan21 import T2V_FILE
+from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.checkpoint.files import CheckpointError
 
 SIZE = {"width": 64, "height": 32, "frames": 9}

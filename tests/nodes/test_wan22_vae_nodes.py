@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.host.embedded.adapter import Folders
 from wanstream.nodes.latents import GivenImageError, WanStreamEmptyLatent, WanStreamImageToVideo
 from wanstream.nodes.runs.decode import DecodeSettings, decode_images, decode_to_file
 from wanstream.nodes.runs.latent_backup import VideoRefusedError
 from wanstream.sampling import RequestError
 from wanstream.schema import WorkersRef
 from wanstream.schema.workers_ref import IN_PROCESS
+from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.latent_space import WAN22, denormalise
 from wanstream.wan.vae.tile_size import HEAP_BYTES
 from wanstream.wan.vae.tiles import Tiling, TilingError

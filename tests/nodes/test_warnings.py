@@ -15,11 +15,11 @@ from wanstream.cli import main
 from wanstream.cli.exit_codes import DONE, FAILED, INVALID
 from wanstream.host import io
 from wanstream.host.comfy.user_settings import STRICT, setting_is_on
-from wanstream.host.embedded.adapter import embedded_host
-from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.nodes import WanStreamExtension, sockets
 from wanstream.nodes.inputs import StrictError
 from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[2] / "workflows" / "api"
 PACK_NODES = asyncio.run(WanStreamExtension().get_node_list())

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from wanstream.host.clusters import VARIABLE
-from wanstream.host.embedded.adapter import NodeProgress, embedded_host
-from wanstream.host.embedded.run import History, NodeFailedError, run_workflow
+from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.schema import Cancelled, Timeline, WorkersRef
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())
 WORKFLOW = Path(__file__).parents[2] / "workflows" / "api" / "workers.json"
