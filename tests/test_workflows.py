@@ -1,6 +1,6 @@
 """The shipped workflows, without a ComfyUI: canvas file, API twin and thumbnail say the same, and nodes know it all.
 
-That the frontend agrees is shown in `tests/browser`, that a server does in `tests/comfy`.
+That the frontend agrees is shown in `tests/integration/browser`, that a server does in `tests/integration/comfy`.
 """
 
 from __future__ import annotations
