@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.cli.batch.command.full_disk import is_full_disk
-from wanstream.cli.batch.command.journal import DamagedJournalError, Journal, JournalError, Lock, LockedError, copy_of
-from wanstream.cli.batch.command.journal_entry import Entry, KeptFile, State
-from wanstream.cli.batch.command.rows import Row
+from wanstream.cli.batch.full_disk import is_full_disk
+from wanstream.cli.batch.journal import DamagedJournalError, Journal, JournalError, Lock, LockedError, copy_of
+from wanstream.cli.batch.journal_entry import Entry, KeptFile, State
+from wanstream.cli.batch.rows import Row
 
 FILE = KeptFile(name="00001.mp4", size=3, sha256="abc")
 
