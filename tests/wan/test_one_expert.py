@@ -216,7 +216,7 @@ def test_what_is_no_single_expert_is_refused(
     with pytest.raises(CheckpointError, match="does not exist"):
         open_one_expert(tmp_path / "nothing")
     image = tiny_expert_file(**IMAGE)
-    with pytest.raises(CheckpointError, match=r"has an image branch, .* open it as one expert"):
+    with pytest.raises(CheckpointError, match=r"has an image branch, .* open it as a single model"):
         open_experts(image, image)
     for settings in ({"compute_dtype": torch.float64}, {"storage": "fp4"}):
         with pytest.raises(ValueError, match=r"compute_dtype is|storage is"):

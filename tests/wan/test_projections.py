@@ -13,7 +13,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedder_cache import ROWS_KEPT, CachedEmbedder, part_of
+from wanstream.wan.experts.embedder_cache import MAX_EXTRA_ROWS, CachedEmbedder, part_of
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.transformer.kernels import Kernels
@@ -97,13 +97,13 @@ class TestRows:
 
     def test_those_that_nobody_foretold_do_not_pile_up(self, engine: ExpertEngine) -> None:
         engine.expect({H: [9.0]}, {H: [_text(1)]})
-        for time in range(ROWS_KEPT["time"] + 20):
+        for time in range(MAX_EXTRA_ROWS["time"] + 20):
             _rows(engine, H, 100.0 + time, _text(1))
         seen = _watch(engine, H)
         _rows(engine, H, 9.0, _text(1))
         _rows(engine, H, 100.0 + time, _text(1))
         assert seen == []
-        assert len(_embedder(engine, H)._times) <= ROWS_KEPT["time"] + 2
+        assert len(_embedder(engine, H)._times) <= MAX_EXTRA_ROWS["time"] + 2
 
     def test_they_serve_outside_inference_mode(self, engine: ExpertEngine) -> None:
         with torch.inference_mode():

@@ -12,8 +12,13 @@ from gguf import GGUFWriter
 from safetensors.torch import save_file
 
 from wanstream.tools.model_files import MODEL_FILES
+from wanstream.wan.checkpoint.mismatches import (
+    expert_suspicions,
+    is_image_to_video_name,
+    lora_suspicions,
+    place_from_name,
+)
 from wanstream.wan.checkpoint.open import Expert, open_expert
-from wanstream.wan.checkpoint.suspicions import expert_suspicions, lora_suspicions, named_place, names_image_to_video
 
 Write = Callable[..., Path]
 
@@ -99,9 +104,9 @@ def test_experts_are_known_by_their_names(experts: Callable[..., list[Expert]], 
 
 def test_the_official_files_are_known_by_their_names() -> None:
     for name in MODEL_FILES:
-        named = named_place(name)
+        named = place_from_name(name)
         assert (named.place if named else None) == ("high" if "high" in name else "low" if "low" in name else None)
-        assert names_image_to_video(name) == ("i2v" in name and "ti2v" not in name)
+        assert is_image_to_video_name(name) == ("i2v" in name and "ti2v" not in name)
 
 
 def test_two_experts_of_one_place_are_noticed_where_the_name_is_clear(experts: Callable[..., list[Expert]]) -> None:
