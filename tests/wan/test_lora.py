@@ -1,4 +1,4 @@
-"""LoRA files opened by their header: what is found in them, and what is refused."""
+"""Opening of LoRA files by their header: matched parameters, scales and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Q = "diffusion_model.blocks.1.self_attn.q"
 
 @pytest.fixture
 def config():
-    """Of the tiny experts."""
+    """Return a config of the tiny experts."""
     return WanConfig(
         num_attention_heads=2,
         num_layers=4,
@@ -84,7 +84,7 @@ class TestOpened:
         assert open_lora(lora_file(tensors)).differences["blocks.1.attn1.to_q.bias"].scale == 0.5
 
     def test_only_the_header_and_the_alphas_are_read(self, lora_file, lightning):
-        """A factor that is not finite is noticed when it is read."""
+        """A factor that is not finite is refused when it is read."""
         tensors = lightning()
         tensors[f"{Q}.lora_up.weight"][:] = float("nan")
         assert open_lora(lora_file(tensors)).low_rank["blocks.1.attn1.to_q.weight"].scale == 0.5
@@ -337,7 +337,7 @@ class TestFit:
     @pytest.mark.parametrize("channels", [16, 36])
     @pytest.mark.parametrize("kind", ["product", "difference", "both"])
     def test_the_latents_of_the_other_family_are_left_out(self, lora_file, config, caplog, channels, kind):
-        """A LoRA made for text to video serves image to video, as it does in ComfyUI."""
+        """A text-to-video LoRA works with image to video, as in ComfyUI."""
         other = 52 - channels
         tensors = layer()
         if kind != "difference":

@@ -1,4 +1,4 @@
-"""Warnings of swapped or unfitting files: by names of real files, by headers and by a few tensors."""
+"""Warnings about swapped or mismatched files: names of real files, headers and a few tensors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FOR_BOTH = [
     "Highland_cow",
     "allow_list",
 ]
-"""LoRAs that are used for both experts, or whose names only look as if they were for one."""
+"""LoRAs that are used for both experts, or have a name that only seems to state one."""
 
 
 def _names(names: tuple[str, str, str]) -> list[str]:
@@ -151,7 +151,7 @@ def test_loras_are_known_by_their_names(tmp_path: Path, tiny_expert_file: Write,
 
 
 @pytest.mark.parametrize("name", FOR_BOTH)
-def test_a_lora_for_both_experts_raises_no_suspicion(tmp_path: Path, t2v: Expert, name: str) -> None:
+def test_a_lora_for_both_experts_raises_no_warning(tmp_path: Path, t2v: Expert, name: str) -> None:
     file = _lora(tmp_path / f"{name}.safetensors")
     for pair in ((file, file), (file, None), (None, file)):
         assert lora_suspicions(*pair, t2v, single=False) == []
@@ -189,7 +189,7 @@ def test_the_name_in_the_header_of_a_gguf_file_counts(tmp_path: Path, t2v: Exper
 
 
 def _i2v_like(expert: Expert) -> Expert:
-    """Of another family, so that no tensor of a LoRA is looked for."""
+    """Return a copy of another family, so that the tensors of a LoRA are not checked."""
     from dataclasses import replace
 
     return replace(expert, config=replace(expert.config, in_channels=36))
@@ -224,6 +224,6 @@ def test_a_lora_for_image_to_video_is_noticed_on_text_to_video(
 
 
 @pytest.mark.parametrize("name", ["wan_t2v_i2v_style", "ti2v_5B_style", "wan_t2v_style", "anti2vibe"])
-def test_a_lora_that_may_be_for_text_raises_no_suspicion(tmp_path: Path, t2v: Expert, name: str) -> None:
+def test_a_lora_that_may_be_for_text_raises_no_warning(tmp_path: Path, t2v: Expert, name: str) -> None:
     patches = {PATCHES: torch.zeros(2, 16, 1, 2, 2)}
     assert lora_suspicions(_lora(tmp_path / f"{name}.safetensors", None, **patches), None, t2v, single=False) == []

@@ -1,4 +1,4 @@
-"""Wan2.2 TI2V-5B as one expert: in every form, with timesteps of frames, in all that blocks compute with."""
+"""Wan2.2 TI2V-5B as a single model: every format, per-frame timesteps, all kernels of blocks."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def match_weights(
     """Return the file tensor of each parameter of `module`, in the order of the module.
 
     Args:
-        aliases: alternative parameter names, in files or in the module, by canonical name.
+        aliases: map from alternative parameter names, in files or in the module, to the canonical ones.
         dtypes: dtypes that the file may use.
         described_by: source of the module's sizes, for messages.
         key_of: function from a parameter name to its key in the files, for messages.

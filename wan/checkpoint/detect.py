@@ -31,7 +31,8 @@ KNOWN_CHANNELS = (
 # Parameters that only Wan2.1 I2V has: the embedder of CLIP image features, and their projections in each block.
 IMAGE_BRANCH = re.compile(r"condition_embedder\.image_embedder\.|blocks\.\d+\.attn2\.(add_[kv]_proj|norm_added_k)\.")
 
-# Key prefixes of model variants, under native and diffusers' names; a plain expert has none of them.
+# Key prefixes of model variants, under native and diffusers' names; a plain expert has none of
+# them. The first match wins, so "audio_proj.audio_proj_glob" has to precede "audio_proj.".
 OTHER_MODELS = (
     (("vace_blocks.", "vace_patch_embedding."), "a VACE model"),
     (("face_adapter.", "motion_encoder.", "pose_patch_embedding."), "an Animate model"),

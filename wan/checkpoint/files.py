@@ -15,6 +15,7 @@ from ...offload import CheckpointFileError, FileTensor, read_gguf_header, read_h
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+# Named in a message only: unpickling a file can run code, so these are never opened.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 GGUF = ".gguf"
@@ -97,6 +98,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(path, "has no weight_map")
     for shard in shards.values():
+        # An index must not be able to name files outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(path, f"names the shard {shard!r}; a shard is a file in the same folder")
     return shards

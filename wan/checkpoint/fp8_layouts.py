@@ -39,7 +39,7 @@ FILE_SCALE = ".scale_weight"
 LAYER_SCALE = ".weight_scale"
 INPUT_SCALES = (".scale_input", ".input_scale")
 
-MAX_MARKER_BYTES = 4096
+MAX_MARKER_BYTES = 4096  # a larger tensor of that name is not a marker and is not read
 
 logger = logging.getLogger("wanstream.checkpoint")
 

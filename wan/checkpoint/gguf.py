@@ -72,7 +72,7 @@ def is_merged(stored: Shape, expected: Shape) -> bool:
     for size in stored:
         merged = 1
         while merged < size:
-            merged *= next(sizes, 0) or size + 1
+            merged *= next(sizes, 0) or size + 1  # beyond `size`, so that the loop ends when no sizes are left
         if merged != size:
             return False
     return next(sizes, None) is None

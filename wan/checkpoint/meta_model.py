@@ -52,6 +52,7 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
             image_width=config.image_dim,
             compute_dtype=compute_dtype,
         )
+    # A copy for each model, because `.to(device)` moves the buffers of a module in place.
     model.rope = copy.deepcopy(_position_tables(config.patch_size, model.config.rope_max_seq_len))
     return model.eval().requires_grad_(False)
 
@@ -59,6 +60,7 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
 @functools.cache
 def parameter_shapes(config: WanConfig) -> Mapping[str, Shape]:
     """Return the name and shape of every parameter of the model that `config` describes."""
+    # Build one block and repeat its shapes, because all blocks are equal.
     one_block = _on_meta(replace(config, num_layers=1))
     shapes = {name: tuple(parameter.shape) for name, parameter in one_block.named_parameters()}
     block = {name.removeprefix(FIRST_BLOCK): shapes.pop(name) for name in list(shapes) if name.startswith(FIRST_BLOCK)}

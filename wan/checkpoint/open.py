@@ -51,6 +51,7 @@ def open_expert(path: Path) -> Expert:
         check_architecture(path, stored.metadata)
     if (path / CONFIG).is_file():
         refuse_other_classes(path, read_config(path))
+    # Refuse variants before the shapes are checked, so that the message names the variant and not its first extra key.
     refuse_other_types(path, stored.metadata)
     refuse_other_models(path, stored.tensors)
     resolved = resolve_scales(path, stored.tensors, stored.metadata, read_tensors)

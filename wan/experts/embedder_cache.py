@@ -94,6 +94,7 @@ class CachedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
 
     def set_expected(self, timesteps: Sequence[float], texts: Iterable[torch.Tensor]) -> None:
         """Set the timesteps and texts of the next run and drop the rows of all others. Computes nothing."""
+        # Rounded to float32 because the timesteps of a run are: rows are looked up by equality.
         self._expected_times = tuple(dict.fromkeys(torch.tensor(timesteps, dtype=torch.float32).tolist()))
         self._expected_texts = {self._digest(text): text for text in texts}
         self._times = {time: row for time, row in self._times.items() if time in self._expected_times}
@@ -170,6 +171,7 @@ class CachedEmbedder(WanTimeTextImageEmbedding):  # type: ignore[misc]
         return row
 
     def _digest(self, text: torch.Tensor) -> Hashable:
+        # Hashing copies the text to the CPU, so the digest of a tensor is cached for the lifetime of the tensor.
         if text not in self._digests:
             whole = hashlib.blake2b(host_bytes(text.to("cpu").contiguous()).data, digest_size=16).digest()
             self._digests[text] = (whole, tuple(text.shape), text.dtype)

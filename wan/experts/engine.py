@@ -42,6 +42,7 @@ class ExpertEngine(OffloadEngine):
         self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
         self._compute_dtype = compute_dtype
         self._kernels, self._chunk_tokens = Kernels(), policy.chunk_tokens
+        # Chunked forwards replace `block.forward`, so they have to be installed before any hook wraps the block.
         self.models.kernels.set(self._kernels, self._chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
         source = block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct)

@@ -83,7 +83,7 @@ def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> W
 
 
 def _scaled(stored: torch.Tensor, factor: float) -> torch.Tensor:
-    return stored.to(torch.float32, copy=True).mul_(factor)
+    return stored.to(torch.float32, copy=True).mul_(factor)  # `stored` is in the cache and must not change
 
 
 def _concatenated(parts: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor | None:

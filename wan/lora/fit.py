@@ -37,6 +37,7 @@ def fit_lora(lora: LoraFile, config: WanConfig) -> LoraFile:
         CheckpointError: names the first layer that does not fit, with both shapes.
     """
     shapes = parameter_shapes(config)
+    # First, because an expert without an image branch would refuse these parameters below.
     if config.image_dim is None:
         lora = _without_image_branch(lora)
     for parameter in (*lora.low_rank, *lora.differences):
