@@ -1,4 +1,4 @@
-"""A lane, and LoRA files in the spellings of every trainer."""
+"""Fixtures: a lane, and LoRA files in the spellings of every trainer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANK, ALPHA = 4, 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a trainer spells its keys; without `alpha` the scale is in the factors."""
+    """Key spelling of a trainer; without `alpha` the scale is folded into the factors."""
 
     prefix: str = "diffusion_model."
     down: str = ".lora_down.weight"
@@ -65,7 +65,7 @@ STYLES = {
 
 
 def spelt(lora: Tensors, style: Style, *, biases: bool) -> Tensors:
-    """`lora`, a lightning LoRA, with the keys of another style; its alpha / rank is a power of two, so bits stay."""
+    """Return a lightning LoRA with the keys of another style; alpha / rank is a power of two, so values are exact."""
     names = {Style().layer(name): name for name in _layers(lora)}
     tensors: Tensors = {}
     for key, tensor in lora.items():
@@ -99,7 +99,7 @@ def lane() -> Lane:
 
 @pytest.fixture(params=STYLES)
 def style(request: pytest.FixtureRequest) -> str:
-    """Every way in which keys are spelt, in turn, as a name for `lora_file(style=...)`."""
+    """Name of every spelling of keys in turn, for `lora_file(style=...)`."""
     return request.param
 
 
@@ -111,7 +111,7 @@ def lightning(make_tiny_expert: Callable[..., WanTransformer3DModel]) -> Callabl
 
 @pytest.fixture
 def lora_file(tmp_path: Path, lightning: Callable[..., Tensors]) -> Callable[..., Path]:
-    """`lora_file(tensors=None, seed=0, style="lightning", biases=True, metadata=None)`: a LoRA file of its own."""
+    """`lora_file(tensors=None, seed=0, style="lightning", biases=True, metadata=None)`: the path of a new LoRA file."""
     count = iter(range(1000))
 
     def write(

@@ -1,4 +1,4 @@
-"""A model with an image branch, and what CLIP sees, on a GPU: the values of the plain models there."""
+"""Model with an image branch and the CLIP image encoder on a GPU, against plain models there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LoRAs add to streamed experts: against diffusers' fused LoRA, by hand, and in every spelling."""
+"""LoRAs on streamed experts in every spelling, against diffusers' fused LoRA and against sums by hand."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def pair(tiny_expert_folder):
 
 
 def run(pair, lane, policy=POLICIES["layerwise"], steps=STEPS):
-    """The velocities of one run that takes one step after the other, side by side."""
+    """Return the concatenated velocities of one run of single steps."""
     engine = pair.engine(policy, "cpu")
     velocities = []
-    with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as going:
+    with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as engine_run:
         for step, expert in enumerate(steps):
             timestep = torch.tensor([990.0 - step])
-            visit = lambda block, at=(step, expert): going.visit(*at, block)  # noqa: E731
+            visit = lambda block, at=(step, expert): engine_run.visit(*at, block)  # noqa: E731
             velocities += forward_lanes(engine.models[expert], [lane], timestep, visit)
     return torch.cat(velocities)
 
 
 def run_plain(models, lane, steps=STEPS):
-    """The same with whole models."""
+    """Return the same velocities from whole models."""
     with torch.no_grad():
         return torch.cat(
             [
@@ -208,7 +208,7 @@ class TestEveryParameter:
                 continue
             layer = "diffusion_model." + native_transformer_name(name).removesuffix(".weight")
             rank = rank % 5 + 1  # layers of different ranks
-            # The factors of a convolution have its kernel's dimensions.
+            # The factors of a convolution have the dimensions of its kernel.
             up = 0.05 * torch.randn(parameter.shape[0], rank, *[1] * (parameter.ndim - 2), generator=generator)
             down = 0.05 * torch.randn(rank, *parameter.shape[1:], generator=generator)
             tensors |= {f"{layer}.lora_up.weight": up, f"{layer}.lora_down.weight": down}
@@ -230,7 +230,7 @@ class TestEveryParameter:
 
 class TestOtherFamily:
     def test_a_text_to_video_lora_on_image_to_video_experts(self, tiny_expert_file, lora_file, lightning):
-        """All of it is added but for the layer that takes the latents."""
+        """All of it is added except for the patch embedding."""
         shared = lightning(seed=3) | {"diffusion_model.blocks.1.diff_m": 0.1 * torch.ones(1, 6, 256)}
         other = {"diffusion_model.patch_embedding.diff": torch.ones(256, 16, 1, 2, 2)}
         one, two = open_lora(lora_file(shared)), open_lora(lora_file(shared | other))
@@ -250,7 +250,7 @@ class TestOtherFamily:
 
 class TestPackedBase:
     def test_gguf(self, make_tiny_expert, lora_file, lightning, lane, tmp_path):
-        """Packed values are decoded first; the whole LoRA is added to what they stand for."""
+        """Packed values are decoded first, and the whole LoRA is added to the decoded values."""
         path = tmp_path / "expert.gguf"
         model = save_expert_gguf(make_tiny_expert(**HIGH), path, types=q4_k_m)
         by_hand(model, lightning(seed=3), 0.05)
@@ -272,7 +272,7 @@ class TestPackedBase:
 
 class TestBf16:
     def test_what_stays_rounds_once(self, tiny_expert_file, make_tiny_expert, lora_file, lane):
-        """In bf16 the patched weights are as near to the exact ones as bf16 is."""
+        """Patched bf16 weights are as close to the exact ones as bf16 allows."""
         path = tiny_expert_file(dtype=torch.bfloat16, **HIGH)
         lora = open_lora(lora_file({k: v.bfloat16() for k, v in time_lora().items()}))
         with open_experts(path, path) as pair:
@@ -291,7 +291,7 @@ class TestBf16:
 
 
 def test_the_sample_loras_keep_the_result_in_order(sample_models):
-    """They change it by a visible part and not by more."""
+    """The LoRAs change the result noticeably, but not beyond recognition."""
     names = [f"wan2.2_t2v_lightx2v_4steps_lora_v1.1_{expert}_noise.safetensors" for expert in ("high", "low")]
     loras = [open_lora(sample_models / "loras" / name) for name in names]
     generator = torch.Generator().manual_seed(0)

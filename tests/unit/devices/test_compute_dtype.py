@@ -1,4 +1,4 @@
-"""The dtype of `compute_dtype` auto: by the units of the device, and by what keeps torch from their use."""
+"""Choice of the dtype for `compute_dtype="auto"`: units of the device, and settings that disable them."""
 
 from __future__ import annotations
 

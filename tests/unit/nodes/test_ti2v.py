@@ -86,9 +86,9 @@ def test_a_video_of_an_image_begins_with_it_on_workers_too(text: list[list[Any]]
 def test_what_does_not_belong_together_is_told(text: list[list[Any]]) -> None:
     with pytest.raises(CheckpointError, match=r"is one expert: give the low-noise expert too"):
         WanStreamExperts.execute(TI2V_FILE.name, SAME_FOLDER, "fp32")
-    with pytest.raises(CheckpointError, match=r"has no transformer_2: .* open this as one expert"):
+    with pytest.raises(CheckpointError, match=r"has no transformer_2: .* open this as a single model"):
         WanStreamExperts.execute(TI2V_PIPELINE.name, SAME_FOLDER, "fp32")
-    with pytest.raises(CheckpointError, match=r"is Wan2.2 TI2V-5B \(48 channels\), which is one expert"):
+    with pytest.raises(CheckpointError, match=r"is Wan2.2 TI2V-5B \(48 channels\), which is a single model"):
         WanStreamExperts.execute(TI2V_FILE.name, TI2V_FILE.name, "fp32")
     (ours,), (theirs,) = (WanStreamOneExpert.execute(file.name, "fp32").args for file in (TI2V_FILE, T2V_FILE))
     (plain,) = WanStreamEmptyLatent.execute(**SIZE, batch_size=1).args

@@ -1,4 +1,4 @@
-"""The two latent spaces: their numbers, and the way between raw and normalised latents."""
+"""The two latent spaces: statistics, and conversion between raw and normalised latents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestNormalising:
         assert torch.allclose(back, raw, atol=1e-6 if dtype == torch.float32 else 3e-2)
 
 
-@pytest.mark.parametrize("way", [normalise, denormalise])
-def test_other_latents_are_refused(way):
+@pytest.mark.parametrize("convert", [normalise, denormalise])
+def test_other_latents_are_refused(convert):
     with pytest.raises(LatentSpaceError, match="4 channels"):
-        way(noise(1, 4, 1, 2, 2))
+        convert(noise(1, 4, 1, 2, 2))

@@ -1,4 +1,4 @@
-"""A model of one expert in every form that it comes in: detection, streamed forwards, memory told, what is refused."""
+"""Single models in every file format: detection, streamed forwards, predicted memory, refusals."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 def _lane(pair: ExpertPair) -> Lane:
     image = None if pair.high.config.image_dim is None else _normal(1, 17, pair.high.config.image_dim, seed=3)
-    text = _normal(
-        1, 7 if image is None else 512, 4096, seed=2
-    )  # diffusers takes what is before 512 rows for the image
+    # diffusers treats all rows before the last 512 as the image.
+    text = _normal(1, 7 if image is None else 512, 4096, seed=2)
     return Lane(latents=_normal(1, pair.in_channels, 2, 4, 6, seed=1), text=text, image=image)
 
 
@@ -54,7 +53,7 @@ def _streamed(pair: ExpertPair, lane: Lane, policy: OffloadPolicy = POLICY) -> t
     return velocity
 
 
-def _own(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
+def _reference(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
     dtype = model.patch_embedding.weight.dtype
     image = None if lane.image is None else lane.image.to(dtype)
     with torch.inference_mode():
@@ -74,7 +73,7 @@ def test_it_computes_what_diffusers_computes(
         parameter.data = parameter.data.clone()  # aligned as our views are
     with open_one_expert(tiny_expert_folder(**shape), compute_dtype=dtype) as pair:
         lane = _lane(pair)
-        assert torch.equal(_streamed(pair, lane), _own(model, lane))
+        assert torch.equal(_streamed(pair, lane), _reference(model, lane))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_it_computes_what_diffusers_computes(
 def test_it_is_known_in_every_form(
     shape: dict[str, int], form: str, tiny_expert_file: Folder, tiny_expert_folder: Folder, tmp_path: Path
 ) -> None:
-    """By its tensors alone; what is exact in the file gives the same bits as the folder does."""
+    """Detect the model by its tensors; an exact file gives the same bits as the folder."""
     if form == "gguf":
         path = tmp_path / "wan.gguf"
         save_expert_gguf(
@@ -122,12 +121,12 @@ def test_it_is_known_in_every_form(
 def test_memory_is_that_of_one(shape: dict[str, int], tiny_expert_folder: Folder) -> None:
     folder = tiny_expert_folder(**shape)
     with open_one_expert(folder, compute_dtype=torch.float32) as pair:
-        told = pair.device_bytes(POLICY, device="cpu")
+        predicted = pair.device_bytes(POLICY, device="cpu")
         engine = pair.engine(POLICY, "cpu")
         engine.take_buffers()
         assert list(engine.models) == ["high"]
-        assert engine.models["high"] is not None  # what does not stream is there now
-        assert pair.loaded_bytes == told
+        assert engine.models["high"] is not None  # loads the resident parameters
+        assert pair.loaded_bytes == predicted
 
 
 def test_a_pair_takes_twice_what_stays(tiny_expert_folder: Folder) -> None:
@@ -148,7 +147,7 @@ def test_the_image_branch_stays_on_the_device(tiny_expert_folder: Folder) -> Non
 
 
 def test_a_lora_changes_the_image_branch(tiny_expert_folder: Folder, tmp_path: Path) -> None:
-    """In a block, where it streams, and outside, where it stays."""
+    """A LoRA changes a streamed weight in a block and a resident one outside."""
     folder = tiny_expert_folder(**IMAGE)
     tensors = {
         "diffusion_model.blocks.1.cross_attn.v_img.lora_down.weight": _normal(4, 256, seed=5),
@@ -164,7 +163,7 @@ def test_a_lora_changes_the_image_branch(tiny_expert_folder: Folder, tmp_path: P
         lane = _lane(pair)
         before = _streamed(pair, lane)
         pair.set_loras(high=[(open_lora(tmp_path / "lora.safetensors"), 1.0)], low=[])
-        found, expected = _streamed(pair, lane), _own(model, lane)
+        found, expected = _streamed(pair, lane), _reference(model, lane)
         assert (found - expected).norm() / expected.norm() < 1e-5
         assert (before - expected).norm() / expected.norm() > 1e-3
         pair.set_loras(high=[], low=[])
@@ -216,7 +215,7 @@ def test_what_is_no_single_expert_is_refused(
     with pytest.raises(CheckpointError, match="does not exist"):
         open_one_expert(tmp_path / "nothing")
     image = tiny_expert_file(**IMAGE)
-    with pytest.raises(CheckpointError, match=r"has an image branch, .* open it as one expert"):
+    with pytest.raises(CheckpointError, match=r"has an image branch, .* open it as a single model"):
         open_experts(image, image)
     for settings in ({"compute_dtype": torch.float64}, {"storage": "fp4"}):
         with pytest.raises(ValueError, match=r"compute_dtype is|storage is"):

@@ -1,4 +1,4 @@
-"""Wan2.2 TI2V-5B as one expert: in every form, with timesteps of frames, in all that blocks compute with."""
+"""Wan2.2 TI2V-5B as a single model: every format, per-frame timesteps, all kernels of blocks."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_it_is_known_in_every_form(
 def test_as_one_of_a_pair_it_is_refused(tiny_expert_folder: Folder, tiny_expert_file: Folder) -> None:
     other, ours = tiny_expert_folder(), tiny_expert_file(**SHAPE)
     for pair in ((ours, ours), (ours, other), (other, ours)):
-        with pytest.raises(CheckpointError, match=r"is Wan2.2 TI2V-5B \(48 channels\), .* open it as one expert"):
+        with pytest.raises(CheckpointError, match=r"is Wan2.2 TI2V-5B \(48 channels\), .* open it as a single model"):
             open_experts(*pair)
 
 

@@ -1,4 +1,4 @@
-"""Variants of Wan are refused by their name, by what only the header says and by their tensors."""
+"""Variants of Wan, which are refused by their class name, header or tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REFUSED = {
     "no object within": (json.dumps({"transformer": "t2v"}), "is not a JSON object"),
     "nothing within": (json.dumps({"transformer": None}), "is not a JSON object"),
 }
-"""Declarations of a header, and the refusal. ComfyUI fails to load those that are no objects as well."""
+"""Config in the header, and the refusal. ComfyUI cannot load a config that is not an object either."""
 
 ACCEPTED = {
     "t2v": _config(model_type="t2v"),
@@ -128,7 +128,7 @@ def test_a_folder_of_the_original_class_is_opened_where_its_type_can_run(
             open_expert(tmp_path)
 
 
-# The tensor by which ComfyUI knows each variant (comfy/model_detection.py), and its name in our refusal.
+# The tensor by which ComfyUI detects each variant (comfy/model_detection.py), and its name in our refusal.
 VARIANTS = {
     "vace_patch_embedding.weight": "VACE",
     "vace_blocks.0.after_proj.weight": "VACE",

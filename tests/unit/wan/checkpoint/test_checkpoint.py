@@ -1,4 +1,4 @@
-"""Opening an expert: in every layout, each parameter's place and value; whatever is wrong, an error that names it."""
+"""Opening of experts: location and value of each parameter in every layout, and errors that name the fault."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def dequantised(expert):
-    """Every parameter of an opened expert in fp32."""
+    """Return every parameter of an opened expert in fp32."""
     weights, scales = read_tensors(expert.weights), read_tensors(expert.scales)
     return {
         name: weight.float() * scales[name] if name in scales else weight.float() for name, weight in weights.items()
@@ -31,7 +31,7 @@ def dequantised(expert):
 
 
 def assert_holds(expert, model):
-    """The expert's files hold exactly the parameters of `model`."""
+    """Assert that the expert's files contain exactly the parameters of `model`."""
     values, expected = dequantised(expert), model.state_dict()
     assert values.keys() == expected.keys()
     for name, value in values.items():
@@ -174,7 +174,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def without_scales_and_marks(tensors, metadata):
-    """An fp8 file by metadata that lists no layer any more, its scales gone with them."""
+    """Remove all layers from the metadata of an fp8 file, and their scales."""
     metadata["_quantization_metadata"] = json.dumps({"layers": {}})
     for key in [key for key in tensors if key.endswith(".weight_scale")]:
         del tensors[key]
@@ -256,7 +256,7 @@ class TestFp8:
     @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
     @pytest.mark.parametrize("everything", [False, True])
     def test_a_plain_cast_is_loaded_with_one_note(self, edited, make_tiny_expert, caplog, dtype, everything):
-        """Only the matrices of the blocks, or every tensor of the file."""
+        """Cast only the matrices of the blocks, or every tensor of the file."""
 
         def chosen(key):
             return everything or (key.startswith("blocks.") and key.endswith(".weight") and ".norm" not in key)
@@ -329,7 +329,7 @@ class TestRefused:
 class TestRefusedFolders:
     @pytest.fixture
     def sharded(self, tiny_expert_folder, tmp_path):
-        """A sharded folder of the test's own, its index, and how to write that back."""
+        """Yield a sharded folder, its index, and a function that writes the index."""
         folder = shutil.copytree(tiny_expert_folder(shards=3), tmp_path / "transformer")
         return folder, json.loads((folder / INDEX).read_text())
 

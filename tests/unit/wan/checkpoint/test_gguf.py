@@ -1,4 +1,4 @@
-"""Experts in GGUF: every way such files are laid out, streamed against plain models of what they hold."""
+"""Experts in GGUF files: every layout, streamed against plain models with the decoded values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES = {
 
 @pytest.fixture(scope="module")
 def gguf_expert(tmp_path_factory, make_tiny_expert):
-    """`gguf_expert(types="Q4_K_M", seed=0, ...)`: the path of a file, and the fp32 model that it stands for."""
+    """`gguf_expert(types="Q4_K_M", seed=0, ...)`: the path of a file, and the fp32 model with its values."""
 
     @functools.cache
     def write(*, types="Q4_K_M", seed=0, in_channels=16, **how):
@@ -49,7 +49,7 @@ def gguf_expert(tmp_path_factory, make_tiny_expert):
 
 @pytest.fixture
 def edited(gguf_expert, tmp_path):
-    """`edited(name=tensor, ..., fields=...)`: a copy of a Q8_0 file with those tensors in the place of its own.
+    """`edited(name=tensor, ..., fields=...)`: a copy of a Q8_0 file with these tensors replaced.
 
     A tensor is an array, an array and its type, or None for none; keys are native ones.
     """
@@ -85,7 +85,7 @@ def lane():
 
 
 def held(expert):
-    """Every parameter of an opened expert in fp32."""
+    """Return every parameter of an opened expert in fp32."""
     values = {}
     for name, stored in read_tensors(expert.weights).items():
         values[name] = torch.empty(expert.weights[name].shape)
@@ -126,7 +126,7 @@ class TestOpened:
         assert_holds(open_expert(edited(architecture=architecture)), gguf_expert(types="Q8_0")[1])
 
     def test_leading_ones_may_be_gone(self, edited, gguf_expert):
-        """As in files that ggml itself has written: it counts dimensions from the other end, and not these."""
+        """Files written by ggml, which drops leading ones because it counts dimensions from the other end."""
         model = gguf_expert(types="Q8_0")[1]
         tables = {f"blocks.{i}.modulation": block.scale_shift_table for i, block in enumerate(model.blocks)}
         tables["head.modulation"] = model.scale_shift_table
@@ -142,7 +142,7 @@ class TestOpened:
         assert_holds(open_expert(edited({"patch_embedding.weight": weight})), model)
 
     @pytest.mark.parametrize(
-        ("stored", "own", "merged"),
+        ("stored", "original", "merged"),
         [
             ((6, 5), (1, 6, 5), True),
             ((30,), (1, 6, 5), True),
@@ -163,8 +163,8 @@ class TestOpened:
             ((0, 5), (6, 5), False),
         ],
     )
-    def test_merged_shapes(self, stored, own, merged):
-        assert is_merged(stored, own) is merged
+    def test_merged_shapes(self, stored, original, merged):
+        assert is_merged(stored, original) is merged
 
 
 WRONG = [
@@ -226,7 +226,7 @@ class TestRefused:
 
 
 def plain_velocities(models, lane, dtype):
-    """Whole models, step after step."""
+    """Return the velocities of whole models, step by step."""
     velocities = []
     for step, expert in enumerate(STEPS):
         model, timestep = models[expert], torch.tensor([990.0 - step])
@@ -235,7 +235,7 @@ def plain_velocities(models, lane, dtype):
 
 
 def in_compute_dtype(model, dtype):
-    """As from_pretrained does: all but the fp32 islands."""
+    """Convert as from_pretrained does: all parameters except those kept in fp32."""
     islands = set(model._keep_in_fp32_modules)
     for name, parameter in model.named_parameters():
         if not islands & set(name.split(".")):

@@ -1,4 +1,4 @@
-"""Our native names must be the exact inverse of diffusers' own converter."""
+"""Native names, which must be the exact inverse of diffusers' converter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pair that is kept in fp8: what it says about its bytes, what it leaves alone, what it refuses."""
+"""Pair with fp8 storage: its byte counts, unchanged tensors and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wanstream.wan.experts.storage import block_source
 
 POLICY = OffloadPolicy.layerwise(1)
 VALUES = 8 * 256 * 256 + 2 * 256 * 512
-"""Of the matrices of a tiny block."""
+"""Values in the matrices of a tiny block."""
 ROWS = 8 * 256 + 512 + 256
 LAYERS = 4
 
@@ -98,22 +98,22 @@ def is_matrix_of_block(key: str, tensor: torch.Tensor) -> bool:
     return key.startswith("blocks.") and key.endswith(".weight") and tensor.dim() == 2
 
 
-def test_what_is_fp8_already_stays_as_it_is_and_the_log_says_so(tiny_expert_file, cast_file, lane, caplog):
+def test_fp8_files_are_unchanged_and_logged(tiny_expert_file, cast_file, lane, caplog):
     for path in (tiny_expert_file(fp8="scaled_fp8"), cast_file):
         caplog.clear()
         with caplog.at_level(logging.INFO), open_experts(path, path, storage="fp8") as kept:
-            [said] = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
-            assert str(path) in said
+            [message] = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
+            assert str(path) in message
             with open_experts(path, path) as plain:
                 assert kept.stored_bytes == plain.stored_bytes == plain.file_bytes == VALUES
                 assert torch.equal(velocity(kept, lane), velocity(plain, lane))
 
 
-def test_a_pair_of_a_bf16_and_an_fp8_file_quantises_the_one_only(tiny_expert_file, lane, caplog):
+def test_a_pair_of_a_bf16_and_an_fp8_file_quantises_only_the_bf16_file(tiny_expert_file, lane, caplog):
     high, low = tiny_expert_file(seed=1, dtype=torch.bfloat16), tiny_expert_file(seed=2, fp8="scaled_fp8")
     with caplog.at_level(logging.INFO), open_experts(high, low, storage="fp8") as kept:
-        [said] = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
-        assert str(low) in said
+        [message] = [record.getMessage() for record in caplog.records if "changes nothing" in record.getMessage()]
+        assert str(low) in message
         with open_experts(high, low) as plain:
             assert not torch.equal(velocity(kept, lane), velocity(plain, lane))
             assert torch.equal(velocity(kept, lane, "low"), velocity(plain, lane, "low"))
@@ -130,7 +130,7 @@ def test_a_broken_weight_is_refused_by_file_tensor_and_row(tiny_expert_file, tmp
     with open_experts(path, whole, storage="fp8") as pair:
         with pytest.raises(SourceError, match=r"broken\.safetensors: ffn\.\S+ of block 2 .* row 77"):
             velocity(pair, lane)
-        velocity(pair, lane, "low")  # the pair stays usable
+        velocity(pair, lane, "low")  # the pair is still usable
 
 
 def test_another_storage_is_refused_with_those_there_are(tiny_expert_file):

@@ -1,4 +1,4 @@
-"""The memory that a pair says it will take, against the real model's figures and against what an engine takes."""
+"""Predicted device memory of a pair, against the figures of the real model and against that of an engine."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_the_real_model(policy: OffloadPolicy, buffers: int) -> None:
     small = T2V_A14B.block_bytes(fp32_islands=True) - buffer
     tables = 2 * 1024 * 128 * 4
     patch_and_output = 2 * (5120 * 65 + 64 * 5121) + 4 * 2 * 5120
-    staying = patch_and_output + 40 * small + tables
-    assert staying == T2V_A14B.resident_bytes() + tables == 15_394_944
-    assert device_bytes(A14B, compute_dtype=torch.bfloat16, policy=policy) == buffers * buffer + 2 * staying
+    resident = patch_and_output + 40 * small + tables
+    assert resident == T2V_A14B.resident_bytes() + tables == 15_394_944
+    assert device_bytes(A14B, compute_dtype=torch.bfloat16, policy=policy) == buffers * buffer + 2 * resident
 
 
 class Only:
@@ -58,24 +58,24 @@ class Only:
         into.copy_(own)
 
     def abort(self) -> None:
-        raise AssertionError("nobody fails here")
+        raise AssertionError("a group of one rank cannot fail")
 
 
-def test_shards_that_stay_on_the_device_are_told_too(tiny_expert_file: Callable[..., Path]) -> None:
+def test_resident_shards_are_predicted_too(tiny_expert_file: Callable[..., Path]) -> None:
     file, policy = tiny_expert_file(), OffloadPolicy.block_swap(2, 1)
     with open_experts(file, file, compute_dtype=torch.float32) as pair:
         plain = pair.device_bytes(policy, device="cpu")
         pair.shard(Sharded(gather=Only(), on_device=True))
-        told = pair.device_bytes(policy, device="cpu")
-        assert told - plain == 2 * 4 * pair.stored_bytes
+        predicted = pair.device_bytes(policy, device="cpu")
+        assert predicted - plain == 2 * 4 * pair.stored_bytes
         engine = pair.engine(policy, "cpu")
-        assert all(engine.models[name] for name in ("high", "low"))  # what does not stream is there now
+        assert all(engine.models[name] for name in ("high", "low"))  # loads the resident parameters
         visits = step_visits(["high", "low"], engine.block_counts)
         with engine.run(visits) as run:
             for visit in visits:
                 with run.visit(*visit):
                     pass
-        assert pair.loaded_bytes == told
+        assert pair.loaded_bytes == predicted
         assert pair.host_bytes == 0
         pair.shard(Sharded(gather=Only(), on_device=True))
         assert pair.engine(policy, "cpu") is engine, "another meeting with the same shards"
@@ -93,16 +93,16 @@ def test_an_engine_takes_what_was_told(
 ) -> None:
     file, policy = tiny_expert_file(fp8=fp8), OffloadPolicy.block_swap(2, 1)
     with open_experts(file, file, compute_dtype=dtype) as pair:
-        told = pair.device_bytes(policy, device="cpu")
+        predicted = pair.device_bytes(policy, device="cpu")
         engine = pair.engine(policy, "cpu")
         engine.take_buffers()
         models = [engine.models[name] for name in ("high", "low")]
         parameters = [parameter for model in models for parameter in model.parameters() if not parameter.is_meta]
-        # The weights that stream are empty while their block is in no buffer, those of the embedders are on meta.
+        # Streamed weights are empty while their block is not in a buffer; those of the embedders are on meta.
         buffers = 4 * (8 * 256 * 256 + 2 * 256 * 512) * dtype.itemsize
         tables = 2 * 2 * 1024 * 128 * 4
-        assert told == buffers + sum(parameter.nbytes for parameter in parameters) + tables == pair.loaded_bytes
-        assert pair.device_bytes(OffloadPolicy.layerwise(1), device="cpu") < told
+        assert predicted == buffers + sum(parameter.nbytes for parameter in parameters) + tables == pair.loaded_bytes
+        assert pair.device_bytes(OffloadPolicy.layerwise(1), device="cpu") < predicted
         with pytest.raises(ValueError, match="only 4 blocks"):
             pair.device_bytes(OffloadPolicy.block_swap(5))
 
@@ -116,7 +116,7 @@ def test_an_engine_takes_what_was_told(
         ("scaled_fp8", torch.bfloat16, torch.bfloat16, 1),
     ],
 )
-def test_a_gpu_also_holds_two_blocks_that_are_decoded(
+def test_a_gpu_also_has_two_blocks_that_are_decoded(
     tiny_expert_file: Callable[..., Path],
     fp8: str | None,
     stored: torch.dtype,

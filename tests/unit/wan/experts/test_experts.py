@@ -1,4 +1,4 @@
-"""The pair of experts: streamed forwards against `from_pretrained`, the engine's life, what is refused."""
+"""Expert pair: streamed forwards against `from_pretrained`, lifetime of the engine, refusals."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ STEPS = ["high", "high", "low"]
 
 
 def bytes_read():
-    """Bytes that this process has asked the system for."""
+    """Return the bytes of all reads of this process."""
     with open("/proc/self/io", encoding="ascii") as counters:
         return int(counters.readline().removeprefix("rchar: "))
 
 
 @pytest.fixture
 def reference(tiny_expert_folder):
-    """`reference(folder, dtype)`: what from_pretrained loads, in torch's own memory.
+    """`reference(folder, dtype)`: the model that from_pretrained loads, copied to memory of torch.
 
-    It loads into the file's pages, whose alignment differs, and that alone changes last bits.
+    from_pretrained maps the pages of the file. Another alignment alone changes the last bits of results.
     """
 
     def load(folder, dtype):
@@ -55,13 +55,13 @@ def reference(tiny_expert_folder):
     return load
 
 
-def own_forward(model, lane, timestep):
+def reference_forward(model, lane, timestep):
     dtype = model.patch_embedding.weight.dtype
     return model(lane.latents.to(dtype), timestep, lane.text.to(dtype), return_dict=False)[0]
 
 
 def streamed(pair, policy, lane, steps=STEPS):
-    """The velocities of one run that takes one step after the other."""
+    """Return the velocities of one run of single steps."""
     engine = pair.engine(policy, "cpu")
     velocities = []
     with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as run:
@@ -81,21 +81,21 @@ class TestStreamed:
         with open_experts(folders["high"], folders["low"], compute_dtype=dtype) as pair:
             velocities = streamed(pair, policy, lane)
         for step, (expert, velocity) in enumerate(zip(STEPS, velocities, strict=True)):
-            assert torch.equal(velocity, own_forward(models[expert], lane, torch.tensor([990.0 - step])))
+            assert torch.equal(velocity, reference_forward(models[expert], lane, torch.tensor([990.0 - step])))
 
     def test_fp8_equals_the_dequantised_model(self, tiny_expert_file, make_tiny_expert, lane, fp8_layout):
         path = tiny_expert_file(fp8=fp8_layout, dtype=torch.float16, **HIGH)
         with open_experts(path, path, compute_dtype=torch.float32) as pair:
             [velocity] = streamed(pair, OffloadPolicy.layerwise(), lane, ["low"])
         model = make_tiny_expert(dequantised_from=torch.float16, **HIGH)
-        assert torch.equal(velocity, own_forward(model, lane, torch.tensor([990.0])))
+        assert torch.equal(velocity, reference_forward(model, lane, torch.tensor([990.0])))
 
     @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("compute", [torch.float32, torch.float16, torch.bfloat16], ids=str)
     def test_outer_parameters_are_those_of_from_pretrained(
         self, tiny_expert_folder, tiny_expert_file, reference, stored, compute
     ):
-        """Value and dtype, fp32 islands included, whatever the file holds."""
+        """Compare values and dtypes, those kept in fp32 included, for every dtype of the file."""
         model = reference(tiny_expert_folder(dtype=stored), compute)
         file = tiny_expert_file(dtype=stored)
         with open_experts(file, file, compute_dtype=compute) as pair:
@@ -115,7 +115,7 @@ class TestStreamed:
 
     @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("compute", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-    def test_what_embedders_give_is_that_of_from_pretrained(
+    def test_embedder_rows_are_those_of_from_pretrained(
         self, tiny_expert_folder, tiny_expert_file, reference, stored, compute, lane
     ):
         model, time = reference(tiny_expert_folder(dtype=stored), compute), torch.tensor([875.25])
@@ -205,15 +205,15 @@ class TestEngine:
         weights = pair.high.weights
         embedders = sum(tensor.nbytes for name, tensor in weights.items() if name.startswith("condition_embedder"))
         total = sum(tensor.nbytes for tensor in weights.values())
-        staying = total - embedders - 4 * (8 * 256 * 256 + 2 * 256 * 512) * 4
+        resident = total - embedders - 4 * (8 * 256 * 256 + 2 * 256 * 512) * 4
         assert engine.non_block_bytes == 0
         engine.models["high"]
-        assert engine.non_block_bytes == staying
+        assert engine.non_block_bytes == resident
         engine.models["high"]
         engine.models["low"]
-        assert engine.non_block_bytes == 2 * staying
+        assert engine.non_block_bytes == 2 * resident
         engine.models["low"].condition_embedder.rows(torch.tensor([500.0]), [lane.text])
-        assert engine.non_block_bytes == 2 * staying + embedders
+        assert engine.non_block_bytes == 2 * resident + embedders
 
     def test_a_file_that_vanished_is_an_error_of_the_look_up(self, tiny_expert_folder, tmp_path):
         folder = shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "expert")
@@ -295,7 +295,7 @@ class TestPair:
         header_bytes = 8 + int.from_bytes(file.read_bytes()[:8], "little")
         before = bytes_read()
         open_experts(file, file)
-        # Python's buffered reader takes some more than it is asked for.
+        # Python's buffered reader reads more than was requested.
         assert bytes_read() - before < 2 * header_bytes + 200_000
         assert file.stat().st_size > 20 * header_bytes + 200_000
 
@@ -342,7 +342,7 @@ def test_opening_two_experts_of_1_gb_takes_less_than_64_mb(tmp_path):
 
 
 def write_hollow_file(path, shapes):
-    """A bf16 safetensors file whose bytes behind the header are a hole: all its size and none of its disk space."""
+    """Write a bf16 safetensors file whose data is a hole, so that it has its full size without using disk space."""
     header, end = {}, 0
     for name, shape in shapes.items():
         nbytes = 2 * math.prod(shape)

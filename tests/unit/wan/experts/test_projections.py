@@ -1,4 +1,4 @@
-"""What embeds times and texts: there for a moment, its rows equal to the model's own, read as seldom as can be."""
+"""Time and text embedders: loaded briefly, read as rarely as possible, with rows equal to the model's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diffusers import WanTransformer3DModel
 
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedder_cache import ROWS_KEPT, CachedEmbedder, part_of
+from wanstream.wan.experts.embedder_cache import MAX_EXTRA_ROWS, CachedEmbedder, part_of
 from wanstream.wan.experts.engine import ExpertEngine
 from wanstream.wan.experts.open import open_experts
 from wanstream.wan.transformer.kernels import Kernels
@@ -52,7 +52,7 @@ def _rows(engine: ExpertEngine, expert: str, time: float, *texts: torch.Tensor) 
 
 
 def _watch(engine: ExpertEngine, expert: str) -> list[tuple[str, int]]:
-    """Which embedders compute from now on, and how many rows each has in one call."""
+    """Record each call of an embedder from now on, with its number of rows."""
     seen: list[tuple[str, int]] = []
     embedder = engine.models[expert].condition_embedder
     for name in ("time_embedder", "time_proj", "text_embedder"):
@@ -62,10 +62,10 @@ def _watch(engine: ExpertEngine, expert: str) -> list[tuple[str, int]]:
 
 
 class TestRows:
-    @pytest.mark.parametrize("foretold", [True, False])
-    def test_are_those_of_the_model(self, pair: ExpertPair, engine: ExpertEngine, foretold: bool) -> None:
+    @pytest.mark.parametrize("expected_rows", [True, False])
+    def test_are_those_of_the_model(self, pair: ExpertPair, engine: ExpertEngine, expected_rows: bool) -> None:
         texts = [_text(1), _text(2, tokens=512)]
-        if foretold:
+        if expected_rows:
             engine.expect(TIMES, {H: texts, L: texts[:1]})
         for expert, loaded in ((H, pair.high), (L, pair.low)):
             whole = WanTransformer3DModel.from_pretrained(loaded.path, torch_dtype=torch.bfloat16).condition_embedder
@@ -95,15 +95,15 @@ class TestRows:
         assert rows[0] is first[0][2]
         assert [name for name, _ in seen].count("text_embedder") == 4
 
-    def test_those_that_nobody_foretold_do_not_pile_up(self, engine: ExpertEngine) -> None:
+    def test_unexpected_ones_do_not_pile_up(self, engine: ExpertEngine) -> None:
         engine.expect({H: [9.0]}, {H: [_text(1)]})
-        for time in range(ROWS_KEPT["time"] + 20):
+        for time in range(MAX_EXTRA_ROWS["time"] + 20):
             _rows(engine, H, 100.0 + time, _text(1))
         seen = _watch(engine, H)
         _rows(engine, H, 9.0, _text(1))
         _rows(engine, H, 100.0 + time, _text(1))
         assert seen == []
-        assert len(_embedder(engine, H)._times) <= ROWS_KEPT["time"] + 2
+        assert len(_embedder(engine, H)._times) <= MAX_EXTRA_ROWS["time"] + 2
 
     def test_they_serve_outside_inference_mode(self, engine: ExpertEngine) -> None:
         with torch.inference_mode():
@@ -115,26 +115,26 @@ class TestWeights:
     def test_are_there_for_a_moment_only(self, pair: ExpertPair, engine: ExpertEngine) -> None:
         for name in (H, L):
             engine.models[name]
-        staying = engine.loaded_bytes
+        resident = engine.loaded_bytes
         engine.expect(TIMES, {H: [_text(1)], L: [_text(1)]})
         for expert in (H, L):
             _rows(engine, expert, TIMES[expert][0], _text(1))
             assert all(parameter.is_meta for parameter in _embedder(engine, expert).parameters())
-        assert engine.loaded_bytes == staying
+        assert engine.loaded_bytes == resident
         assert engine.models.host_bytes == 0
 
-    def test_a_run_that_was_foretold_reads_each_once_and_the_next_equal_one_nothing(
+    def test_an_expected_run_reads_each_once_and_the_next_equal_one_nothing(
         self, pair: ExpertPair, engine: ExpertEngine
     ) -> None:
         for name in (H, L):
             engine.models[name]
-        staying, parts = engine.non_block_bytes, _part_bytes(pair, "time") + _part_bytes(pair, "text")
+        resident, parts = engine.non_block_bytes, _part_bytes(pair, "time") + _part_bytes(pair, "text")
         for _ in range(2):
             engine.expect(TIMES, {H: [_text(1), _text(2)], L: [_text(1)]})
             for expert in (H, L):
                 for time in TIMES[expert]:
                     _rows(engine, expert, time, _text(1))
-            assert engine.non_block_bytes - staying == 2 * parts
+            assert engine.non_block_bytes - resident == 2 * parts
 
     def test_another_text_reads_the_text_embedder_alone(self, pair: ExpertPair, engine: ExpertEngine) -> None:
         engine.expect({H: [9.0]}, {H: [_text(1)]})
@@ -153,13 +153,13 @@ class TestWeights:
                 engine.expect({expert: TIMES[expert]}, {expert: [_text(1)]})
                 _rows(engine, expert, TIMES[expert][0], _text(1))
         embedders = 2 * (_part_bytes(pair, "time") + _part_bytes(pair, "text"))
-        staying = sum(
+        resident = sum(
             tensor.nbytes
             for expert in (pair.high, pair.low)
             for name, tensor in expert.weights.items()
             if part_of(name) is None and tensor.nbytes < 2**17
         )
-        assert embedders < engine.non_block_bytes <= embedders + staying
+        assert embedders < engine.non_block_bytes <= embedders + resident
 
     def test_the_second_experts_come_when_those_of_the_first_are_gone(
         self, pair: ExpertPair, engine: ExpertEngine
@@ -183,7 +183,7 @@ class TestWeights:
         _rows(engine, L, 3.0, _text(1))
         assert engine.models.host_bytes == 0
 
-    def test_closing_drops_what_nobody_used_and_ends_its_threads(self, pair: ExpertPair) -> None:
+    def test_closing_drops_unused_reads_and_ends_its_threads(self, pair: ExpertPair) -> None:
         before = set(threading.enumerate())
         engine = pair.engine(OffloadPolicy.layerwise(), "cpu")
         _wait_for_reads(engine)
@@ -193,7 +193,7 @@ class TestWeights:
 
 
 def _wait_for_reads(engine: ExpertEngine) -> int:
-    """Wait until the reader has done what it was given; returns the bytes of RAM that parts take by then."""
+    """Wait for the submitted reads and return the bytes of RAM of parts after them."""
     engine.models._reader.submit(int).result()
     return engine.models.host_bytes
 

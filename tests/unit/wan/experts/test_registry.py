@@ -14,7 +14,7 @@ from wanstream.wan.experts.registry import ExpertsRegistry, open_pair
 
 
 class FakePair:
-    """Stands for an open pair."""
+    """Stand-in for an open pair."""
 
     def __init__(self, ref: ExpertsRef, log: list[str]) -> None:
         self.ref = ref
@@ -101,11 +101,11 @@ def test_a_pair_that_cannot_be_opened_leaves_none(registry: ExpertsRegistry, log
 def test_threads_open_one_pair(registry: ExpertsRegistry, log: list[str]) -> None:
     barrier = threading.Barrier(8)
 
-    def ask() -> None:
+    def get() -> None:
         barrier.wait()
         registry.get(_ref("a"))
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
+    threads = [threading.Thread(target=get) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

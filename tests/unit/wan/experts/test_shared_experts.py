@@ -1,4 +1,4 @@
-"""Experts that several processes of a machine open: what a policy keeps in RAM is read by one of them only."""
+"""Experts that several processes of a machine open: only one of them reads the RAM-resident blocks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SOME = OffloadPolicy(kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, sour
 
 
 def run(pair: ExpertPair, policy: OffloadPolicy) -> tuple[list[torch.Tensor], int]:
-    """The matrices of every block as a run gets them, and the bytes that were read for it."""
+    """Return one matrix of every block during a run, and the bytes read for the run."""
     engine = pair.engine(policy, "cpu")
-    assert all(engine.models[name] for name in ("high", "low"))  # what does not stream is there now
+    assert all(engine.models[name] for name in ("high", "low"))  # loads the resident parameters
     before, seen = _read_bytes(), []
     visits = step_visits(["high", "low"], engine.block_counts)
-    with engine.run(visits) as going:
+    with engine.run(visits) as engine_run:
         for visit in visits:
-            with going.visit(*visit):
+            with engine_run.visit(*visit):
                 block = engine.models[visit.expert].blocks[visit.block]
                 seen.append(block.ffn.net[2].weight.clone())
     return seen, _read_bytes() - before
@@ -49,7 +49,7 @@ def test_the_second_pair_finds_what_the_first_one_has_read(
         (one, read), (two, read_again) = run(first, policy), run(second, policy)
         assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected, one, two, strict=True))
         assert read >= whole / 2 > 10**6
-        if storage == "as stored":  # scales of rows are made by whoever needs them
+        if storage == "as stored":  # each process computes the scales of rows from the file
             assert read_again < whole / 100
     assert not _segments()
 
@@ -66,7 +66,7 @@ def test_a_pair_that_streams_from_files_takes_no_shared_memory(tiny_expert_file:
 
 
 def _segments() -> set[str]:
-    """The files in shared memory that this process has mapped."""
+    """Return the files in shared memory that this process has mapped."""
     lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
     return {line.split()[-1] for line in lines if f"{SHM}/{PREFIX}" in line and "deleted" not in line}
 

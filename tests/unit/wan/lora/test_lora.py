@@ -1,4 +1,4 @@
-"""LoRA files opened by their header: what is found in them, and what is refused."""
+"""Opening of LoRA files by their header: matched parameters, scales and refusals."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from wanstream.offload.formats.safetensors_header import CheckpointFileError
 from wanstream.offload.patches import WeightPatch
 from wanstream.wan.checkpoint.detect import WanConfig
 from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.lora.apply import LoraFactors, combined, put_patched
+from wanstream.wan.lora.apply import LoraFactors, combine_patches, write_patched
 from wanstream.wan.lora.file import Difference, LowRank, open_lora
-from wanstream.wan.lora.fit import fitted
+from wanstream.wan.lora.fit import fit_lora
 
 Q = "diffusion_model.blocks.1.self_attn.q"
 
 
 @pytest.fixture
 def config():
-    """Of the tiny experts."""
+    """Return a config of the tiny experts."""
     return WanConfig(
         num_attention_heads=2,
         num_layers=4,
@@ -84,7 +84,7 @@ class TestOpened:
         assert open_lora(lora_file(tensors)).differences["blocks.1.attn1.to_q.bias"].scale == 0.5
 
     def test_only_the_header_and_the_alphas_are_read(self, lora_file, lightning):
-        """A factor that is not finite is noticed when it is read."""
+        """A factor that is not finite is refused when it is read."""
         tensors = lightning()
         tensors[f"{Q}.lora_up.weight"][:] = float("nan")
         assert open_lora(lora_file(tensors)).low_rank["blocks.1.attn1.to_q.weight"].scale == 0.5
@@ -138,8 +138,8 @@ REFUSED = {
         {f"{Q}.lora_down.weight": (8, 256), f"{Q}.lora_up.weight": (256, 4)},
         rf"mixed ranks: {Q}.lora_up.weight \[256, 4\] has rank 4, {Q}.lora_down.weight \[8, 256\] has rank 8",
     ),
-    "no up": ({f"{Q}.lora_down.weight": (4, 256)}, rf"{Q}.lora_down.weight has no up factor beside it"),
-    "no down": ({f"{Q}.lora_B.weight": (256, 4)}, rf"{Q}.lora_B.weight has no down factor beside it"),
+    "no up": ({f"{Q}.lora_down.weight": (4, 256)}, rf"{Q}.lora_down.weight has no up factor"),
+    "no down": ({f"{Q}.lora_B.weight": (256, 4)}, rf"{Q}.lora_B.weight has no down factor"),
     "vectors": (
         {f"{Q}.lora_down.weight": (256,), f"{Q}.lora_up.weight": (256, 1)},
         r"lora_up.weight is \[256, 1\] and .*lora_down.weight is \[256\]: matrices are expected",
@@ -264,7 +264,7 @@ class TestSettingsInTheHeader:
             ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
             ({"alpha_pattern": [1]}, r"alpha_pattern is \[1\]"),
             ({"alpha_pattern": {"blocks.0.attn1.to_q": None}}, "blocks.0.attn1.to_q is None"),
-            ({"alpha_pattern": {"mid_block.proj": 1}}, "mid_block.proj, which is no layer"),
+            ({"alpha_pattern": {"mid_block.proj": 1}}, "mid_block.proj, which is not a layer"),
         ],
     )
     def test_refused(self, lora_file, settings, message):
@@ -283,18 +283,18 @@ class TestFit:
         lora = open_lora(lora_file(lightning() | image | {"diffusion_model.img_emb.proj.4.diff_b": torch.ones(256)}))
         assert len(lora.low_rank) == 4 * 10 + 1
         with caplog.at_level(logging.WARNING, logger="wanstream.lora"):
-            left = fitted(lora, config)
+            left = fit_lora(lora, config)
         assert len(left.low_rank) == 4 * 10
         assert not any("image" in name or "add_" in name for name in (*left.low_rank, *left.differences))
         assert "2 parameters of an image branch (Wan2.1 I2V) are not used" in caplog.text
         with_branch = replace(config, in_channels=36, image_dim=80)
-        assert fitted(open_lora(lora_file(image)), with_branch).low_rank
+        assert fit_lora(open_lora(lora_file(image)), with_branch).low_rank
         with pytest.raises(CheckpointError, match=r"changes the image branch of Wan2\.1 I2V alone"):
-            fitted(open_lora(lora_file(image)), config)
+            fit_lora(open_lora(lora_file(image)), config)
 
     def test_the_tiny_expert(self, lora_file, config):
         lora = open_lora(lora_file())
-        assert fitted(lora, config) is lora
+        assert fit_lora(lora, config) is lora
 
     @pytest.mark.parametrize(
         ("tensors", "message"),
@@ -325,19 +325,19 @@ class TestFit:
     )
     def test_refused(self, lora_file, config, tensors, message):
         with pytest.raises(CheckpointError, match=message):
-            fitted(open_lora(lora_file(tensors)), config)
+            fit_lora(open_lora(lora_file(tensors)), config)
 
     def test_the_factors_of_a_convolution(self, lora_file, config):
         tensors = {
             "patch_embedding.lora_down.weight": torch.ones(4, 16, 1, 2, 2),
             "patch_embedding.lora_up.weight": torch.ones(256, 4, 1, 1, 1),
         }
-        assert "patch_embedding.weight" in fitted(open_lora(lora_file(tensors)), config).low_rank
+        assert "patch_embedding.weight" in fit_lora(open_lora(lora_file(tensors)), config).low_rank
 
     @pytest.mark.parametrize("channels", [16, 36])
     @pytest.mark.parametrize("kind", ["product", "difference", "both"])
     def test_the_latents_of_the_other_family_are_left_out(self, lora_file, config, caplog, channels, kind):
-        """A LoRA made for text to video serves image to video, as it does in ComfyUI."""
+        """A text-to-video LoRA works with image to video, as in ComfyUI."""
         other = 52 - channels
         tensors = layer()
         if kind != "difference":
@@ -346,12 +346,12 @@ class TestFit:
             tensors["patch_embedding.diff"] = torch.ones(256, other, 1, 2, 2)
         tensors["patch_embedding.diff_b"] = torch.ones(256)
         lora = open_lora(lora_file(tensors))
-        found = fitted(lora, replace(config, in_channels=channels))
+        found = fit_lora(lora, replace(config, in_channels=channels))
         assert set(found.low_rank) == {"blocks.1.attn1.to_q.weight"}
         assert set(found.differences) == {"patch_embedding.bias"}
         [record] = caplog.records
         assert "its change of patch_embedding.weight is not used" in record.getMessage()
-        assert fitted(lora, replace(config, in_channels=other)) is lora
+        assert fit_lora(lora, replace(config, in_channels=other)) is lora
         assert len(caplog.records) == 1
 
 
@@ -359,7 +359,7 @@ class TestCombined:
     def test_products_lie_side_by_side_and_differences_are_summed(self, lora_file):
         one = open_lora(lora_file(layer(rank=2) | {f"{Q}.alpha": torch.tensor(1.0), f"{Q}.diff": torch.ones(256, 256)}))
         two = open_lora(lora_file(layer(rank=3) | {f"{Q}.diff": torch.ones(256, 256)}))
-        patch = combined("blocks.1.attn1.to_q.weight", [(one, 4.0), (two, -1.0)], LoraFactors())
+        patch = combine_patches("blocks.1.attn1.to_q.weight", [(one, 4.0), (two, -1.0)], LoraFactors())
         assert torch.equal(patch.up, torch.tensor([2.0, 2.0, -1.0, -1.0, -1.0]).expand(256, 5))
         assert torch.equal(patch.down, torch.ones(5, 256))
         assert torch.equal(patch.full, torch.full((256, 256), 3.0))
@@ -367,7 +367,7 @@ class TestCombined:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
     def test_what_is_scaled_is_fp32(self, lora_file, dtype):
         lora = open_lora(lora_file({key: tensor.to(dtype) for key, tensor in layer().items()}))
-        patch = combined("blocks.1.attn1.to_q.weight", [(lora, 0.5)], LoraFactors())
+        patch = combine_patches("blocks.1.attn1.to_q.weight", [(lora, 0.5)], LoraFactors())
         assert (patch.up.dtype, patch.down.dtype, patch.full) == (torch.float32, dtype, None)
         assert torch.equal(patch.up, torch.full((256, 4), 0.5))
 
@@ -377,7 +377,7 @@ class TestCombined:
         other = open_lora(path)
         path.unlink()
         lora = open_lora(lora_file(layer()))
-        assert combined("blocks.1.attn1.to_q.weight", [(other, 1.0), (lora, 1.0)], factors).up.shape == (256, 4)
+        assert combine_patches("blocks.1.attn1.to_q.weight", [(other, 1.0), (lora, 1.0)], factors).up.shape == (256, 4)
         assert factors.nbytes == 2 * 4 * 256 * 4
         factors.keep_only([other])
         assert factors.nbytes == 0
@@ -388,7 +388,7 @@ class TestCombined:
         base = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         change = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         found = torch.empty_like(base)
-        put_patched(base, WeightPatch(full=change), found)
+        write_patched(base, WeightPatch(full=change), found)
         assert torch.equal(found, (base.float() + change).to(dtype))
 
     @pytest.mark.parametrize("columns", [40, CHUNK_VALUES // 7, CHUNK_VALUES + 1])
@@ -396,7 +396,7 @@ class TestCombined:
         generator = torch.Generator().manual_seed(2)
         base, up, down = (torch.randn(shape, generator=generator) for shape in ((4, columns), (4, 3), (3, columns)))
         found = torch.empty_like(base)
-        put_patched(base, WeightPatch(up=up, down=down), found)
+        write_patched(base, WeightPatch(up=up, down=down), found)
         torch.testing.assert_close(found, base + up @ down)
 
 

@@ -1,4 +1,4 @@
-"""LoRAs that change from run to run on one pair: what is read, what is fetched, what is refused."""
+"""LoRAs that change between the runs of one pair: reads, fetches and refusals."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def pair(tiny_expert_folder):
 
 @pytest.fixture(scope="module")
 def of_fresh_pairs():
-    """The velocities of each change on a pair of its own, computed once: no policy changes a bit of them."""
+    """Velocities of each change on a separate pair, computed once: they are bit-equal under every policy."""
     return {}
 
 
 def run(pair, lane, policy=POLICIES["layerwise"], steps=STEPS):
-    """The velocities of one run that takes one step after the other, side by side."""
+    """Return the concatenated velocities of one run of single steps."""
     engine = pair.engine(policy, "cpu")
     velocities = []
-    with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as going:
+    with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as engine_run:
         for step, expert in enumerate(steps):
             timestep = torch.tensor([990.0 - step])
-            visit = lambda block, at=(step, expert): going.visit(*at, block)  # noqa: E731
+            visit = lambda block, at=(step, expert): engine_run.visit(*at, block)  # noqa: E731
             velocities += forward_lanes(engine.models[expert], [lane], timestep, visit)
     return torch.cat(velocities)
 
@@ -64,17 +64,17 @@ def plain(pair, lane):
         return run(plain, lane)
 
 
-def test_the_ram_beside_slots_is_told_before_the_run(pair, lora_file, lane):
+def test_the_ram_in_addition_to_slots_is_predicted(pair, lora_file, lane):
     engine, without = pair.engine(POLICIES["layerwise"], "cpu"), pair.host_resident_bytes
     engine.models._reader.submit(int).result()
     assert 0 <= engine.models.host_bytes - without < 2 * 4096, "what embeds time and text, of one expert, in pages"
     one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
     pair.set_loras([(one, 1.0)], [(two, 0.5), (one, 0.0)])
-    told = pair.host_resident_bytes - without
+    predicted = pair.host_resident_bytes - without
     run(pair, lane)
     taken = pair._factors.nbytes + pair.host_bytes
-    # Factors of a block end at a page, and biases are not kept with it.
-    assert abs(taken - told) < 8 * 4096
+    # The factors of a block are padded to a page; biases are not stored with them.
+    assert abs(taken - predicted) < 8 * 4096
 
 
 class TestChanges:
@@ -121,7 +121,7 @@ class TestChanges:
         with open_experts(folder, folder, **FP32) as pair:
             run(pair, lane, policy)
             for file in folder.glob("*.safetensors"):
-                file.write_bytes(b"")  # whoever reads it now is told that it was changed
+                file.write_bytes(b"")  # any later read raises an error
             for high, low in (([(one, 1.0)], []), ([(one, 0.5)], [(two, 1.0)]), ([], [(one, 1.0)]), ([], [])):
                 pair.set_loras(high, low)
                 found = run(pair, lane, policy)
@@ -132,8 +132,8 @@ class TestChanges:
             with pytest.raises(OSError, match="was changed after it was opened"):
                 run(pair, lane, policy)
 
-    def test_what_embeds_the_time_is_read_again_where_a_lora_changes_it_and_nothing_else(self, pair, lora_file, lane):
-        """Its weights do not stay; what they gave is computed anew. The other expert keeps what it has."""
+    def test_a_lora_on_the_time_embedder_reads_only_that_again(self, pair, lora_file, lane):
+        """Its rows are computed again; the other expert keeps its rows."""
         block, time = open_lora(lora_file(seed=3)), open_lora(lora_file(time_lora()))
         embeds_time = sum(
             tensor.nbytes for name, tensor in pair.high.weights.items() if name.startswith("condition_embedder.time_")
@@ -152,7 +152,7 @@ class TestChanges:
             read = engine.non_block_bytes
             found = run(pair, lane)
             assert engine.non_block_bytes - read == reads * calls * embeds_time, (
-                "nobody foretold the timesteps: one read each"
+                "the timesteps are not prefetched: one read each"
             )
             with open_experts(pair.high.path, pair.low.path, **FP32) as fresh:
                 fresh.set_loras(high, [])
@@ -170,7 +170,7 @@ class TestChanges:
             found = run(pair, lane)
         assert torch.equal(found, before)
         pair.set_loras([], [])
-        run(pair, lane)  # lets go of it
+        run(pair, lane)  # releases its factors
         pair.set_loras([(lora, 1.0)], [])
         with pytest.raises(OSError, match="lora_0"):
             run(pair, lane)
@@ -181,11 +181,11 @@ class TestChanges:
         for strength in (1.0, 1.0, 0.5):
             pair.set_loras([(open_lora(path), strength)], [])
             engine = pair.engine(policy, "cpu")
-            with torch.inference_mode(), engine.run(step_visits(["high", "low"], engine.block_counts)) as going:
+            with torch.inference_mode(), engine.run(step_visits(["high", "low"], engine.block_counts)) as engine_run:
                 for step, expert in enumerate(["high", "low"]):
-                    visit = lambda block, at=(step, expert), going=going: going.visit(*at, block)  # noqa: E731
+                    visit = lambda block, at=(step, expert), engine_run=engine_run: engine_run.visit(*at, block)  # noqa: E731
                     forward_lanes(engine.models[expert], [lane], torch.tensor([990.0]), visit)
-                fetched.append({fetch.block.expert for fetch in going.fetched})
+                fetched.append({fetch.block.expert for fetch in engine_run.fetched})
         assert fetched == [{"high", "low"}, set(), {"high"}]
 
     @pytest.mark.parametrize("others", [False, True], ids=["alone", "on top of another"])
@@ -196,10 +196,10 @@ class TestChanges:
         run(pair, lane, POLICIES["resident"])
         pair.set_loras([*below, (open_lora(lora_file(one_block)), 1.0)], [])
         engine = pair.engine(POLICIES["resident"], "cpu")
-        with torch.inference_mode(), engine.run(step_visits(["high"], engine.block_counts)) as going:
-            visit = lambda block: going.visit(0, "high", block)  # noqa: E731
+        with torch.inference_mode(), engine.run(step_visits(["high"], engine.block_counts)) as engine_run:
+            visit = lambda block: engine_run.visit(0, "high", block)  # noqa: E731
             forward_lanes(engine.models["high"], [lane], torch.tensor([990.0]), visit)
-            assert [fetch.block.block for fetch in going.fetched] == [2]
+            assert [fetch.block.block for fetch in engine_run.fetched] == [2]
 
     def test_not_during_a_run(self, pair, lora_file, lane):
         one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
@@ -261,7 +261,7 @@ class TestPair:
         pair.set_loras([], [])
         assert torch.equal(run(pair, lane), plain(pair, lane))
 
-    def test_a_factor_of_what_does_not_stream_is_refused_before_the_run(self, pair, lora_file):
+    def test_a_factor_of_a_resident_parameter_is_refused_before_the_run(self, pair, lora_file):
         tensors = time_lora()
         tensors[f"{TIME}.lora_up.weight"][0, 0] = float("nan")
         pair.set_loras([], [(open_lora(lora_file(tensors)), 1.0)])
@@ -282,7 +282,7 @@ class TestPair:
         path.unlink()
         assert not pair.loras_are_current()
 
-    def test_closing_lets_go_of_factors_and_keeps_the_loras(self, pair, lora_file, lane):
+    def test_closing_releases_factors_and_keeps_the_loras(self, pair, lora_file, lane):
         path = lora_file(seed=3)
         pair.set_loras([(open_lora(path), 1.0)], [])
         before = run(pair, lane)
@@ -294,7 +294,7 @@ class TestPair:
         with pytest.raises(OSError, match="lora_0"):
             run(pair, lane)
 
-    def test_loaded_bytes_are_those_of_buffers_and_of_what_stays(self, pair, lane):
+    def test_loaded_bytes_are_those_of_buffers_and_resident_parameters(self, pair, lane):
         assert (pair.loaded_bytes, pair.pinned_bytes, pair.give_back(10**9)) == (0, 0, 0)
         policy = POLICIES["block swap"]
         run(pair, lane, policy)

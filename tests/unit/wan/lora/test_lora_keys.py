@@ -1,4 +1,4 @@
-"""Keys of LoRA files: what each spelling means, and that nothing else means anything."""
+"""Keys of LoRA files: the meaning of each spelling, and keys without a meaning."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_every_bias_has_its_difference():
 
 
 def test_no_two_spellings_of_one_kind_mean_different_parameters():
-    """Each weight's spellings, all of them, lead to that weight only."""
+    """Every spelling of a weight maps to that weight only."""
     flat = {}
     for name in WEIGHTS:
         for spelling in {name, native_transformer_name(name)}:

@@ -286,7 +286,7 @@ class TestBadFiles:
             ),
             (
                 lambda t: t.update({QUERIES: t[QUERIES][:32].clone()}),
-                r"block\.0.*SelfAttention\.k\.weight is \[64, 4096\]; the rest of the file asks for \[32, 4096\]",
+                r"block\.0.*SelfAttention\.k\.weight is \[64, 4096\]; the rest of the file requires \[32, 4096\]",
             ),
             (lambda t: t.update({"encoder.block.7.x": torch.zeros(1)}), r"encoder\.block\.2 is missing"),
             (lambda t: t.update(other=torch.zeros(1)), "other does not belong"),

@@ -110,7 +110,7 @@ class TestWan22:
             ),
             (
                 lambda t: t.update({"encoder.conv1.weight": torch.zeros(4, 3, 3, 3, 3)}),
-                r"encoder\.conv1\.weight is \[4, 3, 3, 3, 3\]; the rest of the file asks for \[4, 12, 3, 3, 3\]",
+                r"encoder\.conv1\.weight is \[4, 3, 3, 3, 3\]; the rest of the file requires \[4, 12, 3, 3, 3\]",
             ),
         ],
         ids=["no width", "one parameter", "the encoder of Wan2.1"],
@@ -175,7 +175,7 @@ class TestBadFiles:
             ),
             (
                 lambda t: t.update({"conv2.weight": torch.zeros(48, 48, 1, 1, 1)}),
-                r"conv2\.weight is \[48, 48, 1, 1, 1\]; the rest of the file asks for \[16, 16, 1, 1, 1\]",
+                r"conv2\.weight is \[48, 48, 1, 1, 1\]; the rest of the file requires \[16, 16, 1, 1, 1\]",
             ),
             (
                 lambda t: t.update({"conv1.bias": t["conv1.bias"].to(torch.float8_e4m3fn)}),

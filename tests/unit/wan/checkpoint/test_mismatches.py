@@ -1,4 +1,4 @@
-"""Warnings of swapped or unfitting files: by names of real files, by headers and by a few tensors."""
+"""Warnings about swapped or mismatched files: names of real files, headers and a few tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from gguf import GGUFWriter
 from safetensors.torch import save_file
 
 from wanstream.tools.model_files import MODEL_FILES
+from wanstream.wan.checkpoint.mismatches import (
+    expert_suspicions,
+    is_image_to_video_name,
+    lora_suspicions,
+    place_from_name,
+)
 from wanstream.wan.checkpoint.open import Expert, open_expert
-from wanstream.wan.checkpoint.suspicions import expert_suspicions, lora_suspicions, named_place, names_image_to_video
 
 Write = Callable[..., Path]
 
@@ -55,7 +60,7 @@ FOR_BOTH = [
     "Highland_cow",
     "allow_list",
 ]
-"""LoRAs that are used for both experts, or whose names only look as if they were for one."""
+"""LoRAs that are used for both experts, or have a name that only seems to state one."""
 
 
 def _names(names: tuple[str, str, str]) -> list[str]:
@@ -99,9 +104,9 @@ def test_experts_are_known_by_their_names(experts: Callable[..., list[Expert]], 
 
 def test_the_official_files_are_known_by_their_names() -> None:
     for name in MODEL_FILES:
-        named = named_place(name)
+        named = place_from_name(name)
         assert (named.place if named else None) == ("high" if "high" in name else "low" if "low" in name else None)
-        assert names_image_to_video(name) == ("i2v" in name and "ti2v" not in name)
+        assert is_image_to_video_name(name) == ("i2v" in name and "ti2v" not in name)
 
 
 def test_two_experts_of_one_place_are_noticed_where_the_name_is_clear(experts: Callable[..., list[Expert]]) -> None:
@@ -146,7 +151,7 @@ def test_loras_are_known_by_their_names(tmp_path: Path, tiny_expert_file: Write,
 
 
 @pytest.mark.parametrize("name", FOR_BOTH)
-def test_a_lora_for_both_experts_raises_no_suspicion(tmp_path: Path, t2v: Expert, name: str) -> None:
+def test_a_lora_for_both_experts_raises_no_warning(tmp_path: Path, t2v: Expert, name: str) -> None:
     file = _lora(tmp_path / f"{name}.safetensors")
     for pair in ((file, file), (file, None), (None, file)):
         assert lora_suspicions(*pair, t2v, single=False) == []
@@ -184,7 +189,7 @@ def test_the_name_in_the_header_of_a_gguf_file_counts(tmp_path: Path, t2v: Exper
 
 
 def _i2v_like(expert: Expert) -> Expert:
-    """Of another family, so that no tensor of a LoRA is looked for."""
+    """Return a copy of another family, so that the tensors of a LoRA are not checked."""
     from dataclasses import replace
 
     return replace(expert, config=replace(expert.config, in_channels=36))
@@ -219,6 +224,6 @@ def test_a_lora_for_image_to_video_is_noticed_on_text_to_video(
 
 
 @pytest.mark.parametrize("name", ["wan_t2v_i2v_style", "ti2v_5B_style", "wan_t2v_style", "anti2vibe"])
-def test_a_lora_that_may_be_for_text_raises_no_suspicion(tmp_path: Path, t2v: Expert, name: str) -> None:
+def test_a_lora_that_may_be_for_text_raises_no_warning(tmp_path: Path, t2v: Expert, name: str) -> None:
     patches = {PATCHES: torch.zeros(2, 16, 1, 2, 2)}
     assert lora_suspicions(_lora(tmp_path / f"{name}.safetensors", None, **patches), None, t2v, single=False) == []
