@@ -35,7 +35,7 @@ POSITIONS = "encoder.block.{}.layer.0.SelfAttention.relative_attention_bias.weig
 
 Tensors = dict[str, torch.Tensor]
 
-# Encodes a prompt in a process of its own and prints the memory that took at most, in KiB.
+# Encodes a prompt in a separate process and prints its peak memory in KiB.
 PEAK = """
 import sys
 import torch
@@ -186,7 +186,7 @@ class TestAgainstTheFolder:
 
         assert_equal(embeddings(changed(rename), torch.float32), embeddings(encoder_file(), torch.float32))
 
-    def test_what_comfyui_adds_when_it_saves_an_encoder_is_left_aside(self, changed: Callable[..., Path]) -> None:
+    def test_the_tensor_that_comfyui_adds_is_ignored(self, changed: Callable[..., Path]) -> None:
         open_text_encoder(changed(lambda tensors: tensors.update(logit_scale=torch.tensor(4.6))))
 
 
@@ -231,8 +231,8 @@ class TestMemory:
         command = [sys.executable, "-c", PEAK, str(tmp_path / "umt5")]
         peak = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
 
-        # Of ten blocks and a token table as large as six. Threads and activations take the room of a third block, fp8
-        # values on their way to a buffer another half.
+        # The file has ten blocks and a token table as large as six. Threads and activations take as much memory as a
+        # third block, fp8 values that are copied to a buffer half of one.
         assert 2 < peak / block < 4.5
 
 
