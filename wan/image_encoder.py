@@ -101,6 +101,7 @@ class ImageEncoder:
         device = torch.device(device)
         self._read_small_tensors(device)
         policy = OffloadPolicy.layerwise(1)
+        # Attached for this call only: the experts need the memory of the buffers afterwards.
         with (
             attach_offload({STACK: self._layers}, policy=policy, device=device, source=self._source()),
             torch.no_grad(),

@@ -82,6 +82,7 @@ def _version(path: Path) -> _EncoderVersion:
 
 def _trim(embedding: torch.Tensor) -> torch.Tensor:
     """Return a copy of the rows up to the last one that is not zero."""
+    # Most rows of an embedding are padding. `clone`, because a view would keep the whole storage alive.
     count = int(embedding[0].ne(0).any(dim=1).nonzero().max()) + 1 if bool(embedding.any()) else 0
     return embedding[:, :count].clone()
 

@@ -93,6 +93,7 @@ class TextEncoder:
         self._read_small_tensors(device)
         embeds = self._token_rows(tokens.ids).to(device)
         policy = policy or OffloadPolicy.layerwise(1)
+        # Attached for this call only: the experts need the memory of the buffers afterwards.
         with (
             attach_offload({STACK: self._blocks}, policy=policy, device=device, source=self._source()),
             torch.no_grad(),

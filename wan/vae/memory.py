@@ -62,6 +62,7 @@ class TensorMemoryTracker(TorchDispatchMode):
                 return
             self._uses[key], self._sizes[key] = 0, storage.nbytes()
             self.now += storage.nbytes()
+        # A storage is alive as long as any of its views.
         self._uses[key] += 1
         weakref.finalize(tensor, self._drop, key)
 
@@ -99,6 +100,7 @@ def encode_pixel_bytes(config: Mapping[str, Any], latent_frames: int, dtype: tor
 
 
 def _key(config: Mapping[str, Any]) -> str:
+    # A string, because the cache of `_count_bytes` needs hashable arguments.
     return json.dumps({name: value for name, value in config.items() if not name.startswith("_")}, sort_keys=True)
 
 
@@ -131,5 +133,6 @@ def _count_bytes(
         vae = AutoencoderKLWan.from_config(json.loads(config)).eval()
         set_parameters(vae, {name: tensor.to(dtype) for name, tensor in vae.state_dict().items()})
         tracker = work(vae, latent_frames)
-    # The smallest tile gives the bytes of any size, because tensors are proportional to the area.
+    # The smallest tile is representative: tensors are proportional to the area, except for attention scores, which
+    # `meta` materialises because it has no fused kernel; in a small tile they are negligible.
     return -(-tracker.convolution_peak // MIN_TILE_LATENT**2)

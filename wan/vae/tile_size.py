@@ -101,6 +101,7 @@ def fitting_tiling(needs: DecodeNeeds, budget: int, *, shared: bool) -> Tiling |
     fitting = [tiling for tiling in _tilings(needs) if needs.fit(tiling, budget, shared=shared)]
     if not fitting:
         raise VaeRoomError(too_little(needs, budget, shared=shared))
+    # Of equal work, the larger tiles are chosen: they have fewer seams.
     large = [tiling for tiling in fitting if tiling.pixels >= NEARLY_LARGEST * fitting[-1].pixels]
     return min(large, key=lambda tiling: (tiling.computed(needs.height, needs.width), -tiling.pixels))
 

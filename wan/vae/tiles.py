@@ -1,4 +1,7 @@
-"""Tiles of a decode: layout, overlaps and decoding."""
+"""Tiles of a decode: layout, overlaps and decoding.
+
+In shapes, P is the number of pixels for each latent pixel, along either side.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 MIN_TILE_LATENT = 8
 """Smallest side of a tile, in latent pixels; a smaller tile would be mostly seams."""
 OVERLAP = 4
-"""Tiles overlap by 1/4 of their side."""
+"""Divisor of a tile's side that gives its overlap: a quarter."""
 
 
 class TilingError(ValueError):
@@ -129,6 +132,7 @@ def decoded_frames(vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool 
 
 
 def _states(vae: AutoencoderKLWan, latents: torch.Tensor, whole: bool) -> Iterator[torch.Tensor]:
+    # A separate convolution call for each latent frame rounds differently from one call for all of them.
     for part in latents.split(latents.shape[2] if whole else 1, dim=2):
         with torch.no_grad():
             states = vae.post_quant_conv(part)

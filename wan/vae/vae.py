@@ -46,7 +46,10 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32) -> WanVae:
 
 
 class WanVae:
-    """Opened VAE that computes in `dtype`; weights are loaded at the first use and freed by `close()`."""
+    """Opened VAE that computes in `dtype`; weights are loaded at the first use and freed by `close()`.
+
+    In shapes, C is the number of latent channels and P the number of pixels for each latent pixel, along either side.
+    """
 
     def __init__(self, opened: VaeWeights, dtype: torch.dtype) -> None:
         self._opened, self._dtype = opened, dtype
@@ -332,7 +335,8 @@ def with_smaller_tiles(
         except RuntimeError as err:
             if not is_short(err):
                 raise
-            # The traceback references the tensors of the failed attempt; only its text may live on.
+            # The traceback references the tensors of the failed attempt: keep only its text, and retry outside this
+            # `except` block, which keeps the exception alive.
             error = forget(err)
         smaller = smaller_tiling(needs, tiling)
         if smaller is None:

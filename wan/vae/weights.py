@@ -82,11 +82,13 @@ FAMILIES = (
 
 NATIVE_MARK = "encoder.downsamples.0."
 DIFFUSERS_MARK = "encoder.down_blocks.0."
+# Names that only the VAE of Wan2.2 has: two native ones and one of diffusers.
 WAN22_MARKS = (
     "decoder.upsamples.0.upsamples.",
     "encoder.downsamples.0.downsamples.",
     "encoder.down_blocks.0.resnets.0.norm1.gamma",
 )
+# Names of the VAEs of SD and Flux, native and of diffusers.
 IMAGE_VAE_MARKS = ("decoder.up.0.block.0.", "decoder.up_blocks.0.resnets.0.norm1.weight")
 
 REMEDY = "use " + ", or ".join(f"{family.file} ({family.space.models})" for family in FAMILIES)
