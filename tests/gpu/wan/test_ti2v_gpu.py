@@ -1,4 +1,4 @@
-"""TI2V-5B on a GPU: frames with timesteps of their own, against the model's own forward and in no more memory."""
+"""TI2V-5B on a GPU: per-frame timesteps against the model's forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The VAE on a GPU: what is reckoned is enough there, and a real shortage leads to smaller tiles."""
+"""VAE on a GPU: decodes stay within the estimate, and a real out-of-memory error leads to smaller tiles."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = [
 
 @pytest.fixture(params=["Wan2.1", "Wan2.2 5B"])
 def vae(request: pytest.FixtureRequest, tiny_pipeline: Callable[[], Path], wan22_vae: Path) -> Iterator[WanVae]:
-    """Its weights are on the GPU, and its libraries have started."""
+    """Yield a VAE with its weights on the GPU and its libraries initialised."""
     with open_vae(wan22_vae if request.param == "Wan2.2 5B" else tiny_pipeline()) as opened:
         opened.decode(latents_of(opened)[:, :, :1, :8, :8], device="cuda")
         yield opened
 
 
 def latents_of(vae: WanVae) -> torch.Tensor:
-    """Of 384 x 512 pixels."""
+    """Return random latents of 384 x 512 pixels."""
     size = (384 // vae.space.pixels, 512 // vae.space.pixels)
     return torch.randn(1, vae.space.channels, 3, *size, generator=torch.Generator().manual_seed(0))
 
@@ -47,18 +47,18 @@ def test_a_decode_stays_within_its_budget(vae: WanVae, share: float) -> None:
 
 def test_a_shortage_leads_to_smaller_tiles(vae: WanVae) -> None:
     latents = latents_of(vae)
-    needs, told = vae.decode_needs(latents), []
+    needs, changes = vae.decode_needs(latents), []
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + needs.device_bytes(None) // 3) / total)
     try:
-        made = with_smaller_tiles(
-            lambda tiling: vae.decode(latents, device="cuda", tiling=tiling), needs, None, told.append
+        frames = with_smaller_tiles(
+            lambda tiling: vae.decode(latents, device="cuda", tiling=tiling), needs, None, changes.append
         )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert told
-    pixels = int(told[-1].split()[-2])
+    assert changes
+    pixels = int(changes[-1].split()[-2])
     assert torch.allclose(
-        made, vae.decode(latents, device="cuda", tiling=Tiling.of(pixels, needs.per_latent)), atol=1e-4
+        frames, vae.decode(latents, device="cuda", tiling=Tiling.of(pixels, needs.per_latent)), atol=1e-4
     )

@@ -75,7 +75,7 @@ def test_a_gpu_computes_in_the_first_that_it_has_units_for(
     assert auto_dtype("cuda:0") == expected
 
 
-def test_a_choice_wins_and_several_devices_meet_in_the_widest() -> None:
+def test_a_choice_wins_and_several_devices_use_the_widest() -> None:
     assert resolved_dtype(FP16, CPU) == FP16
     assert resolved_dtype("auto", CPU) == auto_dtype(CPU)
     assert common_dtype([BF16, FP16]) == FP16

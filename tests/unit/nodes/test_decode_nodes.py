@@ -232,7 +232,7 @@ def test_memory_that_runs_out_leads_to_smaller_tiles(
     if class_type == "WanStreamVAEDecode":
         assert torch.equal(history.results["decode"][0], frames[64])
         assert history.outputs["decode"]["text"] == [
-            "no memory for decoding whole frames: goes on with tiles of 64 pixels"
+            "no memory for decoding whole frames: retrying with tiles of 64 pixels"
         ]
     else:
         write_mp4(tmp_path / "expected.mp4", frames[64], fps=16, crf=1, metadata={})
@@ -259,7 +259,7 @@ def test_memory_that_runs_out_on_a_worker_leads_to_smaller_tiles(
     (said,) = history.outputs["decode"]["text"]
     assert said.splitlines() == [
         "decoded in tiles of 80 pixels, by the memory of the workers (1)",
-        "no memory for decoding tiles of 80 pixels: goes on with tiles of 64 pixels",
+        "no memory for decoding tiles of 80 pixels: retrying with tiles of 64 pixels",
     ]
     assert [*output.rglob("*")] == []
 
@@ -276,7 +276,7 @@ def test_no_memory_at_all_costs_the_decode_but_not_the_latent(decode: Decode, ou
             raise torch.OutOfMemoryError("none")
 
     with pytest.raises(
-        NodeFailedError, match=r"tiles of 64 pixels, the least that can be: none\. The latent is kept"
+        NodeFailedError, match=r"tiles of 64 pixels, the smallest size: none\. The latent is kept"
     ) as no:
         decode("WanStreamVAEDecode", on_progress=always_short)
     assert isinstance(no.value.__cause__, NoRoomToDecodeError)

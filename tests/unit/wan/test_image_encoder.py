@@ -1,4 +1,4 @@
-"""What CLIP sees: transformers' own values, ComfyUI's pixels, both forms of the file, and what is refused."""
+"""CLIP vision encoder: values of transformers, pixels of ComfyUI, both file forms, refused files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wanstream.wan.checkpoint.files import CheckpointError
 from wanstream.wan.image_encoder import PIXEL_MEAN, PIXEL_STD, clip_pixels, open_image_encoder
 
 SIZE = 28
-"""Of the images that the tiny encoder takes: four patches."""
+"""Side of the tiny encoder's images in pixels: four patches in all."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def images() -> torch.Tensor:
 def test_it_sees_what_transformers_sees(
     crop: bool, encoder: CLIPVisionModel, file: Path, folder: Path, images: torch.Tensor
 ) -> None:
-    """Of a file, a pipeline folder and an `image_encoder` folder, to the bit."""
+    """Bit-equal from a file, a pipeline folder and an `image_encoder` folder."""
     with torch.no_grad():
         pixels = clip_pixels(images, SIZE, crop=crop)
         expected = encoder(pixel_values=pixels, output_hidden_states=True).hidden_states[-2]
@@ -58,8 +58,8 @@ def test_it_sees_what_transformers_sees(
         assert torch.equal(seen, expected)
 
 
-def test_it_sees_twice_the_same(file: Path, images: torch.Tensor) -> None:
-    """Nothing of a call is left for the next one, in inference mode or out of it."""
+def test_two_calls_give_the_same(file: Path, images: torch.Tensor) -> None:
+    """A call in inference mode does not affect a later one outside it."""
     opened = open_image_encoder(file)
     with torch.inference_mode():
         first = opened.encode(images, device="cpu").penultimate_hidden_states
@@ -86,7 +86,7 @@ def test_the_projection_and_old_numbers_of_places_are_passed_over(
 
 
 def test_the_middle_of_a_picture_is_what_clips_own_processor_takes() -> None:
-    """It scales with PIL, so last bits of a smooth picture differ."""
+    """CLIPImageProcessor resizes with PIL, so the last bits of a smooth image differ."""
     rows, columns = torch.meshgrid(torch.linspace(0, 1, 300), torch.linspace(0, 1, 448), indexing="ij")
     image = torch.stack([rows, columns, rows * columns], dim=-1)
     pixels = (image * 255).round().to(torch.uint8)
@@ -117,7 +117,7 @@ def test_what_is_no_picture_is_refused(shape: tuple[int, ...], file: Path) -> No
         open_image_encoder(file).encode(torch.zeros(shape), device="cpu")
 
 
-def _of_places(count: int) -> Callable[[dict[str, Any]], object]:
+def _with_positions(count: int) -> Callable[[dict[str, Any]], object]:
     return lambda tensors: tensors.update(
         {"vision_model.embeddings.position_embedding.weight": torch.zeros(count, 1280)}
     )
@@ -126,7 +126,7 @@ def _of_places(count: int) -> Callable[[dict[str, Any]], object]:
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "nothing": (
         lambda tensors: tensors.clear() or tensors.update(x=torch.zeros(1)),
-        "is no CLIP vision model: .* x first",
+        r"is not a CLIP vision model: .*\(first: x\)",
     ),
     "ViT-L": (
         lambda tensors: tensors.update(
@@ -138,7 +138,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda tensors: tensors.update({"vision_model.embeddings.patch_embedding.weight": torch.zeros(1280, 588)}),
         r"vision_model.embeddings.patch_embedding.weight is \[1280, 588\]; 4 sizes",
     ),
-    "places": (_of_places(8), "has 8 places; one and a square number"),
+    "positions": (_with_positions(8), "has 8 positions; one more than a square number"),
     "a layer's tensor": (
         lambda tensors: tensors.pop("vision_model.encoder.layers.1.mlp.fc2.bias"),
         r"vision_model.encoder.layers.1.mlp.fc2.bias \[1280\] is missing",

@@ -25,10 +25,10 @@ from wanstream.wan.transformer.kernels import Kernels
 from wanstream.wan.transformer.per_frame_block import TimedBlocks
 from wanstream.wan.transformer.per_frame_timestep import (
     FrameModulation,
-    Run,
+    RowSpan,
     frame_timesteps,
-    pieces_of,
-    token_runs,
+    row_spans,
+    split_by_row,
 )
 
 SHAPE = {"in_channels": 48, "layers": 3}
@@ -55,8 +55,8 @@ def _streamed(pair: ExpertPair, lanes: list[Lane]) -> list[torch.Tensor]:
         )
 
 
-def _own(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
-    """The model's own forward, with a timestep for every token."""
+def _reference(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
+    """Return the velocity of the model's forward, with a timestep for every token."""
     dtype, tokens = model.patch_embedding.weight.dtype, 2 * 3
     freedom = lane.freedom or (1.0,) * 3
     times = (torch.tensor(freedom) * TIME).repeat_interleave(tokens)[None]
@@ -117,14 +117,14 @@ def test_a_lane_is_the_models_own_forward_with_a_timestep_for_every_token(
     with open_one_expert(folder, compute_dtype=dtype) as pair:
         found, company = _streamed(pair, [_lane(freedom), _lane((1.0, 0.0, 1.0))])
         # A row of a matrix product is rounded otherwise alone than among those of all tokens.
-        assert _distance(found, _own(model, _lane(freedom))) <= (1e-6 if dtype == torch.float32 else 1e-2)
+        assert _distance(found, _reference(model, _lane(freedom))) <= (1e-6 if dtype == torch.float32 else 1e-2)
         assert torch.equal(found, _streamed(pair, [_lane(freedom)])[0]), "company changes nothing"
         assert not torch.equal(found, company)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 7, 12, 10**6])
 def test_chunks_of_any_size(chunk: int, tiny_expert_folder: Folder) -> None:
-    """They end within runs, and runs end within them."""
+    """Chunks end within spans, and spans end within chunks."""
     with open_one_expert(tiny_expert_folder(**SHAPE), compute_dtype=torch.float32) as pair:
         [expected] = _streamed(pair, [_lane()])
         kernels = pair.engine(POLICY, "cpu").models.kernels
@@ -146,10 +146,10 @@ def blocks() -> Iterator[list[WanTransformerBlock]]:
 
 def _inputs(tokens: int, rows: int) -> tuple[Any, ...]:
     angles = _normal(1, tokens, 1, 128, seed=tokens)
-    runs, step = [], tokens // rows
+    spans, step = [], tokens // rows
     for row in range(rows):
-        runs.append(Run(row * step, tokens if row == rows - 1 else (row + 1) * step, row))
-    modulation = FrameModulation(rows=_normal(rows, 6, 128, seed=rows), runs=tuple(runs))
+        spans.append(RowSpan(row * step, tokens if row == rows - 1 else (row + 1) * step, row))
+    modulation = FrameModulation(rows=_normal(rows, 6, 128, seed=rows), spans=tuple(spans))
     shapes = (_normal(1, tokens, 128, seed=1), _normal(1, 3, 128, seed=2))
     return (*shapes, modulation, (angles.cos(), angles.sin()))
 
@@ -160,7 +160,7 @@ def _by_token(given: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def test_blocks_compute_it_in_every_way_and_are_their_own_again(blocks: list[WanTransformerBlock]) -> None:
-    """Rows of runs against diffusers' own block with rows for every token."""
+    """Compare rows of spans with diffusers' block, which takes a row for every token."""
     given = _inputs(40, 2)
     expected = blocks[0](*_by_token(given))
     kernels = BlockKernels(blocks, timed=True)
@@ -174,7 +174,7 @@ def test_blocks_compute_it_in_every_way_and_are_their_own_again(blocks: list[Wan
 
 
 def test_graphs_are_one_for_any_number_of_timesteps(blocks: list[WanTransformerBlock]) -> None:
-    """And one more for lanes whose frames share a timestep; another number of tokens counts as it does there."""
+    """Expect one more graph for lanes whose frames share a timestep."""
     kernels, compiler = BlockKernels(blocks, timed=True), compiler_named("eager")
     kernels.set(Kernels(compiler="eager"), None)
     counted = []
@@ -195,7 +195,7 @@ def test_what_is_attached_is_detached_and_hooks_lie_outside(blocks: list[WanTran
     timed = TimedBlocks(blocks)
     ours = blocks[0].forward
     blocks[0].forward = lambda *given: ours(*given)
-    with pytest.raises(RuntimeError, match="a hook lies around block 0: remove it before"):
+    with pytest.raises(RuntimeError, match="a hook wraps block 0: remove it before"):
         timed.detach()
     assert "forward" in vars(blocks[1])
     blocks[0].forward = ours
@@ -203,24 +203,24 @@ def test_what_is_attached_is_detached_and_hooks_lie_outside(blocks: list[WanTran
     timed.detach()
     assert not any("forward" in vars(block) for block in blocks)
     blocks[1].forward = lambda *given: WanTransformerBlock.forward(blocks[1], *given)
-    with pytest.raises(RuntimeError, match="a hook lies around block 1"):
+    with pytest.raises(RuntimeError, match="a hook wraps block 1"):
         TimedBlocks(blocks)
     assert "forward" not in vars(blocks[0])
 
 
-def test_runs_of_all_tokens_and_of_a_part_of_them() -> None:
-    assert token_runs([0, 1, 1], 4, lambda tokens: tokens) == (Run(0, 4, 0), Run(4, 12, 1))
-    second = token_runs([0, 1, 1], 4, lambda tokens: tokens.chunk(4, dim=1)[1])
-    assert second == (Run(0, 1, 0), Run(1, 3, 1)), "a part begins within a frame"
-    last = token_runs([0, 1, 1], 4, lambda tokens: tokens.chunk(4, dim=1)[3])
-    assert last == (Run(0, 3, 1),)
-    runs = token_runs([0, 1, 0], 4, lambda tokens: tokens)
-    assert list(pieces_of(slice(2, 9), runs)) == [
+def test_spans_of_all_tokens_and_of_a_part_of_them() -> None:
+    assert row_spans([0, 1, 1], 4, lambda tokens: tokens) == (RowSpan(0, 4, 0), RowSpan(4, 12, 1))
+    second = row_spans([0, 1, 1], 4, lambda tokens: tokens.chunk(4, dim=1)[1])
+    assert second == (RowSpan(0, 1, 0), RowSpan(1, 3, 1)), "a part begins within a frame"
+    last = row_spans([0, 1, 1], 4, lambda tokens: tokens.chunk(4, dim=1)[3])
+    assert last == (RowSpan(0, 3, 1),)
+    spans = row_spans([0, 1, 0], 4, lambda tokens: tokens)
+    assert list(split_by_row(slice(2, 9), spans)) == [
         (slice(2, 4), slice(0, 1)),
         (slice(4, 8), slice(1, 2)),
         (slice(8, 9), slice(0, 1)),
     ]
-    modulation = FrameModulation(rows=torch.zeros(2, 6, 1), runs=second)
+    modulation = FrameModulation(rows=torch.zeros(2, 6, 1), spans=second)
     assert modulation.row_of_token.tolist() == [0, 1, 1]
 
 
@@ -230,7 +230,7 @@ def test_timesteps_are_float32_products() -> None:
 
 
 def test_no_token_gets_a_copy_of_its_rows(blocks: list[WanTransformerBlock]) -> None:
-    """Whole or in chunks: nothing of six rows for each token is ever made."""
+    """Whole or in chunks, no tensor of six rows for each token is created."""
     given = _inputs(4096, 2)
     everything = 4096 * 6 * 128
     made: list[int] = []
@@ -254,13 +254,13 @@ def test_no_token_gets_a_copy_of_its_rows(blocks: list[WanTransformerBlock]) -> 
         assert max(made) < everything / 2
 
 
-def test_memory_is_told_before_anything_is_read(tiny_expert_folder: Folder) -> None:
+def test_memory_is_known_before_anything_is_read(tiny_expert_folder: Folder) -> None:
     with open_one_expert(tiny_expert_folder(**SHAPE), compute_dtype=torch.float32) as pair:
-        told = pair.device_bytes(POLICY, device="cpu")
+        predicted = pair.device_bytes(POLICY, device="cpu")
         engine = pair.engine(POLICY, "cpu")
         engine.take_buffers()
         assert engine.models["high"] is not None
-        assert pair.loaded_bytes == told
+        assert pair.loaded_bytes == predicted
 
 
 def test_a_lora_changes_what_runs_and_what_stays(tiny_expert_folder: Folder, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_lora_changes_what_runs_and_what_stays(tiny_expert_folder: Folder, tmp
         [before] = _streamed(pair, [_lane()])
         pair.set_loras(high=[(open_lora(tmp_path / "lora.safetensors"), 1.0)], low=[])
         [found] = _streamed(pair, [_lane()])
-        assert _distance(found, _own(model, _lane())) <= 1e-5
+        assert _distance(found, _reference(model, _lane())) <= 1e-5
         assert _distance(before, found) > 1e-3
         pair.set_loras(high=[], low=[])
         assert torch.equal(_streamed(pair, [_lane()])[0], before)

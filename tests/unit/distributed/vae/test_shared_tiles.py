@@ -68,7 +68,7 @@ def test_memory_that_runs_out_on_a_worker_leads_to_smaller_tiles(
     made = decode(workers, on_change=told.append, on_tile=done.append)
     with open_vae(vae) as alone:
         assert torch.equal(made, alone.decode(LATENTS, device="cpu", tiling=Tiling.of(64)))
-    assert told == ["no memory for decoding tiles of 88 pixels: goes on with tiles of 64 pixels"]
+    assert told == ["no memory for decoding tiles of 88 pixels: retrying with tiles of 64 pixels"]
     tiles = len(Tiling.of(64).tiles(11, 12))
     assert done[-tiles:] == [TileDone(done=number, total=tiles) for number in range(1, tiles + 1)]
     assert [worker.freed for worker in workers.workers] == [2, 2], "nothing of a try is left for the next one"
@@ -79,7 +79,7 @@ def test_no_memory_for_the_smallest_tile_is_told_with_what_was_tried(
     tile_pools: Callable[..., Any], decode: Callable[..., torch.Tensor]
 ) -> None:
     workers = tile_pools(2, no_room_above(3))
-    with pytest.raises(NoRoomToDecodeError, match="tiles of 64 pixels, the least that can be: no room for a tile"):
+    with pytest.raises(NoRoomToDecodeError, match="tiles of 64 pixels, the smallest size: no room for a tile"):
         decode(workers)
 
 

@@ -1,4 +1,4 @@
-"""Texts that are encoded once: equal to the bit, again after the encoder was replaced, and in bounded memory."""
+"""Cache of text embeddings: bit-equality, invalidation by replaced files, bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class CountedEncoder:
-    """Embeds a text as its letters, and counts the calls."""
+    """Encoder that embeds a text as its letters and records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -45,7 +45,7 @@ class CountedEncoder:
 def kept(tmp_path: Path) -> SimpleNamespace:
     path, encoder = tmp_path / "encoder.safetensors", CountedEncoder()
     path.touch()
-    return SimpleNamespace(path=path, encoder=encoder, texts=KeptTexts(most_bytes=16 * 4 * 4 * 2, opened=encoder))
+    return SimpleNamespace(path=path, encoder=encoder, texts=KeptTexts(max_bytes=16 * 4 * 4 * 2, open_encoder=encoder))
 
 
 def test_equal_texts_are_encoded_once_and_only_new_ones_again(kept: SimpleNamespace) -> None:
@@ -56,7 +56,7 @@ def test_equal_texts_are_encoded_once_and_only_new_ones_again(kept: SimpleNamesp
     same = kept.texts.encode(kept.path, ["car", "car"], device=CPU)
     assert kept.encoder.calls == [["boat", "blurry"], ["car"]]
     assert [tuple(embedding.shape) for embedding in (*again, *other, *same)] == [(1, 16, 4)] * 6
-    assert again[0][0, :5, 0].tolist() == [*map(ord, "boat"), 0], "what a caller does to its embeddings is its own"
+    assert again[0][0, :5, 0].tolist() == [*map(ord, "boat"), 0], "a caller may change its embeddings"
     assert torch.equal(other[1], again[1])
 
 
@@ -98,7 +98,7 @@ def test_the_tokenizer_of_a_folder_counts_too(tiny_pipeline: Callable[..., Path]
         for file in (tiny_pipeline() / part).iterdir():
             (tmp_path / part / file.name).write_bytes(file.read_bytes())
     encoder = CountedEncoder()
-    kept = KeptTexts(opened=encoder)
+    kept = KeptTexts(open_encoder=encoder)
     kept.encode(tmp_path, ["boat"], device=CPU)
     kept.encode(tmp_path, ["boat"], device=CPU)
     assert len(encoder.calls) == 1
@@ -110,15 +110,13 @@ def test_the_tokenizer_of_a_folder_counts_too(tiny_pipeline: Callable[..., Path]
 def test_the_embedded_host_keeps_texts_from_run_to_run(
     tiny_pipeline: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from wanstream.wan.text import embedding_cache as kept_texts
-
     opened: list[Path] = []
 
     def counted(path: Path, **options: Any) -> object:
         opened.append(path)
         return open_text_encoder(path, **options)
 
-    monkeypatch.setattr(kept_texts.KeptTexts.__init__, "__kwdefaults__", {"most_bytes": 1 << 20, "opened": counted})
+    monkeypatch.setattr(KeptTexts.__init__, "__kwdefaults__", {"max_bytes": 1 << 20, "open_encoder": counted})
     host = EmbeddedHost()
     for _ in range(2):
         with host.opened(Folders(models=tmp_path, output=tmp_path, input=tmp_path), device=CPU):

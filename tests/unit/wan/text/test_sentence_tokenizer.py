@@ -1,4 +1,4 @@
-"""The tokenizer inside a single file gives the tokens that the tokenizer folder of the same encoder gives."""
+"""Tokenizer of a single file: tokens equal to those of the encoder's tokenizer folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def random_prompts(count: int) -> list[str]:
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Callable[..., SentenceTokenizer]:
-    """`stored(tensor, rows=ROWS)` opens a tokenizer that is stored as this tensor."""
+    """Return `stored(tensor, rows=ROWS)`, which opens a tokenizer that is stored as this tensor."""
 
     def open_it(tensor: torch.Tensor, *, rows: int = ROWS) -> SentenceTokenizer:
         path = tmp_path / "umt5.safetensors"
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_folder(stored: Callable[..., SentenceTokenizer]
     theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     ours = stored(as_bytes(sentencepiece_model()))
 
-    # Cleaning comes before both, and leaves no white space at the ends and no double one.
+    # Both tokenizers get cleaned texts, without white space at the ends and without double spaces.
     texts = [" ".join(prompt.split()) for prompt in PROMPTS + random_prompts(500)]
     found = ours.tokens(texts, length=length)
     expected = theirs(texts, padding="max_length", max_length=length, truncation=True, return_tensors="pt")
@@ -105,7 +105,7 @@ class TestBadFiles:
             stored(tensor)
 
     def test_more_tokens_than_the_table_has_rows(self, stored: Callable[..., SentenceTokenizer]) -> None:
-        with pytest.raises(CheckpointError, match=f"knows {ROWS} tokens, but the token table has {ROWS - 1} rows"):
+        with pytest.raises(CheckpointError, match=f"has {ROWS} tokens, but the token table has {ROWS - 1} rows"):
             stored(as_bytes(sentencepiece_model()), rows=ROWS - 1)
 
     @pytest.mark.parametrize("token", ["<pad>", "</s>"])

@@ -1,4 +1,4 @@
-"""The streamed text encoder against `WanPipeline.encode_prompt`, and files that are no such encoder."""
+"""Streamed text encoder: equality with `WanPipeline.encode_prompt`, refused files."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ PROMPTS = [
 
 
 @pytest.fixture
-def own_encode(tiny_pipeline):
-    """`own_encode(dtype, prompt)`: diffusers' embedding, [1, 512, 4096] in `dtype`."""
+def diffusers_encode(tiny_pipeline):
+    """Return `diffusers_encode(dtype, prompt)`: diffusers' embedding, [1, 512, 4096] in `dtype`."""
 
     @functools.cache
     def pipeline_in(dtype):
@@ -52,13 +52,13 @@ def own_encode(tiny_pipeline):
 
 @pytest.fixture
 def pipeline_copy(tiny_pipeline, tmp_path):
-    """A pipeline folder that the test may damage."""
+    """Return a pipeline folder that the test may damage."""
     return shutil.copytree(tiny_pipeline(), tmp_path / "pipeline")
 
 
 class TestAgainstDiffusers:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_every_prompt_is_equal_to_the_bit_alone_and_in_company(self, tiny_pipeline, own_encode, dtype):
+    def test_every_prompt_is_equal_to_the_bit_alone_and_in_company(self, tiny_pipeline, diffusers_encode, dtype):
         encoder = open_text_encoder(tiny_pipeline(), compute_dtype=dtype)
         # Half precision takes a hundred times as long where the CPU has no units for it.
         prompts, length = (PROMPTS, 512) if dtype == torch.float32 else (PROMPTS[::2], 48)
@@ -66,7 +66,7 @@ class TestAgainstDiffusers:
         alone = [encoder.encode([prompt], device="cpu", max_length=length)[0] for prompt in prompts]
 
         for prompt, one, other in zip(prompts, together, alone, strict=True):
-            expected = own_encode(dtype, prompt, length)
+            expected = diffusers_encode(dtype, prompt, length)
             assert one.shape == (1, length, 4096)
             assert one.dtype == torch.float32
             assert torch.equal(one, expected.float()), prompt
@@ -81,12 +81,12 @@ class TestAgainstDiffusers:
         ],
         ids=["layerwise, pinned", "block swap", "resident"],
     )
-    def test_the_policy_changes_nothing(self, tiny_pipeline, own_encode, policy):
+    def test_the_policy_changes_nothing(self, tiny_pipeline, diffusers_encode, policy):
         encoder = open_text_encoder(tiny_pipeline(), compute_dtype=torch.float32)
 
         (embedding,) = encoder.encode(PROMPTS[:1], device="cpu", policy=policy)
 
-        assert torch.equal(embedding, own_encode(torch.float32, PROMPTS[0]))
+        assert torch.equal(embedding, diffusers_encode(torch.float32, PROMPTS[0]))
 
     def test_weights_are_read_once_for_all_prompts(self, tiny_pipeline, monkeypatch):
         read = []
@@ -101,12 +101,12 @@ class TestAgainstDiffusers:
 
         assert sorted(read) == [("umt5", 0), ("umt5", 1)]
 
-    def test_another_length(self, tiny_pipeline, own_encode):
+    def test_another_length(self, tiny_pipeline, diffusers_encode):
         encoder = open_text_encoder(tiny_pipeline(), compute_dtype=torch.float32)
 
         (embedding,) = encoder.encode(PROMPTS[:1], device="cpu", max_length=10)
 
-        assert torch.equal(embedding, own_encode(torch.float32, PROMPTS[0], length=10))
+        assert torch.equal(embedding, diffusers_encode(torch.float32, PROMPTS[0], length=10))
 
     def test_it_works_inside_inference_mode_and_outside_again(self, tiny_pipeline):
         encoder = open_text_encoder(tiny_pipeline(), compute_dtype=torch.float32)
@@ -115,13 +115,13 @@ class TestAgainstDiffusers:
 
         assert torch.equal(encoder.encode(["x"], device="cpu")[0], inside)
 
-    def test_sharded_weights_and_the_other_name_of_the_token_table(self, pipeline_copy, own_encode):
+    def test_sharded_weights_and_the_other_name_of_the_token_table(self, pipeline_copy, diffusers_encode):
         folder = pipeline_copy / "text_encoder"
         shard_by_hand(folder, {"encoder.embed_tokens.weight": load_file(folder / "model.safetensors")["shared.weight"]})
 
         encoder = open_text_encoder(folder, compute_dtype=torch.float32)
 
-        assert torch.equal(encoder.encode(["a"], device="cpu")[0], own_encode(torch.float32, "a"))
+        assert torch.equal(encoder.encode(["a"], device="cpu")[0], diffusers_encode(torch.float32, "a"))
 
 
 def shard_by_hand(folder, extra=None):

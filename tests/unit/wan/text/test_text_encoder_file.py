@@ -1,4 +1,4 @@
-"""ComfyUI's single-file text encoders against the pipeline folder, their cost in memory, and files that are none."""
+"""ComfyUI's single-file text encoders: equality with the pipeline folder, memory, refused files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ POSITIONS = "encoder.block.{}.layer.0.SelfAttention.relative_attention_bias.weig
 
 Tensors = dict[str, torch.Tensor]
 
-# Encodes a prompt in a process of its own and prints the memory that took at most, in KiB.
+# Encodes a prompt in a separate process and prints its peak memory in KiB.
 PEAK = """
 import sys
 import torch
@@ -59,7 +59,7 @@ print(status("VmHWM") - before)
 
 @pytest.fixture(scope="module")
 def encoder_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`encoder_file(dtype=torch.float16, fp8=None)`: a single file; `fp8` names one of FP8_LAYOUTS. Read only."""
+    """Return `encoder_file(dtype=torch.float16, fp8=None)`, which makes a read-only file; `fp8` is in FP8_LAYOUTS."""
 
     @functools.cache
     def file(*, dtype: torch.dtype = torch.float16, fp8: str | None = None) -> Path:
@@ -73,7 +73,7 @@ def encoder_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 @pytest.fixture
 def changed(encoder_file: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """`changed(edit, **file)`: a copy whose tensors `edit` has changed, in place."""
+    """Return `changed(edit, **file)`, which copies the file and lets `edit` change its tensors in place."""
 
     def change(edit: Callable[[Tensors], Any], **file: Any) -> Path:
         tensors = load_file(encoder_file(**file))
@@ -86,7 +86,7 @@ def changed(encoder_file: Callable[..., Path], tmp_path: Path) -> Callable[..., 
 
 @pytest.fixture
 def folder_of(tmp_path: Path) -> Callable[[Path], Path]:
-    """`folder_of(file)`: a pipeline folder with the values that the file stands for, in fp32."""
+    """Return `folder_of(file)`, which makes a pipeline folder with the file's decoded values in fp32."""
 
     def write(path: Path) -> Path:
         tensors = load_file(path)
@@ -186,7 +186,7 @@ class TestAgainstTheFolder:
 
         assert_equal(embeddings(changed(rename), torch.float32), embeddings(encoder_file(), torch.float32))
 
-    def test_what_comfyui_adds_when_it_saves_an_encoder_is_left_aside(self, changed: Callable[..., Path]) -> None:
+    def test_the_tensor_that_comfyui_adds_is_ignored(self, changed: Callable[..., Path]) -> None:
         open_text_encoder(changed(lambda tensors: tensors.update(logit_scale=torch.tensor(4.6))))
 
 
@@ -231,8 +231,8 @@ class TestMemory:
         command = [sys.executable, "-c", PEAK, str(tmp_path / "umt5")]
         peak = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
 
-        # Of ten blocks and a token table as large as six. Threads and activations take the room of a third block, fp8
-        # values on their way to a buffer another half.
+        # The file has ten blocks and a token table as large as six. Threads and activations take as much memory as a
+        # third block, fp8 values that are copied to a buffer half of one.
         assert 2 < peak / block < 4.5
 
 
@@ -268,9 +268,9 @@ class TestBadFiles:
         [
             (lambda t: t.pop("spiece_model"), r"has no tokenizer \(spiece_model\): use .*umt5_xxl_fp16"),
             (lambda t: t.update(spiece_model=t["spiece_model"][:-9].clone()), "spiece_model is not a tokenizer"),
-            (lambda t: t.update({TABLE: t[TABLE][:100].clone()}), "knows 193 tokens, but the token table has 100 rows"),
+            (lambda t: t.update({TABLE: t[TABLE][:100].clone()}), "has 193 tokens, but the token table has 100 rows"),
             (lambda t: t.pop(TABLE), r"shared\.weight is missing"),
-            (lambda t: t.pop(QUERIES), "is no UMT5 text encoder"),
+            (lambda t: t.pop(QUERIES), "is not a UMT5 text encoder"),
             (lambda t: t.pop("encoder.final_layer_norm.weight"), r"final_layer_norm\.weight \[4096\] is missing"),
             (
                 lambda t: t.pop(QUERIES.replace("0", "1", 1)),
@@ -282,7 +282,7 @@ class TestBadFiles:
             ),
             (
                 lambda t: t.update({QUERIES: t[QUERIES][:62].clone()}),
-                r"relative_attention_bias\.weight is \[32, 4\]; .* of 62 rows",
+                r"relative_attention_bias\.weight is \[32, 4\]; .* a divisor of 62",
             ),
             (
                 lambda t: t.update({QUERIES: t[QUERIES][:32].clone()}),
@@ -294,9 +294,9 @@ class TestBadFiles:
             (lambda t: t.pop(POSITIONS.format(1)), "is a T5 .*, not UMT5"),
             (
                 lambda t: t.update({"token_embedding.weight": t.pop(TABLE)}),
-                r"the names of Wan's own release \(token_embedding\.weight\) and so no tokenizer: use umt5_xxl_fp16",
+                r"the names of Wan's own release \(token_embedding\.weight\), which has no tokenizer: use umt5_xxl",
             ),
-            (lambda t: t.clear() or t.update({"text_model.x": torch.zeros(2)}), "1 tensors, text_model.x first"),
+            (lambda t: t.clear() or t.update({"text_model.x": torch.zeros(2)}), r"1 tensors \(first: text_model.x\)"),
         ],
     )
     def test_a_file_of_something_else(

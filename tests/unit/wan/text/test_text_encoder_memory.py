@@ -1,4 +1,4 @@
-"""The streamed text encoder takes the memory of two blocks, however many it has, and its result is the plain one's."""
+"""Streamed text encoder: peak memory of two blocks, results of the plain encoder."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ def _block_bytes(folder: Path) -> int:
     return sum(4 * math.prod(block.get_parameter(name).shape) for name in streamed_names(block))
 
 
-def _taken(folder: Path, policy: OffloadPolicy | None) -> tuple[list[torch.Tensor], int]:
+def _encode(folder: Path, policy: OffloadPolicy | None) -> tuple[list[torch.Tensor], int]:
     encoder = open_text_encoder(folder, compute_dtype=torch.float32)
-    with TensorMemoryTracker() as counted:
-        made = encoder.encode(PROMPTS, device="cpu", max_length=TOKENS, policy=policy)
-    return made, counted.peak
+    with TensorMemoryTracker() as tracker:
+        encoded = encoder.encode(PROMPTS, device="cpu", max_length=TOKENS, policy=policy)
+    return encoded, tracker.peak
 
 
 def test_the_peak_is_two_blocks_and_the_result_is_the_plain_one(pipeline: Path) -> None:
-    made, peak = _taken(pipeline, None)
+    encoded, peak = _encode(pipeline, None)
     block = _block_bytes(pipeline)
     assert 2 * block <= peak <= 2.25 * block, f"{peak / block:.2f} blocks"
 
     plain = UMT5EncoderModel.from_pretrained(pipeline / "text_encoder", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(pipeline / "tokenizer")
     diffusers = WanPipeline(tokenizer, plain, vae=None, scheduler=None)
-    for prompt, embedding in zip(PROMPTS, made, strict=True):
+    for prompt, embedding in zip(PROMPTS, encoded, strict=True):
         with torch.no_grad():
             expected, _ = diffusers.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=TOKENS)
         assert torch.equal(embedding, expected)
@@ -59,7 +59,7 @@ def test_the_peak_is_two_blocks_and_the_result_is_the_plain_one(pipeline: Path) 
 
 @pytest.mark.parametrize(("policy", "blocks"), [(OffloadPolicy.layerwise(3), 4), (OffloadPolicy.resident(), BLOCKS)])
 def test_another_policy_takes_what_it_says(pipeline: Path, policy: OffloadPolicy, blocks: int) -> None:
-    made, peak = _taken(pipeline, policy)
+    encoded, peak = _encode(pipeline, policy)
     block = _block_bytes(pipeline)
     assert blocks * block <= peak <= (blocks + 0.25) * block
-    assert all(torch.equal(one, other) for one, other in zip(made, _taken(pipeline, None)[0], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(encoded, _encode(pipeline, None)[0], strict=True))

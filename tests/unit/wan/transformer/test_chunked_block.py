@@ -1,4 +1,4 @@
-"""Blocks whose forward takes a few tokens at a time: the block's own results, its hooks, and nothing left behind."""
+"""Chunked block forwards: results equal to the block's, hooks, peak memory, complete detaching."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wanstream.schema import T2V_A14B, VideoShape
-from wanstream.wan.transformer.chunked_block import LEAST_TOKENS, ChunkedAttention, ChunkedBlocks
+from wanstream.wan.transformer.chunked_block import MIN_TOKENS, ChunkedAttention, ChunkedBlocks
 
 SUBMODULES = ("norm1", "attn1", "norm2", "attn2", "norm3", "ffn")
 
 
 def block_of(heads: int, ffn_dim: int, dtype: torch.dtype, **more: Any) -> WanTransformerBlock:
-    """One block in `dtype`, with the parameters in fp32 that `from_pretrained` leaves in fp32."""
+    """Return a block in `dtype`, with the parameters in fp32 that `from_pretrained` keeps in fp32."""
     torch.manual_seed(heads)
     block = WanTransformerBlock(128 * heads, ffn_dim, heads, cross_attn_norm=True, **more)
     for name, parameter in block.named_parameters():
@@ -31,7 +31,7 @@ def block_of(heads: int, ffn_dim: int, dtype: torch.dtype, **more: Any) -> WanTr
 
 
 def inputs_of(tokens: int, heads: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Hidden state, text, modulation, and the sines and cosines, as a model gives them."""
+    """Return hidden state, text, modulation and rotary embedding in the shapes of a model."""
     draw = torch.Generator().manual_seed(tokens)
     angles = torch.rand(1, tokens, 1, 64, generator=draw).repeat_interleave(2, dim=-1) * 6
     return (
@@ -90,7 +90,7 @@ class TestValues:
 
     @pytest.mark.parametrize("chunk", [1, 7, 100, 254])
     def test_are_those_of_the_block_in_chunks_of_any_size(self, block: WanTransformerBlock, chunk: int) -> None:
-        """MKL chooses another kernel for some numbers of rows: the last bits of fp32 differ, and only those."""
+        """Compare with a tolerance: MKL uses another kernel for some numbers of rows, and last bits of fp32 differ."""
         inputs = inputs_of(271, 2, torch.float32)
         expected = block(*inputs)
         ChunkedBlocks([block], chunk)
@@ -106,7 +106,7 @@ class TestValues:
         assert found.untyped_storage().data_ptr() != hidden.untyped_storage().data_ptr()
 
     def test_a_hidden_state_that_is_a_transposed_view_is_taken_as_it_is(self, block: WanTransformerBlock) -> None:
-        """The first block gets its tokens from a convolution, width before tokens."""
+        """The first block gets its tokens from a convolution, as a transposed view."""
         hidden, *others = inputs_of(300, 2, torch.float32)
         transposed = hidden.transpose(1, 2).contiguous().transpose(1, 2)
         expected = block(transposed, *others)
@@ -115,7 +115,7 @@ class TestValues:
 
 
 class Operations(TorchDispatchMode):
-    """Notes how many rows each matrix product has, and how many tokens each attention."""
+    """Records the number of rows of each matrix product and of tokens of each attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,9 +137,9 @@ class Operations(TorchDispatchMode):
         (300, 128, [128, 128, 44]),
         (300, 1000, [300]),
         (300, 300, [300]),
-        (300 - LEAST_TOKENS, 100, [100, 100, 84]),
-        (300 + LEAST_TOKENS, 100, [100, 100, 100, LEAST_TOKENS]),
-        (299 + LEAST_TOKENS, 100, [100, 100, 99 + LEAST_TOKENS]),  # too few for a chunk of their own
+        (300 - MIN_TOKENS, 100, [100, 100, 84]),
+        (300 + MIN_TOKENS, 100, [100, 100, 100, MIN_TOKENS]),
+        (299 + MIN_TOKENS, 100, [100, 100, 99 + MIN_TOKENS]),  # 15 are too few for a chunk
         (3, 1, [3]),
     ],
 )
@@ -188,13 +188,13 @@ class TestAttached:
     def test_a_models_attention_backend_reaches_the_chunked_attention(self) -> None:
         model = WanTransformer3DModel(num_attention_heads=1, num_layers=2, ffn_dim=128, text_dim=64)
         ChunkedBlocks(model.blocks, 100)
-        # Diffusers makes it the choice of all models of the process; behind the context that is what it was before.
+        # diffusers sets the backend for all models of the process; the context restores the former one.
         with attention_backend("native"), Operations() as operations:
             model.set_attention_backend("_native_math")
             model.blocks[0](*inputs_of(20, 1, torch.float32))
         backends = [processor._attention_backend for processor in model.attn_processors.values()]
         assert backends == ["_native_math"] * 4
-        assert operations.attended == [], "the math backend is no fused attention"
+        assert operations.attended == [], "the math backend is not a fused attention"
 
     def test_hooks_of_diffusers_go_around_it(self, block: WanTransformerBlock) -> None:
         class Doubling(ModelHook):
@@ -209,7 +209,7 @@ class TestAttached:
         with Operations() as operations:
             assert torch.equal(block(*inputs), expected)
         assert 256 in operations.rows
-        with pytest.raises(RuntimeError, match="hook lies around block 0: remove it"):
+        with pytest.raises(RuntimeError, match="a hook wraps block 0: remove it"):
             blocks.detach()
         with Operations() as operations:
             block(*inputs)
@@ -218,7 +218,7 @@ class TestAttached:
     def test_it_is_attached_before_other_hooks(self, block: WanTransformerBlock) -> None:
         other = block_of(1, 128, torch.float32)
         HookRegistry.check_if_exists_or_initialize(block).register_hook(ModelHook(), "first")
-        with pytest.raises(RuntimeError, match="hook lies around block 1: attach chunks before"):
+        with pytest.raises(RuntimeError, match="a hook wraps block 1: attach the chunked forward before"):
             ChunkedBlocks([other, block], 100)
         assert "forward" not in vars(other)
 
@@ -227,7 +227,7 @@ class TestAttached:
             pass
 
         block.attn2.set_processor(Other())
-        with pytest.raises(ValueError, match="block 0 attends with Other"):
+        with pytest.raises(ValueError, match="block 0 has the attention processor Other"):
             ChunkedBlocks([block], 100)
 
     def test_it_compiles_into_one_graph(self, block: WanTransformerBlock) -> None:
@@ -243,7 +243,7 @@ class TestAttached:
 class TestOnCuda:
     @pytest.mark.parametrize("chunk", [1024, 4096])
     def test_values_and_peak_of_the_real_width(self, chunk: int) -> None:
-        """One block of A14B at 832x480x33: what it holds at once beside its weights, and the block's own results."""
+        """Compare peak memory and results of one A14B block at 832x480x33."""
         tokens = VideoShape(width=832, height=480, frames=33).tokens
         block = block_of(40, 13824, torch.bfloat16).to("cuda")
         hidden, text, modulation, rotary = inputs_of(tokens, 40, torch.bfloat16)
@@ -256,5 +256,5 @@ class TestOnCuda:
         found = block(*inputs)
         peak = torch.cuda.max_memory_allocated() - before + inputs[0].nbytes
         assert (found.float() - expected.float()).norm() <= 2e-3 * expected.float().norm()
-        told = T2V_A14B.working_bytes(tokens, lanes=1, chunk_tokens=chunk)
-        assert 0.9 * told <= peak <= 1.05 * told
+        predicted = T2V_A14B.working_bytes(tokens, lanes=1, chunk_tokens=chunk)
+        assert 0.9 * predicted <= peak <= 1.05 * predicted

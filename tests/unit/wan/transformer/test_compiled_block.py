@@ -1,4 +1,4 @@
-"""Blocks whose forward is compiled: what is attached, in which order, and that nothing is left behind."""
+"""Compiled block forwards: number of graphs, order of attaching, complete detaching."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ D = 128
 
 
 class Counting(BlockCompiler):
-    """Compiles nothing and notes the shapes that each graph was made for."""
+    """Compiler that runs graphs eagerly and records their numbers of nodes."""
 
     def __init__(self) -> None:
         super().__init__("eager")
@@ -64,8 +64,8 @@ def test_one_graph_for_blocks_texts_and_tokens_in_any_layout(blocks: list[WanTra
         assert torch.equal(one, expected)
 
 
-def test_other_weights_in_the_place_of_the_former_need_no_graph(blocks: list[WanTransformerBlock]) -> None:
-    """Buffers are bound visit by visit, and LoRAs change what stays: both are other parameters."""
+def test_replaced_weights_need_no_new_graph(blocks: list[WanTransformerBlock]) -> None:
+    """Visits bind other buffers, and LoRAs change resident tensors: both replace parameters."""
     compiler = Counting()
     CompiledBlocks(blocks[:1], compiler)
     before = blocks[0](*inputs())
@@ -83,14 +83,14 @@ def test_other_weights_in_the_place_of_the_former_need_no_graph(blocks: list[Wan
 
 def test_hooks_lie_outside_or_are_refused(blocks: list[WanTransformerBlock]) -> None:
     blocks[1].forward = lambda *given: WanTransformerBlock.forward(blocks[1], *given)
-    with pytest.raises(RuntimeError, match="a hook lies around block 1: compile blocks before any other hook"):
+    with pytest.raises(RuntimeError, match="a hook wraps block 1: attach the compiled forward before any other hook"):
         CompiledBlocks(blocks, compiler_named("eager"))
     assert "forward" not in vars(blocks[0])
     del blocks[1].forward
     compiled = CompiledBlocks(blocks, compiler_named("eager"))
     ours = blocks[0].forward
     blocks[0].forward = lambda *given: ours(*given)
-    with pytest.raises(RuntimeError, match="a hook lies around block 0: remove it before"):
+    with pytest.raises(RuntimeError, match="a hook wraps block 0: remove it before"):
         compiled.detach()
     assert "forward" in vars(blocks[1])
     blocks[0].forward = ours

@@ -1,4 +1,4 @@
-"""forward_lanes against the model's own forward: equal to the bit, alone and in company."""
+"""`forward_lanes` against the model's forward: bit-equal for one lane and for several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T2V, I2V = 16, 36
 
 
 def expert(in_channels, dtype):
-    """A tiny expert in `dtype`, with the parameters in fp32 that `from_pretrained` leaves in fp32."""
+    """Return a tiny expert in `dtype`, with the parameters in fp32 that `from_pretrained` keeps in fp32."""
     torch.manual_seed(in_channels)
     model = WanTransformer3DModel(
         num_attention_heads=2, num_layers=3, ffn_dim=256, text_dim=64, in_channels=in_channels, out_channels=16
@@ -27,7 +27,7 @@ def expert(in_channels, dtype):
 
 
 def lanes_for(model, shapes):
-    """One lane per (frames, height, width, tokens)."""
+    """Return one lane for each (frames, height, width, tokens)."""
     generator = torch.Generator().manual_seed(1)
     return [
         Lane(
@@ -38,7 +38,7 @@ def lanes_for(model, shapes):
     ]
 
 
-def own_forward(model, lane, timestep):
+def model_forward(model, lane, timestep):
     return model(
         hidden_states=lane.latents.to(model.patch_embedding.weight.dtype),
         timestep=timestep,
@@ -56,7 +56,7 @@ def test_a_lane_equals_the_models_own_forward(in_channels, dtype, time):
     [lane] = lanes_for(model, [(3, 8, 12, 7)])
     [velocity] = forward_lanes(model, [lane], timestep, lambda block: nullcontext())
     assert velocity.shape == (1, 16, 3, 8, 12)
-    assert torch.equal(velocity, own_forward(model, lane, timestep))
+    assert torch.equal(velocity, model_forward(model, lane, timestep))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,7 +67,7 @@ def test_lanes_of_any_shape_equal_separate_forwards(in_channels, dtype):
     lanes = lanes_for(model, [(3, 8, 12, 7), (3, 8, 12, 31), (1, 6, 4, 1), (5, 12, 8, 512)])
     velocities = forward_lanes(model, lanes, timestep, lambda block: nullcontext())
     for velocity, lane in zip(velocities, lanes, strict=True):
-        assert torch.equal(velocity, own_forward(model, lane, timestep))
+        assert torch.equal(velocity, model_forward(model, lane, timestep))
 
 
 def test_each_block_is_visited_once_for_all_lanes_and_computes_inside_its_visit():
@@ -87,7 +87,7 @@ def test_each_block_is_visited_once_for_all_lanes_and_computes_inside_its_visit(
 
 
 def test_hooks_of_the_outer_modules_fire():
-    """Context parallelism hangs itself on these modules; calling their insides would step over it."""
+    """Context parallelism hooks these modules; calling their submodules would bypass it."""
     model = expert(T2V, torch.float32)
     fired = []
     for name in ("rope", "patch_embedding", "condition_embedder", "norm_out", "proj_out"):

@@ -1,4 +1,4 @@
-"""What computes the blocks: what can be chosen, what is refused and how, and that the choice is what computes."""
+"""Compute kernels of the blocks: choices, refusals and their messages, effect on the computation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = {name: kernel.package for name, kernel in ATTENTIONS.items() if kerne
 
 
 class Operations(TorchDispatchMode):
-    """Notes the names of what torch computes."""
+    """Records the names of torch operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,8 +71,8 @@ def test_a_package_that_is_missing_is_named_with_a_way_out(name: Attention, file
         assert words in str(refused.value)
 
 
-def test_a_choice_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(KernelsError, match="attention is 'radial'; 'default', 'sdpa', 'cudnn' can be chosen"):
+def test_an_unknown_choice_is_refused() -> None:
+    with pytest.raises(KernelsError, match="attention is 'radial': choose one of 'default', 'sdpa', 'cudnn'"):
         check_installed(Kernels(attention="radial"))  # type: ignore[arg-type]
 
 
@@ -84,7 +84,9 @@ def test_a_kernel_for_gpus_and_half_precision_is_refused_elsewhere(device: torch
         with pytest.raises(KernelsError, match="'cudnn' computes on CUDA devices only, and this is cpu: choose 'sdpa'"):
             check_usable(cudnn, device, dtype)
     elif dtype == torch.float32:
-        with pytest.raises(KernelsError, match="'cudnn' computes in bf16 and fp16 only, and the blocks in float32"):
+        with pytest.raises(
+            KernelsError, match="'cudnn' computes in bf16 and fp16 only, and the blocks compute in float32"
+        ):
             check_usable(cudnn, device, dtype)
     else:
         check_usable(cudnn, device, dtype)
@@ -113,7 +115,7 @@ def test_the_choice_is_what_computes_attention(chunk: int | None) -> None:
             block(torch.randn(1, 9, 128), text, modulation, (angles, angles))
         return operations.fused
 
-    # "default" follows what diffusers was told; a choice does not.
+    # "default" follows diffusers' process-wide setting; an explicit choice does not.
     assert [computed(each) for each in ("default", "sdpa", "default")] == [False, True, False]
 
 

@@ -1,4 +1,4 @@
-"""Normalized attention guidance: the formula, the attention of both texts, and nothing left behind."""
+"""Normalized attention guidance: formula, attention to both texts, complete detaching."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 
 from wanstream.wan import Nag, attach_nag
 from wanstream.wan.transformer.chunked_block import ChunkedAttention, ChunkedBlocks
-from wanstream.wan.transformer.nag import NagAttention, combined
+from wanstream.wan.transformer.nag import NagAttention, guide
 
 HEADS, WIDTH = 2, 256
 STRONG = Nag(scale=5.0, tau=1.5, alpha=0.5)
@@ -41,7 +41,7 @@ POSITIVE, NEGATIVE = normal(1, 7, WIDTH, seed=4), normal(1, 5, WIDTH, seed=5)
 
 
 def model_of(*blocks: WanTransformerBlock) -> Any:
-    """All that `attach_nag` asks of a model."""
+    """Return a stand-in with the only attribute of a model that `attach_nag` uses."""
     return SimpleNamespace(blocks=blocks)
 
 
@@ -61,25 +61,25 @@ class TestFormula:
             ratio = guided.norm(p=1, dim=-1, keepdim=True) / kept.norm(p=1, dim=-1, keepdim=True)
             guided = guided * ratio.clamp(max=nag.tau) / ratio
             expected = nag.alpha * guided + (1 - nag.alpha) * kept
-            torch.testing.assert_close(combined(positive, negative, nag).double(), expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(guide(positive, negative, nag).double(), expected, rtol=1e-5, atol=1e-6)
             assert (ratio[:, 10:] > nag.tau).all()
         within = kept[:, :10] * (STRONG.alpha * (1 + 4 * 0.1) + 1 - STRONG.alpha)
-        torch.testing.assert_close(combined(positive, negative, STRONG)[:, :10].double(), within, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(guide(positive, negative, STRONG)[:, :10].double(), within, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("nag", [Nag(alpha=0.0), Nag(scale=1.0, tau=1.0)])
     def test_nothing_to_guide_changes_nothing(self, nag: Nag) -> None:
         positive, negative = normal(1, 9, WIDTH, seed=6), normal(1, 9, WIDTH, seed=7)
-        torch.testing.assert_close(combined(positive, negative, nag), positive)
+        torch.testing.assert_close(guide(positive, negative, nag), positive)
 
     def test_zeros_stay_zeros_without_a_nan(self) -> None:
         nothing = torch.zeros(1, 2, WIDTH)
-        assert torch.equal(combined(nothing, nothing, Nag()), nothing)
-        assert torch.equal(combined(nothing, nothing + 1, Nag()), nothing), "nothing may grow beyond nothing"
+        assert torch.equal(guide(nothing, nothing, Nag()), nothing)
+        assert torch.equal(guide(nothing, nothing + 1, Nag()), nothing), "tau times zero is the limit"
 
     def test_bf16_is_computed_in_fp32(self) -> None:
         positive, negative = normal(1, 9, WIDTH, seed=6).bfloat16(), normal(1, 9, WIDTH, seed=7).bfloat16()
-        exact = combined(positive.float(), negative.float(), Nag())
-        assert torch.equal(combined(positive, negative, Nag()), exact.bfloat16())
+        exact = guide(positive.float(), negative.float(), Nag())
+        assert torch.equal(guide(positive, negative, Nag()), exact.bfloat16())
 
     @pytest.mark.parametrize(
         ("given", "message"),
@@ -98,7 +98,7 @@ class TestFormula:
 
 
 def by_hand(attn: WanAttention, hidden: torch.Tensor, positive: torch.Tensor, image: torch.Tensor | None) -> Any:
-    """What both texts make of `hidden`, one attention after the other, with torch's own."""
+    """Return the expected result from two separate attention calls of torch."""
 
     def heads(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(2, (HEADS, -1)).transpose(1, 2)
@@ -108,7 +108,7 @@ def by_hand(attn: WanAttention, hidden: torch.Tensor, positive: torch.Tensor, im
         return F.scaled_dot_product_attention(query, heads(key), heads(value)).transpose(1, 2).flatten(2)
 
     each = [attended(attn.norm_k(attn.to_k(text)), attn.to_v(text)) for text in (positive, NEGATIVE)]
-    result = combined(*each, STRONG)
+    result = guide(*each, STRONG)
     if image is not None:
         result = result + attended(attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image))
     return attn.to_out[0](result)
@@ -120,17 +120,17 @@ class TestAttention:
         block, hidden = block_of(), normal(1, tokens, WIDTH, seed=8)
         before = hidden.clone()
         with attach_nag([model_of(block)], STRONG):
-            told = block.attn2(hidden, (POSITIVE, NEGATIVE), None, None)
-        torch.testing.assert_close(told, by_hand(block.attn2, hidden, POSITIVE, None), rtol=1e-5, atol=1e-5)
+            found = block.attn2(hidden, (POSITIVE, NEGATIVE), None, None)
+        torch.testing.assert_close(found, by_hand(block.attn2, hidden, POSITIVE, None), rtol=1e-5, atol=1e-5)
         assert torch.equal(hidden, before)
-        assert not torch.allclose(told, block.attn2(hidden, POSITIVE, None, None))
+        assert not torch.allclose(found, block.attn2(hidden, POSITIVE, None, None))
 
     def test_attention_to_the_image_is_added_to_it(self) -> None:
         block, hidden = block_of(added_kv_proj_dim=WIDTH), normal(1, 40, WIDTH, seed=8)
         image, text = normal(1, 9, WIDTH, seed=9), normal(1, 512, WIDTH, seed=10)
         with attach_nag([model_of(block)], STRONG):
-            told = block.attn2(hidden, (torch.cat([image, text], dim=1), NEGATIVE), None, None)
-        torch.testing.assert_close(told, by_hand(block.attn2, hidden, text, image), rtol=1e-5, atol=1e-5)
+            found = block.attn2(hidden, (torch.cat([image, text], dim=1), NEGATIVE), None, None)
+        torch.testing.assert_close(found, by_hand(block.attn2, hidden, text, image), rtol=1e-5, atol=1e-5)
 
     def test_one_text_is_attended_to_as_before(self) -> None:
         block, given = block_of(), inputs_of()
@@ -141,8 +141,8 @@ class TestAttention:
     def test_an_alpha_of_zero_is_the_first_text_alone_to_the_bit(self) -> None:
         block, given = block_of(), inputs_of()
         with attach_nag([model_of(block)], Nag(alpha=0.0)):
-            told = block(encoder_hidden_states=(POSITIVE, NEGATIVE), **given)
-        assert torch.equal(told, block(encoder_hidden_states=POSITIVE, **given))
+            found = block(encoder_hidden_states=(POSITIVE, NEGATIVE), **given)
+        assert torch.equal(found, block(encoder_hidden_states=POSITIVE, **given))
 
     @pytest.mark.parametrize("chunk", [1, 17, 40])
     def test_chunks_change_nothing(self, chunk: int) -> None:
@@ -151,8 +151,8 @@ class TestAttention:
             whole = block(encoder_hidden_states=(POSITIVE, NEGATIVE), **given)
         chunked = ChunkedBlocks([block], chunk)
         with attach_nag([model_of(block)], STRONG):
-            told = block(encoder_hidden_states=(POSITIVE, NEGATIVE), **given)
-        torch.testing.assert_close(told, whole, rtol=1e-5, atol=1e-5)
+            found = block(encoder_hidden_states=(POSITIVE, NEGATIVE), **given)
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-5)
         chunked.detach()
 
 
@@ -185,7 +185,9 @@ class TestAttached:
         first, second = block_of(), block_of(1)
         own = first.attn2.processor
         with attach_nag([model_of(second)], STRONG):
-            with pytest.raises(ValueError, match=r"NAG needs diffusers' own attention .* has NagAttention: remove it"):
+            with pytest.raises(
+                ValueError, match=r"NAG needs diffusers' attention processor .* not NagAttention: remove it"
+            ):
                 with attach_nag([model_of(first, second)], STRONG):
                     pass
             assert first.attn2.processor is own

@@ -1,4 +1,4 @@
-"""The block probe computes a real block, as many tokens of it as there is time for."""
+"""Block benchmark: a real block, with as many tokens as the time limit allows."""
 
 from __future__ import annotations
 

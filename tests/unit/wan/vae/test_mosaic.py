@@ -1,4 +1,4 @@
-"""What a mosaic holds in RAM is what the room for a decode is reckoned with."""
+"""RAM of a `TileBlender` against the estimate of `DecodeNeeds`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from wanstream.wan.vae.tiles import Tiling
     ("height", "width", "latent_frames", "pixels"),
     [(30, 52, 5, 96), (20, 60, 3, 64), (48, 80, 2, 256)],
 )
-def test_frames_and_edges_take_what_is_reckoned(
+def test_frames_and_edges_take_the_estimated_memory(
     height: int, width: int, latent_frames: int, pixels: int, dtype: torch.dtype
 ) -> None:
     frames, tiling = 4 * (latent_frames - 1) + 1, Tiling.of(pixels)
-    with TensorMemoryTracker() as counted:
-        mosaic = TileBlender(tiling, into=torch.empty(frames, 8 * height, 8 * width, 3, dtype=dtype))
+    with TensorMemoryTracker() as tracker:
+        blender = TileBlender(tiling, into=torch.empty(frames, 8 * height, 8 * width, 3, dtype=dtype))
         for tile in tiling.tiles(height, width):
             for count in (1, *[4] * (latent_frames - 1)):
-                mosaic.put_frames(tile, torch.zeros(3, count, 8 * len(tile.rows), 8 * len(tile.columns)))
+                blender.add_frames(tile, torch.zeros(3, count, 8 * len(tile.rows), 8 * len(tile.columns)))
     needs = DecodeNeeds(
         height=height,
         width=width,
@@ -33,5 +33,5 @@ def test_frames_and_edges_take_what_is_reckoned(
         value_bytes=dtype.itemsize,
         keeps_frames=dtype == torch.float32,
     )
-    reckoned = needs.host_bytes(tiling)
-    assert 0.85 * reckoned <= counted.peak <= 1.02 * reckoned, f"{counted.peak / reckoned:.3f}"
+    estimate = needs.host_bytes(tiling)
+    assert 0.85 * estimate <= tracker.peak <= 1.02 * estimate, f"{tracker.peak / estimate:.3f}"

@@ -1,4 +1,4 @@
-"""Where memory runs out, a decode goes on with smaller tiles, and nothing is left of what was tried before."""
+"""Decoding with smaller tiles after an out-of-memory error; a failed attempt leaves no tensors behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDS = DecodeNeeds(height=13, width=20, frames=5, pixel_bytes=1000, value_bytes
 
 
 class Tries:
-    """A decode for which no tile above a size has room."""
+    """Decode that raises `error` for tiles above a size."""
 
     def __init__(self, fits: int, error: Callable[[], RuntimeError] = torch.OutOfMemoryError) -> None:
         self._fits, self._error = fits, error
@@ -25,36 +25,36 @@ class Tries:
         self.left: list[weakref.ref[torch.Tensor]] = []
 
     def __call__(self, tiling: Tiling | None) -> str:
-        assert all(held() is None for held in self.left), "what a try has made is gone before the next one"
+        assert all(tensor() is None for tensor in self.left), (
+            "tensors of a failed attempt are freed before the next one"
+        )
         self.sizes.append(0 if tiling is None else tiling.pixels)
         made = torch.zeros(10)
         self.left.append(weakref.ref(made))
         if tiling is None or tiling.pixels > self._fits:
             raise self._error()
-        return f"made in {tiling.pixels}"
+        return f"decoded in {tiling.pixels}"
 
 
 def test_tiles_get_smaller_until_they_fit() -> None:
-    tries, told = Tries(fits=80), []
-    assert with_smaller_tiles(tries, NEEDS, None, told.append) == "made in 64"
+    tries, changes = Tries(fits=80), []
+    assert with_smaller_tiles(tries, NEEDS, None, changes.append) == "decoded in 64"
     assert tries.sizes == [0, 88, 64]
-    assert told == [
-        "no memory for decoding whole frames: goes on with tiles of 88 pixels",
-        "no memory for decoding tiles of 88 pixels: goes on with tiles of 64 pixels",
+    assert changes == [
+        "no memory for decoding whole frames: retrying with tiles of 88 pixels",
+        "no memory for decoding tiles of 88 pixels: retrying with tiles of 64 pixels",
     ]
 
 
 def test_what_fits_is_tried_once() -> None:
     tries = Tries(fits=128)
-    assert with_smaller_tiles(tries, NEEDS, Tiling.of(128)) == "made in 128"
+    assert with_smaller_tiles(tries, NEEDS, Tiling.of(128)) == "decoded in 128"
     assert tries.sizes == [128]
 
 
 def test_the_smallest_tile_is_the_last_try() -> None:
     tries = Tries(fits=0)
-    with pytest.raises(
-        NoRoomToDecodeError, match="tiles of 64 pixels, the least that can be: OutOfMemoryError"
-    ) as none:
+    with pytest.raises(NoRoomToDecodeError, match="tiles of 64 pixels, the smallest size: OutOfMemoryError") as none:
         with_smaller_tiles(tries, NEEDS, Tiling.of(72))
     assert tries.sizes == [72, 64]
     assert isinstance(none.value, VaeRoomError)
@@ -63,7 +63,7 @@ def test_the_smallest_tile_is_the_last_try() -> None:
 
 def test_ram_that_cannot_be_had_is_a_shortage_too() -> None:
     said = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"
-    assert with_smaller_tiles(Tries(fits=64, error=lambda: RuntimeError(said)), NEEDS, Tiling.of(72)) == "made in 64"
+    assert with_smaller_tiles(Tries(fits=64, error=lambda: RuntimeError(said)), NEEDS, Tiling.of(72)) == "decoded in 64"
 
 
 def test_another_error_ends_it_at_once() -> None:

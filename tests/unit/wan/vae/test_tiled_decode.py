@@ -1,4 +1,4 @@
-"""Tiles against diffusers' own tiled decode, in any order."""
+"""Decoding and blending of tiles in any order, against diffusers' tiled decode."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def _tiled(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("frames", "size"), [(3, (13, 9)), (3, (8, 8)), (1, (5, 20)), (1, (14, 14)), (3, (6, 4))], ids=str
 )
-def test_tiles_in_any_order_make_the_picture_that_diffusers_makes(
+def test_tiles_in_any_order_are_bit_equal_to_diffusers(
     own_vae: AutoencoderKLWan, size: tuple[int, int], frames: int
 ) -> None:
     latents = _latents(frames, *size)
     expected = _tiled(own_vae, latents)
     tiles = list(TILING.tiles(*size))
     random.Random(1).shuffle(tiles)
-    made = torch.full((4 * (frames - 1) + 1, 8 * size[0], 8 * size[1], 3), torch.nan)
-    mosaic = TileBlender(TILING, into=made)
+    frames_out = torch.full((4 * (frames - 1) + 1, 8 * size[0], 8 * size[1], 3), torch.nan)
+    blender = TileBlender(TILING, into=frames_out)
     for tile in tiles:
-        mosaic.put(tile, decode_tile(own_vae, crop(latents, tile)))
-    assert mosaic.frames is made
-    assert torch.equal(made, expected)
+        blender.put(tile, decode_tile(own_vae, crop(latents, tile)))
+    assert blender.frames is frames_out
+    assert torch.equal(frames_out, expected)
     assert own_vae.decode(latents).sample.shape[2] == len(expected), "the VAE itself still works"
 
 
@@ -72,7 +72,7 @@ def test_an_opened_vae_decodes_whole_or_in_tiles(
         for video, one in zip(videos, latents.split(1), strict=True):
             whole = (own_vae.decode(one).sample[0].movedim(0, -1) + 1) / 2
             assert torch.equal(video, _tiled(own_vae, one) if tile else whole)
-            assert tile == 0 or not torch.equal(video, whole), "tiles of an untrained VAE differ from the whole"
+            assert tile == 0 or not torch.equal(video, whole), "tiles of an untrained VAE differ from full frames"
 
 
 def test_frames_come_one_latent_after_the_other(own_vae: AutoencoderKLWan) -> None:
@@ -84,26 +84,26 @@ def test_frames_come_one_latent_after_the_other(own_vae: AutoencoderKLWan) -> No
 
 
 def test_a_decode_that_is_stopped_ends_before_the_next_latent_frame(own_vae: AutoencoderKLWan) -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def check() -> None:
-        asked.append(len(asked))
-        if len(asked) == 2:
+        calls.append(len(calls))
+        if len(calls) == 2:
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
         decode_tile(own_vae, _latents(5, 4, 4), check)
-    assert asked == [0, 1]
+    assert calls == [0, 1]
 
 
-def test_a_mosaic_tells_what_is_missing_and_what_is_there_twice(own_vae: AutoencoderKLWan) -> None:
+def test_missing_and_repeated_tiles_are_reported(own_vae: AutoencoderKLWan) -> None:
     latents = _latents(1, 8, 20)
     first, *others = TILING.tiles(8, 20)
-    mosaic = TileBlender(TILING, into=torch.empty(1, 64, 160, 3))
-    mosaic.put(first, decode_tile(own_vae, crop(latents, first)))
+    blender = TileBlender(TILING, into=torch.empty(1, 64, 160, 3))
+    blender.put(first, decode_tile(own_vae, crop(latents, first)))
     with pytest.raises(StateError, match=f"{len(others)} of {len(others) + 1} tiles are missing"):
-        _ = mosaic.frames
-    mosaic.put(others[-1], decode_tile(own_vae, crop(latents, others[-1])))
+        _ = blender.frames
+    blender.put(others[-1], decode_tile(own_vae, crop(latents, others[-1])))
     for again in (first, others[-1]):
-        with pytest.raises(StateError, match="was put before"):
-            mosaic.put(again, decode_tile(own_vae, crop(latents, again)))
+        with pytest.raises(StateError, match="was added before"):
+            blender.put(again, decode_tile(own_vae, crop(latents, again)))

@@ -1,4 +1,4 @@
-"""The VAE against diffusers' own, and files that are no such VAE."""
+"""VAE folders: equality with diffusers' VAE, refused files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def own_vae(tiny_pipeline):
 
 @pytest.fixture
 def vae_copy(tiny_pipeline, tmp_path):
-    """A vae folder that the test may damage."""
+    """Return a `vae` folder that the test may damage."""
     return shutil.copytree(tiny_pipeline() / "vae", tmp_path / "vae")
 
 

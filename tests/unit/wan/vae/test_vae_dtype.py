@@ -1,4 +1,4 @@
-"""A VAE that computes in bf16: the pictures of diffusers' own, in half the memory."""
+"""VAE in bf16: frames of diffusers' VAE, in half the memory."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_it_takes_half_the_memory(tiny_pipeline: Callable[[], Path], own_vae: Au
     )
 
 
-def test_what_is_reckoned_is_what_it_takes(own_vae: AutoencoderKLWan) -> None:
-    with torch.no_grad(), TensorMemoryTracker() as counted:
+def test_it_takes_the_estimated_memory(own_vae: AutoencoderKLWan) -> None:
+    with torch.no_grad(), TensorMemoryTracker() as tracker:
         for frames in decoded_frames(own_vae, torch.zeros(1, 16, 3, 6, 6, dtype=BF16)):
             del frames
-    assert counted.convolution_peak == pytest.approx(decode_pixel_bytes(own_vae.config, 3, BF16) * 36, rel=0.01)
+    assert tracker.convolution_peak == pytest.approx(decode_pixel_bytes(own_vae.config, 3, BF16) * 36, rel=0.01)

@@ -1,4 +1,4 @@
-"""Single-file VAEs against the `vae` folder, and files that are no VAE of Wan."""
+"""Single-file VAEs: equality with the `vae` folder, refused files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def vae_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def changed(vae_file: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`changed(edit)`: a copy whose tensors `edit` has changed, in place."""
+    """Return `changed(edit)`, which copies the file and lets `edit` change its tensors in place."""
 
     def change(edit: Callable[[Tensors], Any]) -> Path:
         tensors = load_file(vae_file)
@@ -47,8 +47,8 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def both_ways(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the VAE makes of a video, and of a latent."""
+def encoded_and_decoded(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an encoded video and a decoded latent."""
     with open_vae(path) as vae:
         return (
             vae.encode(noise(5, 16, 24, 3).sigmoid(), device="cpu"),
@@ -57,7 +57,7 @@ def both_ways(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_equal(path: Path, other: Path) -> None:
-    for found, expected in zip(both_ways(path), both_ways(other), strict=True):
+    for found, expected in zip(encoded_and_decoded(path), encoded_and_decoded(other), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -152,7 +152,7 @@ class TestBadFiles:
             ),
             (
                 {"blocks.0.attn.q.weight": (8, 8)},
-                r"is no VAE of Wan: it holds 1 tensors, blocks.* \[8, 8\] first; use wan_2\.1_vae\.safetensors "
+                r"is not a VAE of Wan: it has 1 tensors \(first: blocks.* \[8, 8\]\); use wan_2\.1_vae\.safetensors "
                 r"\(Wan2\.1 and Wan2\.2 A14B\), or wan2\.2_vae\.safetensors \(Wan2\.2 5B\)",
             ),
         ],

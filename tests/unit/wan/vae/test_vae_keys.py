@@ -1,4 +1,4 @@
-"""Names of the VAEs in ComfyUI's single files."""
+"""Parameter names of VAEs in ComfyUI's single files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
 from wanstream.wan.vae.keys import native_vae_name, native_wan22_vae_name
 
-# Of Wan-AI/Wan2.2-TI2V-5B-Diffusers, which has no single-file converter in diffusers.
+# Names of Wan-AI/Wan2.2-TI2V-5B-Diffusers, for which diffusers has no single-file converter.
 WAN22_CONFIG = {
     "base_dim": 160,
     "decoder_base_dim": 256,

@@ -123,8 +123,8 @@ def test_a_file_takes_no_room_for_whole_frames_that_have_left() -> None:
 
 
 def test_a_budget_for_which_the_smallest_tile_is_too_large_is_refused_with_numbers() -> None:
-    said = r"decoding 1280x720 frames in tiles of 64 pixels, .* takes 0\.09 GB to compute in; 0\.05 GB given: give"
+    said = r"decoding 1280x720 frames in tiles of 64 pixels, .* takes 0\.09 GB of working memory; 0\.05 GB given: give"
     with pytest.raises(VaeRoomError, match=said):
         fitting_tiling(_needs(90, 160), 50 * MB, shared=False)
-    with pytest.raises(VaeRoomError, match=r"0\.09 GB to compute in and 1\.\d\d GB around its 81 frames; 0\.1"):
+    with pytest.raises(VaeRoomError, match=r"0\.09 GB of working memory and 1\.\d\d GB for its 81 frames; 0\.1"):
         fitting_tiling(_needs(90, 160), 100 * MB, shared=True)

@@ -1,4 +1,4 @@
-"""The VAE of Wan2.2 5B against diffusers' own, whole and in tiles, and against latents of the other VAE."""
+"""VAE of Wan2.2 5B: equality with diffusers in full frames and tiles, refused latents of Wan2.1."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def decoded(own_vae: AutoencoderKLWan, latents: torch.Tensor, tiling: Tiling | None = None) -> torch.Tensor:
-    """By diffusers, one video at a time."""
+    """Decode with diffusers, one video at a time."""
     if tiling is not None:
         own_vae.enable_tiling(tiling.pixels, tiling.pixels, tiling.stride, tiling.stride)
     try:
