@@ -67,7 +67,7 @@ def available_bytes(root: Path = ROOT) -> int:
     Args:
         root: where the `proc` and `sys` lie that tell about control groups.
     """
-    return min([int(psutil.virtual_memory().available), *cgroup_rooms(root)])
+    return min([int(psutil.virtual_memory().available), *cgroup_free_bytes(root)])
 
 
 def surely_lacks(nbytes: int, *, available: int | None = None, root: Path = ROOT) -> int | None:
@@ -89,7 +89,7 @@ def surely_lacks(nbytes: int, *, available: int | None = None, root: Path = ROOT
     return available if nbytes > ESTIMATE_MARGIN * available else None
 
 
-def cgroup_rooms(root: Path = ROOT) -> Iterator[int]:
+def cgroup_free_bytes(root: Path = ROOT) -> Iterator[int]:
     """What every control group above this process leaves it, in bytes; nothing where no group sets a limit."""
     return (group.room for group in _limits(root))
 

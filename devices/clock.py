@@ -25,17 +25,19 @@ def compute_device(device: torch.device | str) -> torch.device:
     Raises DeviceError unless it is a CPU or a CUDA device that is there.
     """
     try:
-        place = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as err:
         raise DeviceError(f'{device!r} names no device: give "cpu" or "cuda"') from err
-    if place.type not in ("cpu", "cuda"):
-        raise DeviceError(f'{place} cannot be computed on: give "cpu" or "cuda" (ComfyUI: start it with --cpu)')
-    count = torch.cuda.device_count() if place.type == "cuda" else 1
-    if (place.index or 0) >= count:
-        raise DeviceError(f'{place} is not there, torch {torch.__version__} finds {count}: give "cpu" or another torch')
-    if place.type == "cuda" and place.index is None:
+    if resolved.type not in ("cpu", "cuda"):
+        raise DeviceError(f'{resolved} cannot be computed on: give "cpu" or "cuda" (ComfyUI: start it with --cpu)')
+    count = torch.cuda.device_count() if resolved.type == "cuda" else 1
+    if (resolved.index or 0) >= count:
+        raise DeviceError(
+            f'{resolved} is not there, torch {torch.__version__} finds {count}: give "cpu" or another torch'
+        )
+    if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return place
+    return resolved
 
 
 class Clock(Protocol):
@@ -50,7 +52,7 @@ class Clock(Protocol):
     def settle(self) -> None:
         """Wait on the host until every mark made so far has passed. Once per step, never per block."""
 
-    def keep_pace(self, mark: DeviceEvent) -> None:
+    def wait_for(self, mark: DeviceEvent) -> None:
         """Wait on the host until the device has passed `mark`, so that a cancel is not queued behind a whole step."""
 
 
@@ -65,7 +67,7 @@ class CpuClock:
     def settle(self) -> None:
         return
 
-    def keep_pace(self, mark: DeviceEvent) -> None:
+    def wait_for(self, mark: DeviceEvent) -> None:
         return
 
 
@@ -76,7 +78,7 @@ class CudaClock:
         self._device = device
 
     def mark(self) -> DeviceEvent:
-        # A blocking event lets `keep_pace` sleep instead of spinning on a core that the readers need.
+        # A blocking event lets `wait_for` sleep instead of spinning on a core that the readers need.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -88,7 +90,7 @@ class CudaClock:
         if torch.cuda.is_initialized():  # otherwise nothing was given to the device, and it is not started for that
             torch.cuda.current_stream(self._device).synchronize()
 
-    def keep_pace(self, mark: DeviceEvent) -> None:
+    def wait_for(self, mark: DeviceEvent) -> None:
         cast(torch.cuda.Event, mark).synchronize()
 
 
@@ -124,31 +126,31 @@ class MemoryMeter:
         self._device = device
         self._process = psutil.Process()
 
-    def restart(self) -> None:
-        if self._is_used():
+    def reset_peaks(self) -> None:
+        if self._is_initialized():
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def device_bytes(self) -> int | None:
         """Peak bytes that torch allocated on the device since `restart`."""
-        if not self._is_used():
+        if not self._is_initialized():
             return None
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def reserved_bytes(self) -> int | None:
         """Peak bytes that torch held on the device since `restart`, in use or kept for later."""
-        if not self._is_used():
+        if not self._is_initialized():
             return None
         return int(torch.cuda.max_memory_reserved(self._device))
 
     def allocated_bytes(self) -> int | None:
         """Bytes that torch has allocated on the device now."""
-        if not self._is_used():
+        if not self._is_initialized():
             return None
         return int(torch.cuda.memory_allocated(self._device))
 
     def used_bytes(self) -> int | None:
         """Bytes that all processes together hold on the device now."""
-        if not self._is_used():
+        if not self._is_initialized():
             return None
         free, total = torch.cuda.mem_get_info(self._device)
         return int(total - free)
@@ -157,5 +159,5 @@ class MemoryMeter:
         """Bytes of RAM this process holds now, mapped files included."""
         return int(self._process.memory_info().rss)
 
-    def _is_used(self) -> bool:
+    def _is_initialized(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_initialized()

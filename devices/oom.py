@@ -9,7 +9,7 @@ import torch
 CUDA_OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
 
-SAID_BY_LIBRARIES = (
+LIBRARY_OOM_MESSAGES = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -27,7 +27,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     # torch.AcceleratorError, which came with torch 2.8, has the device's own number.
     if getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY:
         return True
-    return any(words in str(error) for words in SAID_BY_LIBRARIES)
+    return any(words in str(error) for words in LIBRARY_OOM_MESSAGES)
 
 
 def forget(error: BaseException) -> str:

@@ -83,7 +83,7 @@ class StagedPatches:
     def __init__(self, formats: Mapping[BlockKey, BlockFormat], *, lock: PageLock | None = None) -> None:
         self._formats = formats
         self._locked = LockedBlocks(lock) if lock is not None else None
-        self._held: Mapping[BlockKey, StagedPatch] = {}
+        self._staged: Mapping[BlockKey, StagedPatch] = {}
 
     @property
     def locked_bytes(self) -> int:
@@ -93,23 +93,23 @@ class StagedPatches:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the factors take, locked or not."""
-        return sum(in_pages(held.layout.nbytes) for held in self._held.values())
+        return sum(in_pages(staged.layout.nbytes) for staged in self._staged.values())
 
     @property
-    def largest(self) -> int:
+    def largest_bytes(self) -> int:
         """Bytes of the factors of the block that has most of them."""
-        return max((held.layout.nbytes for held in self._held.values()), default=0)
+        return max((staged.layout.nbytes for staged in self._staged.values()), default=0)
 
     def get(self, key: BlockKey) -> StagedPatch | None:
-        return self._held.get(key)
+        return self._staged.get(key)
 
     def nbytes(self, key: BlockKey) -> int:
         """Bytes of the factors that arrive together with a block."""
-        held = self._held.get(key)
-        return 0 if held is None else held.layout.nbytes
+        staged = self._staged.get(key)
+        return 0 if staged is None else staged.layout.nbytes
 
     def prepare(self, patches: Mapping[BlockKey, BlockPatch]) -> dict[BlockKey, StagedPatch]:
-        """Copy `patches` for `replace`; of blocks whose identity stays, what is held already. Nothing is changed.
+        """Copy `patches` for `replace`; of blocks whose identity stays, what is staged already. Nothing is changed.
 
         Raises:
             ValueError: a patch of a block or weight that does not stream, or of another shape.
@@ -117,30 +117,30 @@ class StagedPatches:
         """
         prepared: dict[BlockKey, StagedPatch] = {}
         for key, patch in patches.items():
-            held = self._held.get(key)
-            if held is not None and held.identity == patch.identity:
-                prepared[key] = held
+            staged = self._staged.get(key)
+            if staged is not None and staged.identity == patch.identity:
+                prepared[key] = staged
             elif patch.weights:
-                prepared[key] = _hold(key, patch, self._formats)
+                prepared[key] = _stage(key, patch, self._formats)
         return prepared
 
     def changed(self, prepared: Mapping[BlockKey, StagedPatch]) -> frozenset[BlockKey]:
         """The blocks that arrive with other bytes after `replace(prepared)`."""
-        keys = self._held.keys() | prepared.keys()
-        return frozenset(key for key in keys if self._held.get(key) is not prepared.get(key))
+        keys = self._staged.keys() | prepared.keys()
+        return frozenset(key for key in keys if self._staged.get(key) is not prepared.get(key))
 
     def replace(self, prepared: Mapping[BlockKey, StagedPatch]) -> None:
         """Let go of all patches that are not in `prepared`. No copy out of one may be under way."""
         if self._locked is not None:
             changed = self.changed(prepared)
-            for key in changed & self._held.keys():
-                self._locked.remove(self._held[key].memory)
+            for key in changed & self._staged.keys():
+                self._locked.remove(self._staged[key].memory)
             for key in changed & prepared.keys():
                 self._locked.add(prepared[key].memory)
-        self._held = prepared
+        self._staged = prepared
 
 
-def _hold(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFormat]) -> StagedPatch:
+def _stage(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFormat]) -> StagedPatch:
     """Copy the factors of one block into one flat piece of memory."""
     label = f"the patch of block {key.block} of {key.expert!r}"
     if key not in formats:

@@ -67,15 +67,15 @@ class BusRates:
 
 
 def probe_disk(
-    path: Path, *, most_bytes: int = 2_000_000_000, most_s: float = 1.5, directly: bool | None = None
+    path: Path, *, max_bytes: int = 2_000_000_000, max_s: float = 1.5, directly: bool | None = None
 ) -> DiskRate:
-    """Read `path` as blocks are read from it, from its start, until `most_bytes` or `most_s` are reached.
+    """Read `path` as blocks are read from it, from its start, until `max_bytes` or `max_s` are reached.
 
     Past the page cache where the file system lets us (`directly` None), or not at all. Else the pages of this file are
     dropped first, for which no permission is needed; where the system drops none the rate may be that of a warm file,
     and `how` says so. Raises OSError when the file cannot be read, and ValueError when it is empty.
     """
-    size = min(path.stat().st_size, most_bytes)
+    size = min(path.stat().st_size, max_bytes)
     if not size:
         raise ValueError(f"{path} is empty: give a file of weights to read")
     if directly is None:
@@ -85,7 +85,7 @@ def probe_disk(
     reader = FileReader(direct=directly)
     try:
         begun, done = time.perf_counter(), 0
-        while done == 0 or (done < size and time.perf_counter() - begun < most_s):
+        while done == 0 or (done < size and time.perf_counter() - begun < max_s):
             count = min(memory.numel(), size - done)
             reader.read(_pieces(path, done, count, host_bytes(memory).data))
             done += count

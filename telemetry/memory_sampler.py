@@ -13,7 +13,7 @@ from ..devices import MemoryMeter
 from ..schema import MemorySample
 
 INTERVAL_S = 0.5
-MOST_SAMPLES = 600
+MAX_SAMPLES = 600
 
 
 class SamplerState(Enum):
@@ -38,7 +38,7 @@ class MemorySampler:
     """
 
     def __init__(
-        self, device: torch.device, *, began: float, interval_s: float = INTERVAL_S, most: int = MOST_SAMPLES
+        self, device: torch.device, *, began: float, interval_s: float = INTERVAL_S, most: int = MAX_SAMPLES
     ) -> None:
         self.state = SamplerState.NEW
         self._meter = MemoryMeter(device)
@@ -87,7 +87,7 @@ class MemorySampler:
         with self._lock:
             self._samples.append(sample)
             if len(self._samples) > self._most:
-                self._samples = thinned(self._samples)
+                self._samples = downsample(self._samples)
                 self._interval_s *= 2
 
     def __enter__(self) -> MemorySampler:
@@ -98,7 +98,7 @@ class MemorySampler:
         self.stop()
 
 
-def thinned(samples: list[MemorySample]) -> list[MemorySample]:
+def downsample(samples: list[MemorySample]) -> list[MemorySample]:
     """Half as many samples, each with the larger figures of two neighbours, at the time of the first."""
     return [first if second is None else _larger(first, second) for first, second in _pairs(samples)]
 

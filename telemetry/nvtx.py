@@ -25,7 +25,7 @@ class NvtxRanges:
     def __init__(self) -> None:
         if torch.version.cuda is None:
             raise ValueError(
-                f"NVTX ranges are asked for (WANSTREAM_NVTX), and torch {torch.__version__} has no CUDA: unset it"
+                f"NVTX ranges are requested (WANSTREAM_NVTX), and torch {torch.__version__} has no CUDA: unset it"
             )
 
     def start(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""What is watched in a run beside its steps: asked for by a caller, or by the environment."""
+"""What is watched in a run beside its steps: requested for by a caller, or by the environment."""
 
 from __future__ import annotations
 

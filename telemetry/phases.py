@@ -14,7 +14,7 @@ import torch
 from ..devices import MemoryMeter, clock_for
 from ..schema import PHASES, PhaseRecord
 
-KEPT_LEDGERS = 16
+MAX_QUEUE_ITEMS = 16
 
 
 class QueueItemPhases:
@@ -35,7 +35,7 @@ class QueueItemPhases:
         """
         assert name in PHASES, f"{name!r} is no phase"
         memory = MemoryMeter(device)
-        memory.restart()
+        memory.reset_peaks()
         began = time.perf_counter()
         yield
         clock_for(device).settle()
@@ -75,10 +75,10 @@ class PhaseRegistry:
         self._ledgers: OrderedDict[str, QueueItemPhases] = OrderedDict()
 
     def of(self, run_id: str) -> QueueItemPhases:
-        """The ledger of that queue item, opened if there is none; the one that was asked for longest ago may go."""
+        """The ledger of that queue item, opened if there is none; the one that was requested for longest ago may go."""
         with self._lock:
             ledger = self._ledgers.setdefault(run_id, QueueItemPhases())
             self._ledgers.move_to_end(run_id)
-            while len(self._ledgers) > KEPT_LEDGERS:
+            while len(self._ledgers) > MAX_QUEUE_ITEMS:
                 self._ledgers.popitem(last=False)
             return ledger

@@ -15,7 +15,7 @@ class ReadSpan(NamedTuple):
     began: float
     ended: float
     nbytes: int
-    """Bytes that the file was asked for."""
+    """Bytes that the file was requested for."""
     straight: bool
     """True if they went straight into a buffer, not into RAM."""
 

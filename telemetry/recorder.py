@@ -17,7 +17,7 @@ from .memory_sampler import MemorySampler
 from .nvtx import NvtxRanges, Ranges, ranged
 from .options import TelemetryOptions
 from .step_events import BlockArrival, StepEvents
-from .trace import MOST_SPANS, TraceSpan, chrome_trace, write_trace
+from .trace import MAX_SPANS, TraceSpan, chrome_trace, write_trace
 
 
 class RateCounter:
@@ -63,7 +63,7 @@ class Recorder:
         device: what computes.
         observe: what is told beside the timeline.
         ranges: named stretches of time for a profiler; None: as `observe` says.
-        most_spans: no further step is told in full by a trace that has so many.
+        max_spans: no further step is told in full by a trace that has so many.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Recorder:
         *,
         observe: TelemetryOptions | None = None,
         ranges: Ranges | None = None,
-        most_spans: int = MOST_SPANS,
+        max_spans: int = MAX_SPANS,
     ) -> None:
         self.clock = clock_for(device)
         self.non_block_bytes = 0
@@ -85,7 +85,7 @@ class Recorder:
         self._marks = StepEvents(self.clock)
         self._copy_rates, self._read_rates = RateCounter(), RateCounter()
         self._spans: list[TraceSpan] = []
-        self._traced_steps, self._most_spans = 0, most_spans
+        self._traced_steps, self._max_spans = 0, max_spans
         self._sampler: MemorySampler | None = None
         self._before: tuple[PhaseRecord, ...] = ()
         self._pinned_bytes: Callable[[], int] | None = None
@@ -115,7 +115,7 @@ class Recorder:
     def step(self, index: int, expert: str, sigma: float | None = None) -> Iterator[None]:
         """Everything inside belongs to step `index`; nothing is recorded when it raises."""
         self._marks = StepEvents(self.clock)
-        self._memory.restart()
+        self._memory.reset_peaks()
         began = time.perf_counter()
         with ranged(self.ranges, f"step {index} ({expert})"):
             yield
@@ -154,27 +154,27 @@ class Recorder:
         )
         self._copy_rates.add(copies)
         self._read_rates.add((read.nbytes, read.ended - read.began) for read in reads)
-        if self._observe.trace is not None and len(self._spans) < self._most_spans:
+        if self._observe.trace is not None and len(self._spans) < self._max_spans:
             self._spans += marks.spans(expert, end, now, self._began)
             self._traced_steps = len(self._steps)
 
-    def run_began(self, pinned_bytes: Callable[[], int]) -> None:
-        """A run of the engine begins; it is asked for its page-locked bytes when a step closes."""
+    def begin_run(self, pinned_bytes: Callable[[], int]) -> None:
+        """A run of the engine begins; it is requested for its page-locked bytes when a step closes."""
         self._pinned_bytes = pinned_bytes
 
-    def run_ended(self) -> None:
+    def end_run(self) -> None:
         """A run of the engine is over."""
         self._pinned_bytes = None
 
-    def block_arrived(self, arrival: BlockArrival) -> None:
+    def record_arrival(self, arrival: BlockArrival) -> None:
         """A visit may start for which a block was fetched."""
         self._marks.arrivals.append(arrival)
 
     def visit(
-        self, block: int, asked: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent, done: DeviceEvent
+        self, block: int, requested: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent, done: DeviceEvent
     ) -> None:
         """One visit of `block`; see `VisitEvents`."""
-        self._marks.visits.append((block, asked, arrived, ready, done))
+        self._marks.visits.append((block, requested, arrived, ready, done))
 
     def cached(self, *, lanes: int, visits: int) -> None:
         """A cache took over what `lanes` lanes would have computed, which left out `visits` visits of the step."""

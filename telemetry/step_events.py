@@ -10,7 +10,7 @@ from .read_timing import ReadSpan
 from .trace import TraceSpan
 
 VisitEvents: TypeAlias = tuple[int, DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent]
-"""One visit: its block; when that was asked for, there, and decoded; when the last lane had passed.
+"""One visit: its block; when that was requested for, there, and decoded; when the last lane had passed.
 
 Arrived and decoded are the same where the computing thread does not decode. A plain tuple: one is made for every visit.
 """
@@ -22,8 +22,8 @@ class BlockArrival(NamedTuple):
     block: int
     nbytes: int
     """Of the fetch."""
-    asked: DeviceEvent
-    """When the visit asked for it, as `arrived`."""
+    requested: DeviceEvent
+    """When the visit requested for it, as `arrived`."""
     arrived: DeviceEvent
     read: ReadSpan | None
     """What a file was read for it; None if RAM held the block from before."""
@@ -46,7 +46,7 @@ class StepEvents:
         return sum(self._seconds(ready, done) for _, _, _, ready, done in self.visits)
 
     def stall_s(self) -> float:
-        return sum(self._seconds(asked, arrived) for _, asked, arrived, _, _ in self.visits)
+        return sum(self._seconds(requested, arrived) for _, requested, arrived, _, _ in self.visits)
 
     def decode_s(self) -> float:
         return sum(self._seconds(*arrival.decoded) for arrival in self.arrivals if arrival.decoded is not None)
@@ -79,8 +79,8 @@ class StepEvents:
         total = 0.0
         for arrival in self.arrivals:
             if arrival.read is not None:
-                late_s = arrival.read.ended - self._at(arrival.asked, end, now)
-                total += min(max(late_s, 0.0), self._seconds(arrival.asked, arrival.arrived))
+                late_s = arrival.read.ended - self._at(arrival.requested, end, now)
+                total += min(max(late_s, 0.0), self._seconds(arrival.requested, arrival.arrived))
         return total
 
     def computed_from(self, end: DeviceEvent, now: float) -> float | None:
@@ -94,8 +94,8 @@ class StepEvents:
             at = self._at(first, end, now) - began
             return TraceSpan(row, f"{expert} {block}", at, at + self._seconds(first, last), args)
 
-        for block, asked, arrived, ready, done in self.visits:
-            yield span("wait", block, asked, arrived)
+        for block, requested, arrived, ready, done in self.visits:
+            yield span("wait", block, requested, arrived)
             yield span("compute", block, ready, done)
         for arrival in self.arrivals:
             if arrival.copied is not None:

@@ -15,7 +15,7 @@ from ..schema import Timeline
 ROWS = ("phases", "steps", "compute", "wait", "decode", "copy", "read", "read straight")
 """From top to bottom. "wait" is time in which the device has no block, "read straight" goes from file to buffer."""
 
-MOST_SPANS = 200_000
+MAX_SPANS = 200_000
 """Of visits, fetches and reads; about 1000 steps of 40 blocks. Longer runs are traced from their beginning."""
 
 _PROCESS = 1

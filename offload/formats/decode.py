@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from .fp8 import FP8_DTYPES, widen
-from .gguf_dequant import QuantFormat, unpack
+from .gguf_dequant import QuantFormat, dequantise
 from .layout import BlockFormat, tensor_views
 
 # Scaled and packed values pass through fp32 in pieces of about this many: 8 MB of extra memory however large the matrix
@@ -53,7 +53,7 @@ def decode_tensor(
         scale: fp32, 0-d or [rows, 1], if there is one.
     """
     if packing is not None:
-        _unpack(stored, packing, into)
+        _dequantise(stored, packing, into)
     elif scale is not None or _is_slow_to_convert(stored, into.dtype):
         _multiply(stored, None if scale is None else scale.to(stored.device), into)
     else:
@@ -67,14 +67,14 @@ def _is_slow_to_convert(stored: torch.Tensor, computed: torch.dtype) -> bool:
     return stored.dtype in FP8_DTYPES or (stored.dtype, computed) == (torch.float16, torch.bfloat16)
 
 
-def _unpack(packs: torch.Tensor, packing: QuantFormat, computed: torch.Tensor) -> None:
+def _dequantise(packs: torch.Tensor, packing: QuantFormat, computed: torch.Tensor) -> None:
     """Write what `packs` hold, through one piece of fp32 memory unless they can be unpacked in place."""
     count = max(1, min(len(packs), CHUNK_VALUES // packing.values))
     in_place = computed.dtype == torch.float32 and computed.device == packs.device
     work = torch.empty(0 if in_place else count, packing.values, dtype=torch.float32, device=packs.device)
     for part, values in zip(packs.split(count), computed.view(-1, packing.values).split(count), strict=True):
         unpacked = values if in_place else work[: len(part)]
-        unpack(part, packing, unpacked)
+        dequantise(part, packing, unpacked)
         if not in_place:
             values.copy_(unpacked, non_blocking=True)
 

@@ -44,14 +44,14 @@ def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: QuantForma
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def unpack(packs: torch.Tensor, packing: QuantFormat, into: torch.Tensor) -> None:
+def dequantise(packs: torch.Tensor, packing: QuantFormat, into: torch.Tensor) -> None:
     """Unpack into fp32.
 
     Args:
         packs: uint8 [n, packing.nbytes], each pack starting at an even address.
         into: fp32 [n, packing.values], contiguous, on the device of `packs`.
     """
-    _UNPACK[packing.name](packs, into)
+    _DEQUANTISERS[packing.name](packs, into)
 
 
 def _q4_0(packs: torch.Tensor, into: torch.Tensor) -> None:
@@ -188,7 +188,7 @@ def _levels(q: torch.Tensor) -> torch.Tensor:
     return levels.index_select(0, q.view(-1).int())
 
 
-_UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+_DEQUANTISERS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
@@ -203,4 +203,4 @@ _UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "IQ4_XS": _iq4_xs,
 }
 
-assert _UNPACK.keys() == QUANT_FORMATS.keys()
+assert _DEQUANTISERS.keys() == QUANT_FORMATS.keys()

@@ -21,7 +21,7 @@ from .gguf_dequant import QuantFormat, stored_bytes
 # makes streamed results equal bit for bit to those of an ordinary model.
 ALIGNMENT = 256
 
-NONE_PACKED: Mapping[str, QuantFormat] = MappingProxyType({})
+NO_QUANT_FORMATS: Mapping[str, QuantFormat] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class BlockFormat:
 
 
 def flat_layout(
-    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], packings: Mapping[str, QuantFormat] = NONE_PACKED
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], packings: Mapping[str, QuantFormat] = NO_QUANT_FORMATS
 ) -> FlatLayout:
     """Lay out (name, shape, dtype) one behind the other, in the given order; those in `packings` by name are packed."""
     placed: list[FlatTensor] = []
@@ -98,7 +98,7 @@ def block_format(
     stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
     scaled: Iterable[str] = (),
-    packings: Mapping[str, QuantFormat] = NONE_PACKED,
+    packings: Mapping[str, QuantFormat] = NO_QUANT_FORMATS,
 ) -> BlockFormat:
     """Return the format of a block from the (shape, dtype) that its source stores under each parameter name.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wanstream.schema import PhaseRecord
-from wanstream.telemetry.phases import KEPT_LEDGERS, PhaseRegistry, QueueItemPhases
+from wanstream.telemetry.phases import MAX_QUEUE_ITEMS, PhaseRegistry, QueueItemPhases
 
 CPU = torch.device("cpu")
 
@@ -66,12 +66,12 @@ def test_a_queue_item_has_one_ledger_and_the_last_ones_are_kept() -> None:
     with first.phase("open", CPU):
         pass
     assert ledgers.of("0") is first
-    for number in range(1, KEPT_LEDGERS):
+    for number in range(1, MAX_QUEUE_ITEMS):
         ledgers.of(str(number))
     assert ledgers.of("0") is first, "asked for again, it is not the oldest"
     ledgers.of("another")
     assert ledgers.of("0") is first
-    for number in range(KEPT_LEDGERS):
+    for number in range(MAX_QUEUE_ITEMS):
         ledgers.of(f"later {number}")
     assert ledgers.of("0").phases() == ()
 

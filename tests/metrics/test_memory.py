@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wanstream.schema import MemorySample
-from wanstream.telemetry.memory_sampler import MemorySampler, SamplerState, thinned
+from wanstream.telemetry.memory_sampler import MemorySampler, SamplerState, downsample
 
 CPU = torch.device("cpu")
 
@@ -103,7 +103,7 @@ def test_a_long_run_keeps_a_bounded_number() -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 8])
 def test_thinning_keeps_peaks_and_the_first_time(count: int) -> None:
     samples = [sample(float(at), device=at % 3, used=at % 5, rss=1 + at * 7 % 10) for at in range(count)]
-    fewer = thinned(samples)
+    fewer = downsample(samples)
     assert len(fewer) == (count + 1) // 2
     assert [each.at_s for each in fewer] == [each.at_s for each in samples[::2]]
     for name in ("device_bytes", "device_used_bytes", "rss_bytes"):
@@ -113,8 +113,8 @@ def test_thinning_keeps_peaks_and_the_first_time(count: int) -> None:
 
 
 def test_thinning_takes_what_is_known() -> None:
-    assert thinned([sample(0, device=None, rss=3), sample(1, device=7, rss=2)]) == [sample(0, device=7, rss=3)]
-    assert thinned([sample(0), sample(1)]) == [sample(0)]
+    assert downsample([sample(0, device=None, rss=3), sample(1, device=7, rss=2)]) == [sample(0, device=7, rss=3)]
+    assert downsample([sample(0), sample(1)]) == [sample(0)]
 
 
 @pytest.mark.gpu

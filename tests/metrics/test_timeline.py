@@ -43,7 +43,7 @@ def take_step(recorder: Recorder, index: int = 0, expert: str = "high", *, block
             arrived = recorder.clock.mark()
             time.sleep(0.001)
             ready = recorder.clock.mark()
-            recorder.block_arrived(BlockArrival(block, 100, asked, arrived, None, None, (arrived, ready)))
+            recorder.record_arrival(BlockArrival(block, 100, asked, arrived, None, None, (arrived, ready)))
             time.sleep(0.001)
             recorder.visit(block, asked, arrived, ready, recorder.clock.mark())
 
@@ -100,7 +100,7 @@ def test_parts_of_a_step_fit_into_it_and_steps_follow_each_other() -> None:
 def test_a_step_that_fails_is_not_recorded_and_leaves_nothing_to_the_next() -> None:
     recorder = Recorder(CPU)
     with pytest.raises(OSError, match="gone"), recorder.step(0, "high"):
-        recorder.block_arrived(BlockArrival(0, 100, 0.0, 0.0, None, None, None))
+        recorder.record_arrival(BlockArrival(0, 100, 0.0, 0.0, None, None, None))
         raise OSError("gone")
     take_step(recorder, blocks=1)
     (step,) = recorder.timeline().steps
@@ -113,8 +113,8 @@ def test_fetches_are_counted_by_their_own_rates_whatever_their_steps_is() -> Non
     for index in range(2):
         with recorder.step(index, "high"):
             for seconds, read in ((0.1, None), (2.0, ReadSpan(1.0, 5.0, 2 * GB, False))):
-                recorder.block_arrived(BlockArrival(0, 3 * GB, 9.0, 9.0, read, (7.0, 7.0 + seconds), None))
-            recorder.block_arrived(BlockArrival(2, 3 * GB, 9.0, 9.0, None, None, None))
+                recorder.record_arrival(BlockArrival(0, 3 * GB, 9.0, 9.0, read, (7.0, 7.0 + seconds), None))
+            recorder.record_arrival(BlockArrival(2, 3 * GB, 9.0, 9.0, None, None, None))
     timeline = recorder.timeline()
     copies = {rates.from_gb_per_s: (rates.fetches, rates.nbytes) for rates in timeline.copy_rates}
     assert copies == {20: (2, 6 * GB), 1: (2, 6 * GB)}
@@ -127,9 +127,9 @@ def test_fetches_are_counted_by_their_own_rates_whatever_their_steps_is() -> Non
 def test_pinned_bytes_are_those_of_the_run_that_goes_on() -> None:
     recorder = Recorder(CPU)
     take_step(recorder)
-    recorder.run_began(lambda: 77)
+    recorder.begin_run(lambda: 77)
     take_step(recorder)
-    recorder.run_ended()
+    recorder.end_run()
     take_step(recorder)
     assert [step.pinned_bytes for step in recorder.timeline().steps] == [None, 77, None]
 
@@ -207,7 +207,7 @@ def test_a_trace_is_left_only_where_one_is_asked_for(tmp_path: Path, caplog: pyt
 
 def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path) -> None:
     """Every step has 20 spans: a wait and a computation for each of its visits."""
-    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path), most_spans=200)
+    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path), max_spans=200)
     with recorder.watching():
         for index in range(12):
             with recorder.step(index, "high"):

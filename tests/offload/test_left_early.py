@@ -105,5 +105,5 @@ def test_a_run_that_ends_by_an_error_keeps_nothing_that_nobody_has_waited_for(
 
 def test_a_run_is_left_while_it_goes_on(handle: OffloadEngine, device: str) -> None:
     run = handle.run(step_visits(["high"], handle.block_counts))
-    with pytest.raises(AssertionError, match="before it is over"):
+    with pytest.raises(AssertionError, match="before the run has ended"):
         run.leave()

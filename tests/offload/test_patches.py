@@ -21,7 +21,7 @@ from wanstream.offload.sources.base import BlockSource
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.transfers.base import PendingBlock
-from wanstream.offload.transfers.cpu import CpuStreams
+from wanstream.offload.transfers.cpu import CpuBackend
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
@@ -344,11 +344,11 @@ def test_a_block_without_a_patch_leaves_nothing_to_do(stacks):
     source = ModuleSource(stacks)
     formats = {key: source.block_format(key) for key in source.keys()}
     patches = StagedPatches(formats)
-    streams = CpuStreams(source, formats, patches)
+    streams = CpuBackend(source, formats, patches)
     into = allocate_flat(formats[BlockKey("high", 0)].computed.nbytes, CPU)
     patches.replace(patches.prepare(some_patches(1.0)))
-    assert streams.land(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == PendingBlock()
-    assert streams.land(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != PendingBlock()
+    assert streams.copy_in(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == PendingBlock()
+    assert streams.copy_in(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != PendingBlock()
 
 
 def pair(rows: int, up_rank: int, down_rank: int, columns: int) -> WeightPatch:
@@ -468,7 +468,7 @@ def test_factors_are_locked_where_they_lie_and_only_while_they_are_set(limited_p
     assert (
         patches.locked_bytes == sum(nbytes for _, nbytes in locked) == sum(patches.nbytes(k) for k in some_patches(1))
     )
-    assert patches.largest == patches.nbytes(BlockKey("high", 4))
+    assert patches.largest_bytes == patches.nbytes(BlockKey("high", 4))
 
     changed = {**some_patches(1.0), BlockKey("high", 3): some_patches(2.0)[BlockKey("high", 3)]}
     patches.replace(patches.prepare(changed))
@@ -476,7 +476,7 @@ def test_factors_are_locked_where_they_lie_and_only_while_they_are_set(limited_p
     assert len(driver.locked) == 4
     patches.replace({})
     assert driver.locked == []
-    assert (patches.locked_bytes, patches.largest, patches.nbytes(BlockKey("high", 0))) == (0, 0, 0)
+    assert (patches.locked_bytes, patches.largest_bytes, patches.nbytes(BlockKey("high", 0))) == (0, 0, 0)
 
 
 def test_factors_that_could_not_be_locked_only_cost_time(limited_page_lock):

@@ -62,13 +62,13 @@ def test_where_no_pages_are_dropped_the_file_may_be_warm_and_that_is_said(
 
 
 def test_reading_ends_at_the_byte_or_the_second_that_was_given(weights: Path) -> None:
-    few = probe_disk(weights, most_bytes=4096)
+    few = probe_disk(weights, max_bytes=4096)
     assert few.bytes_read == 4096
     assert probe_disk(weights).bytes_read == 20_000_001
     large = weights.with_name("large")
     with large.open("wb") as file:
         file.truncate(600_000_000)  # a hole: no space is taken
-    assert 0 < probe_disk(large, most_s=0.0).bytes_read < 600_000_000
+    assert 0 < probe_disk(large, max_s=0.0).bytes_read < 600_000_000
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:

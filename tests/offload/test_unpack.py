@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, unpack
+from wanstream.offload.formats.gguf_dequant import QUANT_FORMATS, dequantise
 from wanstream.testing.gguf import random_packs
 
 REFERENCE_HAS_QUANTISERS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
@@ -16,7 +16,7 @@ REFERENCE_HAS_QUANTISERS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 def unpacked(packs, packing):
     into = torch.full((len(packs), packing.values), torch.nan)
-    unpack(torch.from_numpy(packs), packing, into)
+    dequantise(torch.from_numpy(packs), packing, into)
     return into
 
 
@@ -86,5 +86,5 @@ def test_packs_may_lie_anywhere_at_an_even_address(packing):
         moved = memory[offset : offset + packs.size].view(packs.shape)
         moved.copy_(torch.from_numpy(packs))
         into = torch.empty(40, packing.values)
-        unpack(moved, packing, into)
+        dequantise(moved, packing, into)
         assert_same_bits(into, reference(packs, packing))
