@@ -36,7 +36,7 @@ def test_a_phase_that_fails_is_not_noted() -> None:
 
 
 def test_only_phases_of_the_schema_have_names() -> None:
-    with pytest.raises(AssertionError, match="no phase"), QueueItemPhases().phase("lunch", CPU):
+    with pytest.raises(AssertionError, match="not a phase"), QueueItemPhases().phase("lunch", CPU):
         pass
 
 
@@ -47,7 +47,7 @@ def test_times_count_from_where_they_are_asked_from() -> None:
     run_began = time.perf_counter()
     (before,) = ledger.phases(since=run_began)
     assert before.start_s + before.wall_s <= 0, "it was over when the run began"
-    ledger.add([PhaseRecord(name="high", start_s=0.25, wall_s=1.0)], began=run_began)
+    ledger.add([PhaseRecord(name="high", start_s=0.25, wall_s=1.0)], run_start=run_began)
     _, high = ledger.phases(since=run_began)
     assert (high.name, high.start_s, high.wall_s) == ("high", pytest.approx(0.25), 1.0)
     assert ledger.phases()[1].start_s == pytest.approx(ledger.phases()[0].start_s - before.start_s + 0.25)
@@ -55,8 +55,8 @@ def test_times_count_from_where_they_are_asked_from() -> None:
 
 def test_phases_are_told_in_order_of_their_beginning() -> None:
     ledger, now = QueueItemPhases(), time.perf_counter()
-    ledger.add([PhaseRecord(name="low", start_s=5.0, wall_s=1.0)], began=now)
-    ledger.add([PhaseRecord(name="high", start_s=1.0, wall_s=1.0)], began=now)
+    ledger.add([PhaseRecord(name="low", start_s=5.0, wall_s=1.0)], run_start=now)
+    ledger.add([PhaseRecord(name="high", start_s=1.0, wall_s=1.0)], run_start=now)
     assert [phase.name for phase in ledger.phases()] == ["high", "low"]
 
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def sampler(**settings: float) -> MemorySampler:
-    return MemorySampler(CPU, began=time.perf_counter(), **{"interval_s": 0.001, **settings})
+    return MemorySampler(CPU, run_start=time.perf_counter(), **{"interval_s": 0.001, **settings})
 
 
 def samplers() -> list[threading.Thread]:
@@ -94,7 +94,7 @@ def test_a_cpu_has_no_device_memory() -> None:
 
 
 def test_a_long_run_keeps_a_bounded_number() -> None:
-    with sampler(most=8) as running:
+    with sampler(max_samples=8) as running:
         assert soon(lambda: running._interval_s > 0.002)
         assert soon(lambda: len(running.samples()) >= 5)
     assert len(running.samples()) <= 9
@@ -122,7 +122,7 @@ def test_thinning_takes_what_is_known() -> None:
 def test_the_memory_of_a_device_is_sampled_beside_it() -> None:
     nbytes = 256 * 2**20
     torch.zeros(1, device="cuda")
-    with MemorySampler(torch.device("cuda", 0), began=time.perf_counter(), interval_s=0.001) as running:
+    with MemorySampler(torch.device("cuda", 0), run_start=time.perf_counter(), interval_s=0.001) as running:
         assert soon(lambda: bool(running.samples()))
         before = running.samples()[-1]
         held = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")

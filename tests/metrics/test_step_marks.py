@@ -92,7 +92,7 @@ def test_rows_of_a_trace() -> None:
         arrival(4, 12.0, 12.0, read=read(8.5, 9.0, straight=True)),
         visits=((3, 10.0, 11.0, 11.0, 12.0), (4, 12.0, 12.0, 12.0, 13.0)),
     )
-    spans = {(span.row, span.name): (span.start_s, span.ended_s) for span in step.spans("low", 13.0, 13.0, began=7.0)}
+    spans = {(span.row, span.name): (span.start_s, span.end_s) for span in step.spans("low", 13.0, 13.0, run_start=7.0)}
     assert spans == {
         ("wait", "low 3"): (3, 4),
         ("wait", "low 4"): (5, 5),

@@ -93,7 +93,7 @@ def test_too_many_blocks_to_swap_is_refused(make_stack: Callable[..., nn.ModuleL
 
 
 def test_a_device_that_is_not_there_is_refused(make_stack: Callable[..., nn.ModuleList]) -> None:
-    with pytest.raises(ValueError, match='give "cpu"'):
+    with pytest.raises(ValueError, match='use "cpu"'):
         attach_offload(make_stack(4), policy=OffloadPolicy.layerwise(), device="cuda:99")
 
 

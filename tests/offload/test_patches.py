@@ -344,11 +344,11 @@ def test_a_block_without_a_patch_leaves_nothing_to_do(stacks):
     source = ModuleSource(stacks)
     formats = {key: source.block_format(key) for key in source.keys()}
     patches = StagedPatches(formats)
-    streams = CpuBackend(source, formats, patches)
+    backend = CpuBackend(source, formats, patches)
     into = allocate_flat(formats[BlockKey("high", 0)].computed.nbytes, CPU)
     patches.replace(patches.prepare(some_patches(1.0)))
-    assert streams.copy_in(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == PendingBlock()
-    assert streams.copy_in(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != PendingBlock()
+    assert backend.copy_in(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == PendingBlock()
+    assert backend.copy_in(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != PendingBlock()
 
 
 def pair(rows: int, up_rank: int, down_rank: int, columns: int) -> WeightPatch:
@@ -359,15 +359,25 @@ UP_KEY = BlockKey("high", 0)
 REFUSED = {
     "another block": (BlockKey("high", 6), "up.weight", pair(96, 4, 4, 32), r"block 6 of 'high'.*only blocks 0 to 5"),
     "another expert": (BlockKey("mid", 0), "up.weight", pair(96, 4, 4, 32), r"of 'mid'.*only those of 'high', 'low'"),
-    "a name that stays": (UP_KEY, "up.bias", pair(96, 4, 4, 1), r"no up\.bias is streamed, only up\.weight, down\.wei"),
-    "too many rows": (UP_KEY, "up.weight", pair(97, 4, 4, 32), r"up is \[97, 4\], but \[96, 4\] fits.*\[96, 32\]"),
-    "too few columns": (UP_KEY, "up.weight", pair(96, 4, 4, 31), r"down is \[4, 31\], but \[4, 32\] fits"),
-    "two ranks": (UP_KEY, "up.weight", pair(96, 4, 5, 32), r"down is \[5, 32\], but \[4, 32\] fits"),
+    "a name that stays": (
+        UP_KEY,
+        "up.bias",
+        pair(96, 4, 4, 1),
+        r"up\.bias is not streamed; only up\.weight, down\.wei",
+    ),
+    "too many rows": (
+        UP_KEY,
+        "up.weight",
+        pair(97, 4, 4, 32),
+        r"up is \[97, 4\], but the matrix \[96, 32\] needs \[96, 4\]",
+    ),
+    "too few columns": (UP_KEY, "up.weight", pair(96, 4, 4, 31), r"down is \[4, 31\], but .* needs \[4, 32\]"),
+    "two ranks": (UP_KEY, "up.weight", pair(96, 4, 5, 32), r"down is \[5, 32\], but .* needs \[4, 32\]"),
     "whole and small": (
         UP_KEY,
         "up.weight",
         WeightPatch(full=torch.zeros(32, 96)),
-        r"full is \[32, 96\], but \[96, 32",
+        r"full is \[32, 96\], but .* needs \[96, 32\]",
     ),
     "four dimensions": (
         UP_KEY,
@@ -375,12 +385,12 @@ REFUSED = {
         WeightPatch(up=torch.zeros(96, 4, 1, 1), down=torch.zeros(4, 32)),
         r"up is \[96, 4, 1, 1\]",
     ),
-    "no rank": (UP_KEY, "up.weight", pair(96, 0, 0, 32), r"up is \[96, 0\]; \[96, rank\] is expected"),
+    "no rank": (UP_KEY, "up.weight", pair(96, 0, 0, 32), r"up is \[96, 0\]; expected \[96, rank\]"),
     "no dimensions": (
         UP_KEY,
         "up.weight",
         WeightPatch(up=torch.zeros(()), down=torch.zeros(())),
-        r"up is \[\]; \[96, rank\]",
+        r"up is \[\]; expected \[96, rank\]",
     ),
     "up alone": (UP_KEY, "up.weight", WeightPatch(up=torch.zeros(96, 4)), "has up; give up and down"),
     "nothing": (UP_KEY, "up.weight", WeightPatch(), "has nothing; give up and down"),
@@ -412,7 +422,9 @@ def test_factors_that_no_memory_is_there_for_are_refused(stacks):
     hidden = torch.ones(1, WIDTH)
     with attach_offload(stacks, policy=OffloadPolicy.resident(), device=CPU, follow_forward=False) as handle:
         handle.set_patches(some_patches(1.0))
-        with pytest.raises(OSError, match=r"block 0 of 'high': 512000000\.0 MB of RAM are refused .*fewer LoRAs"):
+        with pytest.raises(
+            OSError, match=r"block 0 of 'high': 512000000\.0 MB of RAM cannot be allocated .*fewer LoRAs"
+        ):
             handle.set_patches({UP_KEY: BlockPatch(identity="endless", weights={"up.weight": endless})})
         assert torch.equal(run_streamed(handle, stacks, hidden), run_plain(patched, hidden))
 
