@@ -73,11 +73,11 @@ class TestLayouts:
         }  # fmt: skip
 
     def test_half_a_pack_is_a_bug(self):
-        with pytest.raises(AssertionError, match="no whole number of Q4_K packs of 256"):
+        with pytest.raises(AssertionError, match="not a whole number of Q4_K groups of 256"):
             block_format({"a": ((3, 128), torch.uint8)}, torch.float32, packings={"a": QUANT_FORMATS["Q4_K"]})
 
     def test_a_packed_tensor_has_no_scale(self):
-        with pytest.raises(AssertionError, match="of a packed one"):
+        with pytest.raises(AssertionError, match="of a quantised one"):
             block_format({"a": ((2, 256), torch.uint8)}, torch.float32, ["a"], {"a": QUANT_FORMATS["Q4_K"]})
 
 
