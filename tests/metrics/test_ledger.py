@@ -1,4 +1,4 @@
-"""The phases of one queue item, from the nodes that it runs."""
+"""Phases of a queue item, collected from several nodes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_queue_item_has_one_ledger_and_the_last_ones_are_kept() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_phase_ends_when_the_device_has_done_its_work() -> None:
-    """Nobody else waits: the host has given the work to the device and leaves the phase."""
+    """Nothing else synchronises: the host has issued the work to the device and ends the phase."""
     ledger = QueueItemPhases()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Times of readings."""
+"""Timing of block reads."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 from wanstream.devices.available_ram import available_bytes, cgroup_free_bytes, cgroup_limits, surely_lacks
 
-HUGE = "9223372036854771712"  # how version 1 writes that there is no limit
+HUGE = "9223372036854771712"  # cgroup version 1 writes this number if there is no limit
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

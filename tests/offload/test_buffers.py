@@ -1,4 +1,4 @@
-"""Every order of calls on a buffer, legal and not."""
+"""All legal and illegal calls on a buffer in every state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is added on arrival is what `torch.addmm` adds to the plain weights, to the bit, and it goes again."""
+"""Patches on arrival are bit-equal to `torch.addmm` on the plain weights, and can be removed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def named(policy: OffloadPolicy) -> str:
 
 
 def some_patches(strength: float, *, expert: str = "high", rank: int = 4) -> Patches:
-    """Blocks with factors for one matrix, for both, with a whole difference beside them, and without anything."""
+    """Patches for one matrix, for both, with a full difference in addition, and for none."""
     random = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ def fetched_by_a_run(handle: OffloadEngine) -> list[BlockKey]:
 
 
 def write_raw(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
-    """A file with the weights as they are."""
+    """Write a file with the weights unchanged."""
     tensors = {f"{n}.{i}.{w}": block.get_parameter(w).detach() for n, i, block, w in weights_of(stacks)}
     save_file(tensors, path)
     places = read_header(path).tensors
@@ -122,8 +122,10 @@ def write_raw(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
 
 
 def write_fp8(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
-    """A file with fp8 values and scales, one for each matrix `up`, one for each row of `down`; changes the weights to
-    what the file means."""
+    """Write a file in fp8 with scales, one per matrix `up` and one per row of `down`.
+
+    Changes the weights to the values of the file.
+    """
     tensors = {}
     for n, i, block, w in weights_of(stacks):
         weight = block.get_parameter(w)
@@ -145,7 +147,7 @@ def write_fp8(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
 
 
 def write_packed(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
-    """A file with packed values (Q8_0: 32 signed bytes behind their scale); changes the weights to what it means."""
+    """Write a file in Q8_0 (32 signed bytes after their scale); change the weights to the values of the file."""
     packing, whole = QUANT_FORMATS["Q8_0"], b""
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
     for n, i, block, w in weights_of(stacks):
@@ -198,7 +200,7 @@ def stacks(make_stacks: Callable[..., Stacks]) -> Stacks:
 
 @pytest.mark.parametrize(
     ("stored", "kept", "policy", "dtype"),
-    # Every policy with every way to store, from the file and from RAM in turn.
+    # Every policy with every storage format, from the file and from RAM in turn.
     [
         *(
             (stored, ("file", "pinned")[(at + number) % 2], policy, torch.float32)
@@ -466,14 +468,14 @@ def test_a_run_cut_short_leaves_no_block_patched_twice_or_not_at_all(stacks, slo
         assert torch.equal(run_streamed(handle, stacks, hidden), run_plain(patched, hidden))
 
 
-def held_patches(lock: object) -> StagedPatches:
+def staged_patches(lock: object) -> StagedPatches:
     fmt = block_format({"up.weight": ((96, 32), FP8), "down.weight": ((32, 96), FP8)}, torch.bfloat16)
     return StagedPatches({BlockKey("high", index): fmt for index in range(BLOCKS)}, lock=lock)
 
 
 def test_factors_are_locked_where_they_lie_and_only_while_they_are_set(limited_page_lock):
     driver = limited_page_lock()
-    patches = held_patches(driver)
+    patches = staged_patches(driver)
     patches.replace(patches.prepare(some_patches(1.0)))
     locked = sorted(driver.locked)
     assert len(locked) == 4
@@ -493,7 +495,7 @@ def test_factors_are_locked_where_they_lie_and_only_while_they_are_set(limited_p
 
 def test_factors_that_could_not_be_locked_only_cost_time(limited_page_lock):
     driver = limited_page_lock(limit=2)
-    patches = held_patches(driver)
+    patches = staged_patches(driver)
     patches.replace(patches.prepare(some_patches(1.0)))
     assert all(patches.get(key) is not None for key in some_patches(1.0))
     assert len(driver.locked) == 2
@@ -502,7 +504,7 @@ def test_factors_that_could_not_be_locked_only_cost_time(limited_page_lock):
 
 
 def test_factors_are_kept_in_the_dtype_that_is_computed_with():
-    patches = held_patches(None)
+    patches = staged_patches(None)
     patches.replace(patches.prepare(some_patches(1.0, rank=4)))
     held = patches.get(BlockKey("high", 0))
     assert {tensor.dtype for tensor in held.layout.tensors} == {torch.bfloat16}

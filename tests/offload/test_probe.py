@@ -1,4 +1,4 @@
-"""Probes: they read what they say, leave nothing behind, and give figures that can be."""
+"""Probes: they read the given files, release everything, and return plausible rates."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_reading_ends_at_the_byte_or_the_second_that_was_given(weights: Path) ->
     assert probe_disk(weights).bytes_read == 20_000_001
     large = weights.with_name("large")
     with large.open("wb") as file:
-        file.truncate(600_000_000)  # a hole: no space is taken
+        file.truncate(600_000_000)  # a sparse file: no disk space is used
     assert 0 < probe_disk(large, max_s=0.0).bytes_read < 600_000_000
 
 

@@ -68,7 +68,7 @@ def test_a_header_whose_length_looks_like_a_pickle_is_read(tmp_path):
     header = json.dumps(ONE_TENSOR).encode()
     padded = header + b" " * (
         0x280 - len(header)
-    )  # the length is stored as 80 02 00 ..., as a pickle of protocol 2 begins
+    )  # the length is stored as 80 02 00 ..., like the start of a pickle of protocol 2
     assert list(read_header(written(tmp_path / "x.safetensors", file_bytes(padded, bytes(8)))).tensors) == ["a"]
 
 
