@@ -1,4 +1,4 @@
-"""Times of the reading of each block."""
+"""Timing of block reads."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .nvtx import Ranges, ranged
 
 
 class ReadSpan(NamedTuple):
-    """One reading of one block. Times are values of `time.perf_counter()`."""
+    """One read of one block. Times are values of `time.perf_counter()`."""
 
-    began: float
-    ended: float
+    start: float
+    end: float
     nbytes: int
-    """Bytes that the file was asked for."""
+    """Bytes that were requested from the file."""
     straight: bool
-    """True if they went straight into a buffer, not into RAM."""
+    """True for a read directly into a buffer, False for a read into a RAM slot."""
 
 
 class ReadTimer:
-    """Measures readings, from any thread; `ranges` names them for a profiler."""
+    """Measures reads, from any thread; `ranges` shows them in a profiler."""
 
     def __init__(self, ranges: Ranges | None = None) -> None:
         self._ranges = ranges
 
     def measure(self, read: Callable[[], None], nbytes: int, *, name: str, straight: bool = False) -> ReadSpan:
-        """Call `read`, which reads `nbytes` from a file; raises what it raises."""
-        began = time.perf_counter()
+        """Call `read`, which reads `nbytes` from a file, and return its times. Exceptions of `read` pass through."""
+        start = time.perf_counter()
         with ranged(self._ranges, name):
             read()
-        return ReadSpan(began, time.perf_counter(), nbytes, straight)
+        return ReadSpan(start, time.perf_counter(), nbytes, straight)

@@ -115,7 +115,7 @@ def limited_page_lock() -> Callable[..., LimitedPageLock]:
 
 
 class ThreadGroup:
-    """Ranks that are threads of this process; `gathers[rank]` counts what each has gathered."""
+    """Gathers of ranks that are threads of this process; `gathers[rank]` counts the calls of each."""
 
     def __init__(self, size: int, *, wait_s: float = 30.0) -> None:
         self.size = size
@@ -129,7 +129,7 @@ class ThreadGroup:
 
 
 class ThreadGather:
-    """One of them."""
+    """Gather of one of the ranks."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size

@@ -63,7 +63,7 @@ def hidden() -> torch.Tensor:
 
 @pytest.fixture
 def plain(stacks: Stacks, hidden: torch.Tensor) -> Iterator[Callable[[Sequence[str]], torch.Tensor]]:
-    """`plain(steps)`: what the blocks give when all of them simply lie on the device."""
+    """Return `plain(steps)`: the outputs of the same blocks when all of them are on the device."""
     resident = {name: copy.deepcopy(stack).cuda() for name, stack in stacks.items()}
 
     def run(steps: Sequence[str]) -> torch.Tensor:
@@ -80,7 +80,7 @@ def plain(stacks: Stacks, hidden: torch.Tensor) -> Iterator[Callable[[Sequence[s
 def streamed(
     handle: OffloadEngine, stacks: Stacks, value: torch.Tensor, steps: Sequence[str] = STEPS, *, slow: int = 3
 ) -> torch.Tensor:
-    """One run; every `slow`-th visit holds the device up before it reads the block."""
+    """Stream one run; every `slow`-th visit delays the device before it reads the block."""
     with torch.inference_mode(), handle.run(step_visits(steps, handle.block_counts)) as run:
         for number, visit in enumerate(run.program.visits):
             with run.visit(*visit):
@@ -96,15 +96,15 @@ def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngin
 
 
 def some_patches(strength: float, *, rank: int = 16) -> dict[BlockKey, BlockPatch]:
-    """Every second block of one expert, every third of the other; one of them has a whole difference too."""
+    """Patches for every second block of one expert and every third of the other; one has a full difference."""
     random = torch.Generator().manual_seed(rank)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random) * 0.05
 
     patches = {}
-    for name, apart in (("high", 2), ("low", 3)):
-        for block in range(0, BLOCKS, apart):
+    for name, stride in (("high", 2), ("low", 3)):
+        for block in range(0, BLOCKS, stride):
             weights = {
                 "up.weight": WeightPatch(up=strength * draw(3 * WIDTH, rank), down=draw(rank, WIDTH)),
                 "down.weight": WeightPatch(up=strength * draw(WIDTH, rank + block), down=draw(rank + block, 3 * WIDTH)),
@@ -116,7 +116,7 @@ def some_patches(strength: float, *, rank: int = 16) -> dict[BlockKey, BlockPatc
 
 
 def add_plainly(matrix: torch.Tensor, weight: WeightPatch) -> None:
-    """What arrival adds, to a matrix on the device."""
+    """Add a patch to a matrix on the device, as on arrival."""
     if weight.full is not None:
         matrix.add_(weight.full.to(matrix))
     if weight.up is not None:
@@ -125,7 +125,7 @@ def add_plainly(matrix: torch.Tensor, weight: WeightPatch) -> None:
 
 @pytest.fixture
 def patched(stacks: Stacks, hidden: torch.Tensor) -> Callable[[dict[BlockKey, BlockPatch]], torch.Tensor]:
-    """`patched(patches)`: what blocks give that lie on the device with the patches in their weights."""
+    """Return `patched(patches)`: the outputs of blocks on the device with the patches merged into their weights."""
     originals = copy.deepcopy(stacks)
 
     def run(patches: dict[BlockKey, BlockPatch]) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_streamed_equals_plain(stacks, hidden, plain, slow_source, policy, slow)
     expected = plain(STEPS)
     source = slow_source(ModuleSource(stacks), seed=slow)
     with attach(stacks, policy, source=source) as handle:
-        for _ in range(2):  # the second run starts from what the first one left, while that may still compute
+        for _ in range(2):  # the second run starts from the buffers of the first one, which may still compute
             value = streamed(handle, stacks, hidden, slow=slow)
         assert torch.equal(value, expected)
 
@@ -160,7 +160,7 @@ def test_every_run_may_compute_on_a_stream_of_its_own(stacks, hidden, plain, pol
     streams = [torch.cuda.Stream() for _ in range(3)]
     values = []
     with attach(stacks, POLICIES[policy]) as handle:
-        for stream in streams:  # nobody waits in between: a run begins while the one before still computes
+        for stream in streams:  # no synchronisation in between: a run starts while the one before still computes
             with torch.cuda.stream(stream):
                 values.append(streamed(handle, stacks, hidden))
     for stream, value in zip(streams, values, strict=True):
@@ -191,7 +191,7 @@ def test_a_run_cut_short_with_copies_under_way_leaves_the_engine_usable(stacks, 
 def test_the_host_is_never_further_ahead_than_a_cancel_can_wait(stacks, hidden):
     done = []
     with attach(stacks, OffloadPolicy.resident()) as handle:
-        streamed(handle, stacks, hidden)  # every block is there: nothing but the pace holds the host
+        streamed(handle, stacks, hidden)  # every block is resident: only the pace limit makes the host wait
         with handle.run(step_visits(["high"], handle.block_counts)) as run:
             for number, visit in enumerate(run.program.visits):
                 with run.visit(*visit):
@@ -222,9 +222,9 @@ def test_what_was_recorded_is_what_happened(stacks, hidden, policy):
     for step in timeline.steps:
         assert step.compute_s > 0
         assert step.stall_s >= 0
-        assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # two clocks
+        assert step.compute_s + step.stall_s <= step.wall_s + 1e-3  # tolerance of two clocks
         assert step.device_bytes >= loaded_bytes
-    if policy == "layerwise 0":  # one buffer: every copy is waited for
+    if policy == "layerwise 0":  # one buffer: every visit waits for its copy
         assert all(step.stall_s > 0 for step in timeline.steps)
         assert all(step.overlap is not None and step.overlap < 1 for step in timeline.steps)
     for step in timeline.steps:
@@ -266,7 +266,7 @@ def test_a_models_own_forward_is_streamed_and_detached(stacks, hidden, plain, in
 
 
 def test_memory_follows_the_policy_and_is_given_back(stacks, hidden, plain):
-    plain(STEPS)  # what the libraries keep for themselves is allocated now
+    plain(STEPS)  # makes the libraries allocate their workspaces now
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     plain(STEPS)
@@ -355,7 +355,7 @@ def test_a_streamed_fp8_expert_equals_the_dequantised_model(tiny_expert_file, ma
 @pytest.mark.parametrize("slow", [1, 3, 1000], ids=["device slow", "in turns", "bus slow"])
 @pytest.mark.parametrize("policy", ["resident", "layerwise 0", "layerwise 3", "block swap deep", "block swap pinned"])
 def test_patched_on_arrival_equals_patched_before(stacks, hidden, plain, patched, slow_source, policy, slow):
-    """One slot serves the factors of all fetches: a copy that does not wait for the one before shows in the result."""
+    """One slot holds the factors of all fetches: a copy that does not wait for the one before changes the result."""
     source = slow_source(ModuleSource(stacks), seed=slow)
     wanted = [(each, patched(each)) for each in (some_patches(1.0), some_patches(-0.5, rank=8), some_patches(-0.5))]
     with attach(stacks, POLICIES[policy], source=source) as handle:
@@ -371,7 +371,7 @@ def test_patches_may_change_while_the_device_still_runs_with_the_old_ones(stacks
     expected = [patched(patches) for patches in changes]
     values = []
     with attach(stacks, POLICIES[policy]) as handle:
-        for patches in changes:  # nobody waits for a result in between
+        for patches in changes:  # no synchronisation in between
             handle.set_patches(patches)
             values.append(streamed(handle, stacks, hidden, slow=1))
     for value, wanted in zip(values, expected, strict=True):
@@ -451,7 +451,7 @@ def test_memory_is_given_back_while_the_device_still_computes(stacks, hidden, pl
         assert handle.give_back(1 << 60) == loaded
         assert handle.loaded_bytes == 0
         assert allocated - torch.cuda.memory_allocated() >= loaded
-        # The stream that the buffers were made on did not compute with them. It may write into their memory at once.
+        # The stream that allocated the buffers did not compute with them. It may write into their memory at once.
         ruins = torch.full((loaded // 4,), float("nan"), device="cuda")
         stream.synchronize()
         assert torch.equal(value, expected)

@@ -1,4 +1,4 @@
-"""Packs on a GPU: the bits are those of the CPU, and decoding never holds up the thread that asks for it."""
+"""GGUF groups on a GPU: bit-equal to the CPU, and decoding never blocks the calling thread."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ pytestmark = [
 ]
 
 
-def packs_of(name: str, count: int) -> torch.Tensor:
+def groups_of(name: str, count: int) -> torch.Tensor:
     return torch.from_numpy(random_packs(GGMLQuantizationType[name], count, np.random.default_rng(0), scale=0.01))
 
 
 @pytest.mark.parametrize("computed", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", QUANT_FORMATS)
 def test_values_are_those_of_the_cpu(name, computed):
-    packing, packs = QUANT_FORMATS[name], packs_of(name, 40_000)
-    on_cpu = torch.empty(len(packs), packing.values, dtype=computed)
-    decode_tensor(packs, on_cpu, packing=packing)
-    on_gpu = torch.empty(len(packs), packing.values, dtype=computed, device="cuda")
-    decode_tensor(packs.cuda(), on_gpu, packing=packing)
+    packing, groups = QUANT_FORMATS[name], groups_of(name, 40_000)
+    on_cpu = torch.empty(len(groups), packing.values, dtype=computed)
+    decode_tensor(groups, on_cpu, packing=packing)
+    on_gpu = torch.empty(len(groups), packing.values, dtype=computed, device="cuda")
+    decode_tensor(groups.cuda(), on_gpu, packing=packing)
     assert torch.equal(on_gpu.cpu(), on_cpu)
 
 
 @pytest.mark.parametrize("name", QUANT_FORMATS)
 def test_decoding_waits_for_nothing(name):
-    """The stream is still busy with what came before when the last piece has been asked for."""
-    packing, packs = QUANT_FORMATS[name], packs_of(name, 40_000).cuda()
-    values = torch.empty(len(packs), packing.values, dtype=torch.bfloat16, device="cuda")
-    decode_tensor(packs, values, packing=packing)  # kernels are loaded with their first use
+    """The stream is still busy with earlier work when the last chunk has been issued."""
+    packing, groups = QUANT_FORMATS[name], groups_of(name, 40_000).cuda()
+    values = torch.empty(len(groups), packing.values, dtype=torch.bfloat16, device="cuda")
+    decode_tensor(groups, values, packing=packing)  # kernels are loaded on their first use
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     before = torch.cuda.Event()
     before.record()
-    decode_tensor(packs, values, packing=packing)
+    decode_tensor(groups, values, packing=packing)
     assert not before.query()
 
 

@@ -1,4 +1,4 @@
-"""fp8 storage on a GPU: rows are decoded there to the bits of the CPU, from the file and from RAM."""
+"""fp8 storage on a GPU: decoded rows are bit-equal to the CPU, from the file and from RAM."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_streamed_pair_is_the_model_whose_rows_were_quantised(
             if isinstance(module, nn.Linear):
                 scale = module.weight.abs().amax(1, keepdim=True) / 448.0
                 module.weight.data = (module.weight / scale).to(QUANTISED_DTYPE).float() * scale
-    model.cuda()  # afterwards: a GPU divides by a number by multiplying with its reciprocal
+    model.cuda()  # after quantising on the CPU: a GPU divides by a number by multiplying with its reciprocal
     policy = OffloadPolicy.layerwise(1, source=source)
     with torch.inference_mode(), open_experts(path, path, compute_dtype=torch.float32, storage="fp8") as pair:
         expected = model(lane.latents, timestep, lane.text, return_dict=False)[0]

@@ -185,7 +185,7 @@ def test_a_rank_that_fails_alone_holds_nobody_up(
     failed, other = (processes[number].start(job_run_and_fail, task, 1, None) for number in (1, 0))
     with pytest.raises(MemoryError):
         failed.result(SHORT_S)
-    with pytest.raises(GatherBrokenError, match="meet anew"):
+    with pytest.raises(GatherBrokenError, match="restart the worker group"):
         processes[1].start(job_run, task).result(SHORT_S)
     assert processes[1].start(job_leave_meeting).result(SHORT_S) in ([], ["wanstream-gather-left"])
     with pytest.raises(PeerLostError):

@@ -1,4 +1,4 @@
-"""Runs, runs cut short or left early, other patches and memory given back, in any order: the bits of a fresh engine."""
+"""Runs, aborted runs, runs that stop early, new patches and released memory in any order, against a fresh engine."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ HIDDEN = torch.linspace(-1, 1, WIDTH)[None]
 class Run(NamedTuple):
     steps: tuple[str, ...]
     stop_at: int | None
-    """Interrupted in this visit; None: to its end."""
+    """Visit in which the run is interrupted; None: the run completes."""
 
 
 class ReleaseSource(NamedTuple):
     steps: tuple[str, ...]
     visits: int
-    """How many visits come before the run is left."""
+    """Number of visits before the run stops early."""
 
 
 class Patch(NamedTuple):
     strengths: tuple[int, ...]
-    """Of each block of both experts; 0: no patch."""
+    """Patch strength of each block of both experts; 0: no patch."""
 
 
 class GiveBack(NamedTuple):
@@ -73,7 +73,7 @@ def patches_of(strengths: Sequence[int]) -> dict[BlockKey, BlockPatch]:
 
 
 class Stacks:
-    """Two stacks, and for every strength the same blocks with the patch in their weights."""
+    """Two stacks, and for every strength the same blocks with the patch merged into their weights."""
 
     def __init__(self, make_stack: Callable[..., nn.ModuleList]) -> None:
         self.streamed = {n: make_stack(BLOCKS, seed=seed, width=WIDTH) for seed, n in enumerate(("high", "low"))}

@@ -1,4 +1,4 @@
-"""Any visits under any policy with any homes in RAM, however long reads take: plain results, and what was planned."""
+"""Any visits, policy, RAM residency and read times: the results are bit-equal and the transfers planned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Stacks = dict[str, nn.ModuleList]
 
 
 class HalfSource(ModuleSource):
-    """Keeps some blocks in bf16, so that they have to be decoded: their weights are fp32 values that bf16 holds."""
+    """Source that stores some blocks in bf16, so that they must be decoded; their fp32 weights are exact in bf16."""
 
     def __init__(self, stacks: Stacks, decoded: frozenset[BlockKey]) -> None:
         super().__init__(stacks)

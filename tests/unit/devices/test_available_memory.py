@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from wanstream.devices.available_ram import available_bytes, cgroup_limits, cgroup_rooms, surely_lacks
+from wanstream.devices.available_ram import available_bytes, cgroup_free_bytes, cgroup_limits, surely_lacks
 
-HUGE = "9223372036854771712"  # how version 1 writes that there is no limit
+HUGE = "9223372036854771712"  # cgroup version 1 writes this number if there is no limit
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -55,7 +55,7 @@ CACHED_V1 = "cache 900\ninactive_file 1\ntotal_inactive_file 100\ntotal_active_f
     ],
 )
 def test_what_control_groups_leave(tmp_path, files, expected):
-    assert list(cgroup_rooms(write(tmp_path, files))) == expected
+    assert list(cgroup_free_bytes(write(tmp_path, files))) == expected
 
 
 def test_limits_are_told_whatever_of_them_is_taken(tmp_path):
@@ -66,7 +66,7 @@ def test_limits_are_told_whatever_of_them_is_taken(tmp_path):
 
 def test_no_limit_of_version_1_is_more_than_the_system_has(tmp_path):
     files = {"proc/self/cgroup": "4:memory:/\n"} | v1("", HUGE, 600)
-    assert next(cgroup_rooms(write(tmp_path, files))) > psutil.virtual_memory().total
+    assert next(cgroup_free_bytes(write(tmp_path, files))) > psutil.virtual_memory().total
 
 
 def test_this_process_can_take_something():

@@ -1,4 +1,4 @@
-"""Which devices can be computed on."""
+"""Names of compute devices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def test_a_cpu_is_always_there(device: torch.device | str) -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("gpu", "'gpu' names no device"),
-        ("", "names no device"),
-        ("meta", "meta cannot be computed on"),
-        ("mps", "mps cannot be computed on"),
-        (f"cuda:{torch.cuda.device_count()}", f"finds {torch.cuda.device_count()}: give"),
+        ("gpu", "'gpu' is not a device name"),
+        ("", "is not a device name"),
+        ("meta", "meta is not supported"),
+        ("mps", "mps is not supported"),
+        (f"cuda:{torch.cuda.device_count()}", f"finds {torch.cuda.device_count()}: use"),
     ],
 )
 def test_others_are_refused_with_a_way_out(device: str, message: str) -> None:

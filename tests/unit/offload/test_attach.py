@@ -1,4 +1,4 @@
-"""Attaching to a model's own forward, and leaving it exactly as it was."""
+"""Attaching to a model's own forward, and restoring the model exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 
 def snapshot(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Identity and address of every tensor, and the hooks."""
+    """Return identity and address of every tensor, and the hooks."""
     tensors = {name: (id(p), p.data_ptr()) for name, p in module.named_parameters()}
     tensors |= {name: (id(b), b.data_ptr()) for name, b in module.named_buffers()}
     tensors |= {
@@ -93,7 +93,7 @@ def test_too_many_blocks_to_swap_is_refused(make_stack: Callable[..., nn.ModuleL
 
 
 def test_a_device_that_is_not_there_is_refused(make_stack: Callable[..., nn.ModuleList]) -> None:
-    with pytest.raises(ValueError, match='give "cpu"'):
+    with pytest.raises(ValueError, match='use "cpu"'):
         attach_offload(make_stack(4), policy=OffloadPolicy.layerwise(), device="cuda:99")
 
 
@@ -110,7 +110,7 @@ def test_under_inference_mode_and_after_it(make_stack: Callable[..., nn.ModuleLi
 
 
 def on_meta(stack: nn.ModuleList) -> OffloadEngine:
-    """Attached to the meta device, which stands for one that is not the CPU: nothing computes, but everything moves."""
+    """The meta device stands for a device that is not the CPU: nothing computes, but every tensor is moved."""
     stacks, policy = {"blocks": stack}, OffloadPolicy.layerwise(1)
     return OffloadEngine(
         stacks, policy=policy, device=torch.device("meta"), source=ModuleSource(stacks), follow_forward=False

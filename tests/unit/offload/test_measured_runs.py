@@ -1,4 +1,4 @@
-"""What a run of the engine tells of its routes: against the kernel's counters, and against what was put in by hand."""
+"""Measured routes of a run of the engine, against the kernel's counters and against known amounts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ needs_counters = pytest.mark.skipif(not os.access(COUNTERS, os.R_OK), reason="th
 
 
 def counted(name: str) -> int:
-    """What the kernel has counted for this process."""
+    """Return the kernel's counters of this process."""
     lines = dict(line.split(": ") for line in COUNTERS.read_text(encoding="ascii").splitlines())
     return int(lines[name])
 
@@ -63,7 +63,7 @@ def stack(dtype: torch.dtype) -> list[nn.Module]:
 
 
 def measured(source: FileSource, policy: OffloadPolicy, dtype: torch.dtype) -> Timeline:
-    """Some steps through all blocks."""
+    """Run some steps through all blocks."""
     recorder = Recorder(CPU)
     blocks = {"high": stack(dtype)}
     with attach_offload(blocks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
@@ -78,7 +78,7 @@ def measured(source: FileSource, policy: OffloadPolicy, dtype: torch.dtype) -> T
 
 
 def disk_counts(weights: Path) -> bool:
-    """Whether reads past the page cache are possible in this file system, and counted."""
+    """Return True if direct reads are possible in this file system, and counted."""
     before = counted("read_bytes")
     try:
         file = os.open(weights, os.O_RDONLY | O_DIRECT)
@@ -124,7 +124,7 @@ def test_bytes_past_the_page_cache_are_those_that_the_kernel_counts(weights: Pat
 
 
 def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
-    """A CPU copies out of homes; it reads straight into buffers, or decodes out of the slot."""
+    """A CPU copies RAM-resident blocks; other blocks are read directly into buffers, or decoded out of the slot."""
     straight = measured(source_of(weights, direct=False, computed=torch.bfloat16), LAYERWISE, torch.bfloat16)
     decoded = measured(source_of(weights, direct=False, computed=torch.float32), LAYERWISE, torch.float32)
     for timeline in (straight, decoded):
@@ -143,7 +143,7 @@ def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
 
 
 def test_every_fetch_of_a_run_is_counted_by_its_rate(weights: Path) -> None:
-    """All blocks are read once into their homes, and copied out of them in every step."""
+    """All blocks are read once into RAM slots, and copied out of them in every step."""
     policy = replace(LAYERWISE, source="pinned")
     run = measured(source_of(weights, direct=False, computed=torch.bfloat16), policy, torch.bfloat16)
     assert sum(rates.fetches for rates in run.read_rates) == BLOCKS
@@ -169,7 +169,7 @@ def test_a_long_run_keeps_no_reading_of_steps_that_are_over(weights: Path, compu
 
 
 class GatedSource:
-    """Passes on to another source, one block when it is let through."""
+    """Source that blocks the read of one block until the test releases it."""
 
     def __init__(self, inner: ModuleSource, gated: BlockKey) -> None:
         self._inner, self._gated = inner, gated
@@ -185,7 +185,7 @@ class GatedSource:
 
 
 def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Callable[..., nn.ModuleList]) -> None:
-    """Block 2 is held back until its visit waits for it: most of that stall is the file's, and no other stall is."""
+    """The read of block 2 is blocked until its visit waits for it: most of that stall is on the read."""
     blocks = {"high": make_stack(4)}
     source = GatedSource(ModuleSource(blocks), BlockKey("high", 2))
     recorder = Recorder(CPU)
@@ -203,7 +203,7 @@ def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Call
 
 
 class Noted:
-    """Ranges that a test can look at; any thread may call."""
+    """Ranges that record their calls; any thread may call."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

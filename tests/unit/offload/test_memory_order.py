@@ -1,4 +1,4 @@
-"""What a policy costs in memory, seen by the operating system: each one runs in a process of its own."""
+"""Memory of each policy as the operating system reports it, each in a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-# Of blocks of less than 32 MiB glibc gives nothing back, as we let it keep that.
+# glibc does not return the memory of blocks of less than 32 MiB, because we configure it to keep that.
 BLOCKS, WIDTH, MIB = 6, 3072, 36  # MiB per block, in fp32
 
 RUN = """
@@ -81,6 +81,6 @@ def test_peak_memory_follows_the_policy_and_is_given_back(checkpoint: Path) -> N
     assert peaks == sorted(peaks), dict(zip(policies, peaks, strict=True))
     blocks = [2, 4, 5, 12]
     for policy, (peak, given_back), count in zip(policies, seen, blocks, strict=True):
-        # Buffers, and little else: within half a block of what the policy says.
+        # The buffers and little else: within half a block of the figure of the policy.
         assert abs(peak - MIB * count) < MIB / 2, (policy, peak)
         assert abs(given_back - MIB * count) < 1, (policy, given_back)

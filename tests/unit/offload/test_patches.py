@@ -1,4 +1,4 @@
-"""What is added on arrival is what `torch.addmm` adds to the plain weights, to the bit, and it goes again."""
+"""Patches on arrival are bit-equal to `torch.addmm` on the plain weights, and can be removed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wanstream.offload.sources.base import BlockSource
 from wanstream.offload.sources.file import FileSource
 from wanstream.offload.sources.module import ModuleSource
 from wanstream.offload.transfers.base import PendingBlock
-from wanstream.offload.transfers.cpu import CpuStreams
+from wanstream.offload.transfers.cpu import CpuBackend
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy
 from wanstream.telemetry import Recorder
@@ -49,7 +49,7 @@ def named(policy: OffloadPolicy) -> str:
 
 
 def some_patches(strength: float, *, expert: str = "high", rank: int = 4) -> Patches:
-    """Blocks with factors for one matrix, for both, with a whole difference beside them, and without anything."""
+    """Patches for one matrix, for both, with a full difference in addition, and for none."""
     random = torch.Generator().manual_seed(7)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ def fetched_by_a_run(handle: OffloadEngine) -> list[BlockKey]:
 
 
 def write_raw(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
-    """A file with the weights as they are."""
+    """Write a file with the weights unchanged."""
     tensors = {f"{n}.{i}.{w}": block.get_parameter(w).detach() for n, i, block, w in weights_of(stacks)}
     save_file(tensors, path)
     places = read_header(path).tensors
@@ -122,8 +122,10 @@ def write_raw(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
 
 
 def write_fp8(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
-    """A file with fp8 values and scales, one for each matrix `up`, one for each row of `down`; changes the weights to
-    what the file means."""
+    """Write a file in fp8 with scales, one per matrix `up` and one per row of `down`.
+
+    Changes the weights to the values of the file.
+    """
     tensors = {}
     for n, i, block, w in weights_of(stacks):
         weight = block.get_parameter(w)
@@ -145,7 +147,7 @@ def write_fp8(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
 
 
 def write_packed(stacks: Stacks, path: Path, dtype: torch.dtype) -> FileSource:
-    """A file with packed values (Q8_0: 32 signed bytes behind their scale); changes the weights to what it means."""
+    """Write a file in Q8_0 (32 signed bytes after their scale); change the weights to the values of the file."""
     packing, whole = QUANT_FORMATS["Q8_0"], b""
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
     for n, i, block, w in weights_of(stacks):
@@ -198,7 +200,7 @@ def stacks(make_stacks: Callable[..., Stacks]) -> Stacks:
 
 @pytest.mark.parametrize(
     ("stored", "kept", "policy", "dtype"),
-    # Every policy with every way to store, from the file and from RAM in turn.
+    # Every policy with every storage format, from the file and from RAM in turn.
     [
         *(
             (stored, ("file", "pinned")[(at + number) % 2], policy, torch.float32)
@@ -344,11 +346,11 @@ def test_a_block_without_a_patch_leaves_nothing_to_do(stacks):
     source = ModuleSource(stacks)
     formats = {key: source.block_format(key) for key in source.keys()}
     patches = StagedPatches(formats)
-    streams = CpuStreams(source, formats, patches)
+    backend = CpuBackend(source, formats, patches)
     into = allocate_flat(formats[BlockKey("high", 0)].computed.nbytes, CPU)
     patches.replace(patches.prepare(some_patches(1.0)))
-    assert streams.land(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == PendingBlock()
-    assert streams.land(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != PendingBlock()
+    assert backend.copy_in(BlockKey("high", 2), None, into, 0.0, lambda drained=None: None) == PendingBlock()
+    assert backend.copy_in(BlockKey("high", 1), None, into, 0.0, lambda drained=None: None) != PendingBlock()
 
 
 def pair(rows: int, up_rank: int, down_rank: int, columns: int) -> WeightPatch:
@@ -359,15 +361,25 @@ UP_KEY = BlockKey("high", 0)
 REFUSED = {
     "another block": (BlockKey("high", 6), "up.weight", pair(96, 4, 4, 32), r"block 6 of 'high'.*only blocks 0 to 5"),
     "another expert": (BlockKey("mid", 0), "up.weight", pair(96, 4, 4, 32), r"of 'mid'.*only those of 'high', 'low'"),
-    "a name that stays": (UP_KEY, "up.bias", pair(96, 4, 4, 1), r"no up\.bias is streamed, only up\.weight, down\.wei"),
-    "too many rows": (UP_KEY, "up.weight", pair(97, 4, 4, 32), r"up is \[97, 4\], but \[96, 4\] fits.*\[96, 32\]"),
-    "too few columns": (UP_KEY, "up.weight", pair(96, 4, 4, 31), r"down is \[4, 31\], but \[4, 32\] fits"),
-    "two ranks": (UP_KEY, "up.weight", pair(96, 4, 5, 32), r"down is \[5, 32\], but \[4, 32\] fits"),
+    "a name that stays": (
+        UP_KEY,
+        "up.bias",
+        pair(96, 4, 4, 1),
+        r"up\.bias is not streamed; only up\.weight, down\.wei",
+    ),
+    "too many rows": (
+        UP_KEY,
+        "up.weight",
+        pair(97, 4, 4, 32),
+        r"up is \[97, 4\], but the matrix \[96, 32\] needs \[96, 4\]",
+    ),
+    "too few columns": (UP_KEY, "up.weight", pair(96, 4, 4, 31), r"down is \[4, 31\], but .* needs \[4, 32\]"),
+    "two ranks": (UP_KEY, "up.weight", pair(96, 4, 5, 32), r"down is \[5, 32\], but .* needs \[4, 32\]"),
     "whole and small": (
         UP_KEY,
         "up.weight",
         WeightPatch(full=torch.zeros(32, 96)),
-        r"full is \[32, 96\], but \[96, 32",
+        r"full is \[32, 96\], but .* needs \[96, 32\]",
     ),
     "four dimensions": (
         UP_KEY,
@@ -375,12 +387,12 @@ REFUSED = {
         WeightPatch(up=torch.zeros(96, 4, 1, 1), down=torch.zeros(4, 32)),
         r"up is \[96, 4, 1, 1\]",
     ),
-    "no rank": (UP_KEY, "up.weight", pair(96, 0, 0, 32), r"up is \[96, 0\]; \[96, rank\] is expected"),
+    "no rank": (UP_KEY, "up.weight", pair(96, 0, 0, 32), r"up is \[96, 0\]; expected \[96, rank\]"),
     "no dimensions": (
         UP_KEY,
         "up.weight",
         WeightPatch(up=torch.zeros(()), down=torch.zeros(())),
-        r"up is \[\]; \[96, rank\]",
+        r"up is \[\]; expected \[96, rank\]",
     ),
     "up alone": (UP_KEY, "up.weight", WeightPatch(up=torch.zeros(96, 4)), "has up; give up and down"),
     "nothing": (UP_KEY, "up.weight", WeightPatch(), "has nothing; give up and down"),
@@ -412,7 +424,9 @@ def test_factors_that_no_memory_is_there_for_are_refused(stacks):
     hidden = torch.ones(1, WIDTH)
     with attach_offload(stacks, policy=OffloadPolicy.resident(), device=CPU, follow_forward=False) as handle:
         handle.set_patches(some_patches(1.0))
-        with pytest.raises(OSError, match=r"block 0 of 'high': 512000000\.0 MB of RAM are refused .*fewer LoRAs"):
+        with pytest.raises(
+            OSError, match=r"block 0 of 'high': 512000000\.0 MB of RAM cannot be allocated .*fewer LoRAs"
+        ):
             handle.set_patches({UP_KEY: BlockPatch(identity="endless", weights={"up.weight": endless})})
         assert torch.equal(run_streamed(handle, stacks, hidden), run_plain(patched, hidden))
 
@@ -454,21 +468,21 @@ def test_a_run_cut_short_leaves_no_block_patched_twice_or_not_at_all(stacks, slo
         assert torch.equal(run_streamed(handle, stacks, hidden), run_plain(patched, hidden))
 
 
-def held_patches(lock: object) -> StagedPatches:
+def staged_patches(lock: object) -> StagedPatches:
     fmt = block_format({"up.weight": ((96, 32), FP8), "down.weight": ((32, 96), FP8)}, torch.bfloat16)
     return StagedPatches({BlockKey("high", index): fmt for index in range(BLOCKS)}, lock=lock)
 
 
 def test_factors_are_locked_where_they_lie_and_only_while_they_are_set(limited_page_lock):
     driver = limited_page_lock()
-    patches = held_patches(driver)
+    patches = staged_patches(driver)
     patches.replace(patches.prepare(some_patches(1.0)))
     locked = sorted(driver.locked)
     assert len(locked) == 4
     assert (
         patches.locked_bytes == sum(nbytes for _, nbytes in locked) == sum(patches.nbytes(k) for k in some_patches(1))
     )
-    assert patches.largest == patches.nbytes(BlockKey("high", 4))
+    assert patches.largest_bytes == patches.nbytes(BlockKey("high", 4))
 
     changed = {**some_patches(1.0), BlockKey("high", 3): some_patches(2.0)[BlockKey("high", 3)]}
     patches.replace(patches.prepare(changed))
@@ -476,12 +490,12 @@ def test_factors_are_locked_where_they_lie_and_only_while_they_are_set(limited_p
     assert len(driver.locked) == 4
     patches.replace({})
     assert driver.locked == []
-    assert (patches.locked_bytes, patches.largest, patches.nbytes(BlockKey("high", 0))) == (0, 0, 0)
+    assert (patches.locked_bytes, patches.largest_bytes, patches.nbytes(BlockKey("high", 0))) == (0, 0, 0)
 
 
 def test_factors_that_could_not_be_locked_only_cost_time(limited_page_lock):
     driver = limited_page_lock(limit=2)
-    patches = held_patches(driver)
+    patches = staged_patches(driver)
     patches.replace(patches.prepare(some_patches(1.0)))
     assert all(patches.get(key) is not None for key in some_patches(1.0))
     assert len(driver.locked) == 2
@@ -490,7 +504,7 @@ def test_factors_that_could_not_be_locked_only_cost_time(limited_page_lock):
 
 
 def test_factors_are_kept_in_the_dtype_that_is_computed_with():
-    patches = held_patches(None)
+    patches = staged_patches(None)
     patches.replace(patches.prepare(some_patches(1.0, rank=4)))
     held = patches.get(BlockKey("high", 0))
     assert {tensor.dtype for tensor in held.layout.tensors} == {torch.bfloat16}

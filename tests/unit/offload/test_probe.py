@@ -1,4 +1,4 @@
-"""Probes: they read what they say, leave nothing behind, and give figures that can be."""
+"""Probes: they read the given files, release everything, and return plausible rates."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_a_file_is_read_and_the_way_is_told(weights: Path) -> None:
 def test_where_direct_reads_are_not_to_be_had_pages_are_dropped_first(weights: Path) -> None:
     rate = probe_disk(weights, directly=False)
     assert rate.bytes_per_s > 1e6
-    assert rate.how == "through the page cache, its pages dropped before"
+    assert rate.how == "through the page cache, after dropping its pages"
 
 
 @pytest.mark.parametrize(
     ("refusal", "why"),
     [
-        (None, "this system drops no pages"),
-        (PermissionError(1, "Operation not permitted"), "its pages are not dropped (Operation not permitted)"),
+        (None, "this system cannot drop cached pages"),
+        (PermissionError(1, "Operation not permitted"), "its pages cannot be dropped (Operation not permitted)"),
     ],
     ids=["unknown", "refused"],
 )
@@ -62,13 +62,13 @@ def test_where_no_pages_are_dropped_the_file_may_be_warm_and_that_is_said(
 
 
 def test_reading_ends_at_the_byte_or_the_second_that_was_given(weights: Path) -> None:
-    few = probe_disk(weights, most_bytes=4096)
+    few = probe_disk(weights, max_bytes=4096)
     assert few.bytes_read == 4096
     assert probe_disk(weights).bytes_read == 20_000_001
     large = weights.with_name("large")
     with large.open("wb") as file:
-        file.truncate(600_000_000)  # a hole: no space is taken
-    assert 0 < probe_disk(large, most_s=0.0).bytes_read < 600_000_000
+        file.truncate(600_000_000)  # a sparse file: no disk space is used
+    assert 0 < probe_disk(large, max_s=0.0).bytes_read < 600_000_000
 
 
 def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_all_rates_of_the_bus_are_told() -> None:
     names = [f"{way}{memory}{when}" for way in ("h2d", "d2h") for memory in ("", "_pageable") for when in ("", "_busy")]
     rates = BusRates(**{name: number * 1e9 for number, name in enumerate(names, 1)}, locked=True)
     assert rates.words() == (
-        "to the GPU, locked 1.0 GB/s, 2.0 while it computes; to the GPU, ordinary 3.0 GB/s, 4.0 while it computes; "
-        "from the GPU, locked 5.0 GB/s, 6.0 while it computes; from the GPU, ordinary 7.0 GB/s, 8.0 while it computes"
+        "to the GPU, pinned 1.0 GB/s, 2.0 while it computes; to the GPU, pageable 3.0 GB/s, 4.0 while it computes; "
+        "from the GPU, pinned 5.0 GB/s, 6.0 while it computes; from the GPU, pageable 7.0 GB/s, 8.0 while it computes"
     )
 
 

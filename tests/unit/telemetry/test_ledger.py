@@ -1,4 +1,4 @@
-"""The phases of one queue item, from the nodes that it runs."""
+"""Phases of a queue item, collected from several nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wanstream.schema import PhaseRecord
-from wanstream.telemetry.phases import KEPT_LEDGERS, PhaseRegistry, QueueItemPhases
+from wanstream.telemetry.phases import MAX_QUEUE_ITEMS, PhaseRegistry, QueueItemPhases
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_a_phase_that_fails_is_not_noted() -> None:
 
 
 def test_only_phases_of_the_schema_have_names() -> None:
-    with pytest.raises(AssertionError, match="no phase"), QueueItemPhases().phase("lunch", CPU):
+    with pytest.raises(AssertionError, match="not a phase"), QueueItemPhases().phase("lunch", CPU):
         pass
 
 
@@ -47,7 +47,7 @@ def test_times_count_from_where_they_are_asked_from() -> None:
     run_began = time.perf_counter()
     (before,) = ledger.phases(since=run_began)
     assert before.start_s + before.wall_s <= 0, "it was over when the run began"
-    ledger.add([PhaseRecord(name="high", start_s=0.25, wall_s=1.0)], began=run_began)
+    ledger.add([PhaseRecord(name="high", start_s=0.25, wall_s=1.0)], run_start=run_began)
     _, high = ledger.phases(since=run_began)
     assert (high.name, high.start_s, high.wall_s) == ("high", pytest.approx(0.25), 1.0)
     assert ledger.phases()[1].start_s == pytest.approx(ledger.phases()[0].start_s - before.start_s + 0.25)
@@ -55,8 +55,8 @@ def test_times_count_from_where_they_are_asked_from() -> None:
 
 def test_phases_are_told_in_order_of_their_beginning() -> None:
     ledger, now = QueueItemPhases(), time.perf_counter()
-    ledger.add([PhaseRecord(name="low", start_s=5.0, wall_s=1.0)], began=now)
-    ledger.add([PhaseRecord(name="high", start_s=1.0, wall_s=1.0)], began=now)
+    ledger.add([PhaseRecord(name="low", start_s=5.0, wall_s=1.0)], run_start=now)
+    ledger.add([PhaseRecord(name="high", start_s=1.0, wall_s=1.0)], run_start=now)
     assert [phase.name for phase in ledger.phases()] == ["high", "low"]
 
 
@@ -66,12 +66,12 @@ def test_a_queue_item_has_one_ledger_and_the_last_ones_are_kept() -> None:
     with first.phase("open", CPU):
         pass
     assert ledgers.of("0") is first
-    for number in range(1, KEPT_LEDGERS):
+    for number in range(1, MAX_QUEUE_ITEMS):
         ledgers.of(str(number))
     assert ledgers.of("0") is first, "asked for again, it is not the oldest"
     ledgers.of("another")
     assert ledgers.of("0") is first
-    for number in range(KEPT_LEDGERS):
+    for number in range(MAX_QUEUE_ITEMS):
         ledgers.of(f"later {number}")
     assert ledgers.of("0").phases() == ()
 
@@ -79,7 +79,7 @@ def test_a_queue_item_has_one_ledger_and_the_last_ones_are_kept() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_phase_ends_when_the_device_has_done_its_work() -> None:
-    """Nobody else waits: the host has given the work to the device and leaves the phase."""
+    """Nothing else synchronises: the host has issued the work to the device and ends the phase."""
     ledger = QueueItemPhases()
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

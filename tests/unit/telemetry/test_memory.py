@@ -1,4 +1,4 @@
-"""The thread that looks at memory between events."""
+"""The thread that samples memory between events."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from wanstream.schema import MemorySample
-from wanstream.telemetry.memory_sampler import MemorySampler, SamplerState, thinned
+from wanstream.telemetry.memory_sampler import MemorySampler, SamplerState, downsample
 
 CPU = torch.device("cpu")
 
 
 def sampler(**settings: float) -> MemorySampler:
-    return MemorySampler(CPU, began=time.perf_counter(), **{"interval_s": 0.001, **settings})
+    return MemorySampler(CPU, run_start=time.perf_counter(), **{"interval_s": 0.001, **settings})
 
 
 def samplers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "wanstream-memory"]
 
 
-def soon(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true within half a minute."""
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Poll `condition` for up to half a minute; return its last value."""
     deadline = time.monotonic() + 30
     while not condition():
         if time.monotonic() > deadline:
@@ -56,7 +56,7 @@ def test_it_ends_when_the_run_fails() -> None:
 
 def test_the_end_is_sampled_at_once_and_not_after_an_interval() -> None:
     with sampler(interval_s=1000.0) as running:
-        assert soon(lambda: len(running.samples()) == 1)
+        assert eventually(lambda: len(running.samples()) == 1)
     assert len(running.samples()) == 2
 
 
@@ -76,10 +76,10 @@ def test_wrong_order_raises() -> None:
 def test_a_peak_between_two_events_is_seen() -> None:
     nbytes = 200_000_000
     with sampler() as running:
-        assert soon(lambda: bool(running.samples()))
+        assert eventually(lambda: bool(running.samples()))
         before = running.samples()[-1].rss_bytes
         held = np.ones(nbytes, np.uint8)
-        assert soon(lambda: running.samples()[-1].rss_bytes > before + nbytes // 2)
+        assert eventually(lambda: running.samples()[-1].rss_bytes > before + nbytes // 2)
         del held
     most = max(running.samples(), key=lambda sample: sample.rss_bytes)
     assert most.rss_bytes > before + nbytes // 2
@@ -94,16 +94,16 @@ def test_a_cpu_has_no_device_memory() -> None:
 
 
 def test_a_long_run_keeps_a_bounded_number() -> None:
-    with sampler(most=8) as running:
-        assert soon(lambda: running._interval_s > 0.002)
-        assert soon(lambda: len(running.samples()) >= 5)
+    with sampler(max_samples=8) as running:
+        assert eventually(lambda: running._interval_s > 0.002)
+        assert eventually(lambda: len(running.samples()) >= 5)
     assert len(running.samples()) <= 9
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 8])
 def test_thinning_keeps_peaks_and_the_first_time(count: int) -> None:
     samples = [sample(float(at), device=at % 3, used=at % 5, rss=1 + at * 7 % 10) for at in range(count)]
-    fewer = thinned(samples)
+    fewer = downsample(samples)
     assert len(fewer) == (count + 1) // 2
     assert [each.at_s for each in fewer] == [each.at_s for each in samples[::2]]
     for name in ("device_bytes", "device_used_bytes", "rss_bytes"):
@@ -113,8 +113,8 @@ def test_thinning_keeps_peaks_and_the_first_time(count: int) -> None:
 
 
 def test_thinning_takes_what_is_known() -> None:
-    assert thinned([sample(0, device=None, rss=3), sample(1, device=7, rss=2)]) == [sample(0, device=7, rss=3)]
-    assert thinned([sample(0), sample(1)]) == [sample(0)]
+    assert downsample([sample(0, device=None, rss=3), sample(1, device=7, rss=2)]) == [sample(0, device=7, rss=3)]
+    assert downsample([sample(0), sample(1)]) == [sample(0)]
 
 
 @pytest.mark.gpu
@@ -122,11 +122,11 @@ def test_thinning_takes_what_is_known() -> None:
 def test_the_memory_of_a_device_is_sampled_beside_it() -> None:
     nbytes = 256 * 2**20
     torch.zeros(1, device="cuda")
-    with MemorySampler(torch.device("cuda", 0), began=time.perf_counter(), interval_s=0.001) as running:
-        assert soon(lambda: bool(running.samples()))
+    with MemorySampler(torch.device("cuda", 0), run_start=time.perf_counter(), interval_s=0.001) as running:
+        assert eventually(lambda: bool(running.samples()))
         before = running.samples()[-1]
         held = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-        assert soon(lambda: (running.samples()[-1].device_bytes or 0) >= (before.device_bytes or 0) + nbytes)
+        assert eventually(lambda: (running.samples()[-1].device_bytes or 0) >= (before.device_bytes or 0) + nbytes)
         del held
     assert before.device_bytes is not None
     assert all((each.device_used_bytes or 0) >= (each.device_bytes or 0) for each in running.samples())

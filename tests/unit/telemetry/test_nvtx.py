@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 class Noted:
-    """Ranges that a test can look at."""
+    """Ranges that record their calls."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

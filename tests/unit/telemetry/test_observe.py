@@ -1,4 +1,4 @@
-"""What the environment asks for."""
+"""Telemetry options from environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetches counted by their rates."""
+"""Histograms of fetch rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of readings."""
+"""Timing of block reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_reading_is_called_once_and_timed() -> None:
     assert calls == [1, 1]
     assert [span.nbytes for span in spans] == [10, 10]
     assert [span.straight for span in spans] == [False, True]
-    for first, second in pairwise([spans[0].began, spans[0].ended, spans[1].began, spans[1].ended]):
+    for first, second in pairwise([spans[0].start, spans[0].end, spans[1].start, spans[1].end]):
         assert first <= second
 
 

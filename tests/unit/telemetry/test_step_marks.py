@@ -1,4 +1,4 @@
-"""What a step's marks add up to; on a CPU a mark is a time of the host, so that sums can be done by hand."""
+"""Figures of a step from its events; on a CPU an event is a time of the host, so sums can be checked by hand."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_only_what_was_copied_counts_as_copied() -> None:
     [
         ([(1, 2), (3, 4)], 2),
         ([(3, 4), (1, 2)], 2),
-        ([(1, 4), (2, 3)], 3),  # two threads: one reading inside the other
+        ([(1, 4), (2, 3)], 3),  # two threads: one read inside the other
         ([(1, 3), (2, 5)], 4),
         ([(1, 3), (3, 5)], 4),
     ],
@@ -80,7 +80,7 @@ def test_a_stall_is_the_files_until_its_reading_has_ended(ended: float, stall_on
 
 
 def test_times_of_a_device_are_laid_on_those_of_the_host_by_the_end_of_the_step() -> None:
-    """The device's time line starts elsewhere: 1000 s ahead of the host's."""
+    """A device whose time line starts elsewhere: 1000 s ahead of the host's."""
     step = marks(arrival(0, 1010.0, 1012.0, read=read(1.0, 11.0)), visits=((0, 1010.0, 1012.0, 1012.0, 1013.0),))
     assert step.stall_on_read_s(end=1020.0, now=20.0) == 1.0
     assert step.computed_from(end=1020.0, now=20.0) == 12.0
@@ -92,7 +92,7 @@ def test_rows_of_a_trace() -> None:
         arrival(4, 12.0, 12.0, read=read(8.5, 9.0, straight=True)),
         visits=((3, 10.0, 11.0, 11.0, 12.0), (4, 12.0, 12.0, 12.0, 13.0)),
     )
-    spans = {(span.row, span.name): (span.start_s, span.ended_s) for span in step.spans("low", 13.0, 13.0, began=7.0)}
+    spans = {(span.row, span.name): (span.start_s, span.end_s) for span in step.spans("low", 13.0, 13.0, run_start=7.0)}
     assert spans == {
         ("wait", "low 3"): (3, 4),
         ("wait", "low 4"): (5, 5),

@@ -1,4 +1,4 @@
-"""The recorder against a clock of its own, and what it attaches and takes away again."""
+"""The recorder against an independent clock, and the resources that it starts and stops."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from wanstream.telemetry.step_events import BlockArrival
 CPU = torch.device("cpu")
 GB = 10**9
 CLOCKS_DIFFER = 0.001
-"""Share by which two clocks of one machine may run apart."""
+"""Share by which two clocks of one machine may drift."""
 
 
 def outside() -> float:
-    """Another clock than the recorder's: one that nothing adjusts."""
+    """A clock that is independent of the recorder's and that nothing adjusts."""
     return time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
 
 
@@ -35,7 +35,7 @@ def samplers() -> list[threading.Thread]:
 
 
 def take_step(recorder: Recorder, index: int = 0, expert: str = "high", *, blocks: int = 2) -> None:
-    """A step whose visits wait, decode and compute for about a millisecond each."""
+    """Record a step whose visits wait, decode and compute for about a millisecond each."""
     with recorder.step(index, expert, sigma=0.5):
         for block in range(blocks):
             asked = recorder.clock.mark()
@@ -43,14 +43,14 @@ def take_step(recorder: Recorder, index: int = 0, expert: str = "high", *, block
             arrived = recorder.clock.mark()
             time.sleep(0.001)
             ready = recorder.clock.mark()
-            recorder.block_arrived(BlockArrival(block, 100, asked, arrived, None, None, (arrived, ready)))
+            recorder.record_arrival(BlockArrival(block, 100, asked, arrived, None, None, (arrived, ready)))
             time.sleep(0.001)
             recorder.visit(block, asked, arrived, ready, recorder.clock.mark())
 
 
 @needs_raw_clock
 def test_a_step_takes_what_an_outside_clock_says() -> None:
-    """Its time lies between that of the work inside it and that of the whole call."""
+    """The step time lies between the time of the work inside it and the time of the whole call."""
     recorder = Recorder(CPU)
     for index in range(3):
         called = outside()
@@ -100,7 +100,7 @@ def test_parts_of_a_step_fit_into_it_and_steps_follow_each_other() -> None:
 def test_a_step_that_fails_is_not_recorded_and_leaves_nothing_to_the_next() -> None:
     recorder = Recorder(CPU)
     with pytest.raises(OSError, match="gone"), recorder.step(0, "high"):
-        recorder.block_arrived(BlockArrival(0, 100, 0.0, 0.0, None, None, None))
+        recorder.record_arrival(BlockArrival(0, 100, 0.0, 0.0, None, None, None))
         raise OSError("gone")
     take_step(recorder, blocks=1)
     (step,) = recorder.timeline().steps
@@ -108,13 +108,13 @@ def test_a_step_that_fails_is_not_recorded_and_leaves_nothing_to_the_next() -> N
 
 
 def test_fetches_are_counted_by_their_own_rates_whatever_their_steps_is() -> None:
-    """In each of two steps a fast copy, a slow one that a file was read for, and a block that was there already."""
+    """Two steps, each with a fast copy, a slow copy after a file read, and a block that is in its buffer already."""
     recorder = Recorder(CPU)
     for index in range(2):
         with recorder.step(index, "high"):
             for seconds, read in ((0.1, None), (2.0, ReadSpan(1.0, 5.0, 2 * GB, False))):
-                recorder.block_arrived(BlockArrival(0, 3 * GB, 9.0, 9.0, read, (7.0, 7.0 + seconds), None))
-            recorder.block_arrived(BlockArrival(2, 3 * GB, 9.0, 9.0, None, None, None))
+                recorder.record_arrival(BlockArrival(0, 3 * GB, 9.0, 9.0, read, (7.0, 7.0 + seconds), None))
+            recorder.record_arrival(BlockArrival(2, 3 * GB, 9.0, 9.0, None, None, None))
     timeline = recorder.timeline()
     copies = {rates.from_gb_per_s: (rates.fetches, rates.nbytes) for rates in timeline.copy_rates}
     assert copies == {20: (2, 6 * GB), 1: (2, 6 * GB)}
@@ -127,9 +127,9 @@ def test_fetches_are_counted_by_their_own_rates_whatever_their_steps_is() -> Non
 def test_pinned_bytes_are_those_of_the_run_that_goes_on() -> None:
     recorder = Recorder(CPU)
     take_step(recorder)
-    recorder.run_began(lambda: 77)
+    recorder.begin_run(lambda: 77)
     take_step(recorder)
-    recorder.run_ended()
+    recorder.end_run()
     take_step(recorder)
     assert [step.pinned_bytes for step in recorder.timeline().steps] == [None, 77, None]
 
@@ -171,8 +171,8 @@ def test_phases_before_the_run_come_from_the_ledger_and_those_of_the_run_go_ther
 
 
 def test_what_was_opened_for_one_run_is_not_told_of_the_next() -> None:
-    """Runs that a benchmark repeats open nothing; a second sampler has what was done for it alone."""
-    ledger, told = QueueItemPhases(), []
+    """Repeated runs of a benchmark have no "open" phase; a second sampler gets the phases before itself only."""
+    ledger, before_runs = QueueItemPhases(), []
     for opens in ([], ["open", "text"], [], ["open"]):
         for name in opens:
             with ledger.phase(name, CPU):
@@ -180,8 +180,8 @@ def test_what_was_opened_for_one_run_is_not_told_of_the_next() -> None:
         recorder = Recorder(CPU, observe=TelemetryOptions(ledger=ledger))
         with recorder.watching():
             take_step(recorder)
-        told.append([phase.name for phase in recorder.timeline().phases][:-2])
-    assert told == [[], ["open", "text"], [], ["open"]]
+        before_runs.append([phase.name for phase in recorder.timeline().phases][:-2])
+    assert before_runs == [[], ["open", "text"], [], ["open"]]
 
 
 def test_a_run_that_fails_is_noted_as_far_as_it_came() -> None:
@@ -206,8 +206,8 @@ def test_a_trace_is_left_only_where_one_is_asked_for(tmp_path: Path, caplog: pyt
 
 
 def test_a_trace_of_a_long_run_is_bounded(tmp_path: Path) -> None:
-    """Every step has 20 spans: a wait and a computation for each of its visits."""
-    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path), most_spans=200)
+    """Every step has 20 spans: one wait and one computation for each of its visits."""
+    recorder = Recorder(CPU, observe=TelemetryOptions(trace=tmp_path), max_spans=200)
     with recorder.watching():
         for index in range(12):
             with recorder.step(index, "high"):
@@ -277,7 +277,7 @@ def test_a_step_on_a_device_takes_what_an_outside_clock_says() -> None:
 @gpu
 @needs_cuda
 def test_a_step_ends_when_the_device_has_done_its_work() -> None:
-    """Nobody else waits: the host has given the work to the device and leaves the step."""
+    """Nothing else synchronises: the host has issued the work to the device and ends the step."""
     recorder = Recorder(torch.device("cuda", 0))
     torch.cuda._sleep(1000)
     torch.cuda.synchronize()

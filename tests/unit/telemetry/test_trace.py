@@ -1,4 +1,4 @@
-"""The trace of a run: what the viewers' format asks for, and files that are whole or not there."""
+"""Traces of runs: the format that the viewers need, and files that are complete or absent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def span(row: str, began: float, ended: float, **args: Any) -> TraceSpan:
 
 
 def slices(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Complete events by the name of their row."""
+    """Return the complete events by the name of their row."""
     names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     found = sorted((event for event in trace["traceEvents"] if event["ph"] == "X"), key=lambda event: event["tid"])
     return {names[tid]: list(group) for tid, group in groupby(found, key=lambda event: event["tid"])}
@@ -75,7 +75,7 @@ def test_memory_is_a_counter_of_what_is_known() -> None:
 
 
 def test_spans_of_a_row_lie_side_by_side_even_where_clocks_are_coarse() -> None:
-    """A viewer takes overlapping slices of one thread for nested ones."""
+    """A viewer shows overlapping slices of one thread as nested ones."""
     given = [span("copy", 2.0, 3.0), span("copy", 1.0, 2.000004), span("copy", 1.2, 1.3)]
     events = slices(chrome_trace(Timeline(steps=(), kind="measured"), given))["copy"]
     reached = 0.0
@@ -104,7 +104,7 @@ def test_a_trace_says_of_how_many_steps_it_tells() -> None:
     assert "otherData" not in chrome_trace(two)
 
 
-# A limit on the size of any file stands for a full disk: the write fails when some of it is there already.
+# A limit on file sizes simulates a full disk: the write fails when a part of the file exists already.
 WRITE_WITH_LITTLE_ROOM = """
 import resource, sys
 from pathlib import Path

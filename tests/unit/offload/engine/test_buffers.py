@@ -1,4 +1,4 @@
-"""Every order of calls on a buffer, legal and not."""
+"""All legal and illegal calls on a buffer in every state."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ CALLS = {
     "acquire": lambda buffer: buffer.acquire(KEY),
     "release": lambda buffer: buffer.release(last=False),
     "release_last": lambda buffer: buffer.release(last=True),
-    "forget": lambda buffer: buffer.forget(),
-    "give_back": lambda buffer: buffer.give_back(),
+    "invalidate": lambda buffer: buffer.invalidate(),
+    "release_memory": lambda buffer: buffer.release_memory(),
     "restore": lambda buffer: buffer.restore(torch.empty(5, dtype=torch.uint8)),
 }
 
 ROAD = {
-    BufferState.ABSENT: ["give_back"],
+    BufferState.ABSENT: ["release_memory"],
     BufferState.EMPTY: [],
     BufferState.FILLING: ["begin_fill"],
     BufferState.ISSUED: ["begin_fill", "issued"],
     BufferState.IN_USE: ["begin_fill", "issued", "acquire"],
-    BufferState.HELD: ["begin_fill", "issued", "acquire", "release"],
+    BufferState.IDLE: ["begin_fill", "issued", "acquire", "release"],
     BufferState.DONE: ["begin_fill", "issued", "acquire", "release_last"],
 }
 
@@ -40,12 +40,12 @@ LEGAL = {
     (BufferState.DONE, "begin_fill"): BufferState.FILLING,
     (BufferState.FILLING, "issued"): BufferState.ISSUED,
     (BufferState.ISSUED, "acquire"): BufferState.IN_USE,
-    (BufferState.HELD, "acquire"): BufferState.IN_USE,
-    (BufferState.IN_USE, "release"): BufferState.HELD,
+    (BufferState.IDLE, "acquire"): BufferState.IN_USE,
+    (BufferState.IN_USE, "release"): BufferState.IDLE,
     (BufferState.IN_USE, "release_last"): BufferState.DONE,
-    (BufferState.DONE, "keep"): BufferState.HELD,
-    (BufferState.DONE, "forget"): BufferState.EMPTY,
-    (BufferState.EMPTY, "give_back"): BufferState.ABSENT,
+    (BufferState.DONE, "keep"): BufferState.IDLE,
+    (BufferState.DONE, "invalidate"): BufferState.EMPTY,
+    (BufferState.EMPTY, "release_memory"): BufferState.ABSENT,
     (BufferState.ABSENT, "restore"): BufferState.EMPTY,
 }
 
@@ -55,7 +55,7 @@ AFTER_A_RUN = {
     BufferState.FILLING: (BufferState.EMPTY, None),
     BufferState.ISSUED: (BufferState.EMPTY, None),
     BufferState.IN_USE: (BufferState.DONE, KEY),
-    BufferState.HELD: (BufferState.DONE, KEY),
+    BufferState.IDLE: (BufferState.DONE, KEY),
     BufferState.DONE: (BufferState.DONE, KEY),
 }
 
@@ -80,14 +80,14 @@ def test_every_call_in_every_state(state: BufferState, call: str) -> None:
         assert buffer.state is state
 
 
-@pytest.mark.parametrize("state", [BufferState.ISSUED, BufferState.HELD])
+@pytest.mark.parametrize("state", [BufferState.ISSUED, BufferState.IDLE])
 def test_another_block_cannot_be_acquired(state: BufferState) -> None:
-    with pytest.raises(StateError, match="asked for"):
+    with pytest.raises(StateError, match="but acquire needs"):
         buffer_in(state).acquire(OTHER)
 
 
 def test_another_block_cannot_be_kept() -> None:
-    with pytest.raises(StateError, match="asked for"):
+    with pytest.raises(StateError, match="but keep needs"):
         buffer_in(BufferState.DONE).keep(OTHER)
 
 
@@ -100,7 +100,7 @@ def test_a_run_that_ends_anywhere_leaves_only_what_is_whole(state: BufferState) 
 
 def test_what_was_forgotten_has_no_name():
     buffer = buffer_in(BufferState.DONE)
-    buffer.forget()
+    buffer.invalidate()
     assert buffer.key is None
 
 
@@ -108,7 +108,7 @@ def test_memory_and_its_views_go_together_and_new_memory_starts_empty():
     buffer = BlockBuffer(7, torch.empty(3, dtype=torch.uint8))
     buffer.views[KEY] = {}
     assert buffer.nbytes == 3
-    assert buffer.give_back() == 3
+    assert buffer.release_memory() == 3
     assert (buffer.nbytes, buffer.views) == (0, {})
     with pytest.raises(AssertionError, match="buffer 7 has no memory"):
         _ = buffer.memory

@@ -1,4 +1,4 @@
-"""The engine does what the program says, and the result is that of the plain blocks, whatever the timing."""
+"""The engine executes the program exactly, and the results are bit-equal to the plain blocks under any timing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_streamed_equals_plain_with_reads_delayed_at_random(
 
     source = slow_source(ModuleSource(stacks), seed=hash(named(policy)) % 1000)
     with attach_offload(stacks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
-        for _ in range(2):  # the second run starts from what the first one left in the buffers
+        for _ in range(2):  # the second run starts from the buffers of the first one
             value = hidden
             with handle.run(step_visits(STEPS, handle.block_counts)) as run:
                 for step, expert, index in run.program.visits:
@@ -106,7 +106,7 @@ def test_the_recorder_counts_the_bytes_of_the_program(make_stack: Callable[..., 
 
 
 class Moment(float):
-    """A mark of a CPU; `alive` counts those that somebody holds."""
+    """A CPU event; `alive` counts the existing ones."""
 
     alive = 0
 
@@ -125,7 +125,7 @@ class CountedClock(CpuClock):
 def test_a_long_run_holds_no_more_marks_than_a_short_one(
     make_stack: Callable[..., nn.ModuleList], policy: OffloadPolicy
 ) -> None:
-    """On a GPU each is an event, and a run may have 400,000 visits."""
+    """On a GPU each of them is a CUDA event, and a run may have 400,000 visits."""
     stacks, steps = {"high": make_stack(4)}, 50
     recorder = Recorder(CPU)
     recorder.clock = CountedClock()

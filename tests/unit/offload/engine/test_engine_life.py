@@ -1,4 +1,4 @@
-"""An engine between runs: who may start one, what a failed start or an interrupt leaves behind, when it may go."""
+"""An engine between runs: exclusive starts, failed starts, interrupts, and the end of its life."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from wanstream.offload import OffloadEngine, attach_offload
 from wanstream.offload.sources.module import ModuleSource
-from wanstream.offload.transfers.cpu import CpuStreams
+from wanstream.offload.transfers.cpu import CpuBackend
 from wanstream.plan import BlockKey, Visit, step_visits
 from wanstream.schema import OffloadPolicy, StateError
 
@@ -79,11 +79,11 @@ def test_a_run_that_cannot_begin_leaves_the_engine_usable(stack, run_plain):
 def test_a_visit_needs_a_run_that_is_going_on(stack):
     with attach(stack) as handle:
         run = handle.run(visits_of(handle))
-        with pytest.raises(StateError, match="not going on"), run.visit(0, "high", 0):
+        with pytest.raises(StateError, match="not active"), run.visit(0, "high", 0):
             pass
         with run, run.visit(0, "high", 0):
             pass
-        with pytest.raises(StateError, match="not going on"), run.visit(0, "high", 1):
+        with pytest.raises(StateError, match="not active"), run.visit(0, "high", 1):
             pass
 
 
@@ -118,15 +118,16 @@ def test_a_second_interrupt_does_not_leave_the_fetch_thread_behind(stack):
     gate = Gate()
 
     def interrupt_again() -> None:
-        time.sleep(0.2)  # long enough for the first interrupt to reach the end of the run; too short would prove less
+        # Long enough for the first interrupt to reach the end of the run; a shorter time would prove less.
+        time.sleep(0.2)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.2)
         gate.open.set()
 
-    class Told:
-        """Streams that count how often a run ended."""
+    class CountingBackend:
+        """Backend that counts the ends of runs."""
 
-        def __init__(self, inner: CpuStreams) -> None:
+        def __init__(self, inner: CpuBackend) -> None:
             self.inner, self.ended = inner, 0
 
         def end_run(self) -> None:
@@ -137,7 +138,7 @@ def test_a_second_interrupt_does_not_leave_the_fetch_thread_behind(stack):
             return getattr(self.inner, name)
 
     with attach(stack, source=gate) as handle:
-        handle.streams = told = Told(handle.streams)
+        handle.backend = counting = CountingBackend(handle.backend)
         again = threading.Thread(target=interrupt_again)
         try:
             with pytest.raises(KeyboardInterrupt), handle.run(visits_of(handle)):
@@ -145,7 +146,7 @@ def test_a_second_interrupt_does_not_leave_the_fetch_thread_behind(stack):
                 again.start()
                 raise KeyboardInterrupt
             assert fetch_threads() == []
-            assert told.ended == 1, "what comes next waits for the visits of this run all the same"
+            assert counting.ended == 1, "later work must still wait for the visits of this run"
         finally:
             gate.open.set()
             again.join()

@@ -1,4 +1,4 @@
-"""Device memory that is given back between runs is really gone, and the next run does not notice."""
+"""Device memory that is released between runs is really free, and the next run has the same results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def attach(stacks: Stacks, policy: OffloadPolicy, **how: object) -> OffloadEngin
 
 
 def run(handle: OffloadEngine, stacks: Stacks, steps: list[str] = STEPS) -> tuple[torch.Tensor, list[BlockKey]]:
-    """What comes out, and the blocks that were fetched."""
+    """Return the outputs, and the blocks that were fetched."""
     value = torch.ones(1, WIDTH)
     with handle.run(step_visits(steps, handle.block_counts)) as going:
         for visit in going.program.visits:
@@ -267,7 +267,7 @@ def test_between_forwards_of_a_model_memory_may_go(make_stack, run_plain):
             assert torch.equal(run_plain(stack, hidden), run_plain(plain, hidden))
             assert handle.give_back(1 << 60) == 2 * BLOCK_BYTES
         with pytest.raises(RuntimeError, match=r"shape|size|mat"):
-            stack[0].up(hidden)  # nothing is bound to memory that is gone
+            stack[0].up(hidden)  # no parameter is bound to released memory
 
 
 NO_MEMORY = """

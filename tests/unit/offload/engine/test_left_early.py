@@ -1,4 +1,4 @@
-"""A run that is left before its last visit: what was fetched for visits that do not come serves the next run."""
+"""Runs that stop early: blocks fetched for skipped visits serve the next run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wanstream.telemetry import Recorder
 
 BLOCKS, WIDTH = 6, 32
 LIMIT_S = 60.0
-"""Only catches what hangs."""
+"""Timeout in seconds, for tests that hang."""
 CUDA = pytest.param(
     "cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
@@ -40,8 +40,8 @@ def handle(stack: nn.ModuleList, device: str) -> Iterator[OffloadEngine]:
         yield attached
 
 
-def leave_after(handle: OffloadEngine, stack: nn.ModuleList, blocks: int, value: torch.Tensor, fetched: int) -> int:
-    """Visit some blocks of a run, wait until so many fetches were issued, and leave it; the bytes of that step."""
+def stop_after(handle: OffloadEngine, stack: nn.ModuleList, blocks: int, value: torch.Tensor, fetched: int) -> int:
+    """Visit some blocks, wait until `fetched` fetches were issued, and stop early; return the bytes of that step."""
     recorder = Recorder(handle.device)
     with recorder.step(0, "high"):
         with handle.run(step_visits(["high"] * 2, handle.block_counts), recorder=recorder) as run:
@@ -50,7 +50,7 @@ def leave_after(handle: OffloadEngine, stack: nn.ModuleList, blocks: int, value:
                     value = stack[block](value)
             until = time.monotonic() + LIMIT_S
             while len(run.fetched) < fetched:
-                assert time.monotonic() < until, "the fetches do not come"
+                assert time.monotonic() < until, "the fetches were not issued"
                 time.sleep(0.001)
             run.leave()
         recorder.cached(lanes=1, visits=BLOCKS - blocks)
@@ -59,13 +59,13 @@ def leave_after(handle: OffloadEngine, stack: nn.ModuleList, blocks: int, value:
 
 
 def patches() -> dict[BlockKey, BlockPatch]:
-    """Blocks that are not whole before the computing thread has patched them, on a CPU."""
+    """Patches of all blocks; on a CPU the compute thread adds them before a block is complete."""
     weight = WeightPatch(up=torch.full((3 * WIDTH, 2), 0.1), down=torch.ones(2, WIDTH))
     return {BlockKey("high", block): BlockPatch(identity=1, weights={"up.weight": weight}) for block in range(BLOCKS)}
 
 
 def whole_pass(handle: OffloadEngine, stack: nn.ModuleList, value: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What all blocks make of `value`, and how many of them were fetched for it."""
+    """Return the output of all blocks for `value`, and the number of blocks that were fetched for it."""
     with handle.run(step_visits(["high"], handle.block_counts)) as run:
         for visit in run.program.visits:
             with run.visit(*visit):
@@ -83,9 +83,9 @@ def test_what_was_issued_is_whole_and_is_not_fetched_again(
     value = torch.ones(1, WIDTH, device=device)
     expected, fetched = whole_pass(handle, stack, value)
     assert fetched == BLOCKS
-    ahead = blocks + 3  # as many buffers as there are
+    ahead = blocks + 3  # as many as there are buffers
     handle.give_back(handle.loaded_bytes)
-    moved = leave_after(handle, stack, blocks, value, ahead)
+    moved = stop_after(handle, stack, blocks, value, ahead)
     assert moved == ahead * handle.fetch_bytes(BlockKey("high", 0))
     held = {BlockKey("high", block) for block in range(blocks, ahead)}
     assert set(handle.contents().values()) == held
@@ -105,5 +105,5 @@ def test_a_run_that_ends_by_an_error_keeps_nothing_that_nobody_has_waited_for(
 
 def test_a_run_is_left_while_it_goes_on(handle: OffloadEngine, device: str) -> None:
     run = handle.run(step_visits(["high"], handle.block_counts))
-    with pytest.raises(AssertionError, match="before it is over"):
+    with pytest.raises(AssertionError, match="before the run has ended"):
         run.leave()

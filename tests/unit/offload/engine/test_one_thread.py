@@ -21,7 +21,7 @@ def three_threads() -> Iterator[None]:
 
 
 def arithmetic() -> torch.Tensor:
-    """Enough for torch to ask for its pool: a product, and element-wise work on more than its grain of 32 Ki."""
+    """Start torch's thread pool: a product, and element-wise work on more than its grain size of 32 Ki."""
     torch.manual_seed(0)
     matrix = torch.randn(512, 512)
     return (matrix @ matrix).mul_(0.5).to(torch.float8_e4m3fn).float()
@@ -55,7 +55,7 @@ def test_no_second_pool_of_torch_is_started():
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
         pytest.skip("threads are counted in /proc")
-    arithmetic()  # the pool of this thread is there
+    arithmetic()  # starts the pool of this thread
     before = len(list(tasks.iterdir()))
     with one_thread_pool(1, "alone") as pool:
         during = pool.submit(lambda: (arithmetic(), len(list(tasks.iterdir())))[1]).result()

@@ -1,4 +1,4 @@
-"""Waiting for each other in a run: every wait ends by what it waits for, or by the end of the run."""
+"""Waits between the threads of a run: each ends by its event or by the end of the run."""
 
 from __future__ import annotations
 

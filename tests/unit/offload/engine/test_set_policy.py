@@ -1,4 +1,4 @@
-"""Another policy between runs: what both keep is not moved again, what only the former kept is freed."""
+"""Policy changes between runs: common residents are not moved again, former residents are freed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def attach(stacks: Stacks, policy: OffloadPolicy, source) -> OffloadEngine:
 
 
 def run(handle: OffloadEngine, stacks: Stacks, steps: Sequence[str] = STEPS) -> tuple[torch.Tensor, list[BlockKey]]:
-    """What comes out, and the blocks that were fetched."""
+    """Return the outputs, and the blocks that were fetched."""
     value = torch.ones(1, WIDTH)
     with handle.run(step_visits(steps, handle.block_counts)) as going:
         for visit in going.program.visits:
@@ -148,7 +148,7 @@ def test_a_run_that_was_planned_before_cannot_begin_after(stacks, source):
 
 @pytest.mark.parametrize("stop_at", [0, 3, 7])
 def test_the_rest_of_a_run_under_a_smaller_policy(stacks, source, stop_at):
-    """As after running out of memory: the visit that failed is taken again, with the blocks that are left."""
+    """After running out of memory, the failed visit is repeated with fewer resident blocks."""
     expected = plainly(stacks)
     with attach(stacks, OffloadPolicy.block_swap(2, 2, source="pinned"), source) as handle:
         visits, value = step_visits(STEPS, handle.block_counts), torch.ones(1, WIDTH)

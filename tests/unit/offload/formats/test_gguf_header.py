@@ -1,4 +1,4 @@
-"""GGUF headers: the gguf package writes and reads them too; whatever is wrong with one is an error of ours."""
+"""GGUF headers against the gguf package, and invalid headers, which all raise our own error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def written(path: Path, content: bytes) -> Path:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory) -> Path:
-    """A file with every type that can be read, every type of field, and five dimensions beside a shape field."""
+    """A file with every readable type, every field type, and a tensor of five dimensions with a shape field."""
     path, random = tmp_path_factory.mktemp("gguf") / "all.gguf", np.random.default_rng(0)
     writer = GGUFWriter(path, "wan")
     writer.add_string("note", "smörgås")
@@ -155,7 +155,7 @@ NUMBERS = struct.pack("<IQ", 5, 2) + struct.pack("<2i", 2, 1)
 BAD_FILES = {
     "empty": (b"", "is not a GGUF file: has 0 bytes"),
     "short": (b"GGUF\x03", "is not a GGUF file: has 5 bytes"),
-    "html": (b"<!DOCTYPE html><html>", "is not the model but a web page, as a download leaves it that needs a login"),
+    "html": (b"<!DOCTYPE html><html>", "is not the model but a web page; the download probably needs a login"),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "is not the model but a git-lfs pointer"),
     "zip": (b"PK\x03\x04\x00\x00\x08\x08" + bytes(100), "PyTorch pickle"),
     "pickle": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "PyTorch pickle"),
@@ -163,11 +163,11 @@ BAD_FILES = {
     "big-endian": (file_bytes(entry(), start=b"GGUF\x00\x00\x00\x03"), "is a big-endian GGUF file"),
     "version 1": (file_bytes(entry(), start=b"GGUF\x01\x00\x00\x00"), "version 1; versions 2 and 3 can be read"),
     "version 4": (file_bytes(entry(), start=b"GGUF\x04\x00\x00\x00"), "version 4; versions 2 and 3 can be read"),
-    "no counts": (b"GGUF\x03\x00\x00\x00\x01", "truncated or damaged: its header goes on after its 9 bytes"),
+    "no counts": (b"GGUF\x03\x00\x00\x00\x01", "truncated or damaged: its header does not end within its 9 bytes"),
     "more tensors": (file_bytes(entry(), counts=(2**60, 0)), "truncated or damaged|damaged GGUF"),
     "more fields": (file_bytes(entry(), counts=(1, 2**60)), "truncated or damaged|damaged GGUF"),
     "long name": (file_bytes(struct.pack("<Q", 2**62)), "truncated or damaged"),
-    "no UTF-8": (file_bytes(struct.pack("<Q", 2) + b"\xff\xfe" + bytes(40)), "a name or text that is no UTF-8"),
+    "no UTF-8": (file_bytes(struct.pack("<Q", 2) + b"\xff\xfe" + bytes(40)), "a name or text that is not UTF-8"),
     "unknown field": (file_bytes(entry(), fields=(field("n", 77, b""),)), "a field 'n' of the unknown type 77"),
     "list of lists": (
         file_bytes(entry(), fields=(field("n", LIST, struct.pack("<IQ", LIST, 1)),)),
@@ -182,13 +182,16 @@ BAD_FILES = {
     "tensor twice": (file_bytes(entry(), entry()), "'a' twice"),
     "endless name": (file_bytes(entry(name="a" * 65536)), "a name of 65536 characters"),
     "dimensions": (file_bytes(entry(dims=(1,) * 9)), "a tensor 'a' of 9 dimensions"),
-    "overlap": (file_bytes(entry("a", (16,)), entry("b", offset=32)), "tensors 'a' and 'b' in the same place"),
-    "offset": (file_bytes(entry(offset=4)), "a tensor 'a' at byte 4, no multiple of 32"),
+    "overlap": (file_bytes(entry("a", (16,)), entry("b", offset=32)), "overlapping tensors 'a' and 'b'"),
+    "offset": (file_bytes(entry(offset=4)), "a tensor 'a' at byte 4, not a multiple of 32"),
     "data cut off": (file_bytes(entry(dims=(17,))), r"is truncated: has 128 of 132 bytes; download it again"),
     "far away": (file_bytes(entry(offset=2**62)), "is truncated: has"),
     "too large": (file_bytes(entry(dims=(2**32, 2**32, 2**32))), "is truncated: has"),
-    "broken rows": (file_bytes(entry(dims=(128, 2), kind=Q4_K)), r"'a' \[2, 128\] that is Q4_K, in packs of 256"),
-    "packed scalar": (file_bytes(entry(dims=(), kind=Q4_K)), r"'a' \[\] that is Q4_K, in packs of 256"),
+    "broken rows": (
+        file_bytes(entry(dims=(128, 2), kind=Q4_K)),
+        r"'a' \[2, 128\] in Q4_K, whose groups have 256 values",
+    ),
+    "packed scalar": (file_bytes(entry(dims=(), kind=Q4_K)), r"'a' \[\] in Q4_K, whose groups have 256 values"),
     "alignment 0": (file_bytes(entry(), fields=(field("general.alignment", 4, bytes(4)),)), "general.alignment 0;"),
     "alignment 3": (file_bytes(entry(), fields=(field("general.alignment", 4, b"\3\0\0\0"),)), "general.alignment 3;"),
     "alignment text": (file_bytes(entry(), fields=(field("general.alignment", TEXT, text("x")),)), "alignment 'x'"),
@@ -207,10 +210,10 @@ BAD_FILES = {
         r"the shape \(2.0, 1.0\)",
     ),
     "type IQ2_XXS": (file_bytes(entry(dims=(256,), kind=16)), f"a is stored as IQ2_XXS, .* use a file of {READABLE}"),
-    "type TQ1_0": (file_bytes(entry(dims=(256,), kind=34)), "a is stored as TQ1_0, which cannot be unpacked"),
-    "type MXFP4": (file_bytes(entry(dims=(256,), kind=39)), "a is stored as MXFP4, which cannot be unpacked"),
-    "type Q8_1": (file_bytes(entry(dims=(256,), kind=9)), "a is stored as Q8_1, which cannot be unpacked"),
-    "type 4": (file_bytes(entry(dims=(256,), kind=4)), "a is stored as type 4 of ggml, which cannot be unpacked"),
+    "type TQ1_0": (file_bytes(entry(dims=(256,), kind=34)), "a is stored as TQ1_0, which is not supported"),
+    "type MXFP4": (file_bytes(entry(dims=(256,), kind=39)), "a is stored as MXFP4, which is not supported"),
+    "type Q8_1": (file_bytes(entry(dims=(256,), kind=9)), "a is stored as Q8_1, which is not supported"),
+    "type 4": (file_bytes(entry(dims=(256,), kind=4)), "a is stored as type 4 of ggml, which is not supported"),
     "type 9999": (file_bytes(entry(dims=(256,), kind=9999)), "a is stored as type 9999 of ggml"),
 }
 
@@ -227,7 +230,7 @@ def test_bad_files_are_refused_by_name_and_reason(tmp_path, case):
 
 @pytest.mark.parametrize("kind", GGMLQuantizationType, ids=lambda kind: kind.name)
 def test_every_type_of_ggml_is_known_by_its_name(tmp_path, kind):
-    """Those of the installed gguf package; a later one may have more."""
+    """The types of the installed gguf package; a later version may have more."""
     path = written(tmp_path / "x.gguf", file_bytes(entry(dims=(256,), kind=kind.value), data=4096))
     if kind.value in PLAIN_TYPES:
         assert read_gguf_header(path).tensors["a"].packing is None
@@ -292,7 +295,7 @@ SOUND = file_bytes(
 @example(flips=[], length=len(SOUND))
 @example(flips=[(192, 32)], length=640)
 def test_damage_of_any_kind_is_refused_or_harmless(tmp_path, flips, length):
-    """No error of another family, no endless loop; what is still read lies inside the file."""
+    """No other error, no endless loop; tensors that are accepted lie inside the file."""
     content = bytearray(SOUND)
     for place, bits in flips:
         content[place] ^= bits

@@ -104,7 +104,7 @@ def test_memory_is_made_outside_inference_mode():
     with torch.inference_mode():
         flat = allocate_flat(512, "cpu")
     assert not flat.is_inference()
-    flat.fill_(7)  # an inference tensor could be written here too, but not once autograd has seen it
+    flat.fill_(7)  # an inference tensor could be written here too, but not after autograd has recorded it
     view = tensor_views(flat, flat_layout([("a", (64,), torch.float32)]))["a"]
     (torch.ones(64, requires_grad=True) * view).sum().backward()
 

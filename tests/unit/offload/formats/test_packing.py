@@ -1,4 +1,4 @@
-"""Packed tensors on their way: in layouts, in sources, decoded whole and in pieces, beside plain and scaled ones."""
+"""GGUF tensors in layouts and sources, decoded whole and in chunks, next to plain and scaled ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEYS = [BlockKey("high", 0), BlockKey("low", 0)]
 
 
 def packs_of(name: str, *, rows: int = ROWS, seed: int = 0, scale: float = 0.01) -> torch.Tensor:
-    """[packs, bytes] of a matrix of that many rows of 512 values."""
+    """Return groups [n, bytes] of a matrix with that many rows of 512 values."""
     packing = QUANT_FORMATS[name]
     random = np.random.default_rng(seed)
     return torch.from_numpy(
@@ -34,9 +34,9 @@ def packs_of(name: str, *, rows: int = ROWS, seed: int = 0, scale: float = 0.01)
     )
 
 
-def reference(name: str, packs: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, 512], by the gguf package."""
-    values = gguf.quants.dequantize(packs.numpy(), GGMLQuantizationType[name])
+def reference(name: str, groups: torch.Tensor) -> torch.Tensor:
+    """Dequantise to fp32 [rows, 512] with the gguf package."""
+    values = gguf.quants.dequantize(groups.numpy(), GGMLQuantizationType[name])
     return torch.from_numpy(values).reshape(-1, COLUMNS)
 
 
@@ -44,11 +44,11 @@ def packed_format(name: str, rows: int, computed: torch.dtype):
     return block_format({"a": ((rows, COLUMNS), torch.uint8)}, computed, packings={"a": QUANT_FORMATS[name]})
 
 
-def decoded(name: str, packs: torch.Tensor, computed: torch.dtype) -> torch.Tensor:
-    rows = packs.shape[0] * QUANT_FORMATS[name].values // COLUMNS
+def decoded(name: str, groups: torch.Tensor, computed: torch.dtype) -> torch.Tensor:
+    rows = groups.shape[0] * QUANT_FORMATS[name].values // COLUMNS
     both = packed_format(name, rows, computed)
     raw, into = allocate_flat(both.stored.nbytes, "cpu"), allocate_flat(both.computed.nbytes, "cpu")
-    tensor_views(raw, both.stored)["a"].copy_(packs)
+    tensor_views(raw, both.stored)["a"].copy_(groups)
     decode_block(raw, into, both, {})
     return tensor_views(into, both.computed)["a"]
 
@@ -58,14 +58,17 @@ class TestLayouts:
     def test_bytes_are_packs_and_shapes_are_values(self, name):
         both = packed_format(name, 6, torch.bfloat16)
         packing, (stored,), (computed,) = QUANT_FORMATS[name], both.stored.tensors, both.computed.tensors
-        packs = 6 * COLUMNS // packing.values
-        assert (stored.shape, stored.nbytes) == ((6, COLUMNS), packs * packing.nbytes)
+        groups = 6 * COLUMNS // packing.values
+        assert (stored.shape, stored.nbytes) == ((6, COLUMNS), groups * packing.nbytes)
         assert (computed.shape, computed.nbytes, computed.packing) == ((6, COLUMNS), 6 * COLUMNS * 2, None)
-        assert tensor_views(allocate_flat(both.stored.nbytes, "cpu"), both.stored)["a"].shape == (packs, packing.nbytes)
+        assert tensor_views(allocate_flat(both.stored.nbytes, "cpu"), both.stored)["a"].shape == (
+            groups,
+            packing.nbytes,
+        )
         assert not both.is_raw
 
     def test_bytes_of_a_block_of_wan(self):
-        """The ten matrices of one A14B block, as facts about these files have it."""
+        """The ten matrices of one A14B block, with the mix of formats in published files."""
         matrices = [(5120, 5120)] * 8 + [(13824, 5120), (5120, 13824)]
         sizes = {name: sum(packing.bytes_of(shape) for shape in matrices) for name, packing in QUANT_FORMATS.items()}
         assert {name: round(sizes[name] / 1e6, 1) for name in ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K")} == {
@@ -73,11 +76,11 @@ class TestLayouts:
         }  # fmt: skip
 
     def test_half_a_pack_is_a_bug(self):
-        with pytest.raises(AssertionError, match="no whole number of Q4_K packs of 256"):
+        with pytest.raises(AssertionError, match="not a whole number of Q4_K groups of 256"):
             block_format({"a": ((3, 128), torch.uint8)}, torch.float32, packings={"a": QUANT_FORMATS["Q4_K"]})
 
     def test_a_packed_tensor_has_no_scale(self):
-        with pytest.raises(AssertionError, match="of a packed one"):
+        with pytest.raises(AssertionError, match="of a quantised one"):
             block_format({"a": ((2, 256), torch.uint8)}, torch.float32, ["a"], {"a": QUANT_FORMATS["Q4_K"]})
 
 
@@ -85,18 +88,18 @@ class TestDecoding:
     @pytest.mark.parametrize("computed", COMPUTED, ids=str)
     @pytest.mark.parametrize("name", QUANT_FORMATS)
     def test_equals_the_package_in_fp32_and_its_cast_in_others(self, name, computed):
-        packs = packs_of(name)
-        values = decoded(name, packs, computed)
+        groups = packs_of(name)
+        values = decoded(name, groups, computed)
         assert values.shape == (ROWS, COLUMNS)
-        assert torch.equal(values.view(torch.uint8), reference(name, packs).to(computed).view(torch.uint8))
+        assert torch.equal(values.view(torch.uint8), reference(name, groups).to(computed).view(torch.uint8))
 
     @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("chunk", [1, 255, 256, 300, 5000, ROWS * COLUMNS - 1, ROWS * COLUMNS])
     @pytest.mark.parametrize("name", ["Q5_K", "IQ4_NL"])
     def test_the_size_of_a_chunk_changes_no_bit(self, monkeypatch, name, chunk, computed):
-        packs = packs_of(name)
+        groups = packs_of(name)
         monkeypatch.setattr(decode, "CHUNK_VALUES", chunk)
-        assert torch.equal(decoded(name, packs, computed), reference(name, packs).to(computed))
+        assert torch.equal(decoded(name, groups, computed), reference(name, groups).to(computed))
 
     @pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("name", QUANT_FORMATS)
@@ -133,14 +136,14 @@ class TestDecoding:
 
     def test_a_tensor_of_any_shape(self):
         into = torch.empty(3, 11, 2, 256, dtype=torch.bfloat16)
-        packs = packs_of("Q6_K")
-        decode_tensor(packs, into, packing=QUANT_FORMATS["Q6_K"])
-        assert torch.equal(into.view(ROWS, COLUMNS), reference("Q6_K", packs).bfloat16())
+        groups = packs_of("Q6_K")
+        decode_tensor(groups, into, packing=QUANT_FORMATS["Q6_K"])
+        assert torch.equal(into.view(ROWS, COLUMNS), reference("Q6_K", groups).bfloat16())
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Two blocks of three matrices in three packings, and one plain matrix each."""
+    """Two blocks with three matrices in three formats, and one plain matrix each."""
     writer = GGUFWriter(tmp_path / "x.gguf", "wan")
     for seed, key in enumerate(KEYS):
         for name in ("Q4_K", "Q8_0", "Q6_K"):

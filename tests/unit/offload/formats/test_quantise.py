@@ -12,7 +12,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def plainly(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula in one go."""
+    """Quantise with the formula on whole tensors."""
     scales = (values.float().abs().amax(1, keepdim=True) / 448.0).clamp(min=torch.finfo(torch.float32).tiny)
     return (values.float() / scales).to(torch.float8_e4m3fn), scales
 
@@ -26,7 +26,7 @@ def quantised(values: torch.Tensor, *, work: int | None = None) -> tuple[torch.T
 
 
 def heavy_tailed(rows: int, columns: int) -> torch.Tensor:
-    """Rows of very different size, each with a few values far above the rest."""
+    """Return rows of very different size, each with a few values far above the rest."""
     torch.manual_seed(0)
     sizes = torch.logspace(-6, 1, rows).unsqueeze(1)
     return torch.randn(rows, columns).pow(5) * sizes
@@ -55,7 +55,7 @@ def test_values_are_divided_by_the_scale_and_not_multiplied_with_its_reciprocal(
 
 
 def test_every_bf16_number_is_quantised_as_the_formula_says():
-    """Each beside a large one, so that every place of the scale's range is met, subnormal results and ties included."""
+    """All values of the range of the scale, next to a large one, subnormal results and ties included."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]
     for largest in (448.0, 3.0, 0.0173, 1e-30):
@@ -112,7 +112,7 @@ def test_scales_alone_are_those_of_the_whole():
 
 
 def test_each_row_keeps_the_precision_of_fp8():
-    """Half a unit in the last of 3 bits, 1/16 of the value; below 2^-6 of the scale, half of the smallest step."""
+    """Half a unit in the last of 3 bits is 1/16 of the value; below 2^-6 of the scale, half of the smallest step."""
     values = heavy_tailed(64, 512)
     into, scales = quantised(values)
     error = (into.float() * scales - values).abs()
@@ -121,6 +121,4 @@ def test_each_row_keeps_the_precision_of_fp8():
     of_one_scale = (values / one).to(torch.float8_e4m3fn).float() * one - values
     per_row = (error.norm(dim=1) / values.norm(dim=1)).max()
     assert per_row < 0.04
-    assert (
-        of_one_scale.norm(dim=1) / values.norm(dim=1)
-    ).max() > 0.9  # small rows are lost with a scale for the tensor
+    assert (of_one_scale.norm(dim=1) / values.norm(dim=1)).max() > 0.9  # one scale per tensor would lose small rows

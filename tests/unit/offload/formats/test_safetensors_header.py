@@ -68,7 +68,7 @@ def test_a_header_whose_length_looks_like_a_pickle_is_read(tmp_path):
     header = json.dumps(ONE_TENSOR).encode()
     padded = header + b" " * (
         0x280 - len(header)
-    )  # the length is stored as 80 02 00 ..., as a pickle of protocol 2 begins
+    )  # the length is stored as 80 02 00 ..., like the start of a pickle of protocol 2
     assert list(read_header(written(tmp_path / "x.safetensors", file_bytes(padded, bytes(8)))).tensors) == ["a"]
 
 
@@ -81,11 +81,11 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsiz
 BAD_FILES = {
     "empty": (b"", "is not a safetensors file: has 0 bytes"),
     "short": (b"abc", "is not a safetensors file: has 3 bytes and starts with b'abc'"),
-    "html": (b"<!DOCTYPE html><html>", "is not the model but a web page, as a download leaves it that needs a login"),
+    "html": (b"<!DOCTYPE html><html>", "is not the model but a web page; the download probably needs a login"),
     "html of another kind": (b"\n <HTML lang=en>", "is not the model but a web page"),
     "git-lfs pointer": (
         LFS_POINTER,
-        "is not the model but a git-lfs pointer, a text of some 130 bytes that names it: download the file",
+        "is not the model but a git-lfs pointer, a text file of about 130 bytes: download the file",
     ),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(100), "is not a safetensors file"),
     "zip": (b"PK\x03\x04\x00\x00\x08\x08" + bytes(100), "PyTorch pickle"),

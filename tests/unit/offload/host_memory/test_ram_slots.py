@@ -187,7 +187,7 @@ def test_what_was_read_and_not_asked_for_is_whole(slots, source):
 
 def test_a_slot_says_its_name_when_it_is_used_out_of_order(slots):
     slots.resize(homes(), 1)
-    with pytest.raises(StateError, match="slot 0 is empty with None: acquire needs it to be issued or held"):
+    with pytest.raises(StateError, match="slot 0 is empty with None: acquire needs it to be issued or idle"):
         slots[0].acquire(KEYS[0])
 
 

@@ -1,4 +1,4 @@
-"""Ranks that keep a shard of every block each, as threads of one process: the same bits, and a share of the bytes."""
+"""Sharded blocks with ranks as threads of one process: bit-equal results, and a share of the bytes each."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def path(stack: nn.ModuleList, tmp_path: Path) -> Path:
 
 
 class Stopped(StoppedTogether):
-    """Somebody has asked all ranks to stop."""
+    """All ranks were requested to stop."""
 
 
 MADE: list[Rank] = []
@@ -113,8 +113,8 @@ def patches() -> dict[BlockKey, BlockPatch]:
     return {BlockKey("high", 1): BlockPatch(identity="lora", weights={"up.weight": WeightPatch(up=up, down=down)})}
 
 
-def together(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What the jobs return or raise, each on a thread of its own."""
+def in_threads(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run each job on a separate thread; return their results or errors."""
     results: list[Any] = [None] * len(jobs)
 
     def do(number: int) -> None:
@@ -142,7 +142,7 @@ def make_ranks(stack: nn.ModuleList, path: Path) -> Callable[..., list[Rank]]:
 
 @pytest.mark.parametrize(
     ("policy", "fp8", "on_device"),
-    # Both kinds of shares with every policy, and each of both with fp8.
+    # Shards in RAM and on the device with every policy, and each of both with fp8.
     [(policy, at % 2 == on_device, on_device) for at, policy in enumerate(POLICIES) for on_device in (False, True)],
 )
 def test_gathered_blocks_are_whole_blocks_bit_for_bit(stack, path, make_ranks, thread_group, policy, fp8, on_device):
@@ -154,7 +154,7 @@ def test_gathered_blocks_are_whole_blocks_bit_for_bit(stack, path, make_ranks, t
     for rank in ranks:
         rank.handle.set_patches(patches())
     for steps, value in zip((STEPS, ("low",)), expected, strict=True):
-        for result in together([lambda rank=rank, steps=steps: rank.run(steps) for rank in ranks]):
+        for result in in_threads([lambda rank=rank, steps=steps: rank.run(steps) for rank in ranks]):
             assert torch.equal(result, value)
     assert len(set(group.gathers)) == 1
     for rank in ranks:
@@ -170,9 +170,9 @@ def test_each_rank_reads_its_share_of_the_file(make_ranks, thread_group, policy,
     group = thread_group(size)
     ranks = make_ranks(group.ranks(on_device=on_device), policy)
     for _ in range(2):
-        together([lambda rank=rank: rank.run(("high",)) for rank in ranks])
+        in_threads([lambda rank=rank: rank.run(("high",)) for rank in ranks])
     read = [rank.files.bytes_read for rank in ranks]
-    ahead = BLOCKS * BLOCK_BYTES if passes > 1 else 0  # at most: for the run that was expected behind
+    ahead = BLOCKS * BLOCK_BYTES if passes > 1 else 0  # at most: prefetched for the run that was expected next
     assert passes * BLOCKS * BLOCK_BYTES <= sum(read) <= passes * BLOCKS * BLOCK_BYTES + ahead
     assert max(read) - min(read) <= passes * BLOCKS * size * 256 + ahead
     shard = shard_bytes(BLOCK_BYTES, size)
@@ -195,11 +195,11 @@ def test_ranks_that_stop_before_the_same_visit_go_on_together(stack, path, make_
             raise Stopped
 
     for _ in range(2):
-        stopped = together([lambda rank=rank: rank.run(before=halt) for rank in ranks])
+        stopped = in_threads([lambda rank=rank: rank.run(before=halt) for rank in ranks])
         assert [type(result) for result in stopped] == [Stopped, Stopped]
         assert group.gathers[0] == group.gathers[1]
-        assert [rank.handle.gathering.state for rank in ranks] == [GatheringState.APART] * 2
-    for result in together([rank.run for rank in ranks]):
+        assert [rank.handle.gathering.state for rank in ranks] == [GatheringState.IDLE] * 2
+    for result in in_threads([rank.run for rank in ranks]):
         assert torch.equal(result, expected)
 
 
@@ -212,17 +212,17 @@ def test_a_run_that_fails_on_one_rank_breaks_the_group_until_they_meet_anew(stac
         if visit == 4:
             raise MemoryError("no room")
 
-    first, second = together([lambda: ranks[0].run(before=fail), ranks[1].run])
+    first, second = in_threads([lambda: ranks[0].run(before=fail), ranks[1].run])
     assert isinstance(first, MemoryError)
     assert isinstance(second, GatherBrokenError)
     for rank in ranks:
         assert rank.handle.gathering.state is GatheringState.BROKEN
         assert rank.handle.loaded_bytes == 0, "what was left under way may still write there"
-        with pytest.raises(GatherBrokenError, match="meet anew"):
+        with pytest.raises(GatherBrokenError, match="restart the worker group"):
             rank.run()
     for rank, sharded in zip(ranks, thread_group(2).ranks(), strict=True):
         rank.handle.meet(sharded)
-    for result in together([rank.run for rank in ranks]):
+    for result in in_threads([rank.run for rank in ranks]):
         assert torch.equal(result, expected)
     assert sum(rank.files.bytes_read for rank in ranks) == 2 * BLOCKS * BLOCK_BYTES, "shards that were read stay"
 
@@ -230,11 +230,11 @@ def test_a_run_that_fails_on_one_rank_breaks_the_group_until_they_meet_anew(stac
 def test_a_rank_that_comes_anew_finds_the_others_with_empty_buffers(stack, path, make_ranks, thread_group):
     expected = Rank(stack, path, POLICIES["resident"], None).run()
     ranks = make_ranks(thread_group(2).ranks(), "resident")
-    together([rank.run for rank in ranks])
+    in_threads([rank.run for rank in ranks])
     sharded = thread_group(2).ranks()
     ranks[1] = Rank(stack, path, POLICIES["resident"], sharded[1])
     ranks[0].handle.meet(sharded[0])
-    for result in together([rank.run for rank in ranks]):
+    for result in in_threads([rank.run for rank in ranks]):
         assert torch.equal(result, expected)
 
 
@@ -242,12 +242,12 @@ def test_ranks_with_other_programs_are_told_so_before_anything_is_gathered(stack
     group = thread_group(2)
     policies = ("layerwise", "resident")
     ranks = [Rank(stack, path, POLICIES[p], s) for p, s in zip(policies, group.ranks(), strict=True)]
-    for number, error in enumerate(together([rank.run for rank in ranks])):
+    for number, error in enumerate(in_threads([rank.run for rank in ranks])):
         assert isinstance(error, ProgramMismatchError)
         assert f"rank {number} of 2 is about to stream other blocks than rank {1 - number}" in str(error)
     assert group.gathers == [0, 0]
     steps = [("high",), ("low",)]
-    errors = together([lambda rank=rank, s=s: rank.run(s) for rank, s in zip(ranks, steps, strict=True)])
+    errors = in_threads([lambda rank=rank, s=s: rank.run(s) for rank, s in zip(ranks, steps, strict=True)])
     assert all(isinstance(error, ProgramMismatchError) for error in errors)
 
 
@@ -258,10 +258,10 @@ def test_no_gather_is_more_than_a_few_blocks_ahead(make_ranks, thread_group):
 
     def look(visit: int) -> None:
         if visit in (0, 4):
-            time.sleep(0.2)  # whoever could go on has done so by then
+            time.sleep(0.2)  # ranks that can continue have done so by then
         seen.append(max(group.gathers) - visit)
 
-    together([lambda rank=rank: rank.run(before=look) for rank in ranks])
+    in_threads([lambda rank=rank: rank.run(before=look) for rank in ranks])
     assert max(seen) <= 3
 
 
@@ -278,7 +278,7 @@ def test_on_a_gpu_too(stack, path, make_ranks, thread_group, policy, fp8, on_dev
     for rank in ranks:
         rank.handle.set_patches(patches())
     for _ in range(2):
-        for result in together([rank.run for rank in ranks]):
+        for result in in_threads([rank.run for rank in ranks]):
             assert torch.equal(result, expected)
     for rank in ranks:
         rank.handle.detach()

@@ -187,7 +187,7 @@ WRONG = [
     ({f"{PREFIX}head.head.bias": zeros(64)}, "holds head.head.bias twice"),
     (
         {"blocks.1.self_attn.q.weight": (np.zeros((256, 66), dtype=np.uint8), GGMLQuantizationType.IQ2_XXS)},
-        "blocks.1.self_attn.q.weight is stored as IQ2_XXS, which cannot be unpacked: use a file of F32, F16, BF16",
+        "blocks.1.self_attn.q.weight is stored as IQ2_XXS, which is not supported: use a file of F32, F16, BF16",
     ),
     (
         {"blocks.1.self_attn.q.weight": (np.zeros((256, 54), dtype=np.uint8), GGMLQuantizationType.TQ1_0)},
