@@ -73,7 +73,7 @@ def test_what_keeps_every_worker_busy_needs_no_words(mesh: Mesh, changes: dict[s
             "stage 5, but the run has 4 steps: every stage needs one; use 1 to 4",
         ),
         (Mesh(stage=2), {"steps": 1, "samples": 9}, "stage 2, but the run has 1 step: "),
-        (Mesh(data=2, cfg=2), {}, "data 2, but one video is made: 2 of 4 workers would have nothing to do; use data 1"),
+        (Mesh(data=2, cfg=2), {}, "data 2, but one video is made: 2 of 4 workers would be idle; use data 1"),
     ],
 )
 def test_what_cannot_run_is_refused_with_what_fits(mesh: Mesh, changes: dict[str, Any], message: str) -> None:
@@ -84,7 +84,7 @@ def test_what_cannot_run_is_refused_with_what_fits(mesh: Mesh, changes: dict[str
 @pytest.mark.parametrize(
     ("mesh", "changes", "words"),
     [
-        (Mesh(data=4), {"samples": 3}, "data 4 for 3 videos: 1 of 4 rows of workers have nothing to do"),
+        (Mesh(data=4), {"samples": 3}, "data 4 for 3 videos: 1 of 4 rows of workers are idle"),
         (Mesh(stage=2), {}, "stage 2 x data 1 for 1 video: at most 1 of 2 groups work at a time"),
         (
             Mesh(cfg=2),
