@@ -78,20 +78,20 @@ def test_what_lacks_is_said_with_its_terms(rate_machine: Rated, make_job: Job) -
     )
     needs = memory_needs(job, rate_machine(), LAYERWISE(1))
     exactly = Budgets(vram_bytes=needs.device_bytes, ram_bytes=needs.host_bytes)
-    assert memory_budget(rate_machine(), exactly).lacks(needs) is None
-    why = memory_budget(rate_machine(), replace(exactly, vram_bytes=1_500_000_000)).lacks(needs)
+    assert memory_budget(rate_machine(), exactly).shortage(needs) is None
+    why = memory_budget(rate_machine(), replace(exactly, vram_bytes=1_500_000_000)).shortage(needs)
     assert why is not None
-    assert why.startswith("needs 2 buffers of 0.70 GB + 0.52 GB that stays + 0.0")
+    assert why.startswith("needs 2 buffers of 0.70 GB + 0.52 GB resident + 0.0")
     assert why.endswith("; 1.50 GB given")
-    why = memory_budget(rate_machine(), replace(exactly, ram_bytes=needs.host_bytes - 1)).lacks(needs)
+    why = memory_budget(rate_machine(), replace(exactly, ram_bytes=needs.host_bytes - 1)).shortage(needs)
     assert why == "needs 2 slots of 0.70 GB = 1.41 GB of RAM; 1.41 GB given"
 
 
 def test_a_cpu_has_one_memory_for_both(rate_cpu: Rated, make_job: Job) -> None:
     needs = memory_needs(make_job(), rate_cpu(), SOME)
     both = needs.device_bytes + needs.host_bytes
-    assert memory_budget(rate_cpu(), Budgets(ram_bytes=both)).lacks(needs) is None
-    why = memory_budget(rate_cpu(), Budgets(ram_bytes=both - 1)).lacks(needs)
+    assert memory_budget(rate_cpu(), Budgets(ram_bytes=both)).shortage(needs) is None
+    why = memory_budget(rate_cpu(), Budgets(ram_bytes=both - 1)).shortage(needs)
     assert why is not None
     assert "2 buffers" in why
     assert "8 slots" in why

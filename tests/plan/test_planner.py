@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, OffloadPlan, plan_offload
-from wanstream.plan.candidates import device_choices, least_seconds
+from wanstream.plan.candidates import device_policies, lower_bound_s
 from wanstream.plan.memory import memory_budget, memory_needs
 from wanstream.plan.planner import plan_reason
 from wanstream.plan.predict import predict
@@ -31,7 +31,7 @@ def _all_policies(job: OffloadJob) -> list[OffloadPolicy]:
     """Everything that could be chosen when tokens are not the question."""
     blocks = job.expert.blocks
     found = []
-    for policy in device_choices(blocks):
+    for policy in device_policies(blocks):
         pinned = replace(policy, source="pinned")
         found += [policy, pinned]
         found += [replace(pinned, ram_blocks=homes) for homes in range(1, 2 * blocks)]
@@ -72,7 +72,7 @@ def test_the_chosen_one_is_the_fastest_candidate_and_nothing_that_fits_is_much_f
         assert chosen.total_s == min(candidate.total_s for candidate in chosen.candidates)
         assert chosen.timeline.wall_s == pytest.approx(chosen.total_s, abs=1e-3)
         room = memory_budget(machine, budgets)
-        fitting = [other for other in _all_policies(job) if room.lacks(memory_needs(job, machine, other)) is None]
+        fitting = [other for other in _all_policies(job) if room.shortage(memory_needs(job, machine, other)) is None]
         assert chosen.policy in fitting
         # Fewer homes than fit are not all tried; more of them may cost a little where the spread comes out worse.
         assert chosen.total_s <= 1.005 * min(predict(job, machine, other).total_s for other in fitting)
@@ -86,7 +86,7 @@ def test_every_candidate_fits_and_has_its_own_simulated_total(rate_machine: Rate
     assert len(chosen.candidates) > 5
     for candidate in chosen.candidates:
         needs, prediction = memory_needs(job, machine, candidate.policy), predict(job, machine, candidate.policy)
-        assert memory_budget(machine, budgets).lacks(needs) is None
+        assert memory_budget(machine, budgets).shortage(needs) is None
         assert (candidate.device_bytes, candidate.host_bytes) == (needs.device_bytes, needs.host_bytes)
         assert candidate.total_s == round(prediction.timeline.wall_s, 3)
         assert candidate.stall_s == prediction.timeline.stall_s
@@ -165,7 +165,7 @@ def test_tokens_are_taken_in_parts_only_where_they_do_not_fit(rate_machine: Rate
     assert parts.policy.chunk_tokens == 32768
     assert parts.device_bytes < whole.device_bytes
     assert parts.total_s > fits.total_s
-    assert "32768 of 100000 tokens at once, so that it fits" in parts.reason
+    assert "32768 of 100000 tokens at once, to fit into memory" in parts.reason
 
 
 def test_what_does_not_fit_is_told_with_numbers_and_a_remedy(rate_machine: Rated, make_job: Job) -> None:
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_told_with_numbers_and_a_remedy(rate_machine: Rated
     for misfit in chosen.misfits:
         assert misfit.why == memory_budget(
             machine, Budgets(vram_bytes=smallest.device_bytes, ram_bytes=smallest.host_bytes)
-        ).lacks(memory_needs(job, machine, misfit.policy))
+        ).shortage(memory_needs(job, machine, misfit.policy))
 
 
 def test_the_reason_says_what_streams_what_waits_and_what_the_switch_costs(rate_machine: Rated, make_job: Job) -> None:
@@ -192,8 +192,8 @@ def test_the_reason_says_what_streams_what_waits_and_what_the_switch_costs(rate_
     chosen = plan_offload(job, machine, _budget(job, machine, device=small, ram=ram))
     assert chosen.policy == ram
     block_gb = job.stored_bytes / 1e9
-    assert f"8 of 8 blocks stream: {block_gb:.1f} GB/s needed, the bus gives {10 * block_gb:.1f}; " in chosen.reason
-    assert f"; {block_gb / 2:.1f} GB/s needed from files, the disk gives {block_gb / 2:.1f}; " in chosen.reason
+    assert f"8 of 8 blocks stream: {block_gb:.1f} GB/s needed, the bus delivers {10 * block_gb:.1f}; " in chosen.reason
+    assert f"; {block_gb / 2:.1f} GB/s needed from files, the disk delivers {block_gb / 2:.1f}; " in chosen.reason
     assert f"{100 * chosen.timeline.stall_s / chosen.timeline.wall_s:.1f} % stall predicted" in chosen.reason
     stalls = [step.stall_s for step in chosen.timeline.steps]
     switch_s = stalls[4] - median(stalls[5:])
@@ -227,7 +227,7 @@ def test_a_cpu_plans_within_one_memory(rate_cpu: Rated, make_job: Job) -> None:
         assert chosen.device_bytes + chosen.host_bytes <= small.device_bytes + 5 * job.stored_bytes
         used = chosen.device_bytes + chosen.host_bytes - small.device_bytes
         assert (used > 0) == (changes["read"] > 1)
-        assert "the bus gives" not in chosen.reason
+        assert "the bus delivers" not in chosen.reason
 
 
 @settings(deadline=None, max_examples=40)
@@ -320,4 +320,4 @@ def test_no_policy_is_faster_than_its_bound(
     for stored in (block, block // 2):
         job = make_job(high, low, stored_bytes=stored, file_bytes=stored, lanes={"high": 2, "low": 1})
         for policy in pick.sample(_all_policies(job), 12):  # type: ignore[attr-defined]
-            assert least_seconds(job, machine, policy) <= predict(job, machine, policy).timeline.wall_s + 1e-6
+            assert lower_bound_s(job, machine, policy) <= predict(job, machine, policy).timeline.wall_s + 1e-6

@@ -38,7 +38,7 @@ def test_steps_have_lanes_of_their_own_where_a_job_tells_them(rate_machine: Rate
     assert [step.compute_s for step in foretold] == pytest.approx([16.0, 8.0, 24.0])
     alike = replace(job, lanes_of_steps=())
     assert predict(alike, rate_machine(), LAYERWISE, by_step=True).timeline.steps == planned
-    with pytest.raises(ValueError, match="2 lanes of 3 steps: give all or none"):
+    with pytest.raises(ValueError, match="2 values for 3 steps: give one for each step, or none"):
         replace(job, lanes_of_steps=(1, 2))
 
 

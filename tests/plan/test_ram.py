@@ -388,7 +388,7 @@ def test_the_pair_that_is_broken_below_is_right() -> None:
             with_read(2, start_after=2), "reaches it only after visit 2", id="a read that waits for its fetch"
         ),
         pytest.param(with_read(2, start_after=AT_ONCE), "its buffer 1 is read until visit 0", id="a slot still in use"),
-        pytest.param(with_read(2, buffer=0), "in buffer 1 .* in buffer 0", id="read into another slot"),
+        pytest.param(with_read(2, buffer=0), "in buffer 1, .* in buffer 0", id="read into another slot"),
         pytest.param(
             replace(pair()[1], visit_of_fetch=(0, 1, 2)), "6 fetches, but 3 of them", id="fetches that are not served"
         ),
@@ -403,7 +403,7 @@ def test_the_pair_that_is_broken_below_is_right() -> None:
             id="a slot that nobody empties",
         ),
         pytest.param(
-            replace(pair()[1], visit_of_fetch=(0, DIRECT, 1, 2, 3, 4)), "fetch 2 wants .*block=2", id="another block"
+            replace(pair()[1], visit_of_fetch=(0, DIRECT, 1, 2, 3, 4)), "fetch 2 needs .*block=2", id="another block"
         ),
     ],
 )
@@ -419,7 +419,7 @@ def test_fetches_that_would_empty_ram_in_another_order_than_the_visits_are_refus
     swapped = replace(program, fetches=program.fetches[::-1], visit_fetch=program.visit_fetch[::-1])
     homes = RamResidency(residency=Residency(residents={}, permanent=True), slots=0)
     ram = compile_ram(swapped, homes, staging=1)
-    with pytest.raises(ProgramError, match="fetch 1 is needed by visit 0, one before it only by visit 1"):
+    with pytest.raises(ProgramError, match="fetch 1 is needed by visit 0, an earlier one by visit 1"):
         check_ram(swapped, ram)
     with pytest.raises(AssertionError, match="wait for each other"):
         Replay({}, {}).run(swapped, ram, 0, bus=False)
