@@ -12,7 +12,7 @@ import pytest
 from PIL import ImageColor, ImageDraw
 
 from wanstream.bench import Report, Variant, report_chart
-from wanstream.bench.chart import COLOURS, HEAD, MARGIN, MOST_PANELS, PANEL, SCALE, WIDTH
+from wanstream.bench.chart import COLOURS, HEAD, MARGIN, MAX_PANELS, PANEL, SCALE, WIDTH
 from wanstream.schema import Timeline
 
 MakeTimeline = Callable[..., Timeline]
@@ -152,10 +152,10 @@ def test_only_some_variants_have_panels(
     make_report: MakeReport,
     words: list[tuple[str, float, float]],
 ) -> None:
-    variants = [make_variant(f"v{number}", make_timeline(2, 2)) for number in range(MOST_PANELS + 2)]
+    variants = [make_variant(f"v{number}", make_timeline(2, 2)) for number in range(MAX_PANELS + 2)]
     report_chart(make_report(*variants))
     said = [each for each, _, _ in words]
-    assert [said.count(variant.name) for variant in variants] == [2] * MOST_PANELS + [1] * 2
+    assert [said.count(variant.name) for variant in variants] == [2] * MAX_PANELS + [1] * 2
 
 
 def test_nothing_measured_is_a_chart_too(

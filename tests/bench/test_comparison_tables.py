@@ -154,5 +154,5 @@ def test_every_table_comes_once(
         "Head to head, ratios to the first",
         "Per-step timing: new",
         "Per-step timing: old",
-        "What was run",
+        "Settings",
     ]

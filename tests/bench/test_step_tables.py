@@ -158,7 +158,7 @@ def test_what_a_cache_left_out_has_a_column_where_there_is_any(
     steps = (plain.steps[0], replace(plain.steps[1], skipped_visits=39, skipped_lanes=2), plain.steps[2])
     cached = step_table(make_variant("a", plain, replace(plain, steps=steps)))
     assert cached is not None
-    assert column(cached, "Left out") == ["", "39 blocks, 2 lanes", ""]
+    assert column(cached, "Skipped") == ["", "39 blocks, 2 lanes", ""]
     without = step_table(make_variant("a", plain))
     assert without is not None
-    assert "Left out" not in without.head
+    assert "Skipped" not in without.head
