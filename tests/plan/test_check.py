@@ -1,4 +1,4 @@
-"""The static check accepts what the compiler makes (see test_program) and nothing that would read a wrong block."""
+"""The static check accepts the compiler's programs (see test_program) and refuses any that would read a wrong block."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_order(*order: int) -> TransferProgram:
     )
 
 
-def test_what_is_broken_below_is_right_as_it_is() -> None:
+def test_the_unbroken_program_passes() -> None:
     check_program(program())
     assert program().visit_fetch == (KEPT, 0, 1, KEPT, 2, 3, KEPT, 4, 5)
 

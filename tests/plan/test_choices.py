@@ -1,4 +1,4 @@
-"""What other ways of asking for the same videos would take: each is planned like any run, the fastest comes first."""
+"""Alternatives to a run: each is planned like any other run, and the fastest comes first."""
 
 from __future__ import annotations
 

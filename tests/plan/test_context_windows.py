@@ -1,4 +1,4 @@
-"""Context windows: what of a video each step looks at, and how much each look counts."""
+"""Context windows: the frames of each window, and their blend weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cases(draw: st.DrawFn) -> tuple[ContextWindows, int, int]:
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_windows_hold_every_frame_and_neighbours_share_what_they_should(case: tuple[ContextWindows, int, int]) -> None:
+def test_windows_cover_every_frame_and_neighbours_overlap(case: tuple[ContextWindows, int, int]) -> None:
     windows, frames, step = case
     every = windows.at(step, frames)
     assert len(set(every)) == len(every)
@@ -44,7 +44,7 @@ def test_windows_hold_every_frame_and_neighbours_share_what_they_should(case: tu
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_what_a_frame_counts_for_adds_up_to_one(case: tuple[ContextWindows, int, int]) -> None:
+def test_the_weights_of_a_frame_add_up_to_one(case: tuple[ContextWindows, int, int]) -> None:
     windows, frames, step = case
     every = windows.at(step, frames)
     total, alone = [0.0] * frames, [0] * frames
@@ -107,7 +107,7 @@ def test_fuses_differ_where_windows_overlap() -> None:
         ({"blend": "cosine"}, "unknown blend 'cosine': choose one of linear, pyramid, flat"),
     ],
 )
-def test_what_makes_no_windows_is_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_windows_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ContextWindows(**given)
 

@@ -9,8 +9,8 @@ from wanstream.schema import OffloadPolicy
 LAYERWISE, PINNED = OffloadPolicy.layerwise(), OffloadPolicy.block_swap(20, 2, source="pinned")
 
 
-def names(policies: str = "", prefetch: str = "", steps: str = "", asked: OffloadPolicy = LAYERWISE) -> list[str]:
-    return [setting.name for setting in TrialMatrix.parse(policies, prefetch, steps).settings(asked)]
+def names(policies: str = "", prefetch: str = "", steps: str = "", base: OffloadPolicy = LAYERWISE) -> list[str]:
+    return [setting.name for setting in TrialMatrix.parse(policies, prefetch, steps).settings(base)]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_every_setting_comes_once_and_in_order(words: tuple[str, str, str], expe
     assert names(*words) == expected
 
 
-def test_what_the_run_says_about_ram_and_tokens_holds_for_every_policy() -> None:
+def test_ram_and_token_settings_of_the_run_apply_to_every_policy() -> None:
     settings = TrialMatrix.parse("layerwise, resident, block_swap 3", "", "").settings(PINNED)
     assert [setting.policy for setting in settings] == [
         OffloadPolicy.layerwise(2, source="pinned"),
@@ -88,4 +88,4 @@ def test_a_depth_that_no_policy_has_is_refused() -> None:
     with pytest.raises(MatrixError, match="prefetch is 1, 2, but resident and auto fetch nothing ahead"):
         names("resident, auto", "1, 2")
     with pytest.raises(MatrixError, match="leave prefetch empty"):
-        names("", "1", asked=OffloadPolicy.resident())
+        names("", "1", base=OffloadPolicy.resident())

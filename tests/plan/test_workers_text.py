@@ -1,4 +1,4 @@
-"""What a user writes about workers."""
+"""Parsing of a user's description of workers."""
 
 from __future__ import annotations
 
