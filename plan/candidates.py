@@ -61,7 +61,7 @@ def fitting_policies(job: OffloadJob, machine: Machine, budget: MemoryBudget) ->
 
 
 def is_usual(policy: OffloadPolicy, job: OffloadJob) -> bool:
-    """Return True for a policy that users expect in a report: no more than one block ahead, quarters of residents."""
+    """Return True for a typical policy: at most one block ahead, and a multiple of a quarter of the blocks swapped."""
     quarter = max(1, job.expert.blocks // 4)
     return policy.prefetch_blocks <= 1 and (policy.kind != "block_swap" or policy.blocks_to_swap % quarter == 0)
 
@@ -211,8 +211,9 @@ class _Traffic:
             self._experts_read.add(expert)
         file_fetches = fetches - ram_fetches
         self._disk_s += (file_fetches + ram_fills) * self._read_s
-        self._bus_s += ram_fetches * self._copy_s
-        self._bus_s += file_fetches * (self._read_s if self._direct_reads else self._copy_s)
+        self._bus_s += ram_fetches * self._copy_s + file_fetches * (
+            self._read_s if self._direct_reads else self._copy_s
+        )
         self.last_added_fetches = fetches > 0
 
     def _fetches(self, expert: str, steps: int, first: bool) -> int:

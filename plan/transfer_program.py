@@ -21,7 +21,7 @@ class Lifetime(NamedTuple):
     first: int
     last: int
     resident_first: bool
-    """True for residents of the first stage and permanent ones: a buffer that contains them at the start is reused."""
+    """True for residents of the first stage and permanent ones, which are kept first if they are loaded already."""
 
 
 class LifetimeList(NamedTuple):
