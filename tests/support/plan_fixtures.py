@@ -1,4 +1,4 @@
-"""Runs to compile, and a machine that replays programs with every copy and every block taking a random time."""
+"""Runs to compile, and a machine that replays programs with random times for every copy and visit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERTS = ("high", "low")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Something to compile. `contents` is arbitrary: doubled, foreign and out-of-range entries are included."""
+    """Arguments of `compile_program`. `contents` is arbitrary, with doubled, foreign and out-of-range entries."""
 
     visits: tuple[Visit, ...]
     residency: Residency
@@ -52,7 +52,7 @@ def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
 class Machine:
     """A bus and a device that go through programs one after the other, every copy and visit at a random speed.
 
-    Asserts what must hold at any speed: a visit finds its block, complete; no buffer is written while it is read.
+    Asserts the invariants at any speed: a visit finds its block, complete; no buffer is written while it is read.
     Shares nothing with the compiler or with `check_program`.
     """
 
@@ -67,7 +67,7 @@ class Machine:
         self._holds.update({buffer: (block, 0.0) for buffer, block in contents.items()})
 
     def run(self, program: TransferProgram, visits: int | None = None) -> dict[int, BlockKey]:
-        """Go through the first `visits` visits (default: all); what the fetches issued until then leave behind."""
+        """Run the first `visits` visits (default: all) and return the contents that the issued fetches leave."""
         visits = len(program.visits) if visits is None else visits
         done = {AT_ONCE: self._computed_until}
         waiting = list(program.fetches)
@@ -105,7 +105,7 @@ def runs_of_whole_steps() -> st.SearchStrategy[Run]:
 
 @pytest.fixture(scope="session")
 def new_machine() -> Callable[[int], Machine]:
-    """Makes a machine from a seed."""
+    """Create a machine from a seed."""
     return Machine
 
 

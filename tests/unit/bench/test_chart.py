@@ -1,4 +1,4 @@
-"""The chart as its pixels, and the words drawn on it."""
+"""Pixels and texts of the chart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from PIL import ImageColor, ImageDraw
 
 from wanstream.bench import Report, Variant, report_chart
-from wanstream.bench.chart import COLOURS, HEAD, MARGIN, MOST_PANELS, PANEL, SCALE, WIDTH
+from wanstream.bench.chart import COLOURS, HEAD, MARGIN, MAX_PANELS, PANEL, SCALE, WIDTH
 from wanstream.schema import Timeline
 
 MakeTimeline = Callable[..., Timeline]
@@ -27,15 +27,15 @@ LEFT = MARGIN + 48
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, float]]:
-    """Each text that is drawn, with its left and its right end in units."""
+    """Record each drawn text with its left and right end in units."""
     drawn: list[tuple[str, float, float]] = []
     draw = ImageDraw.ImageDraw.text
 
-    def text(pencil: Any, place: tuple[float, float], said: str, *args: Any, font: Any, anchor: str) -> None:
-        length = font.getlength(said)
+    def text(drawing: Any, place: tuple[float, float], text_drawn: str, *args: Any, font: Any, anchor: str) -> None:
+        length = font.getlength(text_drawn)
         left = place[0] - {"l": 0.0, "m": length / 2, "r": length}[anchor[0]]
-        drawn.append((said, left / SCALE, (left + length) / SCALE))
-        draw(pencil, place, said, *args, font=font, anchor=anchor)
+        drawn.append((text_drawn, left / SCALE, (left + length) / SCALE))
+        draw(drawing, place, text_drawn, *args, font=font, anchor=anchor)
 
     monkeypatch.setattr(ImageDraw.ImageDraw, "text", text)
     return drawn
@@ -46,12 +46,12 @@ def pixels(report: Report) -> Pixels:
 
 
 def painted(chart: Pixels, colour: str, top: int = HEAD) -> Pixels:
-    """Where the chart, from `top` downwards, has that colour to the right of its labels."""
+    """Return a mask of the pixels of that colour, from `top` downwards and to the right of the labels."""
     return np.all(chart[top * SCALE :, LEFT * SCALE :] == ImageColor.getrgb(COLOURS[colour]), axis=2)
 
 
 def heights(chart: Pixels, colour: str, top: int = HEAD) -> list[int]:
-    """Pixels of each bar of that colour in a panel, from left to right."""
+    """Return the height in pixels of each bar of that colour in a panel, from left to right."""
     columns = painted(chart, colour, top + 30)[: (PANEL - 68) * SCALE].sum(axis=0)
     return [max(group) for painted, group in groupby(columns, key=bool) if painted]
 
@@ -66,7 +66,7 @@ def test_bars_are_as_high_as_the_steps_of_the_timeline_are_long(
     assert heights(chart, "stall") == pytest.approx([found[0] / 7] * 4, abs=1)
 
 
-def test_what_is_neither_compute_nor_stall_has_its_part(
+def test_time_outside_the_blocks_has_its_part(
     make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
     run = make_timeline(4, 2)
@@ -94,10 +94,10 @@ def test_the_switch_is_marked(
     (line,) = np.flatnonzero(painted(chart, "ink", HEAD + 60).sum(axis=0) > 200)[:1]
     (first_low,) = np.flatnonzero(painted(chart, "low").any(axis=0))[:1]
     assert 0 < first_low - line < 10 * SCALE
-    assert "switch" in [said for said, _, _ in words]
+    assert "switch" in [text_drawn for text_drawn, _, _ in words]
     words.clear()
     report_chart(make_report(make_variant("a", make_timeline(2, 2, switch=9))))
-    assert "switch" not in [said for said, _, _ in words]
+    assert "switch" not in [text_drawn for text_drawn, _, _ in words]
 
 
 def test_runs_and_the_prediction_are_lines_at_their_heights(
@@ -125,9 +125,9 @@ def test_the_overview_has_a_bar_for_each_variant_and_says_why_one_failed(
     failed = make_variant("resident", failed="needs 57 GB,\n24 GB free")
     variants = make_variant("new", seamless, seamless), make_variant("old", blocking), failed, make_variant("to come")
     report_chart(make_report(*variants))
-    said = {each for each, _, _ in words}
-    assert {"new", "old", "resident", "to come"} <= said
-    assert {"180.0 s", "167.0 s, 0.93x", "failed: needs 57 GB, 24 GB free", "not measured"} <= said
+    text_drawn = {each for each, _, _ in words}
+    assert {"new", "old", "resident", "to come"} <= text_drawn
+    assert {"180.0 s", "167.0 s, 0.93x", "failed: needs 57 GB, 24 GB free", "not measured"} <= text_drawn
 
 
 def test_memory_is_that_of_the_device_or_else_of_the_process(
@@ -136,14 +136,14 @@ def test_memory_is_that_of_the_device_or_else_of_the_process(
     make_report: MakeReport,
     words: list[tuple[str, float, float]],
 ) -> None:
-    def said(**memory: int) -> set[str]:
+    def text_drawn(**memory: int) -> set[str]:
         words.clear()
         report_chart(make_report(make_variant("a", make_timeline(2, 2, **memory))))
         return {each for each, _, _ in words}
 
-    assert {"VRAM", "3.00 GB"} <= said(device_bytes=3 * 10**9, rss_bytes=10**9)
-    assert {"RAM", "1.00 GB"} <= said(rss_bytes=10**9)
-    assert not {"VRAM", "RAM"} & said()
+    assert {"VRAM", "3.00 GB"} <= text_drawn(device_bytes=3 * 10**9, rss_bytes=10**9)
+    assert {"RAM", "1.00 GB"} <= text_drawn(rss_bytes=10**9)
+    assert not {"VRAM", "RAM"} & text_drawn()
 
 
 def test_only_some_variants_have_panels(
@@ -152,17 +152,17 @@ def test_only_some_variants_have_panels(
     make_report: MakeReport,
     words: list[tuple[str, float, float]],
 ) -> None:
-    variants = [make_variant(f"v{number}", make_timeline(2, 2)) for number in range(MOST_PANELS + 2)]
+    variants = [make_variant(f"v{number}", make_timeline(2, 2)) for number in range(MAX_PANELS + 2)]
     report_chart(make_report(*variants))
-    said = [each for each, _, _ in words]
-    assert [said.count(variant.name) for variant in variants] == [2] * MOST_PANELS + [1] * 2
+    text_drawn = [each for each, _, _ in words]
+    assert [text_drawn.count(variant.name) for variant in variants] == [2] * MAX_PANELS + [1] * 2
 
 
 def test_nothing_measured_is_a_chart_too(
     make_variant: MakeVariant, make_report: MakeReport, words: list[tuple[str, float, float]]
 ) -> None:
     assert report_chart(make_report(make_variant("a"), make_variant("b"))).size[0] == WIDTH * SCALE
-    assert "Nothing was measured." in [said for said, _, _ in words]
+    assert "Nothing was measured." in [text_drawn for text_drawn, _, _ in words]
 
 
 @pytest.mark.parametrize("steps", [1, 4, 40, 200, 10_000])
@@ -178,7 +178,7 @@ def test_every_word_lies_on_the_paper_and_no_number_on_another(
     chart = pixels(make_report(variant, title="title " * 99, machine={"Device": "GPU " * 99}))
     columns = np.any([painted(chart, colour) for colour in BARS], axis=0).any(axis=0)
     assert all(0 <= left <= right <= WIDTH for _, left, right in words)
-    numbers = [(left, right) for said, left, right in words if said.isdecimal()]
+    numbers = [(left, right) for text_drawn, left, right in words if text_drawn.isdecimal()]
     assert all(right < left for (_, right), (left, _) in pairwise(numbers))
     first, last = np.flatnonzero(columns)[[0, -1]]
     assert first < 13
@@ -210,7 +210,7 @@ def _brightness(colour: str) -> float:
     ("name", "least"),
     [("ink", 7), ("soft", 4.5), ("high", 3), ("low", 3), ("memory", 3), ("predicted", 3), ("stall", 2)],
 )
-def test_what_is_read_stands_out_from_the_paper(name: str, least: float) -> None:
+def test_texts_and_bars_have_enough_contrast(name: str, least: float) -> None:
     """Contrast as the accessibility guidelines define it: 4.5 for small text, 3 for bars."""
     bright, dim = sorted((_brightness(COLOURS[part]) + 0.05 for part in (name, "paper")), reverse=True)
     assert bright / dim >= least

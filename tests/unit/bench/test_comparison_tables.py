@@ -50,7 +50,7 @@ def test_one_variant_has_its_figures(seamless: Timeline, make_variant: MakeVaria
     assert (table.title, table.head) == ("Figures", ("Metric", "new"))
 
 
-def test_what_nobody_knows_has_no_line(seamless: Timeline, make_variant: MakeVariant, make_report: MakeReport) -> None:
+def test_unknown_figures_have_no_row(seamless: Timeline, make_variant: MakeVariant, make_report: MakeReport) -> None:
     names = {row[0] for row in comparison(make_report(make_variant("new", seamless))).rows}
     assert "Peak VRAM, allocated" not in names
     assert "Predicted total" not in names
@@ -82,7 +82,7 @@ def test_latents_are_compared_among_variants_of_one_job(
     assert said[2] == "equal to the bit to a"
 
 
-def test_a_result_that_changes_from_run_to_run_is_told(
+def test_a_result_that_changes_from_run_to_run_is_reported(
     make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
     first = make_variant("a", make_timeline(2, 2))
@@ -91,7 +91,7 @@ def test_a_result_that_changes_from_run_to_run_is_told(
     assert row(comparison(make_report(shaky)), "Latents") == ("differ from run to run",)
 
 
-def test_the_prediction_stands_beside_what_was_measured(
+def test_the_prediction_is_next_to_the_measurement(
     seamless: Timeline, make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
     foretold = make_variant("a", seamless, predicted=make_timeline(100, kind="simulated"))
@@ -154,5 +154,5 @@ def test_every_table_comes_once(
         "Head to head, ratios to the first",
         "Per-step timing: new",
         "Per-step timing: old",
-        "What was run",
+        "Settings",
     ]

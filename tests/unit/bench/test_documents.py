@@ -1,4 +1,4 @@
-"""The numbers of the documents are those of the timelines, and a page needs and runs nothing."""
+"""The numbers of the documents are those of the timelines, and the page loads and runs nothing."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_no_name_is_a_formula_in_a_spreadsheet(
 
 
 def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) -> None:
-    """The report's half of: what is shown anywhere is what the timeline holds."""
+    """The report shows the values of the timeline."""
     timeline = report.variants[0].measured[0]
     table = step_table(report.variants[0])
     assert table is not None
@@ -155,7 +155,7 @@ def test_the_page_needs_no_other_file_and_runs_nothing(report: Report) -> None:
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_what_a_workflow_says_stays_text(
+def test_texts_of_a_workflow_stay_text(
     make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
 ) -> None:
     evil = '</td><script>alert("1")</script><img src=x onerror=alert(1)>'
@@ -181,7 +181,7 @@ def test_an_unfinished_report_says_so(report: Report) -> None:
     assert json.loads(json_document(unfinished))["finished"] is False
 
 
-def test_how_and_on_what_it_was_measured_is_in_every_document(report: Report) -> None:
+def test_method_and_machine_are_in_every_document(report: Report) -> None:
     for document in (summary(report), html_document(report, b""), json_document(report)):
         assert {word for word in ("Runs", "3", "Device", "CPU") if word in document} == {"Runs", "3", "Device", "CPU"}
 

@@ -34,7 +34,7 @@ def test_a_spread_is_the_median_with_both_ends() -> None:
     assert Spread.of([0]) == Spread(median=0, low=0, high=0, runs=1)
 
 
-def test_what_one_run_does_not_know_nobody_knows() -> None:
+def test_a_figure_unknown_in_one_run_is_unknown() -> None:
     assert Spread.of([1, None, 3]) is None
     assert Spread.of([]) is None
 
@@ -89,7 +89,7 @@ def test_figures_are_those_of_the_timelines(make_timeline: MakeTimeline, make_va
     assert "Peak VRAM, allocated" not in written
 
 
-def test_the_whole_run_has_what_lies_before_and_between_its_steps(make_timeline: MakeTimeline) -> None:
+def test_the_whole_run_includes_time_before_and_between_its_steps(make_timeline: MakeTimeline) -> None:
     run = make_timeline(2, 3)
     assert figure("Whole run, with what lies between steps").of(run) is None, "of old timelines it is not known"
     opened = PhaseRecord(name="open", start_s=-3.0, wall_s=2.0)

@@ -11,7 +11,7 @@ import torch
 from wanstream.bench.machine_info import describe_machine, device_name, hardware, versions
 
 
-def test_a_report_says_what_it_was_measured_on_and_nothing_private() -> None:
+def test_a_report_names_the_machine_and_nothing_private() -> None:
     words = describe_machine(torch.device("cpu"))
     assert words.keys() == {"Device", "Processor", "RAM", "System", "Versions"}
     assert words["Device"] == "CPU"

@@ -1,4 +1,4 @@
-"""Files of results: named by case, machine and day, read as they were written, the newest of each case first."""
+"""Result files: named by case, machine and day, read as written, the newest of each case first."""
 
 from __future__ import annotations
 

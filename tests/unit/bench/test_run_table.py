@@ -53,5 +53,5 @@ def test_memory_is_that_of_the_device_where_it_is_counted() -> None:
     assert "7 B" not in table
 
 
-def test_what_is_not_known_stays_empty() -> None:
+def test_unknown_values_stay_empty() -> None:
     assert "None" not in "\n".join(lines(record(0, "high", sigma=None)))

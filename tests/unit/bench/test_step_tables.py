@@ -1,4 +1,4 @@
-"""The tables that people made by hand before: per step, and the bandwidth histogram."""
+"""The table of steps and the bandwidth histogram."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def rates(border: int, fetches: int, nbytes: int, busy_s: float) -> RateRange:
 def test_the_histogram_counts_fetches_with_their_data_and_time(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
-    """Two steps with forty fetches each are eighty fetches, whatever their steps' own rates."""
+    """Two steps with forty fetches each are eighty fetches, independent of the rates of the steps."""
     one = make_timeline(2, 2, copy_rates=(rates(1, 3, 6 * 10**9, 3.0), rates(20, 77, 54 * 10**9, 2.0)))
     other = make_timeline(2, 2, copy_rates=(rates(20, 80, 56 * 10**9, 2.25),))
     (table,) = bandwidth_tables(make_variant("a", one, other))
@@ -130,10 +130,10 @@ def test_each_route_that_moved_something_has_a_histogram(
     ]
 
 
-def test_what_only_some_runs_read_is_shown_by_its_median(
+def test_bytes_read_by_only_some_runs_are_shown_by_their_median(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
-    """The first run read what stays in RAM for the others, one of which had to wait for a file again."""
+    """The first run read blocks that the others have in RAM; one of them had to wait for a file again."""
     given = ((4 * 10**9, 1.0), (0, 0.0), (2 * 10**9, 0.5))
     runs = [make_timeline(2, stall_s=1, read_bytes=read, stall_on_read_s=stall) for read, stall in given]
     table = step_table(make_variant("a", *runs))
@@ -141,7 +141,7 @@ def test_what_only_some_runs_read_is_shown_by_its_median(
     assert (column(table, "Read"), column(table, "Stall, files (s)")) == (["2.00 GB"], ["0.50"])
 
 
-def test_what_a_step_took_longer_is_held_against_the_steady_steps(
+def test_the_extra_time_of_a_step_is_relative_to_the_steady_steps(
     make_timeline: MakeTimeline, make_variant: MakeVariant
 ) -> None:
     """The runs differ in their steady steps as well: 1, 2 and 5 s."""
@@ -151,14 +151,12 @@ def test_what_a_step_took_longer_is_held_against_the_steady_steps(
     assert column(table, "Phase")[0] == "First step: +1.00 s (+50 %) over a steady step"
 
 
-def test_what_a_cache_left_out_has_a_column_where_there_is_any(
-    make_timeline: MakeTimeline, make_variant: MakeVariant
-) -> None:
+def test_skipped_blocks_have_a_column_if_there_are_any(make_timeline: MakeTimeline, make_variant: MakeVariant) -> None:
     plain = make_timeline(2, 1, 2)
     steps = (plain.steps[0], replace(plain.steps[1], skipped_visits=39, skipped_lanes=2), plain.steps[2])
     cached = step_table(make_variant("a", plain, replace(plain, steps=steps)))
     assert cached is not None
-    assert column(cached, "Left out") == ["", "39 blocks, 2 lanes", ""]
+    assert column(cached, "Skipped") == ["", "39 blocks, 2 lanes", ""]
     without = step_table(make_variant("a", plain))
     assert without is not None
-    assert "Left out" not in without.head
+    assert "Skipped" not in without.head

@@ -13,7 +13,7 @@ def test_markdown_has_a_title_a_head_and_a_bold_row() -> None:
     assert replace(TABLE, title="").markdown().splitlines() == lines
 
 
-def test_what_would_end_a_cell_is_taken_out() -> None:
+def test_characters_that_would_end_a_cell_are_removed() -> None:
     spoilt = Table(title="a\n# b", head=("x|y",), rows=(("1\n| 2 |",),))
     assert spoilt.markdown().splitlines() == ["## a # b", "", "| x/y |", "| --: |", "| 1 / 2 / |"]
 

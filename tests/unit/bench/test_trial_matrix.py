@@ -9,8 +9,8 @@ from wanstream.schema import OffloadPolicy
 LAYERWISE, PINNED = OffloadPolicy.layerwise(), OffloadPolicy.block_swap(20, 2, source="pinned")
 
 
-def names(policies: str = "", prefetch: str = "", steps: str = "", asked: OffloadPolicy = LAYERWISE) -> list[str]:
-    return [setting.name for setting in TrialMatrix.parse(policies, prefetch, steps).settings(asked)]
+def names(policies: str = "", prefetch: str = "", steps: str = "", base: OffloadPolicy = LAYERWISE) -> list[str]:
+    return [setting.name for setting in TrialMatrix.parse(policies, prefetch, steps).settings(base)]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_every_setting_comes_once_and_in_order(words: tuple[str, str, str], expe
     assert names(*words) == expected
 
 
-def test_what_the_run_says_about_ram_and_tokens_holds_for_every_policy() -> None:
+def test_ram_and_token_settings_of_the_run_apply_to_every_policy() -> None:
     settings = TrialMatrix.parse("layerwise, resident, block_swap 3", "", "").settings(PINNED)
     assert [setting.policy for setting in settings] == [
         OffloadPolicy.layerwise(2, source="pinned"),
@@ -64,19 +64,19 @@ def test_an_empty_matrix_is_the_run_itself() -> None:
     [
         (("fsdp", "", ""), "'fsdp' names no policy: write layerwise, block_swap N, resident or auto"),
         (("layerwise resident", "", ""), "layerwise takes no 'resident' here"),
-        (("layerwise 2", "", ""), "said in prefetch"),
+        (("layerwise 2", "", ""), "give the prefetch depth in prefetch"),
         (("auto 8", "", ""), "auto takes no '8'"),
-        (("block_swap", "", ""), "does not say how many blocks are streamed: write block_swap 20"),
-        (("block_swap twenty", "", ""), "does not say how many"),
-        (("block_swap -1", "", ""), "does not say how many"),
-        (("block_swap \u0663", "", ""), "does not say how many"),
-        (("block_swap " + "9" * 5000, "", ""), "does not say how many"),
-        (("", "", "9" * 5000), "is no number from 1 to 1000"),
-        (("", "9", ""), "prefetch: '9' is no number from 0 to 8"),
-        (("", "1; 2", ""), "prefetch: '1; 2' is no number"),
-        (("", "-1", ""), "prefetch: '-1' is no number"),
-        (("", "", "0"), "steps: '0' is no number from 1 to 1000"),
-        (("", "", "many"), "steps: 'many' is no number"),
+        (("block_swap", "", ""), "has no number of streamed blocks: write block_swap 20"),
+        (("block_swap twenty", "", ""), "has no number of streamed blocks"),
+        (("block_swap -1", "", ""), "has no number of streamed blocks"),
+        (("block_swap \u0663", "", ""), "has no number of streamed blocks"),
+        (("block_swap " + "9" * 5000, "", ""), "has no number of streamed blocks"),
+        (("", "", "9" * 5000), "is not a number from 1 to 1000"),
+        (("", "9", ""), "prefetch: '9' is not a number from 0 to 8"),
+        (("", "1; 2", ""), "prefetch: '1; 2' is not a number"),
+        (("", "-1", ""), "prefetch: '-1' is not a number"),
+        (("", "", "0"), "steps: '0' is not a number from 1 to 1000"),
+        (("", "", "many"), "steps: 'many' is not a number"),
     ],
 )
 def test_other_words_are_refused(words: tuple[str, str, str], message: str) -> None:
@@ -88,4 +88,4 @@ def test_a_depth_that_no_policy_has_is_refused() -> None:
     with pytest.raises(MatrixError, match="prefetch is 1, 2, but resident and auto fetch nothing ahead"):
         names("resident, auto", "1, 2")
     with pytest.raises(MatrixError, match="leave prefetch empty"):
-        names("", "1", asked=OffloadPolicy.resident())
+        names("", "1", base=OffloadPolicy.resident())

@@ -67,7 +67,7 @@ def test_other_ways_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixt
     assert main([*COMMAND, "--vram", "9", "--compare", "--json"]) == 0
     ways = json.loads(capsys.readouterr().out)["ways"]
     fitting = [way for way in ways if "video_s" in way]
-    assert {"as asked", 'storage "fp8"'} <= {way["way"] for way in fitting}
+    assert {"as requested", 'storage "fp8"'} <= {way["way"] for way in fitting}
     for line, way in zip(lines[start + 1 :], fitting, strict=False):
         figures = re.split(r" {2,}", line)
         assert figures[0] == way["way"]
@@ -119,7 +119,7 @@ def test_less_memory_than_two_buffers_is_refused_with_numbers(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"--gpu": "RTX 9090"}, "no figures for the GPU 'RTX 9090'; there are some for RTX 3060 12GB, RTX 3090"),
+        ({"--gpu": "RTX 9090"}, "no figures for the GPU 'RTX 9090': choose one of RTX 3060 12GB, RTX 3090"),
         ({"--size": "1280x720"}, "--size 1280x720: write WIDTHxHEIGHTxFRAMES"),
         ({"--size": "1280x721x81"}, "--size 1280x721x81: height is 721, it must be a multiple of 16: use 720"),
         ({"--size": "1280x720x80"}, "frames is 80"),

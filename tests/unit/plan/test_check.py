@@ -1,4 +1,4 @@
-"""The static check accepts what the compiler makes (see test_program) and nothing that would read a wrong block."""
+"""The static check accepts the compiler's programs (see test_program) and refuses any that would read a wrong block."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def with_order(*order: int) -> TransferProgram:
     )
 
 
-def test_what_is_broken_below_is_right_as_it_is() -> None:
+def test_the_unbroken_program_passes() -> None:
     check_program(program())
     assert program().visit_fetch == (KEPT, 0, 1, KEPT, 2, 3, KEPT, 4, 5)
 
@@ -53,12 +53,12 @@ def test_what_is_broken_below_is_right_as_it_is() -> None:
         pytest.param(
             replace(program(), visit_fetch=(KEPT, 0, 1, KEPT, 2, 3, KEPT, 4, 9)), "there are 6", id="no such fetch"
         ),
-        pytest.param(replace(program(), initial={}), "visit 0 wants .* finds None", id="nothing kept"),
+        pytest.param(replace(program(), initial={}), "visit 0 needs .* gets None", id="nothing kept"),
         pytest.param(
-            replace(program(), initial={2: BlockKey("low", 0)}), "visit 0 wants .*low", id="another expert's block kept"
+            replace(program(), initial={2: BlockKey("low", 0)}), "visit 0 needs .*low", id="another expert's block kept"
         ),
-        pytest.param(with_fetch(0, block=BlockKey("high", 2)), "visit 1 wants", id="another block fetched"),
-        pytest.param(with_fetch(0, buffer=1), "visit 1 wants .* in buffer 0 .* in buffer 1", id="fetched elsewhere"),
+        pytest.param(with_fetch(0, block=BlockKey("high", 2)), "visit 1 needs", id="another block fetched"),
+        pytest.param(with_fetch(0, buffer=1), "visit 1 needs .* in buffer 0.* in buffer 1", id="fetched elsewhere"),
         pytest.param(with_fetch(1, last=5), "fetch 1 claims visits 2 to 5, it serves", id="held longer than used"),
         pytest.param(with_fetch(3, needed_by=4), "fetch 3 claims visits 4 to 5", id="needed before its visit"),
         pytest.param(

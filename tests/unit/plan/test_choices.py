@@ -1,4 +1,4 @@
-"""What other ways of asking for the same videos would take: each is planned like any run, the fastest comes first."""
+"""Alternatives to a run: each is planned like any other run, and the fastest comes first."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_each_way_is_planned_like_any_run_and_the_fastest_per_video_comes_first(
     assert [choice.video_s for choice in choices] == sorted(choice.video_s for choice in choices)
     found = _by_words(choices)
     for words, videos, expected in [
-        ("as asked", 1, job),
-        ("as asked, 4 videos in one pass", 4, videos_at_once(job, 4)),
+        ("as requested", 1, job),
+        ("as requested, 4 videos in one pass", 4, videos_at_once(job, 4)),
         ('storage "fp8"', 1, in_fp8(job)),
         ('storage "fp8", 2 videos in one pass', 2, videos_at_once(in_fp8(job), 2)),
     ]:
@@ -50,9 +50,9 @@ def test_where_the_bus_is_slow_fewer_bytes_and_more_videos_for_each_of_them_are_
     small = OffloadPolicy.layerwise(1)
     budgets = Budgets(vram_bytes=memory_needs(videos_at_once(job, 4), machine, small).device_bytes)
     found = _by_words(plan_alternatives(job, machine, budgets))
-    alone = found["as asked"].video_s
+    alone = found["as requested"].video_s
     assert found['storage "fp8"'].video_s < 0.7 * alone
-    assert found["as asked, 4 videos in one pass"].video_s < 0.5 * alone
+    assert found["as requested, 4 videos in one pass"].video_s < 0.5 * alone
 
 
 def test_where_computing_takes_all_the_time_no_way_is_worth_naming(rate_machine: Rated, make_job: Job) -> None:
@@ -64,8 +64,8 @@ def test_a_way_that_does_not_fit_says_why_and_comes_last(rate_machine: Rated, ma
     job, machine = make_job(), rate_machine()
     budgets = Budgets(vram_bytes=memory_needs(job, machine, OffloadPolicy.layerwise(1)).device_bytes)
     choices = plan_alternatives(job, machine, budgets)
-    assert _by_words(choices)["as asked"].plan is not None
-    four = _by_words(choices)["as asked, 4 videos in one pass"]
+    assert _by_words(choices)["as requested"].plan is not None
+    four = _by_words(choices)["as requested, 4 videos in one pass"]
     assert four.plan is None
     assert math.isinf(four.video_s)
     assert "to compute in" in four.why_not

@@ -1,4 +1,4 @@
-"""A first step, simulated on a machine that is not as planned, shows what that machine is."""
+"""A first step, simulated on a machine with other rates than planned, corrects the rates of the plan."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_machine_that_is_corrected_again_says_so_once(rate_machine: Rated, mak
 
 
 @pytest.mark.parametrize("tokens", [1000, 100_000])
-def test_what_chunks_cost_is_not_taken_for_slow_computing(rate_machine: Rated, make_job: Job, tokens: int) -> None:
+def test_the_cost_of_chunks_is_not_taken_for_slow_compute(rate_machine: Rated, make_job: Job, tokens: int) -> None:
     job, believed = make_job(tokens=tokens), rate_machine(read=0.01, copy=0.01)
     smallest = memory_needs(job, believed, replace(OffloadPolicy.layerwise(1), chunk_tokens=2048))
     chosen = plan_offload(job, believed, Budgets(vram_bytes=smallest.device_bytes))
@@ -66,7 +66,7 @@ def test_what_chunks_cost_is_not_taken_for_slow_computing(rate_machine: Rated, m
         ("h2d_bytes_per_s", {"read": 0.1, "copy": 4.0}, 2.5),
     ],
 )
-def test_a_wait_that_was_not_predicted_gives_the_rate_of_what_is_slower(
+def test_an_unpredicted_stall_corrects_the_slower_rate(
     rate_machine: Rated, make_job: Job, field: str, rates: dict[str, float], factor: float
 ) -> None:
     job, believed = make_job(), rate_machine(**rates)

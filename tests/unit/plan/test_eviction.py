@@ -1,4 +1,4 @@
-"""Which buffers go first."""
+"""Order of eviction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_empty_then_streamed_then_resident():
     assert order(contents, residency, 5) == (3, 4, 1, 2, 0)
 
 
-def test_what_is_reached_last_goes_first():
+def test_the_block_visited_last_is_evicted_first():
     residency, _ = plan_residency(OffloadPolicy.resident(), COUNTS)
     contents = {0: ("low", 0), 1: ("high", 3), 2: ("low", 3), 3: ("high", 0)}
     assert order(contents, residency, 4) == (2, 0, 1, 3)

@@ -1,4 +1,4 @@
-"""The split at the boundary, over the schedules of every implementation people compare us with."""
+"""The split at the boundary, over the schedules of other implementations."""
 
 from __future__ import annotations
 

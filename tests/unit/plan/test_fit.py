@@ -1,4 +1,4 @@
-"""What runs where there is less room than a policy takes."""
+"""Policies that are shrunk to fit into less memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wanstream.schema import OffloadPolicy, plan_residency
 
 COUNTS = {"high": 40, "low": 40}
 OUTSIDE = 10
-"""Bytes of what does not stream; a buffer takes 1."""
+"""Bytes that do not stream; a buffer takes 1."""
 
 RESIDENT, BLOCK_SWAP, LAYERWISE = OffloadPolicy.resident, OffloadPolicy.block_swap, OffloadPolicy.layerwise
 
@@ -27,7 +27,7 @@ def _fit(policy: OffloadPolicy, buffers: float) -> OffloadPolicy:
 
 
 @pytest.mark.parametrize(
-    ("asked", "buffers", "fitted"),
+    ("requested", "buffers", "fitted"),
     [
         (BLOCK_SWAP(20), 1e32, BLOCK_SWAP(20)),
         (BLOCK_SWAP(20), 22, BLOCK_SWAP(20)),
@@ -52,8 +52,8 @@ def _fit(policy: OffloadPolicy, buffers: float) -> OffloadPolicy:
         (LAYERWISE(3, source="pinned"), 2, LAYERWISE(1, source="pinned")),
     ],
 )
-def test_what_fits(asked: OffloadPolicy, buffers: float, fitted: OffloadPolicy) -> None:
-    assert _fit(asked, buffers) == fitted
+def test_fitted_policies(requested: OffloadPolicy, buffers: float, fitted: OffloadPolicy) -> None:
+    assert _fit(requested, buffers) == fitted
 
 
 POLICIES = st.one_of(
@@ -68,29 +68,29 @@ def _residents(policy: OffloadPolicy) -> int:
 
 
 @given(POLICIES, st.integers(0, 90))
-def test_it_fits_unless_nothing_would(asked: OffloadPolicy, buffers: int) -> None:
-    fitted = _fit(asked, buffers)
-    fewest = 1 if asked.prefetch_blocks == 0 and asked.kind != "resident" else 2
+def test_a_policy_fits_unless_none_can(requested: OffloadPolicy, buffers: int) -> None:
+    fitted = _fit(requested, buffers)
+    fewest = 1 if requested.prefetch_blocks == 0 and requested.kind != "resident" else 2
     assert _bytes(fitted) <= OUTSIDE + max(buffers, fewest)
-    assert _bytes(fitted) >= OUTSIDE + min(fewest, _bytes(asked) - OUTSIDE)
+    assert _bytes(fitted) >= OUTSIDE + min(fewest, _bytes(requested) - OUTSIDE)
 
 
 @given(POLICIES, st.integers(0, 90))
-def test_more_room_keeps_no_fewer_blocks_of_those_asked_for(asked: OffloadPolicy, buffers: int) -> None:
-    """Beyond what is asked for more may stay: forty blocks that all stay need no buffer to stream through."""
-    less, more = (_residents(_fit(asked, room)) for room in (buffers, buffers + 1))
-    assert min(less, _residents(asked)) <= more
+def test_more_memory_keeps_at_least_as_many_of_the_requested_residents(requested: OffloadPolicy, buffers: int) -> None:
+    """More residents than requested are possible: forty resident blocks need no buffer to stream through."""
+    less, more = (_residents(_fit(requested, count)) for count in (buffers, buffers + 1))
+    assert min(less, _residents(requested)) <= more
 
 
 @given(POLICIES, st.integers(0, 90))
-def test_what_is_said_about_ram_and_tokens_stays(asked: OffloadPolicy, buffers: int) -> None:
+def test_ram_and_token_settings_do_not_change(requested: OffloadPolicy, buffers: int) -> None:
     in_ram = {"source": "pinned", "ram_blocks": 7, "chunk_tokens": 4096}
-    assert _fit(replace(asked, **in_ram), buffers) == replace(_fit(asked, buffers), **in_ram)
+    assert _fit(replace(requested, **in_ram), buffers) == replace(_fit(requested, buffers), **in_ram)
 
 
 @given(POLICIES, st.integers(0, 90))
-def test_what_was_fitted_fits_again(asked: OffloadPolicy, buffers: int) -> None:
-    fitted = _fit(asked, buffers)
+def test_a_fitted_policy_fits_again(requested: OffloadPolicy, buffers: int) -> None:
+    fitted = _fit(requested, buffers)
     assert _fit(fitted, buffers) == fitted
 
 
@@ -105,11 +105,11 @@ def test_what_was_fitted_fits_again(asked: OffloadPolicy, buffers: int) -> None:
         (BLOCK_SWAP(22), 1e32, BLOCK_SWAP(20)),
         (LAYERWISE(1), 3.5, LAYERWISE(1)),
         (LAYERWISE(1), 4.0, BLOCK_SWAP(38)),
-        # What is there already takes more than what is asked for now.
+        # The present policy takes more than the requested one.
         (BLOCK_SWAP(10), 1e32, BLOCK_SWAP(20)),
     ],
 )
-def test_what_is_there_stays_until_there_is_room_for_two_blocks_more(
+def test_the_present_policy_is_kept_until_two_more_blocks_fit(
     present: OffloadPolicy, buffers: float, kept: OffloadPolicy
 ) -> None:
     fitted = _fit(BLOCK_SWAP(20), buffers)
@@ -117,7 +117,7 @@ def test_what_is_there_stays_until_there_is_room_for_two_blocks_more(
 
 
 @pytest.mark.parametrize("change", [{"ram_blocks": 8}, {"chunk_tokens": 512}, {"ram_blocks": None}], ids=str)
-def test_what_says_something_else_about_ram_or_tokens_is_no_neighbour(change: dict[str, int]) -> None:
+def test_policies_with_other_ram_or_token_settings_are_not_near(change: dict[str, int]) -> None:
     present = replace(BLOCK_SWAP(30), source="pinned", ram_blocks=7)
     fitted = replace(BLOCK_SWAP(30), **{"source": "pinned", "ram_blocks": 7, **change})
     assert stay_near(present, fitted, budget=1e32, device_bytes=_bytes) == fitted

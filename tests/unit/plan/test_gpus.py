@@ -1,4 +1,4 @@
-"""Preset GPUs become machines; what nobody knows is refused with the names that are known."""
+"""Preset GPUs become machines; an unknown GPU is refused with the list of the known ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_presets(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "published_s"), [("A100 80GB", 2735.7), ("RTX 5090", 4549)])
 def test_published_times_of_wan_come_out(name: str, published_s: float) -> None:
-    """1280x720x81, 40 steps with guidance; one share for every GPU is a tenth beside each of these."""
+    """1280x720x81, 40 steps with guidance; one FLOPS share for all GPUs is within a tenth of each of these."""
     machine = expected_machine(name, ram_bytes=2**35, disk_bytes_per_s=3.5e9)
     flops = 40 * 2 * T2V_A14B.blocks * T2V_A14B.block_flops(75_600)
     assert flops / machine.flops_per_s == pytest.approx(published_s, rel=0.13)

@@ -1,4 +1,4 @@
-"""A machine keeps its figures through JSON and takes none that cannot be."""
+"""A machine keeps its figures through JSON and refuses impossible ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_figures_that_cannot_be(rate_machine: Rated, changes: dict[str, Any], me
 
 
 @pytest.mark.parametrize("change", [{"speed": 1.0}, {"name": 5}, {"origin": None}])
-def test_what_is_no_machine(rate_machine: Rated, change: dict[str, Any]) -> None:
+def test_invalid_machines_are_refused(rate_machine: Rated, change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not a machine"):
         Machine.from_dict({**rate_machine().to_dict(), **change})
     with pytest.raises(ValueError, match="not a machine"):

@@ -1,4 +1,4 @@
-"""What a policy takes, term by term against sums by hand, and what is said when it is not there."""
+"""Memory needs of a policy against sums by hand, and the error message when memory is too small."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_terms(rate_machine: Rated, make_job: Job, policy: OffloadPolicy, buffer
     assert needs.host_bytes == slots * job.stored_bytes
 
 
-def test_what_is_decoded_takes_two_more_places_on_a_gpu(rate_machine: Rated, rate_cpu: Rated, make_job: Job) -> None:
+def test_decoding_takes_two_raw_slots_on_a_gpu(rate_machine: Rated, rate_cpu: Rated, make_job: Job) -> None:
     job = make_job()
     fp8 = make_job(stored_bytes=job.stored_bytes // 2)
     plain, decoded = (memory_needs(work, rate_machine(), LAYERWISE(1)) for work in (job, fp8))
@@ -72,37 +72,37 @@ def test_fewer_tokens_at_once_take_less(rate_machine: Rated, make_job: Job) -> N
     assert some.device_bytes - some.working_bytes == every.device_bytes - every.working_bytes
 
 
-def test_what_lacks_is_said_with_its_terms(rate_machine: Rated, make_job: Job) -> None:
+def test_a_shortage_lists_its_terms(rate_machine: Rated, make_job: Job) -> None:
     job = make_job(
         computed_bytes=702_545_920, stored_bytes=702_545_920, file_bytes=702_545_920, resident_bytes=520_530_048
     )
     needs = memory_needs(job, rate_machine(), LAYERWISE(1))
     exactly = Budgets(vram_bytes=needs.device_bytes, ram_bytes=needs.host_bytes)
-    assert memory_budget(rate_machine(), exactly).lacks(needs) is None
-    why = memory_budget(rate_machine(), replace(exactly, vram_bytes=1_500_000_000)).lacks(needs)
+    assert memory_budget(rate_machine(), exactly).shortage(needs) is None
+    why = memory_budget(rate_machine(), replace(exactly, vram_bytes=1_500_000_000)).shortage(needs)
     assert why is not None
-    assert why.startswith("needs 2 buffers of 0.70 GB + 0.52 GB that stays + 0.0")
+    assert why.startswith("needs 2 buffers of 0.70 GB + 0.52 GB resident + 0.0")
     assert why.endswith("; 1.50 GB given")
-    why = memory_budget(rate_machine(), replace(exactly, ram_bytes=needs.host_bytes - 1)).lacks(needs)
+    why = memory_budget(rate_machine(), replace(exactly, ram_bytes=needs.host_bytes - 1)).shortage(needs)
     assert why == "needs 2 slots of 0.70 GB = 1.41 GB of RAM; 1.41 GB given"
 
 
 def test_a_cpu_has_one_memory_for_both(rate_cpu: Rated, make_job: Job) -> None:
     needs = memory_needs(make_job(), rate_cpu(), SOME)
     both = needs.device_bytes + needs.host_bytes
-    assert memory_budget(rate_cpu(), Budgets(ram_bytes=both)).lacks(needs) is None
-    why = memory_budget(rate_cpu(), Budgets(ram_bytes=both - 1)).lacks(needs)
+    assert memory_budget(rate_cpu(), Budgets(ram_bytes=both)).shortage(needs) is None
+    why = memory_budget(rate_cpu(), Budgets(ram_bytes=both - 1)).shortage(needs)
     assert why is not None
     assert "2 buffers" in why
     assert "8 slots" in why
 
 
-def test_what_is_not_asked_for_is_left_to_the_machine(rate_machine: Rated, rate_cpu: Rated) -> None:
+def test_missing_budgets_are_shares_of_the_machine(rate_machine: Rated, rate_cpu: Rated) -> None:
     machine = rate_machine(vram_bytes=16 * 2**30, ram_bytes=32 * 2**30)
-    room = memory_budget(machine, Budgets())
-    assert 14e9 < room.device < machine.vram_bytes
-    assert room.host == 16 * 2**30
-    assert memory_budget(machine, Budgets(vram_bytes=5, ram_bytes=7)) == replace(room, device=5, host=7)
+    budget = memory_budget(machine, Budgets())
+    assert 14e9 < budget.device < machine.vram_bytes
+    assert budget.host == 16 * 2**30
+    assert memory_budget(machine, Budgets(vram_bytes=5, ram_bytes=7)) == replace(budget, device=5, host=7)
     assert memory_budget(rate_cpu(), Budgets(vram_bytes=5)).device == 5
 
 

@@ -157,7 +157,7 @@ def test_shards_in_device_memory_count_there(make_job: MakeJob, rate_machine: Ma
     assert plan_offload(share.job, share.machine, share.budgets).policy.source == "pinned"
 
 
-def test_a_layout_is_described_by_what_workers_share() -> None:
+def test_a_layout_is_described_by_shared_work() -> None:
     assert describe_layout(Mesh()) == "one worker"
     assert describe_layout(Mesh(data=8)) == "data 8: 8 videos at a time"
     assert (

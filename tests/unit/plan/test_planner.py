@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, OffloadPlan, plan_offload
-from wanstream.plan.candidates import device_choices, least_seconds
+from wanstream.plan.candidates import device_policies, lower_bound_s
 from wanstream.plan.memory import memory_budget, memory_needs
 from wanstream.plan.planner import plan_reason
 from wanstream.plan.predict import predict
@@ -28,13 +28,13 @@ RATES = st.floats(0.05, 4.0)
 
 
 def _all_policies(job: OffloadJob) -> list[OffloadPolicy]:
-    """Everything that could be chosen when tokens are not the question."""
+    """Return all policies that differ in other settings than `chunk_tokens`."""
     blocks = job.expert.blocks
     found = []
-    for policy in device_choices(blocks):
+    for policy in device_policies(blocks):
         pinned = replace(policy, source="pinned")
         found += [policy, pinned]
-        found += [replace(pinned, ram_blocks=homes) for homes in range(1, 2 * blocks)]
+        found += [replace(pinned, ram_blocks=ram_blocks) for ram_blocks in range(1, 2 * blocks)]
     return found
 
 
@@ -51,7 +51,7 @@ def _residents(chosen: OffloadPlan, blocks: int = 8) -> int:
     return {"layerwise": 0, "block_swap": blocks - policy.blocks_to_swap, "resident": 2 * blocks}[policy.kind]
 
 
-def _homes(chosen: OffloadPlan) -> int:
+def _ram_blocks(chosen: OffloadPlan) -> int:
     policy = chosen.policy
     if policy.source == "file":
         return 0
@@ -63,18 +63,20 @@ def test_the_chosen_one_is_the_fastest_candidate_and_nothing_that_fits_is_much_f
 ) -> None:
     job = make_job(3, 3)
     policy = OffloadPolicy.block_swap(5, 1)
-    for rates, homes in product((BUS_BOUND, DISK_BOUND, {"copy": 0.4, "read": 0.9}), (0, 5)):
+    for rates, ram_blocks in product((BUS_BOUND, DISK_BOUND, {"copy": 0.4, "read": 0.9}), (0, 5)):
         machine = rate_machine(**rates)
-        ram = replace(policy, source="pinned", ram_blocks=homes) if homes else policy
+        ram = replace(policy, source="pinned", ram_blocks=ram_blocks) if ram_blocks else policy
         budgets = _budget(job, machine, device=policy, ram=ram)
         chosen = plan_offload(job, machine, budgets)
         assert chosen.candidates[0].policy == chosen.policy
         assert chosen.total_s == min(candidate.total_s for candidate in chosen.candidates)
         assert chosen.timeline.wall_s == pytest.approx(chosen.total_s, abs=1e-3)
-        room = memory_budget(machine, budgets)
-        fitting = [other for other in _all_policies(job) if room.lacks(memory_needs(job, machine, other)) is None]
+        five_in_ram = memory_budget(machine, budgets)
+        fitting = [
+            other for other in _all_policies(job) if five_in_ram.shortage(memory_needs(job, machine, other)) is None
+        ]
         assert chosen.policy in fitting
-        # Fewer homes than fit are not all tried; more of them may cost a little where the spread comes out worse.
+        # Not every smaller number of RAM blocks is tried, and a larger one may be a little slower.
         assert chosen.total_s <= 1.005 * min(predict(job, machine, other).total_s for other in fitting)
 
 
@@ -86,7 +88,7 @@ def test_every_candidate_fits_and_has_its_own_simulated_total(rate_machine: Rate
     assert len(chosen.candidates) > 5
     for candidate in chosen.candidates:
         needs, prediction = memory_needs(job, machine, candidate.policy), predict(job, machine, candidate.policy)
-        assert memory_budget(machine, budgets).lacks(needs) is None
+        assert memory_budget(machine, budgets).shortage(needs) is None
         assert (candidate.device_bytes, candidate.host_bytes) == (needs.device_bytes, needs.host_bytes)
         assert candidate.total_s == round(prediction.timeline.wall_s, 3)
         assert candidate.stall_s == prediction.timeline.stall_s
@@ -105,7 +107,7 @@ def test_more_device_memory_is_used_where_the_bus_is_slow(rate_machine: Rated, m
     everything = replace(OffloadPolicy.layerwise(1), source="pinned")
     choices = [OffloadPolicy.layerwise(1), *(OffloadPolicy.block_swap(left, 1) for left in (6, 4, 2))]
     plans = [plan_offload(job, machine, _budget(job, machine, device=fits, ram=everything)) for fits in choices]
-    # Half of the blocks hide behind the others' computing; what is left lies ahead of the switch.
+    # Half of the transfers hide behind compute; the rest happens before the switch.
     assert [_residents(plan) for plan in plans] == [0, 2, 4, 4]
     assert plans[3].policy.prefetch_blocks > plans[2].policy.prefetch_blocks
     assert [plan.total_s for plan in plans] == sorted({plan.total_s for plan in plans}, reverse=True)
@@ -119,7 +121,7 @@ def test_more_ram_is_used_where_the_disk_is_slow(rate_machine: Rated, make_job: 
         plan_offload(job, machine, _budget(job, machine, device=small, ram=ram))
         for ram in (small, replace(pinned, ram_blocks=3), replace(pinned, ram_blocks=6))
     ]
-    assert [_homes(plan) for plan in plans] == [0, 3, 6]
+    assert [_ram_blocks(plan) for plan in plans] == [0, 3, 6]
     assert [plan.total_s for plan in plans] == sorted({plan.total_s for plan in plans}, reverse=True)
 
 
@@ -127,8 +129,8 @@ def test_more_ram_is_used_where_the_disk_is_slow(rate_machine: Rated, make_job: 
     ("slow", "fast", "memory"),
     [
         ({"copy": 2.5, "read": 0.5}, {"copy": 0.2, "read": 0.5}, "residents"),
-        ({"copy": 0.1, "read": 2.0}, {"copy": 0.1, "read": 0.5}, "homes"),
-        ({"copy": 0.1, "read": 2.0, "visit": 1.0}, {"copy": 0.1, "read": 2.0, "visit": 9.0}, "homes"),
+        ({"copy": 0.1, "read": 2.0}, {"copy": 0.1, "read": 0.5}, "ram_blocks"),
+        ({"copy": 0.1, "read": 2.0, "visit": 1.0}, {"copy": 0.1, "read": 2.0, "visit": 9.0}, "ram_blocks"),
     ],
     ids=["bus", "disk", "compute"],
 )
@@ -139,19 +141,19 @@ def test_a_rate_changes_the_choice(
     budgets = _budget(job, rate_machine(), device=OffloadPolicy.block_swap(4, 1), ram=OffloadPolicy.resident())
     budgets = replace(budgets, ram_bytes=8 * job.stored_bytes)
     before, after = (plan_offload(job, rate_machine(**rates), budgets) for rates in (slow, fast))
-    count = _residents if memory == "residents" else _homes
+    count = _residents if memory == "residents" else _ram_blocks
     assert count(before) > count(after) == 0
 
 
-def test_no_more_homes_than_help(rate_machine: Rated, make_job: Job) -> None:
-    """At 1.1 s a read and 1 s a visit most blocks may come from the file; there is room for five homes."""
+def test_no_more_ram_blocks_than_help(rate_machine: Rated, make_job: Job) -> None:
+    """At 1.1 s a read and 1 s a visit most blocks may come from the file; five blocks fit into RAM."""
     job = make_job(experts_of_steps=("low",) * 8, lanes={"low": 1})
     machine, small = rate_machine(copy=0.1, read=1.1), OffloadPolicy.layerwise(1)
-    room = replace(small, source="pinned", ram_blocks=5)
-    chosen = plan_offload(job, machine, _budget(job, machine, device=small, ram=room))
-    assert 0 < _homes(chosen) < 5
-    assert predict(job, machine, room).total_s == chosen.total_s
-    fewer = replace(room, ram_blocks=_homes(chosen) - 1)
+    five_in_ram = replace(small, source="pinned", ram_blocks=5)
+    chosen = plan_offload(job, machine, _budget(job, machine, device=small, ram=five_in_ram))
+    assert 0 < _ram_blocks(chosen) < 5
+    assert predict(job, machine, five_in_ram).total_s == chosen.total_s
+    fewer = replace(five_in_ram, ram_blocks=_ram_blocks(chosen) - 1)
     assert predict(job, machine, fewer).total_s > chosen.total_s
 
 
@@ -165,10 +167,10 @@ def test_tokens_are_taken_in_parts_only_where_they_do_not_fit(rate_machine: Rate
     assert parts.policy.chunk_tokens == 32768
     assert parts.device_bytes < whole.device_bytes
     assert parts.total_s > fits.total_s
-    assert "32768 of 100000 tokens at once, so that it fits" in parts.reason
+    assert "32768 of 100000 tokens at once, to fit into memory" in parts.reason
 
 
-def test_what_does_not_fit_is_told_with_numbers_and_a_remedy(rate_machine: Rated, make_job: Job) -> None:
+def test_the_error_for_too_little_memory_has_numbers_and_a_remedy(rate_machine: Rated, make_job: Job) -> None:
     job, machine = make_job(), rate_machine()
     smallest = memory_needs(job, machine, OffloadPolicy.layerwise(1))
     with pytest.raises(DoesNotFitError) as refused:
@@ -182,18 +184,18 @@ def test_what_does_not_fit_is_told_with_numbers_and_a_remedy(rate_machine: Rated
     for misfit in chosen.misfits:
         assert misfit.why == memory_budget(
             machine, Budgets(vram_bytes=smallest.device_bytes, ram_bytes=smallest.host_bytes)
-        ).lacks(memory_needs(job, machine, misfit.policy))
+        ).shortage(memory_needs(job, machine, misfit.policy))
 
 
-def test_the_reason_says_what_streams_what_waits_and_what_the_switch_costs(rate_machine: Rated, make_job: Job) -> None:
+def test_the_reason_lists_streaming_stall_and_the_switch(rate_machine: Rated, make_job: Job) -> None:
     job, machine = make_job(), rate_machine(**DISK_BOUND)
     small = OffloadPolicy.layerwise(1)
     ram = replace(small, source="pinned", ram_blocks=4)
     chosen = plan_offload(job, machine, _budget(job, machine, device=small, ram=ram))
     assert chosen.policy == ram
     block_gb = job.stored_bytes / 1e9
-    assert f"8 of 8 blocks stream: {block_gb:.1f} GB/s needed, the bus gives {10 * block_gb:.1f}; " in chosen.reason
-    assert f"; {block_gb / 2:.1f} GB/s needed from files, the disk gives {block_gb / 2:.1f}; " in chosen.reason
+    assert f"8 of 8 blocks stream: {block_gb:.1f} GB/s needed, the bus delivers {10 * block_gb:.1f}; " in chosen.reason
+    assert f"; {block_gb / 2:.1f} GB/s needed from files, the disk delivers {block_gb / 2:.1f}; " in chosen.reason
     assert f"{100 * chosen.timeline.stall_s / chosen.timeline.wall_s:.1f} % stall predicted" in chosen.reason
     stalls = [step.stall_s for step in chosen.timeline.steps]
     switch_s = stalls[4] - median(stalls[5:])
@@ -214,7 +216,7 @@ def test_one_expert_has_no_switch(rate_machine: Rated, make_job: Job) -> None:
     job = make_job(experts_of_steps=("low",) * 3, lanes={"low": 1})
     chosen = plan_offload(job, rate_machine(**DISK_BOUND), Budgets())
     assert "switch" not in chosen.reason
-    assert _homes(chosen) == 8 or chosen.policy.ram_blocks is None
+    assert _ram_blocks(chosen) == 8 or chosen.policy.ram_blocks is None
 
 
 def test_a_cpu_plans_within_one_memory(rate_cpu: Rated, make_job: Job) -> None:
@@ -227,7 +229,7 @@ def test_a_cpu_plans_within_one_memory(rate_cpu: Rated, make_job: Job) -> None:
         assert chosen.device_bytes + chosen.host_bytes <= small.device_bytes + 5 * job.stored_bytes
         used = chosen.device_bytes + chosen.host_bytes - small.device_bytes
         assert (used > 0) == (changes["read"] > 1)
-        assert "the bus gives" not in chosen.reason
+        assert "the bus delivers" not in chosen.reason
 
 
 @settings(deadline=None, max_examples=40)
@@ -320,4 +322,4 @@ def test_no_policy_is_faster_than_its_bound(
     for stored in (block, block // 2):
         job = make_job(high, low, stored_bytes=stored, file_bytes=stored, lanes={"high": 2, "low": 1})
         for policy in pick.sample(_all_policies(job), 12):  # type: ignore[attr-defined]
-            assert least_seconds(job, machine, policy) <= predict(job, machine, policy).timeline.wall_s + 1e-6
+            assert lower_bound_s(job, machine, policy) <= predict(job, machine, policy).timeline.wall_s + 1e-6

@@ -1,4 +1,4 @@
-"""The figures of a machine become the seconds of a run as sums by hand say."""
+"""Predicted seconds of a run against sums by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rated, Job = Callable[..., Machine], Callable[..., OffloadJob]
 LAYERWISE = OffloadPolicy.layerwise(1)
 
 
-def test_a_visit_is_all_lanes_and_what_chunks_add(rate_machine: Rated, make_job: Job) -> None:
+def test_a_visit_is_all_lanes_and_the_cost_of_chunks(rate_machine: Rated, make_job: Job) -> None:
     job, machine = make_job(lanes={"high": 3, "low": 1}), rate_machine(visit=2.0)
     assert visit_seconds(job, machine, "high", None) == pytest.approx(6.0)
     assert visit_seconds(job, machine, "low", None) == pytest.approx(2.0)
@@ -38,7 +38,7 @@ def test_steps_have_lanes_of_their_own_where_a_job_tells_them(rate_machine: Rate
     assert [step.compute_s for step in foretold] == pytest.approx([16.0, 8.0, 24.0])
     alike = replace(job, lanes_of_steps=())
     assert predict(alike, rate_machine(), LAYERWISE, by_step=True).timeline.steps == planned
-    with pytest.raises(ValueError, match="2 lanes of 3 steps: give all or none"):
+    with pytest.raises(ValueError, match="2 values for 3 steps: give one for each step, or none"):
         replace(job, lanes_of_steps=(1, 2))
 
 
@@ -57,7 +57,7 @@ def test_the_first_block_is_read_then_copied_then_decoded(
     assert first == pytest.approx(read_s + 0.1 * stored + decode_s)
 
 
-def test_quantising_that_is_slower_than_the_disk_is_what_reading_takes(rate_machine: Rated, make_job: Job) -> None:
+def test_quantising_slower_than_the_disk_limits_reading(rate_machine: Rated, make_job: Job) -> None:
     block = make_job().computed_bytes
     job = make_job(stored_bytes=block // 2, file_bytes=block)
     machine = rate_machine(quantise_bytes_per_s=block / 3.0)
@@ -105,7 +105,7 @@ def test_programs_are_right_on_every_machine(
         ({"low": [9, 2, 2]}, 0.0),
     ],
 )
-def test_what_the_switch_costs_beyond_a_usual_step(stalls: dict[str, list[float]], switch_s: float) -> None:
+def test_the_extra_stall_of_a_switch(stalls: dict[str, list[float]], switch_s: float) -> None:
     steps = [
         StepRecord(index=0, expert=expert, sigma=None, wall_s=9, compute_s=1, stall_s=stall, bytes_moved=0)
         for expert, each in stalls.items()

@@ -1,4 +1,4 @@
-"""The compiler: what it must do for every run (properties), and what it does in the cases people ask about (tables)."""
+"""The compiler: properties of every run, and tables of typical cases."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_bytes_are_one_pass_of_the_streamed_blocks_per_step(runs_of_whole_steps:
 def test_a_chain_of_recompilations_runs_as_one(
     runs: Any, new_machine: Callable[[int], Any], data: Any, seed: int
 ) -> None:
-    """Stop anywhere, skip some of what is left, go on from what was issued, arrived or not."""
+    """Stop anywhere, skip some of the rest, and continue from the issued fetches, complete or not."""
     run = data.draw(runs)
     rest, contents, machine = run.visits, {}, new_machine(seed)
     buffers = buffers_needed(rest, run.residency) + run.spare_buffers
@@ -253,7 +253,7 @@ def test_a_switch_outside_the_run_makes_one_stage(high: int, low: int) -> None:
 
 
 def test_residents_of_a_single_step_are_a_deep_ring() -> None:
-    """Nobody returns: every block is fetched once, and one buffer would do."""
+    """No block is visited twice: every block is fetched once, and one buffer is enough."""
     assert buffers_needed(wan_steps(1, 0), even(20)) == 1
     program = compile_program(wan_steps(1, 0), even(20), 22)
     assert len(program.fetches) == 40
@@ -267,7 +267,7 @@ def test_experts_of_different_depth_share_the_pool() -> None:
     check_program(program)
     assert len(program.fetches) == 3 * 20 + 20 + 3 * 25 + 5
     ahead = max(fetch.needed_by - fetch.start_after for fetch in program.fetches[-30:])
-    assert ahead > 2  # what the smaller expert does not need deepens the look-ahead
+    assert ahead > 2  # buffers that the smaller expert does not need deepen the prefetch
 
 
 def test_permanent_residents_are_fetched_once_whatever_the_order_of_experts() -> None:
@@ -298,7 +298,7 @@ def test_several_known_runs_are_one_list_of_visits() -> None:
     assert first_of_second_run.start_after < len(run) - 1
 
 
-def test_a_next_run_starts_from_what_the_last_one_left() -> None:
+def test_a_next_run_starts_from_the_contents_of_the_last_one() -> None:
     residency = even(20)
     first = compile_program(wan_steps(0, 2), residency, 22)
     second = compile_program(wan_steps(0, 2), residency, 22, contents=first.final_contents())
@@ -336,7 +336,7 @@ def test_no_visits_make_no_fetches(contents: dict[int, BlockKey]) -> None:
 
 @pytest.mark.parametrize("residents", [8, 20, 32])
 def test_a_step_skipped_after_its_first_block_wastes_no_copy(residents: int) -> None:
-    """The probe is a resident, so what was prefetched behind it is what the next computed step wants."""
+    """The probe is a resident, so the blocks prefetched after it are those of the next computed step."""
     visits = wan_steps(4, 0)
     residency = even(residents)
     program = compile_program(visits, residency, residents + 2)

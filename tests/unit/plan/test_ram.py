@@ -1,4 +1,4 @@
-"""RAM as a second level: homes, and programs that read for the bus at any speed of disk, bus and device."""
+"""RAM programs: resident blocks, and reads for the bus at any speed of disk, bus and device."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ WAN = dict.fromkeys(EXPERTS, 40)
 
 
 def policy(blocks_to_swap: int | None = None, **in_ram: Any) -> OffloadPolicy:
-    """Every block streams, unless `blocks_to_swap` says how many."""
+    """Return a policy that streams every block, or `blocks_to_swap` of them."""
     if blocks_to_swap is None:
         return replace(OffloadPolicy.layerwise(source="pinned"), **in_ram)
     return replace(OffloadPolicy.block_swap(blocks_to_swap, source="pinned"), **in_ram)
 
 
-def homes_of(asked: OffloadPolicy, block_counts: Mapping[str, int]) -> RamResidency:
-    return plan_ram(asked, plan_residency(asked, block_counts)[0], block_counts)
+def ram_residency_of(requested: OffloadPolicy, block_counts: Mapping[str, int]) -> RamResidency:
+    return plan_ram(requested, plan_residency(requested, block_counts)[0], block_counts)
 
 
-# --- homes --------------------------------------------------------------------------------------------------------
+# --- residents --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("asked", "block_counts", "expected", "slots"),
+    ("requested", "block_counts", "expected", "slots"),
     [
         (OffloadPolicy.layerwise(), WAN, {"high": 0, "low": 0}, 0),
         (OffloadPolicy.layerwise(source="pinned"), WAN, {"high": 40, "low": 40}, 80),
@@ -62,33 +62,33 @@ def homes_of(asked: OffloadPolicy, block_counts: Mapping[str, int]) -> RamReside
         (policy(ram_blocks=35), {"high": 40, "low": 30}, {"high": 20, "low": 15}, 35),
     ],
 )
-def test_how_many_blocks_have_a_home(
-    asked: OffloadPolicy, block_counts: dict[str, int], expected: dict[str, int], slots: int
+def test_number_of_ram_residents(
+    requested: OffloadPolicy, block_counts: dict[str, int], expected: dict[str, int], slots: int
 ) -> None:
-    homes = homes_of(asked, block_counts)
-    assert {expert: len(blocks) for expert, blocks in homes.residency.residents.items()} == expected
-    assert homes.slots == slots
-    assert homes.residency.permanent
+    ram_residency = ram_residency_of(requested, block_counts)
+    assert {expert: len(blocks) for expert, blocks in ram_residency.residency.residents.items()} == expected
+    assert ram_residency.slots == slots
+    assert ram_residency.residency.permanent
 
 
-def test_what_stays_on_the_device_gets_a_home_last() -> None:
-    """Half stays on the device: the first 20 homes are for the others, every second one of them with 10."""
+def test_device_residents_become_ram_residents_last() -> None:
+    """Half is resident on the device: the first 20 RAM slots are for the others, 10 for every second of them."""
     on_device, one = spread_evenly(20, 40), {"high": 40}
     for blocks, in_ram in ((10, 10), (20, 20), (25, 20)):
-        high = homes_of(policy(20, ram_blocks=blocks), one).residency.residents["high"]
+        high = ram_residency_of(policy(20, ram_blocks=blocks), one).residency.residents["high"]
         assert len(high) == blocks
         assert len(high - on_device) == in_ram
-    ten = homes_of(policy(20, ram_blocks=10), one).residency.residents["high"]
+    ten = ram_residency_of(policy(20, ram_blocks=10), one).residency.residents["high"]
     assert sorted(ten) == [3, 7, 11, 15, 19, 23, 27, 31, 35, 39]
 
 
 @given(st.integers(0, 40), st.integers(0, 90))
 def test_blocks_from_the_file_are_spread_evenly_over_the_streamed_ones(swapped: int, blocks: int) -> None:
-    asked = policy(swapped, ram_blocks=blocks)
-    homes = homes_of(asked, WAN).residency
-    device = plan_residency(asked, WAN)[0]
+    requested = policy(swapped, ram_blocks=blocks)
+    ram_residency = ram_residency_of(requested, WAN).residency
+    device = plan_residency(requested, WAN)[0]
     streamed = [key for expert in EXPERTS for block in range(40) if not device.keeps(*(key := BlockKey(expert, block)))]
-    from_file = [place for place, key in enumerate(streamed) if not homes.keeps(*key)]
+    from_file = [place for place, key in enumerate(streamed) if not ram_residency.keeps(*key)]
     gaps = [after - before for before, after in pairwise([*from_file, len(streamed)])]
     assert not from_file or from_file[0] == 0
     assert max(gaps, default=0) - min(gaps, default=0) <= 1
@@ -100,8 +100,8 @@ def test_blocks_from_the_file_are_spread_evenly_over_the_streamed_ones(swapped: 
 class Replay:
     """Disk, bus and device, each at any speed: all that a program pair allows may happen at any time.
 
-    Asserts that no slot or buffer is written while it is read or before it was read, and that whatever happens all
-    visits are reached. Shares nothing with the compiler, the checks or the simulator.
+    Asserts that no slot or buffer is written while it is read or before it was read, and that all visits are reached
+    in every case. Shares nothing with the compiler, the checks or the simulator.
     """
 
     def __init__(self, slots: Mapping[int, BlockKey], buffers: Mapping[int, BlockKey]) -> None:
@@ -173,7 +173,7 @@ class Replay:
             self._emptied.add(ram.visit_of_fetch[program.visit_fetch[number]])
 
     def _slot_of_visit(self, number: int) -> int | None:
-        """The slot that a visit of the device reads itself."""
+        """Return the slot that a visit of the device reads itself."""
         fetch = self._program.visit_fetch[number]
         if self._bus or fetch == KEPT or self._program.fetches[fetch].needed_by != number:
             return None
@@ -190,7 +190,7 @@ class Replay:
 
 
 @st.composite
-def any_homes(draw: st.DrawFn) -> RamResidency:
+def any_ram_residency(draw: st.DrawFn) -> RamResidency:
     residents = {expert: draw(st.frozensets(st.integers(0, 9))) for expert in EXPERTS}
     return RamResidency(
         residency=Residency(residents=residents, permanent=True), slots=sum(map(len, residents.values()))
@@ -204,7 +204,7 @@ slot_contents = st.dictionaries(st.integers(-1, 12), block, max_size=14)
 @PROPERTY
 @given(
     data=st.data(),
-    homes=any_homes(),
+    ram_residency=any_ram_residency(),
     staging=st.integers(0, 3),
     contents=slot_contents,
     seed=st.integers(0, 2**16),
@@ -213,7 +213,7 @@ slot_contents = st.dictionaries(st.integers(-1, 12), block, max_size=14)
 def test_every_visit_finds_its_block_whatever_is_fast_and_whatever_is_slow(
     runs: Any,
     data: Any,
-    homes: RamResidency,
+    ram_residency: RamResidency,
     staging: int,
     contents: Mapping[int, BlockKey],
     seed: int,
@@ -222,23 +222,23 @@ def test_every_visit_finds_its_block_whatever_is_fast_and_whatever_is_slow(
     run = data.draw(runs)
     buffers = buffers_needed(run.visits, run.residency) + run.spare_buffers
     program = compile_program(run.visits, run.residency, buffers, contents=run.contents)
-    ram = compile_ram(program, homes, staging=staging, contents=contents)
+    ram = compile_ram(program, ram_residency, staging=staging, contents=contents)
     check_ram(program, ram)
-    assert ram.program.buffers == homes.slots + staging
+    assert ram.program.buffers == ram_residency.slots + staging
     Replay(contents, run.contents).run(program, ram, seed, bus=bus)
 
 
 @PROPERTY
-@given(data=st.data(), homes=any_homes(), staging=st.integers(0, 3), bus=st.booleans())
-def test_a_second_run_starts_from_what_the_first_had_read(
-    runs: Any, data: Any, homes: RamResidency, staging: int, bus: bool
+@given(data=st.data(), ram_residency=any_ram_residency(), staging=st.integers(0, 3), bus=st.booleans())
+def test_a_second_run_starts_from_the_reads_of_the_first(
+    runs: Any, data: Any, ram_residency: RamResidency, staging: int, bus: bool
 ) -> None:
-    """What had not been read when the first run ended is dropped; a slot that was being filled holds nothing."""
+    """Reads that were not done when the first run ended are dropped; a slot that was being filled is empty."""
     slots: dict[int, BlockKey] = {}
     for seed in range(3):
         run = data.draw(runs)
         program = compile_program(run.visits, run.residency, buffers_needed(run.visits, run.residency))
-        ram = compile_ram(program, homes, staging=staging, contents=slots)
+        ram = compile_ram(program, ram_residency, staging=staging, contents=slots)
         check_ram(program, ram)
         replay = Replay(slots, {})
         replay.run(program, ram, seed, bus=bus)
@@ -246,21 +246,25 @@ def test_a_second_run_starts_from_what_the_first_had_read(
 
 
 @PROPERTY
-@given(data=st.data(), homes=any_homes(), staging=st.integers(0, 3))
-def test_reads_are_what_has_no_home_and_each_home_once(
-    runs_of_whole_steps: Any, data: Any, homes: RamResidency, staging: int
+@given(data=st.data(), ram_residency=any_ram_residency(), staging=st.integers(0, 3))
+def test_reads_are_every_other_block_and_each_resident_once(
+    runs_of_whole_steps: Any, data: Any, ram_residency: RamResidency, staging: int
 ) -> None:
     run = data.draw(runs_of_whole_steps)
     program = compile_program(run.visits, run.residency, buffers_needed(run.visits, run.residency))
-    ram = compile_ram(program, homes, staging=staging)
-    without_home = [fetch for fetch in program.fetches if not homes.residency.keeps(*fetch.block)]
-    assert ram.visit_of_fetch.count(DIRECT) == (0 if staging else len(without_home))
+    ram = compile_ram(program, ram_residency, staging=staging)
+    not_resident = [fetch for fetch in program.fetches if not ram_residency.residency.keeps(*fetch.block)]
+    assert ram.visit_of_fetch.count(DIRECT) == (0 if staging else len(not_resident))
     read = [fetch.block for fetch in ram.program.fetches]
     if staging:
-        assert [key for key in read if not homes.residency.keeps(*key)] == [fetch.block for fetch in without_home]
-    at_home = [key for key in read if homes.residency.keeps(*key)]
-    assert len(at_home) == len(set(at_home))
-    assert set(at_home) == {fetch.block for fetch in program.fetches if homes.residency.keeps(*fetch.block)}
+        assert [key for key in read if not ram_residency.residency.keeps(*key)] == [
+            fetch.block for fetch in not_resident
+        ]
+    of_residents = [key for key in read if ram_residency.residency.keeps(*key)]
+    assert len(of_residents) == len(set(of_residents))
+    assert set(of_residents) == {
+        fetch.block for fetch in program.fetches if ram_residency.residency.keeps(*fetch.block)
+    }
 
 
 # --- programs: cases ----------------------------------------------------------------------------------------------
@@ -272,10 +276,10 @@ def layerwise(high: int, low: int, *, buffers: int = 2, block_counts: Mapping[st
 
 
 def test_a_ram_program_that_fits_on_a_page() -> None:
-    """Two steps of three streamed blocks, block 1 at home, one staging slot."""
+    """Two steps of three streamed blocks, block 1 RAM-resident, one staging slot."""
     program = layerwise(2, 0, block_counts={"high": 3})
-    homes = RamResidency(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
-    ram = compile_ram(program, homes, staging=1)
+    ram_residency = RamResidency(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
+    ram = compile_ram(program, ram_residency, staging=1)
     high = [BlockKey("high", block) for block in range(3)]
     assert ram.visit_of_fetch == (0, 1, 2, 3, 4, 5)
     assert [visit.key for visit in ram.program.visits] == [*high, *high]
@@ -285,10 +289,10 @@ def test_a_ram_program_that_fits_on_a_page() -> None:
     assert ram.program.visit_buffer == (1, 0, 1, 1, 0, 1)
 
 
-def test_without_staging_only_homes_pass_through_ram() -> None:
+def test_without_staging_only_residents_pass_through_ram() -> None:
     program = layerwise(2, 0, block_counts={"high": 3})
-    homes = RamResidency(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
-    ram = compile_ram(program, homes, staging=0)
+    ram_residency = RamResidency(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
+    ram = compile_ram(program, ram_residency, staging=0)
     assert ram.visit_of_fetch == (DIRECT, 0, DIRECT, DIRECT, 1, DIRECT)
     assert len(ram.program.fetches) == 1
     nothing = compile_ram(program, RamResidency(residency=Residency(residents={}), slots=0), staging=0)
@@ -296,78 +300,78 @@ def test_without_staging_only_homes_pass_through_ram() -> None:
 
 
 @pytest.mark.parametrize("first", EXPERTS)
-def test_permanent_homes_outlive_runs_of_the_other_expert(first: str) -> None:
+def test_permanent_residents_outlive_runs_of_the_other_expert(first: str) -> None:
     """A sampler that runs one expert, then one that runs the other, then the first again: nothing is read twice."""
-    homes = homes_of(policy(ram_blocks=20), WAN)
+    ram_residency = ram_residency_of(policy(ram_blocks=20), WAN)
     second = EXPERTS[1 - EXPERTS.index(first)]
     slots: dict[int, BlockKey] = {}
     reads = []
     for expert in (first, second, first, second):
         program = compile_program(step_visits([expert] * 2, WAN), Residency(residents={}), 2)
-        ram = compile_ram(program, homes, staging=2, contents=slots)
+        ram = compile_ram(program, ram_residency, staging=2, contents=slots)
         slots = ram.program.final_contents()
-        reads.append(sum(homes.residency.keeps(*read.block) for read in ram.program.fetches))
+        reads.append(sum(ram_residency.residency.keeps(*read.block) for read in ram.program.fetches))
     assert reads == [10, 10, 0, 0]
 
 
-def test_a_home_takes_the_slot_of_what_has_none_any_more() -> None:
-    """Another policy: slots hold blocks that have no home now, a home lies twice, and one lies where staging is."""
-    homes = RamResidency(residency=Residency(residents={"high": frozenset({1, 2})}, permanent=True), slots=2)
+def test_a_resident_takes_the_slot_of_a_former_resident() -> None:
+    """Another policy: slots contain former residents, one resident twice, and one in a staging slot."""
+    ram_residency = RamResidency(residency=Residency(residents={"high": frozenset({1, 2})}, permanent=True), slots=2)
     high = [BlockKey("high", block) for block in range(3)]
     program = layerwise(1, 0, block_counts={"high": 3})
-    ram = compile_ram(program, homes, staging=1, contents={0: high[1], 1: high[1], 2: high[2], 7: high[0]})
+    ram = compile_ram(program, ram_residency, staging=1, contents={0: high[1], 1: high[1], 2: high[2], 7: high[0]})
     check_ram(program, ram)
     assert [(read.block, read.buffer) for read in ram.program.fetches] == [(high[0], 2), (high[2], 1)]
     assert ram.program.initial == {0: high[1]}
 
 
-def test_a_home_never_takes_the_slot_of_another() -> None:
-    """The slot that holds a block without a home is taken, not that of a home that this run does not ask for."""
-    homes = RamResidency(
+def test_a_resident_never_takes_the_slot_of_another() -> None:
+    """The slot of a non-resident block is reused, not that of a resident that this run does not visit."""
+    ram_residency = RamResidency(
         residency=Residency(residents={"high": frozenset({1}), "low": frozenset({0})}, permanent=True), slots=2
     )
     program = layerwise(0, 1, block_counts={"low": 1})
-    ram = compile_ram(program, homes, staging=0, contents={0: BlockKey("high", 1), 1: BlockKey("high", 0)})
+    ram = compile_ram(program, ram_residency, staging=0, contents={0: BlockKey("high", 1), 1: BlockKey("high", 0)})
     assert ram.program.final_contents() == {0: BlockKey("high", 1), 1: BlockKey("low", 0)}
 
 
-def test_what_staging_still_holds_serves_the_next_run() -> None:
-    homes = RamResidency(residency=Residency(residents={"high": frozenset({2})}, permanent=True), slots=1)
+def test_contents_of_staging_slots_serve_the_next_run() -> None:
+    ram_residency = RamResidency(residency=Residency(residents={"high": frozenset({2})}, permanent=True), slots=1)
     program = layerwise(1, 0, block_counts={"high": 3})
     contents = {1: BlockKey("high", 1), 2: BlockKey("high", 0)}
-    ram = compile_ram(program, homes, staging=2, contents=contents)
+    ram = compile_ram(program, ram_residency, staging=2, contents=contents)
     assert ram.program.initial == contents
     assert [read.block for read in ram.program.fetches] == [BlockKey("high", 2)]
 
 
 def test_reads_count_for_the_step_that_asks_first() -> None:
-    """A block that stays on the device is fetched for the first step of its stage and used in all."""
+    """A block that is resident on the device is fetched for the first step of its stage and used in all."""
     visits = step_visits(["high"] * 3, {"high": 2})
     program = compile_program(visits, Residency(residents={"high": frozenset({0})}), 2)
-    ram = compile_ram(program, homes_of(OffloadPolicy.layerwise(), {"high": 2}), staging=1)
+    ram = compile_ram(program, ram_residency_of(OffloadPolicy.layerwise(), {"high": 2}), staging=1)
     assert [(visit.step, visit.block) for visit in ram.program.visits] == [(0, 0), (0, 1), (1, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("staging", [-1, -2])
 def test_staging_below_nothing_is_refused(staging: int) -> None:
     with pytest.raises(ProgramError, match=f"staging is {staging}, it must be 0 or more"):
-        compile_ram(layerwise(1, 0), homes_of(OffloadPolicy.layerwise(), WAN), staging=staging)
+        compile_ram(layerwise(1, 0), ram_residency_of(OffloadPolicy.layerwise(), WAN), staging=staging)
 
 
 def test_too_few_slots_are_refused_with_the_number_that_is_needed() -> None:
-    homes = RamResidency(residency=Residency(residents={"high": frozenset(range(5))}, permanent=True), slots=3)
+    ram_residency = RamResidency(residency=Residency(residents={"high": frozenset(range(5))}, permanent=True), slots=3)
     with pytest.raises(ProgramError, match=r"3 buffers are too few: .* need 5"):
-        compile_ram(layerwise(2, 0), homes, staging=0)
+        compile_ram(layerwise(2, 0), ram_residency, staging=0)
 
 
 # --- the static check ---------------------------------------------------------------------------------------------
 
 
 def pair() -> tuple[TransferProgram, RamProgram]:
-    """Two steps of three blocks; one home, one staging slot."""
+    """Two steps of three blocks; one RAM-resident block, one staging slot."""
     program = layerwise(2, 0, block_counts={"high": 3})
-    homes = RamResidency(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
-    return program, compile_ram(program, homes, staging=1)
+    ram_residency = RamResidency(residency=Residency(residents={"high": frozenset({1})}, permanent=True), slots=1)
+    return program, compile_ram(program, ram_residency, staging=1)
 
 
 def with_read(number: int, **values: Any) -> RamProgram:
@@ -388,7 +392,7 @@ def test_the_pair_that_is_broken_below_is_right() -> None:
             with_read(2, start_after=2), "reaches it only after visit 2", id="a read that waits for its fetch"
         ),
         pytest.param(with_read(2, start_after=AT_ONCE), "its buffer 1 is read until visit 0", id="a slot still in use"),
-        pytest.param(with_read(2, buffer=0), "in buffer 1 .* in buffer 0", id="read into another slot"),
+        pytest.param(with_read(2, buffer=0), "in buffer 1, .* in buffer 0", id="read into another slot"),
         pytest.param(
             replace(pair()[1], visit_of_fetch=(0, 1, 2)), "6 fetches, but 3 of them", id="fetches that are not served"
         ),
@@ -400,10 +404,10 @@ def test_the_pair_that_is_broken_below_is_right() -> None:
         pytest.param(
             replace(pair()[1], visit_of_fetch=(0, 1, 2, 3, 4, DIRECT)),
             "visit 5 of 6 visits of RAM serves no fetch",
-            id="a slot that nobody empties",
+            id="a slot that is never emptied",
         ),
         pytest.param(
-            replace(pair()[1], visit_of_fetch=(0, DIRECT, 1, 2, 3, 4)), "fetch 2 wants .*block=2", id="another block"
+            replace(pair()[1], visit_of_fetch=(0, DIRECT, 1, 2, 3, 4)), "fetch 2 needs .*block=2", id="another block"
         ),
     ],
 )
@@ -417,9 +421,9 @@ def test_fetches_that_would_empty_ram_in_another_order_than_the_visits_are_refus
     block_counts = {"high": 2}
     program = layerwise(1, 0, block_counts=block_counts)
     swapped = replace(program, fetches=program.fetches[::-1], visit_fetch=program.visit_fetch[::-1])
-    homes = RamResidency(residency=Residency(residents={}, permanent=True), slots=0)
-    ram = compile_ram(swapped, homes, staging=1)
-    with pytest.raises(ProgramError, match="fetch 1 is needed by visit 0, one before it only by visit 1"):
+    ram_residency = RamResidency(residency=Residency(residents={}, permanent=True), slots=0)
+    ram = compile_ram(swapped, ram_residency, staging=1)
+    with pytest.raises(ProgramError, match="fetch 1 is needed by visit 0, an earlier one by visit 1"):
         check_ram(swapped, ram)
     with pytest.raises(AssertionError, match="wait for each other"):
         Replay({}, {}).run(swapped, ram, 0, bus=False)

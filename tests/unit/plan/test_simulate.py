@@ -1,4 +1,4 @@
-"""The simulator: what holds for every program, and figures of the design's tables.
+"""The simulator: properties of every program, and figures of the design's tables.
 
 Figures are in visits: a visit takes 1 s and a copy r s.
 """
@@ -41,7 +41,7 @@ def run(machine: Hardware, residents: Iterable[int], streaming: int, high: int, 
 
 
 def steady_step(timeline: Timeline) -> float:
-    """A step in the middle: neither the cold first ones nor the last one, whose residents need not stay."""
+    """Return a step in the middle: neither a cold first one nor the last one, whose residents need not be kept."""
     return median(step.wall_s for step in timeline.steps[3:-1])
 
 
@@ -197,10 +197,10 @@ def test_cost_of_the_switch(residents: int, expected: Mapping[float, float]) -> 
 
 @pytest.mark.parametrize("residents", range(BLOCKS + 1))
 def test_the_switch_costs_no_more_than_the_bytes_force(residents: int) -> None:
-    """What two steps around it must move, (2N - R) r, beyond what two steps can hide; at once, in the first low step.
+    """Transfers of the two steps around it, (2N - R) r, minus what two steps can hide; all in the first low step.
 
-    Where every block stays there may be no other buffer: then the hand-over begins a visit later than it could, and
-    ends a visit later.
+    If every block is resident there may be no free buffer: then the hand-over begins one visit later than it could,
+    and ends one visit later.
     """
     kept = spread_evenly(residents, BLOCKS)
     for streaming in (0, 2, 3) if residents == BLOCKS else (2, 3):
@@ -226,7 +226,7 @@ def test_up_to_where_the_switch_is_free(residents: int, free_up_to: float) -> No
 
 
 @pytest.mark.parametrize(("lanes", "hidden_up_to"), [(1, 1.0), (2, 2.0), (4, 4.0)])
-def test_lanes_share_what_crosses_the_bus(lanes: int, hidden_up_to: float) -> None:
+def test_lanes_share_the_transfers(lanes: int, hidden_up_to: float) -> None:
     """r in visits of one lane: it may be as many times larger as there are lanes."""
     for r, expected in ((hidden_up_to, 1.0), (2 * hidden_up_to, 2.0)):
         timeline = run(hardware(r, high_lanes=lanes), (), 2, high=10)

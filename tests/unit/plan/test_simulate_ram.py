@@ -1,4 +1,4 @@
-"""The simulator with disk and RAM before the bus: what holds for every program, and figures of the design's tables.
+"""The simulator with disk and RAM before the bus: properties of every program, and figures of the design's tables.
 
 Figures are in visits: a visit takes 1 s, a copy r s and a read d s.
 """
@@ -38,7 +38,7 @@ BLOCK_BYTES = 1000
 EXPERTS = ("high", "low")
 WAN = dict.fromkeys(EXPERTS, BLOCKS)
 
-HomesOf = Callable[[Residency], RamResidency]
+RamResidencyOf = Callable[[Residency], RamResidency]
 
 
 def hardware(r: float, d: float, **values: Any) -> Hardware:
@@ -51,8 +51,8 @@ def hardware(r: float, d: float, **values: Any) -> Hardware:
     return Hardware(**{**usual, **values})
 
 
-def pinned(blocks: int, *, experts: Sequence[str] = EXPERTS) -> HomesOf:
-    """Homes for `blocks` blocks of these experts, as a user's policy says it."""
+def pinned(blocks: int, *, experts: Sequence[str] = EXPERTS) -> RamResidencyOf:
+    """Return a function that makes `blocks` blocks of these experts RAM-resident, as a user's policy does."""
     policy = replace(OffloadPolicy.layerwise(source="pinned"), ram_blocks=blocks)
     return lambda device: plan_ram(policy, device, dict.fromkeys(experts, BLOCKS))
 
@@ -65,7 +65,7 @@ def device_program(residents: int, streaming: int, high: int, low: int) -> tuple
 
 def run(
     machine: Hardware,
-    homes: HomesOf,
+    ram_residency: RamResidencyOf,
     *,
     residents: int = 0,
     streaming: int = 2,
@@ -74,7 +74,7 @@ def run(
     low: int = 0,
 ) -> Timeline:
     program, device = device_program(residents, streaming, high, low)
-    return simulate(program, machine, compile_ram(program, homes(device), staging=staging))
+    return simulate(program, machine, compile_ram(program, ram_residency(device), staging=staging))
 
 
 def steady_step(timeline: Timeline) -> float:
@@ -100,7 +100,7 @@ machines = st.builds(
 
 
 @st.composite
-def any_homes(draw: st.DrawFn) -> RamResidency:
+def any_ram_residency(draw: st.DrawFn) -> RamResidency:
     residents = {expert: draw(st.frozensets(st.integers(0, 9))) for expert in EXPERTS}
     return RamResidency(
         residency=Residency(residents=residents, permanent=True), slots=sum(map(len, residents.values()))
@@ -115,7 +115,7 @@ def pairs(draw: st.DrawFn, runs: Any) -> tuple[TransferProgram, RamProgram]:
     block = st.builds(BlockKey, st.sampled_from(EXPERTS), st.integers(0, 10))
     ram = compile_ram(
         program,
-        draw(any_homes()),
+        draw(any_ram_residency()),
         staging=draw(st.integers(0, 3)),
         contents=draw(st.dictionaries(st.integers(0, 12), block, max_size=8)),
     )
@@ -147,13 +147,13 @@ def test_no_prefix_beats_compute_bus_disk_or_decoding(runs: Any, data: Any, mach
 
 @pytest.mark.parametrize("seed", range(200))
 def test_no_prefix_of_a_whole_run_beats_compute_bus_or_disk(seed: int) -> None:
-    """Runs of real size, as policies ask for them: both experts, any residents, homes and rates."""
+    """Runs of real size: both experts, any residents, RAM blocks and rates."""
     pick = Random(seed)
     residents, high, low = pick.randint(0, BLOCKS), pick.randint(0, 6), pick.randint(1, 6)
     machine = hardware(pick.choice((0.1, 0.9, 1.1, 3.0)), pick.choice((0.1, 0.9, 1.1, 3.0)))
-    homes = pinned(pick.randint(0, 2 * BLOCKS))
+    ram_residency = pinned(pick.randint(0, 2 * BLOCKS))
     program, device = device_program(residents, pick.randint(1, 3), high, low)
-    ram = compile_ram(program, homes(device), staging=pick.randint(1, 3))
+    ram = compile_ram(program, ram_residency(device), staging=pick.randint(1, 3))
     check_program(program)
     check_ram(program, ram)
     assert machine.disk_bytes_per_s is not None
@@ -168,7 +168,7 @@ def test_no_prefix_of_a_whole_run_beats_compute_bus_or_disk(seed: int) -> None:
 def _bytes_over_the_bus(
     program: TransferProgram, ram: RamProgram, machine: Hardware
 ) -> Mapping[tuple[int, str], float]:
-    """Per step: bytes of its fetches at the rate of the bus, without those that are no copies out of RAM."""
+    """Per step: bytes of its fetches at the rate of the bus, without those that are not copied from RAM."""
     moved: dict[tuple[int, str], float] = {}
     for fetch, visit in zip(program.fetches, ram.visit_of_fetch, strict=True):
         step = program.visits[fetch.needed_by].step, fetch.block.expert
@@ -179,7 +179,7 @@ def _bytes_over_the_bus(
 
 @PROPERTY
 @given(data=st.data(), machine=machines)
-def test_what_a_step_reads_is_what_its_visits_had_to_read(runs: Any, data: Any, machine: Hardware) -> None:
+def test_a_step_reads_the_missing_blocks_of_its_visits(runs: Any, data: Any, machine: Hardware) -> None:
     program, ram = data.draw(pairs(runs))
     expected: dict[tuple[int, str], int] = {}
     for fetch, visit in zip(program.fetches, ram.visit_of_fetch, strict=True):
@@ -234,13 +234,13 @@ def test_a_steady_step_is_within_two_percent_of_its_bound(
     if staging == 2:
         assume(max(bus, disk) < 0.9 or max(bus, disk) / min(bus, disk) > 1.3)
     machine = hardware(bus * BLOCKS / streamed, disk * BLOCKS / from_file)
-    homes = pinned(streamed - from_file, experts=("high",))
-    timeline = run(machine, homes, residents=residents, streaming=streaming, staging=staging)
+    ram_residency = pinned(streamed - from_file, experts=("high",))
+    timeline = run(machine, ram_residency, residents=residents, streaming=streaming, staging=staging)
     bound = BLOCKS * max(1.0, bus, disk)
     assert bound * (1 - 1e-9) <= steady_step(timeline) <= 1.02 * bound
 
 
-# --- figures: staging and homes -----------------------------------------------------------------------------------
+# --- figures: staging and residents -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def test_two_staging_slots_reach_the_bound_for_any_residents(residents: int) -> 
         (20, 10, {1.5: 1.000, 2.0: 1.000, 3.0: 1.085, 4.0: 1.285}),
     ],
 )
-def test_which_blocks_have_a_home_decides_at_equal_ram(
+def test_the_choice_of_ram_residents_decides_at_equal_ram(
     residents: int, blocks: int, contiguous: Mapping[float, float]
 ) -> None:
-    """Spread over the streamed blocks: the bound. The first of them instead: what `contiguous` says, per d."""
+    """Spread over the streamed blocks: the bound. With the first of them instead: `contiguous`, per d."""
     streamed = BLOCKS - residents
 
     def first_ones(device: Residency) -> RamResidency:
@@ -291,8 +291,8 @@ def test_which_blocks_have_a_home_decides_at_equal_ram(
         assert steady_step(run(machine, first_ones, residents=residents)) / bound == pytest.approx(expected, abs=6e-4)
 
 
-def test_homes_for_blocks_that_stay_on_the_device_are_wasted() -> None:
-    """Half stays on the device, ten homes: spread over all blocks, half of them serve one fetch per stage."""
+def test_ram_slots_for_blocks_resident_on_the_device_are_wasted() -> None:
+    """Half is resident on the device; of ten RAM blocks spread over all, half serve one fetch per stage."""
 
     def over_all(device: Residency) -> RamResidency:
         return RamResidency(residency=Residency(residents={"high": spread_evenly(10, BLOCKS)}), slots=10)
@@ -320,11 +320,11 @@ def test_ram_is_shared_by_both_experts_in_halves(
     assert (round(timeline.wall_s / BLOCKS, 2), timeline.read_bytes // BLOCK_BYTES) == expected
 
 
-def test_homes_that_hold_their_blocks_from_before_are_not_read_again() -> None:
+def test_slots_filled_by_an_earlier_run_are_not_read_again() -> None:
     program, device = device_program(0, 2, 2, 2)
-    homes = pinned(20)(device)
-    first = compile_ram(program, homes, staging=2)
-    again = compile_ram(program, homes, staging=2, contents=first.program.final_contents())
+    ram_residency = pinned(20)(device)
+    first = compile_ram(program, ram_residency, staging=2)
+    again = compile_ram(program, ram_residency, staging=2, contents=first.program.final_contents())
     machine = hardware(0.2, 0.9)
     cold, warm = simulate(program, machine, first), simulate(program, machine, again)
     assert (cold.read_bytes, warm.read_bytes) == (140 * BLOCK_BYTES, 120 * BLOCK_BYTES)
@@ -371,7 +371,7 @@ def test_real_cases(
     half_resident: float,
     at_the_switch: float,
 ) -> None:
-    """Total over computing, all from file; with half the blocks resident and 2 GB/s also what the switch costs."""
+    """Total over computing, all from file; with half the blocks resident and 2 GB/s also the cost of the switch."""
     found = [timeline.wall_s / timeline.compute_s for timeline in (case(None), case(7e9), case(3e9), case(2e9))]
     assert found == pytest.approx([in_ram, ssd_7, ssd_3, ssd_2], rel=2e-3)
     half = case(2e9, 20)
@@ -395,8 +395,8 @@ def one_expert(steps: int = 4, blocks: int = 4, buffers: int = 2) -> TransferPro
 
 
 def timeline_of(program: TransferProgram, machine: Hardware, staging: int | None) -> Timeline:
-    homes = RamResidency(residency=Residency(residents={}), slots=0)
-    return simulate(program, machine, None if staging is None else compile_ram(program, homes, staging=staging))
+    ram_residency = RamResidency(residency=Residency(residents={}), slots=0)
+    return simulate(program, machine, None if staging is None else compile_ram(program, ram_residency, staging=staging))
 
 
 def test_a_stall_is_the_files_as_long_as_the_block_has_not_left_it() -> None:
@@ -407,12 +407,12 @@ def test_a_stall_is_the_files_as_long_as_the_block_has_not_left_it() -> None:
     assert (step.read_s, step.copy_s, step.overlap) == pytest.approx((80.0, 12.0, 0.5))
     slow_bus = run(hardware(2.0, 0.3), pinned(0)).steps[5]
     assert (slow_bus.stall_s, slow_bus.stall_on_read_s) == pytest.approx((40.0, 0.0))
-    at_home = run(hardware(2.0, 0.3), pinned(2 * BLOCKS)).steps[5]
-    assert (at_home.read_bytes, at_home.read_s, at_home.stall_on_read_s) == (0, 0, 0)
-    assert at_home.copied_bytes == at_home.bytes_moved == 40 * BLOCK_BYTES
+    of_residents = run(hardware(2.0, 0.3), pinned(2 * BLOCKS)).steps[5]
+    assert (of_residents.read_bytes, of_residents.read_s, of_residents.stall_on_read_s) == (0, 0, 0)
+    assert of_residents.copied_bytes == of_residents.bytes_moved == 40 * BLOCK_BYTES
 
 
-def test_what_is_read_straight_or_decoded_by_a_cpu_was_not_copied() -> None:
+def test_direct_reads_and_cpu_decoding_are_not_copies() -> None:
     cpu = hardware(0.5, 1.0, decode_s={"high": 0.5}, decode_computes=True)
     decoded = timeline_of(one_expert(), cpu, staging=2)
     straight = timeline_of(one_expert(), hardware(0.5, 1.0), staging=0)
@@ -499,7 +499,7 @@ def test_on_a_cpu_a_block_that_stays_is_decoded_once() -> None:
 
 
 def test_a_block_without_a_slot_is_read_straight_into_its_buffer() -> None:
-    """Disk and bus are one way then: what the bus could do does not matter, and a read waits for a free buffer."""
+    """Disk and bus are one route then: the bus rate does not matter, and a read waits for a free buffer."""
     program = one_expert(buffers=2)
     timeline = timeline_of(program, hardware(50.0, 0.75), 0)
     assert timeline.first_block_s == pytest.approx(0.75)
@@ -509,37 +509,37 @@ def test_a_block_without_a_slot_is_read_straight_into_its_buffer() -> None:
     assert serial.wall_s == pytest.approx(16 * 1.75)
 
 
-def test_beside_reads_into_buffers_homes_are_filled_while_the_disk_has_time() -> None:
-    """Block 3 has a home. Its read starts when the disk waits for a buffer, and delays nobody."""
+def test_ram_slots_are_filled_while_direct_reads_wait_for_buffers() -> None:
+    """Block 3 is RAM-resident. Its read starts when the disk waits for a buffer, and delays no other read."""
     program = one_expert(steps=2, buffers=2)
-    homes = RamResidency(residency=Residency(residents={"high": frozenset({3})}, permanent=True), slots=1)
-    ram = compile_ram(program, homes, staging=0)
+    ram_residency = RamResidency(residency=Residency(residents={"high": frozenset({3})}, permanent=True), slots=1)
+    ram = compile_ram(program, ram_residency, staging=0)
     timeline = simulate(program, hardware(0.1, 0.5), ram)
     assert timeline.stall_s == pytest.approx(0.5)
     assert timeline.read_bytes == 7 * BLOCK_BYTES
     assert [step.read_bytes // BLOCK_BYTES for step in timeline.steps] == [4, 3]
 
 
-def test_homes_of_the_next_expert_are_read_in_the_time_that_the_disk_has_left() -> None:
-    """High blocks are read straight and leave half of the disk's time; low ones have homes and no time to hide in."""
+def test_ram_blocks_of_the_next_expert_are_read_while_the_disk_is_idle() -> None:
+    """High blocks are read directly and use half of the disk's time; low ones are RAM-resident and cannot hide."""
     program = compile_program(
         step_visits(["high", "high", "low"], dict.fromkeys(EXPERTS, 4)), Residency(residents={}), 2
     )
-    homes = RamResidency(residency=Residency(residents={"low": frozenset(range(4))}, permanent=True), slots=4)
+    ram_residency = RamResidency(residency=Residency(residents={"low": frozenset(range(4))}, permanent=True), slots=4)
     machine = hardware(0.01, 0.5, visit_s={"high": 1.0, "low": 0.01})
-    timeline = simulate(program, machine, compile_ram(program, homes, staging=0))
+    timeline = simulate(program, machine, compile_ram(program, ram_residency, staging=0))
     assert timeline.steps[2].stall_s == pytest.approx(0.0)
 
 
 def test_one_disk_serves_reads_into_slots_and_into_buffers() -> None:
     program = one_expert(steps=1, buffers=4)
-    homes = RamResidency(residency=Residency(residents={"high": frozenset({1, 3})}, permanent=True), slots=2)
+    ram_residency = RamResidency(residency=Residency(residents={"high": frozenset({1, 3})}, permanent=True), slots=2)
     machine = hardware(0.01, 0.5, visit_s={"high": 0.0, "low": 0.0})
-    wall_s = simulate(program, machine, compile_ram(program, homes, staging=0)).wall_s
+    wall_s = simulate(program, machine, compile_ram(program, ram_residency, staging=0)).wall_s
     assert 4 * 0.5 <= wall_s <= 4 * 0.5 + 2 * 0.01
 
 
-def test_the_file_may_be_larger_than_what_crosses_the_bus() -> None:
+def test_file_bytes_may_exceed_bus_bytes() -> None:
     """A bf16 file that becomes fp8 in RAM."""
     machine = hardware(0.5, 0.5, file_bytes={"high": 2 * BLOCK_BYTES})
     timeline = timeline_of(one_expert(), machine, 2)
@@ -572,8 +572,8 @@ def test_reads_without_a_disk_are_refused(staging: int) -> None:
 
 def test_nothing_to_read_needs_no_disk() -> None:
     program = one_expert()
-    homes = RamResidency(residency=Residency(residents={"high": frozenset(range(4))}, permanent=True), slots=4)
+    ram_residency = RamResidency(residency=Residency(residents={"high": frozenset(range(4))}, permanent=True), slots=4)
     contents = {block: BlockKey("high", block) for block in range(4)}
-    ram = compile_ram(program, homes, staging=0, contents=contents)
+    ram = compile_ram(program, ram_residency, staging=0, contents=contents)
     machine = hardware(0.5, 1.0, disk_bytes_per_s=None)
     assert simulate(program, machine, ram) == simulate(program, machine)

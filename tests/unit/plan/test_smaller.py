@@ -1,4 +1,4 @@
-"""Which policy comes next after a run has run out of device memory."""
+"""The next smaller policy after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def _smaller(policy: OffloadPolicy, missing: float = 1, tokens: int = 75_600) ->
         (BLOCK_SWAP(20, source="pinned"), 3, BLOCK_SWAP(23, source="pinned")),
     ],
 )
-def test_what_comes_next(policy: OffloadPolicy, missing: float, expected: OffloadPolicy | None) -> None:
+def test_the_next_smaller_policy(policy: OffloadPolicy, missing: float, expected: OffloadPolicy | None) -> None:
     assert _smaller(policy, missing) == expected
 
 
 @pytest.mark.parametrize(
     ("tokens", "chunk"), [(75_600, 32768), (32_768, 16384), (20_280, 16384), (2049, 2048), (2048, None), (12, None)]
 )
-def test_a_chunk_is_smaller_than_what_there_is(tokens: int, chunk: int | None) -> None:
+def test_a_chunk_is_smaller_than_the_sequence(tokens: int, chunk: int | None) -> None:
     """A chunk of all tokens, or of more, would change nothing."""
     for policy in (LAYERWISE(1), replace(LAYERWISE(1), chunk_tokens=100_000)):
         found = _smaller(policy, tokens=tokens)
@@ -70,7 +70,7 @@ POLICIES = st.one_of(
 
 
 @given(POLICIES, st.integers(0, 100))
-def test_every_policy_comes_to_an_end_and_never_below_two_buffers_unless_asked(
+def test_every_policy_comes_to_an_end_and_never_below_two_buffers_unless_requested(
     policy: OffloadPolicy, missing: int
 ) -> None:
     fewest = 1 if policy.prefetch_blocks == 0 and policy.kind != "resident" else 2
@@ -91,14 +91,14 @@ def test_every_policy_comes_to_an_end_and_never_below_two_buffers_unless_asked(
         (0, None, 7),
         (1, None, 14),
         (3, None, 56),
-        (0, 100, 7),  # what was reckoned was too little
+        (0, 100, 7),  # the estimate was too small
         (2, 100, 28),
         (0, 60, 40),
         (2, 60, 40),
         (3, 60, 56),
     ],
 )
-def test_what_is_known_to_lack_is_freed_and_at_least_twice_as_much_each_time(
+def test_a_retry_frees_the_known_shortage_and_at_least_twice_as_much_each_time(
     attempt: int, free: int | None, expected: int
 ) -> None:
     assert bytes_to_free(attempt, block=7, working_bytes=100, free_bytes=free) == expected

@@ -1,4 +1,4 @@
-"""Where one stage ends and the next begins."""
+"""Boundaries between pipeline stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _switches(experts: Sequence[str]) -> set[int]:
 
 
 def _by_trying_all(experts: Sequence[str], costs: Sequence[float], stages: int) -> float:
-    """The slowest stage of the best cut that cuts at every switch."""
+    """Return the cost of the slowest stage in the best division with a cut at every switch."""
     slowest = []
     for cuts in combinations(range(1, len(experts)), stages - 1):
         if _switches(experts) <= set(cuts):

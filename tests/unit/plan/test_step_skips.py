@@ -1,4 +1,4 @@
-"""Which steps need no block: by hand, against diffusers' own rule, and by properties."""
+"""Steps that a cache skips: by hand, against diffusers' own rule, and by properties."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _State:
 
 
 def diffusers_skips(ratios: list[float], rule: SkipRule) -> list[int]:
-    """What the head hook of diffusers' MagCache decides in every step."""
+    """Return the decision of the head hook of diffusers' MagCache for every step."""
     config = MagCacheConfig(
         threshold=rule.threshold,
         max_skip_steps=rule.max_consecutive_skips,

@@ -1,4 +1,4 @@
-"""The list of clusters: its entries, and which addresses need leave and a token."""
+"""The list of clusters: its entries, and the addresses that need permission and a token."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("host", OWN)
-def test_loopback_is_localhost_and_what_parses_as_its_address(host: str) -> None:
+def test_localhost_and_loopback_addresses_are_loopback(host: str) -> None:
     assert is_loopback(host)
     address = f"[{host}]:6379" if ":" in host else f"{host}:6379"
     check_address(address, beyond_loopback=False, token_file="")
 
 
 @pytest.mark.parametrize("host", [host for host in OTHERS if host != "::1%eth0"])
-def test_what_only_looks_like_loopback_needs_leave_and_a_token(host: str) -> None:
+def test_lookalikes_of_loopback_need_permission_and_a_token(host: str) -> None:
     assert not is_loopback(host)
     address = f"[{host}]:6379" if ":" in host else f"{host}:6379"
     with pytest.raises(WorkersError, match="is another machine: set remote_machines to true"):
@@ -87,7 +87,7 @@ def test_workers_of_this_machine_take_no_token_and_no_leave(address: str) -> Non
         ),
     ],
 )
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_invalid_addresses_are_refused(address: str) -> None:
     with pytest.raises(WorkersError, match="the address is"):
         check_address(address, beyond_loopback=True, token_file="/token")
 
@@ -134,6 +134,6 @@ def test_a_bad_entry_is_named(changes: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "7", "[" * 100_000, '{"local": {"address": "h:1"}}', '{"": {}}', '{"a": 1}']
 )
-def test_what_is_no_list_of_clusters_is_refused(text: str) -> None:
+def test_invalid_lists_of_clusters_are_refused(text: str) -> None:
     with pytest.raises(WorkersError, match=r"clusters\.json"):
         read_clusters(text, "clusters.json")

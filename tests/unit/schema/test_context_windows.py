@@ -1,4 +1,4 @@
-"""Context windows: what of a video each step looks at, and how much each look counts."""
+"""Context windows: the frames of each window, and their blend weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.schema.context_windows import BLENDS, ContextWindows, halving
+from wanstream.schema.context_windows import BLENDS, ContextWindows, van_der_corput
 
 
 @st.composite
@@ -26,7 +26,7 @@ def cases(draw: st.DrawFn) -> tuple[ContextWindows, int, int]:
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_windows_hold_every_frame_and_neighbours_share_what_they_should(case: tuple[ContextWindows, int, int]) -> None:
+def test_windows_cover_every_frame_and_neighbours_overlap(case: tuple[ContextWindows, int, int]) -> None:
     windows, frames, step = case
     every = windows.at(step, frames)
     assert len(set(every)) == len(every)
@@ -44,7 +44,7 @@ def test_windows_hold_every_frame_and_neighbours_share_what_they_should(case: tu
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_what_a_frame_counts_for_adds_up_to_one(case: tuple[ContextWindows, int, int]) -> None:
+def test_the_weights_of_a_frame_add_up_to_one(case: tuple[ContextWindows, int, int]) -> None:
     windows, frames, step = case
     every = windows.at(step, frames)
     total, alone = [0.0] * frames, [0] * frames
@@ -68,7 +68,7 @@ def test_the_offset_changes_from_step_to_step() -> None:
     windows = ContextWindows()
     starts = [[window[0] for window in windows.at(step, 61)] for step in range(5)]
     assert starts == [[0, 17, 34, 40], [0, 8, 25, 40], [0, 4, 21, 38, 40], [0, 12, 29, 40], [0, 2, 19, 36, 40]]
-    assert [float(halving(step)) for step in range(6)] == [0, 0.5, 0.25, 0.75, 0.125, 0.625]
+    assert [float(van_der_corput(step)) for step in range(6)] == [0, 0.5, 0.25, 0.75, 0.125, 0.625]
     assert windows.most(range(5), 61) == 5
     assert windows.most([0, 1], 61) == 4
 
@@ -107,7 +107,7 @@ def test_fuses_differ_where_windows_overlap() -> None:
         ({"blend": "cosine"}, "unknown blend 'cosine': choose one of linear, pyramid, flat"),
     ],
 )
-def test_what_makes_no_windows_is_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_windows_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ContextWindows(**given)
 

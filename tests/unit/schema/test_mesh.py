@@ -59,7 +59,7 @@ def test_the_last_axis_changes_fastest() -> None:
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ({"data": 0}, "data is 0: give a whole number from 1"),
+        ({"data": 0}, "data is 0: give a whole number of 1 or more"),
         ({"ring": True}, "ring is True"),
         ({"ulysses": 2.0}, "ulysses is 2.0"),
         ({"cfg": 3}, "cfg is 3: there are two sides, positive and negative, so 1 or 2"),

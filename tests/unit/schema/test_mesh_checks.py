@@ -1,4 +1,4 @@
-"""Which meshes suit which run."""
+"""Meshes that suit a run, and those that are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _check(mesh: Mesh, **changes: Any) -> tuple[str, ...]:
         (Mesh(ring=3), {"heads": 1}),
     ],
 )
-def test_what_keeps_every_worker_busy_needs_no_words(mesh: Mesh, changes: dict[str, Any]) -> None:
+def test_a_mesh_that_keeps_every_worker_busy_has_no_warnings(mesh: Mesh, changes: dict[str, Any]) -> None:
     assert _check(mesh, **changes) == ()
 
 
@@ -73,10 +73,10 @@ def test_what_keeps_every_worker_busy_needs_no_words(mesh: Mesh, changes: dict[s
             "stage 5, but the run has 4 steps: every stage needs one; use 1 to 4",
         ),
         (Mesh(stage=2), {"steps": 1, "samples": 9}, "stage 2, but the run has 1 step: "),
-        (Mesh(data=2, cfg=2), {}, "data 2, but one video is made: 2 of 4 workers would have nothing to do; use data 1"),
+        (Mesh(data=2, cfg=2), {}, "data 2, but one video is made: 2 of 4 workers would be idle; use data 1"),
     ],
 )
-def test_what_cannot_run_is_refused_with_what_fits(mesh: Mesh, changes: dict[str, Any], message: str) -> None:
+def test_a_mesh_that_cannot_run_is_refused_with_a_remedy(mesh: Mesh, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         _check(mesh, **changes)
 
@@ -84,7 +84,7 @@ def test_what_cannot_run_is_refused_with_what_fits(mesh: Mesh, changes: dict[str
 @pytest.mark.parametrize(
     ("mesh", "changes", "words"),
     [
-        (Mesh(data=4), {"samples": 3}, "data 4 for 3 videos: 1 of 4 rows of workers have nothing to do"),
+        (Mesh(data=4), {"samples": 3}, "data 4 for 3 videos: 1 of 4 rows of workers are idle"),
         (Mesh(stage=2), {}, "stage 2 x data 1 for 1 video: at most 1 of 2 groups work at a time"),
         (
             Mesh(cfg=2),
@@ -93,7 +93,7 @@ def test_what_cannot_run_is_refused_with_what_fits(mesh: Mesh, changes: dict[str
         ),
     ],
 )
-def test_what_leaves_workers_idle_is_said(mesh: Mesh, changes: dict[str, Any], words: str) -> None:
+def test_idle_workers_are_reported(mesh: Mesh, changes: dict[str, Any], words: str) -> None:
     (said,) = _check(mesh, **changes)
     assert said.startswith(words)
 
@@ -113,7 +113,7 @@ def test_what_leaves_workers_idle_is_said(mesh: Mesh, changes: dict[str, Any], w
     st.integers(1, 6),
     st.integers(1, 6),
 )
-def test_what_passes_divides_and_has_work(
+def test_a_valid_mesh_divides_the_run_and_has_work(
     mesh: Mesh, heads: int, tokens: int, lanes: dict[str, int], steps: int, samples: int
 ) -> None:
     passes = (

@@ -1,4 +1,4 @@
-"""The parts of a run lie end to end, and are named after what happens in them."""
+"""The phases of a run follow each other without gaps and have the right names."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ WAN = {"high": 40, "low": 40}
         (OffloadPolicy.block_swap(30), {"high": 40, "low": 30}, {"high": 10, "low": 0}, 12),
     ],
 )
-def test_what_a_policy_means(
+def test_residents_and_buffers_of_a_policy(
     policy: OffloadPolicy, block_counts: dict[str, int], residents: dict[str, int], buffers: int
 ) -> None:
     residency, found = plan_residency(policy, block_counts)

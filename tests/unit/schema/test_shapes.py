@@ -123,13 +123,13 @@ def test_working_bytes_are_those_of_the_widest_moment_and_of_the_lanes_that_wait
     ("chunk", "lanes", "gigabytes"),
     [(4096, 1, 3.97), (4096, 2, 4.76), (8192, 2, 4.76), (65536, 2, 8.69), (10**6, 2, 9.40), (None, 2, 9.40)],
 )
-def test_chunks_bound_what_720p_computes_in(chunk: int | None, lanes: int, gigabytes: float) -> None:
+def test_chunks_bound_the_working_memory_at_720p(chunk: int | None, lanes: int, gigabytes: float) -> None:
     tokens = VideoShape(width=1280, height=720, frames=81).tokens
     needed = T2V_A14B.working_bytes(tokens, lanes=lanes, chunk_tokens=chunk)
     assert needed == pytest.approx(gigabytes * 1e9, rel=1e-2)
 
 
-def test_with_chunks_the_attention_is_what_takes_most() -> None:
+def test_with_chunks_attention_takes_the_most_memory() -> None:
     """Its input, q, k, v and output: 5 x 774 MB at 1280x720x81, and two blocks and another lane still fit in 8 GB."""
     tokens = VideoShape(width=1280, height=720, frames=81).tokens
     attention = 5 * tokens * 5120 * 2

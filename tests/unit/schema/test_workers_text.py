@@ -1,4 +1,4 @@
-"""What a user writes about workers."""
+"""Parsing of a user's description of workers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_path_maps_survive_as_text(pairs: list[tuple[str, str]]) -> None:
         ("/a -> /b\n/c -> ", "line 2 of the path map is '/c ->'"),
         ("/a -> /b -> /c", "line 1 .* write the folder here"),
         ("/a => /b", "line 1 .* write the folder here"),
-        ("models -> /b", "line 1 of the path map: 'models' is no absolute path"),
-        ("/a -> ../b", "line 1 of the path map: '../b' is no absolute path"),
+        ("models -> /b", "line 1 of the path map: 'models' is not an absolute path"),
+        ("/a -> ../b", "line 1 of the path map: '../b' is not an absolute path"),
     ],
 )
 def test_a_bad_line_of_a_path_map_is_named(text: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""Which home for weights is chosen between workers, machine by machine."""
+"""Choice of the weight placement between workers, by machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NVLINK = WeightFigures(
     gather_beside_h2d_s=3.2 * MS,
     free_bytes=5 * GB,
 )
-"""Eight GPUs at 480p, each with 25 GB/s of its own, and 200 GB/s and more between them."""
+"""Eight GPUs at 480p, each with a separate bus of 25 GB/s, and at least 200 GB/s between them."""
 
 OWN_PORTS = replace(NVLINK, gather_s=24.6 * MS, gather_beside_h2d_s=28.1 * MS, shard_h2d_s=5.0 * MS)
 """The same bus, over which the gather has to go too: every link carries a whole block in any case."""
@@ -95,7 +95,7 @@ def test_the_reason_has_the_numbers() -> None:
 
 @pytest.mark.parametrize("name", ["workers", "block_bytes", "visit_s", "h2d_s", "gather_beside_h2d_s"])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
-def test_figures_that_nobody_can_have_measured_are_refused(name: str, value: float) -> None:
+def test_impossible_figures_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name} is {value!r}, it must be a number above 0"):
         replace(NVLINK, **{name: value})
 
@@ -104,7 +104,7 @@ times = st.floats(min_value=1e-5, max_value=1.0)
 
 
 @given(times, times, times, times, times, times, st.integers(0, 100 * GB))
-def test_nothing_measured_is_faster_than_what_is_chosen(
+def test_no_measured_placement_is_faster_than_the_choice(
     visit_s: float, alone: float, together: float, shard: float, gather: float, beside: float, free_bytes: int
 ) -> None:
     figures = replace(

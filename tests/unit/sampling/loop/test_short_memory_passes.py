@@ -120,7 +120,7 @@ def test_a_change_names_its_call(open_pair: OpenPair) -> None:
     calls.of([H, H, L], [H, H, L])
     (change,) = calls.policy.changes
     assert change.startswith("out of memory in call 2 (low-noise expert): ")
-    assert "one expert stays" in change
+    assert "one expert resident" in change
 
 
 def test_where_nothing_smaller_is_left_the_passes_wait_for_another_call(open_pair: OpenPair) -> None:

@@ -1,4 +1,4 @@
-"""Tiles by memory: what is chosen fits, computes least, and a budget for which nothing fits is refused with numbers."""
+"""Tiles by memory: the choice fits and computes least; a budget into which nothing fits is refused with numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ budgets = st.integers(0, 30_000 * MB)
 
 
 @given(sizes, sizes, st.sampled_from([1, 5, 81]), budgets, st.booleans(), st.booleans(), st.sampled_from([8, 16]))
-def test_what_is_chosen_fits_and_computes_least_of_the_large_ones(
+def test_the_choice_fits_and_computes_least_of_the_large_ones(
     height: int, width: int, frames: int, budget: int, shared: bool, to_file: bool, per_latent: int
 ) -> None:
     needs = _needs(height, width, frames, to_file=to_file, per_latent=per_latent)
