@@ -1,13 +1,39 @@
-"""Device events of one step, and the figures that are computed from them after the step."""
+"""Events of one step, reads included, and the figures computed from them after the step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from ..devices import Clock, DeviceEvent
-from .read_timing import ReadSpan
-from .trace import TraceSpan
+from .trace import Ranges, TraceSpan, ranged
+
+
+class ReadSpan(NamedTuple):
+    """One read of one block. Times are values of `time.perf_counter()`."""
+
+    start: float
+    end: float
+    nbytes: int
+    """Bytes that were requested from the file."""
+    straight: bool
+    """True for a read directly into a buffer, False for a read into a RAM slot."""
+
+
+class ReadTimer:
+    """Measures reads, from any thread; `ranges` shows them in a profiler."""
+
+    def __init__(self, ranges: Ranges | None = None) -> None:
+        self._ranges = ranges
+
+    def measure(self, read: Callable[[], None], nbytes: int, *, name: str, straight: bool = False) -> ReadSpan:
+        """Call `read`, which reads `nbytes` from a file, and return its times. Exceptions of `read` pass through."""
+        start = time.perf_counter()
+        with ranged(self._ranges, name):
+            read()
+        return ReadSpan(start, time.perf_counter(), nbytes, straight)
+
 
 VisitEvents: TypeAlias = tuple[int, DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent]
 """One visit: the block, and the events requested, arrived, ready (decoded) and done (after the last lane).

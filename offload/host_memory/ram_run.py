@@ -8,8 +8,7 @@ import torch
 
 from ...plan import AT_ONCE, DIRECT, KEPT, BlockKey, Fetch, RamProgram
 from ...telemetry import ReadSpan, ReadTimer
-from ..engine.thread_sync import RunStopped, ThreadSync
-from ..engine.threads import RunThread
+from ..engine.threads import RunStopped, RunThread, ThreadSync
 from .ram_slots import RamSlot, RamSlots
 
 

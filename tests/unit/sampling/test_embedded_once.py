@@ -12,7 +12,7 @@ import torch
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedder_cache import part_of
+from wanstream.wan.experts.embedders import part_of
 
 OpenPair = Callable[..., ExpertPair]
 Request = Callable[..., DenoiseRequest]

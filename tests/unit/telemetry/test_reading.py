@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from wanstream.telemetry.read_timing import ReadTimer
+from wanstream.telemetry.step_events import ReadTimer
 
 
 def test_a_reading_is_called_once_and_timed() -> None:
