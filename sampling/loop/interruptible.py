@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from ...offload import EngineRun
+from ..errors import SamplingCancelled
 
 LONG_VISIT_FLOPS = 2e10
 """Of a block with all of its lanes: some tenths of a second. A shorter one is over before a user notices."""
@@ -20,6 +24,45 @@ PIECE_ROWS = 768
 otherwise. So pieces are multiples of 256 and this long at least, and attention in pieces is the same to the bit. It
 is not divided where that does not hold, see `_in_whole`."""
 ROWS_AT_ONCE = 256
+
+
+class BlockVisits:
+    """Visits of the blocks of one model call, for `with visits(block):`; `should_stop` is polled before each of them.
+
+    Args:
+        inside: poll within a block too, see `Interruptible`.
+
+    Raises:
+        SamplingCancelled: `should_stop` returned True.
+    """
+
+    def __init__(
+        self,
+        run: EngineRun,
+        step: int,
+        expert: str,
+        should_stop: Callable[[], bool] | None,
+        *,
+        inside: bool = False,
+    ) -> None:
+        self._run, self._step, self._expert = run, step, expert
+        self._should_stop, self._inside = should_stop, inside and should_stop is not None
+        self._block = 0
+
+    def __call__(self, block: int) -> AbstractContextManager[object]:
+        self._block = block
+        self._poll()
+        visit = self._run.visit(self._step, self._expert, block)
+        return self._interruptible(visit) if self._inside else visit
+
+    def _poll(self) -> None:
+        if self._should_stop is not None and self._should_stop():
+            raise SamplingCancelled(self._step, self._block)
+
+    @contextmanager
+    def _interruptible(self, visit: AbstractContextManager[object]) -> Iterator[None]:
+        with visit, Interruptible(self._poll):
+            yield
 
 
 class Interruptible(TorchFunctionMode):

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ...wan import ExpertEngine, Lane, frame_timesteps
 from ..context_windows import StepWindows
-from ..errors import SamplingCancelled
 from ..inputs.checks import Texts
 from ..inputs.request import DenoiseRequest
-from .interruptible import Interruptible
-
-EnterBlock: TypeAlias = "Callable[[int], AbstractContextManager[object]]"
-"""Block -> the context in which it is there to compute."""
 
 
 class LaneName(NamedTuple):
@@ -122,31 +115,3 @@ def prefetch_embeddings(
     for expert, timestep in calls:
         timesteps.setdefault(expert, []).extend(sorted(inputs.timesteps(timestep)))
     engine.expect(timesteps, {expert: inputs.texts(with_negative=guided[expert]) for expert in timesteps})
-
-
-def cancellable(
-    enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None, *, inside: bool = False
-) -> EnterBlock:
-    """Return `enter` with a call of `should_stop` before each block, which raises `SamplingCancelled` where that is
-    true.
-
-    Args:
-        inside: call it within a block too, see `Interruptible`.
-    """
-    if should_stop is None:
-        return enter
-
-    def look(block: int) -> None:
-        if should_stop():
-            raise SamplingCancelled(step, block)
-
-    def visit(block: int) -> AbstractContextManager[object]:
-        look(block)
-        return enter(block)
-
-    @contextmanager
-    def long_visit(block: int) -> Iterator[None]:
-        with visit(block), Interruptible(partial(look, block)):
-            yield
-
-    return long_visit if inside else visit

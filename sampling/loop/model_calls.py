@@ -27,7 +27,7 @@ from ...schema import OffloadPolicy, StateError
 from ...telemetry import Recorder
 from ...wan import ExpertEngine, Lane, Nag, attach_nag, forward_lanes
 from ..cache.base import CachedCalls, CachedPass
-from .lanes import cancellable
+from .interruptible import BlockVisits
 from .oom_fallback import RunPolicy
 from .parallel import LOCAL_FORWARD, Compute
 
@@ -180,7 +180,7 @@ class ModelCalls:
         assert self._run is not None
         engine, run = self.engine, self._run
         inside = self._policy is not None and self._policy.stops_inside
-        visit = cancellable(partial(run.visit, step, expert), step, self._should_stop, inside=inside)
+        visit = BlockVisits(run, step, expert, self._should_stop, inside=inside)
         own = self._split.own_tokens
         compute = partial(forward_lanes, engine.models[expert], timestep=timestep, visit=visit, own_tokens=own)
         if self._cached is None:
