@@ -15,7 +15,7 @@ from .conditioning import video_text
 from .request import DenoiseRequest
 
 
-def joined(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
+def merge_requests(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
     """One request for the samples of all `requests`, in their order; one alone stays what it is.
 
     Each sample comes out as from its own request, bit for bit; the weights move once for all. What belongs to the steps
@@ -108,7 +108,7 @@ def _stacked(tensors: Sequence[torch.Tensor | None], batches: Sequence[int]) -> 
     )
 
 
-def apart(request: DenoiseRequest, sizes: Sequence[int]) -> list[DenoiseRequest]:
+def split_request(request: DenoiseRequest, sizes: Sequence[int]) -> list[DenoiseRequest]:
     """Requests for the first `sizes[0]` samples, the next `sizes[1]` and so on; joined, they are `request` again.
 
     Each sample comes out as from the whole request, bit for bit. What all samples share, every part has. A request for

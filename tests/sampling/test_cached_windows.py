@@ -12,7 +12,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
 from wanstream.plan.visits import SkipRule
-from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, split_request
 from wanstream.sampling.cache.calibrate import calibrate
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.settings import FirstBlockCache, MagCache, cached_policy
@@ -125,7 +125,7 @@ def test_windows_that_stay_leave_out_what_a_whole_video_does(open_pair: OpenPair
 
 def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, ask: Request) -> None:
     pair, request = open_pair(), ask(batch=2, windows=MOVING, cache=FirstBlockCache(threshold=0.55))
-    for part, sample in zip(apart(request, [1, 1]), run(pair, request).latents, strict=True):
+    for part, sample in zip(split_request(request, [1, 1]), run(pair, request).latents, strict=True):
         assert torch.equal(run(pair, part).latents[0], sample)
 
 

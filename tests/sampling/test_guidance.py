@@ -11,7 +11,7 @@ import torch
 
 from wanstream.distributed.driver.partition import stage_steps
 from wanstream.nodes.runs.trials import describe_request, job_digest
-from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined, request_job
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, request_job, split_request
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -94,9 +94,9 @@ def test_stages_are_cut_by_the_lanes_of_their_steps(make_request: Request) -> No
 
 def test_scales_go_with_the_parts_of_a_request_and_back(open_pair: OpenPair, make_request: Request) -> None:
     request = make_request(batch=2, guidance_steps=(4.0, 1.0, 3.0))
-    parts = apart(request, [1, 1])
+    parts = split_request(request, [1, 1])
     assert [part.guidance_steps for part in parts] == [request.guidance_steps] * 2
-    together = joined(parts)
+    together = merge_requests(parts)
     assert together.step_plan == request.step_plan
     assert together.negative is not None
 
@@ -104,7 +104,7 @@ def test_scales_go_with_the_parts_of_a_request_and_back(open_pair: OpenPair, mak
 def test_requests_of_other_scales_are_not_joined(make_request: Request) -> None:
     first = make_request(guidance_steps=(4.0, 3.0))
     with pytest.raises(RequestError, match=r"guidance of step 1 2\.0, in lane 1 3\.0"):
-        joined([first, replace(first, guidance_steps=(4.0, 2.0))])
+        merge_requests([first, replace(first, guidance_steps=(4.0, 2.0))])
 
 
 def test_a_list_of_ones_needs_no_negative(make_request: Request) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wanstream.devices import free_bytes
-from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, joined, working_bytes
+from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, merge_requests, working_bytes
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
@@ -55,7 +55,7 @@ def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
 ) -> None:
     policy = OffloadPolicy.layerwise(1, source=source)
     alone = [denoise(pair, request, policy=policy, device=CUDA) for request in lanes]
-    together = denoise(pair, joined(lanes), policy=policy, device=CUDA)
+    together = denoise(pair, merge_requests(lanes), policy=policy, device=CUDA)
     for own, single in zip(together.latents.split(1), alone, strict=True):
         assert torch.equal(own, single.latents)
     assert [step.bytes_moved for step in together.timeline.steps] == [
@@ -64,7 +64,7 @@ def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
 
 
 def test_what_was_reckoned_for_lanes_is_what_they_take(pair: ExpertPair, lanes: list[DenoiseRequest]) -> None:
-    request = joined(lanes)
+    request = merge_requests(lanes)
     denoise(pair, request, policy=LAYERWISE, device=CUDA)  # workspaces of libraries are there from now on
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -77,7 +77,7 @@ def test_what_was_reckoned_for_lanes_is_what_they_take(pair: ExpertPair, lanes: 
 def test_lanes_that_do_not_fit_are_refused_before_they_are_computed(
     pair: ExpertPair, lanes: list[DenoiseRequest]
 ) -> None:
-    request = joined(lanes)
+    request = merge_requests(lanes)
     check_room(pair, request, LAYERWISE, CUDA)
     free = free_bytes(CUDA)
     assert free is not None

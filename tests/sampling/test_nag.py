@@ -11,7 +11,15 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from wanstream.nodes.runs.trials import describe_request
-from wanstream.sampling import DenoiseRequest, RequestError, SamplingCancelled, StepProgress, apart, denoise, joined
+from wanstream.sampling import (
+    DenoiseRequest,
+    RequestError,
+    SamplingCancelled,
+    StepProgress,
+    denoise,
+    merge_requests,
+    split_request,
+)
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import ExpertPair, Nag
@@ -111,12 +119,12 @@ def test_blocks_are_as_they_were_after_a_run_and_after_a_cancelled_one(
 def test_samples_of_a_batch_are_single_runs_to_the_bit(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request(batch=2, guidance=UNGUIDED, nag=NAG)
     together = latents_of(pair, request)
-    parts = apart(request, [1, 1])
+    parts = split_request(request, [1, 1])
     for part, sample in zip(parts, together, strict=True):
         assert torch.equal(latents_of(pair, part)[0], sample)
-    assert torch.equal(latents_of(pair, joined(parts)), together)
+    assert torch.equal(latents_of(pair, merge_requests(parts)), together)
     with pytest.raises(RequestError, match="NAG None, in lane 1 Nag"):
-        joined([parts[0], replace(parts[1], nag=None)])
+        merge_requests([parts[0], replace(parts[1], nag=None)])
 
 
 def test_windows_and_nag_go_together(open_pair: OpenPair, make_request: Request) -> None:

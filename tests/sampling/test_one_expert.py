@@ -14,7 +14,7 @@ from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipel
 from PIL import Image
 from transformers import CLIPImageProcessor
 
-from wanstream.sampling import DenoiseRequest, RequestError, denoise, joined
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.wan21 import make_image_encoder, save_image_encoder
 from wanstream.testing.weights import make_vae
@@ -131,7 +131,7 @@ def test_image_to_video_is_wan_image_to_video_pipeline(
 def test_lanes_with_images_of_their_own_come_out_as_alone(open_one: OpenOne, image_request: Request) -> None:
     pair = open_one(**IMAGE)
     requests = [image_request(seed=seed) for seed in (20, 30)]
-    together = _run(pair, joined(requests))
+    together = _run(pair, merge_requests(requests))
     for at, request in enumerate(requests):
         assert torch.equal(together[at : at + 1], _run(pair, request))
     assert not torch.equal(together[0], together[1])
@@ -149,7 +149,7 @@ def test_an_expert_is_fetched_once_per_step(open_one: OpenOne, one_request: Requ
 def test_images_of_lanes_must_be_alike(image_request: Request) -> None:
     other = image_request(image_embedding=_normal(1, 9, 80, seed=3))
     with pytest.raises(RequestError, match="image embedding 9 x 80, in lane 1 17 x 80"):
-        joined([image_request(), other])
+        merge_requests([image_request(), other])
 
 
 def test_an_expert_without_an_image_branch_does_not_look_at_it(open_one: OpenOne, one_request: Request) -> None:

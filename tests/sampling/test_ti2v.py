@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 
-from wanstream.sampling import DenoiseRequest, RequestError, SamplingCancelled, denoise, joined
+from wanstream.sampling import DenoiseRequest, RequestError, SamplingCancelled, denoise, merge_requests
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.context_windows import StepWindows
 from wanstream.schema import OffloadPolicy
@@ -234,7 +234,7 @@ def test_nag_holds_the_negative_text_against_it(pair: ExpertPair, image_request:
 
 def test_lanes_come_out_as_alone(pair: ExpertPair, image_request: Request) -> None:
     requests = [image_request(**_given(_normal(*SHAPE, seed=seed), frames=seed - 5)) for seed in (6, 7)]
-    both = _run(pair, joined(requests))
+    both = _run(pair, merge_requests(requests))
     for own, request in zip(both.split(1), requests, strict=True):
         assert torch.equal(own, _run(pair, request))
 

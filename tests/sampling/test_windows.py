@@ -11,7 +11,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wanstream.nodes.runs.trials import describe_request
-from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined, request_job
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, request_job, split_request
 from wanstream.sampling.errors import NoRoomError
 from wanstream.sampling.memory import check_room, tokens_of, working_bytes
 from wanstream.sampling.solvers import make_solver
@@ -142,17 +142,17 @@ def test_weights_move_once_for_all_windows(open_pair: OpenPair, make_long: Reque
 def test_samples_of_a_batch_are_single_runs_to_the_bit(open_pair: OpenPair, make_long: Request) -> None:
     pair, request = open_pair(), make_long(batch=2, guidance=(4.0, 1.0))
     together = latents_of(pair, request)
-    parts = apart(request, [1, 1])
+    parts = split_request(request, [1, 1])
     assert [part.windows for part in parts] == [WINDOWS] * 2
     for part, sample in zip(parts, together, strict=True):
         assert torch.equal(latents_of(pair, part)[0], sample)
-    assert joined(parts).windows == WINDOWS
+    assert merge_requests(parts).windows == WINDOWS
 
 
 def test_videos_of_other_windows_are_not_joined(make_long: Request) -> None:
     first = make_long()
     with pytest.raises(RequestError, match="context windows None, in lane 1 ContextWindows"):
-        joined([first, replace(first, windows=None)])
+        merge_requests([first, replace(first, windows=None)])
 
 
 def test_memory_and_time_are_reckoned_by_windows(open_pair: OpenPair, make_long: Request) -> None:
