@@ -76,14 +76,14 @@ def offload_job(
         stored_bytes=pair.stored_bytes,
         file_bytes=pair.file_bytes,
         computed_bytes=pair.computed_bytes,
-        resident_bytes=_staying_bytes(pair, device),
+        resident_bytes=_resident_bytes(pair, device),
         value_bytes=pair.compute_dtype.itemsize,
         host_resident_bytes=pair.host_resident_bytes,
         converts=pair.decodes,
     )
 
 
-def _staying_bytes(pair: ExpertPair, device: torch.device) -> int:
+def _resident_bytes(pair: ExpertPair, device: torch.device) -> int:
     """Device bytes beside the buffers and beside the stored forms of blocks that are being decoded."""
     one, two = (pair.device_bytes(OffloadPolicy.layerwise(ahead), device=device) for ahead in (0, 1))
     decoding = RAW_SLOTS * pair.stored_bytes if device.type == "cuda" and pair.decodes else 0

@@ -28,7 +28,7 @@ class StepSkip(BlockCache, Protocol):
         """Lanes of this worker that took something over instead of blocks."""
 
     @property
-    def leaves_rest(self) -> bool:
+    def skips_rest(self) -> bool:
         """Whether visits were left out that had been foreseen: those behind the first block."""
 
 
@@ -74,15 +74,15 @@ class CachedPass:
         return compute(own, shortcut=self._shortcut)
 
     @property
-    def leaves_rest(self) -> bool:
+    def skips_rest(self) -> bool:
         """See `StepSkip.leaves_rest`."""
         assert self._shortcut is not None, "asked after the pass"
-        return self._shortcut.leaves_rest
+        return self._shortcut.skips_rest
 
-    def tell(self, recorder: Recorder, *, blocks: int) -> None:
+    def record(self, recorder: Recorder, *, blocks: int) -> None:
         """Note in the open step what was left out of the expert's `blocks`."""
         assert self._shortcut is not None, "told after the pass"
-        skipped = blocks if self._shortcut.whole else blocks - 1 if self.leaves_rest else 0
+        skipped = blocks if self._shortcut.whole else blocks - 1 if self.skips_rest else 0
         recorder.cached(lanes=self._shortcut.skipped_lanes, visits=skipped)
 
 

@@ -71,7 +71,7 @@ class Calibration:
 class CalibrationPass:
     """One step; see `BlockCache`."""
 
-    whole = leaves_rest = False
+    whole = skips_rest = False
     skipped_lanes = 0
 
     def __init__(self, names: Sequence[LaneName], lengths: dict[LaneName, torch.Tensor]) -> None:

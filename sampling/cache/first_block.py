@@ -14,7 +14,7 @@ from ..loop.lanes import LaneName, count_texts
 from ..loop.parallel import ParallelForward
 
 
-class _Kept(NamedTuple):
+class _LaneState(NamedTuple):
     """Of one lane, from the step in which all of its blocks were computed last: tokens [1, S, dim] of this worker."""
 
     step: int
@@ -33,7 +33,7 @@ class FirstBlockSteps:
 
     def __init__(self, threshold: float, split: ParallelForward) -> None:
         self._threshold, self._split = threshold, split
-        self._kept: dict[LaneName, _Kept] = {}
+        self._kept: dict[LaneName, _LaneState] = {}
         self._texts: tuple[str, int] | None = None
 
     def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
@@ -62,7 +62,7 @@ class FirstBlockPass:
         self,
         step: int,
         names: Sequence[LaneName],
-        kept: dict[LaneName, _Kept],
+        kept: dict[LaneName, _LaneState],
         threshold: float,
         split: ParallelForward,
     ) -> None:
@@ -72,7 +72,7 @@ class FirstBlockPass:
         self._after_first: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor] = []
         self.skipped_lanes = 0
-        self.leaves_rest = False
+        self.skips_rest = False
 
     def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.without_blocks`."""
@@ -86,15 +86,15 @@ class FirstBlockPass:
         if kept is None:
             self._sums.append(torch.tensor([math.inf, 1.0], dtype=torch.float64))
         else:
-            self._sums.append(torch.stack([_distance(added, kept.first), _size(kept.first)]))
+            self._sums.append(torch.stack([_abs_distance(added, kept.first), _abs_sum(kept.first)]))
 
     def choose(self) -> SkipDecision:
         """See `BlockCache.choose`."""
         sums = torch.stack([each.to("cpu", torch.float64) for each in self._sums])
         own, every = self._split.agreed(sums)
-        going = [lane for lane, each in enumerate(own.tolist()) if not self._is_near(each)]
-        visits = not all(self._is_near(each) for each in every.tolist())
-        self.skipped_lanes, self.leaves_rest = len(self._sums) - len(going), not visits
+        going = [lane for lane, each in enumerate(own.tolist()) if not self._is_similar(each)]
+        visits = not all(self._is_similar(each) for each in every.tolist())
+        self.skipped_lanes, self.skips_rest = len(self._sums) - len(going), not visits
         for lane in range(len(self._sums)):
             if lane in going:
                 self._kept.pop(self._names[lane], None)
@@ -109,20 +109,20 @@ class FirstBlockPass:
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
         """See `BlockCache.ended`."""
         rest = hidden - self._after_first.pop(lane)
-        self._kept[self._names[lane]] = _Kept(self._step, self._added.pop(lane), rest)
+        self._kept[self._names[lane]] = _LaneState(self._step, self._added.pop(lane), rest)
 
-    def _is_near(self, sums: Sequence[float]) -> bool:
+    def _is_similar(self, sums: Sequence[float]) -> bool:
         """Whether the rest may be left out; not where a sum is no number."""
         distance, size = sums
         return distance < self._threshold * size
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _abs_distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Sum of the distances, some tokens at a time: their difference is as large as a hidden state."""
     pairs = zip(one.split(OUTPUT_TOKENS, dim=1), other.split(OUTPUT_TOKENS, dim=1), strict=True)
-    return torch.stack([_size(own - theirs) for own, theirs in pairs]).sum()
+    return torch.stack([_abs_sum(own - theirs) for own, theirs in pairs]).sum()
 
 
-def _size(tensor: torch.Tensor) -> torch.Tensor:
+def _abs_sum(tensor: torch.Tensor) -> torch.Tensor:
     parts = tensor.split(OUTPUT_TOKENS, dim=1)
     return torch.stack([part.abs().sum(dtype=torch.float32) for part in parts]).double().sum()

@@ -20,7 +20,7 @@ MARK_VALUES = 8
 NEAR_MARK = 0.02
 """Relative: files keep the same values as fp32, bf16 or fp16."""
 
-AGAIN = "calibrate a table for this run with Wan Cache Calibration, or use the first-block cache"
+CALIBRATE_REMEDY = "calibrate a table for this run with Wan Cache Calibration, or use the first-block cache"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,36 +63,38 @@ class MagTable:
         """
         steps, measured = len(sigmas) - 1, len(self.experts)
         if steps != measured:
-            raise RequestError(f"the cache was calibrated for {measured} steps, this run has {steps}: {AGAIN}")
+            raise RequestError(
+                f"the cache was calibrated for {measured} steps, this run has {steps}: {CALIBRATE_REMEDY}"
+            )
         for step, (own, other) in enumerate(zip(sigmas, self.sigmas, strict=True)):
             if abs(own - other) > NEAR_SIGMA:
                 raise RequestError(
                     f"the cache was calibrated for noise level {other:.4f} before step {step}, this run has {own:.4f} "
-                    f"there (another schedule or flow shift): {AGAIN}"
+                    f"there (another schedule or flow shift): {CALIBRATE_REMEDY}"
                 )
         for step, (expert, known) in enumerate(zip(experts, self.experts, strict=False)):
             if expert != known:
                 raise RequestError(
                     f"the cache was calibrated with the {known}-noise expert in step {step}, this run takes the "
-                    f"{expert}-noise expert there: {AGAIN}"
+                    f"{expert}-noise expert there: {CALIBRATE_REMEDY}"
                 )
         for step in range(1, len(guidance)):
             lasting = experts[step - 1] == experts[step] and 1 not in (guidance[step - 1], guidance[step])
             if lasting and not self._has_negative(step):
                 raise RequestError(
                     f"the cache was calibrated without guidance around step {step}, this run has a guidance of "
-                    f"{guidance[step]:g} there: {AGAIN}"
+                    f"{guidance[step]:g} there: {CALIBRATE_REMEDY}"
                 )
 
     def check_model(self, expert: str, mark: Sequence[float]) -> None:
         """Raise RequestError unless that expert was measured."""
         known = self.marks.get(expert)
         if known is None or len(known) != len(mark):
-            raise RequestError(f"the cache was not calibrated for the {expert}-noise expert: {AGAIN}")
+            raise RequestError(f"the cache was not calibrated for the {expert}-noise expert: {CALIBRATE_REMEDY}")
         if any(abs(own - other) > NEAR_MARK * abs(other) + NEAR_SIGMA for own, other in zip(mark, known, strict=True)):
             raise RequestError(
                 f"the cache was calibrated for another model: values of the {expert}-noise expert begin with "
-                f"{mark[0]:.4f}, those of the calibrated one with {known[0]:.4f}: {AGAIN}"
+                f"{mark[0]:.4f}, those of the calibrated one with {known[0]:.4f}: {CALIBRATE_REMEDY}"
             )
 
     def _has_negative(self, step: int) -> bool:

@@ -57,7 +57,7 @@ class MagSteps:
 class MagPass:
     """One step; see `BlockCache`."""
 
-    leaves_rest = False
+    skips_rest = False
 
     def __init__(self, added: dict[int, torch.Tensor], split: ParallelForward, *, whole: bool) -> None:
         self.whole = whole

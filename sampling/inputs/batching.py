@@ -88,12 +88,12 @@ def _merged_texts(texts: Sequence[Texts | None], batches: Sequence[int]) -> tupl
     each: list[torch.Tensor] = []
     for given, batch in zip(texts, batches, strict=True):
         assert given is not None
-        own = _apart(given) if isinstance(given, torch.Tensor) else list(given)
+        own = _single_texts(given) if isinstance(given, torch.Tensor) else list(given)
         each += own * batch if len(own) == 1 else own
     return tuple(each)
 
 
-def _apart(texts: torch.Tensor) -> list[torch.Tensor]:
+def _single_texts(texts: torch.Tensor) -> list[torch.Tensor]:
     return [texts] if len(texts) == 1 else list(texts.split(1))
 
 

@@ -17,7 +17,7 @@ from ..noise import seeded_noise
 from .conditioning_keys import IMAGE_SEEN, check_keys
 from .mask import latent_mask
 
-MARK = "wanstream_leftover"
+LEFTOVER_KEY = "wanstream_leftover"
 """The key of the mark in a LATENT: {"sigma": float, "fingerprint": int}."""
 
 PROBES = 1024
@@ -29,9 +29,9 @@ def leftover_mark(samples: torch.Tensor, sigma: float) -> dict[str, Any]:
     return {"sigma": sigma, "fingerprint": _fingerprint(samples)}
 
 
-def left_at(latent: Mapping[str, Any]) -> float | None:
+def leftover_sigma(latent: Mapping[str, Any]) -> float | None:
     """The noise level at which a run left this LATENT; None if no run of ours did, or its samples are other ones."""
-    mark = latent.get(MARK)
+    mark = latent.get(LEFTOVER_KEY)
     if mark is None or mark["fingerprint"] != _fingerprint(latent["samples"]):
         return None
     sigma: float = mark["sigma"]
@@ -83,11 +83,11 @@ def native_inputs(positive: Conditioning, negative: Conditioning | None, latent:
     noise_mask = latent.get("noise_mask")
     mask = None if noise_mask is None else latent_mask(noise_mask, samples.shape)
     text, image = _side("positive", positive, samples.shape, mask)
-    seen = _image_seen(positive)
+    seen = _image_embedding(positive)
     negative_text = None
     if negative is not None:
         negative_text, negative_image = _side("negative", negative, samples.shape, mask)
-        if not _same(image, negative_image) or not _same(seen, _image_seen(negative)):
+        if not _same(image, negative_image) or not _same(seen, _image_embedding(negative)):
             raise ConditioningError(
                 "positive and negative carry different start images: connect both outputs of one image-to-video node"
             )
@@ -98,7 +98,7 @@ def native_inputs(positive: Conditioning, negative: Conditioning | None, latent:
         image_embedding=None if seen is None else _repeated(seen, samples.shape[0]),
         latent=normalise(samples) if torch.count_nonzero(samples) else None,
         mask=mask,
-        latent_sigma=left_at(latent),
+        latent_sigma=leftover_sigma(latent),
         shape=samples.shape,
         batch_index=latent.get("batch_index"),
     )
@@ -113,7 +113,7 @@ def native_latent(latents: torch.Tensor, like: Latent, *, sigma: float = 0.0) ->
     # A hint for empty latents of another size per pixel; native samplers drop it as well.
     kept = {key: value for key, value in like.items() if key != SIZE_HINT}
     samples = denormalise(latents.float() / (1 - sigma)).cpu()
-    return {**kept, "samples": samples, MARK: leftover_mark(samples, sigma)}
+    return {**kept, "samples": samples, LEFTOVER_KEY: leftover_mark(samples, sigma)}
 
 
 def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -184,7 +184,7 @@ def _side(
     return _repeated(text, shape[0]), image_condition(image, options.get("concat_mask", mask))
 
 
-def _image_seen(conditioning: Conditioning) -> torch.Tensor | None:
+def _image_embedding(conditioning: Conditioning) -> torch.Tensor | None:
     """The hidden states before CLIP's last layer, which ComfyUI carries in an object of its own."""
     output = conditioning[0][1].get(IMAGE_SEEN)
     if output is None:

@@ -90,7 +90,7 @@ IGNORED: Mapping[str, str] = {
     "audio_codes": "read by ACE-Step alone",
 }
 
-MOST_SEARCHED = 100_000
+MAX_SEARCHED = 100_000
 """Containers and objects of one value that are searched for a tensor, some tenths of a second.
 
 A value of more counts as one with a tensor: something that large is a model or the state of a program, and passing over
@@ -162,7 +162,7 @@ def holds_tensor(value: object) -> bool:
             if found.shape == ():
                 continue
             return True
-        if len(seen) == MOST_SEARCHED:
+        if len(seen) == MAX_SEARCHED:
             return True
         seen[id(found)] = found
         if isinstance(found, Mapping):

@@ -67,7 +67,7 @@ def frame_freedom(mask: torch.Tensor) -> tuple[tuple[float, ...] | None, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptPart:
+class MaskedPart:
     """What a masked run keeps. All tensors are float32 on the run's device and of shapes that broadcast to it."""
 
     free: torch.Tensor
@@ -78,17 +78,17 @@ class KeptPart:
     """The starting noise, likewise; None: the model is shown the kept part without noise, at any step."""
 
     @classmethod
-    def of(cls, mask: torch.Tensor, latent: torch.Tensor, noise: torch.Tensor | None) -> KeptPart:
+    def of(cls, mask: torch.Tensor, latent: torch.Tensor, noise: torch.Tensor | None) -> MaskedPart:
         """Of a run whose given latent and starting noise are [B, 16 or 48, T, h, w], normalised."""
         kept = 1 - mask
         return cls(free=mask, latent=latent * kept, noise=None if noise is None else noise * kept)
 
-    def shown(self, latents: torch.Tensor, sigma: float) -> torch.Tensor:
+    def model_input(self, latents: torch.Tensor, sigma: float) -> torch.Tensor:
         """The latents that the model sees: those of the run where it is free, the given ones at `sigma` elsewhere."""
         if self.noise is None:
             return latents * self.free + self.latent
         return latents * self.free + sigma * self.noise + (1 - sigma) * self.latent
 
-    def ended(self, denoised: torch.Tensor) -> torch.Tensor:
+    def merge_kept(self, denoised: torch.Tensor) -> torch.Tensor:
         """The model's estimate of the end, with the given latent where it is kept."""
         return denoised * self.free + self.latent

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wanstream.sampling.errors import ConditioningError
-from wanstream.sampling.inputs.mask import KeptPart, latent_mask
+from wanstream.sampling.inputs.mask import MaskedPart, latent_mask
 
 SHAPE = torch.Size((4, 16, 3, 4, 6))
 
@@ -77,11 +77,11 @@ def test_masks_that_fit_no_latent(mask: torch.Tensor, message: str) -> None:
 def test_the_kept_part_is_shown_at_the_noise_level_of_the_step_and_ends_as_it_was() -> None:
     mask = _left_half(1, 1, 1, 1, 6)
     run, latent, noise = (torch.full((1, 16, 1, 1, 6), value) for value in (10.0, 2.0, -4.0))
-    kept = KeptPart.of(mask, latent, noise)
-    assert torch.equal(kept.shown(run, 0.25)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [0.5] * 3))
-    assert torch.equal(kept.ended(run)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [2.0] * 3))
+    kept = MaskedPart.of(mask, latent, noise)
+    assert torch.equal(kept.model_input(run, 0.25)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [0.5] * 3))
+    assert torch.equal(kept.merge_kept(run)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [2.0] * 3))
 
 
 def test_a_mask_between_mixes() -> None:
-    kept = KeptPart.of(torch.full((1, 1, 1, 1, 1), 0.25), torch.tensor(8.0), torch.tensor(0.0))
-    assert kept.ended(torch.tensor(4.0)).item() == 0.25 * 4 + 0.75 * 8
+    kept = MaskedPart.of(torch.full((1, 1, 1, 1, 1), 0.25), torch.tensor(8.0), torch.tensor(0.0))
+    assert kept.merge_kept(torch.tensor(4.0)).item() == 0.25 * 4 + 0.75 * 8

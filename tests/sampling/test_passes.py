@@ -16,7 +16,7 @@ from wanstream.sampling import ModelCalls, SamplingCancelled
 from wanstream.sampling.cache.base import CachedCalls
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.loop.lanes import LaneName
-from wanstream.sampling.loop.model_calls import AHEAD, CallState, expect_again
+from wanstream.sampling.loop.model_calls import CALLS_AHEAD, CallState, predict_again
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair, Lane, Nag
@@ -81,14 +81,14 @@ def _no_thread_is_left() -> bool:
 @pytest.mark.parametrize(
     ("rest", "expert", "then"),
     [
-        ("LL", H, [H] * AHEAD + [L, L]),
+        ("LL", H, [H] * CALLS_AHEAD + [L, L]),
         ("HHL", L, [L]),
         ("HLHL", L, [L, H, L]),
-        ("", H, [H] * AHEAD),
+        ("", H, [H] * CALLS_AHEAD),
     ],
 )
 def test_what_is_expected_after_a_surprise(rest: str, expert: str, then: list[str]) -> None:
-    assert expect_again([{"H": H, "L": L}[letter] for letter in rest], expert) == tuple(then)
+    assert predict_again([{"H": H, "L": L}[letter] for letter in rest], expert) == tuple(then)
 
 
 PREDICTIONS = [
@@ -184,13 +184,13 @@ def test_a_pass_belongs_into_with_and_not_into_another_pass(open_pair: OpenPair)
     with pytest.raises(StateError, match="not entered"):
         passes.forward(H, _lanes(), 1.0)
     with passes:
-        with pytest.raises(StateError, match="one pass must end"):
+        with pytest.raises(StateError, match="one call must end"):
             passes.forward(H, _lanes(), 1.0)
-        with pytest.raises(StateError, match=r"cannot be entered: .* wait for a call"), passes:
+        with pytest.raises(StateError, match=r"cannot be entered twice; state: waiting for a call"), passes:
             pass
-    with pytest.raises(StateError, match="are over"):
+    with pytest.raises(StateError, match="state: closed"):
         passes.forward(H, _lanes(), 1.0)
-    with pytest.raises(StateError, match=r"cannot be entered: .* are over"), passes:
+    with pytest.raises(StateError, match=r"cannot be entered twice; state: closed"), passes:
         pass
     assert _no_thread_is_left()
 

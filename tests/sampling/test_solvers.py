@@ -156,7 +156,7 @@ def test_history_is_all_that_a_cut_run_needs(latents: torch.Tensor, solver: str)
     whole = make_solver(solver, schedule, seeds=SEEDS)
     middle = _run(whole, schedule, latents, end=3)
     other = make_solver(solver, schedule, seeds=SEEDS)
-    other.remember(whole.history(), torch.device("cpu"))
+    other.restore(whole.history(), torch.device("cpu"))
     assert torch.equal(_run(other, schedule, middle, start=3), _run(whole, schedule, middle, start=3))
 
 
