@@ -17,7 +17,7 @@ HIGHEST_BELOW_ONE = 1 - 1e-6
 """First sigma in place of 1, as in diffusers' UniPC: a multistep solver computes log(1 - sigma)."""
 
 PURE_NOISE = 1 - 2e-6
-"""Least sigma that counts as pure noise: the `wan` schedule starts 1e-6 below 1, which diffusers treats as 1."""
+"""Least sigma that counts as pure noise: the `wan` schedule starts 1e-6 below 1, from noise alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,8 +82,8 @@ def test_the_numbers_are_those_of_a_run(open_pair: OpenPair, lanes: Callable[...
     with pytest.raises(NoRoomError) as refused:
         check_room(pair, lanes(8), LAYERWISE, CPU, free=20_000_000)
     said = str(refused.value)
-    assert f"8 videos at once need {working / 1e9:.2f} GB to compute in" in said
-    assert f"beside {weights / 1e6:.2f} MB of weights" in said or f"beside {weights / 1e9:.2f} GB of weights" in said
+    assert f"8 videos at once need {working / 1e9:.2f} GB of working memory" in said
+    assert f"and {weights / 1e6:.2f} MB for weights" in said or f"and {weights / 1e9:.2f} GB for weights" in said
     assert "0.02 GB are free for both. Not even one of them would fit: make the video smaller or shorter" in said
     assert isinstance(refused.value, torch.OutOfMemoryError), "hosts free other models for it"
 
@@ -126,7 +126,7 @@ def test_a_run_on_a_cpu_is_refused_where_it_surely_takes_more_ram_than_there_is(
     with pytest.raises(NoRoomError) as refused:
         check_step_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) - 1)
     weights = pair.device_bytes(LAYERWISE, device=CPU)
-    assert f"needs about {(needs - weights) / 1e9:.2f} GB of RAM to compute in" in str(refused.value)
+    assert f"needs about {(needs - weights) / 1e9:.2f} GB of RAM in addition to" in str(refused.value)
     assert f"and {needs / ESTIMATE_MARGIN / 1e9:.2f} GB are free (swap included)" in str(refused.value)
     assert "Choose Wan Auto Offload, which computes fewer tokens at once" in str(refused.value)
     check_step_ram(pair, shape, replace(LAYERWISE, chunk_tokens=2048), CPU, guided=True, available=int(needs / 1.2))
