@@ -88,5 +88,5 @@ def test_all_samples_are_the_request_itself(make_request: Request) -> None:
 
 @pytest.mark.parametrize("sizes", [(), (1, 1), (4,), (0, 3), (-1, 4)])
 def test_sizes_that_do_not_make_it_up_are_refused(sizes: Sequence[int], make_request: Request) -> None:
-    with pytest.raises(RequestError, match="of 3"):
+    with pytest.raises(RequestError, match="the batch has 3 samples"):
         split_request(make_request(batch=3), sizes)

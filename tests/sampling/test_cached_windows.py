@@ -178,7 +178,7 @@ def test_magnitudes_leave_a_step_out_only_with_the_windows_of_the_one_before(
 
 def test_magnitudes_with_windows_that_never_stay_are_refused(ask: Request, table: MagTable) -> None:
     cache = MagCache(table=table, rule=SkipRule(threshold=0.5))
-    with pytest.raises(RequestError, match=r"begin elsewhere in every.* turn shift_windows off in Wan Context Windows"):
+    with pytest.raises(RequestError, match=r"windows shift in every.* turn shift_windows off in Wan Context Windows"):
         ask(windows=MOVING, cache=cache)
 
 

@@ -117,7 +117,7 @@ def test_a_list_of_ones_needs_no_negative(make_request: Request) -> None:
     [
         ({"guidance_steps": ()}, r"guidance_steps \(\): give a number for each step, the last one for the rest"),
         ({"guidance_steps": (1.0, float("nan"))}, "guidance_steps .*nan.*: give a number for each step"),
-        ({"guidance_steps": (1.0,) * 7}, "guidance_steps has 7 numbers for 5 steps: leave out the last 2"),
+        ({"guidance_steps": (1.0,) * 7}, "guidance_steps has 7 numbers for 5 steps: remove the last 2"),
         ({"guidance_steps": (1.0, 2.0), "negative": None}, "needs a negative text: give one, or give guidance_steps"),
     ],
 )

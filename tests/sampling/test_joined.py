@@ -149,7 +149,7 @@ def test_no_lanes_are_refused() -> None:
             "lane 3 does not fit lane 1: size 48 x 32 pixels and 9 frames, in lane 1 48 x 32 pixels and 5 frames",
         ),
         ({"noise": torch.zeros(1, 16, 2, 6, 4)}, "size 32 x 48 pixels and 5 frames, in lane 1 48 x 32"),
-        ({"steps": 6}, "steps 6, in lane 1 5. Lanes of one pass .* run it in a pass of its own"),
+        ({"steps": 6}, "steps 6, in lane 1 5. Lanes of one run .* run it separately"),
         ({"end_step": 4}, "steps 4, in lane 1 5"),
         ({"start_step": 1, "steps": 6, "latent": torch.zeros(SHAPE)}, "start step 1, in lane 1 0"),
         ({"switch_step": 3}, "expert of step 2 high, in lane 1 low"),

@@ -66,7 +66,7 @@ def test_whole_numbers_and_booleans_are_masks() -> None:
         (torch.ones(1, 4, 3, 4, 6), r"\[1, 4, 3, 4, 6\] has 4 channels: give 1, or 16"),
         (torch.ones(3, 1, 3, 4, 6), r"is for 3 videos, the latent \[4, 16, 3, 4, 6\] has 4"),
         (torch.ones(8, 1, 3, 4, 6), "is for 8 videos"),
-        (torch.full((4, 6), float("nan")), "holds NaN or infinity"),
+        (torch.full((4, 6), float("nan")), "contains NaN or infinity"),
     ],
 )
 def test_masks_that_fit_no_latent(mask: torch.Tensor, message: str) -> None:

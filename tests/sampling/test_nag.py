@@ -137,7 +137,7 @@ def test_windows_and_nag_go_together(open_pair: OpenPair, make_request: Request)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"guidance": UNGUIDED, "negative": None}, "NAG needs a negative text to hold against the positive one"),
+        ({"guidance": UNGUIDED, "negative": None}, "NAG needs a negative text"),
         ({"guidance": (4.0, 3.0)}, "NAG acts in steps of guidance 1, and this run has none"),
         ({"guidance": (4.0, 1.0), "end_step": 2}, "this run has none"),
         ({"guidance_steps": (1.0, 4.0), "start_step": 1}, "this run has none"),

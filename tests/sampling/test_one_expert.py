@@ -158,11 +158,11 @@ def test_an_expert_without_an_image_branch_does_not_look_at_it(open_one: OpenOne
 
 
 REFUSED = {
-    "a low step": ({"boundary_ratio": 0.9}, "is one of the low-noise expert, and the model is one expert"),
+    "a low step": ({"boundary_ratio": 0.9}, "is one of the low-noise expert, and this is a single model"),
     "no image embedding": ({"image_embedding": None}, "has an image branch .* and the request has no image embedding"),
     "another encoder": ({"image_embedding": torch.zeros(1, 17, 64)}, r"\[1, 17, 64\], the model takes .* 80\]"),
-    "short text": ({"positive": torch.zeros(1, 226, 4096)}, "positive has 226 tokens, .* counts on 512"),
-    "long text": ({"negative": [torch.zeros(1, 600, 4096)]}, "negative has 600 tokens, .* counts on 512"),
+    "short text": ({"positive": torch.zeros(1, 226, 4096)}, "positive has 226 tokens, .* needs 512"),
+    "long text": ({"negative": [torch.zeros(1, 600, 4096)]}, "negative has 600 tokens, .* needs 512"),
     "no condition": ({"image_condition": None}, "these are image-to-video experts, and no start image is connected"),
 }
 
