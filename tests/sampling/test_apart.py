@@ -1,4 +1,4 @@
-"""A request in parts: every sample is what it was in the whole, and what joins it gives it back."""
+"""split_request: the samples are unchanged, and merge_requests restores the request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else knows of a request's cache: memory, the planner's job, the prediction, lanes that are joined, reports."""
+"""Effects of a request's cache on memory, the planner's job, the prediction, merged requests and reports."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ask(make_request: Request) -> Request:
 
 @pytest.fixture
 def magnitudes(ask: Request) -> MagCache:
-    """Leaves out two of three steps, but for the first one of each expert."""
+    """Settings that skip two of three steps, except for the first step of each expert."""
     step_plan = ask().step_plan
     table = MagTable(
         sigmas=tuple(step_plan.schedule.sigmas),

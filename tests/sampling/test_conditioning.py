@@ -1,4 +1,4 @@
-"""Native CONDITIONING and LATENT: what a request is made of, and what is refused by name."""
+"""Conversion of native CONDITIONING and LATENT, and refusals by name."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_values_that_make_no_request(positive: Any, negative: Any, latent: Any, 
 
 
 class TestWhatClipSees:
-    """ComfyUI's CLIP_VISION_OUTPUT is an object with attributes; only one of them counts."""
+    """ComfyUI's CLIP_VISION_OUTPUT is an object with attributes, one of which is read."""
 
     STATES = torch.randn(1, 17, 80, generator=torch.Generator().manual_seed(9))
 

@@ -1,4 +1,4 @@
-"""Guidance of every step: what it computes, what it refuses, and what it does not change."""
+"""Guidance per step: lanes, refusals, and results that must not change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_step_of_scale_one_computes_no_negative_lane(open_pair: OpenPair, make
 
 
 def test_texts_that_a_late_step_needs_are_embedded_with_the_rest(open_pair: OpenPair, make_request: Request) -> None:
-    """The weights that embed them are read once, as for a run that is guided from its first step on."""
+    """The embedders are read once, as in a run that is guided from its first step on."""
 
     def non_block_bytes(scales: tuple[float, ...]) -> int:
         with open_pair() as pair:

@@ -1,4 +1,4 @@
-"""Requests that share every pass: each sample is its own run to the bit, and what does not fit is named."""
+"""merge_requests: each sample is bit-equal to its own run, and requests that differ are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def lanes_of(make_request: Request, count: int, **changes: Any) -> list[DenoiseRequest]:
-    """Requests of noise and texts of their own; the texts are of different lengths."""
+    """Requests with different noise and texts, of different lengths."""
     return [
         make_request(
             noise=normal(*SHAPE, seed=20 + number),
@@ -177,7 +177,7 @@ def test_a_latent_with_noise_in_it_does_not_join_one_that_gets_it_here(make_requ
 
 
 def test_steps_of_equal_sigmas_and_other_timesteps_are_others(make_request: Request) -> None:
-    """The wan schedule tells the model whole timesteps; the same sigmas given by hand are told as they are."""
+    """The wan schedule truncates timesteps to integers; explicit sigmas keep their fractions."""
     first, second = lanes_of(make_request, 2)
     by_hand = replace(second, sigmas=first.step_plan.schedule.sigmas, steps=None)
     with pytest.raises(RequestError, match="timestep of step"):

@@ -1,4 +1,4 @@
-"""Lanes on a GPU: single runs to the bit, one stream of weights, and no more memory than was reckoned."""
+"""Lanes on a GPU: bit-equal to single runs, one stream of weights, and no more memory than estimated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
 
 @pytest.fixture
 def lanes(make_request: Callable[..., DenoiseRequest]) -> list[DenoiseRequest]:
-    """Four requests of noise and texts of their own, the texts of different lengths."""
+    """Four requests with different noise and texts, of different lengths."""
 
     def normal(*shape: int, seed: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -65,11 +65,11 @@ def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
 
 def test_what_was_reckoned_for_lanes_is_what_they_take(pair: ExpertPair, lanes: list[DenoiseRequest]) -> None:
     request = merge_requests(lanes)
-    denoise(pair, request, policy=LAYERWISE, device=CUDA)  # workspaces of libraries are there from now on
-    held = torch.cuda.memory_allocated()
+    denoise(pair, request, policy=LAYERWISE, device=CUDA)  # libraries have allocated their workspaces now
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     denoise(pair, request, policy=LAYERWISE, device=CUDA)
-    taken = torch.cuda.max_memory_allocated() - held
+    taken = torch.cuda.max_memory_allocated() - before
     reckoned = working_bytes(pair, request.noise.shape, guided=True)
     assert taken <= 1.15 * reckoned
 

@@ -1,4 +1,4 @@
-"""Whether lanes fit: by the same sums as a run's own memory, and with the number that does."""
+"""Checks that lanes and steps fit into memory, and the remedies of their errors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from wanstream.wan import ExpertPair
 CPU = torch.device("cpu")
 LAYERWISE = OffloadPolicy.layerwise(1)
 LARGE = (16, 5, 128, 160)
-"""25600 tokens: there is something left to do in chunks."""
+"""Latents of 25600 tokens, so that chunks make a difference."""
 
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 
 
 def needed(pair: ExpertPair, samples: int, *, guided: bool = True, chunk: int | None = None) -> int:
-    """Bytes under two buffers."""
+    """Bytes of a run with two buffers."""
     working = working_bytes(pair, (samples, *LARGE), guided=guided, chunk_tokens=chunk)
     return working + pair.device_bytes(LAYERWISE, device=CPU)
 
@@ -141,7 +141,7 @@ def test_what_another_policy_keeps_in_ram_is_given_back_before_ram_is_counted(
     denoise(pair, request, policy=OffloadPolicy.layerwise(1, source="pinned"), device="cpu")
     kept = pair.host_bytes - without
     needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=None)
-    # Just enough once the blocks of the former policy are given back.
+    # Just enough once the blocks of the former policy are freed.
     left = needed + LATENT_COPIES * prod(request.computed_shape) * 4
 
     def memory() -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""The mark of a noise level: it counts for the samples it was made for, and for no others."""
+"""Noise level stored in a LATENT: valid for the samples that it was made for only."""
 
 from __future__ import annotations
 

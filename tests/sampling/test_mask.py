@@ -1,4 +1,4 @@
-"""Noise masks: the shapes that are taken, what is kept of a run, and what is refused."""
+"""Noise masks: accepted shapes, refusals, and the kept part of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHAPE = torch.Size((4, 16, 3, 4, 6))
 
 
 def _left_half(*shape: int) -> torch.Tensor:
-    """1 in the left half of the picture."""
+    """Mask that is 1 in the left half of each frame."""
     mask = torch.zeros(shape)
     mask[..., : shape[-1] // 2] = 1
     return mask
@@ -46,7 +46,7 @@ def test_what_lies_before_height_and_width_is_frames() -> None:
 
 
 def test_other_numbers_of_frames_are_blended() -> None:
-    """Linear in time, as ComfyUI scales a mask of every picture of a video to the fewer frames of its latent."""
+    """ComfyUI scales a mask of all video frames linearly to the fewer latent frames."""
     off_then_on = torch.stack([torch.zeros(4, 6), torch.ones(4, 6)])
     assert latent_mask(off_then_on, SHAPE)[0, 0, :, 0, 0].tolist() == [0.0, 0.5, 1.0]
 

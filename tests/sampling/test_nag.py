@@ -1,4 +1,4 @@
-"""Runs with a negative text held against the positive one: where it acts, what it costs, and what it leaves alone."""
+"""Runs with NAG: affected steps, cost, and results that must not change."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def test_one_lane_does_the_work_and_no_byte_more_is_moved(open_pair: OpenPair, m
 
 def test_guided_steps_are_left_alone(open_pair: OpenPair, make_request: Request) -> None:
     def steps(**changes: Any) -> list[torch.Tensor]:
-        told: list[StepProgress] = []
-        denoise(pair, make_request(**changes), policy=LAYERWISE, device="cpu", on_step=told.append)
-        return [step.denoised for step in told]
+        progress: list[StepProgress] = []
+        denoise(pair, make_request(**changes), policy=LAYERWISE, device="cpu", on_step=progress.append)
+        return [step.denoised for step in progress]
 
     pair = open_pair()
     off, on = (steps(guidance=(4.0, 1.0), nag=nag) for nag in (None, NAG))
@@ -110,9 +110,9 @@ def test_blocks_are_as_they_were_after_a_run_and_after_a_cancelled_one(
     pair, request = open_pair(), make_request(guidance=UNGUIDED, nag=NAG)
     latents_of(pair, request)
     assert processors(pair) == {WanAttnProcessor}
-    asked = iter([False] * 6 + [True])
+    polls = iter([False] * 6 + [True])
     with pytest.raises(SamplingCancelled):
-        denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=lambda: next(asked))
+        denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=lambda: next(polls))
     assert processors(pair) == {WanAttnProcessor}
 
 

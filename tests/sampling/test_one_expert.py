@@ -1,4 +1,4 @@
-"""One expert for every step: Wan2.1's pipelines of diffusers, what CLIP sees in an image, and what is refused."""
+"""Single models: diffusers' Wan2.1 pipelines, image embeddings, and refusals."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _settings(request: DenoiseRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def one_request(make_request: Request) -> Request:
-    """A request whose steps are all of one expert, as the pipelines are set up here."""
+    """A request for a single model, with the settings of the pipelines here."""
 
     def make(**changes: Any) -> DenoiseRequest:
         step_plan = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": 0.0}
@@ -84,7 +84,7 @@ def one_request(make_request: Request) -> Request:
 
 @pytest.fixture
 def image_request(one_request: Request) -> Request:
-    """One with a start image, in the form of an image-to-video model with an image branch."""
+    """A request with a start image, for an image-to-video model with an image branch."""
 
     def make(*, seed: int = 20, **changes: Any) -> DenoiseRequest:
         given = {
@@ -107,7 +107,7 @@ def test_text_to_video_is_wan_pipeline(open_one: OpenOne, one_request: Request) 
 def test_image_to_video_is_wan_image_to_video_pipeline(
     open_one: OpenOne, image_request: Request, tmp_path: Path
 ) -> None:
-    """From the picture on: what CLIP sees in it is computed on both sides, from the same file."""
+    """Both sides compute the CLIP embedding from the same image and the same file."""
     pair, encoder = open_one(in_channels=36, image_dim=WIDTH_OF_CLIP), make_image_encoder(seed=5)
     save_image_encoder(encoder, tmp_path / "clip.safetensors", dtype=torch.float32)
     draw = np.random.default_rng(4)
@@ -138,7 +138,7 @@ def test_lanes_with_images_of_their_own_come_out_as_alone(open_one: OpenOne, ima
 
 
 def test_an_expert_is_fetched_once_per_step(open_one: OpenOne, one_request: Request) -> None:
-    """No other expert is there: the weights of the steps are those of one, and of one are the buffers."""
+    """There is one set of weights and of buffers."""
     pair = open_one()
     result = denoise(pair, one_request(), policy=OffloadPolicy.layerwise(1), device="cpu")
     assert [step.expert for step in result.timeline.steps] == ["high"] * STEPS

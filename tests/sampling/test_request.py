@@ -1,4 +1,4 @@
-"""DenoiseRequest: what is refused, with which words, and what a good one decides."""
+"""DenoiseRequest: refusals with their messages, and the step plan."""
 
 from __future__ import annotations
 

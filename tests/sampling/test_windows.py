@@ -1,4 +1,4 @@
-"""Runs in context windows: against windows that are computed one by one, and against none."""
+"""Runs with context windows, compared with windows computed one by one, and with no windows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def make_long(make_request: Request) -> Request:
-    """A request of 7 latent frames, and windows of 3 unless told otherwise."""
+    """A request of 7 latent frames, by default in windows of 3."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         noise = normal(batch, 16, FRAMES, 4, 6, seed=20)
@@ -49,7 +49,7 @@ def latents_of(pair: ExpertPair, request: DenoiseRequest) -> torch.Tensor:
 
 @torch.inference_mode()
 def one_by_one(models: Mapping[str, WanTransformer3DModel], request: DenoiseRequest) -> torch.Tensor:
-    """The textbook loop: whole models, one forward per window and prompt, guided, then put together by weights."""
+    """Reference loop: whole models, one forward pass per window and prompt, guided, then blended."""
     assert request.windows is not None
     step_plan, latents = request.step_plan, request.noise
     solver = make_solver(request.solver, step_plan.schedule)
