@@ -49,11 +49,11 @@ class StepWindows:
                 part[:, latent_channels:, 0] = state[:, latent_channels:, 0]
         return parts
 
-    def cut_freedom(self, freedom: tuple[float, ...] | None) -> list[tuple[float, ...] | None]:
+    def cut_timestep_scales(self, scales: tuple[float, ...] | None) -> list[tuple[float, ...] | None]:
         """Return the timestep scale of each frame of each window; None for a window where all of them are 1."""
-        if freedom is None:
+        if scales is None:
             return [None] * len(self)
-        cut = [tuple(freedom[frame] for frame in window) for window in self._windows]
+        cut = [tuple(scales[frame] for frame in window) for window in self._windows]
         return [None if set(own) == {1.0} else own for own in cut]
 
     def whole(self, velocities: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -84,7 +84,7 @@ class FirstBlockPass:
         added = hidden - self._split.own_tokens(tokens)
         self._added[lane], self._after_first[lane] = added, hidden
         kept = self._kept.get(self._names[lane])
-        # The sums stay on the device until all lanes are there: `choose` then waits for it once.
+        # The sums stay on the device: reading them for each lane would stall between lanes; `choose` reads them all.
         if kept is None:
             self._sums.append(torch.tensor([math.inf, 1.0], dtype=torch.float64))
         else:

@@ -61,7 +61,7 @@ def _check_video_mask(given: list[int], shape: torch.Size) -> None:
         )
 
 
-def frame_freedom(mask: torch.Tensor) -> tuple[tuple[float, ...] | None, ...]:
+def frame_timestep_scales(mask: torch.Tensor) -> tuple[tuple[float, ...] | None, ...]:
     """Return the timestep scale of each latent frame, for each sample of `mask` [B, C, T, h, w].
 
     It is the mean of the mask over the frame, in float32, as ComfyUI computes it for TI2V-5B. None stands for a sample

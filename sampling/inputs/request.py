@@ -31,7 +31,7 @@ from .checks import (
     check_windows,
     check_windows_stay,
 )
-from .mask import frame_freedom
+from .mask import frame_timestep_scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,11 +208,11 @@ class DenoiseRequest:
         return self.noise.shape[1]
 
     @property
-    def freedom(self) -> tuple[tuple[float, ...] | None, ...]:
+    def timestep_scales(self) -> tuple[tuple[float, ...] | None, ...]:
         """Timestep scale of each latent frame, for each sample (TI2V-5B); None for a sample whose scales are all 1."""
         if self.mask is None or self.channels != WAN22.channels:
             return (None,) * self.batch
-        return frame_freedom(self.mask.expand(self.batch, *self.mask.shape[1:]))
+        return frame_timestep_scales(self.mask.expand(self.batch, *self.mask.shape[1:]))
 
     def guidance_of(self, expert: str) -> float:
         """Return the CFG scale of the expert "high" or "low", without `guidance_steps`."""

@@ -65,7 +65,7 @@ class LaneInputs:
         self._positive, self._negative = samples(request.positive), samples(request.negative)
         self._image = samples(request.image_condition)
         self._embedding = samples(request.image_embedding)
-        self._freedom = request.freedom
+        self._timestep_scales = request.timestep_scales
 
     def texts(self, *, with_negative: bool) -> list[torch.Tensor]:
         """Return the texts of the lanes that `lanes` returns."""
@@ -95,18 +95,20 @@ class LaneInputs:
         nothing = (None,) * len(states)
         nag_texts = self._negative if attach_nag else nothing
         parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
-        freedom = [[own] if windows is None else windows.cut_freedom(own) for own in self._freedom]
+        scales = [[own] if windows is None else windows.cut_timestep_scales(own) for own in self._timestep_scales]
         names = iter(lane_names(len(states), with_negative=with_negative, windows=windows))
         return [
-            Lane(latents=part, text=text, image=image, against=against, freedom=part_freedom, name=next(names))
+            Lane(latents=part, text=text, image=image, against=against, freedom=part_scales, name=next(names))
             for texts, against_texts in zip(sides, (nag_texts, nothing), strict=False)
-            for own, times, text, image, against in zip(parts, freedom, texts, embeddings, against_texts, strict=True)
-            for part, part_freedom in zip(own, times, strict=True)
+            for own, own_scales, text, image, against in zip(
+                parts, scales, texts, embeddings, against_texts, strict=True
+            )
+            for part, part_scales in zip(own, own_scales, strict=True)
         ]
 
     def timesteps(self, timestep: float) -> set[float]:
         """Return all timesteps that the model embeds in a step at `timestep`, those of single frames included."""
-        own = (frame_timesteps(freedom, timestep) for freedom in self._freedom if freedom is not None)
+        own = (frame_timesteps(scales, timestep) for scales in self._timestep_scales if scales is not None)
         return {timestep}.union(*own)
 
 

@@ -198,7 +198,7 @@ class ModelCalls:
 
     def _revise_once(self) -> None:
         """Before the second call, replace the policy if the record of the first call suggests a better one."""
-        # A first call that compiled blocks says nothing about the speed of the others.
+        # A first call that compiled blocks is slower than the others, so its record is not used.
         if self._policy is None or self.calls != 1 or self._compiled:
             return
         if self._policy.revise(self._recorder.last):

@@ -58,7 +58,7 @@ class RunPolicy:
 
     def engine(self) -> ExpertEngine:
         """Return the pair's engine for the present policy. No run may be in progress."""
-        # The engine outlives the run: its buffers must not be inference tensors, which later runs could not write.
+        # Inference mode is thread-local: the engine's fetch thread could not write buffers that were allocated in it.
         with torch.inference_mode(False):
             return self._pair.engine(self.policy, self.device)
 

@@ -171,7 +171,7 @@ def _plain(model: WanTransformer3DModel, request: DenoiseRequest) -> torch.Tenso
 
 def test_a_mask_that_keeps_nothing_is_no_mask(pair: ExpertPair, text_request: Request) -> None:
     request = text_request(mask=torch.ones(1, 1, *SHAPE[2:]))
-    assert request.freedom == (None,)
+    assert request.timestep_scales == (None,)
     assert _distance(_run(pair, request), _run(pair, text_request())) <= TOLERANCE
 
 
@@ -219,9 +219,9 @@ def test_one_window_is_none_and_several_know_their_own_frames(pair: ExpertPair, 
 
 def test_windows_know_how_free_their_own_frames_are() -> None:
     windows = StepWindows(ContextWindows(frames=2, overlap=1, shift_windows=False), 0, 3)
-    assert windows.cut_freedom((0.0, 1.0, 0.5)) == [(0.0, 1.0), (1.0, 0.5)]
-    assert windows.cut_freedom((0.0, 1.0, 1.0)) == [(0.0, 1.0), None]
-    assert windows.cut_freedom(None) == [None, None]
+    assert windows.cut_timestep_scales((0.0, 1.0, 0.5)) == [(0.0, 1.0), (1.0, 0.5)]
+    assert windows.cut_timestep_scales((0.0, 1.0, 1.0)) == [(0.0, 1.0), None]
+    assert windows.cut_timestep_scales(None) == [None, None]
 
 
 def test_nag_holds_the_negative_text_against_it(pair: ExpertPair, image_request: Request) -> None:
