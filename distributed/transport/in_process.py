@@ -10,7 +10,7 @@ from typing import Any
 
 from ..messages import RunTask, TaskResult
 from ..worker.worker import Worker
-from .pool import OnTold, WorkerLostError
+from .pool import OnReport, WorkerLostError
 from .threads import WorkThread, on_own_thread
 
 END_TIMEOUT_S = 60.0
@@ -33,13 +33,13 @@ class InProcessWorker:
         """See `WorkerHandle.ask`."""
         return on_own_thread("wanstream ask", self._alive, methodcaller(method, *args), self._worker)
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
+    def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""
         with self._lock:
             if self._killed:
-                return on_own_thread("wanstream run", self._run, task, on_told)
+                return on_own_thread("wanstream run", self._run, task, on_report)
             self._run_ids.add(task.run_id)
-            return self._thread.submit(self._run, task, on_told)
+            return self._thread.submit(self._run, task, on_report)
 
     def log_tail(self) -> str:
         """See `WorkerHandle.log_tail`: what it writes is this process's own output."""
@@ -61,9 +61,9 @@ class InProcessWorker:
         self.kill()
         wait([self._ended], timeout=END_TIMEOUT_S)
 
-    def _run(self, task: RunTask, on_told: OnTold) -> TaskResult:
+    def _run(self, task: RunTask, on_report: OnReport) -> TaskResult:
         try:
-            ended: TaskResult = self._alive(self._worker.run, task, on_told)
+            ended: TaskResult = self._alive(self._worker.run, task, on_report)
             return ended
         finally:
             with self._lock:

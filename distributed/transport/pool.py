@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ..messages import RunTask, StepReport, TaskResult
 
-OnTold: TypeAlias = "Callable[[StepReport], None]"
+OnReport: TypeAlias = "Callable[[StepReport], None]"
 
 
 class WorkerLostError(RuntimeError):
@@ -32,8 +32,8 @@ class WorkerHandle(Protocol):
     def ask(self, method: str, *args: Any) -> Future[Any]:
         """Call a short method of the `Worker` beside whatever it computes. Its errors, or WorkerLostError, come out."""
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
-        """Let it compute a task; `on_told` is called for every step, on a thread of the pool. One task at a time.
+    def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
+        """Let it compute a task; `on_report` is called for every step, on a thread of the pool. One task at a time.
 
         The future raises what the worker raised (Cancelled, SmallerPolicyError, ...), or WorkerLostError.
         """

@@ -89,9 +89,9 @@ class FakeWorker:
         function = self._leave_late if method == "leave" else getattr(self, f"_{method}")
         return on_own_thread("fake ask", self._alive, function, *args)
 
-    def run(self, task: RunTask, on_told: Callable[[StepReport], None]) -> Future[TaskResult]:
+    def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
         self._pool.sent.append((self._rank, task))
-        return on_own_thread("fake run", self._alive, self._run, task, on_told)
+        return on_own_thread("fake run", self._alive, self._run, task, on_report)
 
     def log_tail(self) -> str:
         return f"the log of process {self.pid}"
@@ -162,14 +162,14 @@ class FakeWorker:
     def _stop(self, run_id: str) -> None:
         self._stopped.add(run_id)
 
-    def _run(self, task: RunTask, on_told: Callable[[StepReport], None]) -> TaskResult:
+    def _run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         assert self._busy.acquire(blocking=False), "two tasks at a time"
         try:
-            return self._take_steps(task, on_told)
+            return self._take_steps(task, on_report)
         finally:
             self._busy.release()
 
-    def _take_steps(self, task: RunTask, on_told: Callable[[StepReport], None]) -> TaskResult:
+    def _take_steps(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         assert self._rendezvous is not None, "a task without a rendezvous"
         rendezvous, votes = self._rendezvous
         step_plan, began, taken = task.request.step_plan, time.perf_counter(), list[StepRecord]()
@@ -203,7 +203,7 @@ class FakeWorker:
             if self._gone.is_set():
                 break
             told = state.latents if leads else None
-            on_told(
+            on_report(
                 StepReport(
                     run_id=task.run_id,
                     rank=0,

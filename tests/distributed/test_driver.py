@@ -19,7 +19,7 @@ from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import DistributedResult
 from wanstream.distributed.driver.schedule import GroupId
-from wanstream.distributed.driver.stage_run import RestartLimitError
+from wanstream.distributed.driver.stage_run import RepairEnded, RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
@@ -180,7 +180,7 @@ def test_other_cells_go_on_undisturbed(fakes: Any, request_of: Any, experts_ref:
 def test_losses_without_end_are_told_with_the_log(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies", always=True)])
     driver = driver_of(pool, Mesh(cfg=2), max_restarts=2)
-    with pytest.raises(RestartLimitError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 losses"):
+    with pytest.raises(RestartLimitError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 worker restarts"):
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
     assert len(pool.replaced) == 2
     pool.faults.clear()
@@ -249,7 +249,7 @@ def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, reque
     pool.replace = sometimes
     driver = driver_of(pool, Mesh(cfg=2), max_restarts=3)
     if failing > 3:
-        with pytest.raises(RestartLimitError, match="it does not start\n3 losses"):
+        with pytest.raises(RestartLimitError, match="it does not start\ngiving up after 3 worker restarts"):
             driver.denoise(experts_ref(), request_of(), LAYERWISE)
         return
     ran = driver.denoise(experts_ref(), request_of(), LAYERWISE)
@@ -374,10 +374,14 @@ def test_a_cell_that_comes_to_mend_too_late_mends_nothing(fakes: Any) -> None:
     pool, mesh = fakes.FakePool(2), Mesh(cfg=2)
     rendezvous = Rendezvous(pool, WorkersRef(count=2, timeout_s=20.0))
     late, now = (WorkerGroup(GroupId(0, 0), pool, (0, 1), mesh, rendezvous, 20.0) for _ in range(2))
-    late.retire()
-    late.mend()
-    assert pool.joined == []
-    now.mend()
+    late.disable()
+    for group, joined in ((late, 0), (now, 2)):
+        wake = threading.Event()
+        group.repair(wake)
+        assert wake.wait(10)
+        (ended,) = group.poll()
+        assert isinstance(ended, RepairEnded)
+        assert (ended.error, len(pool.joined)) == (None, joined)
     assert sorted(rank for rank, _ in pool.joined) == [0, 1]
 
 
@@ -391,7 +395,7 @@ def test_a_queue_keeps_its_order_and_tells_what_is_done(fakes: Any, request_of: 
         requests,
         LAYERWISE,
         on_step=lambda number, step: steps.append((number, step.done, step.total)),
-        on_ran=lambda number, _: told.append(number),
+        on_result=lambda number, _: told.append(number),
     )
     for number, (each, request) in enumerate(zip(ran, requests, strict=True)):
         assert torch.equal(each.latents, fakes.expected(request.noise, range(STEPS + number)))
@@ -412,14 +416,14 @@ def test_of_a_queue_nothing_is_kept_but_what_came_of_it(fakes: Any, request_of: 
         states.append(weakref.ref(state))
         tensors.append(weakref.ref(state.latents))
 
-    def on_ran(number: int, ran: DistributedResult) -> None:
+    def on_result(number: int, ran: DistributedResult) -> None:
         done.append(number)
         if len(done) == 4:
             kept = [sum(each() is not None for each in refs[: 3 * STEPS]) for refs in (states, tensors)]
             assert kept == [0, 0]
 
     driver = driver_of(fakes.FakePool(1), Mesh())
-    driver.queue(experts_ref(), [request_of()] * 4, LAYERWISE, on_step=on_step, on_ran=on_ran)
+    driver.queue(experts_ref(), [request_of()] * 4, LAYERWISE, on_step=on_step, on_result=on_result)
     assert (done, len(states)) == ([0, 1, 2, 3], 4 * STEPS)
 
 

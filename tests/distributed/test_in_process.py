@@ -34,12 +34,12 @@ def test_a_run_beside_this_thread_is_told_and_ends(pool: Pool, make_task: MakeTa
     told: list[StepReport] = []
     threads: set[int] = set()
 
-    def on_told(step: StepReport) -> None:
+    def on_report(step: StepReport) -> None:
         told.append(step)
         threads.add(threading.get_ident())
 
     task = make_task()
-    ended = pool.workers[0].run(task, on_told).result(LIMIT_S)
+    ended = pool.workers[0].run(task, on_report).result(LIMIT_S)
     assert torch.equal(ended.latents, alone(task))
     assert [step.record.index for step in told] == [0, 1, 2, 3]
     assert threading.get_ident() not in threads
@@ -85,11 +85,11 @@ def test_closing_ends_the_run_and_its_thread(make_task: MakeTask) -> None:
     pool = InProcessPool("cpu")
     begun, go_on = threading.Event(), threading.Event()
 
-    def on_told(step: StepReport) -> None:
+    def on_report(step: StepReport) -> None:
         begun.set()
         assert go_on.wait(LIMIT_S)
 
-    run = pool.workers[0].run(make_task(), on_told)
+    run = pool.workers[0].run(make_task(), on_report)
     assert begun.wait(LIMIT_S)
     closing = threading.Thread(target=pool.close)
     closing.start()

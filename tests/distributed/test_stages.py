@@ -11,7 +11,7 @@ import torch
 
 from wanstream.distributed.driver.local_stages import StepFunction, StepGroup, run_stages
 from wanstream.distributed.driver.schedule import GroupId
-from wanstream.distributed.driver.stage_run import RestartLimitError, StageStepped
+from wanstream.distributed.driver.stage_run import RestartLimitError, StepTaken
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.sampling import RunSlice, RunState, SamplingCancelled, StepProgress, denoise_part
@@ -58,7 +58,7 @@ def test_another_model_goes_through_stages_and_no_stage_takes_a_step_of_another(
                 state = unet.step(state, step)
         wanted.append(state)
     unets = {GroupId(place, stage): ToyUnet(stage + 1) for place in range(data) for stage in range(2)}
-    told: list[StageStepped[Any]] = []
+    told: list[StepTaken[Any]] = []
     ended = run_stages(
         [STEPS] * 5, stages_of({group: unet.step for group, unet in unets.items()}), videos(5), on_step=told.append
     )
@@ -133,7 +133,7 @@ def test_one_loss_too_many_is_told_with_the_last() -> None:
     def step(state: int, step: int) -> int:
         raise WorkerLostError("gone, and its log says why", 0)
 
-    with pytest.raises(RestartLimitError, match="its log says why\n2 losses of one run are made good"):
+    with pytest.raises(RestartLimitError, match="its log says why\ngiving up after 2 worker restarts"):
         run_stages([[range(3)]], stages_of({GroupId(0, 0): step}), [0], max_restarts=2)
 
 
@@ -147,7 +147,7 @@ def test_an_error_ends_the_run_and_leaves_no_job(where: str) -> None:
             raise ArithmeticError("NaN")
         return state + 1
 
-    def on_step(told: StageStepped[int]) -> None:
+    def on_step(told: StepTaken[int]) -> None:
         if where == "on_step" and told.next_step == 3:
             raise ArithmeticError("NaN")
 
