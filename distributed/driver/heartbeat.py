@@ -48,7 +48,7 @@ class Heartbeat:
         self._counts: list[int | None] = [None] * len(workers)
         self._requested_s = self._last_sign_s = time.monotonic()
         self.begun = False
-        """Whether there was any sign of life."""
+        """True after the first sign of life."""
 
     @property
     def silence_s(self) -> float:

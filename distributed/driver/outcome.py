@@ -15,11 +15,11 @@ from ..worker.errors import PeerLostError, WorkerTimeoutError
 
 
 class TaskOutcome(Enum):
-    """How a task ended."""
+    """Outcome of a task."""
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    """The driver asked the workers to stop."""
+    """The driver stopped the workers on request."""
     LOST = "lost"
     """A worker, or the connection between workers, was lost."""
     SMALLER_POLICY = "smaller policy"
@@ -75,7 +75,7 @@ def classify_failure(
 
     Args:
         killed: places whose processes the driver ended.
-        stopped: the driver asked the workers to stop. Any error then counts as STOPPED.
+        stopped: the driver stopped the workers on request. Any error then counts as STOPPED.
     """
     results = {place: each for place, each in outcomes.items() if isinstance(each, TaskResult)}
     errors = {place: each for place, each in outcomes.items() if isinstance(each, BaseException)}
@@ -84,7 +84,7 @@ def classify_failure(
     causes = {place: _cause(error, was_killed=place in killed) for place, error in errors.items()}
 
     def rank(place: int) -> tuple[bool, int, int]:
-        # After a stop, a worker's own SamplingCancelled carries the step and block, so it goes first.
+        # After a stop, a SamplingCancelled goes first: it has the step and block.
         return not (stopped and causes[place] is _Cause.STOPPED), causes[place], place
 
     place = min(causes, key=rank)

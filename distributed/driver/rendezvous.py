@@ -37,7 +37,7 @@ class Rendezvous:
         Returns the generation of the rendezvous.
 
         Raises:
-            WorkerLostError: a worker was lost meanwhile.
+            WorkerLostError: a worker was lost during the rendezvous.
             OSError: no port was free.
         """
         facts = [self._facts_or_replace(rank) for rank in ranks]

@@ -1,7 +1,7 @@
 """Schedule of jobs: which group computes which steps of which video next. Pure values; nothing here computes or waits.
 
 A *job* is one stage of one item (a video, or several in one pass). An item goes through its stages in order. A group
-takes jobs of its own stage only, so that no worker ever changes its expert if the stages are cut at the expert switch.
+takes jobs of one stage only, so that no worker ever changes its expert if the stages are cut at the expert switch.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class StageRun(Generic[S]):
             raise self._cancelled()
 
     def is_done(self, item: int) -> bool:
-        """Whether all steps of all stages of that item were taken."""
+        """Return True if all steps of all stages of that item were taken."""
         return self.schedule.items[item].is_done
 
     def pop_state(self, item: int) -> S:

@@ -77,13 +77,13 @@ class WorkerGroup:
 
     @property
     def is_joined(self) -> bool:
-        """Whether the workers can compute another task without a new rendezvous."""
+        """True if the workers can compute another task without a new rendezvous."""
         return self._is_joined
 
     def connect(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
         """Replace lost workers and join all of them. Blocks. Returns their facts, with those of `paths` they lack.
 
-        Raises WorkerLostError if a worker is lost meanwhile.
+        Raises WorkerLostError if a worker is lost during the rendezvous.
         """
         with self._repair_lock:
             self._is_joined = self._is_joined and self._are_joined()
@@ -160,7 +160,7 @@ class WorkerGroup:
             self._is_joined = True
 
     def _are_joined(self) -> bool:
-        """Whether all workers are in this group's last rendezvous; another driver may have joined them since."""
+        """Return True if all workers are in this group's last rendezvous; another driver may have joined them since."""
         try:
             facts = self._rendezvous.facts(self.ranks, ())
         except WorkerLostError:
@@ -224,7 +224,7 @@ class _Task:
         self.leaving: Sequence[Future[None]] = ()
         """Requests to leave the rendezvous; they must be done before the next one."""
         self.is_joined = False
-        """Whether the workers can compute another task without a new rendezvous; set with `end`."""
+        """True if the workers can compute another task without a new rendezvous; set with `end`."""
         self._workers, self._run_id, self._timeout_s = workers, task.run_id, timeout_s
         self._grace_s = min(HUNG_GRACE_S, timeout_s)
         self._outcomes: dict[int, TaskResult | BaseException] = {}
@@ -258,7 +258,7 @@ class _Task:
         return reports
 
     def stop(self) -> None:
-        """Ask all workers to stop before their next block."""
+        """Make all workers stop before their next block."""
         self._is_stopped = True
         if not self._is_ending:
             self._end_within(self._timeout_s)
@@ -296,7 +296,7 @@ class _Task:
         return [place for place in range(len(self._workers)) if place not in self._outcomes]
 
     def _end_within(self, seconds: float) -> None:
-        """Ask the workers that still compute to stop, and set the time after which they are killed."""
+        """Stop the workers that still compute, and set the deadline after which they are killed."""
         self._deadline_s = time.monotonic() + seconds
         if self._is_ending:
             return
@@ -326,7 +326,7 @@ class _Task:
         end = classify_failure(self._outcomes, killed=self._killed, stopped=self._is_stopped)
         is_explained = end.outcome in (TaskOutcome.FAILED, TaskOutcome.SMALLER_POLICY)
         if self._silence is not None and not self._is_stopped and not is_explained:
-            # Workers that react to the stop after all raise Cancelled, which the caller did not ask for.
+            # Workers that react to the stop after all raise SamplingCancelled, which would pass for a stop by the user.
             end = replace(end, outcome=TaskOutcome.LOST, error=self._silence)
         # After any other end, the workers of a group may stand at different points of the run.
         is_alike = all(isinstance(each, TaskResult | SamplingCancelled) for each in self._outcomes.values())

@@ -1,4 +1,4 @@
-"""A pool of real workers in the processes of `processes.py`, without Ray: what the driver asks travels by a socket."""
+"""Pool of real workers in the processes of `processes.py`, without Ray: calls are sent over a socket."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ShortPair:
 
 
 def serve(here: SimpleNamespace, address: str, key: bytes, rank: int, short_at: int | None) -> None:
-    """What a process does: a worker's calls, one thread each and one for its runs, until the driver hangs up."""
+    """Serve the calls of a worker, on one thread each and one for its runs, until the driver hangs up."""
 
     def opened(ref: ExpertsRef) -> Any:
         pair = open_pair(ref)

@@ -1,4 +1,4 @@
-"""The schedule of jobs: whatever happens in whatever order, every job is done once, and no group idles without need."""
+"""Schedule of jobs: in any order of events, every job is done once, and no group idles without need."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def grids(draw: st.DrawFn) -> tuple[list[list[range]], int]:
     return items, draw(st.integers(1, 3))
 
 
-class Played:
-    """Plays groups that step, finish, are lost and mended in a random order, and checks what must hold all the time."""
+class Simulation:
+    """Simulation of groups that step, finish, are lost and repaired in a random order; checks all invariants."""
 
     def __init__(self, schedule: JobSchedule, seed: int, *, losses: float) -> None:
         self.schedule, self.losses = schedule, losses
         self.chance = random.Random(seed)
         self.computed: list[tuple[GroupId, StageJob, int]] = []
-        """(group, job, step) of every step that counts."""
+        """(group, job, step) of every step."""
         self.finished: list[StageJob] = []
         self.stands: dict[GroupId, Assignment] = {}
         self.next_step: dict[int, int] = {}
@@ -113,7 +113,7 @@ class Played:
         self.finished.append(assignment.job)
 
 
-def _check_all_done(items: list[list[range]], played: Played) -> None:
+def _check_all_done(items: list[list[range]], played: Simulation) -> None:
     jobs = {StageJob(number, stage) for number, steps in enumerate(items) for stage, each in enumerate(steps) if each}
     assert Counter(played.finished) == Counter(jobs)
     taken = Counter((job.item, step) for _, job, step in played.computed)
@@ -128,20 +128,22 @@ def _check_all_done(items: list[list[range]], played: Played) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(grids(), st.integers(0, 10**6))
-def test_every_job_is_done_once_in_order_by_a_cell_of_its_stage(grid: tuple[list[list[range]], int], seed: int) -> None:
+def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
+    grid: tuple[list[list[range]], int], seed: int
+) -> None:
     items, data = grid
-    played = Played(JobSchedule.of(items, data=data, max_restarts=0), seed, losses=0)
+    played = Simulation(JobSchedule.of(items, data=data, max_restarts=0), seed, losses=0)
     assert played.play().status is ScheduleStatus.DONE
     _check_all_done(items, played)
 
 
 @settings(max_examples=200, deadline=None)
 @given(grids(), st.integers(0, 10**6), st.integers(0, 6))
-def test_losses_cost_no_step_that_was_handed_in_and_are_counted(
+def test_losses_cost_no_reported_step_and_are_counted(
     grid: tuple[list[list[range]], int], seed: int, max_restarts: int
 ) -> None:
     items, data = grid
-    played = Played(JobSchedule.of(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
+    played = Simulation(JobSchedule.of(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
     ended = played.play()
     if ended.status is ScheduleStatus.DONE:
         assert ended.lost <= max_restarts + 1
@@ -165,7 +167,7 @@ def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
     assert rounds == [{0: 0}, {0: 1, 1: 0}, {0: 2, 1: 1}, {1: 2}]
 
 
-def test_a_lost_job_goes_first_to_another_cell_of_its_stage() -> None:
+def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
     schedule = JobSchedule.of([[range(4)]] * 3, data=2, max_restarts=1)
     for _ in range(2):
         each = schedule.next()
@@ -197,7 +199,7 @@ def test_a_loss_after_the_last_state_costs_nothing(max_restarts: int) -> None:
     assert lost.status is ScheduleStatus.DONE
 
 
-def test_wrong_reports_are_refused() -> None:
+def test_illegal_transitions_are_refused() -> None:
     new = JobSchedule.of([[range(2), range(2, 4)]], data=1, max_restarts=1)
     first, second = GroupId(0, 0), GroupId(0, 1)
     assignment = new.next()
@@ -228,6 +230,6 @@ def test_wrong_reports_are_refused() -> None:
         ([[range(2), range(3, 4)]], "gaps"),
     ],
 )
-def test_what_cannot_be_scheduled_is_named(steps: list[list[range]], words: str) -> None:
+def test_items_that_cannot_be_scheduled_are_named(steps: list[list[range]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         JobSchedule.of(steps, data=1, max_restarts=0)

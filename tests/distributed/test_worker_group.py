@@ -115,7 +115,7 @@ def ended(group: WorkerGroup) -> JobEnded:
         ([PEER, CANCELLED], True, CANCELLED, False, False),
     ],
 )
-def test_workers_stay_together_where_all_have_ended_alike(
+def test_workers_stay_joined_if_all_end_alike(
     start_group: StartGroup,
     outcomes: list[TaskResult | BaseException],
     stopped: bool,
@@ -145,7 +145,7 @@ def test_an_error_of_the_task_names_its_worker(start_group: StartGroup) -> None:
 
 
 @pytest.mark.parametrize("outcome", [RESULT, CANCELLED, PEER], ids=["ended", "stopped", "peer"])
-def test_who_was_silent_for_too_long_has_left_whatever_came_then(
+def test_a_group_that_was_silent_for_too_long_is_lost_whatever_it_returns_then(
     start_group: StartGroup, report: StepReport, outcome: TaskResult | BaseException
 ) -> None:
     log = TaskLog()
@@ -164,7 +164,7 @@ def test_who_was_silent_for_too_long_has_left_whatever_came_then(
     assert log.expert_switches() == ({0: 0} if outcome is RESULT else {}), "results that arrive late are kept"
 
 
-def test_who_begins_blocks_is_not_silent_however_long_its_step_takes(
+def test_a_group_that_begins_blocks_is_not_silent_however_long_its_step_takes(
     start_group: StartGroup, report: StepReport
 ) -> None:
     group, handles = start_group(2, timeout_s=0.1)
@@ -175,7 +175,7 @@ def test_who_begins_blocks_is_not_silent_however_long_its_step_takes(
         group.poll()
         time.sleep(0.01)
     assert [handle.calls for handle in handles] == [[], []]
-    assert handles[0].pulses <= 20, "asked now and then"
+    assert handles[0].pulses <= 20, "polled at intervals"
     while not handles[0].calls and time.monotonic() < until + LIMIT_S:
         group.poll()
         time.sleep(0.01)
@@ -184,7 +184,7 @@ def test_who_begins_blocks_is_not_silent_however_long_its_step_takes(
     assert isinstance(ended(group).error, WorkerTimeoutError)
 
 
-def test_silence_is_longer_than_what_workers_wait_for_each_other_and_not_much() -> None:
+def test_the_silence_limit_is_somewhat_longer_than_the_timeout_of_workers() -> None:
     """A worker without waiting peers is found after ten minutes; one with waiting peers is found after five."""
     assert silence_limit(300, begun=True) == 600
     assert 600 < silence_limit(300, begun=False) < 900
@@ -192,7 +192,7 @@ def test_silence_is_longer_than_what_workers_wait_for_each_other_and_not_much() 
     assert silence_limit(1, begun=True, slowest_s=60) >= 600
 
 
-def test_a_worker_that_does_not_answer_is_asked_once() -> None:
+def test_a_worker_that_does_not_answer_gets_one_request() -> None:
     requests: list[Future[int]] = []
 
     class Silent(Handle):
