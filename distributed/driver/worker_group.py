@@ -94,8 +94,9 @@ class WorkerGroup:
     def assign(self, work: Work) -> None:
         """Compute jobs of this run from now on."""
         self._work, self._policy = work, work.policy
-        # A repair that a former run started may end only now. Its end is not an event of this run.
-        self._repairing = None
+        # A repair of a former run may still be in progress, and a second Ctrl-C may have interrupted the wait for its
+        # last task. Their ends are not events of this run.
+        self._repairing = self._task = None
 
     def start(self, assignment: Assignment, state: StepReport | None, wake: threading.Event) -> None:
         """See `StageGroup.start`."""

@@ -225,6 +225,20 @@ def test_every_message_wakes_the_run_and_none_of_an_ended_task_arrives(
     assert group.poll() == []
 
 
+def test_a_run_that_was_interrupted_while_it_stopped_leaves_no_task_to_the_next(
+    start_group: StartGroup, make_task: Callable[..., RunTask], report: StepReport
+) -> None:
+    group, (handle,) = start_group(1)
+    send_late, handle.ended = handle.report, Future()
+    task = make_task()
+    group.assign(Work(requests=[task.request], experts=task.experts, paths=(), policy=task.policy, log=TaskLog()))
+    group.start(Assignment(GROUP, StageJob(0, 0), range(4)), None, threading.Event())
+    send_late(report)
+    assert group.poll() == [], "a report of the former task"
+    handle.end(RESULT)
+    assert ended(group).error is None
+
+
 def test_a_task_that_is_over_keeps_no_tensors(make_task: Callable[..., RunTask]) -> None:
     sent: list[weakref.ref[RunTask]] = []
     run = Handle.run
