@@ -38,9 +38,9 @@ LIMIT_S = 120
 
 WITHOUT_RAY = """
 import sys
-from wanstream.distributed.ray_errors import RayMissingError
-from wanstream.distributed.ray_pool import RayPool
-from wanstream.plan import WorkersRef
+from wanstream.distributed.ray.errors import RayMissingError
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.schema import WorkersRef
 print("ray" in sys.modules)
 sys.modules["ray"] = None
 try:
