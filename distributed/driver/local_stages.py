@@ -1,74 +1,81 @@
-"""Stages of any model that has a step function, each on a thread of this process.
+"""Stages of any model with a step function, each on a thread of this process.
 
     groups = {GroupId(0, 0): StepGroup(high_step), GroupId(0, 1): StepGroup(low_step)}
-    ended = run_stages([[range(0, 4), range(4, 9)]] * 8, groups, starts)
+    states = run_stages([[range(0, 4), range(4, 9)]] * 8, groups, initial_states)
 
-No model of ours runs here yet.
+No model of this package uses it yet.
 """
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
+from contextlib import closing
 from typing import Generic, TypeAlias, TypeVar
 
 from ...sampling import SamplingCancelled
 from ..transport.pool import WorkerLostError
 from ..transport.threads import on_own_thread
 from .schedule import Assignment, GroupId, JobSchedule
-from .stage_run import StageDropped, StageFailed, StageFinished, StageGroup, StageRun, StageStepped, Tell
+from .stage_run import GroupEvent, JobEnded, RepairEnded, StageGroup, StageRun, StepTaken
 
 S = TypeVar("S")
 
 StepFunction: TypeAlias = "Callable[[S, int], S]"
-"""(state, step) -> the state after that step, another value; what is handed in stays as it is."""
+"""(state, step) -> the state after that step, as a new value; the given state is not changed."""
 
 
 class StepGroup(Generic[S]):
-    """Computes jobs by `step`, on a thread of its own; see `StageGroup`.
+    """Compute jobs by `step` on a thread; implements `StageGroup`.
 
-    A step that raises WorkerLostError is taken again from the state before it, as often as the run allows.
+    A step that raises WorkerLostError is repeated from the state before it, as often as the run permits.
     """
 
     def __init__(self, step: StepFunction[S]) -> None:
         self._step = step
-        self._stop = threading.Event()
+        self._is_stopped = threading.Event()
+        self._group: GroupId | None = None
+        self._inbox: queue.SimpleQueue[GroupEvent[S]] = queue.SimpleQueue()
 
-    def start(self, given: Assignment, state: S | None, tell: Tell[S]) -> None:
+    def start(self, assignment: Assignment, state: S | None, wake: threading.Event) -> None:
         """See `StageGroup.start`. The state may not be None: a step function needs one."""
-        assert state is not None, "nothing to start from"
-        self._stop.clear()
-        done = on_own_thread("wanstream-stage", self._compute, given, state, tell)
-        done.add_done_callback(partial(_tell_end, given.group, tell))
+        assert state is not None, "a step function needs an initial state"
+        self._group = assignment.group
+        self._is_stopped.clear()
+        on_own_thread("wanstream-stage", self._compute, assignment, state, wake)
+
+    def poll(self) -> list[GroupEvent[S]]:
+        """See `StageGroup.poll`."""
+        # Only this thread takes events out, so that as many as were counted can be taken without waiting.
+        return [self._inbox.get() for _ in range(self._inbox.qsize())]
 
     def stop(self) -> None:
-        """See `StageGroup.stop`: before the next step."""
-        self._stop.set()
+        """See `StageGroup.stop`. The job ends before its next step."""
+        self._is_stopped.set()
 
-    def look(self) -> None:
-        """See `StageGroup.look`: a thread cannot be ended from outside."""
+    def repair(self, wake: threading.Event) -> None:
+        """See `StageGroup.repair`. There is nothing to repair: a group has no state between jobs."""
+        assert self._group is not None, "a group is repaired after a job"
+        self._inbox.put(RepairEnded(group=self._group))
+        wake.set()
 
-    def mend(self) -> None:
-        """See `StageGroup.mend`: nothing is held between jobs."""
-
-    def _compute(self, given: Assignment, state: S, tell: Tell[S]) -> None:
-        for step in given.steps:
-            if self._stop.is_set():
-                raise SamplingCancelled(step, 0)
-            state = self._step(state, step)
-            tell(StageStepped(group=given.group, job=given.job, next_step=step + 1, state=state))
-
-
-def _tell_end(group: GroupId, tell: Tell[S], done: Future[None]) -> None:
-    error = done.exception()
-    if error is None:
-        tell(StageFinished(group=group))
-    elif isinstance(error, WorkerLostError):
-        tell(StageDropped(group=group, error=error, counts=True))
-    else:
-        tell(StageFailed(group=group, error=error))
+    def _compute(self, assignment: Assignment, state: S, wake: threading.Event) -> None:
+        group, item = assignment.group, assignment.job.item
+        try:
+            for step in assignment.steps:
+                if self._is_stopped.is_set():
+                    raise SamplingCancelled(step, 0)
+                state = self._step(state, step)
+                self._inbox.put(StepTaken(group=group, item=item, next_step=step + 1, state=state))
+                wake.set()
+        except BaseException as err:  # noqa: BLE001 - the run raises it
+            is_loss = isinstance(err, WorkerLostError)
+            ended = JobEnded(group=group, item=item, error=err, can_resume=is_loss, counts_as_failure=is_loss)
+        else:
+            ended = JobEnded(group=group, item=item)
+        self._inbox.put(ended)
+        wake.set()
 
 
 def run_stages(
@@ -77,24 +84,31 @@ def run_stages(
     states: Sequence[S | None],
     *,
     max_restarts: int = 0,
-    on_step: Callable[[StageStepped[S]], None] | None = None,
+    on_step: Callable[[StepTaken[S]], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> list[S]:
-    """The states of all items after their last steps.
+    """Return the states of all items after their last steps.
 
     Args:
-        steps: of each item, by stage.
-        groups: one for every place of the grid of data and stages.
-        states: what each item starts from.
-        max_restarts: how often a group that lost a worker is mended.
-        on_step: called on this thread; what it raises ends the run.
-        should_stop: asked often, on this thread.
+        steps: steps of each item, by stage.
+        groups: one group for each place of the grid of data and stages.
+        states: initial state of each item.
+        max_restarts: how many losses of groups are repaired.
+        on_step: called on this thread. Its errors end the run.
+        should_stop: called often on this thread.
 
     Raises:
-        Cancelled: `should_stop` returned True. Like after any error, no group has a job any more.
-        GivenUpError: more was lost than `max_restarts`, with what was said of the last one.
+        SamplingCancelled: `should_stop` returned True. As after any other error, no group has a job any more.
+        RestartLimitError: more than `max_restarts` losses; the message has the last one.
     """
     data = 1 + max(group.data for group in groups)
     schedule = JobSchedule.of(steps, data=data, max_restarts=max_restarts)
     assert set(schedule.groups()) == set(groups), "the groups do not fill their grid"
-    return StageRun(schedule, groups, states, on_step=on_step, should_stop=should_stop).go()
+    for group in groups.values():
+        group.poll()  # an earlier run may have ended before it took all events
+    run = StageRun(schedule, groups, states)
+    with closing(run.events(should_stop)) as events:
+        for event in events:
+            if on_step is not None and isinstance(event, StepTaken):
+                on_step(event)
+    return [run.pop_state(item) for item in range(len(states))]

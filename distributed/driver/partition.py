@@ -1,8 +1,8 @@
-"""How a request is shared out over a mesh, and how the steps of its parts become the steps of one run."""
+"""Split of a request over a mesh, and progress of its parts merged into the progress of one run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,10 +13,10 @@ from ..messages import StepReport
 
 
 def part_sizes(batch: int, mesh: Mesh) -> list[int]:
-    """How many samples each part of a request has; the samples of a part are lanes of one pass.
+    """Return the number of samples in each part of a request; the samples of one part are lanes of one pass.
 
-    Stages are filled by single samples. Without stages each row of workers gets one part, as equal as can be, so that
-    weights move once for all samples of a row.
+    With several stages, every sample is a part, because a pipeline needs several items. Otherwise each data coordinate
+    gets one part of about equal size, so that its weights are streamed once for all its samples.
     """
     if mesh.stage > 1:
         return [1] * batch
@@ -26,9 +26,9 @@ def part_sizes(batch: int, mesh: Mesh) -> list[int]:
 
 
 def stage_steps(request: DenoiseRequest, stages: int) -> list[range]:
-    """The steps of the whole schedule that each stage computes: cut at the switch of experts, then by lanes to compute.
+    """Return the steps of each stage, cut at the switch of experts first, then by the number of lanes to compute.
 
-    Raises MeshError for stages that there are no steps for.
+    Raises MeshError if there are more stages than steps.
     """
     step_plan = request.step_plan
     experts = [step_plan.experts[step] for step in step_plan.steps]
@@ -38,35 +38,27 @@ def stage_steps(request: DenoiseRequest, stages: int) -> list[range]:
 
 
 class MergedProgress:
-    """Tells the steps of several parts as those of one run.
+    """Progress of a run that is computed in several parts, given in the order of its samples."""
 
-    Args:
-        parts: of the run, in the order of its samples.
-        on_step: is told each step.
-    """
-
-    def __init__(self, parts: Sequence[DenoiseRequest], on_step: Callable[[StepProgress], None]) -> None:
-        self._on_step = on_step
+    def __init__(self, parts: Sequence[DenoiseRequest]) -> None:
         self._total = sum(len(part.step_plan.steps) for part in parts)
         self._done = 0
         self._denoised = [part.noise.cpu() for part in parts]
 
-    def show(self, part: int, told: StepReport) -> None:
-        """A part has taken a step; `told` is of the leader of its group."""
-        assert told.denoised is not None
+    def add(self, part: int, report: StepReport) -> StepProgress:
+        """Return the progress of the run after a step of one part, reported by the leader of its group."""
+        assert report.denoised is not None
         self._done += 1
-        self._denoised[part] = told.denoised
-        self._on_step(
-            StepProgress(
-                record=told.record,
-                done=self._done,
-                total=self._total,
-                denoised=torch.cat(self._denoised),
-                state=lambda: self._state(told),
-            )
+        self._denoised[part] = report.denoised
+        return StepProgress(
+            record=report.record,
+            done=self._done,
+            total=self._total,
+            denoised=torch.cat(self._denoised),
+            state=lambda: self._state(report),
         )
 
-    def _state(self, told: StepReport) -> RunState:
-        if len(self._denoised) > 1 or told.state is None:
-            raise RequestError("the samples of this run are at different steps: there is no state of all of them")
-        return told.state
+    def _state(self, report: StepReport) -> RunState:
+        if len(self._denoised) > 1 or report.state is None:
+            raise RequestError("the samples of this run are at different steps, so there is no common state")
+        return report.state

@@ -1,4 +1,4 @@
-"""How the workers of a group come together: whoever is gone is replaced, then all meet, as the next generation."""
+"""Rendezvous of the workers of a group, on the driver's side: replace lost workers, then join all of them."""
 
 from __future__ import annotations
 
@@ -17,70 +17,72 @@ from ..transport.pool import Pool, WorkerHandle, WorkerLostError
 from ..worker.errors import PeerLostError, WorkerTimeoutError
 
 ANSWER_S = 60.0
-"""How long a worker may take to answer a short question; one that takes longer is replaced."""
+"""Time limit for short calls to a worker, in seconds; a worker that exceeds it is killed."""
 PORT_TRIES = 4
-"""How many ports are tried: one that was free a moment ago may be taken."""
+"""Number of ports to try: a port that was free a moment ago may be in use now."""
 GENERATIONS = itertools.count(1)
-"""Of all rendezvous that this process calls, whoever drives the workers."""
+"""Numbers of rendezvous, unique in this process, because several drivers may use the same workers in turn."""
 
 
 class Rendezvous:
-    """Brings workers of one pool together. Thread-safe: groups may meet side by side."""
+    """Rendezvous of workers of one pool. Thread-safe: several groups may join at once."""
 
     def __init__(self, pool: Pool, ref: WorkersRef) -> None:
         self._pool, self._ref = pool, ref
-        self._lock = threading.Lock()
+        self._replace_lock = threading.Lock()
 
-    def meet(self, ranks: Sequence[int], layout: Mesh) -> int:
-        """Let the workers with these ranks meet as a group of `layout`; the first one leads it. Blocks until they have.
+    def join(self, ranks: Sequence[int], layout: Mesh) -> int:
+        """Join the workers with these ranks as a group of `layout`, the leader first. Blocks until all have joined.
 
-        Returns the generation of the rendezvous. Raises:
-            WorkerLostError: one was lost on the way.
+        Returns the generation of the rendezvous.
+
+        Raises:
+            WorkerLostError: a worker was lost during the rendezvous.
             OSError: no port was free.
         """
-        facts = [self._answering(rank) for rank in ranks]
+        facts = [self._facts_or_replace(rank) for rank in ranks]
         workers = [self._pool.workers[rank] for rank in ranks]
-        for left in reversed(range(PORT_TRIES)):
-            rendezvous = RendezvousSpec(
+        for tries_left in reversed(range(PORT_TRIES)):
+            spec = RendezvousSpec(
                 rank=0,
                 mesh=layout,
                 host=facts[0].address,
-                port=self._answer(workers[0], "free_port"),
+                port=self._call(workers[0], "free_port"),
                 generation=next(GENERATIONS),
                 timeout_s=self._ref.timeout_s,
                 weights=self._ref.weights,
             )
-            error = self._join(workers, rendezvous)
+            error = self._try_join(workers, spec)
             if error is None:
                 break
-            if not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE and left):
+            if not (isinstance(error, OSError) and error.errno == errno.EADDRINUSE and tries_left):
                 raise error
-        return rendezvous.generation
+        return spec.generation
 
     def facts(self, ranks: Sequence[int], paths: Sequence[str]) -> list[WorkerFacts]:
-        """What each of these workers is, and which of `paths` it misses. Raises WorkerLostError."""
+        """Return the facts of each worker, with those of `paths` that its machine lacks. Raises WorkerLostError."""
         return [self._facts(self._pool.workers[rank], paths) for rank in ranks]
 
-    def _answering(self, rank: int) -> WorkerFacts:
-        """The facts of that worker, or of the one that takes its place."""
+    def _facts_or_replace(self, rank: int) -> WorkerFacts:
+        """Return the facts of a worker, or of its replacement if it is lost."""
         try:
             return self._facts(self._pool.workers[rank])
         except WorkerLostError:
-            with self._lock:  # pools replace one after the other
+            with self._replace_lock:  # pools replace one worker at a time
                 worker = self._pool.replace(rank)
             return self._facts(worker)
 
     def _facts(self, worker: WorkerHandle, paths: Sequence[str] = ()) -> WorkerFacts:
-        facts = self._answer(worker, "facts", paths, self._ref.paths)
+        facts = self._call(worker, "facts", paths, self._ref.paths)
         assert isinstance(facts, WorkerFacts)
         return facts
 
-    def _answer(self, worker: WorkerHandle, method: str, *args: Any) -> Any:
-        asked = worker.ask(method, *args)
+    def _call(self, worker: WorkerHandle, method: str, *args: Any) -> Any:
+        answer = worker.ask(method, *args)
         try:
-            return asked.result(ANSWER_S)
+            return answer.result(ANSWER_S)
         except FutureTimeoutError as err:
-            if asked.done():
+            if answer.done():  # the worker itself raised a TimeoutError
                 raise
             worker.kill()
             raise WorkerLostError(
@@ -88,22 +90,22 @@ class Rendezvous:
                 worker.rank,
             ) from err
 
-    def _join(self, workers: Sequence[WorkerHandle], rendezvous: RendezvousSpec) -> Exception | None:
-        """Let all join, and return when none of them is about to any more; what went wrong, as one error."""
-        joining = [worker.ask("join", replace(rendezvous, rank=place)) for place, worker in enumerate(workers)]
+    def _try_join(self, workers: Sequence[WorkerHandle], spec: RendezvousSpec) -> Exception | None:
+        """Join all workers. Returns None, or the error that explains the failure, after the last worker gave up."""
+        joining = [worker.ask("join", replace(spec, rank=place)) for place, worker in enumerate(workers)]
         wait(joining, timeout=self._ref.timeout_s + ANSWER_S, return_when=FIRST_EXCEPTION)
         if all(each.done() and each.exception() is None for each in joining):
             return None
-        # Those who still wait for the others need not.
+        # Peers of a failed worker would wait for it until their timeout.
         leaving = [worker.ask("leave") for worker in workers]
         wait([*joining, *leaving], timeout=ANSWER_S)
         for worker, each in zip(workers, joining, strict=True):
             if not each.done():
                 worker.kill()
-        return self._worst(workers, joining)
+        return self._first_cause(workers, joining)
 
-    def _worst(self, workers: Sequence[WorkerHandle], joining: Sequence[Future[None]]) -> Exception:
-        """Of the errors the one that made the others: whoever waits for a worker that is gone is let down."""
+    def _first_cause(self, workers: Sequence[WorkerHandle], joining: Sequence[Future[None]]) -> Exception:
+        """Return the error that caused the others: a worker whose peer failed raises PeerLostError or a timeout."""
         errors: list[tuple[WorkerHandle, BaseException]] = [
             (worker, error)
             for worker, each in zip(workers, joining, strict=True)
@@ -113,4 +115,4 @@ class Rendezvous:
             if isinstance(error, Exception) and not isinstance(error, PeerLostError | WorkerTimeoutError):
                 return error
         worker, error = errors[0] if errors else (workers[0], None)
-        return WorkerLostError(f"worker {worker.rank} could not meet the others of its group: {error}", worker.rank)
+        return WorkerLostError(f"worker {worker.rank} could not join its group: {error}", worker.rank)

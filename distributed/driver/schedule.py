@@ -1,8 +1,7 @@
-"""Which group computes which steps of which video next. Values in, values out: nothing here computes, waits or knows
-what a step is.
+"""Schedule of jobs: which group computes which steps of which video next. Pure values; nothing here computes or waits.
 
-A *job* is one stage of one item (a video, or several in one pass). An item goes through its stages in order; a group
-takes jobs of its own stage only, so that with the cut at the expert switch no worker ever changes its expert.
+A *job* is one stage of one item (a video, or several in one pass). An item goes through its stages in order. A group
+takes jobs of one stage only, so that no worker ever changes its expert if the stages are cut at the expert switch.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import NamedTuple
 
 from ...schema import StateError
 
-WAITING_PER_CELL = 4
-"""How many items may wait before a stage for each of its groups: their states lie in RAM."""
+WAITING_PER_GROUP = 4
+"""Largest number of items that wait before a stage, for each of its groups. Their states are in RAM."""
 
 
 class StageJob(NamedTuple):
@@ -27,42 +26,43 @@ class StageJob(NamedTuple):
 
 
 class GroupId(NamedTuple):
-    """Workers that compute together, by their place in the mesh."""
+    """Data and stage coordinates of a group of workers."""
 
     data: int
     stage: int
 
 
-class Outcome(Enum):
-    """How a schedule stands; the value completes the sentence "this run ..."."""
+class ScheduleStatus(Enum):
+    """Status of a whole schedule."""
 
-    GOING = "is going on"
-    DONE = "is done"
-    GIVEN_UP = "was given up: more was lost than may be replaced"
+    RUNNING = "running"
+    DONE = "done"
+    GIVEN_UP = "given up"
+    """More losses than `max_restarts`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """How far an item is."""
+    """Progress of one item."""
 
     steps: tuple[range, ...]
-    """Of each stage; one that is empty is passed over."""
+    """Steps of each stage. An item skips stages without steps."""
     stage: int
-    """The one that computes it, or will next; as many as there are stages when it is done."""
+    """Current or next stage; the number of stages when the item is done."""
     next_step: int
-    """Where its last state stands."""
+    """First step that the last state does not include."""
 
     @property
     def is_done(self) -> bool:
         return self.stage == len(self.steps)
 
     @property
-    def left(self) -> range:
-        """The steps of its present stage that are still to be taken."""
+    def remaining(self) -> range:
+        """Steps of the current stage that were not taken yet."""
         return range(self.next_step, self.steps[self.stage].stop)
 
     def entering(self, stage: int) -> Item:
-        """The same before the first stage from `stage` on that has steps for it."""
+        """Return the item before the first stage, from `stage` on, that has steps for it."""
         while stage < len(self.steps) and not self.steps[stage]:
             stage += 1
         first = self.next_step if stage == len(self.steps) else self.steps[stage].start
@@ -70,7 +70,7 @@ class Item:
 
 
 class Assignment(NamedTuple):
-    """What a free group is to do next."""
+    """Next job of a free group."""
 
     group: GroupId
     job: StageJob
@@ -79,125 +79,133 @@ class Assignment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSchedule:
-    """All items and all groups at one moment. Every report gives another schedule; a wrong one raises ScheduleError."""
+    """State of all items and groups. Every transition returns a new schedule; an illegal one raises StateError."""
 
     items: tuple[Item, ...]
     data: int
-    """How many groups each stage has."""
+    """Number of groups per stage."""
     stages: int
     busy: tuple[tuple[GroupId, int], ...] = ()
-    """(group, item) of what is computed now."""
-    away: tuple[GroupId, ...] = ()
-    """Groups that have lost a worker and are not mended yet."""
+    """(group, item) of the jobs that are being computed."""
+    repairing: tuple[GroupId, ...] = ()
+    """Groups that get no jobs until `repaired`."""
     lost: int = 0
-    """Losses so far."""
+    """Number of losses so far."""
     max_restarts: int
-    """Losses that are made good."""
+    """Number of losses that are repaired."""
 
     @classmethod
     def of(cls, steps: Sequence[Sequence[range]], *, data: int, max_restarts: int) -> JobSchedule:
-        """Before the first job; `steps` are those of each item, by stage. Raises ValueError for ranges with gaps."""
+        """Return the schedule before the first job.
+
+        Args:
+            steps: steps of each item, by stage.
+
+        Raises:
+            ValueError: no items, items without steps, or gaps between the stages of an item.
+        """
         if not steps or len({len(stages) for stages in steps}) != 1 or not steps[0]:
             raise ValueError("nothing to schedule: give at least one item, and as many stages for each of them")
         for number, stages in enumerate(steps):
             taken = [each for each in stages if each]
             if not taken:
-                raise ValueError(f"item {number} has no steps: leave it out")
+                raise ValueError(f"item {number} has no steps: remove it")
             if any(before.stop != after.start for before, after in pairwise(taken)):
                 raise ValueError(f"the stages of item {number} have gaps between their steps: {taken}")
         items = tuple(Item(steps=tuple(stages), stage=0, next_step=0).entering(0) for stages in steps)
         return cls(items=items, data=data, stages=len(steps[0]), max_restarts=max_restarts)
 
     @property
-    def outcome(self) -> Outcome:
+    def status(self) -> ScheduleStatus:
         if all(item.is_done for item in self.items):
-            return Outcome.DONE
-        return Outcome.GIVEN_UP if self.lost > self.max_restarts else Outcome.GOING
+            return ScheduleStatus.DONE
+        return ScheduleStatus.GIVEN_UP if self.lost > self.max_restarts else ScheduleStatus.RUNNING
 
     def groups(self) -> Iterator[GroupId]:
-        """All groups, in the order of their ranks."""
+        """Yield all groups in the order of their ranks."""
         return (GroupId(data, stage) for data in range(self.data) for stage in range(self.stages))
 
     def item_of(self, group: GroupId) -> int:
-        """The item that a busy group computes."""
+        """Return the item that a busy group computes."""
         for busy, item in self.busy:
             if busy == group:
                 return item
-        raise StateError(f"group {tuple(group)} computes nothing")
+        raise StateError(f"group {tuple(group)} has no job")
 
     def ready(self, stage: int) -> Iterator[int]:
-        """Items that a group of `stage` may take now, in the order in which it should."""
+        """Yield the items that a group of `stage` may take now, the first one first."""
         computed = {item for _, item in self.busy}
         waiting = [number for number, item in enumerate(self.items) if item.stage == stage and number not in computed]
-        return iter(waiting[: self._room_behind(stage)])
+        return iter(waiting[: self._free_places_after(stage)])
 
     def next(self) -> Assignment | None:
-        """What the first free group that has something to do is to do; None where there is none."""
-        if self.outcome is not Outcome.GOING:
+        """Return the next job for the first free group that can take one; None if there is none."""
+        if self.status is not ScheduleStatus.RUNNING:
             return None
         for group in self.groups():
-            if group in self.away or any(group == busy for busy, _ in self.busy):
+            if group in self.repairing or any(group == busy for busy, _ in self.busy):
                 continue
             number = next(self.ready(group.stage), None)
             if number is not None:
-                return Assignment(group, StageJob(number, group.stage), self.items[number].left)
+                return Assignment(group, StageJob(number, group.stage), self.items[number].remaining)
         return None
 
-    def taken(self, given: Assignment) -> JobSchedule:
-        """What `next` gave has begun."""
-        if given != self.next():
-            raise StateError(f"{given} is not what is to be done next")
-        return replace(self, busy=(*self.busy, (given.group, given.job.item)))
+    def started(self, assignment: Assignment) -> JobSchedule:
+        """Return the schedule after the assignment of `next` was started."""
+        if assignment != self.next():
+            raise StateError(f"{assignment} is not the next assignment")
+        return replace(self, busy=(*self.busy, (assignment.group, assignment.job.item)))
 
     def stepped(self, group: GroupId, next_step: int) -> JobSchedule:
-        """A group has handed in the state before step `next_step`."""
+        """Return the schedule after a group returned the state before step `next_step`."""
         number = self.item_of(group)
         item = self.items[number]
         if next_step not in range(item.next_step + 1, item.steps[item.stage].stop + 1):
-            raise StateError(f"item {number} is before step {item.next_step}; it cannot stand at {next_step} next")
+            raise StateError(f"the next step of item {number} is {item.next_step}; it cannot become {next_step}")
         return self._with(number, replace(item, next_step=next_step))
 
     def finished(self, group: GroupId) -> JobSchedule:
-        """A group has taken the last step of its job; the item goes to the next stage that has steps for it."""
+        """Return the schedule after the last step of a job; the item goes to the next stage with steps for it."""
         number = self.item_of(group)
         item = self.items[number]
-        if item.left:
-            raise StateError(f"item {number} still has steps {item.left} in stage {item.stage}")
+        if item.remaining:
+            raise StateError(f"item {number} has not taken steps {item.remaining} of stage {item.stage}")
         return self._free(group)._with(number, item.entering(item.stage + 1))
 
-    def dropped(self, group: GroupId, *, counts: bool) -> JobSchedule:
-        """A group could not go on: its job waits again, where its last state stands; the group is away until `mended`.
+    def interrupted(self, group: GroupId, *, counts_as_failure: bool) -> JobSchedule:
+        """Return the schedule after a group stopped before the end of its job, and needs a repair.
 
-        `counts` tells a loss from a group that only wants to go on in another way.
+        The job waits again, at its last state. `counts_as_failure` is False for a group that only needs another policy.
         """
         number = self.item_of(group)
         item = self.items[number]
-        # Lost between its last state and the word that it is over, a job is over all the same.
-        after = item if item.left else item.entering(item.stage + 1)
-        return replace(self._free(group)._with(number, after), away=(*self.away, group), lost=self.lost + counts)
+        # A job whose last state has arrived is complete, even if the worker is lost before the end of its task.
+        after = item if item.remaining else item.entering(item.stage + 1)
+        freed = self._free(group)._with(number, after)
+        return replace(freed, repairing=(*self.repairing, group), lost=self.lost + counts_as_failure)
 
-    def lost_again(self, group: GroupId) -> JobSchedule:
-        """A group that was to be mended has lost a worker once more."""
-        self._check_away(group)
+    def repair_failed(self, group: GroupId) -> JobSchedule:
+        """Return the schedule after a worker was lost during a repair."""
+        self._check_repairing(group)
         return replace(self, lost=self.lost + 1)
 
-    def mended(self, group: GroupId) -> JobSchedule:
-        """A group that was away can be given jobs again."""
-        self._check_away(group)
-        return replace(self, away=tuple(other for other in self.away if other != group))
+    def repaired(self, group: GroupId) -> JobSchedule:
+        """Return the schedule after a repair; the group can take jobs again."""
+        self._check_repairing(group)
+        return replace(self, repairing=tuple(other for other in self.repairing if other != group))
 
-    def _room_behind(self, stage: int) -> int:
-        """How many more jobs of `stage` may be begun before the next stage must catch up."""
+    def _free_places_after(self, stage: int) -> int:
+        """Return how many more jobs of `stage` may start before the next stage must catch up."""
         if stage == self.stages - 1:
             return len(self.items)
         computed = {item for _, item in self.busy}
         waiting = sum(item.stage == stage + 1 and number not in computed for number, item in enumerate(self.items))
-        begun = sum(group.stage == stage for group, _ in self.busy)
-        return max(0, WAITING_PER_CELL * self.data - waiting - begun)
+        started = sum(group.stage == stage for group, _ in self.busy)
+        return max(0, WAITING_PER_GROUP * self.data - waiting - started)
 
-    def _check_away(self, group: GroupId) -> None:
-        if group not in self.away:
-            raise StateError(f"group {tuple(group)} was not lost")
+    def _check_repairing(self, group: GroupId) -> None:
+        if group not in self.repairing:
+            raise StateError(f"group {tuple(group)} needs no repair")
 
     def _free(self, group: GroupId) -> JobSchedule:
         return replace(self, busy=tuple(pair for pair in self.busy if pair[0] != group))

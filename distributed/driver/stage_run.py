@@ -1,232 +1,196 @@
-"""Runs items through stages: states, and groups that compute; independent of the model.
+"""Scheduling loop: assigns jobs to groups, polls them, and yields their events. Independent of the model.
 
-An item's state is handed from one stage to the next; several items are on their way at once.
+The state of an item is passed from one stage to the next; several items are computed at once.
 """
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from ...sampling import SamplingCancelled
 from ..transport.pool import WorkerLostError
-from ..transport.threads import on_own_thread
-from .schedule import Assignment, GroupId, JobSchedule, Outcome, StageJob
+from .schedule import Assignment, GroupId, JobSchedule, ScheduleStatus
 
 S = TypeVar("S")
 
 POLL_S = 0.05
-"""How often `should_stop` is asked and the groups are looked after while nothing happens."""
+"""Interval at which `should_stop` is called and groups are polled while no event arrives."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StageStepped(Generic[S]):
-    """A group has taken a step; `state` is what its item has become."""
+class StepTaken(Generic[S]):
+    """A group finished a step; `state` is the new state of the item."""
 
     group: GroupId
-    job: StageJob
+    item: int
     next_step: int
     state: S
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageFinished:
-    """A group has taken all steps of its job."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JobEnded:
+    """A group no longer computes its job. Without an error, the job is complete."""
 
     group: GroupId
+    item: int
+    error: BaseException | None = None
+    can_resume: bool = False
+    """After the error, the job can resume from its last state, here after a repair or in another group."""
+    counts_as_failure: bool = False
+    """The error is a loss, of which a run survives a limited number."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageDropped:
-    """A group cannot go on before it is mended; its job goes on from the last state, here or elsewhere."""
-
-    group: GroupId
-    error: Exception
-    counts: bool
-    """Whether it is a loss; otherwise the group only has to begin anew."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageFailed:
-    """A job cannot be done by anybody, or was stopped."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RepairEnded:
+    """A repair ended; after an error, the group is still unusable."""
 
     group: GroupId
-    error: BaseException
+    error: BaseException | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Mended:
-    group: GroupId
-    error: BaseException | None
-
-
-Event: TypeAlias = "StageStepped[S] | StageFinished | StageDropped | StageFailed"
-Tell: TypeAlias = "Callable[[Event[S]], None]"
-"""May be called from any thread."""
+GroupEvent: TypeAlias = "StepTaken[S] | JobEnded | RepairEnded"
 
 
 class StageGroup(Protocol[S]):
-    """Who computes one job at a time, elsewhere. Every job ends in one Finished, Dropped or Failed."""
+    """Computes one job at a time, elsewhere. Every job ends with one JobEnded, every repair with one RepairEnded.
 
-    def start(self, given: Assignment, state: S | None, tell: Tell[S]) -> None:
-        """Begin with a job and return at once. A state of None: the item is at its very beginning."""
+    No method blocks. `wake` is set, from any thread, when `poll` has new events to return.
+    """
+
+    def start(self, assignment: Assignment, state: S | None, wake: threading.Event) -> None:
+        """Start a job. A state of None stands for an item that no step was taken of."""
+
+    def poll(self) -> list[GroupEvent[S]]:
+        """Return the events since the last call; called every `POLL_S`, so that time limits can be checked here too."""
 
     def stop(self) -> None:
-        """End the job soon, if there is one. Returns at once."""
+        """End the current job soon, if there is one."""
 
-    def look(self) -> None:
-        """Asked several times a second while it has a job: has it been silent for too long?"""
-
-    def mend(self) -> None:
-        """Make it usable after Dropped; may take long. Raises WorkerLostError where that was lost too."""
+    def repair(self, wake: threading.Event) -> None:
+        """Start to make the group usable again after a JobEnded that can be resumed, or a failed repair."""
 
 
 class RestartLimitError(OSError):
-    """More workers were lost in one run than may be replaced; with what is known of the last loss."""
+    """More workers were lost in one run than may be replaced. The message has the last loss."""
 
     @classmethod
     def after(cls, error: BaseException, max_restarts: int) -> RestartLimitError:
-        """After that loss, one more than the `max_restarts` that are made good."""
-        return cls(f"{error}\n{max_restarts} losses of one run are made good; this was one more")
-
-
-class RunPhase(Enum):
-    """Where a run through stages is; the value completes the sentence "this run ..."."""
-
-    NEW = "was not started"
-    GOING = "is going on"
-    ENDING = "gives out no more jobs"
-    OVER = "is over"
+        """Return the error for a loss that exceeds `max_restarts`."""
+        return cls(f"{error}\ngiving up after {max_restarts} worker restarts in one run")
 
 
 class StageRun(Generic[S]):
-    """One run through stages. Used once, on one thread.
+    """One run of items through stages. Used once, on one thread.
 
     Args:
-        on_done: told (item, its last state) on this thread, as soon as it is done; what it raises ends the run. The
-            state is its own then: nothing of it is kept here, and `go` returns none of those that were told.
+        groups: one group for each place of the grid of data and stages.
+        states: initial state of each item.
     """
 
     def __init__(
-        self,
-        schedule: JobSchedule,
-        groups: Mapping[GroupId, StageGroup[S]],
-        states: Sequence[S | None],
-        *,
-        on_step: Callable[[StageStepped[S]], None] | None = None,
-        on_done: Callable[[int, S], None] | None = None,
-        should_stop: Callable[[], bool] | None = None,
+        self, schedule: JobSchedule, groups: Mapping[GroupId, StageGroup[S]], states: Sequence[S | None]
     ) -> None:
         self.schedule = schedule
         self._groups, self._states = groups, list(states)
-        self._on_step, self._on_done, self._should_stop = on_step, on_done, should_stop
-        self._events: queue.SimpleQueue[Event[S] | _Mended] = queue.SimpleQueue()
-        self._phase = RunPhase.NEW
-        self._ended: list[BaseException] = []
-        """What came out of jobs that were stopped."""
+        self._wake = threading.Event()
+        self._polled: deque[GroupEvent[S]] = deque()
+        self._errors: list[BaseException] = []
+        """Errors of jobs that ended after the run was stopped."""
 
-    def go(self) -> list[S]:
-        """Run to the end, and return the states of all items after their last steps.
+    def events(self, should_stop: Callable[[], bool] | None = None) -> Generator[StepTaken[S] | JobEnded, None, None]:
+        """Run to the end, and yield every event of a job after it was applied to `schedule`.
+
+        Close the generator to stop all jobs; it returns when none is computed any more. That also happens before any
+        error is raised.
 
         Raises:
-            Cancelled: `should_stop` returned True. As after any error, no group has a job any more.
-            GivenUpError: more was lost than the restarts of the schedule.
+            SamplingCancelled: `should_stop`, which is called often on this thread, returned True.
+            RestartLimitError: more workers were lost than the schedule permits.
         """
-        assert self._phase is RunPhase.NEW, f"this run {self._phase.value}"
-        self._phase = RunPhase.GOING
         try:
-            while not (stopped := self._is_stopped()) and self.schedule.outcome is Outcome.GOING:
-                self._hand_out()
-                self._take_event()
+            while not (stopped := should_stop is not None and should_stop()) and self._is_running:
+                self._assign()
+                if (event := self._next_event()) is None:
+                    continue
+                self._apply(event)
+                if not isinstance(event, RepairEnded):
+                    yield event
+                if not isinstance(event, StepTaken) and event.error is not None:
+                    self._repair_after(event, event.error)
         finally:
-            self._settle()
+            self._stop()
         if stopped:
             raise self._cancelled()
-        return [state for state in self._states if state is not None]
 
-    def _is_stopped(self) -> bool:
-        return self._should_stop is not None and self._should_stop()
+    def is_done(self, item: int) -> bool:
+        """Return True if all steps of all stages of that item were taken."""
+        return self.schedule.items[item].is_done
 
-    def _hand_out(self) -> None:
-        while (given := self.schedule.next()) is not None:
-            self._groups[given.group].start(given, self._states[given.job.item], self._events.put)
-            self.schedule = self.schedule.taken(given)
+    def pop_state(self, item: int) -> S:
+        """Return the last state of that item, and release it here."""
+        state, self._states[item] = self._states[item], None
+        assert state is not None, f"item {item} has no state"
+        return state
 
-    def _take_event(self) -> None:
-        for group, _ in self.schedule.busy:
-            self._groups[group].look()
-        try:
-            event = self._events.get(timeout=POLL_S)
-        except queue.Empty:
-            return
-        if isinstance(event, StageStepped):
+    @property
+    def _is_running(self) -> bool:
+        return self.schedule.status is ScheduleStatus.RUNNING
+
+    def _assign(self) -> None:
+        while (assignment := self.schedule.next()) is not None:
+            self._groups[assignment.group].start(assignment, self._states[assignment.job.item], self._wake)
+            self.schedule = self.schedule.started(assignment)
+
+    def _next_event(self) -> GroupEvent[S] | None:
+        """Return the next event; None if there is none within `POLL_S`."""
+        if not self._polled:
+            self._wake.wait(POLL_S)
+            # Clear before polling: an event that arrives in between is polled now, and wakes the next call for nothing.
+            self._wake.clear()
+            for group in self._groups.values():
+                self._polled.extend(group.poll())
+        return self._polled.popleft() if self._polled else None
+
+    def _apply(self, event: GroupEvent[S]) -> None:
+        if isinstance(event, StepTaken):
             self.schedule = self.schedule.stepped(event.group, event.next_step)
-            self._states[event.job.item] = event.state
-            if self._on_step is not None and self._phase is RunPhase.GOING:
-                self._on_step(event)
-        elif isinstance(event, StageFinished):
-            item = self.schedule.item_of(event.group)
+            self._states[event.item] = event.state
+        elif isinstance(event, RepairEnded):
+            repaired = event.error is None
+            self.schedule = (self.schedule.repaired if repaired else self.schedule.repair_failed)(event.group)
+        elif event.error is None:
             self.schedule = self.schedule.finished(event.group)
-            self._tell_done(item)
-        elif isinstance(event, _Mended):
-            self._take_mended(event.group, event.error)
         else:
-            self._take_ended(event)
+            self.schedule = self.schedule.interrupted(event.group, counts_as_failure=event.counts_as_failure)
 
-    def _take_ended(self, event: StageDropped | StageFailed) -> None:
-        counts = isinstance(event, StageDropped) and event.counts
-        item = self.schedule.item_of(event.group)
-        self.schedule = self.schedule.dropped(event.group, counts=counts)
-        self._tell_done(item)
-        if self._phase is RunPhase.ENDING:
-            self._ended.append(event.error)
-        elif isinstance(event, StageFailed):
-            raise event.error
-        else:
-            self._mend(event.group, event.error)
-
-    def _tell_done(self, item: int) -> None:
-        """Tell an item that has just become done."""
-        state = self._states[item]
-        if self.schedule.items[item].is_done and self._on_done is not None and self._phase is RunPhase.GOING:
-            assert state is not None
-            self._states[item] = None
-            self._on_done(item, state)
-
-    def _take_mended(self, group: GroupId, error: BaseException | None) -> None:
-        if error is None:
-            self.schedule = self.schedule.mended(group)
-        elif self._phase is RunPhase.ENDING:
-            self._ended.append(error)
-        elif isinstance(error, WorkerLostError):
-            self.schedule = self.schedule.lost_again(group)
-            self._mend(group, error)
-        else:
+    def _repair_after(self, event: JobEnded | RepairEnded, error: BaseException) -> None:
+        """Start a repair while the other groups compute. Raises the error if no repair can help."""
+        can_resume = event.can_resume if isinstance(event, JobEnded) else isinstance(error, WorkerLostError)
+        if not can_resume:
             raise error
-
-    def _mend(self, group: GroupId, error: BaseException) -> None:
-        """Mend a group beside the others, or say that this was one loss too many."""
-        if self.schedule.outcome is Outcome.GIVEN_UP:
+        if self.schedule.status is ScheduleStatus.GIVEN_UP:
             raise RestartLimitError.after(error, self.schedule.max_restarts)
-        # Should the run end before, the group is mended all the same, and its next user waits for that.
-        future = on_own_thread("wanstream-mend", self._groups[group].mend)
-        future.add_done_callback(lambda done: self._events.put(_Mended(group=group, error=done.exception())))
+        # Not awaited if the run ends first: the next run waits for it.
+        self._groups[event.group].repair(self._wake)
 
-    def _settle(self) -> None:
-        """Let no job go on."""
-        self._phase = RunPhase.ENDING
+    def _stop(self) -> None:
+        """End all jobs, and wait until none is computed any more."""
         for group, _ in self.schedule.busy:
             self._groups[group].stop()
         while self.schedule.busy:
-            self._take_event()
-        self._phase = RunPhase.OVER
+            if (event := self._next_event()) is None:
+                continue
+            self._apply(event)
+            if isinstance(event, JobEnded) and event.error is not None:
+                self._errors.append(event.error)
 
     def _cancelled(self) -> SamplingCancelled:
-        """Where the run was stopped; between two jobs it is before the first block of a step."""
-        for error in self._ended:
+        """Return the step and block at which a job was stopped; between two jobs, the first block of the next step."""
+        for error in self._errors:
             if isinstance(error, SamplingCancelled):
                 return error
         return SamplingCancelled(min(item.next_step for item in self.schedule.items), 0)

@@ -1,188 +1,335 @@
-"""A group of workers, which computes stages of videos; see `StageGroup`."""
+"""Group of workers that computes one job at a time; implements `StageGroup`."""
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...sampling import DenoiseRequest
+from ...sampling import DenoiseRequest, SamplingCancelled
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, PathMap
-from ..messages import RunTask, StepReport, WorkerFacts
-from ..transport.pool import Pool, WorkerLostError
+from ..messages import RunTask, StepReport, TaskResult, WorkerFacts
+from ..transport.pool import Pool, WorkerHandle, WorkerLostError
+from ..transport.threads import on_own_thread
+from ..worker.errors import WorkerTimeoutError
+from .heartbeat import Heartbeat, silence_limit
+from .outcome import TaskEnd, TaskOutcome, classify_failure
 from .rendezvous import ANSWER_S, Rendezvous
-from .results import TaskLog, TaskRecord, moved
+from .results import TaskLog, TaskRecord, shifted
 from .schedule import Assignment, GroupId
-from .stage_run import StageDropped, StageFailed, StageFinished, StageStepped, Tell
-from .task_run import TaskEnd, TaskRun, TaskVerdict
+from .stage_run import GroupEvent, JobEnded, RepairEnded, StepTaken
+
+HUNG_GRACE_S = 5.0
+"""Longest time that workers get to end a task after a peer waited for them in vain."""
+KILL_S = 30.0
+"""Longest wait for the end of a killed process."""
 
 
 class WorkerFailedError(ValueError):
-    """A task failed on a worker; says which one, on which machine, and what it raised, which is the cause."""
+    """A task failed on a worker. The message has the worker, its machine and its error, which is the `__cause__`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Work:
-    """What the groups of one run compute."""
+    """Inputs of one run, for all groups."""
 
     requests: Sequence[DenoiseRequest]
-    """Of each item."""
+    """Request of each item."""
     experts: ExpertsRef
     paths: tuple[PathMap, ...]
-    """Where their files lie on the machines of workers."""
+    """Maps from paths of the driver's machine to paths of workers' machines."""
     policy: OffloadPolicy
-    notes: TaskLog
+    log: TaskLog
 
 
 class WorkerGroup:
-    """The workers of one data and one stage coordinate. What it is handed, and hands on, is what its leader told last.
+    """Workers with the same data and stage coordinates. The state of a job is the last report of the group's leader.
+
+    `connect` and `disable` may be called from any thread, all other methods from the thread of the run.
 
     Args:
-        place: the two coordinates.
-        ranks: of the workers in `pool`; the first one leads.
-        layout: of these workers: data and stage are 1.
+        group: data and stage coordinates.
+        ranks: ranks of the workers in `pool`, the leader's first.
+        layout: mesh of these workers alone; its data and stage degrees are 1.
+        timeout_s: how long workers wait for each other.
     """
 
     def __init__(
-        self, place: GroupId, pool: Pool, ranks: Sequence[int], layout: Mesh, rendezvous: Rendezvous, timeout_s: float
+        self, group: GroupId, pool: Pool, ranks: Sequence[int], layout: Mesh, rendezvous: Rendezvous, timeout_s: float
     ) -> None:
-        self.place, self.ranks = place, tuple(ranks)
+        self.group, self.ranks = group, tuple(ranks)
         self.facts: tuple[WorkerFacts, ...] = ()
-        """Of the workers that met last, by place."""
+        """Facts of the workers at the last rendezvous, the leader's first."""
         self._pool, self._layout, self._rendezvous, self._timeout_s = pool, layout, rendezvous, timeout_s
-        self._mending = threading.Lock()
-        self._together = self._retired = False
+        self._repair_lock = threading.Lock()
+        self._is_joined = self._is_disabled = False
         self._generation = 0
+        self._leaving: Sequence[Future[None]] = ()
+        self._repairing: Future[None] | None = None
         self._work: Work | None = None
         self._policy: OffloadPolicy | None = None
-        self._task: TaskRun | None = None
+        self._task: _Task | None = None
 
-    def take_up(self, work: Work) -> None:
-        """Compute jobs of another run from now on."""
-        self._work, self._policy = work, work.policy
+    @property
+    def is_joined(self) -> bool:
+        """True if the workers can compute another task without a new rendezvous."""
+        return self._is_joined
 
-    def gather(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
-        """Make it usable whatever happened since its last run; what its workers are, and which `paths` they miss.
+    def connect(self, paths: Sequence[str]) -> tuple[WorkerFacts, ...]:
+        """Replace lost workers and join all of them. Blocks. Returns their facts, with those of `paths` they lack.
 
-        Blocks. Raises WorkerLostError where workers are lost on the way.
+        Raises WorkerLostError if a worker is lost during the rendezvous.
         """
-        with self._mending:
-            self._together = self._together and self._are_together()
-        self.mend()
+        with self._repair_lock:
+            self._is_joined = self._is_joined and self._are_joined()
+        self._repair()
         self.facts = tuple(self._rendezvous.facts(self.ranks, paths))
         return self.facts
 
-    def start(self, given: Assignment, state: StepReport | None, tell: Tell[StepReport]) -> None:
+    def assign(self, work: Work) -> None:
+        """Compute jobs of this run from now on."""
+        self._work, self._policy = work, work.policy
+        # A repair of a former run may still be in progress, and a second Ctrl-C may have interrupted the wait for its
+        # last task. Their ends are not events of this run.
+        self._repairing = self._task = None
+
+    def start(self, assignment: Assignment, state: StepReport | None, wake: threading.Event) -> None:
         """See `StageGroup.start`."""
-        assert self._work is not None, "no run was taken up"
+        assert self._task is None, f"group {tuple(self.group)} has not finished its last task"
+        assert self._work is not None, "`assign` was not called"
         assert self._policy is not None
-        work, run_id = self._work, uuid.uuid4().hex
-        tasks = [
-            RunTask(
-                run_id=run_id,
-                experts=work.experts,
-                paths=work.paths,
-                request=work.requests[given.job.item],
-                policy=self._policy,
-                resume=None if state is None else state.state,
-                until=given.steps.stop,
-                generation=self._generation,
-            )
-            for _ in self.ranks
-        ]
-        notes = work.notes.sent(given, self.ranks)
-        self._task = TaskRun(
-            [self._pool.workers[rank] for rank in self.ranks],
-            tasks,
-            timeout_s=self._timeout_s,
-            on_told=partial(self._take_told, notes, tell),
-            on_over=partial(self._take_over, notes, tell),
+        work = self._work
+        task = RunTask(
+            run_id=uuid.uuid4().hex,
+            experts=work.experts,
+            paths=work.paths,
+            request=work.requests[assignment.job.item],
+            policy=self._policy,
+            resume=None if state is None else state.state,
+            until=assignment.steps.stop,
+            generation=self._generation,
         )
-        self._task.begin()
+        record = work.log.add_task(assignment, self.ranks)
+        self._task = _Task([self._pool.workers[rank] for rank in self.ranks], task, record, self._timeout_s, wake)
+
+    def poll(self) -> list[GroupEvent[StepReport]]:
+        """See `StageGroup.poll`."""
+        events: list[GroupEvent[StepReport]] = []
+        if self._repairing is not None and self._repairing.done():
+            events.append(RepairEnded(group=self.group, error=self._repairing.exception()))
+            self._repairing = None
+        if (task := self._task) is None:
+            return events
+        assert self._work is not None
+        for place, report in task.poll():
+            self._work.log.add_report(task.record, place, report)
+            if place == 0:
+                events.append(self._step_taken(task.record, report))
+        if task.end is not None:
+            events.append(self._job_ended(task, task.end))
+        return events
 
     def stop(self) -> None:
-        """See `StageGroup.stop`: before the next block."""
+        """See `StageGroup.stop`. Workers stop before their next block."""
         if self._task is not None:
             self._task.stop()
 
-    def look(self) -> None:
-        """See `StageGroup.look`."""
-        if self._task is not None:
-            self._task.look()
+    def repair(self, wake: threading.Event) -> None:
+        """See `StageGroup.repair`."""
+        self._repairing = on_own_thread("wanstream-repair", self._repair)
+        self._repairing.add_done_callback(lambda _: wake.set())
 
-    def mend(self) -> None:
-        """See `StageGroup.mend`: replaces who is gone, and lets all meet. Does nothing for workers that are
-        together.
-        """
-        with self._mending:
-            if not self._together and not self._retired:
-                if self._task is not None:
-                    wait(self._task.leaving, timeout=ANSWER_S)
-                self._generation = self._rendezvous.meet(self.ranks, self._layout)
-                self.facts = tuple(self._rendezvous.facts(self.ranks, ()))
-                self._together = True
+    def disable(self) -> None:
+        """Make all later repairs do nothing. Blocks until a repair in progress has ended."""
+        with self._repair_lock:
+            self._is_disabled = True
 
-    def retire(self) -> None:
-        """Mend nothing any more; waits for what is being mended now."""
-        with self._mending:
-            self._retired = True
+    def _repair(self) -> None:
+        """Replace lost workers and join all of them, unless they are joined."""
+        with self._repair_lock:
+            if self._is_joined or self._is_disabled:
+                return
+            # A worker that leaves late would leave the new rendezvous.
+            wait(self._leaving, timeout=ANSWER_S)
+            self._generation = self._rendezvous.join(self.ranks, self._layout)
+            self.facts = tuple(self._rendezvous.facts(self.ranks, ()))
+            self._is_joined = True
 
-    def _are_together(self) -> bool:
-        """Whether all of them still are in the rendezvous that they had; others may have asked them to leave it."""
+    def _are_joined(self) -> bool:
+        """Return True if all workers are in this group's last rendezvous; another driver may have joined them since."""
         try:
             facts = self._rendezvous.facts(self.ranks, ())
         except WorkerLostError:
             return False
         return all(each.generation == self._generation for each in facts)
 
-    def _take_told(self, notes: TaskRecord, tell: Tell[StepReport], place: int, told: StepReport) -> None:
-        assert self._work is not None
-        self._work.notes.told(notes, place, told)
-        if place > 0:
-            return
-        assert told.state is not None, "the leader of a group tells the state of every step"
-        in_run = replace(told, record=moved(told.record, notes.start_s))
-        tell(StageStepped(group=self.place, job=notes.job, next_step=told.state.next_step, state=in_run))
+    def _step_taken(self, record: TaskRecord, report: StepReport) -> StepTaken[StepReport]:
+        assert report.state is not None, "the leader of a group reports the state after every step"
+        return StepTaken(
+            group=self.group,
+            item=record.job.item,
+            next_step=report.state.next_step,
+            state=replace(report, record=shifted(report.record, record.start_s)),
+        )
 
-    def _take_over(self, notes: TaskRecord, tell: Tell[StepReport], end: TaskEnd) -> None:
+    def _job_ended(self, task: _Task, end: TaskEnd) -> JobEnded:
         assert self._work is not None
-        assert self._task is not None
-        self._work.notes.ended(notes, end)
-        self._together = self._task.together
-        if end.verdict is TaskVerdict.ENDED:
-            tell(StageFinished(group=self.place))
-            return
-        assert end.error is not None
-        if end.verdict is TaskVerdict.STOPPED:
-            tell(StageFailed(group=self.place, error=end.error))
-        elif end.verdict is TaskVerdict.FAILED:
-            tell(StageFailed(group=self.place, error=self._failure(end)))
-        else:
-            tell(self._dropped(notes, end))
-
-    def _dropped(self, notes: TaskRecord, end: TaskEnd) -> StageDropped:
-        """The group goes on from the last state, after a loss or in less memory."""
-        assert self._work is not None
-        assert isinstance(end.error, Exception)
-        item, named = notes.job.item, self._named(end.place)
-        is_loss = end.verdict is TaskVerdict.LOST
+        self._task, self._leaving, self._is_joined = None, task.leaving, task.is_joined
+        self._work.log.add_end(task.record, end)
+        item, error = task.record.job.item, end.error
+        if error is None or end.outcome is TaskOutcome.STOPPED:
+            return JobEnded(group=self.group, item=item, error=error)
+        worker = self._describe(end.place)
+        if end.outcome is TaskOutcome.FAILED:
+            failure = WorkerFailedError(f"{worker} failed: {error}")
+            failure.__cause__ = error
+            return JobEnded(group=self.group, item=item, error=failure)
+        is_loss = end.outcome is TaskOutcome.LOST
         if not is_loss:
             self._policy = end.policy
-        said = str(end.error).splitlines()[0]
-        self._work.notes.changed(item, f"{named}: {said}; its video goes on from step {notes.next_step}")
-        return StageDropped(group=self.place, error=end.error, counts=is_loss)
+        reason = str(error).splitlines()[0]
+        self._work.log.add_change(item, f"{worker}: {reason}; its video goes on from step {task.record.next_step}")
+        return JobEnded(group=self.group, item=item, error=error, can_resume=True, counts_as_failure=is_loss)
 
-    def _failure(self, end: TaskEnd) -> WorkerFailedError:
-        error = WorkerFailedError(f"{self._named(end.place)} failed: {end.error}")
-        error.__cause__ = end.error
-        return error
-
-    def _named(self, place: int) -> str:
-        """ "worker 2 (node-b, cuda:0)"."""
+    def _describe(self, place: int) -> str:
+        """Return for example "worker 2 (node-b, cuda:0)"."""
         rank = self.ranks[place]
         if not self.facts:
             return f"worker {rank}"
         return f"worker {rank} ({self.facts[place].node}, {self.facts[place].device})"
+
+
+class _Task:
+    """Task that all workers of a group compute; sent when it is created.
+
+    Threads of the pool only put messages into the inbox. All state changes in `poll` and `stop`, on the thread of the
+    run, so that no lock is needed and no code of the caller runs on a thread of the pool.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerHandle],
+        task: RunTask,
+        record: TaskRecord,
+        timeout_s: float,
+        wake: threading.Event,
+    ) -> None:
+        self.record = record
+        self.end: TaskEnd | None = None
+        """Set when no worker computes the task any more."""
+        self.leaving: Sequence[Future[None]] = ()
+        """Requests to leave the rendezvous; they must be done before the next one."""
+        self.is_joined = False
+        """True if the workers can compute another task without a new rendezvous; set with `end`."""
+        self._workers, self._run_id, self._timeout_s = workers, task.run_id, timeout_s
+        self._grace_s = min(HUNG_GRACE_S, timeout_s)
+        self._outcomes: dict[int, TaskResult | BaseException] = {}
+        self._killed: set[int] = set()
+        self._is_ending = self._is_stopped = False
+        self._deadline_s = 0.0
+        self._silence: WorkerTimeoutError | None = None
+        self._heartbeat = Heartbeat(workers, timeout_s)
+        self._slowest_s = 0.0
+        self._wake = wake
+        # One inbox per task: a worker that was given up may still send messages, which must not reach the next task.
+        self._inbox: queue.SimpleQueue[tuple[int, StepReport | Future[TaskResult]]] = queue.SimpleQueue()
+        for place, worker in enumerate(workers):
+            worker.run(task, partial(self._put, place)).add_done_callback(partial(self._put, place))
+
+    def poll(self) -> list[tuple[int, StepReport]]:
+        """Return new reports with their place in the group, update `end`, and end the task if workers are hung."""
+        reports: list[tuple[int, StepReport]] = []
+        while self.end is None:
+            try:
+                place, message = self._inbox.get_nowait()
+            except queue.Empty:
+                self._check_time()
+                break
+            self._heartbeat.record_sign()
+            if isinstance(message, StepReport):
+                self._slowest_s = max(self._slowest_s, message.record.wall_s)
+                reports.append((place, message))
+            else:
+                self._take_end(place, message)
+        return reports
+
+    def stop(self) -> None:
+        """Make all workers stop before their next block."""
+        self._is_stopped = True
+        if not self._is_ending:
+            self._end_within(self._timeout_s)
+
+    def _put(self, place: int, message: StepReport | Future[TaskResult]) -> None:
+        self._inbox.put((place, message))
+        self._wake.set()
+
+    def _take_end(self, place: int, ended: Future[TaskResult]) -> None:
+        error = ended.exception()
+        self._outcomes[place] = ended.result() if error is None else error
+        if len(self._outcomes) == len(self._workers):
+            self._finish()
+        elif error is not None:
+            if not isinstance(error, SamplingCancelled):
+                self._leave()
+            self._end_within(self._grace_s if isinstance(error, WorkerTimeoutError) else self._timeout_s)
+
+    def _check_time(self) -> None:
+        """End the task if its workers are silent for too long; kill workers that do not end by the deadline."""
+        if self._is_ending:
+            if time.monotonic() > self._deadline_s:
+                self._kill_pending()
+            return
+        self._heartbeat.poll()
+        limit = silence_limit(self._timeout_s, begun=self._heartbeat.begun, slowest_s=self._slowest_s)
+        if self._heartbeat.silence_s > limit:
+            ranks = ", ".join(str(worker.rank) for worker in self._workers)
+            self._silence = WorkerTimeoutError(f"no sign of life from worker {ranks} for {limit:g} s")
+            self._leave()
+            self._end_within(self._grace_s)
+
+    @property
+    def _pending(self) -> list[int]:
+        return [place for place in range(len(self._workers)) if place not in self._outcomes]
+
+    def _end_within(self, seconds: float) -> None:
+        """Stop the workers that still compute, and set the deadline after which they are killed."""
+        self._deadline_s = time.monotonic() + seconds
+        if self._is_ending:
+            return
+        self._is_ending = True
+        for place in self._pending:
+            self._workers[place].ask("stop", self._run_id)
+
+    def _leave(self) -> None:
+        """Make all workers leave the rendezvous, so that none of them waits for a peer."""
+        self.leaving = self.leaving or [worker.ask("leave") for worker in self._workers]
+
+    def _kill_pending(self) -> None:
+        """Kill workers that have not ended; give up those that were killed `KILL_S` ago."""
+        for place in self._pending:
+            worker = self._workers[place]
+            if place in self._killed:
+                message = f"worker {worker.rank} was killed, but its end was not reported within {KILL_S:g} s"
+                self._outcomes[place] = WorkerLostError(message, worker.rank)
+                continue
+            self._killed.add(place)
+            worker.kill()
+        self._deadline_s = time.monotonic() + KILL_S
+        if not self._pending:
+            self._finish()
+
+    def _finish(self) -> None:
+        end = classify_failure(self._outcomes, killed=self._killed, stopped=self._is_stopped)
+        is_explained = end.outcome in (TaskOutcome.FAILED, TaskOutcome.SMALLER_POLICY)
+        if self._silence is not None and not self._is_stopped and not is_explained:
+            # Workers that react to the stop after all raise SamplingCancelled, which would pass for a stop by the user.
+            end = replace(end, outcome=TaskOutcome.LOST, error=self._silence)
+        # After any other end, the workers of a group may stand at different points of the run.
+        is_alike = all(isinstance(each, TaskResult | SamplingCancelled) for each in self._outcomes.values())
+        self.is_joined = not self.leaving and is_alike
+        self.end = end

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGE = __name__.rsplit(".", 2)[0]
+PACKAGE = __name__.rsplit(".", 3)[0]
 FOLDER = Path(__file__).resolve().parent.parent.parent
 
 ASKS_AT_ONCE = 4
@@ -46,7 +46,7 @@ def actor_class(ray: Any) -> Any:
                 module = importlib.util.module_from_spec(spec)
                 sys.modules[package] = module
                 spec.loader.exec_module(module)
-            served = importlib.import_module(f"{package}.distributed.ray_worker")
+            served = importlib.import_module(f"{package}.distributed.ray.worker")
             self._served = served.ServedWorker(threads=threads, workers_here=workers_here)
             return self._served.started()
 

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from ..messages import RunTask, TaskResult, WorkerFacts
-from ..transport.pool import OnTold, WorkerLostError
+from ..transport.pool import OnReport, WorkerLostError
 from ..transport.threads import WorkThread, on_own_thread
 from .worker import Started
 
@@ -50,14 +50,14 @@ class RayWorkerHandle:
         answer.add_done_callback(lambda answered: self._pass_on(answered, future))
         return future
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
+    def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""
         with self._lock:
             if self._killed:
                 future: Future[TaskResult] = Future()
                 future.set_exception(self._lost("it was ended from here"))
                 return future
-            return self._thread.submit(self._run, task, on_told)
+            return self._thread.submit(self._run, task, on_report)
 
     def log_tail(self) -> str:
         """See `WorkerHandle.log_tail`; empty too where the log is on another machine."""
@@ -81,14 +81,14 @@ class RayWorkerHandle:
         if self._process is not None:
             psutil.wait_procs([self._process], timeout=timeout_s)
 
-    def _run(self, task: RunTask, on_told: OnTold) -> TaskResult:
+    def _run(self, task: RunTask, on_report: OnReport) -> TaskResult:
         try:
             for message in self._actor.run.remote(task):
-                told = self._ray.get(message)
-                if isinstance(told, TaskResult):
-                    return told
+                report = self._ray.get(message)
+                if isinstance(report, TaskResult):
+                    return report
                 try:
-                    on_told(told)
+                    on_report(report)
                 except BaseException:
                     self.ask("stop", task.run_id)
                     raise

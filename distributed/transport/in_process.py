@@ -1,4 +1,4 @@
-"""A pool of one worker in this process, on a thread of its own: what a run without other processes is."""
+"""Pool of one worker on a thread of this process, for runs without other processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from ..messages import RunTask, TaskResult
 from ..worker.worker import Worker
-from .pool import OnTold, WorkerLostError
+from .pool import OnReport, WorkerLostError
 from .threads import WorkThread, on_own_thread
 
 END_TIMEOUT_S = 60.0
 
 
 class InProcessWorker:
-    """See `WorkerHandle`. Killing it stops its run before the next block, and nobody hears of that run again."""
+    """Worker on a thread; implements `WorkerHandle`. After `kill`, its run stops before the next block and is lost."""
 
     rank = 0
 
@@ -33,16 +33,16 @@ class InProcessWorker:
         """See `WorkerHandle.ask`."""
         return on_own_thread("wanstream ask", self._alive, methodcaller(method, *args), self._worker)
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
+    def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
         """See `WorkerHandle.run`."""
         with self._lock:
             if self._killed:
-                return on_own_thread("wanstream run", self._run, task, on_told)
+                return on_own_thread("wanstream run", self._run, task, on_report)
             self._run_ids.add(task.run_id)
-            return self._thread.submit(self._run, task, on_told)
+            return self._thread.submit(self._run, task, on_report)
 
     def log_tail(self) -> str:
-        """See `WorkerHandle.log_tail`: what it writes is this process's own output."""
+        """See `WorkerHandle.log_tail`. Empty: the worker writes to the output of this process."""
         return ""
 
     def kill(self) -> None:
@@ -57,20 +57,20 @@ class InProcessWorker:
             self._thread.close()
 
     def end(self) -> None:
-        """Kill it and wait until it has let go of its memory, or computes one block for longer than anybody waits."""
+        """Kill the worker, and wait up to `END_TIMEOUT_S` until it has released its memory."""
         self.kill()
         wait([self._ended], timeout=END_TIMEOUT_S)
 
-    def _run(self, task: RunTask, on_told: OnTold) -> TaskResult:
+    def _run(self, task: RunTask, on_report: OnReport) -> TaskResult:
         try:
-            ended: TaskResult = self._alive(self._worker.run, task, on_told)
-            return ended
+            result: TaskResult = self._alive(self._worker.run, task, on_report)
+            return result
         finally:
             with self._lock:
                 self._run_ids.discard(task.run_id)
 
     def _alive(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call it, as long as nobody has killed this worker."""
+        """Call a function. Raises WorkerLostError if the worker was killed before or during the call."""
         if self._killed:
             raise self._lost()
         try:
@@ -85,7 +85,7 @@ class InProcessWorker:
 
 
 class InProcessPool:
-    """See `Pool`. `device` is "cpu" or the GPU that this process computes on."""
+    """Pool of one worker in this process; implements `Pool`. `device` is "cpu" or for example "cuda:0"."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -93,7 +93,7 @@ class InProcessPool:
 
     @property
     def workers(self) -> tuple[InProcessWorker]:
-        """The one worker."""
+        """The only worker."""
         return (self._worker,)
 
     @property

@@ -1,4 +1,4 @@
-"""Where files lie on the machine of a worker, and what is said of those that are not there."""
+"""Paths on the machines of workers, and errors for missing or different files."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 
-from ...schema import ExpertsRef, LoraRef, PathMap
+from ...schema import ExpertsRef, PathMap
 from ..messages import WorkerFacts
 
 
 class MissingPathError(OSError):
-    """A path of the experts, or of the VAE, is missing on the machine of a worker; says which, and where."""
+    """A path of the experts or of the VAE is missing on a worker's machine. The message has both."""
 
 
 class DifferentFilesError(OSError):
-    """Under one path the machines of workers have different weights; says which have how many bytes."""
+    """Machines have different weights under one path. The message has their sizes in bytes."""
 
 
 def places(path: Path, maps: Sequence[PathMap]) -> tuple[Path, ...]:
-    """Where `path` may lie on the machine of a worker: as each map says whose folder holds it, then where it is here.
+    """Return candidates for `path` on a worker's machine: its mapped paths in the order of `maps`, then `path` itself.
 
-    Machines differ, and the driver's own may be one of them.
+    The unmapped path is included because one of the machines may be the driver's.
     """
     found = [there for each in maps if (there := _mapped(path, each)) is not None]
     return tuple(dict.fromkeys((*found, path)))
 
 
 def located(path: Path, maps: Sequence[PathMap]) -> Path:
-    """Where `path` lies on this machine: the first of its places that is there, or the first one where none is."""
+    """Return the first candidate for `path` that exists on this machine, or the first one if none exists."""
     every = places(path, maps)
     return next((place for place in every if place.exists()), every[0])
 
 
 def located_experts(experts: ExpertsRef, maps: Sequence[PathMap]) -> ExpertsRef:
-    """The same experts and LoRAs under their paths on this machine."""
+    """Return the same experts and LoRAs with paths of this machine."""
 
     def here(path: Path | None) -> Path | None:
         return None if path is None else located(path, maps)
@@ -48,41 +48,43 @@ def located_experts(experts: ExpertsRef, maps: Sequence[PathMap]) -> ExpertsRef:
 
 
 def weight_bytes(path: Path) -> int:
-    """Bytes of the weights in that file, or directly in that folder."""
+    """Return the bytes of the weights in a file, or directly in a folder."""
     if path.is_file():
         return path.stat().st_size
     return sum(file.stat().st_size for file in path.iterdir() if file.suffix in (".safetensors", ".gguf"))
 
 
 def paths_of(experts: ExpertsRef) -> tuple[Path, ...]:
-    """Every path that the experts and their LoRAs need, each once."""
-    loras = (path for lora in experts.loras for path in _paths_of_lora(lora))
+    """Return all paths of the experts and their LoRAs, without duplicates."""
+    loras = (path for lora in experts.loras for path in (lora.high_noise, lora.low_noise))
     every = (experts.high_noise, experts.low_noise, *loras)
     return tuple(dict.fromkeys(path for path in every if path is not None))
 
 
 def check_paths(workers: Sequence[WorkerFacts], maps: Sequence[PathMap]) -> None:
-    """Raise MissingPathError for workers, given by rank, that were asked about paths and do not have them all.
+    """Compare the files of workers, whose facts include requested paths.
 
-    Raises DifferentFilesError where they do not have the same weights there, as far as sizes tell.
+    Raises:
+        MissingPathError: a machine lacks a path.
+        DifferentFilesError: weights under one path have different sizes. Their content is not compared.
     """
-    gone: dict[str, list[str]] = {}
+    lacking: dict[str, list[str]] = {}
     for worker in workers:
         for path in worker.missing:
-            machines = gone.setdefault(path, [])
+            machines = lacking.setdefault(path, [])
             if worker.node not in machines:
                 machines.append(worker.node)
-    if not gone:
+    if not lacking:
         _check_sizes(workers)
         return
-    told = "; ".join(
-        f"{' or '.join(map(str, places(Path(path), maps)))} is not there on {' and '.join(machines)}"
-        for path, machines in gone.items()
+    missing = "; ".join(
+        f"{' or '.join(map(str, places(Path(path), maps)))} does not exist on {' and '.join(machines)}"
+        for path, machines in lacking.items()
     )
     known = ", ".join(f"{each.here} -> {each.there}" for each in maps) or "empty"
     raise MissingPathError(
-        f"{told}: put the file there, or write where it is into the path_map of the cluster in the "
-        f"list of clusters (the map is {known})"
+        f"{missing}: copy the file there, or add its folder there to the path_map of the cluster in the list of "
+        f"clusters (the map is {known})"
     )
 
 
@@ -93,23 +95,19 @@ def _check_sizes(workers: Sequence[WorkerFacts]) -> None:
             found.setdefault(path, {}).setdefault(nbytes, worker.node)
     for path, machines in found.items():
         if len(machines) > 1:
-            told = " and ".join(f"{nbytes} bytes on {node}" for nbytes, node in machines.items())
+            sizes = " and ".join(f"{nbytes} bytes on {node}" for nbytes, node in machines.items())
             raise DifferentFilesError(
-                f"the weights of {path} have {told}: workers would compute with different ones. Put the same files on "
-                "all machines"
+                f"the weights of {path} have {sizes}: workers would compute with different ones. Copy the same files "
+                "to all machines"
             )
 
 
-def _paths_of_lora(lora: LoraRef) -> tuple[Path | None, Path | None]:
-    return lora.high_noise, lora.low_noise
-
-
 def _mapped(path: Path, each: PathMap) -> Path | None:
-    """Where that map says it lies; None where its folder does not hold it."""
+    """Return the path under the target of a map; None if the folder of the map does not contain it."""
     here = type(path)(each.here)
     if path != here and here not in path.parents:
         return None
-    # A worker's machine may write paths in another way, which `there` shows.
+    # The worker's machine may have another path syntax than this one; that of `there` is used.
     return Path(str(_pure(each.there).joinpath(*path.relative_to(here).parts)))
 
 

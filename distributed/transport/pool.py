@@ -1,4 +1,4 @@
-"""How the driver reaches its workers, whatever carries the messages: this process, or Ray."""
+"""Interfaces of worker pools and handles, for every transport: this process, or Ray."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Protocol, TypeAlias
 
 from ..messages import RunTask, StepReport, TaskResult
 
-OnTold: TypeAlias = "Callable[[StepReport], None]"
+OnReport: TypeAlias = "Callable[[StepReport], None]"
 
 
 class WorkerLostError(RuntimeError):
-    """The process of a worker is gone. Says which, how it ended as far as that is known, and the end of its log."""
+    """The process of a worker ended. The message has the worker, the cause if it is known, and the end of its log."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message, rank)
@@ -23,41 +23,42 @@ class WorkerLostError(RuntimeError):
 
 
 class WorkerHandle(Protocol):
-    """One worker, as its driver sees it. Methods may be called from any thread and return at once."""
+    """Driver's side of one worker. Methods may be called from any thread and do not block."""
 
     @property
     def rank(self) -> int:
-        """Its place in the pool."""
+        """Rank in the pool."""
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        """Call a short method of the `Worker` beside whatever it computes. Its errors, or WorkerLostError, come out."""
+        """Call a short method of the `Worker` while it computes. The future raises its error, or WorkerLostError."""
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
-        """Let it compute a task; `on_told` is called for every step, on a thread of the pool. One task at a time.
+    def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
+        """Compute a task; one at a time. `on_report` is called after every step, on a thread of the pool.
 
-        The future raises what the worker raised (Cancelled, SmallerPolicyError, ...), or WorkerLostError.
+        It should not block: the same thread receives the next report. The future raises the worker's error
+        (SamplingCancelled, SmallerPolicyError, ...), or WorkerLostError.
         """
 
     def log_tail(self) -> str:
-        """The last lines that the worker has written; empty where nobody kept them."""
+        """Return the last lines of the worker's output; empty if it was not saved."""
 
     def kill(self) -> None:
-        """End its process now. Killing twice is allowed."""
+        """End the process now. Later calls do nothing."""
 
 
 class Pool(Protocol):
-    """The workers of one driver."""
+    """Workers of one driver."""
 
     @property
     def workers(self) -> Sequence[WorkerHandle]:
-        """By rank."""
+        """Workers by rank."""
 
     @property
     def usable(self) -> bool:
-        """Whether those that are lost can be replaced; otherwise only another pool helps."""
+        """True if lost workers can be replaced; if not, the caller needs another pool."""
 
     def replace(self, rank: int) -> WorkerHandle:
-        """Start another worker in the place of one that is lost or was killed; blocks until it answers."""
+        """Start a new worker in place of one that was lost or killed. Blocks until it answers."""
 
     def close(self) -> None:
-        """End all workers and what was started for them. Closing twice is allowed."""
+        """End all workers and everything that was started for them. Later calls do nothing."""

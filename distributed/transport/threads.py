@@ -1,4 +1,4 @@
-"""A thread that calls one function after the other, and dies with its process instead of holding it up."""
+"""Daemon threads that return futures; they do not delay the exit of the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ R = TypeVar("R")
 
 
 class WorkThread:
-    """Calls what it is given, in order, on one daemon thread. `concurrent.futures` would wait for it at exit."""
+    """Executor with one daemon thread, which runs calls in order.
+
+    A `ThreadPoolExecutor` would wait for its calls at exit, and a worker that hangs would never let the process end.
+    """
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -21,35 +24,35 @@ class WorkThread:
         self._thread.start()
 
     def submit(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Call it when those before it have ended; its result or error comes out of the future."""
+        """Run a call after all earlier ones. The future has its result or error."""
         future: Future[R] = Future()
         self._calls.put(lambda: settle(future, function, *args, **kwargs))
         return future
 
     def close(self) -> None:
-        """Let the thread end after what it was given so far. Closing twice is allowed."""
+        """End the thread after the calls that were submitted so far. Later calls do nothing."""
         self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-            del call  # and what it was given: the next one may come much later
+            del call  # releases its arguments: the next call may come much later
 
 
 def on_own_thread(name: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-    """Call it at once, beside everything else."""
+    """Run a call at once, on a new daemon thread."""
     future: Future[R] = Future()
     threading.Thread(target=settle, args=(future, function, *args), kwargs=kwargs, name=name, daemon=True).start()
     return future
 
 
 def settle(future: Future[Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call it here, and put what comes of it into the future."""
+    """Run a call on this thread, and set the future to its result or error."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         result = function(*args, **kwargs)
-    except BaseException as err:  # noqa: BLE001 - what waits for the future raises it
+    except BaseException as err:  # noqa: BLE001 - the future raises it
         future.set_exception(err)
     else:
         future.set_result(result)

@@ -1,4 +1,4 @@
-"""Which versions work together: what driver and workers send each other, and compute, must mean the same to both."""
+"""Version check: driver and workers must agree on messages and on results."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..messages import WorkerFacts
 
 
 class VersionsError(ValueError):
-    """A worker has other versions than the driver; the message names both."""
+    """A worker has other versions than the driver. The message has both."""
 
 
 def check_versions(driver: WorkerFacts, workers: Sequence[WorkerFacts]) -> None:
-    """Raise VersionsError for workers, given by rank, that do not fit the driver.
+    """Raise VersionsError if a worker, given by rank, has other versions than the driver.
 
-    WanStream must be the same version; torch, diffusers and Python the same up to the second number.
+    WanStream must be the same version; torch, diffusers and Python must agree in the first two numbers.
     """
     wrong = [
         f"worker {rank} on {worker.node} has {theirs}, the driver on {driver.node} has {ours}"
@@ -27,7 +27,7 @@ def check_versions(driver: WorkerFacts, workers: Sequence[WorkerFacts]) -> None:
 
 
 def _differences(driver: WorkerFacts, worker: WorkerFacts) -> list[tuple[str, str]]:
-    """(the driver's, the worker's) for everything that does not fit, in words."""
+    """Return (name and version of the driver, of the worker) for every difference."""
     pairs = [
         ("WanStream", driver.wanstream, worker.wanstream, driver.wanstream == worker.wanstream),
         *(
@@ -43,6 +43,6 @@ def _differences(driver: WorkerFacts, worker: WorkerFacts) -> list[tuple[str, st
 
 
 def series(version: str) -> str:
-    """ "2.13" of "2.13.1+cu130"; the version itself where it does not begin with two numbers."""
+    """Return "2.13" for "2.13.1+cu130"; the version itself if it does not start with two numbers."""
     match = re.match(r"\d+\.\d+", version)
     return match[0] if match else version

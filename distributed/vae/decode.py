@@ -175,7 +175,7 @@ class _Decode:
     def _look(self) -> None:
         """End workers that hang in a tile."""
         for future, (number, worker, pulse) in list(self._under_way.items()):
-            pulse.look()
+            pulse.poll()
             limit = silence_limit(self._timeout_s, begun=pulse.begun)
             if pulse.silence_s > limit:
                 worker.kill()

@@ -1,7 +1,7 @@
-"""A pool of workers that compute next to nothing, on threads, and fail when they are told to.
+"""Pool of workers on threads that compute next to nothing, and fail on request.
 
-They keep what real workers keep: one task at a time, a vote of the whole group before every step, nothing heard of a
-process that is gone. A step is `latents * 0.75 + step`, so that it shows which steps were taken and in which order.
+They keep the guarantees of real workers: one task at a time, a vote of the whole group before every step, no messages
+of a process that is gone. A step is `latents * 0.75 + step`, so that the result shows the steps and their order.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutErro
 from wanstream.sampling import RunState, SamplingCancelled
 from wanstream.schema import PathMap, StepRecord, Timeline
 
-Failing = Literal["dies", "hangs", "dies when all is told"] | Exception
+Failing = Literal["dies", "hangs", "dies after all reports"] | Exception
 
 
 @dataclass(kw_only=True)
 class Fault:
-    """What happens to a worker before it takes a step; once, but for those that are `always` there."""
+    """Failure of a worker before a step; it happens once unless it is `always` there."""
 
     rank: int
     step: int
-    what: Failing
+    failure: Failing
     always: bool = False
 
 
-class FakeMeeting:
-    """The votes of one rendezvous."""
+class FakeRendezvous:
+    """Votes of one rendezvous."""
 
     def __init__(self, size: int) -> None:
         self._size, self._changed = size, threading.Condition()
@@ -64,19 +64,19 @@ class FakeMeeting:
     def _wait(self, there: Callable[[], bool], timeout_s: float) -> None:
         self._changed.notify_all()
         if not self._changed.wait_for(lambda: there() or self._broken, timeout_s):
-            raise WorkerTimeoutError(f"nobody came within {timeout_s:g} s")
+            raise WorkerTimeoutError(f"no peer came within {timeout_s:g} s")
         if not there():
             raise PeerLostError("another worker has left")
 
 
 class FakeWorker:
-    """See `WorkerHandle`."""
+    """Worker on a thread; implements `WorkerHandle`."""
 
     def __init__(self, pool: FakePool, rank: int, pid: int) -> None:
         self._pool, self._rank, self.pid = pool, rank, pid
         self._gone = threading.Event()
         self._stopped: set[str] = set()
-        self._rendezvous: tuple[RendezvousSpec, FakeMeeting] | None = None
+        self._rendezvous: tuple[RendezvousSpec, FakeRendezvous] | None = None
         self._busy = threading.Lock()
         self._expert, self._switches, self._votes = "", 0, itertools.count()
         self._begun = 0
@@ -86,12 +86,12 @@ class FakeWorker:
         return self._rank
 
     def ask(self, method: str, *args: Any) -> Future[Any]:
-        function = self._leave_late if method == "leave" else getattr(self, f"_{method}")
+        function = self._leave_slowly if method == "leave" else getattr(self, f"_{method}")
         return on_own_thread("fake ask", self._alive, function, *args)
 
-    def run(self, task: RunTask, on_told: Callable[[StepReport], None]) -> Future[TaskResult]:
+    def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
         self._pool.sent.append((self._rank, task))
-        return on_own_thread("fake run", self._alive, self._run, task, on_told)
+        return on_own_thread("fake run", self._alive, self._run, task, on_report)
 
     def log_tail(self) -> str:
         return f"the log of process {self.pid}"
@@ -137,7 +137,7 @@ class FakeWorker:
             raise OSError(errno.EADDRINUSE, f"port {rendezvous.port} at {rendezvous.host} is taken")
         with self._pool.lock:
             met = self._pool.rendezvous.setdefault(
-                (rendezvous.port, rendezvous.generation), FakeMeeting(rendezvous.mesh.size)
+                (rendezvous.port, rendezvous.generation), FakeRendezvous(rendezvous.mesh.size)
             )
         self._pool.joined.append((self._rank, rendezvous))
         self._rendezvous = (rendezvous, met)
@@ -149,7 +149,7 @@ class FakeWorker:
         if left is not None:
             left[1].leave()
 
-    def _leave_late(self) -> None:
+    def _leave_slowly(self) -> None:
         time.sleep(self._pool.leave_s.get(self._rank, 0.0))
         self._leave()
 
@@ -162,14 +162,14 @@ class FakeWorker:
     def _stop(self, run_id: str) -> None:
         self._stopped.add(run_id)
 
-    def _run(self, task: RunTask, on_told: Callable[[StepReport], None]) -> TaskResult:
+    def _run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         assert self._busy.acquire(blocking=False), "two tasks at a time"
         try:
-            return self._take_steps(task, on_told)
+            return self._take_steps(task, on_report)
         finally:
             self._busy.release()
 
-    def _take_steps(self, task: RunTask, on_told: Callable[[StepReport], None]) -> TaskResult:
+    def _take_steps(self, task: RunTask, on_report: Callable[[StepReport], None]) -> TaskResult:
         assert self._rendezvous is not None, "a task without a rendezvous"
         rendezvous, votes = self._rendezvous
         step_plan, began, taken = task.request.step_plan, time.perf_counter(), list[StepRecord]()
@@ -202,19 +202,19 @@ class FakeWorker:
             taken.append(record)
             if self._gone.is_set():
                 break
-            told = state.latents if leads else None
-            on_told(
+            denoised = state.latents if leads else None
+            on_report(
                 StepReport(
                     run_id=task.run_id,
                     rank=0,
                     record=record,
                     done=step + 1,
                     total=len(step_plan.steps),
-                    denoised=told,
+                    denoised=denoised,
                     state=state if leads else None,
                 )
             )
-        self._fail(task.until, told_all=True)
+        self._fail(task.until, after_reports=True)
         return TaskResult(
             run_id=task.run_id,
             rank=0,
@@ -225,42 +225,42 @@ class FakeWorker:
             expert_switches=self._switches,
         )
 
-    def _fail(self, step: int, *, told_all: bool = False) -> None:
+    def _fail(self, step: int, *, after_reports: bool = False) -> None:
         with self._pool.lock:
             here = [fault for fault in self._pool.faults if (fault.rank, fault.step) == (self._rank, step)]
-            due = [fault for fault in here if told_all == (fault.what == "dies when all is told")][:1]
+            due = [fault for fault in here if after_reports == (fault.failure == "dies after all reports")][:1]
             for fault in due:
                 if not fault.always:
                     self._pool.faults.remove(fault)
         for fault in due:
-            if isinstance(fault.what, Exception):
-                raise fault.what
-            if fault.what == "hangs":
-                assert self._gone.wait(60), "nobody ended a worker that hangs"
+            if isinstance(fault.failure, Exception):
+                raise fault.failure
+            if fault.failure == "hangs":
+                assert self._gone.wait(60), "a hung worker was not killed"
             self._die()
             raise RuntimeError("gone")
 
 
 @dataclass(eq=False)
 class FakePool:
-    """See `Pool`."""
+    """Pool of `FakeWorker`; implements `Pool`."""
 
     count: int
     faults: list[Fault] = field(default_factory=list)
     step_s: float = 0.0
     leave_s: dict[int, float] = field(default_factory=dict)
-    """By rank: how long it takes until a worker has left."""
+    """Seconds that a worker takes to leave its rendezvous, by rank."""
     sent: list[tuple[int, RunTask]] = field(default_factory=list)
     joined: list[tuple[int, RendezvousSpec]] = field(default_factory=list)
     killed: list[int] = field(default_factory=list)
     replaced: list[int] = field(default_factory=list)
     taken: set[int] = field(default_factory=set)
-    """Ports that nobody can listen on."""
+    """Ports that are in use."""
     missing: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """By rank: paths that are not there."""
-    rendezvous: dict[tuple[int, int], FakeMeeting] = field(default_factory=dict)
+    """Missing paths, by rank."""
+    rendezvous: dict[tuple[int, int], FakeRendezvous] = field(default_factory=dict)
     auto_dtypes: dict[int, str] = field(default_factory=dict)
-    """By rank; float32 for the others."""
+    """Dtypes by rank; float32 for the others."""
     facts: WorkerFacts = field(
         default_factory=lambda: WorkerFacts(
             pid=0,
@@ -291,7 +291,7 @@ class FakePool:
 
 
 def expected(noise: torch.Tensor, steps: range) -> torch.Tensor:
-    """What these workers make of a noise in these steps."""
+    """Return the latents that these workers compute from a noise in these steps."""
     for step in steps:
         noise = noise * 0.75 + step
     return noise

@@ -1,4 +1,4 @@
-"""A pool of real workers in the processes of `processes.py`, without Ray: what the driver asks travels by a socket."""
+"""Pool of real workers in the processes of `processes.py`, without Ray: calls are sent over a socket."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ShortPair:
 
 
 def serve(here: SimpleNamespace, address: str, key: bytes, rank: int, short_at: int | None) -> None:
-    """What a process does: a worker's calls, one thread each and one for its runs, until the driver hangs up."""
+    """Serve the calls of a worker, on one thread each and one for its runs, until the driver hangs up."""
 
     def opened(ref: ExpertsRef) -> Any:
         pair = open_pair(ref)
@@ -108,8 +108,8 @@ class ProcessWorker:
     def ask(self, method: str, *args: Any) -> Future[Any]:
         return self._send(method, args, None)
 
-    def run(self, task: RunTask, on_told: Callable[[StepReport], None]) -> Future[TaskResult]:
-        return self._send("run", (task,), on_told)
+    def run(self, task: RunTask, on_report: Callable[[StepReport], None]) -> Future[TaskResult]:
+        return self._send("run", (task,), on_report)
 
     def log_tail(self) -> str:
         return ""
@@ -128,12 +128,12 @@ class ProcessWorker:
         self._connection.close()
         return not self._lost_one
 
-    def _send(self, method: str, args: Sequence[Any], on_told: Callable[[StepReport], None] | None) -> Future[Any]:
+    def _send(self, method: str, args: Sequence[Any], on_report: Callable[[StepReport], None] | None) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
             if not self._gone:
-                self._waiting[number] = (future, on_told)
+                self._waiting[number] = (future, on_report)
                 try:
                     self._connection.send_bytes(pickle.dumps((number, method, tuple(args))))
                 except OSError:
@@ -152,10 +152,10 @@ class ProcessWorker:
             if kind == "bye":
                 self._lost_one = False
                 break
-            future, on_told = self._waiting[number]
+            future, on_report = self._waiting[number]
             if kind == "told":
-                assert on_told is not None
-                on_told(value)
+                assert on_report is not None
+                on_report(value)
                 continue
             with self._lock:
                 del self._waiting[number]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wanstream.distributed.messages import RunTask, TaskResult, WorkerFacts
-from wanstream.distributed.transport.pool import OnTold
+from wanstream.distributed.transport.pool import OnReport
 from wanstream.distributed.vae.worker import DecodeTask, TileDecoder
 from wanstream.distributed.worker.worker import Worker
 from wanstream.schema import PathMap
@@ -63,7 +63,7 @@ class ThreadWorker:
         self.tiles += 1
         return decoded
 
-    def run(self, task: RunTask, on_told: OnTold) -> Future[TaskResult]:
+    def run(self, task: RunTask, on_report: OnReport) -> Future[TaskResult]:
         raise NotImplementedError
 
     def log_tail(self) -> str:

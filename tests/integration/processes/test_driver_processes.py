@@ -1,4 +1,4 @@
-"""The driver with real workers in real processes that meet over gloo: every mesh, and what goes wrong in it."""
+"""Driver with real workers in real processes that join over gloo: every mesh, and failures in it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def batch_task(make_task: MakeTask) -> MakeTask:
-    """`batch_task(batch=4, ...)`: a task of several samples, each with noise of its own."""
+    """`batch_task(batch=4, ...)`: a task of several samples, each with different noise."""
 
     def make(batch: int = 4, *, request: dict[str, Any] | None = None, seed: int = 10, **changes: Any) -> RunTask:
         return make_task(request={"noise": normal(batch, 16, 2, 4, 6, seed=seed), **(request or {})}, **changes)

@@ -47,14 +47,14 @@ def task_of(package, high: str, low: str, *, steps: int):
         guidance=(4.0, 3.0),
     )
     experts = package("schema").ExpertsRef(high_noise=Path(high), low_noise=Path(low), compute_dtype="float32")
-    policy = package("plan").OffloadPolicy.layerwise(1)
+    policy = package("schema").OffloadPolicy.layerwise(1)
     return package("distributed.messages").RunTask(
         run_id=f"run of {steps}", experts=experts, request=request, policy=policy, wants_state=False
     )
 
 
 def alone(package, task) -> object:
-    pair = package("wan.experts.registry").open_pair(task.experts)
+    pair = package("wan").open_pair(task.experts)
     return package("sampling").denoise(pair, task.request, policy=task.policy, device="cpu").latents
 
 
@@ -66,7 +66,7 @@ def main(folder: str, high: str, low: str, how: str) -> None:
         return importlib.import_module(f"{name}.{path}")
 
     ref = package("schema").WorkersRef(count=1, threads=1)
-    pool = package("distributed.ray.pool").RayPool(ref, "cpu", store_bytes=128 << 20)
+    pool = package("distributed").RayPool(ref, "cpu", store_bytes=128 << 20)
     worker = pool.workers[0]
     task = task_of(package, high, low, steps=4)
     latents = worker.run(task, lambda told: None).result(60).latents

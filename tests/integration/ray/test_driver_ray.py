@@ -169,7 +169,7 @@ def test_one_loss_too_many_is_told_with_the_log_of_the_worker(pool: Any, task: R
         if step.done == 1:
             os.kill(pid_of(pool, 2), signal.SIGKILL)
 
-    with pytest.raises(RestartLimitError, match=r"(?s)worker 2 \(process \d+ on .*\) is gone.*0 losses of one run"):
+    with pytest.raises(RestartLimitError, match=r"(?s)worker 2 \(process \d+ on .*\) is gone.*after 0 worker restarts"):
         driver = Driver(pool, ref_of(MESH, max_restarts=0), MESH)
         driver.denoise(task.experts, task.request, task.policy, on_step=on_step)
 

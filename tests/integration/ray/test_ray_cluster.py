@@ -139,7 +139,7 @@ import os, sys, time
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.ray.errors import RaySetupError
 from wanstream.distributed.ray.pool import RayPool
-from wanstream.plan import WorkersRef
+from wanstream.schema import WorkersRef
 pool = RayPool(WorkersRef(count=1, threads=1, address=sys.argv[1], token_file=sys.argv[2]))
 print("joined", pool.usable, flush=True)
 input()

@@ -120,13 +120,13 @@ def test_questions_and_stops_are_heard_beside_a_run(pool: RayPool, make_task: Ma
     worker, pids = pool.workers[0], []
     task = make_task(request=LONG, wants_state=False)
 
-    def on_told(told: StepReport) -> None:
+    def on_report(told: StepReport) -> None:
         if told.done == 2:
             pids.append(worker.ask("facts").result(LIMIT_S).pid)
             worker.ask("stop", task.run_id).result(LIMIT_S)
 
     with pytest.raises(SamplingCancelled) as cancelled:
-        worker.run(task, on_told).result(LIMIT_S)
+        worker.run(task, on_report).result(LIMIT_S)
     assert cancelled.value.step < LONG["steps"]
     assert pids == [worker.started.facts.pid]
     after = make_task()
@@ -196,13 +196,13 @@ def test_a_killed_worker_is_lost_and_replaced(pool: RayPool, make_task: MakeTask
     worker, other = pool.workers
     pid = worker.started.facts.pid
 
-    def on_told(told: StepReport) -> None:
+    def on_report(told: StepReport) -> None:
         if told.done == 2:
             os.kill(pid, signal.SIGKILL)
 
     task = make_task(request=LONG, wants_state=False)
     with pytest.raises(WorkerLostError, match=rf"worker 0 \(process {pid} on .*, cpu\) is gone: .+") as lost:
-        worker.run(task, on_told).result(LIMIT_S)
+        worker.run(task, on_report).result(LIMIT_S)
     assert lost.value.rank == 0
     with pytest.raises(WorkerLostError):
         worker.ask("facts").result(LIMIT_S)
@@ -239,11 +239,11 @@ def test_killing_ends_a_process_that_hangs_in_the_middle_of_a_run(pool: RayPool,
     worker = pool.workers[0]
     process = psutil.Process(worker.started.facts.pid)
 
-    def on_told(told: StepReport) -> None:
+    def on_report(told: StepReport) -> None:
         process.suspend()
         worker.kill()
 
-    run = worker.run(make_task(request=LONG, wants_state=False), on_told)
+    run = worker.run(make_task(request=LONG, wants_state=False), on_report)
     with pytest.raises(WorkerLostError, match="it was ended from here"):
         run.result(LIMIT_S)
     process.wait(LIMIT_S)

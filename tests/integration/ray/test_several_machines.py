@@ -167,7 +167,7 @@ def test_workers_are_on_two_machines_and_listen_there(begun: Any, machines: Any)
 
 
 def test_what_is_missing_is_told_with_its_machine(begun: Any, driver: Program) -> None:
-    with pytest.raises(RefusedError, match=r"^MissingPathError: /srv/high is not there on machine-1; /srv/low is not"):
+    with pytest.raises(RefusedError, match=r"^MissingPathError: /srv/high does not exist on machine-1; /srv/low does"):
         driver.ask("run", mesh={"data": 2, "stage": 2}, videos=1, steps=2, path_map="")
 
 

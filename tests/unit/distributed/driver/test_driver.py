@@ -1,4 +1,4 @@
-"""The driver over workers that fail when they are told to: nothing is lost but time, and every run ends."""
+"""Driver with workers that fail on request: only time is lost, and every run ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wanstream.distributed.driver.driver import Driver
 from wanstream.distributed.driver.rendezvous import Rendezvous
 from wanstream.distributed.driver.results import DistributedResult
 from wanstream.distributed.driver.schedule import GroupId
-from wanstream.distributed.driver.stage_run import RestartLimitError
+from wanstream.distributed.driver.stage_run import RepairEnded, RestartLimitError
 from wanstream.distributed.driver.worker_group import WorkerFailedError, WorkerGroup
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.path_map import MissingPathError
@@ -81,22 +81,22 @@ def test_every_mesh_gives_what_one_worker_gives(
     mesh: Mesh, batch: int, fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
     pool = fakes.FakePool(mesh.size)
-    told: list[StepProgress] = []
-    ran = driver_of(pool, mesh).denoise(experts_ref(), request_of(batch), LAYERWISE, on_step=told.append)
-    assert torch.equal(ran.latents, fakes.expected(request_of(batch).noise, range(STEPS)))
+    steps: list[StepProgress] = []
+    result = driver_of(pool, mesh).denoise(experts_ref(), request_of(batch), LAYERWISE, on_step=steps.append)
+    assert torch.equal(result.latents, fakes.expected(request_of(batch).noise, range(STEPS)))
     parts = batch if mesh.stage > 1 else min(batch, mesh.data)
-    assert [(step.done, step.total) for step in told] == [(n + 1, parts * STEPS) for n in range(parts * STEPS)]
-    assert all(step.denoised.shape == ran.latents.shape for step in told)
-    assert torch.equal(told[-1].denoised, ran.latents)
-    assert [step.index for step in ran.timeline.steps] == list(range(STEPS))
-    assert ran.timeline.switch_step == SWITCH
-    assert ran.sigma == 0.0
-    assert (ran.restarts, ran.timeline.changes) == (0, ())
+    assert [(step.done, step.total) for step in steps] == [(n + 1, parts * STEPS) for n in range(parts * STEPS)]
+    assert all(step.denoised.shape == result.latents.shape for step in steps)
+    assert torch.equal(steps[-1].denoised, result.latents)
+    assert [step.index for step in result.timeline.steps] == list(range(STEPS))
+    assert result.timeline.switch_step == SWITCH
+    assert result.sigma == 0.0
+    assert (result.restarts, result.timeline.changes) == (0, ())
     computing = {rank for rank, _ in pool.sent}
-    assert set(ran.timelines) == computing
+    assert set(result.timelines) == computing
     assert computing >= set(range(min(batch, mesh.data) * mesh.stage * mesh.cell_size)) or mesh.data > 1
     if mesh.stage == 2:
-        assert set(ran.expert_switches.values()) == {0}
+        assert set(result.expert_switches.values()) == {0}
 
 
 def test_without_data_and_stages_a_batch_is_one_task(fakes: Any, request_of: Any, experts_ref: Any) -> None:
@@ -124,7 +124,7 @@ def test_samples_are_shared_out_evenly(fakes: Any, request_of: Any, experts_ref:
     assert sorted((rank, task.request.batch) for rank, task in pool.sent) == [(0, 3), (1, 2)]
 
 
-def test_cells_meet_apart_and_stay_together(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_groups_join_separately_and_stay_joined(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool, mesh = fakes.FakePool(4), Mesh(stage=2, cfg=2)
     driver = driver_of(pool, mesh)
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_cells_meet_apart_and_stay_together(fakes: Any, request_of: Any, experts
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(stage=2), Mesh(data=2, stage=2), Mesh(cfg=2, ulysses=2)], ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_workers_that_die_cost_no_step_that_was_told(
+def test_workers_that_die_cost_no_step_that_was_reported(
     mesh: Mesh, seed: int, fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
     chance = random.Random(seed)
@@ -145,91 +145,95 @@ def test_workers_that_die_cost_no_step_that_was_told(
         fakes.Fault(
             rank=chance.randrange(mesh.size),
             step=chance.randrange(STEPS + 1),
-            what=chance.choice(["dies", "dies when all is told"]),
+            failure=chance.choice(["dies", "dies after all reports"]),
         )
         for _ in range(3)
     ]
     pool = fakes.FakePool(mesh.size, list(faults))
-    told: list[StepProgress] = []
-    ran = driver_of(pool, mesh).denoise(experts_ref(), request_of(3), LAYERWISE, on_step=told.append)
-    assert torch.equal(ran.latents, fakes.expected(request_of(3).noise, range(STEPS)))
+    steps: list[StepProgress] = []
+    result = driver_of(pool, mesh).denoise(experts_ref(), request_of(3), LAYERWISE, on_step=steps.append)
+    assert torch.equal(result.latents, fakes.expected(request_of(3).noise, range(STEPS)))
     died = len(faults) - len(pool.faults)
-    assert ran.restarts == len(ran.timeline.changes)
+    assert result.restarts == len(result.timeline.changes)
     # Two that die in the same step are one loss.
-    assert min(died, 1) <= ran.restarts <= died
+    assert min(died, 1) <= result.restarts <= died
     assert len(pool.replaced) <= died
-    assert [step.done for step in told] == list(range(1, told[-1].total + 1)), "no step is told twice"
+    assert [step.done for step in steps] == list(range(1, steps[-1].total + 1)), "no step is reported twice"
 
 
-def test_a_loss_is_told_with_its_worker_machine_and_step(fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, what="dies")])
-    ran = driver_of(pool, Mesh(stage=2)).denoise(experts_ref(), request_of(), LAYERWISE)
-    assert ran.timeline.changes == ("worker 1 (node-1, cpu): worker 1 is gone; its video goes on from step 4",)
+def test_a_loss_is_reported_with_its_worker_machine_and_step(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, failure="dies")])
+    result = driver_of(pool, Mesh(stage=2)).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert result.timeline.changes == ("worker 1 (node-1, cpu): worker 1 is gone; its video goes on from step 4",)
     again = [task.resume.next_step for rank, task in pool.sent if rank == 1 and task.resume is not None]
     assert again == [SWITCH, 4]
 
 
-def test_other_cells_go_on_undisturbed(fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    pool = fakes.FakePool(4, [fakes.Fault(rank=0, step=2, what="dies")])
+def test_other_groups_go_on_undisturbed(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(4, [fakes.Fault(rank=0, step=2, failure="dies")])
     driver_of(pool, Mesh(data=2, cfg=2)).denoise(experts_ref(), request_of(2), LAYERWISE)
-    assert [rank for rank, _ in pool.joined].count(2) == 1, "the other group has met once"
+    assert [rank for rank, _ in pool.joined].count(2) == 1, "the other group has joined once"
     sent = [(task.resume, task.until) for rank, task in pool.sent if rank == 3]
     assert sent[0] == (None, STEPS)
 
 
-def test_losses_without_end_are_told_with_the_log(fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies", always=True)])
+def test_endless_losses_end_the_run_with_the_log(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, failure="dies", always=True)])
     driver = driver_of(pool, Mesh(cfg=2), max_restarts=2)
-    with pytest.raises(RestartLimitError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 losses"):
+    with pytest.raises(RestartLimitError, match=r"(?s)worker 1 is gone.*the log of process 10\d.*2 worker restarts"):
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
     assert len(pool.replaced) == 2
     pool.faults.clear()
-    ran = driver.denoise(experts_ref(), request_of(), LAYERWISE)
-    assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
+    result = driver.denoise(experts_ref(), request_of(), LAYERWISE)
+    assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(cfg=2), Mesh(stage=2)], ids=str)
 def test_a_worker_that_hangs_is_ended_and_replaced(mesh: Mesh, fakes: Any, request_of: Any, experts_ref: Any) -> None:
     hangs = mesh.size - 1
-    pool = fakes.FakePool(mesh.size, [fakes.Fault(rank=hangs, step=4, what="hangs")])
-    ran = driver_of(pool, mesh, timeout_s=0.2).denoise(experts_ref(), request_of(), LAYERWISE)
-    assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
+    pool = fakes.FakePool(mesh.size, [fakes.Fault(rank=hangs, step=4, failure="hangs")])
+    result = driver_of(pool, mesh, timeout_s=0.2).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
     assert (pool.killed, pool.replaced) == ([hangs], [hangs])
-    assert ran.restarts == 1
+    assert result.restarts == 1
 
 
-def test_memory_that_is_short_lets_the_whole_cell_go_on_in_less(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_after_oom_the_whole_group_continues_with_a_smaller_policy(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     smaller = OffloadPolicy.layerwise(0)
     short = SmallerPolicyError("out of memory in step 4: 1 MB instead of 2 MB", smaller)
-    pool = fakes.FakePool(4, [fakes.Fault(rank=3, step=4, what=short)])
+    pool = fakes.FakePool(4, [fakes.Fault(rank=3, step=4, failure=short)])
     driver = driver_of(pool, Mesh(stage=2, cfg=2), max_restarts=0)
-    ran = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
-    assert torch.equal(ran.latents, fakes.expected(request_of(2).noise, range(STEPS)))
+    result = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
+    assert torch.equal(result.latents, fakes.expected(request_of(2).noise, range(STEPS)))
     sent = {rank: [] for rank in range(4)}
     for rank, task in pool.sent:
         sent[rank].append((task.policy, task.resume.next_step if task.resume else 0))
     assert sent[0] == sent[1] == [(LAYERWISE, 0), (LAYERWISE, 0)], "the other group keeps its policy"
     assert sent[2] == sent[3] == [(LAYERWISE, SWITCH), (smaller, 4), (smaller, SWITCH)]
-    assert (ran.restarts, pool.replaced) == (0, [])
-    (change,) = ran.timeline.changes
+    assert (result.restarts, pool.replaced) == (0, [])
+    (change,) = result.timeline.changes
     assert change.startswith("worker 3 (node-3, cpu): out of memory in step 4")
     pool.sent.clear()
     assert driver.denoise(experts_ref(), request_of(), LAYERWISE).timeline.changes == ()
     assert {task.policy for _, task in pool.sent} == {LAYERWISE}, "another run begins as it was asked to"
 
 
-def test_nobody_leaves_the_next_meeting_for_the_last(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_no_worker_leaves_the_next_rendezvous_instead_of_the_last(
+    fakes: Any, request_of: Any, experts_ref: Any
+) -> None:
     short = SmallerPolicyError("out of memory in step 4", OffloadPolicy.layerwise(0))
-    pool = fakes.FakePool(2, [fakes.Fault(rank=0, step=4, what=short)], step_s=0.2, leave_s={0: 0.1})
-    ran = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
-    assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
+    pool = fakes.FakePool(2, [fakes.Fault(rank=0, step=4, failure=short)], step_s=0.2, leave_s={0: 0.1})
+    result = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
 
 
-def test_an_error_is_told_even_where_another_worker_must_be_ended_for_it(
+def test_an_error_is_raised_even_if_another_worker_must_be_killed_for_it(
     fakes: Any, request_of: Any, experts_ref: Any
 ) -> None:
     broken = NonFiniteLatentError("the latent is NaN or infinite after step 3")
-    faults = [fakes.Fault(rank=0, step=3, what=broken), fakes.Fault(rank=1, step=3, what="hangs")]
+    faults = [fakes.Fault(rank=0, step=3, failure=broken), fakes.Fault(rank=1, step=3, failure="hangs")]
     pool = fakes.FakePool(2, faults)
     with pytest.raises(WorkerFailedError, match=r"worker 0 .* failed: the latent is NaN"):
         driver_of(pool, Mesh(cfg=2), timeout_s=0.3).denoise(experts_ref(), request_of(), LAYERWISE)
@@ -238,7 +242,7 @@ def test_an_error_is_told_even_where_another_worker_must_be_ended_for_it(
 
 @pytest.mark.parametrize("failing", [2, 9])
 def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies")])
+    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, failure="dies")])
     replace, tries = pool.replace, itertools.count()
 
     def sometimes(rank: int) -> Any:
@@ -249,12 +253,12 @@ def test_workers_that_do_not_start_count_as_lost(failing: int, fakes: Any, reque
     pool.replace = sometimes
     driver = driver_of(pool, Mesh(cfg=2), max_restarts=3)
     if failing > 3:
-        with pytest.raises(RestartLimitError, match="it does not start\n3 losses"):
+        with pytest.raises(RestartLimitError, match="it does not start\ngiving up after 3 worker restarts"):
             driver.denoise(experts_ref(), request_of(), LAYERWISE)
         return
-    ran = driver.denoise(experts_ref(), request_of(), LAYERWISE)
-    assert ran.restarts == 3
-    assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
+    result = driver.denoise(experts_ref(), request_of(), LAYERWISE)
+    assert result.restarts == 3
+    assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
 
 
 def test_workers_that_never_start_end_a_run_before_it_begins(fakes: Any, request_of: Any, experts_ref: Any) -> None:
@@ -276,15 +280,15 @@ def test_an_error_of_a_worker_ends_the_run_and_names_it(
 ) -> None:
     rank = mesh.size - 1
     broken = NonFiniteLatentError("the latent is NaN or infinite after step 3")
-    pool = fakes.FakePool(mesh.size, [fakes.Fault(rank=rank, step=3, what=broken)])
+    pool = fakes.FakePool(mesh.size, [fakes.Fault(rank=rank, step=3, failure=broken)])
     driver = driver_of(pool, mesh)
     with pytest.raises(
         WorkerFailedError, match=rf"worker {rank} \(node-{rank}, cpu\) failed: the latent is NaN"
-    ) as told:
+    ) as raised:
         driver.denoise(experts_ref(), request_of(2), LAYERWISE)
-    assert isinstance(told.value.__cause__, NonFiniteLatentError)
-    ran = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
-    assert torch.equal(ran.latents, fakes.expected(request_of(2).noise, range(STEPS)))
+    assert isinstance(raised.value.__cause__, NonFiniteLatentError)
+    result = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
+    assert torch.equal(result.latents, fakes.expected(request_of(2).noise, range(STEPS)))
     assert pool.killed == []
 
 
@@ -307,16 +311,16 @@ def test_a_run_that_is_stopped_leaves_all_workers_usable(
         driver.denoise(experts_ref(), request_of(3, steps=400), LAYERWISE, on_step=on_step, should_stop=stop.is_set)
     stop.clear()
     met = len(pool.joined)
-    ran = driver.denoise(experts_ref(), request_of(3), LAYERWISE)
-    assert torch.equal(ran.latents, fakes.expected(request_of(3).noise, range(STEPS)))
+    result = driver.denoise(experts_ref(), request_of(3), LAYERWISE)
+    assert torch.equal(result.latents, fakes.expected(request_of(3).noise, range(STEPS)))
     assert len(pool.joined) == met, "workers that were stopped together stay together"
     assert (pool.killed, pool.replaced) == ([], [])
 
 
-def test_a_wish_to_stop_is_heard_while_workers_meet(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_a_run_can_be_stopped_while_workers_join(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool = fakes.FakePool(2)
     pool.workers[1].kill()
-    pool.replace = lambda rank: pytest.fail("nobody") if threading.Event().wait(1) else fakes.FakePool(2).workers[1]
+    pool.replace = lambda rank: pytest.fail("late") if threading.Event().wait(1) else fakes.FakePool(2).workers[1]
     with pytest.raises(SamplingCancelled):
         driver_of(pool, Mesh(cfg=2)).denoise(experts_ref(), request_of(), LAYERWISE, should_stop=lambda: True)
 
@@ -328,13 +332,13 @@ def test_a_worker_that_died_between_two_runs_is_replaced_for_the_next(
     driver = driver_of(pool, Mesh(data=2), max_restarts=0)
     driver.denoise(experts_ref(), request_of(2), LAYERWISE)
     pool.workers[1].kill()
-    ran = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
-    assert torch.equal(ran.latents, fakes.expected(request_of(2).noise, range(STEPS)))
-    assert (pool.replaced, ran.restarts) == ([1], 0), "no loss of this run"
+    result = driver.denoise(experts_ref(), request_of(2), LAYERWISE)
+    assert torch.equal(result.latents, fakes.expected(request_of(2).noise, range(STEPS)))
+    assert (pool.replaced, result.restarts) == ([1], 0), "no loss of this run"
 
 
-def test_workers_that_were_led_away_meet_anew(fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    """Closed by their host, or laid out by another driver in between."""
+def test_workers_that_left_for_another_driver_join_again(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    """They were closed by their host, or another driver joined them in between."""
     pool = fakes.FakePool(2)
     first, second = driver_of(pool, Mesh(cfg=2)), driver_of(pool, Mesh(ulysses=2))
     for driver in (first, second, first):
@@ -347,62 +351,66 @@ def test_workers_that_were_led_away_meet_anew(fakes: Any, request_of: Any, exper
     assert pool.replaced == []
 
 
-def test_what_a_former_driver_still_mends_is_waited_for(fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    """Both would replace the same worker, and lead it out of the other's rendezvous."""
-    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, what="dies")])
-    replace, mending, go_on = pool.replace, threading.Event(), threading.Event()
+def test_a_repair_of_a_former_driver_is_awaited(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    """Otherwise both drivers would replace the same worker, and join it to different groups."""
+    pool = fakes.FakePool(2, [fakes.Fault(rank=1, step=2, failure="dies")])
+    replace, repairing, go_on = pool.replace, threading.Event(), threading.Event()
 
     def slowly(rank: int) -> Any:
-        mending.set()
+        repairing.set()
         assert go_on.wait(60)
         return replace(rank)
 
     pool.replace = slowly
     first = driver_of(pool, Mesh(cfg=2))
     with pytest.raises(SamplingCancelled):
-        first.denoise(experts_ref(), request_of(), LAYERWISE, should_stop=mending.is_set)
+        first.denoise(experts_ref(), request_of(), LAYERWISE, should_stop=repairing.is_set)
     second = Driver(pool, WorkersRef(count=2, timeout_s=20.0, max_restarts=0), Mesh(ulysses=2), follows=first)
     running = on_own_thread("second", second.denoise, experts_ref(), request_of(), LAYERWISE)
     threading.Timer(0.3, go_on.set).start()
-    ran = running.result(60)
-    assert torch.equal(ran.latents, fakes.expected(request_of().noise, range(STEPS)))
-    assert (ran.restarts, pool.replaced) == (0, [1])
+    result = running.result(60)
+    assert torch.equal(result.latents, fakes.expected(request_of().noise, range(STEPS)))
+    assert (result.restarts, pool.replaced) == (0, [1])
     assert [str(rendezvous.mesh) for rank, rendezvous in pool.joined if rank == 0] == ["cfg 2", "cfg 2", "ulysses 2"]
 
 
-def test_a_cell_that_comes_to_mend_too_late_mends_nothing(fakes: Any) -> None:
+def test_a_disabled_group_repairs_nothing(fakes: Any) -> None:
     pool, mesh = fakes.FakePool(2), Mesh(cfg=2)
     rendezvous = Rendezvous(pool, WorkersRef(count=2, timeout_s=20.0))
     late, now = (WorkerGroup(GroupId(0, 0), pool, (0, 1), mesh, rendezvous, 20.0) for _ in range(2))
-    late.retire()
-    late.mend()
-    assert pool.joined == []
-    now.mend()
+    late.disable()
+    for group, joined in ((late, 0), (now, 2)):
+        wake = threading.Event()
+        group.repair(wake)
+        assert wake.wait(10)
+        (ended,) = group.poll()
+        assert isinstance(ended, RepairEnded)
+        assert (ended.error, len(pool.joined)) == (None, joined)
     assert sorted(rank for rank, _ in pool.joined) == [0, 1]
 
 
-def test_a_queue_keeps_its_order_and_tells_what_is_done(fakes: Any, request_of: Any, experts_ref: Any) -> None:
-    pool, mesh = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, what="dies")]), Mesh(stage=2)
+def test_a_queue_keeps_its_order_and_reports_results(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+    pool, mesh = fakes.FakePool(2, [fakes.Fault(rank=1, step=4, failure="dies")]), Mesh(stage=2)
     requests = [request_of(1 + number % 2, seed=number, steps=STEPS + number) for number in range(5)]
-    told: list[int] = []
+    done: list[int] = []
     steps: list[tuple[int, int, int]] = []
-    ran = driver_of(pool, mesh).queue(
+    result = driver_of(pool, mesh).queue(
         experts_ref(),
         requests,
         LAYERWISE,
         on_step=lambda number, step: steps.append((number, step.done, step.total)),
-        on_ran=lambda number, _: told.append(number),
+        on_result=lambda number, _: done.append(number),
     )
-    for number, (each, request) in enumerate(zip(ran, requests, strict=True)):
+    for number, (each, request) in enumerate(zip(result, requests, strict=True)):
         assert torch.equal(each.latents, fakes.expected(request.noise, range(STEPS + number)))
         assert len(each.timeline.steps) == STEPS + number
-        assert [done for own, done, _ in steps if own == number] == list(range(1, STEPS + number + 1))
+        assert [taken for item, taken, _ in steps if item == number] == list(range(1, STEPS + number + 1))
         assert bool(each.timeline.changes) == (number == 0)
-    assert sorted(told) == list(range(5))
-    assert ran[-1].restarts == 1
+    assert sorted(done) == list(range(5))
+    assert result[-1].restarts == 1
 
 
-def test_of_a_queue_nothing_is_kept_but_what_came_of_it(fakes: Any, request_of: Any, experts_ref: Any) -> None:
+def test_a_queue_keeps_nothing_but_results(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     states: list[weakref.ref[RunState]] = []
     tensors: list[weakref.ref[torch.Tensor]] = []
     done: list[int] = []
@@ -412,24 +420,22 @@ def test_of_a_queue_nothing_is_kept_but_what_came_of_it(fakes: Any, request_of: 
         states.append(weakref.ref(state))
         tensors.append(weakref.ref(state.latents))
 
-    def on_ran(number: int, ran: DistributedResult) -> None:
+    def on_result(number: int, result: DistributedResult) -> None:
         done.append(number)
         if len(done) == 4:
             kept = [sum(each() is not None for each in refs[: 3 * STEPS]) for refs in (states, tensors)]
             assert kept == [0, 0]
 
     driver = driver_of(fakes.FakePool(1), Mesh())
-    driver.queue(experts_ref(), [request_of()] * 4, LAYERWISE, on_step=on_step, on_ran=on_ran)
+    driver.queue(experts_ref(), [request_of()] * 4, LAYERWISE, on_step=on_step, on_result=on_result)
     assert (done, len(states)) == ([0, 1, 2, 3], 4 * STEPS)
 
 
-def test_who_leaves_a_meeting_that_failed_has_left_before_the_next(
-    fakes: Any, request_of: Any, experts_ref: Any
-) -> None:
+def test_workers_leave_a_failed_rendezvous_before_the_next_one(fakes: Any, request_of: Any, experts_ref: Any) -> None:
     pool = fakes.FakePool(2, step_s=0.1, leave_s={0: 0.2})
     pool.taken = {5000}
-    ran = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
-    assert ran.restarts == 0
+    result = driver_of(pool, Mesh(cfg=2), max_restarts=0).denoise(experts_ref(), request_of(), LAYERWISE)
+    assert result.restarts == 0
 
 
 @pytest.mark.parametrize("left", [0, 3, 4])
@@ -440,9 +446,9 @@ def test_ports_that_are_taken_are_passed_over(left: int, fakes: Any, request_of:
     if left < 4:
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
         return
-    with pytest.raises(OSError, match="port 5003") as told:
+    with pytest.raises(OSError, match="port 5003") as raised:
         driver.denoise(experts_ref(), request_of(), LAYERWISE)
-    assert told.value.errno == errno.EADDRINUSE
+    assert raised.value.errno == errno.EADDRINUSE
 
 
 def test_files_that_are_missing_on_a_machine_are_named_before_anything_is_sent(
@@ -452,7 +458,7 @@ def test_files_that_are_missing_on_a_machine_are_named_before_anything_is_sent(
     there = str(experts.high_noise.parent).replace("/", "/x", 1)
     pool.missing = {1: (str(experts.high_noise),)}
     maps = (PathMap(here=str(experts.high_noise.parent), there=there),)
-    with pytest.raises(MissingPathError, match=rf"^{there}/.* or {experts.high_noise} is not there on node-1"):
+    with pytest.raises(MissingPathError, match=rf"^{there}/.* or {experts.high_noise} does not exist on node-1"):
         driver_of(pool, Mesh(data=2), paths=maps).denoise(experts, request_of(2), LAYERWISE)
     assert pool.sent == []
     pool.missing = {}

@@ -1,4 +1,4 @@
-"""The schedule of jobs: whatever happens in whatever order, every job is done once, and no group idles without need."""
+"""Schedule of jobs: in any order of events, every job is done once, and no group idles without need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wanstream.distributed.driver.schedule import WAITING_PER_CELL, Assignment, GroupId, JobSchedule, Outcome, StageJob
+from wanstream.distributed.driver.schedule import (
+    WAITING_PER_GROUP,
+    Assignment,
+    GroupId,
+    JobSchedule,
+    ScheduleStatus,
+    StageJob,
+)
 from wanstream.schema import StateError
 
 
@@ -28,84 +35,85 @@ def grids(draw: st.DrawFn) -> tuple[list[list[range]], int]:
     return items, draw(st.integers(1, 3))
 
 
-class Played:
-    """Plays groups that step, finish, are lost and mended in a random order, and checks what must hold all the time."""
+class Simulation:
+    """Simulation of groups that step, finish, are lost and repaired in a random order; checks all invariants."""
 
     def __init__(self, schedule: JobSchedule, seed: int, *, losses: float) -> None:
         self.schedule, self.losses = schedule, losses
         self.chance = random.Random(seed)
         self.computed: list[tuple[GroupId, StageJob, int]] = []
-        """(group, job, step) of every step that counts."""
+        """(group, job, step) of every step."""
         self.finished: list[StageJob] = []
         self.stands: dict[GroupId, Assignment] = {}
         self.next_step: dict[int, int] = {}
 
     def play(self) -> JobSchedule:
-        while self.schedule.outcome is Outcome.GOING:
+        while self.schedule.status is ScheduleStatus.RUNNING:
             self._hand_out()
             self._check_idle()
             self._advance()
         return self.schedule
 
     def _hand_out(self) -> None:
-        while (given := self.schedule.next()) is not None:
-            self.schedule = self.schedule.taken(given)
-            assert given.group not in self.stands
-            assert given.steps.start == self.next_step.get(given.job.item, given.steps.start)
-            self.stands[given.group] = given
-            self.next_step[given.job.item] = given.steps.start
+        while (assignment := self.schedule.next()) is not None:
+            self.schedule = self.schedule.started(assignment)
+            assert assignment.group not in self.stands
+            assert assignment.steps.start == self.next_step.get(assignment.job.item, assignment.steps.start)
+            self.stands[assignment.group] = assignment
+            self.next_step[assignment.job.item] = assignment.steps.start
 
     def _check_idle(self) -> None:
         for group in self.schedule.groups():
-            if group in self.stands or group in self.schedule.away:
+            if group in self.stands or group in self.schedule.repairing:
                 continue
+            computed = {assignment.job.item for assignment in self.stands.values()}
             waits = [
                 number
                 for number, item in enumerate(self.schedule.items)
-                if item.stage == group.stage and number not in {given.job.item for given in self.stands.values()}
+                if item.stage == group.stage and number not in computed
             ]
             behind = sum(
-                item.stage == group.stage + 1 and number not in {given.job.item for given in self.stands.values()}
+                item.stage == group.stage + 1 and number not in computed
                 for number, item in enumerate(self.schedule.items)
             )
             begun = sum(other.stage == group.stage for other in self.stands)
             is_full = group.stage + 1 < self.schedule.stages and (
-                behind + begun >= WAITING_PER_CELL * self.schedule.data
+                behind + begun >= WAITING_PER_GROUP * self.schedule.data
             )
             assert not waits or is_full, f"{group} idles"
 
     def _advance(self) -> None:
-        moves = [*self.stands, *self.schedule.away]
+        moves = [*self.stands, *self.schedule.repairing]
         group = self.chance.choice(moves)
-        if group in self.schedule.away:
+        if group in self.schedule.repairing:
             again = self.chance.random() < self.losses
-            self.schedule = self.schedule.lost_again(group) if again else self.schedule.mended(group)
+            self.schedule = self.schedule.repair_failed(group) if again else self.schedule.repaired(group)
             return
-        given = self.stands[group]
-        item, step = given.job.item, self.next_step[given.job.item]
+        assignment = self.stands[group]
+        item, step = assignment.job.item, self.next_step[assignment.job.item]
         if self.chance.random() < self.losses:
-            self._drop(group, given, step)
-        elif step < given.steps.stop:
+            self._drop(group, assignment, step)
+        elif step < assignment.steps.stop:
             self.schedule = self.schedule.stepped(group, step + 1)
-            self.computed.append((group, given.job, step))
+            self.computed.append((group, assignment.job, step))
             self.next_step[item] = step + 1
         else:
-            self._end(group, given)
+            self._end(group, assignment)
             self.schedule = self.schedule.finished(group)
 
-    def _drop(self, group: GroupId, given: Assignment, step: int) -> None:
-        if step == given.steps.stop:
-            self._end(group, given)
+    def _drop(self, group: GroupId, assignment: Assignment, step: int) -> None:
+        if step == assignment.steps.stop:
+            self._end(group, assignment)
         else:
             del self.stands[group]
-        self.schedule = self.schedule.dropped(group, counts=self.chance.random() < 0.8)
+        self.schedule = self.schedule.interrupted(group, counts_as_failure=self.chance.random() < 0.8)
 
-    def _end(self, group: GroupId, given: Assignment) -> None:
+    def _end(self, group: GroupId, assignment: Assignment) -> None:
         del self.stands[group]
-        self.finished.append(given.job)
+        self.finished.append(assignment.job)
 
 
-def _check_all_done(items: list[list[range]], played: Played) -> None:
+def _check_all_done(items: list[list[range]], played: Simulation) -> None:
     jobs = {StageJob(number, stage) for number, steps in enumerate(items) for stage, each in enumerate(steps) if each}
     assert Counter(played.finished) == Counter(jobs)
     taken = Counter((job.item, step) for _, job, step in played.computed)
@@ -120,26 +128,28 @@ def _check_all_done(items: list[list[range]], played: Played) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(grids(), st.integers(0, 10**6))
-def test_every_job_is_done_once_in_order_by_a_cell_of_its_stage(grid: tuple[list[list[range]], int], seed: int) -> None:
+def test_every_job_is_done_once_in_order_by_a_group_of_its_stage(
+    grid: tuple[list[list[range]], int], seed: int
+) -> None:
     items, data = grid
-    played = Played(JobSchedule.of(items, data=data, max_restarts=0), seed, losses=0)
-    assert played.play().outcome is Outcome.DONE
+    played = Simulation(JobSchedule.of(items, data=data, max_restarts=0), seed, losses=0)
+    assert played.play().status is ScheduleStatus.DONE
     _check_all_done(items, played)
 
 
 @settings(max_examples=200, deadline=None)
 @given(grids(), st.integers(0, 10**6), st.integers(0, 6))
-def test_losses_cost_no_step_that_was_handed_in_and_are_counted(
+def test_losses_cost_no_reported_step_and_are_counted(
     grid: tuple[list[list[range]], int], seed: int, max_restarts: int
 ) -> None:
     items, data = grid
-    played = Played(JobSchedule.of(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
+    played = Simulation(JobSchedule.of(items, data=data, max_restarts=max_restarts), seed, losses=0.2)
     ended = played.play()
-    if ended.outcome is Outcome.DONE:
+    if ended.status is ScheduleStatus.DONE:
         assert ended.lost <= max_restarts + 1
         _check_all_done(items, played)
     else:
-        assert ended.outcome is Outcome.GIVEN_UP
+        assert ended.status is ScheduleStatus.GIVEN_UP
         assert ended.lost == max_restarts + 1
         assert ended.next() is None
 
@@ -148,22 +158,22 @@ def test_a_pipeline_is_filled_and_drained_in_the_order_of_its_items() -> None:
     """Two stages of equal length and three items: the second group follows one job behind the first."""
     schedule = JobSchedule.of([[range(2), range(2, 4)]] * 3, data=1, max_restarts=0)
     rounds = []
-    while schedule.outcome is Outcome.GOING:
+    while schedule.status is ScheduleStatus.RUNNING:
         while (each := schedule.next()) is not None:
-            schedule = schedule.taken(each)
+            schedule = schedule.started(each)
         rounds.append({group.stage: item for group, item in schedule.busy})
         for group, item in schedule.busy:
-            schedule = schedule.stepped(group, schedule.items[item].left.stop).finished(group)
+            schedule = schedule.stepped(group, schedule.items[item].remaining.stop).finished(group)
     assert rounds == [{0: 0}, {0: 1, 1: 0}, {0: 2, 1: 1}, {1: 2}]
 
 
-def test_a_lost_job_goes_first_to_another_cell_of_its_stage() -> None:
+def test_a_lost_job_goes_first_to_another_group_of_its_stage() -> None:
     schedule = JobSchedule.of([[range(4)]] * 3, data=2, max_restarts=1)
     for _ in range(2):
         each = schedule.next()
         assert each is not None
-        schedule = schedule.taken(each)
-    schedule = schedule.stepped(GroupId(0, 0), 3).dropped(GroupId(0, 0), counts=True)
+        schedule = schedule.started(each)
+    schedule = schedule.stepped(GroupId(0, 0), 3).interrupted(GroupId(0, 0), counts_as_failure=True)
     assert schedule.next() is None, "the other group goes on undisturbed"
     schedule = schedule.stepped(GroupId(1, 0), 4).finished(GroupId(1, 0))
     assert schedule.next() == Assignment(GroupId(1, 0), StageJob(0, 0), range(3, 4))
@@ -173,11 +183,11 @@ def test_a_fast_first_stage_waits_for_the_second() -> None:
     schedule = JobSchedule.of([[range(1), range(1, 2)]] * 20, data=1, max_restarts=0)
     begun = 0
     while (each := schedule.next()) is not None:
-        schedule = schedule.taken(each)
+        schedule = schedule.started(each)
         if each.group.stage == 0:
             begun += 1
             schedule = schedule.stepped(each.group, 1).finished(each.group)
-    assert begun == WAITING_PER_CELL + 1, "one in the second stage, the others before it"
+    assert begun == WAITING_PER_GROUP + 1, "one in the second stage, the others before it"
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
@@ -185,27 +195,27 @@ def test_a_loss_after_the_last_state_costs_nothing(max_restarts: int) -> None:
     schedule = JobSchedule.of([[range(2)]], data=1, max_restarts=max_restarts)
     each = schedule.next()
     assert each is not None
-    lost = schedule.taken(each).stepped(each.group, 2).dropped(each.group, counts=True)
-    assert lost.outcome is Outcome.DONE
+    lost = schedule.started(each).stepped(each.group, 2).interrupted(each.group, counts_as_failure=True)
+    assert lost.status is ScheduleStatus.DONE
 
 
-def test_wrong_reports_are_refused() -> None:
+def test_illegal_transitions_are_refused() -> None:
     new = JobSchedule.of([[range(2), range(2, 4)]], data=1, max_restarts=1)
     first, second = GroupId(0, 0), GroupId(0, 1)
-    given = new.next()
-    assert given is not None
-    going = new.taken(given)
+    assignment = new.next()
+    assert assignment is not None
+    going = new.started(assignment)
     for wrong in (
-        lambda: new.taken(Assignment(second, StageJob(0, 1), range(2, 4))),
-        lambda: going.taken(given),
+        lambda: new.started(Assignment(second, StageJob(0, 1), range(2, 4))),
+        lambda: going.started(assignment),
         lambda: new.stepped(first, 1),
         lambda: going.stepped(first, 0),
         lambda: going.stepped(first, 3),
         lambda: going.stepped(second, 1),
         lambda: going.finished(first),
-        lambda: new.dropped(first, counts=True),
-        lambda: going.mended(first),
-        lambda: going.lost_again(first),
+        lambda: new.interrupted(first, counts_as_failure=True),
+        lambda: going.repaired(first),
+        lambda: going.repair_failed(first),
     ):
         with pytest.raises(StateError):
             wrong()
@@ -220,6 +230,6 @@ def test_wrong_reports_are_refused() -> None:
         ([[range(2), range(3, 4)]], "gaps"),
     ],
 )
-def test_what_cannot_be_scheduled_is_named(steps: list[list[range]], words: str) -> None:
+def test_items_that_cannot_be_scheduled_are_named(steps: list[list[range]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         JobSchedule.of(steps, data=1, max_restarts=0)

@@ -1,4 +1,4 @@
-"""The stage runner knows a state and a step function: any model's latent goes through it."""
+"""Stage runner with step functions of any model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 from wanstream.distributed.driver.local_stages import StepFunction, StepGroup, run_stages
 from wanstream.distributed.driver.schedule import GroupId
-from wanstream.distributed.driver.stage_run import RestartLimitError, StageStepped
+from wanstream.distributed.driver.stage_run import RestartLimitError, StepTaken
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.sampling import RunSlice, RunState, SamplingCancelled, StepProgress, denoise_part
 from wanstream.wan.experts.open import ExpertsRegistry
 
 VIDEO = (1, 4, 14, 8, 8)
-"""What SVD's UNet denoises: 14 frames of 4 channels."""
+"""Latent shape of SVD's UNet: 14 frames of 4 channels."""
 STEPS = [range(3), range(3, 7)]
 
 
 class ToyUnet(torch.nn.Module):
-    """Predicts noise from a latent with its image condition beside it: 8 channels in, 4 out."""
+    """Noise prediction from a latent and its image condition: 8 channels in, 4 out."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class ToyUnet(torch.nn.Module):
         self.steps: list[int] = []
 
     def step(self, state: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
-        """One Euler step; the condition stays what it is."""
+        """Take one Euler step; the condition does not change."""
         self.steps.append(step)
         seen = torch.cat([state["latent"], state["image"]], dim=1)
         noise = torch.einsum("oc,bcfhw->bofhw", self.mix, seen)
@@ -58,7 +58,7 @@ def test_another_model_goes_through_stages_and_no_stage_takes_a_step_of_another(
                 state = unet.step(state, step)
         wanted.append(state)
     unets = {GroupId(place, stage): ToyUnet(stage + 1) for place in range(data) for stage in range(2)}
-    told: list[StageStepped[Any]] = []
+    told: list[StepTaken[Any]] = []
     ended = run_stages(
         [STEPS] * 5, stages_of({group: unet.step for group, unet in unets.items()}), videos(5), on_step=told.append
     )
@@ -129,11 +129,11 @@ def test_a_lost_step_is_taken_again_from_the_state_before_it() -> None:
     assert run_stages([[range(8)]], stages_of({GroupId(0, 0): step}), [[]], max_restarts=2) == [[*range(8)]]
 
 
-def test_one_loss_too_many_is_told_with_the_last() -> None:
+def test_one_loss_too_many_is_raised_with_the_last() -> None:
     def step(state: int, step: int) -> int:
         raise WorkerLostError("gone, and its log says why", 0)
 
-    with pytest.raises(RestartLimitError, match="its log says why\n2 losses of one run are made good"):
+    with pytest.raises(RestartLimitError, match="its log says why\ngiving up after 2 worker restarts"):
         run_stages([[range(3)]], stages_of({GroupId(0, 0): step}), [0], max_restarts=2)
 
 
@@ -147,8 +147,8 @@ def test_an_error_ends_the_run_and_leaves_no_job(where: str) -> None:
             raise ArithmeticError("NaN")
         return state + 1
 
-    def on_step(told: StageStepped[int]) -> None:
-        if where == "on_step" and told.next_step == 3:
+    def on_step(event: StepTaken[int]) -> None:
+        if where == "on_step" and event.next_step == 3:
             raise ArithmeticError("NaN")
 
     groups = stages_of({GroupId(0, 0): step, GroupId(1, 0): lambda state, step: state + 1})
@@ -159,7 +159,7 @@ def test_an_error_ends_the_run_and_leaves_no_job(where: str) -> None:
     assert len(taken) <= len(before) + 6
 
 
-def test_a_wish_to_stop_ends_all_jobs() -> None:
+def test_a_stop_ends_all_jobs() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def step(state: int, step: int) -> int:

@@ -1,4 +1,4 @@
-"""The pool of one worker in this process keeps what every pool promises."""
+"""Pool of one worker in this process: the guarantees of every pool."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def ignore(told: StepReport) -> None:
+def ignore(report: StepReport) -> None:
     return
 
 
-def test_a_run_beside_this_thread_is_told_and_ends(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
+def test_a_run_on_another_thread_is_reported_and_ends(pool: Pool, make_task: MakeTask, alone: Callable) -> None:
     told: list[StepReport] = []
     threads: set[int] = set()
 
-    def on_told(step: StepReport) -> None:
+    def on_report(step: StepReport) -> None:
         told.append(step)
         threads.add(threading.get_ident())
 
     task = make_task()
-    ended = pool.workers[0].run(task, on_told).result(LIMIT_S)
+    ended = pool.workers[0].run(task, on_report).result(LIMIT_S)
     assert torch.equal(ended.latents, alone(task))
     assert [step.record.index for step in told] == [0, 1, 2, 3]
     assert threading.get_ident() not in threads
     assert pool.workers[0].ask("facts").result(LIMIT_S).pid == os.getpid()
 
 
-def test_questions_are_answered_beside_a_run(pool: Pool, make_task: MakeTask) -> None:
+def test_calls_are_answered_during_a_run(pool: Pool, make_task: MakeTask) -> None:
     answers = []
     worker = pool.workers[0]
     run = worker.run(make_task(), lambda _: answers.append(worker.ask("facts").result(LIMIT_S)))
@@ -54,7 +54,7 @@ def test_questions_are_answered_beside_a_run(pool: Pool, make_task: MakeTask) ->
     assert len(answers) == 4
 
 
-def test_errors_come_out_of_the_futures(pool: Pool, make_task: MakeTask) -> None:
+def test_futures_raise_errors(pool: Pool, make_task: MakeTask) -> None:
     task = make_task()
     pool.workers[0].ask("stop", task.run_id).result(LIMIT_S)
     with pytest.raises(SamplingCancelled):
@@ -85,11 +85,11 @@ def test_closing_ends_the_run_and_its_thread(make_task: MakeTask) -> None:
     pool = InProcessPool("cpu")
     begun, go_on = threading.Event(), threading.Event()
 
-    def on_told(step: StepReport) -> None:
+    def on_report(step: StepReport) -> None:
         begun.set()
         assert go_on.wait(LIMIT_S)
 
-    run = pool.workers[0].run(make_task(), on_told)
+    run = pool.workers[0].run(make_task(), on_report)
     assert begun.wait(LIMIT_S)
     closing = threading.Thread(target=pool.close)
     closing.start()

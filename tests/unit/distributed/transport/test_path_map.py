@@ -109,11 +109,11 @@ def test_a_missing_path_is_told_with_its_machines() -> None:
     with pytest.raises(MissingPathError) as refused:
         check_paths(workers, (MODELS,))
     told = str(refused.value)
-    assert "/high is not there on rack; /low is not there on rack and box: put the file there" in told
+    assert "/high does not exist on rack; /low does not exist on rack and box: copy the file there" in told
     assert "the map is /models -> /mnt/share/models" in told
     with pytest.raises(MissingPathError, match="the map is empty"):
         check_paths(workers, ())
-    with pytest.raises(MissingPathError, match=r"^/mnt/share/models/high or /models/high is not there on rack: "):
+    with pytest.raises(MissingPathError, match=r"^/mnt/share/models/high or /models/high does not exist on rack: "):
         check_paths([replace(FACTS, missing=("/models/high",))], (MODELS,))
 
 

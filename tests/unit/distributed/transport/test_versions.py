@@ -1,4 +1,4 @@
-"""Driver and workers work together when they mean the same by what they send."""
+"""Version check of driver and workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thread that calls what it is given keeps nothing of it."""
+"""A work thread keeps no references to its calls."""
 
 from __future__ import annotations
 

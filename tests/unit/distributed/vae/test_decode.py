@@ -160,7 +160,7 @@ def test_what_is_wrong_with_the_vae_is_told_once(
     tile_pools: Callable[..., Any], job: DecodeJob, tmp_path: Path
 ) -> None:
     bad = DecodeJob(latents=job.latents, tiling=job.tiling, vae=tmp_path / "nothing", run_id="bad")
-    with pytest.raises(MissingPathError, match="nothing is not there on node-0 and node-1"):
+    with pytest.raises(MissingPathError, match="nothing does not exist on node-0 and node-1"):
         _decode(tile_pools(2), bad)
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
@@ -173,7 +173,7 @@ def test_a_vae_that_is_missing_on_one_machine_is_told_before_anything_is_decoded
 ) -> None:
     workers = tile_pools(2)
     workers.workers[1].missing = (str(job.vae),)
-    with pytest.raises(MissingPathError, match=rf"{job.vae} is not there on node-1: put the file there"):
+    with pytest.raises(MissingPathError, match=rf"{job.vae} does not exist on node-1: copy the file there"):
         _decode(workers, job)
     assert [worker.tiles for worker in workers.workers] == [0, 0]
 

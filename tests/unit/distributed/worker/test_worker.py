@@ -115,7 +115,7 @@ def test_a_stopped_worker_is_usable_at_once(
 ) -> None:
     task, told = make_task(), list[StepReport]()
 
-    def on_told(each: StepReport) -> None:
+    def on_report(each: StepReport) -> None:
         told.append(each)
         if each.done == step:
             worker.stop(task.run_id)
@@ -123,7 +123,7 @@ def test_a_stopped_worker_is_usable_at_once(
     if step == 0:
         worker.stop(task.run_id)
     with pytest.raises(SamplingCancelled) as cancelled:
-        worker.run(task, on_told)
+        worker.run(task, on_report)
     assert (cancelled.value.step, cancelled.value.block) == (step, 0)
     assert len(told) == step
     after = make_task()

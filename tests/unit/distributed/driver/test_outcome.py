@@ -1,0 +1,69 @@
+"""Outcome of a task from the errors of its workers: the error that caused the others is returned."""
+
+from __future__ import annotations
+
+import pytest
+
+from wanstream.distributed.driver.outcome import TaskOutcome, classify_failure
+from wanstream.distributed.messages import TaskResult
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
+from wanstream.sampling import NoRoomError, SamplingCancelled, SmallerPolicyError
+from wanstream.schema import OffloadPolicy, Timeline
+
+GONE, PEER, HUNG = WorkerLostError("gone", 1), PeerLostError("peer"), WorkerTimeoutError("hung")
+SHORT = SmallerPolicyError("short", OffloadPolicy.layerwise(0))
+WRONG, CANCELLED = NoRoomError("no room"), SamplingCancelled(3, 4)
+RESULT = TaskResult(run_id="", rank=0, timeline=Timeline(kind="measured", steps=()), latents=None, sigma=0.0)
+
+LOST, FAILED, SMALLER, STOPPED = (
+    TaskOutcome.LOST,
+    TaskOutcome.FAILED,
+    TaskOutcome.SMALLER_POLICY,
+    TaskOutcome.STOPPED,
+)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "killed", "outcome", "place"),
+    [
+        ([RESULT, GONE], (), LOST, 1),
+        ([PEER, GONE], (), LOST, 1),
+        ([RuntimeError("reset by peer"), GONE], (), LOST, 1),
+        ([SHORT, GONE], (), LOST, 1),
+        ([WRONG, PEER], (), FAILED, 0),
+        ([PEER, WRONG], (), FAILED, 1),
+        ([WRONG, GONE], (1,), FAILED, 0),
+        ([PEER, SHORT], (), SMALLER, 1),
+        ([SHORT, SHORT], (), SMALLER, 0),
+        ([SHORT, GONE], (1,), SMALLER, 0),
+        ([PEER, PEER], (), LOST, 0),
+        ([GONE, HUNG], (0,), LOST, 1),
+        ([GONE], (0,), LOST, 0),
+        ([CANCELLED, CANCELLED], (), STOPPED, 0),
+        ([PEER, CANCELLED], (), LOST, 0),
+    ],
+)
+def test_the_error_that_caused_the_others_is_returned(
+    outcomes: list[TaskResult | BaseException], killed: tuple[int, ...], outcome: TaskOutcome, place: int
+) -> None:
+    end = classify_failure(dict(enumerate(outcomes)), killed=killed, stopped=False)
+    assert (end.outcome, end.place) == (outcome, place)
+    assert end.error is outcomes[place]
+    assert end.policy == (SHORT.policy if outcome is SMALLER else None)
+    assert set(end.results) == {at for at, each in enumerate(outcomes) if each is RESULT}
+
+
+@pytest.mark.parametrize(
+    "outcomes", [[CANCELLED, PEER], [WRONG, CANCELLED], [GONE, CANCELLED], [SHORT, RESULT], [GONE]]
+)
+def test_any_error_of_a_stopped_task_counts_as_stopped(outcomes: list[TaskResult | BaseException]) -> None:
+    end = classify_failure(dict(enumerate(outcomes)), killed=(), stopped=True)
+    assert end.outcome is STOPPED
+    assert (end.error is CANCELLED) == (CANCELLED in outcomes)
+
+
+def test_a_task_that_all_workers_finished_is_finished_even_after_a_stop() -> None:
+    for stopped in (False, True):
+        end = classify_failure({0: RESULT, 1: RESULT}, killed=(), stopped=stopped)
+        assert (end.outcome, end.error, set(end.results)) == (TaskOutcome.FINISHED, None, {0, 1})
