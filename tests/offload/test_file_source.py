@@ -300,8 +300,8 @@ LOADER = """
 import sys
 from pathlib import Path
 import torch
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.safetensors_header import read_header
+from wanstream.offload.sources.file import FileSource
+from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.plan import BlockKey
 
 header = read_header(Path(sys.argv[1]))

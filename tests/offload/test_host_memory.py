@@ -13,7 +13,7 @@ from wanstream.offload.host_memory.pages import HUGE_PAGE, in_pages, map_huge, m
 
 FAULTS_OF_TEN_ROUNDS = """
 import resource, sys, torch
-from wanstream.offload.host_memory import keep_freed_memory
+from wanstream.offload.host_memory.pages import keep_freed_memory
 count, megabytes = map(int, sys.argv[1:])
 keep_freed_memory()
 def block():

@@ -18,8 +18,8 @@ import sys
 import torch
 from torch import nn
 from wanstream.offload import attach_offload
-from wanstream.offload.file_source import FileSource
-from wanstream.offload.safetensors_header import read_header
+from wanstream.offload.sources.file import FileSource
+from wanstream.offload.formats.safetensors_header import read_header
 from wanstream.plan import BlockKey, OffloadPolicy, step_visits
 
 path, policy = sys.argv[1], eval("OffloadPolicy." + sys.argv[2])

@@ -34,7 +34,7 @@ RANK = """
 import sys, time, hashlib
 from pathlib import Path
 import torch
-from wanstream.offload.shared_segment import SharedSegment
+from wanstream.offload.host_memory.shared_segment import SharedSegment
 from wanstream.plan import BlockKey
 
 folder, identity, count, nbytes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
