@@ -5,7 +5,7 @@ from __future__ import annotations
 from .nvtx import Ranges, ranged
 from .options import TelemetryOptions
 from .phases import PhaseRegistry, QueueItemPhases
-from .read_timing import ReadSpan, ReadTimer
+from .read_timing import ReadSpan
 from .recorder import Recorder
 from .step_events import BlockArrival
 
@@ -15,7 +15,6 @@ __all__ = [
     "QueueItemPhases",
     "Ranges",
     "ReadSpan",
-    "ReadTimer",
     "Recorder",
     "TelemetryOptions",
     "ranged",

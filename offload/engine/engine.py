@@ -84,7 +84,7 @@ class OffloadEngine:
         self._patches = StagedPatches(self.formats, lock=lock)
         self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)
         self.ram = self._route.ram_slots(lock, shared)
-        self.ram.check_room(self._homes, self.staging)
+        self.ram.check_available(self._homes, self.staging)
         self.ram.resize(self._homes, self.staging)
         self.buffers = tuple(BlockBuffer(index) for index in range(buffers))
         self.streams = self._route.streams()
@@ -106,6 +106,11 @@ class OffloadEngine:
     def staging(self) -> int:
         """Slots of RAM beside those of homes; none where bytes can be read straight into a buffer."""
         return self._route.staging
+
+    @property
+    def block_source(self) -> BlockSource:
+        """Source of the bytes that this rank stores: whole blocks, or its shards of them."""
+        return self._route.block_source
 
     @property
     def gathering(self) -> Gathering | None:
@@ -263,7 +268,7 @@ class OffloadEngine:
             order = eviction_order(range(len(self.buffers)), self.contents(), residency)
             out = order[: max(0, len(order) - buffers)]
             freed = sum(self.buffers[index].nbytes for index in out) if self.device.type == "cpu" else 0
-            self.ram.check_room(homes, self.staging, freed=freed)
+            self.ram.check_available(homes, self.staging, freed=freed)
             self.streams.settle()
             for index in out:
                 _let_go(self.buffers[index])

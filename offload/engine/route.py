@@ -64,6 +64,11 @@ class Route:
         straight = self._device.type == "cpu" and all(fmt.is_raw for fmt in self._formats.values())
         return 0 if straight and self.gathering is None else STAGING_SLOTS
 
+    @property
+    def block_source(self) -> BlockSource:
+        """Source of the bytes that this rank stores: whole blocks, or its shards of them."""
+        return self._source if self.gathering is None else self._shards
+
     def meet(self, sharded: Sharded) -> None:
         """Gather with these ranks from now on; their number and the own place are as before."""
         self._shards = ShardSource(cast(RangeSource, self._source), sharded.gather)
@@ -73,10 +78,10 @@ class Route:
     def ram_slots(self, lock: PageLock | None, shared: SharedSegment | None) -> RamSlots:
         """Slots for what this rank keeps."""
         if self.gathering is None:
-            return RamSlots(self._source, self.sizes, lock=lock, shared=shared)
+            return RamSlots(self.sizes, lock=lock, shared=shared)
         assert shared is None, "ranks that keep a shard each share nothing"
         there = DeviceSlots(self._device, lock=lock) if self.gathering.sharded.on_device else None
-        return RamSlots(self._shards, self.sizes, lock=lock, on_device=there)
+        return RamSlots(self.sizes, lock=lock, on_device=there)
 
     def streams(self) -> Streams:
         """What brings blocks into buffers."""

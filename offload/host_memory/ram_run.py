@@ -7,23 +7,30 @@ from collections.abc import Callable
 import torch
 
 from ...plan import AT_ONCE, DIRECT, KEPT, BlockKey, Fetch, RamProgram
-from ...telemetry import ReadSpan, ReadTimer
+from ...telemetry import ReadSpan, Recorder
 from ..engine.thread_sync import RunStopped, ThreadSync
 from ..engine.threads import RunThread
+from ..sources.base import BlockSource
+from ..sources.timed import TimedSource
 from .ram_slots import RamSlot, RamSlots
 
 
 class RamRun:
     """The read thread goes through the program's reads in their order; the fetch thread takes and leaves.
 
-    `meter` measures all reads.
+    Args:
+        slots: slots to read into.
+        ram: program to execute.
+        source: source of the stored bytes.
+        recorder: recorder of the run; the reads are measured for it.
     """
 
-    def __init__(self, slots: RamSlots, ram: RamProgram, meter: ReadTimer | None = None) -> None:
+    def __init__(self, slots: RamSlots, ram: RamProgram, source: BlockSource, recorder: Recorder | None) -> None:
         self.reads: list[Fetch] = []
         self._slots = slots
         self._ram = ram
-        self._meter = meter
+        self._timed = None if recorder is None else TimedSource(source, recorder.ranges)
+        self._source: BlockSource = self._timed or source
         self._spans: dict[int, ReadSpan] = {}  # by number of the read
         self._straight: dict[int, ReadSpan] = {}  # by number of the fetch
         self._progress = ThreadSync()
@@ -73,8 +80,8 @@ class RamRun:
         Raises:
             SourceError: the bytes could not be read.
         """
-        span = self._slots.read(key, into, self._meter, straight=True)
-        if span is not None:
+        self._source.read_block(key, into)
+        if self._timed is not None and (span := self._timed.take_span(key, straight=True)) is not None:
             self._straight[fetch] = span
 
     def take(self, fetch: int) -> RamSlot | None:
@@ -120,9 +127,8 @@ class RamRun:
     def _read_all(self) -> None:
         for number, fetch in enumerate(self._ram.program.fetches):
             self._progress.await_released(fetch.start_after)
-            slot = self._slots[fetch.buffer]
-            span = self._slots.fill(slot, fetch.block, self._meter)
-            if span is not None:
+            self._slots.read(self._slots[fetch.buffer], fetch.block, self._source)
+            if self._timed is not None and (span := self._timed.take_span(fetch.block)) is not None:
                 self._spans[number] = span
             self.reads.append(fetch)
             self._progress.note_issued(number)

@@ -11,8 +11,8 @@ import stat
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +21,7 @@ import torch
 from ...plan import BlockKey
 from ..formats.layout import host_bytes
 from ..sources.base import SourceError
+from .base import Reservation
 from .pages import in_pages
 
 if sys.platform != "win32":
@@ -138,33 +139,37 @@ class SharedSegment:
         marks = host_bytes(self._memory)[: len(self._places)]
         return sum(len(place) for place, mark in zip(self._places.values(), marks, strict=True) if mark)
 
-    def fill(self, key: BlockKey, read: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Return the block, 1-D uint8, shared by all ranks: filled by `read` here, or by another rank before.
+    @contextmanager
+    def reserve(self, key: BlockKey) -> Iterator[Reservation]:
+        """Reserve the place of a block; wait while another rank fills it.
 
-        Waits while another rank fills it. Nobody may write to it afterwards.
+        If the reservation `needs_fill`, fill its `view` inside the `with` block: leaving it without an error makes the
+        block valid for all ranks, and read-only. After an error the next caller fills it.
 
         Raises:
-            SourceError: there is no room, the segment was closed, or `read` raised it; the next caller tries again.
+            SourceError: the segment is full, was closed, or cannot be used.
         """
         if self._closed:
             raise SourceError(f"{self.path}: block {key.block} of {key.expert!r}: the segment was closed")
         self._open()
         place = self._places[key]
         memory = self._memory[place.start : place.stop]
-        if key not in self._filled_here:
-            mark = host_bytes(self._memory)[self._indexes[key] : self._indexes[key] + 1]
-            # The lock is taken also where the mark is set: only then it is sure that its bytes were written before.
-            with self._lock_of(key) as lock:
-                lock.exclude()
-                if not mark[0]:
-                    self._reserve(key)
-                    read(memory)
-                    mark[0] = 1
-            self._filled_here.add(key)
-        return memory
+        if key in self._filled_here:
+            yield Reservation(memory=memory, view=memory, needs_fill=False)
+            return
+        mark = host_bytes(self._memory)[self._indexes[key] : self._indexes[key] + 1]
+        # The lock is taken also where the mark is set: only then it is sure that its bytes were written before.
+        with self._lock_of(key) as lock:
+            lock.exclude()
+            needs_fill = not mark[0]
+            if needs_fill:
+                self._allocate(key)
+            yield Reservation(memory=memory, view=memory, needs_fill=needs_fill)
+            mark[0] = 1
+        self._filled_here.add(key)
 
-    def rest(self) -> None:
-        """Let go until the next `fill`; as with `close`, the last one to do so removes the segment."""
+    def release(self) -> None:
+        """Let go until the next `reserve`; as with `close`, the last one to do so removes the segment."""
         assert self._leave is not None, "it was opened when it was made"
         self._leave()
         self._memory = self._memory[:0].clone()
@@ -172,7 +177,7 @@ class SharedSegment:
 
     def close(self) -> None:
         """Let go; the last one to do so removes the segment. Blocks stay readable for who still holds one."""
-        self.rest()
+        self.release()
         self._closed = True
 
     def _open(self) -> None:
@@ -199,7 +204,7 @@ class SharedSegment:
                 f"{err.strerror or err}; {UNSHARED}"
             ) from err
 
-    def _reserve(self, key: BlockKey) -> None:
+    def _allocate(self, key: BlockKey) -> None:
         # A write to a page that the file system has no room for would end the process.
         nbytes = len(self._places[key])
         if hasattr(os, "posix_fallocate"):

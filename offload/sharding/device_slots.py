@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from ...plan import BlockKey
 from ..formats.layout import allocate_flat
+from ..host_memory.base import Reservation
 from ..host_memory.page_lock import LockedBlocks, PageLock
 from ..host_memory.pages import in_pages, map_memory
 
 
 class DeviceSlots:
-    """Slots by number, each exactly as large as what it holds, from its first `fill` until `drop` or `close`.
+    """Slots by number, each exactly as large as what it holds, from its first `reserve` until `drop` or `close`.
 
-    On a GPU every `fill` passes through one piece of host memory, which is kept. One thread fills; nobody may read a
+    On a GPU every `reserve` passes through one piece of host memory, which is kept. One thread fills; nobody may read a
     slot while it is filled or dropped.
 
     Args:
@@ -25,7 +27,7 @@ class DeviceSlots:
 
     def __init__(self, device: torch.device, *, lock: PageLock | None) -> None:
         self._device = device
-        self._slots: dict[int, torch.Tensor] = {}
+        self._slots: dict[Hashable, torch.Tensor] = {}
         self._passage: torch.Tensor | None = None
         self._locked = LockedBlocks(lock) if lock is not None else None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -45,41 +47,30 @@ class DeviceSlots:
         """Bytes of host memory that are page-locked."""
         return 0 if self._locked is None else self._locked.nbytes
 
-    def check_room(self, blocks: int, nbytes: int, *, available: int | None = None) -> None:
+    def check_available(self, blocks: int, nbytes: int, *, available: int | None = None) -> None:
         """Nothing is refused before: device memory that is short is told by the device."""
 
-    def fill(
-        self,
-        slot: int,
-        key: BlockKey,
-        nbytes: int,
-        read: Callable[[torch.Tensor], None],
-        *,
-        room: int | None = None,
-    ) -> torch.Tensor:
-        """Return the `nbytes` of `slot`, 1-D uint8 on the device, filled by `read`; its former content is lost.
-
-        Raises:
-            OutOfMemoryError: the device has no room for them.
-            OSError: `read` raised it, or there is no host memory; the slot can be filled again.
-        """
+    @contextmanager
+    def reserve(self, slot: Hashable, key: BlockKey, nbytes: int, *, capacity: int = 0) -> Iterator[Reservation]:
         if self._copies is None:
-            read(self._memory(slot, nbytes))
-            return self._slots[slot]
+            memory = self._memory(slot, nbytes)
+            yield Reservation(memory=memory, view=memory, needs_fill=True)
+            return
         passage = self._host_memory(nbytes)
-        read(passage)
         # Allocated on this stream too: memory that another one has freed may still be used by earlier work there.
         with torch.cuda.stream(self._copies):
-            self._memory(slot, nbytes).copy_(passage, non_blocking=True)
+            memory = self._memory(slot, nbytes)
+        yield Reservation(memory=memory, view=passage, needs_fill=True)
+        with torch.cuda.stream(self._copies):
+            memory.copy_(passage, non_blocking=True)
         self._copies.synchronize()  # by the thread that reads, for which nobody waits on a later pass
-        return self._slots[slot]
 
-    def drop(self, slot: int) -> int:
+    def drop(self, slot: Hashable) -> int:
         """Free a slot; returns the bytes of RAM it gives back, which are none."""
         self._slots.pop(slot, None)
         return 0
 
-    def rest(self) -> None:
+    def release_shared(self) -> None:
         """Nothing is shared."""
 
     def close(self) -> None:
@@ -89,7 +80,7 @@ class DeviceSlots:
             self._locked.release()
         self._passage = None
 
-    def _memory(self, slot: int, nbytes: int) -> torch.Tensor:
+    def _memory(self, slot: Hashable, nbytes: int) -> torch.Tensor:
         if slot not in self._slots or self._slots[slot].numel() != nbytes:
             self._slots.pop(slot, None)
             self._slots[slot] = allocate_flat(nbytes, self._device)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...offload import CudaPageLock, FileSource, FileTensor, HostSlots, WeightPatch, tensor_views
+from ...offload import CudaPageLock, FileSource, FileTensor, HostPages, WeightPatch, tensor_views
 from ...plan import BlockKey
 from ..checkpoint.meta_model import parameter_dtype, placed, set_parameters
 from ..checkpoint.open import Expert
@@ -44,7 +44,6 @@ class EmbedderWeights:
         self._models, self._device, self._reader = models, device, reader
         names = {name: {part: _names(expert, part) for part in PARTS} for name, expert in experts.items()}
         self._keys = {(name, part): BlockKey(name, index) for name in experts for index, part in enumerate(PARTS)}
-        self._slot = {key: index for index, key in enumerate(self._keys.values())}
         blocks: dict[BlockKey, dict[str, FileTensor]] = {}
         scales: dict[BlockKey, dict[str, FileTensor]] = {}
         for (name, part), key in self._keys.items():
@@ -53,7 +52,7 @@ class EmbedderWeights:
             scales[key] = {full: expert.scales[full] for full in blocks[key] if full in expert.scales}
         dtypes = {full: parameter_dtype(full, compute_dtype) for tensors in blocks.values() for full in tensors}
         self._source = FileSource(blocks, computed_dtypes=dtypes, scales=scales, direct=False)
-        self._slots = HostSlots(lock=CudaPageLock(device) if device.type == "cuda" else None)
+        self._slots = HostPages(lock=CudaPageLock(device) if device.type == "cuda" else None)
         self._coming: dict[BlockKey, Future[torch.Tensor]] = {}
         self._patches: Mapping[str, Mapping[str, WeightPatch]] = {}
         self.bytes_read = 0
@@ -81,7 +80,7 @@ class EmbedderWeights:
         coming = self._coming.pop(key, None)
         if coming is not None and not coming.cancel():
             coming.exception()
-        self._slots.drop(self._slot[key])
+        self._slots.drop(key)
 
     def set_patches(self, patches: Mapping[str, Mapping[str, WeightPatch]]) -> None:
         """Replace what is added to the weights when they come, by expert and parameter name."""
@@ -110,7 +109,7 @@ class EmbedderWeights:
             finally:
                 set_parameters(model, absent)
         finally:
-            self._slots.drop(self._slot[key])
+            self._slots.drop(key)
 
     def close(self) -> None:
         """Drop everything; the reader has ended. Closing twice is allowed."""
@@ -127,7 +126,9 @@ class EmbedderWeights:
     def _read(self, key: BlockKey) -> torch.Tensor:
         stored = self._source.block_format(key).stored
         self._source.scales(key)
-        return self._slots.fill(self._slot[key], key, stored.nbytes, lambda into: self._source.read_block(key, into))
+        with self._slots.reserve(key, key, stored.nbytes) as reservation:
+            self._source.read_block(key, reservation.view)
+        return reservation.memory
 
     def _on_device(self, key: BlockKey, stored: torch.Tensor) -> dict[str, torch.Tensor]:
         """One tensor after the other, so that its stored form and the decoded one are not there twice for all."""
