@@ -230,7 +230,7 @@ class RamSlots:
         Waits until the last copy from the slot has ended.
 
         Raises:
-            SourceError: the bytes could not be read, or there is no memory for them.
+            SourceError: the bytes could not be read, or there is not enough memory for them.
         """
         if slot.drained is not None:
             slot.drained()

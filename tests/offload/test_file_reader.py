@@ -258,7 +258,7 @@ def test_a_file_system_that_refuses_is_read_through_the_cache_and_told_once(larg
             assert memory == LARGE
     assert len(layer.asked) == 4, "what was planned by then is tried, no more"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{large}: its file system does not read past the page cache (Invalid argument); read through it"
+        f"{large}: the file system refuses direct reads (Invalid argument); reading through the page cache"
     ]
     assert reader.bytes_read == 2 * len(LARGE)
     reader.close()

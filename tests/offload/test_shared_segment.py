@@ -389,7 +389,7 @@ def test_after_close_nothing_can_be_asked_for_and_blocks_stay_readable(folder):
 def test_more_than_there_is_room_for_is_refused_and_not_a_crash(folder):
     size = shutil.disk_usage(folder).total + 1_000_000_000
     segment = SharedSegment("model", {KEYS[0]: size, KEYS[1]: 1000}, folder=folder)
-    told = rf"{size / 1e9:.2f} GB for block 0 of 'high' are refused \(No space left.*0\.0 GB are filled, .*--shm-size"
+    told = rf"{size / 1e9:.2f} GB for block 0 of 'high' were refused \(No space left.*0\.0 GB are filled, .*--shm-size"
     with pytest.raises(SourceError, match=told):
         fill(segment, KEYS[0], fail)
     assert fill(segment, KEYS[1], lambda memory: memory.fill_(3)).eq(3).all()
