@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class SlowSource:
-    """Passes on to another source after a random pause, and fails on demand."""
+    """Wrapper of a source that waits for a random time before each read and fails on demand."""
 
     def __init__(self, inner: BlockSource, *, seed: int, longest_s: float = 0.004) -> None:
         self.inner = inner
@@ -68,7 +68,7 @@ class SlowSource:
 
 
 class LimitedPageLock:
-    """A driver that locks up to `limit` pieces of memory and remembers which."""
+    """Driver that locks up to `limit` pieces of memory and records them."""
 
     def __init__(self, *, limit: int = 1000) -> None:
         self.limit = limit
@@ -115,7 +115,7 @@ def limited_page_lock() -> Callable[..., LimitedPageLock]:
 
 
 class ThreadGroup:
-    """Ranks that are threads of this process; `gathers[rank]` counts what each has gathered."""
+    """Ranks that are threads of this process; `gathers[rank]` counts the gathers of each."""
 
     def __init__(self, size: int, *, wait_s: float = 30.0) -> None:
         self.size = size
@@ -129,7 +129,7 @@ class ThreadGroup:
 
 
 class ThreadGather:
-    """One of them."""
+    """One rank of a `ThreadGroup`."""
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         self.group, self.rank, self.size = group, rank, group.size

@@ -49,7 +49,7 @@ def reader(request: pytest.FixtureRequest, route: str):
 
 
 class Layer:
-    """Files of which the read number `at` ends otherwise: with an error, or short, with that many bytes."""
+    """Files whose read number `at` fails, or returns only that many bytes."""
 
     def __init__(self, inner: Files, *, at: int | None = None, error: int | None = None, short: int = 0) -> None:
         self.inner, self.at, self.error, self.short = inner, at, error, short

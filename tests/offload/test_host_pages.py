@@ -71,7 +71,7 @@ def test_a_slot_takes_the_pages_of_its_block_and_gives_them_back(limited_page_lo
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts in /proc")
 def test_memory_is_mapped_by_the_first_fill_and_unmapped_by_drop():
-    gc.collect()  # what earlier tests left goes now, not in between
+    gc.collect()  # free the memory of earlier tests now, not during this test
     before = mapped_bytes()
     slots = HostPages(lock=None)
     assert mapped_bytes() == before
@@ -184,7 +184,7 @@ def test_more_memory_than_there_is_is_refused_with_numbers():
 def test_homes_that_do_not_fit_are_refused_before_they_are_filled(nbytes, available, refused):
     slots = HostPages(lock=None)
     if nbytes < 1_000_000_000:
-        fill(slots, 0, KEY, 10 * PAGE, filled_with(1))  # what is there already needs no more room
+        fill(slots, 0, KEY, 10 * PAGE, filled_with(1))  # memory in use needs no more RAM
     if refused is None:
         slots.check_available(40, nbytes, available=available)
     else:

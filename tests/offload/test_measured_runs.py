@@ -1,4 +1,4 @@
-"""What a run of the engine tells of its routes: against the kernel's counters, and against what was put in by hand."""
+"""Measured routes of engine runs, compared with counters of the kernel and with known delays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ needs_counters = pytest.mark.skipif(not os.access(COUNTERS, os.R_OK), reason="th
 
 
 def counted(name: str) -> int:
-    """What the kernel has counted for this process."""
+    """Return a counter of the kernel for this process."""
     lines = dict(line.split(": ") for line in COUNTERS.read_text(encoding="ascii").splitlines())
     return int(lines[name])
 
@@ -63,7 +63,7 @@ def stack(dtype: torch.dtype) -> list[nn.Module]:
 
 
 def measured(source: FileSource, policy: OffloadPolicy, dtype: torch.dtype) -> Timeline:
-    """Some steps through all blocks."""
+    """Run some steps through all blocks and return the timeline."""
     recorder = Recorder(CPU)
     blocks = {"high": stack(dtype)}
     with attach_offload(blocks, policy=policy, device=CPU, source=source, follow_forward=False) as handle:
@@ -78,7 +78,7 @@ def measured(source: FileSource, policy: OffloadPolicy, dtype: torch.dtype) -> T
 
 
 def disk_counts(weights: Path) -> bool:
-    """Whether reads past the page cache are possible in this file system, and counted."""
+    """Return True if the file system supports direct reads and the kernel counts them."""
     before = counted("read_bytes")
     try:
         file = os.open(weights, os.O_RDONLY | O_DIRECT)
@@ -124,7 +124,7 @@ def test_bytes_past_the_page_cache_are_those_that_the_kernel_counts(weights: Pat
 
 
 def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
-    """A CPU copies out of homes; it reads straight into buffers, or decodes out of the slot."""
+    """A CPU copies resident blocks, reads others into their buffers, or decodes from the slot."""
     straight = measured(source_of(weights, direct=False, computed=torch.bfloat16), LAYERWISE, torch.bfloat16)
     decoded = measured(source_of(weights, direct=False, computed=torch.float32), LAYERWISE, torch.float32)
     for timeline in (straight, decoded):
@@ -143,7 +143,7 @@ def test_a_route_is_busy_only_where_it_was_used(weights: Path) -> None:
 
 
 def test_every_fetch_of_a_run_is_counted_by_its_rate(weights: Path) -> None:
-    """All blocks are read once into their homes, and copied out of them in every step."""
+    """All blocks are read into RAM once, and copied from there in every step."""
     policy = replace(LAYERWISE, source="pinned")
     run = measured(source_of(weights, direct=False, computed=torch.bfloat16), policy, torch.bfloat16)
     assert sum(rates.fetches for rates in run.read_rates) == BLOCKS
@@ -163,13 +163,13 @@ def test_a_long_run_keeps_no_reading_of_steps_that_are_over(weights: Path, compu
                         with run.visit(step, "high", block):
                             pass
             gc.collect()
-            held = sum(type(each) is ReadSpan for each in gc.get_objects())
+            spans = sum(type(each) is ReadSpan for each in gc.get_objects())
     assert recorder.timeline().read_bytes == steps * BLOCKS * BLOCK_BYTES
-    assert held <= BLOCKS, "those of the last step"
+    assert spans <= BLOCKS, "those of the last step"
 
 
 class GatedSource:
-    """Passes on to another source, one block when it is let through."""
+    """Wrapper of a source; one block is read only when `through` is set."""
 
     def __init__(self, inner: ModuleSource, gated: BlockKey) -> None:
         self._inner, self._gated = inner, gated
@@ -185,7 +185,7 @@ class GatedSource:
 
 
 def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Callable[..., nn.ModuleList]) -> None:
-    """Block 2 is held back until its visit waits for it: most of that stall is the file's, and no other stall is."""
+    """Block 2 is delayed until its visit waits for it: that stall is mostly due to the file, the others are not."""
     blocks = {"high": make_stack(4)}
     source = GatedSource(ModuleSource(blocks), BlockKey("high", 2))
     recorder = Recorder(CPU)
@@ -203,7 +203,7 @@ def test_waiting_for_the_file_is_told_from_waiting_for_the_copy(make_stack: Call
 
 
 class Noted:
-    """Ranges that a test can look at; any thread may call."""
+    """Profiler ranges that record their names; any thread may call them."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

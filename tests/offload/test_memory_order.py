@@ -1,4 +1,4 @@
-"""What a policy costs in memory, seen by the operating system: each one runs in a process of its own."""
+"""Memory of each policy as the operating system reports it, measured in separate processes."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ def test_peak_memory_follows_the_policy_and_is_given_back(checkpoint: Path) -> N
     assert peaks == sorted(peaks), dict(zip(policies, peaks, strict=True))
     blocks = [2, 4, 5, 12]
     for policy, (peak, given_back), count in zip(policies, seen, blocks, strict=True):
-        # Buffers, and little else: within half a block of what the policy says.
+        # The buffers of the policy, and less than half a block in addition.
         assert abs(peak - MIB * count) < MIB / 2, (policy, peak)
         assert abs(given_back - MIB * count) < 1, (policy, given_back)

@@ -58,7 +58,7 @@ def test_one_block_is_unlocked_by_itself_and_makes_room_for_another(limited_page
 
 
 def test_memory_that_nobody_releases_is_unlocked_before_it_goes(limited_page_lock):
-    """Pages that stay locked after their memory went would be copied from, whatever lies at that address later."""
+    """If pages remained locked after their memory was unmapped, the device would copy from them at the same address."""
     driver = limited_page_lock()
     blocks = LockedBlocks(driver)
     blocks.add(allocate_flat(4096, "cpu"))

@@ -12,7 +12,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def plainly(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The formula in one go."""
+    """Reference: the formula for all rows at once."""
     scales = (values.float().abs().amax(1, keepdim=True) / 448.0).clamp(min=torch.finfo(torch.float32).tiny)
     return (values.float() / scales).to(torch.float8_e4m3fn), scales
 
@@ -55,7 +55,7 @@ def test_values_are_divided_by_the_scale_and_not_multiplied_with_its_reciprocal(
 
 
 def test_every_bf16_number_is_quantised_as_the_formula_says():
-    """Each beside a large one, so that every place of the scale's range is met, subnormal results and ties included."""
+    """Each next to a large value, to cover the whole range of the scale, including subnormal results and ties."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.isfinite()]
     for largest in (448.0, 3.0, 0.0173, 1e-30):

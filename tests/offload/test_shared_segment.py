@@ -45,7 +45,7 @@ def fill_slot(slots: HostPages, slot: int, key: BlockKey, read: Callable[[torch.
     return reservation.memory
 
 
-# A rank: does what it is told line by line, and answers each line. A reader that hangs writes a half first.
+# A rank: executes one command per line and prints one line for each. `hang` blocks after it has read half of a block.
 RANK = """
 import sys, time, hashlib
 from pathlib import Path
@@ -119,7 +119,7 @@ class Rank:
         self._end()
 
     def leave(self) -> None:
-        """The process ends by itself, without closing anything."""
+        """End the process without closing the segment."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         assert self._process.wait(60) == 0
@@ -141,7 +141,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., list[Rank]]]:
-    """Starts ranks of one segment side by side."""
+    """Start ranks that share one segment."""
     started: list[Rank] = []
 
     def ranks(number: int, identity: str = "model", count: int = COUNT, nbytes: int = NBYTES) -> list[Rank]:
@@ -206,7 +206,7 @@ def test_what_killed_ranks_left_is_recognised_and_not_believed(start, folder):
     second.kill()
     (left,) = folder.iterdir()
     (memory,) = left.glob("memory")
-    with memory.open("r+b") as file:  # what nobody guards may hold anything
+    with memory.open("r+b") as file:  # memory without a user may have any contents
         file.seek(-NBYTES, os.SEEK_END)
         file.write(bytes(NBYTES))
     (third,) = start(1)
@@ -272,7 +272,7 @@ def test_threads_with_segments_of_their_own_exclude_each_other_too(folder):
 
 
 def test_many_come_and_go_at_once(folder):
-    """Opening and removing race with each other; nobody may end up in memory that was removed."""
+    """Opening and removing race with each other; no thread may join a segment that was removed."""
     failures: list[str] = []
 
     def visit(number: int) -> None:
@@ -389,8 +389,8 @@ def test_after_close_nothing_can_be_asked_for_and_blocks_stay_readable(folder):
 def test_more_than_there_is_room_for_is_refused_and_not_a_crash(folder):
     size = shutil.disk_usage(folder).total + 1_000_000_000
     segment = SharedSegment("model", {KEYS[0]: size, KEYS[1]: 1000}, folder=folder)
-    told = rf"{size / 1e9:.2f} GB for block 0 of 'high' were refused \(No space left.*0\.0 GB are filled, .*--shm-size"
-    with pytest.raises(SourceError, match=told):
+    error = rf"{size / 1e9:.2f} GB for block 0 of 'high' were refused \(No space left.*0\.0 GB are filled, .*--shm-size"
+    with pytest.raises(SourceError, match=error):
         fill(segment, KEYS[0], fail)
     assert fill(segment, KEYS[1], lambda memory: memory.fill_(3)).eq(3).all()
     segment.close()
@@ -450,7 +450,7 @@ def test_slots_hold_shared_blocks_and_their_own_side_by_side(folder, limited_pag
         assert fill_slot(others, index, KEYS[index], read_of(index)).equal(content(index))
     assert reads == [0, 1, 2, 2], "the third has no place in the segment"
     assert (slots.locked_bytes, slots.nbytes) == (3 * NBYTES, others.nbytes)
-    # What is filled already needs no room; a slot that held a shared block is not written into.
+    # Blocks that are filled need no more RAM. A slot of a shared block gets other memory for a private one.
     HostPages(lock=None, shared=other).check_available(2, 2 * NBYTES, available=0)
     assert fill_slot(slots, 0, KEYS[3], read_of(3)).equal(content(3))
     assert fill_slot(others, 0, KEYS[0], read_of(0)).equal(content(0))
@@ -481,14 +481,14 @@ def test_a_forked_child_does_not_take_the_segment_away(folder):
         "os.waitpid(child, 0)\n"
         "print(segment.path.exists(), flush=True)\n"
     )
-    told = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "True"
+    result = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "True"
     assert [place for place in folder.iterdir() if place != segment.path] == []
     segment.close()
 
 
 def expected_path(folder: Path) -> Path:
-    """A path that anybody can predict; nothing is there."""
+    """Return the predictable path of the segment, which does not exist."""
     segment = SharedSegment("model", SIZES, folder=folder)
     segment.close()
     return segment.path
