@@ -19,10 +19,10 @@ async def comfy_entrypoint() -> "WanStreamExtension":
     import logging
 
     try:
-        from .host import host, name_errors_of
+        from .host import current_host, name_errors_of
         from .nodes import WanStreamExtension
 
-        host.open_to_browsers()
+        current_host().open_to_browsers()
         extension = WanStreamExtension()
         for node in await extension.get_node_list():
             name_errors_of(node)

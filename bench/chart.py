@@ -1,4 +1,4 @@
-"""Chart of a report as an image: the variants as bars, and below them the steps of the first few."""
+"""Chart of a report as an image: a bar per variant, and below them the steps of the first few variants."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .figures import TOTAL, Spread, held_bytes
 from .report import Report, Variant
 
 SCALE = 2
-"""Pixels of the image for each unit of length below."""
+"""Pixels of the image per unit of the lengths below."""
 WIDTH, MARGIN = 1100, 24
 HEAD, ROW, PANEL = 84, 30, 264
 STRIP = 34
-"""Height of the line of memory above the bars of a panel."""
+"""Height of the memory line above the bars of a panel."""
 LABELS = 300
-"""Width of the names of the variants in the overview."""
-MOST_PANELS = 4
-"""Variants whose steps are drawn; the page of the report has the tables of all."""
-NUMBERED = (1, 5, 10, 50, 100, 500, 1000)
-"""Distances between numbered bars."""
+"""Width of the variant names in the overview."""
+MAX_PANELS = 4
+"""Number of variants whose steps are drawn; the tables of the report have all."""
+LABEL_INTERVALS = (1, 5, 10, 50, 100, 500, 1000)
+"""Possible distances between bars that are labelled with their step."""
 
 COLOURS = {
     "paper": "#ffffff",
@@ -45,31 +45,31 @@ LEGEND = (
     ("memory", "memory"),
     ("ink", "shortest to longest run"),
     ("predicted", "predicted"),
-    ("soft", "blocks left out by a cache"),
+    ("soft", "blocks skipped by a cache"),
 )
 
 
 def report_chart(report: Report) -> Image.Image:
-    """RGB image of the runs measured so far."""
-    shown = [variant for variant in report.variants if variant.measured][:MOST_PANELS]
+    """Draw the runs measured so far as an RGB image."""
+    shown = [variant for variant in report.variants if variant.measured][:MAX_PANELS]
     overview = ROW * len(report.variants) + 12 if len(report.variants) > 1 else 0
-    pencil = _Pencil(HEAD + overview + PANEL * len(shown) + (16 if shown else 48))
-    pencil.text(MARGIN, 30, report.title, size=18, room=WIDTH - 2 * MARGIN)
-    pencil.text(MARGIN, 50, ", ".join(report.machine.values()), colour="soft", room=WIDTH - 2 * MARGIN)
+    canvas = _Canvas(HEAD + overview + PANEL * len(shown) + (16 if shown else 48))
+    canvas.text(MARGIN, 30, report.title, size=18, max_width=WIDTH - 2 * MARGIN)
+    canvas.text(MARGIN, 50, ", ".join(report.machine.values()), colour="soft", max_width=WIDTH - 2 * MARGIN)
     x = float(MARGIN)
-    for colour, words in LEGEND:
-        pencil.box(x, 62, 11, 11, colour)
-        x += 30 + pencil.text(x + 16, 72, words)
+    for colour, label in LEGEND:
+        canvas.box(x, 62, 11, 11, colour)
+        x += 30 + canvas.text(x + 16, 72, label)
     if overview:
-        _draw_overview(pencil, report)
+        _draw_overview(canvas, report)
     steps = [step for variant in shown for step in _drawn_steps(variant)]
     seconds = max((step.wall_s for step in steps), default=0.0) or 1.0
     memory = max((held_bytes(step) or 0 for step in steps), default=0)
     for place, variant in enumerate(shown):
-        _draw_panel(pencil, variant, HEAD + overview + place * PANEL, seconds, memory)
+        _draw_panel(canvas, variant, HEAD + overview + place * PANEL, seconds, memory)
     if not shown:
-        pencil.text(MARGIN, HEAD + overview + 24, "Nothing was measured.")
-    return pencil.picture
+        canvas.text(MARGIN, HEAD + overview + 24, "Nothing was measured.")
+    return canvas.image
 
 
 def _drawn_steps(variant: Variant) -> Iterator[StepRecord]:
@@ -77,38 +77,40 @@ def _drawn_steps(variant: Variant) -> Iterator[StepRecord]:
         yield from timeline.steps
 
 
-class _Pencil:
-    """Draws boxes, lines and text on paper; all lengths are in units, `SCALE` pixels each."""
+class _Canvas:
+    """Image with methods to draw boxes, lines and text; all lengths are in units of `SCALE` pixels."""
 
     def __init__(self, height: int) -> None:
-        self.picture = Image.new("RGB", (WIDTH * SCALE, height * SCALE), COLOURS["paper"])
-        self._draw = ImageDraw.Draw(self.picture)
+        self.image = Image.new("RGB", (WIDTH * SCALE, height * SCALE), COLOURS["paper"])
+        self._draw = ImageDraw.Draw(self.image)
 
     def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        """Draw a filled rectangle; one that is narrower than a pixel is omitted."""
         left, top, right, bottom = (round(edge * SCALE) for edge in (x, y, x + width, y + height))
         if right > left and bottom > top:
             self._draw.rectangle((left, top, right - 1, bottom - 1), COLOURS[colour])
 
     def line(self, x: float, y: float, to_x: float, to_y: float, colour: str) -> None:
+        """Draw a line of one unit width."""
         self._draw.line([edge * SCALE for edge in (x, y, to_x, to_y)], COLOURS[colour], width=SCALE)
 
     def text(
         self,
         x: float,
         y: float,
-        words: str,
+        text: str,
         *,
         size: int = 12,
         colour: str = "ink",
         anchor: str = "ls",
-        room: float = WIDTH,
+        max_width: float = WIDTH,
     ) -> float:
-        """Draw one line, or as much of its beginning as fits into `room`, and return its width."""
-        words, font = " ".join(words.split()), _font(size * SCALE)
-        beginnings = (f"{words[:kept]}..." for kept in range(min(len(words), 300), 0, -1))
-        words = next((each for each in (words, *beginnings) if font.getlength(each) <= room * SCALE), "")
-        self._draw.text((x * SCALE, y * SCALE), words, COLOURS[colour], font=font, anchor=anchor)
-        return font.getlength(words) / SCALE
+        """Draw one line of text, truncated to `max_width`, and return its width."""
+        text, font = " ".join(text.split()), _font(size * SCALE)
+        truncated = (f"{text[:length]}..." for length in range(min(len(text), 300), 0, -1))
+        text = next((each for each in (text, *truncated) if font.getlength(each) <= max_width * SCALE), "")
+        self._draw.text((x * SCALE, y * SCALE), text, COLOURS[colour], font=font, anchor=anchor)
+        return font.getlength(text) / SCALE
 
 
 @functools.cache
@@ -117,37 +119,37 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _parts(steps: Sequence[StepRecord]) -> Iterator[tuple[str, float]]:
-    """Colour and seconds of the parts of the steps, end to end."""
+    """Yield colour and seconds of each part of the steps."""
     for expert in ("high", "low"):
         yield expert, sum(step.compute_s for step in steps if step.expert == expert)
     yield "stall", sum(step.stall_s for step in steps)
     yield "other", sum(max(0.0, step.wall_s - step.compute_s - step.stall_s) for step in steps)
 
 
-def _draw_overview(pencil: _Pencil, report: Report) -> None:
-    """One bar for each variant: its usual run in parts, and all of its runs as a line."""
+def _draw_overview(canvas: _Canvas, report: Report) -> None:
+    """Draw one bar for each variant: the parts of its median run, and a line from its shortest to its longest run."""
     totals = [TOTAL.spread(variant) for variant in report.variants]
     base, left = totals[0], MARGIN + LABELS
     scale = (WIDTH - left - MARGIN - 130) / (max((total.high for total in totals if total), default=0.0) or 1.0)
     for place, (variant, total) in enumerate(zip(report.variants, totals, strict=True)):
         y = HEAD + place * ROW
-        pencil.text(MARGIN, y + 19, variant.name, room=LABELS - 12)
+        canvas.text(MARGIN, y + 19, variant.name, max_width=LABELS - 12)
         if total is None or variant.usual is None:
             reason = f"failed: {variant.failed}" if variant.failed else "not measured"
-            pencil.text(left, y + 19, reason, colour="soft", room=WIDTH - left - MARGIN)
+            canvas.text(left, y + 19, reason, colour="soft", max_width=WIDTH - left - MARGIN)
             continue
         x = float(left)
         for colour, seconds in _parts(variant.usual.steps):
-            pencil.box(x, y + 6, seconds * scale, 18, colour)
+            canvas.box(x, y + 6, seconds * scale, 18, colour)
             x += seconds * scale
         low, high = left + total.low * scale, left + total.high * scale
-        pencil.line(low, y + 15, high, y + 15, "ink")
+        canvas.line(low, y + 15, high, y + 15, "ink")
         ratio = f", {total.median / base.median:.2f}x" if base is not None and base.median and place else ""
-        pencil.text(high + 8, y + 19, f"{seconds_text(total.median)} s{ratio}")
+        canvas.text(high + 8, y + 19, f"{seconds_text(total.median)} s{ratio}")
 
 
-def _draw_panel(pencil: _Pencil, variant: Variant, top: float, seconds: float, memory: int) -> None:
-    """The steps of the usual run; all panels have room for `seconds` in a step and for `memory` bytes."""
+def _draw_panel(canvas: _Canvas, variant: Variant, top: float, seconds: float, memory: int) -> None:
+    """Draw the steps of the median run; `seconds` and `memory` (bytes) are the scale of all panels."""
     usual, total = variant.usual, TOTAL.spread(variant)
     assert usual is not None
     assert total is not None
@@ -155,60 +157,61 @@ def _draw_panel(pencil: _Pencil, variant: Variant, top: float, seconds: float, m
     height = floor - top - 56 - STRIP
     hidden = "" if usual.overlap is None else f", {100 * usual.overlap:.0f} % of the transfers hidden"
     figures = f"{TOTAL.text(total)}, moved {size_text(usual.bytes_moved)}{hidden}"
-    pencil.text(MARGIN, top + 22, variant.name, size=14, room=560)
-    pencil.text(right, top + 22, figures, colour="soft", anchor="rs")
+    canvas.text(MARGIN, top + 22, variant.name, size=14, max_width=560)
+    canvas.text(right, top + 22, figures, colour="soft", anchor="rs")
     for part in (0.0, 0.5, 1.0):
-        y, words = floor - part * height, seconds_text(part * seconds, second_digits([seconds]))
-        pencil.line(left, y, right, y, "faint")
-        pencil.text(left - 8, y + 4, f"{words} s", colour="soft", anchor="rs")
+        y, label = floor - part * height, seconds_text(part * seconds, second_digits([seconds]))
+        canvas.line(left, y, right, y, "faint")
+        canvas.text(left - 8, y + 4, f"{label} s", colour="soft", anchor="rs")
     if not usual.steps:
         return
     pitch, scale = (right - left) / len(usual.steps), height / seconds
-    label = _font(12 * SCALE).getlength(f" {usual.steps[-1].index + 1} ") / SCALE
-    every = next((every for every in NUMBERED if max(every - 1, 1) * pitch >= label), len(usual.steps))
+    label_width = _font(12 * SCALE).getlength(f" {usual.steps[-1].index + 1} ") / SCALE
+    fitting = (interval for interval in LABEL_INTERVALS if max(interval - 1, 1) * pitch >= label_width)
+    interval = next(fitting, len(usual.steps))
     for place, steps in enumerate(zip(usual.steps, *(run.steps for run in variant.measured), strict=True)):
         x = left + place * pitch
-        _draw_step(pencil, steps[0], [run.wall_s for run in steps[1:]], x, pitch, floor, scale)
-        if (place + 1) % every == 0 or place == 0:
-            pencil.text(x + pitch / 2, floor + 16, str(steps[0].index + 1), colour="soft", anchor="ms")
+        _draw_step(canvas, steps[0], [run.wall_s for run in steps[1:]], x, pitch, floor, scale)
+        if (place + 1) % interval == 0 or place == 0:
+            canvas.text(x + pitch / 2, floor + 16, str(steps[0].index + 1), colour="soft", anchor="ms")
         if steps[0].index == usual.switch_step:
-            pencil.line(x, top + 30, x, floor, "ink")
-            pencil.text(x + 4, floor - height - 6, "switch")
+            canvas.line(x, top + 30, x, floor, "ink")
+            canvas.text(x + 4, floor - height - 6, "switch")
     for place, step in enumerate(variant.predicted.steps if variant.predicted else ()):
         y = floor - step.wall_s * scale
-        pencil.line(left + place * pitch, y, left + (place + 1) * pitch, y, "predicted")
+        canvas.line(left + place * pitch, y, left + (place + 1) * pitch, y, "predicted")
     if memory:
-        _draw_memory(pencil, usual.steps, left, pitch, top + 30 + STRIP, STRIP / memory)
-    pencil.text((left + right) / 2, floor + 32, "step", colour="soft", anchor="ms")
+        _draw_memory(canvas, usual.steps, left, pitch, top + 30 + STRIP, STRIP / memory)
+    canvas.text((left + right) / 2, floor + 32, "step", colour="soft", anchor="ms")
 
 
 def _draw_step(
-    pencil: _Pencil, step: StepRecord, runs: Sequence[float], x: float, pitch: float, floor: float, scale: float
+    canvas: _Canvas, step: StepRecord, runs: Sequence[float], x: float, pitch: float, floor: float, scale: float
 ) -> None:
-    """The parts of one step from the floor upwards, and the shortest and longest of its runs as a line."""
-    # Bars narrower than a pixel must adjoin: with a gap, rounding would leave pixels that belong to no step.
+    """Draw the parts of one step from `floor` upwards, and a line from its shortest to its longest run."""
+    # Very narrow bars must touch: with a gap, rounding would leave pixels between them that belong to no step.
     gap = min(6.0, pitch * 0.2) if pitch >= 3 else 0.0
     y = floor
     for colour, seconds in _parts([step]):
         y -= seconds * scale
-        pencil.box(x + gap, y, pitch - 2 * gap, seconds * scale, colour)
+        canvas.box(x + gap, y, pitch - 2 * gap, seconds * scale, colour)
     if step.skipped_visits:
-        pencil.box(x + gap, floor + 1, pitch - 2 * gap, 3, "soft")
+        canvas.box(x + gap, floor + 1, pitch - 2 * gap, 3, "soft")
     spread = Spread.of(runs)
     if spread is not None and spread.runs > 1 and gap:
-        pencil.line(x + pitch / 2, floor - spread.low * scale, x + pitch / 2, floor - spread.high * scale, "ink")
+        canvas.line(x + pitch / 2, floor - spread.low * scale, x + pitch / 2, floor - spread.high * scale, "ink")
 
 
 def _draw_memory(
-    pencil: _Pencil, steps: Sequence[StepRecord], left: float, pitch: float, floor: float, scale: float
+    canvas: _Canvas, steps: Sequence[StepRecord], left: float, pitch: float, floor: float, scale: float
 ) -> None:
-    """The memory of each step as a line over its own floor, and the most of it in words."""
+    """Draw the memory of each step as a line above `floor`, labelled with its maximum."""
     known = [(place, nbytes) for place, step in enumerate(steps) if (nbytes := held_bytes(step))]
     points = [(left + (place + 0.5) * pitch, floor - nbytes * scale) for place, nbytes in known]
-    pencil.line(left, floor, WIDTH - MARGIN, floor, "faint")
+    canvas.line(left, floor, WIDTH - MARGIN, floor, "faint")
     for start, end in pairwise(points):
-        pencil.line(*start, *end, "memory")
+        canvas.line(*start, *end, "memory")
     if known:
         name = "RAM" if steps[0].device_bytes is None else "VRAM"
-        pencil.text(left - 8, floor - 12, name, colour="memory", anchor="rs")
-        pencil.text(left - 8, floor + 2, size_text(max(nbytes for _, nbytes in known)), colour="memory", anchor="rs")
+        canvas.text(left - 8, floor - 12, name, colour="memory", anchor="rs")
+        canvas.text(left - 8, floor + 2, size_text(max(nbytes for _, nbytes in known)), colour="memory", anchor="rs")

@@ -19,7 +19,7 @@ from .table import Table
 FORMAT = 1
 CSV_HEAD = ("variant", "run", "warmup", *(field.name for field in fields(StepRecord)), "cumulative_s")
 
-# A page that may load nothing: what is in it came from a workflow, which others may have written.
+# The page may not load anything: its text comes from a workflow, and the author of that may be a stranger.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 STYLE = """
@@ -44,21 +44,21 @@ img { max-width: 100%; height: auto; }
 
 
 def summary(report: Report, tables: Iterable[Table] = ()) -> str:
-    """Title, method, machine, `tables` and those of the report as Markdown."""
-    about = [f"{name}: {words}" for name, words in {**report.method, **report.machine}.items()]
+    """Format title, method, machine, `tables` and the tables of the report as Markdown."""
+    about = [f"{name}: {text}" for name, text in {**report.method, **report.machine}.items()]
     head = f"# {report.title}\n\n" + "  \n".join([*_unfinished(report), *about])
     return "\n\n".join([head, *(table.markdown() for table in (*tables, *every_table(report)))]) + "\n"
 
 
 def json_document(report: Report) -> str:
-    """Everything that is known: settings, every timeline, and the figures of each variant."""
+    """Format the report as JSON: settings, every timeline, and the figures of each variant."""
     figures = {variant.name: figures_dict(variant) for variant in report.variants}
     data = {"wanstream_report": FORMAT, "done": report.done, **asdict(report), "figures": figures}
     return json.dumps(data, indent=1) + "\n"
 
 
 def csv_document(report: Report) -> str:
-    """One line for each step of each run; times in seconds, sizes in bytes, what is not known empty."""
+    """Format one CSV line for each step of each run; times in seconds, sizes in bytes, unknown values empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_HEAD)
@@ -71,13 +71,13 @@ def csv_document(report: Report) -> str:
     return text.getvalue()
 
 
-def _as_text(words: str) -> str:
-    """Words that a spreadsheet does not take for a formula; they may come from a workflow that others have written."""
-    return f"'{words}" if words.startswith(("=", "+", "-", "@")) else words
+def _as_text(name: str) -> str:
+    """Quote a name that a spreadsheet would evaluate as a formula; it may come from a stranger's workflow."""
+    return f"'{name}" if name.startswith(("=", "+", "-", "@")) else name
 
 
 def html_document(report: Report, chart: bytes) -> str:
-    """One page with the same tables; `chart` is a PNG image, which is put into the page."""
+    """Format the report as one HTML page; `chart` is a PNG image, which is embedded."""
     about = {**report.method, **report.machine}
     picture = base64.b64encode(chart).decode("ascii")
     parts = [
@@ -101,5 +101,5 @@ def _unfinished(report: Report) -> Iterator[str]:
         yield f"Unfinished: {report.done} of {report.planned} runs were made."
 
 
-def _definitions(words: Mapping[str, str]) -> str:
-    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(said)}</dd>" for name, said in words.items()) + "</dl>"
+def _definitions(items: Mapping[str, str]) -> str:
+    return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in items.items()) + "</dl>"

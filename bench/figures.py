@@ -1,4 +1,4 @@
-"""Figures of a variant: for each the median of its runs, the least and the most."""
+"""Figures of a variant: median, minimum and maximum over its runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Unit = Literal["s", "bytes", "bytes/s", "share"]
 
 
 def figure_text(value: float, unit: Unit, digits: int) -> str:
-    """Words for one value; seconds come without their unit."""
+    """Format one value with its unit; seconds are formatted without."""
     if unit == "s":
         return seconds_text(value, digits)
     return {"bytes": size_text, "bytes/s": rate_text, "share": share_text}[unit](value)
@@ -32,7 +32,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """None where there is no run, or one that does not know the figure."""
+        """Return the spread of `values`; None if there are none, or if one of them is None."""
         known = []
         for value in values:
             if value is None:
@@ -41,9 +41,9 @@ class Spread:
         return cls(median=statistics.median(known), low=min(known), high=max(known), runs=len(known)) if known else None
 
     def text(self, unit: Unit, digits: int = 4) -> str:
-        """`23.0 s (22.6 to 23.4)`, or `23.0 s (1 run)`.
+        """Format the spread as `23.0 s (22.6 to 23.4)`, or `23.0 s (1 run)`.
 
-        Seconds have no more than `digits` digits behind the point, and as few as suit the median.
+        Seconds have at most `digits` decimals, or fewer if that suits the median.
         """
         digits = min(digits, second_digits([self.median]))
         median, low, high = (figure_text(value, unit, digits) for value in (self.median, self.low, self.high))
@@ -60,33 +60,33 @@ class Figure:
     of: Callable[[Timeline], float | None]
 
     def spread(self, variant: Variant) -> Spread | None:
-        """Over the measured runs of `variant`."""
+        """Return the spread over the measured runs of `variant`."""
         return Spread.of(self.of(timeline) for timeline in variant.measured)
 
     def text(self, spread: Spread, digits: int = 4) -> str:
-        """The spread with its unit."""
+        """Format a spread of this figure with its unit."""
         return spread.text(self.unit, digits)
 
 
 def held_bytes(record: StepRecord | MemorySample) -> int | None:
-    """Bytes on the device, or the RAM of the process where the device has no counter."""
+    """Return the bytes on the device, or the RAM of the process if the device has no counter."""
     return record.rss_bytes if record.device_bytes is None else record.device_bytes
 
 
 def steady_s(timeline: Timeline, expert: str) -> float | None:
-    """Median seconds of the steps of `expert` that do not begin a stage; None where every one does."""
+    """Return the median seconds of the steps of `expert` that do not begin a stage; None if there are none."""
     steady = [step.wall_s for before, step in pairwise(timeline.steps) if before.expert == step.expert == expert]
     return statistics.median(steady) if steady else None
 
 
 def over_steady_s(timeline: Timeline, step: StepRecord) -> float | None:
-    """Extra seconds of `step` over a steady step of its expert; None where there is none."""
+    """Return the extra seconds of `step` over a steady step of its expert; None if there is no steady step."""
     steady = steady_s(timeline, step.expert)
     return None if steady is None else step.wall_s - steady
 
 
 def switch_record(timeline: Timeline) -> StepRecord | None:
-    """The first step of the second expert."""
+    """Return the first step of the second expert; None if the expert does not change."""
     switch = timeline.switch_step
     return next((step for step in timeline.steps if step.index == switch), None)
 
@@ -102,7 +102,7 @@ def _switch_over_steady_s(timeline: Timeline) -> float | None:
 
 
 def _whole_s(timeline: Timeline) -> float | None:
-    """Seconds from the start of the run to the end of its last phase, which is that of its last step."""
+    """Return the seconds from the start of the run to the end of its last phase."""
     ends = [phase.start_s + phase.wall_s for phase in timeline.phases]
     return max(ends) if ends and max(ends) > 0 else None
 
@@ -116,19 +116,19 @@ def _mean_s(timeline: Timeline) -> float | None:
 
 
 def _cached_share(timeline: Timeline) -> float | None:
-    """None where no cache took anything over."""
+    """Return the share of steps in which a cache skipped blocks; None if no lane skipped any."""
     used = any(step.skipped_lanes for step in timeline.steps)
     return timeline.skipped_steps / len(timeline.steps) if used else None
 
 
-def _most(name: str) -> Callable[[Timeline], float | None]:
-    """The largest value of a field of bytes, over all steps and all samples between them."""
+def _peak(name: str) -> Callable[[Timeline], float | None]:
+    """Return a function for the largest value of a field of bytes over all steps and memory samples."""
 
-    def most(timeline: Timeline) -> float | None:
+    def peak(timeline: Timeline) -> float | None:
         values = [getattr(record, name, None) for record in (*timeline.steps, *timeline.memory)]
         return max((value for value in values if value is not None), default=None)
 
-    return most
+    return peak
 
 
 FIGURES = (
@@ -150,24 +150,24 @@ FIGURES = (
     Figure(name="Weights outside the blocks", unit="bytes", of=lambda timeline: timeline.non_block_bytes),
     Figure(name="Rate to buffers", unit="bytes/s", of=lambda timeline: timeline.copy_bytes_per_s),
     Figure(name="Rate from files", unit="bytes/s", of=lambda timeline: timeline.read_bytes_per_s),
-    Figure(name="Peak VRAM, allocated", unit="bytes", of=_most("device_bytes")),
-    Figure(name="Peak VRAM, held by torch", unit="bytes", of=_most("reserved_bytes")),
-    Figure(name="Most VRAM used by all", unit="bytes", of=_most("device_used_bytes")),
-    Figure(name="Most VRAM of ComfyUI's other models", unit="bytes", of=_most("dynamic_bytes")),
-    Figure(name="Most RAM of the process", unit="bytes", of=_most("rss_bytes")),
-    Figure(name="Most page-locked RAM", unit="bytes", of=_most("pinned_bytes")),
+    Figure(name="Peak VRAM, allocated", unit="bytes", of=_peak("device_bytes")),
+    Figure(name="Peak VRAM, held by torch", unit="bytes", of=_peak("reserved_bytes")),
+    Figure(name="Most VRAM used by all", unit="bytes", of=_peak("device_used_bytes")),
+    Figure(name="Most VRAM of ComfyUI's other models", unit="bytes", of=_peak("dynamic_bytes")),
+    Figure(name="Most RAM of the process", unit="bytes", of=_peak("rss_bytes")),
+    Figure(name="Most page-locked RAM", unit="bytes", of=_peak("pinned_bytes")),
     Figure(name="Steps in which a cache left blocks out", unit="share", of=_cached_share),
 )
 TOTAL = FIGURES[0]
 
 
 def known_figures(variants: Iterable[Variant]) -> tuple[Figure, ...]:
-    """The figures that at least one run of `variants` knows."""
+    """Return the figures that are known for at least one of `variants`."""
     given = tuple(variants)
     return tuple(figure for figure in FIGURES if any(figure.spread(variant) for variant in given))
 
 
 def figures_dict(variant: Variant) -> dict[str, Any]:
-    """Every known figure of `variant`, ready for JSON: median, least, most, runs and unit."""
+    """Return every known figure of `variant`, ready for JSON: median, low, high, runs and unit."""
     found = ((figure, figure.spread(variant)) for figure in FIGURES)
     return {figure.name: {**asdict(spread), "unit": figure.unit} for figure, spread in found if spread is not None}

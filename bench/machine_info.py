@@ -1,4 +1,4 @@
-"""Machine, libraries and commit that figures were measured on. No names of hosts or folders."""
+"""Machine, library versions and commit of a measurement, without names of hosts or folders."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LIBRARIES = ("diffusers", "accelerate", "ray", "safetensors")
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """Device, processor, memory, system and versions for a reader."""
+    """Describe device, processor, memory, system and versions for a reader."""
     import torch
 
-    words = {
+    description = {
         "Device": device_name(device),
         "Processor": f"{processor_name()}, {os.cpu_count()} cores ({torch.get_num_threads()} for torch)",
         "RAM": size_text(psutil.virtual_memory().total),
@@ -36,12 +36,12 @@ def describe_machine(device: torch.device) -> dict[str, str]:
         "Versions": f"Python {platform.python_version()}, torch {torch.__version__}",
     }
     if device.type == "cuda":
-        words["Versions"] += f", CUDA {torch.version.cuda}"
-    return words
+        description["Versions"] += f", CUDA {torch.version.cuda}"
+    return description
 
 
 def device_name(device: torch.device) -> str:
-    """`NVIDIA RTX 4090, 25.3 GB` and the like; a CPU is just that."""
+    """Return name and memory of a GPU, like `NVIDIA RTX 4090, 25.3 GB`, or `CPU`."""
     import torch
 
     if device.type != "cuda":
@@ -51,7 +51,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name() -> str:
-    """The processor's name for itself, or its architecture."""
+    """Return the model name of the processor, or its architecture."""
     try:
         lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -61,7 +61,7 @@ def processor_name() -> str:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """Machine of a result file: `name` for its file name, processor, cores and RAM."""
+    """Return the machine of a result file: `name` (part of the file name), processor, cores and RAM."""
     return {
         "name": hardware_name(device),
         "processor": processor_name(),
@@ -71,7 +71,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def hardware_name(device: torch.device) -> str:
-    """The GPUs' number, from two on, and name, or the number of CPU cores, in a form that suits a file name."""
+    """Return a name for files: the GPU's name, with their number if there are several, or the number of CPU cores."""
     import torch
 
     if device.type != "cuda":
@@ -82,7 +82,7 @@ def hardware_name(device: torch.device) -> str:
 
 
 def versions(libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
-    """torch, Python, the commit, and those of `libraries` that are installed."""
+    """Return the versions of torch, Python and the installed ones of `libraries`, and the commit."""
     import torch
 
     found = {"torch": str(torch.__version__)}
@@ -93,10 +93,10 @@ def versions(libraries: Sequence[str] = LIBRARIES) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The checkout's commit; an installed package, and files copied without their history, have none."""
+    """Return the commit of the checkout; an installed package has none."""
     root, command = Path(__file__).parent.parent, ["git", "rev-parse", "--short", "HEAD"]
     try:
-        answer = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return "unknown (no git)"
-    return answer.stdout.strip() or "unknown (not a git checkout)"
+    return result.stdout.strip() or "unknown (not a git checkout)"

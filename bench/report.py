@@ -14,61 +14,61 @@ class Trial:
 
     timeline: Timeline
     latents: str
-    """SHA-256 of the latents: equal exactly where the results are equal to the bit."""
+    """SHA-256 of the latents, to compare results bit by bit."""
     warmup: bool = False
-    """Made first and not counted."""
+    """True for a trial that is made first and not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to run, and every trial that was made of it."""
+    """Settings of a run, and the trials that were made with them."""
 
     name: str
     settings: Mapping[str, str]
-    """Settings of the run in words, in the order of the page."""
+    """Settings as text, by name, in the order of the tables."""
     job: str = ""
-    """Names what is computed: variants of one job differ in how weights are streamed, and their latents are equal."""
+    """Name of the computation: variants with the same job differ only in streaming, so their latents must be equal."""
     trials: tuple[Trial, ...] = ()
     predicted: Timeline | None = None
     """Simulated run; None for an unknown machine."""
     failed: str = ""
-    """Reason for which it could not be run; empty where it could."""
+    """Reason for which the variant could not be run; empty if it could."""
 
     @property
     def measured(self) -> tuple[Timeline, ...]:
-        """The runs that count."""
+        """Timelines of the trials without warm-ups."""
         return tuple(trial.timeline for trial in self.trials if not trial.warmup)
 
     @property
     def latents(self) -> frozenset[str]:
-        """The results of all runs, warm-ups too: one, if they are all equal."""
+        """Distinct results of all trials, warm-ups included: one if they are all equal."""
         return frozenset(trial.latents for trial in self.trials)
 
     @property
     def usual(self) -> Timeline | None:
-        """The measured run with the median wall time, of two in the middle the shorter one; None without any."""
+        """Measured run with the median wall time, the shorter of two in the middle; None if there is no run."""
         ordered = sorted(self.measured, key=lambda timeline: timeline.wall_s)
         return ordered[(len(ordered) - 1) // 2] if ordered else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A benchmark, finished or on its way."""
+    """Results of a benchmark, finished or in progress."""
 
     title: str
     variants: tuple[Variant, ...]
     method: Mapping[str, str]
-    """Method in words: warm-ups, repeats, pauses, date."""
+    """Method as text by name: warm-ups, repeats, pauses, date."""
     machine: Mapping[str, str]
-    """Machine in words: device, processor, memory, versions."""
+    """Machine as text by name: device, processor, memory, versions."""
     phases: tuple[PhaseRecord, ...] = ()
-    """Phases of the queue item of the first run; empty where none were recorded."""
+    """Phases of the queue item of the first run; empty if none were recorded."""
     planned: int
-    """Trials that were asked for, warm-ups too."""
+    """Number of requested trials, warm-ups included."""
     finished: bool = True
-    """False while trials are still to come: what a cancelled benchmark leaves behind."""
+    """False while trials are outstanding, and after a cancelled benchmark."""
 
     @property
     def done(self) -> int:
-        """Trials that were made."""
+        """Number of trials that were made."""
         return sum(len(variant.trials) for variant in self.variants)

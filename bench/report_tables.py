@@ -1,4 +1,4 @@
-"""Tables of a report: variants compared, the steps and transfer rates of each, phases, settings."""
+"""Tables of a report: comparison of the variants, steps and transfer rates of each, phases, settings."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .figures import TOTAL, Figure, Spread, Unit, figure_text, held_bytes, known
 from .report import Report, Variant
 from .table import Table
 
-SIDE_BY_SIDE = 4
-"""Most variants that have columns of their own; more of them have a line each."""
+MAX_COLUMNS = 4
+"""Largest number of variants that are columns of the comparison; more of them are rows."""
 
-IN_LINES = (
+ROW_FIGURES = (
     *("Total denoising", "Steady step, high-noise expert", "Steady step, low-noise expert", "First step"),
     *("Switch step over a steady one", "Stall", "Transfers hidden", "Rate to buffers", "Rate from files"),
     *("Peak VRAM, allocated", "Most RAM of the process"),
 )
-"""The figures that a line of a variant has room for."""
+"""Figures of the comparison if the variants are rows, which have space for only a few."""
 
 
 def comparison(report: Report) -> Table:
-    """The variants with their ratios to the first one: columns of a few variants, lines of more with fewer figures."""
+    """Compare the variants, with ratios to the first one: up to `MAX_COLUMNS` as columns, more as rows."""
     variants, digits = report.variants, _digits(report)
-    many = len(variants) > SIDE_BY_SIDE
-    figures = [figure for figure in known_figures(variants) if not many or figure.name in IN_LINES]
+    many = len(variants) > MAX_COLUMNS
+    figures = [figure for figure in known_figures(variants) if not many or figure.name in ROW_FIGURES]
     rows = [(figure.name, *_figure_cells(figure, variants, digits)) for figure in figures]
-    rows += [(name, *(words(variant, report) for variant in variants)) for name, words in _WORDS]
+    rows += [(name, *(text_of(variant, report) for variant in variants)) for name, text_of in _TEXT_ROWS]
     lines = [("Variant" if many else "Metric", *(variant.name for variant in variants)), *rows]
     lines = [line for line in lines if any(line[1:])]
     head, *rows = zip(*lines, strict=True) if many else lines
@@ -49,13 +49,13 @@ def comparison(report: Report) -> Table:
 
 
 def _digits(report: Report) -> int:
-    """Digits behind the point that suit the seconds of a step."""
+    """Return the number of decimals that suits the seconds of a step."""
     runs = [timeline for variant in report.variants for timeline in variant.measured]
     return second_digits(step.wall_s for timeline in runs for step in timeline.steps)
 
 
 def _figure_cells(figure: Figure, variants: Sequence[Variant], digits: int) -> Iterator[str]:
-    """`23.0 s (22.6 to 23.4), 1.13x`; no ratio to a median that is shown as 0, nor of one below 0."""
+    """Yield cells like `23.0 s (22.6 to 23.4), 1.13x`; without a ratio if the base rounds to 0 or one is negative."""
     base, *others = (figure.spread(variant) for variant in variants)
     yield _text(figure, base, digits)
     for spread in others:
@@ -70,7 +70,7 @@ def _text(figure: Figure, spread: Spread | None, digits: int) -> str:
 
 
 def _predicted(variant: Variant, report: Report) -> str:
-    """Simulated total, and the ratio of the measured median to it."""
+    """Format the simulated total, and the ratio of the measured median to it."""
     total = TOTAL.spread(variant)
     if variant.predicted is None:
         return ""
@@ -80,7 +80,7 @@ def _predicted(variant: Variant, report: Report) -> str:
 
 
 def _latents(variant: Variant, report: Report) -> str:
-    """Comparison of all results by their bits: among the runs, and with the first variant of their job."""
+    """Compare the results bit by bit: among the runs of the variant, and with the first variant of the same job."""
     if not variant.latents:
         return ""
     if len(variant.latents) > 1:
@@ -93,12 +93,12 @@ def _latents(variant: Variant, report: Report) -> str:
 
 
 def _remarks(variant: Variant, report: Report) -> str:
-    """Changes on the way in any of the runs, and the reason for which a variant could not be run."""
-    said = dict.fromkeys(change for timeline in variant.measured for change in timeline.changes)
-    return "; ".join([*([f"failed: {variant.failed}"] if variant.failed else []), *said])
+    """List the changes during any of the runs, and the reason of a failure."""
+    changes = dict.fromkeys(change for timeline in variant.measured for change in timeline.changes)
+    return "; ".join([*([f"failed: {variant.failed}"] if variant.failed else []), *changes])
 
 
-_WORDS: tuple[tuple[str, Callable[[Variant, Report], str]], ...] = (
+_TEXT_ROWS: tuple[tuple[str, Callable[[Variant, Report], str]], ...] = (
     ("Predicted total", _predicted),
     ("Latents", _latents),
     ("Remarks", _remarks),
@@ -106,14 +106,14 @@ _WORDS: tuple[tuple[str, Callable[[Variant, Report], str]], ...] = (
 
 
 def settings_table(report: Report) -> Table:
-    """Settings of the runs: a line for each setting, a column for each variant."""
+    """List the settings of the runs: a row for each setting, a column for each variant."""
     names = dict.fromkeys(name for variant in report.variants for name in variant.settings)
     rows = tuple((name, *(variant.settings.get(name, "") for variant in report.variants)) for name in names)
-    return Table(title="What was run", head=("Setting", *(variant.name for variant in report.variants)), rows=rows)
+    return Table(title="Settings", head=("Setting", *(variant.name for variant in report.variants)), rows=rows)
 
 
 def run_phase_table(report: Report) -> Table | None:
-    """Seconds of the phases of each variant's runs, a line for each phase; None where none were recorded."""
+    """List the seconds of the phases of each variant's runs, a row for each phase; None if none were recorded."""
     digits = _digits(report)
     rows = []
     for name in PHASES:
@@ -131,7 +131,7 @@ def _phase_s(timeline: Timeline, name: str) -> float | None:
 
 
 def phase_table(report: Report) -> Table | None:
-    """The parts of the queue item, in the order in which they began; None where none were recorded."""
+    """List the phases of the queue item in order of their start; None if none were recorded."""
     if not report.phases:
         return None
     digits = second_digits(phase.wall_s for phase in report.phases)
@@ -160,26 +160,26 @@ STEP_FIGURES: tuple[tuple[str, Unit, Callable[[StepRecord], float | None]], ...]
     ("VRAM peak", "bytes", lambda step: step.device_bytes),
     ("RAM", "bytes", lambda step: step.rss_bytes),
 )
-"""The columns that have the median of the runs of a step."""
-OF_FILES = {"Stall, files (s)", "Read"}
-"""Those that stay empty where no run read anything."""
+"""Columns with the median over the runs."""
+READ_COLUMNS = {"Stall, files (s)", "Read"}
+"""Columns that are empty if no run read files in that step."""
 STEP_HEAD = (
     *("Step", "Expert", "Cumulative (s)", "Delta (s)", "Spread (s)"),
     *(name for name, _, _ in STEP_FIGURES),
-    *("Left out", "Phase"),
+    *("Skipped", "Phase"),
 )
 
 ROUTES: tuple[tuple[str, Callable[[Timeline], Sequence[RateRange]]], ...] = (
     ("RAM to buffers", lambda timeline: timeline.copy_rates),
     ("files", lambda timeline: timeline.read_rates),
 )
-"""Each route, and how fast a run's fetches went on it."""
+"""Name of each route, and the rates of its fetches in a run."""
 
 
 def step_table(variant: Variant) -> Table | None:
-    """One line per step with its times, transfers, memory and phase; None where no run was measured.
+    """List the steps with their times, transfers, memory and phase; None if no run was measured.
 
-    Several runs give their medians, and next to them the shortest and the longest time of each step.
+    The figures are medians over the runs; the spread column has the shortest and the longest time of each step.
     """
     runs = variant.measured
     if not runs:
@@ -196,26 +196,26 @@ def step_table(variant: Variant) -> Table | None:
 
 
 def _step_row(steps: Sequence[StepRecord], ends: Sequence[float], phase: str, digits: int) -> tuple[str, ...]:
-    """The cells of one step, which the runs have ended at `ends`."""
+    """Return the cells of one step; `ends` are the times at which the runs finished it."""
     walls, reads = [step.wall_s for step in steps], any(step.read_bytes for step in steps)
     times = (min(walls), max(walls), statistics.median(ends), statistics.median(walls))
     low, high, end, wall = (seconds_text(value, digits) for value in times)
     cells = []
     for name, unit, value in STEP_FIGURES:
-        spread = Spread.of(value(step) for step in steps) if reads or name not in OF_FILES else None
+        spread = Spread.of(value(step) for step in steps) if reads or name not in READ_COLUMNS else None
         cells.append("" if spread is None else figure_text(spread.median, unit, digits))
-    describe_spread = f"{low} to {high}" if len(walls) > 1 else "1 run"
-    return (str(steps[0].index + 1), steps[0].expert, end, wall, describe_spread, *cells, _left_out(steps), phase)
+    spread_text = f"{low} to {high}" if len(walls) > 1 else "1 run"
+    return (str(steps[0].index + 1), steps[0].expert, end, wall, spread_text, *cells, _skipped(steps), phase)
 
 
-def _left_out(steps: Sequence[StepRecord]) -> str:
-    """`39 blocks, 2 lanes`: what a cache took over in a step, in the run that it took most."""
+def _skipped(steps: Sequence[StepRecord]) -> str:
+    """Format the blocks and lanes that a cache skipped, in the run with the most: `39 blocks, 2 lanes`."""
     most = max(steps, key=lambda step: (step.skipped_visits, step.skipped_lanes))
     return f"{most.skipped_visits} blocks, {most.skipped_lanes} lanes" if most.skipped_lanes else ""
 
 
 def _step_phase(runs: Sequence[Timeline], place: int, switch: int | None, digits: int) -> str:
-    """`Switch to the low-noise expert: +0.1 s (+0 %) over a steady step` and the like."""
+    """Describe a step like `Switch to the low-noise expert: +0.1 s (+0 %) over a steady step`."""
     steps = runs[0].steps
     step = steps[place]
     if place == 0:
@@ -230,28 +230,28 @@ def _step_phase(runs: Sequence[Timeline], place: int, switch: int | None, digits
 
 
 def _over_steady(runs: Sequence[Timeline], place: int, digits: int) -> str:
-    """Extra seconds of the step over the steady ones of its expert, if there are any."""
+    """Format the extra seconds of a step over the steady ones of its expert; empty if there are none."""
     expert = runs[0].steps[place].expert
     over = Spread.of(over_steady_s(run, run.steps[place]) for run in runs)
     steady = Spread.of(steady_s(run, expert) for run in runs)
     if over is None or steady is None:
         return ""
-    said = seconds_text(over.median, digits)
-    sign = "" if said.startswith("-") else "+"
-    return f": {sign}{said} s ({round(100 * over.median / steady.median):+d} %) over a steady step"
+    seconds = seconds_text(over.median, digits)
+    sign = "" if seconds.startswith("-") else "+"
+    return f": {sign}{seconds} s ({round(100 * over.median / steady.median):+d} %) over a steady step"
 
 
 def run_table(timeline: Timeline) -> Table:
-    """One line per step and one for the run, narrow enough for a terminal.
+    """List the steps and the totals of the run, narrow enough for a terminal.
 
-    `moved` are the bytes of the blocks fetched for a step, `read` those that were read from files for it, `memory` is
-    the peak on the device, or the RAM of the process where the device has no counter.
+    `moved` are the bytes of the blocks fetched for a step, `read` the bytes read from files for it, and `memory` is the
+    peak on the device, or the RAM of the process if the device has no counter.
     """
-    held = [held_bytes(step) for step in timeline.steps]
-    peak = max((nbytes for nbytes in held if nbytes is not None), default=None)
+    memory = [held_bytes(step) for step in timeline.steps]
+    peak = max((nbytes for nbytes in memory if nbytes is not None), default=None)
     rows = [
         (str(step.index + 1), step.expert, "" if step.sigma is None else f"{step.sigma:.4f}", *_run_cells(step, nbytes))
-        for step, nbytes in zip(timeline.steps, held, strict=True)
+        for step, nbytes in zip(timeline.steps, memory, strict=True)
     ]
     rows.append(("all", "", "", *_run_cells(timeline, peak)))
     head = ("step", "expert", "sigma", "seconds", "stall", "decode", "moved", "read", "memory")
@@ -270,9 +270,9 @@ def _run_cells(record: StepRecord | Timeline, memory: int | None) -> tuple[str, 
 
 
 def bandwidth_tables(variant: Variant) -> Iterator[Table]:
-    """For each route that moved anything: how many fetches, bytes and seconds it spent at which rate.
+    """Yield a histogram of the fetches, bytes and seconds by rate for each route that was used.
 
-    Every fetch of the measured runs is counted, at the rate of its own bytes and time.
+    Every fetch of the measured runs is counted at its own rate.
     """
     runs = variant.measured
     for route, rates_of in ROUTES:
@@ -288,13 +288,13 @@ def _histogram(title: str, counted: Sequence[RateRange]) -> Table:
     rows = []
     for low, high in zip(RATE_BORDERS, (*RATE_BORDERS[1:], None), strict=True):
         found = by_border.get(low) or RateRange(from_gb_per_s=low, fetches=0, nbytes=0, busy_s=0.0)
-        words = f"over {low} GB/s" if high is None else f"{low}-{high} GB/s"
-        rows.append((words, str(found.fetches), size_text(found.nbytes), f"{seconds_text(found.busy_s, digits)} s"))
+        label = f"over {low} GB/s" if high is None else f"{low}-{high} GB/s"
+        rows.append((label, str(found.fetches), size_text(found.nbytes), f"{seconds_text(found.busy_s, digits)} s"))
     return Table(title=title, head=("Range", "Fetches", "Data", "Time"), rows=tuple(rows))
 
 
 def every_table(report: Report) -> Iterator[Table]:
-    """All tables, in the order in which a reader wants them."""
+    """Yield all tables of a report in reading order."""
     yield comparison(report)
     for variant in report.variants:
         if table := step_table(variant):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def usual_device() -> torch.device:
-    """The first GPU, or the CPU where there is none."""
+    """Return the first GPU, or the CPU if there is none."""
     import torch
 
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -27,7 +27,7 @@ class Result:
     """One measurement."""
 
     case: str
-    """Name of the measurement, fit for a file name."""
+    """Name of the measurement, used in file names."""
     method: str
     figures: Mapping[str, Any]
     hardware: Mapping[str, Any] = field(default_factory=lambda: hardware(usual_device()))
@@ -36,18 +36,18 @@ class Result:
 
     @property
     def name(self) -> str:
-        """`<case>_<hardware>_<yyyymmdd>`, the name of its files."""
+        """File name without its suffix: `<case>_<hardware>_<yyyymmdd>`."""
         return f"{self.case}_{self.hardware['name']}_{self.date.replace('-', '')}"
 
     @property
     def source(self) -> str:
-        """Date, machine and versions, in one line."""
+        """Date, machine and versions in one line."""
         machine = f"{self.hardware['name']}, {self.hardware['ram_gb']:g} GB RAM"
         software = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{self.date}, {machine}; {software}"
 
     def save(self, folder: Path) -> Path:
-        """Write the file into `folder`, which is made where it is missing, and return its path."""
+        """Write the result into `folder`, which is created if necessary, and return the path of the file."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -55,7 +55,7 @@ class Result:
 
 
 def newest_results(folder: Path) -> dict[str, Result]:
-    """The latest result of each case in `folder`, by case."""
+    """Return the latest result of each case in `folder`, by case."""
     newest: dict[str, Result] = {}
     for path in sorted(folder.glob("*.json")):
         result = Result(**json.loads(path.read_text(encoding="utf-8")))

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from html import escape
 
 FIGURE = re.compile(r"-?$|[-+]?\d(?!.*[A-Za-z]{6})")
-"""A cell that stands to the right: a figure with its unit, a dash in its place, or nothing; no word of six letters."""
+"""Right-aligned cell: a figure with its unit, a dash, or nothing. Text with a word of six letters is not a figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Cells of text under a head. A column of figures is aligned to the right, any other to the left."""
+    """Cells of text under a head. Columns of figures are right-aligned, all others left-aligned."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
     marked: int | None = None
-    """The row that stands out."""
+    """Index of the highlighted row."""
 
     def without_empty_columns(self) -> Table:
         """Return the table without the columns that are empty in every row."""
@@ -28,7 +28,7 @@ class Table:
         return Table(title=self.title, head=head, rows=tuple(rows), marked=self.marked)
 
     def markdown(self) -> str:
-        """Title and cells; the marked row is bold."""
+        """Format title and cells as Markdown; the marked row is bold."""
         rule = ["--:" if right else "---" for right in self._right()]
         lines = [_markdown_line(self.head), _markdown_line(rule)]
         for place, row in enumerate(self.rows):
@@ -39,7 +39,7 @@ class Table:
         return "\n".join([*heading, *lines])
 
     def html(self) -> str:
-        """The same as elements of a page; the marked row has the class `marked`."""
+        """Format title and cells as HTML elements; the marked row has the class `marked`."""
 
         def row(cells: Sequence[str], tag: str) -> str:
             return "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
@@ -50,7 +50,7 @@ class Table:
         return f'<h2>{escape(self.title)}</h2><div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
 
     def text(self) -> str:
-        """The cells in columns for a terminal; an empty head takes no line."""
+        """Format the cells in aligned columns for a terminal; an empty head is omitted."""
         lines = [self.head, *self.rows] if any(self.head) else [*self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         columns = [*zip(widths, self._right(), strict=True)]
@@ -63,7 +63,7 @@ class Table:
         )
 
     def _right(self) -> list[bool]:
-        """True for each column that holds figures only."""
+        """Return for each column if it is right-aligned: it has figures only, and at least one."""
         columns = [[row[place] for row in self.rows] for place in range(len(self.head))]
         return [any(column) and all(FIGURE.match(cell) for cell in column) for column in columns]
 
@@ -73,5 +73,5 @@ def _markdown_line(cells: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line without the character that would end a cell."""
+    """Return the text in one line, without the character that would end a Markdown cell."""
     return " ".join(text.replace("|", "/").split())

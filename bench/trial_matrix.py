@@ -1,4 +1,4 @@
-"""The matrix of a benchmark: policies x prefetch x steps, written as words, made into the runs that it asks for."""
+"""Matrix of a benchmark: policies x prefetch x steps, parsed from text and expanded into the settings of its runs."""
 
 from __future__ import annotations
 
@@ -12,44 +12,47 @@ from ..schema import OffloadPolicy
 
 Policy: TypeAlias = OffloadPolicy | AutoOffload
 
-POLICY_WORDS = "layerwise, block_swap N, resident or auto"
+POLICY_SYNTAX = "layerwise, block_swap N, resident or auto"
 MOST_AHEAD = 8
 MOST_STEPS = 1000
 STREAMING = ("layerwise", "block_swap")
-"""Kinds of policies that a prefetch depth means something to."""
+"""Kinds of policies that have a prefetch depth."""
 
 
 class MatrixError(ValueError):
-    """Words that make no matrix; the message says which words would."""
+    """Invalid text for a matrix; the message has the valid syntax."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One place of a matrix: how experts are streamed, and how many steps are taken; None leaves the steps alone."""
+    """One cell of a matrix: the policy and the number of steps of a run."""
 
     policy: Policy
     steps: int | None = None
+    """Number of steps; None: that of the repeated run."""
 
     @property
     def name(self) -> str:
-        """`block_swap 20, 1 ahead, 8 steps` and the like."""
+        """Text like `block_swap 20, 1 ahead, 8 steps`."""
         steps = "" if self.steps is None else f", {self.steps} steps"
         return f"{policy_name(self.policy)}{steps}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialMatrix:
-    """What is varied; an empty field varies nothing: it is as in the run that is repeated."""
+    """Values to vary; an empty field keeps the value of the repeated run."""
 
     policies: tuple[str, ...] = ()
-    """Each "layerwise", "block_swap N", "resident" or "auto"."""
+    """Policies as text: "layerwise", "block_swap N", "resident" or "auto"."""
     prefetch: tuple[int, ...] = ()
+    """Prefetch depths of the policies that stream."""
     steps: tuple[int, ...] = ()
+    """Numbers of steps."""
 
     @classmethod
     def parse(cls, policies: str, prefetch: str, steps: str) -> TrialMatrix:
-        """Read three lists of words, each separated by commas. Raises MatrixError."""
-        names = tuple(" ".join(word.split()) for word in _words(policies))
+        """Parse three comma-separated lists. Raises MatrixError for invalid text."""
+        names = tuple(" ".join(item.split()) for item in _split_list(policies))
         for name in names:
             _check_policy(name)
         matrix = cls(
@@ -58,20 +61,22 @@ class TrialMatrix:
             steps=_numbers("steps", steps, least=1, most=MOST_STEPS),
         )
         if matrix.policies:
-            matrix.settings(OffloadPolicy.layerwise())  # which run it is for makes no difference now
+            # Refuse a prefetch list without a streaming policy here, not when the run starts. The base does not matter.
+            matrix.settings(OffloadPolicy.layerwise())
         return matrix
 
     @property
     def is_empty(self) -> bool:
+        """True if nothing is varied."""
         return not (self.policies or self.prefetch or self.steps)
 
-    def settings(self, asked: Policy) -> tuple[Setting, ...]:
-        """Every setting once, for a run that was asked for with the policy `asked`.
+    def settings(self, base: Policy) -> tuple[Setting, ...]:
+        """Expand the matrix into distinct settings for a run with the policy `base`.
 
-        What `asked` says about RAM and about tokens at once holds for all policies but auto, which plans both itself.
-        Raises MatrixError where a prefetch depth is varied and no policy has one.
+        All policies except auto take their RAM settings and `chunk_tokens` from `base`; auto plans both.
+        Raises MatrixError if prefetch depths are given and no policy has one.
         """
-        policies = [_policy(name, asked) for name in self.policies] or [asked]
+        policies = [_policy(name, base) for name in self.policies] or [base]
         if self.prefetch and not any(_streams(policy) for policy in policies):
             raise MatrixError(
                 f"prefetch is {', '.join(map(str, self.prefetch))}, but {' and '.join(map(policy_name, policies))} "
@@ -86,7 +91,7 @@ class TrialMatrix:
 
 
 def policy_name(policy: Policy) -> str:
-    """The words by which a matrix asks for `policy`, and its prefetch depth."""
+    """Return the text of `policy` in a matrix, with its prefetch depth."""
     if isinstance(policy, AutoOffload):
         return "auto"
     if policy.kind == "resident":
@@ -95,47 +100,47 @@ def policy_name(policy: Policy) -> str:
     return f"{policy.kind}{swap}, {policy.prefetch_blocks} ahead"
 
 
-def _words(text: str) -> Iterator[str]:
-    """The parts between commas and line ends, without the empty ones."""
-    return (word.strip() for word in text.replace("\n", ",").split(",") if word.strip())
+def _split_list(text: str) -> Iterator[str]:
+    """Return the non-empty items between commas and line ends."""
+    return (item.strip() for item in text.replace("\n", ",").split(",") if item.strip())
 
 
 def _numbers(name: str, text: str, *, least: int, most: int) -> tuple[int, ...]:
     found = []
-    for word in _words(text):
-        if not _is_number(word) or not least <= int(word) <= most:
-            raise MatrixError(f"{name}: {word!r} is no number from {least} to {most}: write a list like 1, 2, 4")
-        found.append(int(word))
+    for item in _split_list(text):
+        if not _is_number(item) or not least <= int(item) <= most:
+            raise MatrixError(f"{name}: {item!r} is not a number from {least} to {most}: write a list like 1, 2, 4")
+        found.append(int(item))
     return tuple(dict.fromkeys(found))
 
 
-def _is_number(word: str) -> bool:
-    """Longer ones are no numbers of anything here, and Python reads only so many digits."""
-    return word.isascii() and word.isdecimal() and len(word) < 10
+def _is_number(text: str) -> bool:
+    # The length is limited because int() refuses thousands of digits with another error.
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _check_policy(name: str) -> None:
     kind, _, number = name.partition(" ")
     if kind not in (*STREAMING, "resident", "auto"):
-        raise MatrixError(f"{name!r} names no policy: write {POLICY_WORDS}, separated by commas")
+        raise MatrixError(f"{name!r} names no policy: write {POLICY_SYNTAX}, separated by commas")
     if kind == "block_swap" and not _is_number(number):
-        raise MatrixError(f"{name!r} does not say how many blocks are streamed: write block_swap 20, for example")
+        raise MatrixError(f"{name!r} has no number of streamed blocks: write block_swap 20, for example")
     if kind != "block_swap" and number:
-        raise MatrixError(f"{name!r}: {kind} takes no {number!r} here (how many blocks lie ahead is said in prefetch)")
+        raise MatrixError(f"{name!r}: {kind} takes no {number!r} here (give the prefetch depth in prefetch)")
 
 
-def _policy(name: str, asked: Policy) -> Policy:
-    """The policy that the words name, with what `asked` says about anything else."""
+def _policy(name: str, base: Policy) -> Policy:
+    """Return the policy called `name`, with all other settings from `base`."""
     kind, _, number = name.partition(" ")
     if kind == "auto":
-        return asked if isinstance(asked, AutoOffload) else AutoOffload()
-    base = asked if isinstance(asked, OffloadPolicy) else OffloadPolicy.layerwise()
+        return base if isinstance(base, AutoOffload) else AutoOffload()
+    template = base if isinstance(base, OffloadPolicy) else OffloadPolicy.layerwise()
     if kind == "resident":
-        return replace(base, kind="resident", prefetch_blocks=0, blocks_to_swap=0)
-    ahead = base.prefetch_blocks if base.kind in STREAMING else 1
+        return replace(template, kind="resident", prefetch_blocks=0, blocks_to_swap=0)
+    depth = template.prefetch_blocks if template.kind in STREAMING else 1
     if kind == "layerwise":
-        return replace(base, kind="layerwise", prefetch_blocks=ahead, blocks_to_swap=0)
-    return replace(base, kind="block_swap", prefetch_blocks=ahead, blocks_to_swap=int(number))
+        return replace(template, kind="layerwise", prefetch_blocks=depth, blocks_to_swap=0)
+    return replace(template, kind="block_swap", prefetch_blocks=depth, blocks_to_swap=int(number))
 
 
 def _streams(policy: Policy) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +16,23 @@ import torch
 
 from ..bench import run_table
 from ..host.embedded import (
-    ComfyNode,
+    EmbeddedHost,
+    Folders,
     History,
     LoadImage,
     NodeFailedError,
-    Prompt,
     Verdict,
+    Workflow,
     api_prompt,
-    embedded_host,
+    load_workflow,
     nodes_by_id,
-    run_workflow,
-    validate_workflow,
 )
 from ..nodes import REPORT, TIMELINE, WARNINGS, WanStreamExtension
 from ..schema import Cancelled, Timeline
 from .arguments import ArgumentError, check_models, made_folder, read_json
 from .exit_codes import DONE, FAILED, INTERRUPTED, INVALID
 from .overrides import with_changes
-from .progress import ProgressBars, ProgressLines, progress_of_run
+from .progress import progress_of_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +53,15 @@ class RunArguments:
 
 def run(arguments: RunArguments) -> int:
     """Run the workflow, print the table of its steps and the paths of its files, and return the exit code."""
-    nodes = asyncio.run(WanStreamExtension().get_node_list())
+    host = EmbeddedHost()
     try:
-        prompt = _checked_prompt(arguments, nodes)
+        workflow = _load(arguments, host)
     except ValueError as err:
         print(err, file=sys.stderr)
         return INVALID
     try:
-        with _ctrl_c_stops_the_run(), progress_of_run() as progress:
-            history = _execute(arguments, prompt, nodes, progress)
+        with _stop_on_ctrl_c(host), progress_of_run() as progress:
+            history = workflow.run(on_progress=progress.show)
     except NodeFailedError as err:
         if not isinstance(err.__cause__, ValueError | OSError):  # no refusal but a fault, ours or a library's
             traceback.print_exception(err.__cause__)
@@ -71,51 +70,40 @@ def run(arguments: RunArguments) -> int:
     except Cancelled:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
+    finally:
+        host.free_experts()
     _print_results(history, arguments.output)
     return DONE
 
 
-def _checked_prompt(arguments: RunArguments, nodes: Sequence[type[ComfyNode]]) -> Prompt:
+def _load(arguments: RunArguments, host: EmbeddedHost) -> Workflow:
     """The workflow as the command line changes it; raises ValueError if it cannot run, before anything does."""
     check_models(arguments.models)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("--device cuda: this torch finds no CUDA device")
-    workflow = api_prompt(read_json(arguments.workflow))
-    prompt = with_changes(workflow, arguments.changes, nodes_by_id([*nodes, LoadImage]))
-    verdict = validate_workflow(
-        prompt, nodes, models=arguments.models, input_dir=arguments.input, output=arguments.output
+    nodes = asyncio.run(WanStreamExtension().get_node_list())
+    prompt = api_prompt(read_json(arguments.workflow))
+    workflow = load_workflow(
+        with_changes(prompt, arguments.changes, nodes_by_id([*nodes, LoadImage])),
+        host=host,
+        nodes=nodes,
+        folders=Folders(models=arguments.models, output=arguments.output, input=arguments.input),
+        device=torch.device(arguments.device) if arguments.device else None,
+        strict=arguments.strict,
     )
     # ComfyUI would run the outputs that are valid; whoever asked for a file wants to know at once that there is none.
-    if verdict.error or verdict.node_errors:
-        raise ArgumentError(_faults(verdict))
+    if workflow.verdict.error or workflow.verdict.node_errors:
+        raise ArgumentError(_faults(workflow.verdict))
     made_folder(arguments.output)
-    return prompt
-
-
-def _execute(
-    arguments: RunArguments, prompt: Prompt, nodes: Sequence[type[ComfyNode]], progress: ProgressBars | ProgressLines
-) -> History:
-    try:
-        return run_workflow(
-            prompt,
-            nodes=nodes,
-            models=arguments.models,
-            output=arguments.output,
-            input_dir=arguments.input,
-            on_progress=progress.show,
-            device=torch.device(arguments.device) if arguments.device else None,
-            strict=arguments.strict,
-        )
-    finally:
-        embedded_host.free_experts()
+    return workflow
 
 
 @contextmanager
-def _ctrl_c_stops_the_run() -> Iterator[None]:
+def _stop_on_ctrl_c(host: EmbeddedHost) -> Iterator[None]:
     """Inside, the first Ctrl-C ends the run before the next block or node; a second one ends the process as usual."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        embedded_host.stop()
+        host.stop()
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, stop)

@@ -1,4 +1,4 @@
-"""How much RAM this process may still take: what the system has, and what its control groups leave of it."""
+"""RAM that this process can still allocate: available memory of the system, limited by control groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import psutil
 
 
 class _Controller(NamedTuple):
-    """Where the memory controller is mounted, and what its files and counters are called."""
+    """Mount point of the memory controller, and the names of its files and counters."""
 
     mount: Path
     limit: str
@@ -18,22 +18,24 @@ class _Controller(NamedTuple):
     cached: tuple[str, str]
     swap_limit: str
     swap_usage: str
-    swap_alone: bool
-    """True if the last two are of swap alone, False if they are of RAM and swap together."""
+    swap_only: bool
+    """True if `swap_limit` and `swap_usage` count swap only, False if they count RAM and swap together."""
 
 
 class _Group(NamedTuple):
-    """A control group with a limit: the limit and what is taken of it, which of that the kernel can still reclaim
-    besides file pages, and the swap that the group may take; None: as much as the system has."""
+    """Control group with a memory limit; all values in bytes."""
 
     limit: int
-    taken: int
+    used: int
+    """Memory in use, without cached file pages, which the kernel can reclaim."""
     reclaimable: int
+    """Part of `used` in kernel caches that can be reclaimed too."""
     swap: int | None
+    """Swap that the group may still use; None if it has no swap limit."""
 
     @property
-    def room(self) -> int:
-        return max(self.limit - self.taken, 0)
+    def free(self) -> int:
+        return max(self.limit - self.used, 0)
 
 
 V2 = _Controller(
@@ -58,62 +60,65 @@ V1 = _Controller(
 ROOT = Path("/")
 
 ESTIMATE_MARGIN = 1.1
-"""An estimate of activations is 0.9 to 1.02 times what is alive at once; blocks and frames are counted exactly."""
+"""Estimates of activations are 0.9 to 1.02 times the true peak; blocks and frames are counted exactly."""
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Bytes of RAM that can be taken without swapping or being ended; cached file pages count, they make room.
+    """Return the bytes of RAM that can be allocated without swapping or being killed.
+
+    Cached file pages count as available, because the kernel reclaims them.
 
     Args:
-        root: where the `proc` and `sys` lie that tell about control groups.
+        root: folder of the `proc` and `sys` file systems that describe the control groups.
     """
-    return min([int(psutil.virtual_memory().available), *cgroup_rooms(root)])
+    return min([int(psutil.virtual_memory().available), *cgroup_free_bytes(root)])
 
 
 def surely_lacks(nbytes: int, *, available: int | None = None, root: Path = ROOT) -> int | None:
-    """The RAM that there is, where so much of it that is estimated to need `nbytes` would be ended; None otherwise.
+    """Return the available bytes if a process that is estimated to need `nbytes` more would be killed, else None.
 
-    A refusal that was not needed is worse than one that comes late. So free swap counts too, in a control group as far
-    as the group may take it, and so do caches of the kernel; and only what takes `ESTIMATE_MARGIN` times of what there
-    is is sure to fail. None outside Linux: macOS and Windows enlarge their swap instead of ending a process.
+    A needless refusal is worse than a late one. Free swap and reclaimable kernel caches therefore count as available,
+    within the limits of the control groups, and `nbytes` must exceed `ESTIMATE_MARGIN` times the available bytes.
+    Always None outside Linux: macOS and Windows enlarge their swap instead of killing a process.
     """
     if not psutil.LINUX:
         return None
     if available is None:
         swap = int(psutil.swap_memory().free)
-        rooms = (
-            group.room + group.reclaimable + (swap if group.swap is None else min(swap, group.swap))
-            for group in _limits(root)
+        in_groups = (
+            group.free + group.reclaimable + (swap if group.swap is None else min(swap, group.swap))
+            for group in _limited_groups(root)
         )
-        available = min([int(psutil.virtual_memory().available) + swap, *rooms])
+        available = min([int(psutil.virtual_memory().available) + swap, *in_groups])
     return available if nbytes > ESTIMATE_MARGIN * available else None
 
 
-def cgroup_rooms(root: Path = ROOT) -> Iterator[int]:
-    """What every control group above this process leaves it, in bytes; nothing where no group sets a limit."""
-    return (group.room for group in _limits(root))
+def cgroup_free_bytes(root: Path = ROOT) -> Iterator[int]:
+    """Yield the free bytes of every control group of this process that has a memory limit."""
+    return (group.free for group in _limited_groups(root))
 
 
 def cgroup_limits(root: Path = ROOT) -> Iterator[int]:
-    """What every control group above this process may have in all, in bytes; nothing where no group sets a limit."""
-    return (group.limit for group in _limits(root))
+    """Yield the memory limit in bytes of every control group of this process that has one."""
+    return (group.limit for group in _limited_groups(root))
 
 
-def _limits(root: Path) -> Iterator[_Group]:
-    """The control groups of this process that have a limit."""
+def _limited_groups(root: Path) -> Iterator[_Group]:
+    """Yield the control groups of this process that have a memory limit."""
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in groups:
         _, controllers, group = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
-            yield from _limits_above(root, Path(group.lstrip("/")), V1 if controllers else V2)
+            yield from _limited_ancestors(root, Path(group.lstrip("/")), V1 if controllers else V2)
 
 
-def _limits_above(root: Path, group: Path, names: _Controller) -> Iterator[_Group]:
+def _limited_ancestors(root: Path, group: Path, names: _Controller) -> Iterator[_Group]:
     mount = root / names.mount
-    # A container often sees its own group as the root of the mount, and the path of another one in `proc`.
+    # In a container the mount often starts at the container's own group, but `proc` has the path on the host: try all
+    # parents, and ignore folders that do not exist.
     for folder in (mount / group, *(mount / parent for parent in group.parents)):
         try:
             limit = (folder / names.limit).read_text(encoding="ascii").strip()
@@ -129,7 +134,7 @@ def _limits_above(root: Path, group: Path, names: _Controller) -> Iterator[_Grou
 
 
 def _swap_allowance(folder: Path, names: _Controller, limit: int, used: int) -> int | None:
-    """The swap that a control group may still take; None where it has no limit of it, or the kernel keeps none."""
+    """Return the swap that a control group may still use; None if it has no limit or the kernel does not count it."""
     try:
         swap_limit = (folder / names.swap_limit).read_text(encoding="ascii").strip()
         swap_used = int((folder / names.swap_usage).read_text(encoding="ascii"))
@@ -137,5 +142,5 @@ def _swap_allowance(folder: Path, names: _Controller, limit: int, used: int) -> 
         return None
     if swap_limit == "max":
         return None
-    ram = (0, 0) if names.swap_alone else (limit, used)
+    ram = (0, 0) if names.swap_only else (limit, used)
     return max(0, (int(swap_limit) - ram[0]) - (swap_used - ram[1]))

@@ -1,4 +1,4 @@
-"""The dtype that a model computes in where the user has chosen none: the narrowest one that the device is fast in."""
+"""Default compute dtype: the narrowest dtype that a device computes fast in."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ AUTO: Literal["auto"] = "auto"
 ComputeDtype: TypeAlias = "torch.dtype | Literal['auto']"
 
 FIRST_WITH_BF16, FIRST_WITH_FP16 = (8, 0), (5, 3)
-"""Compute capabilities of NVIDIA's GPUs."""
+"""Lowest compute capabilities of NVIDIA GPUs with fast bf16 and fp16."""
 
 CPU_UNITS = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-"""torch's queries for processors with bf16 units; a torch that is too old for one of them counts as without."""
+"""torch's queries for bf16 units of the processor; a query that an old torch does not have counts as False."""
 
 WIDENING = (torch.bfloat16, torch.float16, torch.float32)
-"""Every device that has units for one of these computes in those after it as well."""
+"""Dtypes in an order in which a device that is fast in one of them is fast in all after it."""
 
 
 def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
@@ -29,11 +29,12 @@ def auto_dtype(device: torch.device | str | None = None) -> torch.dtype:
 
     `device` None is the GPU if there is one, otherwise the CPU.
 
-    A CPU without such units emulates both: a block takes three to four times as long in bf16 as in fp32, and a single
-    product up to a hundred times. With AVX512-BF16 it takes a quarter of the time of fp32 (1536 wide, one thread).
+    A CPU without such units emulates both dtypes: a block takes three to four times as long in bf16 as in fp32, and a
+    single matrix product up to a hundred times. With AVX512-BF16, a block takes a quarter of the time of
+    fp32 (width 1536, one thread).
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return _gpu_dtype(place) if place.type == "cuda" else _cpu_dtype()
+    resolved = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return _gpu_dtype(resolved) if resolved.type == "cuda" else _cpu_dtype()
 
 
 def resolved_dtype(compute_dtype: ComputeDtype, device: torch.device | str | None = None) -> torch.dtype:
@@ -42,26 +43,27 @@ def resolved_dtype(compute_dtype: ComputeDtype, device: torch.device | str | Non
 
 
 def in_own_dtype(ref: ExpertsRef, device: torch.device) -> ExpertsRef:
-    """Return `ref` with the dtype that "auto" gives on `device`, where this process computes.
+    """Return `ref` with "auto" resolved to the `auto_dtype` of `device`, the compute device of this process.
 
-    An "auto" that is resolved and the same dtype chosen are equal references then. Workers resolve it themselves.
+    A resolved "auto" and an explicit choice of the same dtype are then equal references. Workers resolve "auto"
+    themselves.
     """
     return replace(ref, compute_dtype=dtype_name(auto_dtype(device))) if ref.compute_dtype == AUTO else ref
 
 
 def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype in which several devices compute one run, from the `auto_dtype` of each of them."""
+    """Return the widest of the `auto_dtype`s of several devices that compute one run."""
     return max(dtypes, key=WIDENING.index)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of it, such as "bfloat16"."""
+    """Return torch's name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def _gpu_dtype(device: torch.device) -> torch.dtype:
     if torch.version.hip is not None:
-        return torch.bfloat16  # torch has bf16 kernels for all GPUs that it supports there
+        return torch.bfloat16  # torch has bf16 kernels for all GPUs that it supports with ROCm
     capability = torch.cuda.get_device_capability(device)
     if capability >= FIRST_WITH_BF16:
         return torch.bfloat16
@@ -69,11 +71,9 @@ def _gpu_dtype(device: torch.device) -> torch.dtype:
 
 
 def _cpu_dtype() -> torch.dtype:
-    """Return bf16 if the processor has the units and nothing keeps torch or oneDNN from their use, else fp32.
-
-    `get_cpu_capability` respects ATEN_CPU_CAPABILITY, and oneDNN's answer ONEDNN_MAX_CPU_ISA. oneDNN also answers yes
-    for AVX-512 without BF16, which it emulates, so the processor's own answer is needed next to it.
-    """
+    """Return bf16 if the processor has bf16 units that torch and oneDNN may use, else fp32."""
+    # All three checks are needed: the queries report the processor, `get_cpu_capability` respects ATEN_CPU_CAPABILITY,
+    # and oneDNN's check respects ONEDNN_MAX_CPU_ISA, but returns True for AVX-512 without BF16, which it emulates.
     has_units = any(getattr(torch.cpu, query, bool)() for query in CPU_UNITS)
     usable = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     if has_units and usable and torch.ops.mkldnn._is_mkldnn_bf16_supported():

@@ -1,4 +1,4 @@
-"""What a device says when it has no memory left: torch's allocator in its own words, its libraries in theirs."""
+"""Detection and cleanup of out-of-memory errors of torch's allocators and of the libraries that it calls."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import torch
 CUDA_OUT_OF_MEMORY = 2
 """cudaErrorMemoryAllocation."""
 
-SAID_BY_LIBRARIES = (
+LIBRARY_OOM_MESSAGES = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""What stands in the RuntimeErrors of allocations that are not those of torch on a GPU, such as cuBLAS' when it first
-starts, and of RAM where a limit is set."""
+"""Parts of RuntimeErrors from allocations outside torch's CUDA allocator: by libraries such as cuBLAS, and of RAM."""
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether `error` says that device memory ran out; nothing is broken then, and less memory may be enough."""
+    """Return True if `error` means that memory ran out; the device is still usable, and a retry may use less."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    # torch.AcceleratorError, which came with torch 2.8, has the device's own number.
+    # torch.AcceleratorError (torch 2.8 and later) has the error number of the device.
     if getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY:
         return True
-    return any(words in str(error) for words in SAID_BY_LIBRARIES)
+    return any(words in str(error) for words in LIBRARY_OOM_MESSAGES)
 
 
 def forget(error: BaseException) -> str:
-    """What `error` says. Afterwards nothing that it came through holds a tensor any more.
+    """Release all tensors that the tracebacks of `error` keep alive, and return its message.
 
-    A traceback keeps every frame between the failure and its handler alive, with all that was computed there.
+    A traceback keeps every frame between the failure and its handler alive, with all tensors in local variables. A
+    retry with less memory would fail while they exist.
     """
-    said = str(error).split(" Of the allocated memory")[0].strip() or type(error).__name__
+    message = str(error).split(" Of the allocated memory")[0].strip() or type(error).__name__
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
-    return said
+    return message

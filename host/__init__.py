@@ -1,7 +1,7 @@
-"""L6: the door to ComfyUI, real or embedded.
+"""Host API: ComfyUI, real or embedded.
 
-`io`, `ui` and `ComfyExtension` are ComfyUI's own (`comfy_api.latest`) when this package runs inside ComfyUI, else the
-embedded ones with the same shape; `host` is the matching `HostApi`. The choice is made once, on import.
+`io`, `ui` and `ComfyExtension` are those of ComfyUI (`comfy_api.latest`) when this package runs inside ComfyUI, else
+the embedded ones with the same shape; the choice is made once, on import. `current_host()` is the matching `HostApi`.
 """
 
 from __future__ import annotations
@@ -10,38 +10,23 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .api import (
-    SAVING_NODE,
-    HostApi,
-    ModelNotFoundError,
-    NeedsComfyUIError,
-    OutputFile,
-    OutputNameError,
-    OutsideFolderError,
-    ProgressBar,
-)
+from .api import SAVING_NODE, HostApi, NeedsComfyUIError, ProgressBar
 from .clusters import cluster, cluster_names
 from .comfy.guider_steps import GuiderSettings
+from .current import current_host
 from .error_names import name_errors_of
-from .folders import inside
+from .folders import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError, inside
 from .machine_profile import Profile, load_machine_profile, measure_machine
 from .run_events import RunEvents, observed, run_settings
 from .worker_registry import StartPool, check_ray, gpus_of, start_pool
 from .workers_plan import SharedRun
 
-host: HostApi
-
 # `find_spec` of a top-level name looks for it and imports nothing.
 if TYPE_CHECKING or find_spec("comfy_api") is None:
     from .embedded import io, ui
-    from .embedded.adapter import embedded_host as host
     from .embedded.io import ComfyExtension
 else:
     from comfy_api.latest import ComfyExtension, io, ui
-
-    from .comfy.adapter import ComfyHost
-
-    host = ComfyHost()
 
 
 def search_words(*words: str) -> dict[str, Any]:
@@ -69,8 +54,8 @@ __all__ = [
     "check_ray",
     "cluster",
     "cluster_names",
+    "current_host",
     "gpus_of",
-    "host",
     "inside",
     "io",
     "load_machine_profile",

@@ -6,12 +6,14 @@ from a graph are untrusted: a host returns paths inside the model and output fol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..schema import ExpertsRef
+from .folders import OutputFile
 
 if TYPE_CHECKING:
     import torch
@@ -31,27 +33,6 @@ SAVING_NODE = "wanstream_node"
 
 class NeedsComfyUIError(ValueError):
     """The embedded host was asked for what only ComfyUI can do; the message says what to use instead."""
-
-
-class OutsideFolderError(ValueError):
-    """A name from a workflow leaves the folder that it belongs to."""
-
-
-class OutputNameError(ValueError):
-    """No file can be written under a name from a workflow; the message says why, and what to change."""
-
-
-class ModelNotFoundError(FileNotFoundError):
-    """No model folder holds the name that a workflow asks for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputFile:
-    """A free name in the output folder: `path` is absolute, `subfolder` and `filename` are what a UI result carries."""
-
-    path: Path
-    filename: str
-    subfolder: str
 
 
 class LoadedExperts(NamedTuple):
@@ -229,3 +210,17 @@ class HostApi(Protocol):
 
         Empty for a denoise of 0. Raises `RequestError` for numbers that make no schedule.
         """
+
+
+RUNNING_HOST: ContextVar[HostApi | None] = ContextVar("wanstream_host", default=None)
+"""The host whose node executes in this context; read by `current_host`."""
+
+
+@contextmanager
+def use_host(host: HostApi) -> Iterator[None]:
+    """Make `host` the current one inside the `with`."""
+    token = RUNNING_HOST.set(host)
+    try:
+        yield
+    finally:
+        RUNNING_HOST.reset(token)

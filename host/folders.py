@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-
-from .api import ModelNotFoundError, OutputFile, OutputNameError, OutsideFolderError
 
 WEIGHT_FILES = (".safetensors", ".sft")
 """What a model file that we can read ends in."""
@@ -33,6 +32,27 @@ _WIDEST = 99999
 
 _SHOWN = 40
 """Characters of a long name in a message."""
+
+
+class OutsideFolderError(ValueError):
+    """A name from a workflow leaves the folder that it belongs to."""
+
+
+class OutputNameError(ValueError):
+    """No file can be written under a name from a workflow; the message says why, and what to change."""
+
+
+class ModelNotFoundError(FileNotFoundError):
+    """No model folder holds the name that a workflow asks for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFile:
+    """A free name in the output folder: `path` is absolute, `subfolder` and `filename` are what a UI result carries."""
+
+    path: Path
+    filename: str
+    subfolder: str
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from ..bench import MOST_AHEAD, MOST_STEPS, Report, TrialMatrix, summary
-from ..host import host, io, search_words
+from ..host import current_host, io, search_words
 from . import sockets
 from .decode import name_refusal
 from .inputs import said_once
@@ -80,7 +80,7 @@ class WanStreamBenchmark(io.ComfyNode):
         matrix = TrialMatrix.parse(*(settings.pop(name) for name in ("policies", "prefetch", "steps")))
         given = {"run": run, "run_b": run_b, "run_c": run_c, "run_d": run_d}
         runs = named_runs(given, _titles(cls.hidden.prompt))
-        files = ReportFiles(host.output_file(filename_prefix, "json"))
+        files = ReportFiles(current_host().output_file(filename_prefix, "json"))
         traces = files.traces() if trace else None
         benchmark = Benchmark(title=TITLE, runs=runs, matrix=matrix, times=TrialTimes(**settings), traces=traces)
         with files:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..host import SAVING_NODE, OutputFile, OutputNameError, OutsideFolderError, host, io, search_words, ui
+from ..host import SAVING_NODE, OutputFile, OutputNameError, OutsideFolderError, current_host, io, search_words, ui
 from ..schema import PIXELS_PER_LATENT, WorkersRef
 from ..wan import TilingError
 from . import sockets
@@ -21,7 +21,7 @@ def vae_input() -> io.Input:
     """The VAE's file or folder."""
     return io.Combo.Input(
         "vae",
-        options=host.model_names("diffusers", "vae"),
+        options=current_host().model_names("diffusers", "vae"),
         tooltip="wan_2.1_vae.safetensors, for Wan2.2 5B wan2.2_vae.safetensors, or the diffusers pipeline folder that "
         "holds the VAE. It is loaded for this node alone (0.5 GB, for 5B 2.8 GB).",
     )
@@ -119,7 +119,7 @@ def name_refusal(filename_prefix: str | None) -> bool | str:
     """
     try:
         if filename_prefix is not None:
-            host.check_output(filename_prefix)
+            current_host().check_output(filename_prefix)
     except (OutsideFolderError, OutputNameError) as err:
         return str(err)
     return True
@@ -137,7 +137,7 @@ def rate_refusal(fps: float | None) -> bool | str:
 
 def graph_of(hidden: io.HiddenHolder) -> dict[str, object]:
     """What ComfyUI looks for in a file that is dropped on its canvas; nothing where users want no graph in files."""
-    if not host.graph_in_files():
+    if not current_host().graph_in_files():
         return {}
     graph = dict(hidden.extra_pnginfo or {})
     return graph if hidden.prompt is None else {**graph, "prompt": hidden.prompt, SAVING_NODE: hidden.unique_id}
@@ -195,7 +195,7 @@ class WanStreamDecodeVideo(io.ComfyNode):
         **encoding: Any,
     ) -> io.NodeOutput:
         settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
-        with host.ledger().phase("decode", host.device()):
+        with current_host().ledger().phase("decode", current_host().device()):
             file = decode_to_file(
                 settings,
                 latent["samples"],
@@ -253,7 +253,7 @@ class WanStreamVAEDecode(io.ComfyNode):
         compute_dtype: str = "fp32",
     ) -> io.NodeOutput:
         settings = DecodeSettings.of(vae, latent["samples"], tile_size, memory_gb, compute_dtype)
-        with host.ledger().phase("decode", host.device()):
+        with current_host().ledger().phase("decode", current_host().device()):
             videos, told = decode_images(settings, latent["samples"], workers, node_id=cls.hidden.unique_id)
         return io.NodeOutput(videos.flatten(0, 1), ui=ui.PreviewText("\n".join(told)) if told else None)
 
@@ -301,7 +301,7 @@ class WanStreamSaveVideo(io.ComfyNode):
         _, height, width, _ = images.shape
         # After a Cancel the images and the latent are still in the cache of the host.
         keep = keep_latent_until_done(latent["samples"] if latent else None, after_cancel=False)
-        with host.ledger().phase("save", host.device()), keep:
-            file = host.output_file(filename_prefix, "mp4", width=width, height=height)
+        with current_host().ledger().phase("save", current_host().device()), keep:
+            file = current_host().output_file(filename_prefix, "mp4", width=width, height=height)
             write_mp4(file.path, images, fps=fps, crf=crf, metadata=graph_of(cls.hidden))
         return io.NodeOutput(ui=shown(file))

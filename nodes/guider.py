@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import GuiderSettings, host, io, search_words
+from ..host import GuiderSettings, current_host, io, search_words
 from ..plan import AutoOffload
 from ..sampling import Guidance
 from ..schema import ExpertsRef, OffloadPolicy
@@ -52,7 +52,9 @@ class WanStreamGuider(io.ComfyNode):
         scales = own.pop("guidance_high"), own.pop("guidance_low")
         set_to = GuiderSettings(guidance=scales, more_guidance=guidance or Guidance(), **own)
         asked = policy or OffloadPolicy.layerwise()
-        return io.NodeOutput(host.guider(experts, positive, negative, set_to, flow_shift=flow_shift, policy=asked))
+        return io.NodeOutput(
+            current_host().guider(experts, positive, negative, set_to, flow_shift=flow_shift, policy=asked)
+        )
 
 
 class WanStreamSigmas(io.ComfyNode):
@@ -73,7 +75,7 @@ class WanStreamSigmas(io.ComfyNode):
 
     @classmethod
     def execute(cls, schedule: str, steps: int, flow_shift: float, denoise: float) -> io.NodeOutput:
-        return io.NodeOutput(host.sigmas(schedule, steps, denoise, flow_shift))
+        return io.NodeOutput(current_host().sigmas(schedule, steps, denoise, flow_shift))
 
 
 def _socket_inputs() -> list[io.Input]:
@@ -117,7 +119,7 @@ def _schedule_inputs() -> list[io.Input]:
     return [
         io.Combo.Input(
             "schedule",
-            options=host.schedule_names(),
+            options=current_host().schedule_names(),
             default="simple",
             tooltip="How noise falls from step to step. simple: what ComfyUI's Wan workflows use. wan: as in Wan2.2 "
             "and diffusers. None costs more than another.",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ..host import host, io
+from ..host import current_host, io
 from ..sampling import RequestError
 from ..wan import ATTENTIONS
 from . import sockets
@@ -123,7 +123,7 @@ def shown_warnings(found: Sequence[str]) -> dict[str, Any] | None:
     """
     if not found:
         return None
-    if host.strict():
+    if current_host().strict():
         raise StrictError(f"{'; '.join(found)}. This is an error because the run is strict")
     for warning in found:
         logger.warning("%s", warning)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..devices import surely_lacks
-from ..host import host, io, search_words
+from ..host import current_host, io, search_words
 from ..sampling import IMAGE_SEEN, NoRoomError, begun_latent, framed_video, start_end_mask, start_frames, start_mask
 from ..schema import FP32_BYTES, VideoShape, need_text
 from ..wan import SPACES, WAN21, LatentSpace, open_image_encoder, open_vae
@@ -176,7 +176,7 @@ class WanStreamImageToVideo(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "clip_vision",
-                    options=[NONE, *host.model_names("diffusers", "clip_vision")],
+                    options=[NONE, *current_host().model_names("diffusers", "clip_vision")],
                     default=NONE,
                     optional=True,
                     tooltip="For Wan2.1 I2V: clip_vision_h.safetensors, or the diffusers pipeline folder that holds "
@@ -218,7 +218,7 @@ class WanStreamImageToVideo(io.ComfyNode):
         clip_crop: str = "none",
         **size: int,
     ) -> io.NodeOutput:
-        path = host.model_path(vae, "diffusers", "vae")
+        path = current_host().model_path(vae, "diffusers", "vae")
         space = open_vae(path).space
         shape = video_shape(space, **size)
         if space != WAN21:
@@ -230,8 +230,8 @@ class WanStreamImageToVideo(io.ComfyNode):
         mask = start_mask(known, shape) if end_image is None else start_end_mask(known, len(end_image), shape)
         given: dict[str, object] = {"concat_latent_image": encode_here(path, video), "concat_mask": mask}
         if clip_vision != NONE:
-            encoder = open_image_encoder(host.model_path(clip_vision, "diffusers", "clip_vision"))
-            given[IMAGE_SEEN] = encoder.encode(image[:1], device=host.device(), crop=CROPS[clip_crop])
+            encoder = open_image_encoder(current_host().model_path(clip_vision, "diffusers", "clip_vision"))
+            given[IMAGE_SEEN] = encoder.encode(image[:1], device=current_host().device(), crop=CROPS[clip_crop])
         return io.NodeOutput(_with(positive, given), _with(negative, given), empty_latent(space, shape, batch_size))
 
 

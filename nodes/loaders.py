@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..devices import AUTO, dtype_name
-from ..host import host, io, search_words
+from ..host import current_host, io, search_words
 from ..schema import Attention, ExpertsRef, LoraRef, Storage
 from ..wan import STORAGES, expert_suspicions, lora_suspicions
 from . import sockets
@@ -29,7 +29,7 @@ class WanStreamExperts(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        names = host.model_names(*FOLDERS)
+        names = current_host().model_names(*FOLDERS)
         return io.Schema(
             node_id="WanStreamExperts",
             display_name="Wan Experts (streamed)",
@@ -73,8 +73,8 @@ class WanStreamExperts(io.ComfyNode):
         compile: bool = False,
     ) -> io.NodeOutput:
         ref = ExpertsRef(
-            high_noise=host.model_path(high_noise, *FOLDERS),
-            low_noise=None if low_noise == SAME_FOLDER else host.model_path(low_noise, *FOLDERS),
+            high_noise=current_host().model_path(high_noise, *FOLDERS),
+            low_noise=None if low_noise == SAME_FOLDER else current_host().model_path(low_noise, *FOLDERS),
             compute_dtype=DTYPES[compute_dtype],
             storage=storage,
             attention=attention,
@@ -82,22 +82,26 @@ class WanStreamExperts(io.ComfyNode):
         )
         # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
         # the pair open.
-        with host.ledger().phase("open", host.device()):
-            pair = host.experts(ref)
+        with current_host().ledger().phase("open", current_host().device()):
+            pair = current_host().experts(ref)
         log_auto_dtype(ref, pair)
         return io.NodeOutput(ref, ui=shown_warnings(expert_suspicions(pair.high, pair.low)))
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> bool:
         """Let the node run again when what it warns of becomes an error, or no error any more."""
-        return host.strict()
+        return current_host().strict()
 
 
 def log_auto_dtype(ref: ExpertsRef, pair: ExpertPair) -> None:
     """Log the dtype that `compute_dtype` auto gives in this process. It stays "auto" in `ref` for workers, which agree
     on a dtype that is fast on the devices of all of them."""
     if ref.compute_dtype == AUTO:
-        logger.info("compute_dtype auto: the blocks compute in %s on %s", dtype_name(pair.compute_dtype), host.device())
+        logger.info(
+            "compute_dtype auto: the blocks compute in %s on %s",
+            dtype_name(pair.compute_dtype),
+            current_host().device(),
+        )
 
 
 def dtype_input() -> io.Combo.Input:
@@ -138,7 +142,7 @@ class WanStreamOneExpert(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "file",
-                    options=host.model_names(*FOLDERS),
+                    options=current_host().model_names(*FOLDERS),
                     tooltip="A .safetensors or .gguf file of diffusion_models, or a folder of diffusers. What is read "
                     "per step where all blocks stream: 28 GB for 14B (32 GB for Wan2.1 I2V), 9.8 GB for 5B and 2.8 GB "
                     "for 1.3B in bf16 and fp16, half of it in fp8.",
@@ -161,7 +165,7 @@ class WanStreamOneExpert(io.ComfyNode):
         compile: bool = False,
     ) -> io.NodeOutput:
         ref = ExpertsRef(
-            high_noise=host.model_path(file, *FOLDERS),
+            high_noise=current_host().model_path(file, *FOLDERS),
             compute_dtype=DTYPES[compute_dtype],
             storage=storage,
             single=True,
@@ -170,8 +174,8 @@ class WanStreamOneExpert(io.ComfyNode):
         )
         # Opened here so that a bad file or a missing package is reported on the node that names it. The sampler finds
         # it open.
-        with host.ledger().phase("open", host.device()):
-            pair = host.experts(ref)
+        with current_host().ledger().phase("open", current_host().device()):
+            pair = current_host().experts(ref)
         log_auto_dtype(ref, pair)
         return io.NodeOutput(ref)
 
@@ -214,27 +218,27 @@ class WanStreamLora(io.ComfyNode):
         if high_noise == low_noise == NONE:
             return io.NodeOutput(experts)
         lora = LoraRef(
-            high_noise=None if high_noise == NONE else host.model_path(high_noise, _FOLDER),
-            low_noise=None if low_noise == NONE else host.model_path(low_noise, _FOLDER),
+            high_noise=None if high_noise == NONE else current_host().model_path(high_noise, _FOLDER),
+            low_noise=None if low_noise == NONE else current_host().model_path(low_noise, _FOLDER),
             strength_high=strength_high,
             strength_low=strength_low,
         )
         ref = replace(experts, loras=(*experts.loras, lora))
         # Opened here so that a bad file is reported on the node that names it.
-        pair = host.experts(ref)
+        pair = current_host().experts(ref)
         found = lora_suspicions(lora.high_noise, lora.low_noise, pair.high, single=experts.single)
         return io.NodeOutput(ref, ui=shown_warnings(found))
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> bool:
         """Let the node run again when what it warns of becomes an error, or no error any more."""
-        return host.strict()
+        return current_host().strict()
 
 
 def _file(name: str, steps: str) -> io.Combo.Input:
     return io.Combo.Input(
         name,
-        options=[NONE, *host.model_names(_FOLDER)],
+        options=[NONE, *current_host().model_names(_FOLDER)],
         default=NONE,
         tooltip=f"The LoRA for the expert of the {steps}. Costs its own size in RAM (0.6 GB at rank 64 in bf16) twice, "
         "2 % more bytes per block at rank 64, and no device memory worth naming.",

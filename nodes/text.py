@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..host import host, io, search_words
+from ..host import current_host, io, search_words
 
 
 class WanStreamTextEncode(io.ComfyNode):
@@ -20,7 +20,7 @@ class WanStreamTextEncode(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "text_encoder",
-                    options=host.model_names("diffusers", "text_encoders"),
+                    options=current_host().model_names("diffusers", "text_encoders"),
                     tooltip="UMT5-XXL: a umt5_xxl file, or a diffusers pipeline folder. Costs one read of 9 GB (bf16, "
                     "fp16; fp8 half of it) from disk per change of a prompt, and 0.8 GB of device memory instead "
                     "of 11.",
@@ -46,7 +46,7 @@ class WanStreamTextEncode(io.ComfyNode):
 
     @classmethod
     def execute(cls, text_encoder: str, positive: str, negative: str) -> io.NodeOutput:
-        path, device = host.model_path(text_encoder, "diffusers", "text_encoders"), host.device()
-        with host.ledger().phase("text", device):
-            embeddings = host.encode_texts(path, [positive, negative])
+        path, device = current_host().model_path(text_encoder, "diffusers", "text_encoders"), current_host().device()
+        with current_host().ledger().phase("text", device):
+            embeddings = current_host().encode_texts(path, [positive, negative])
         return io.NodeOutput(*([[embedding, {"pooled_output": None}]] for embedding in embeddings))

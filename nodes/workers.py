@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..host import check_ray, cluster, cluster_names, gpus_of, host, io, search_words
+from ..host import check_ray, cluster, cluster_names, current_host, gpus_of, io, search_words
 from ..schema import (
     GOALS,
     LOCAL,
@@ -223,7 +223,7 @@ class WanStreamWorkers(io.ComfyNode):
         cluster: str | None = None,
     ) -> bool | str:
         degrees = {"data": data, "stage": stage, "cfg": cfg, "ring": ring, "ulysses": ulysses}
-        gpus = gpus_of(host.device())
+        gpus = gpus_of(current_host().device())
         return said_once(workers_refusal(gpus=gpus, count=count, layout=layout, **degrees, cluster=cluster))
 
     @classmethod
@@ -235,7 +235,7 @@ class WanStreamWorkers(io.ComfyNode):
         **settings: Any,
     ) -> io.NodeOutput:
         life = {"threads": threads, "max_restarts": max_restarts, "timeout_s": timeout_s}
-        ref = workers_ref(gpus=gpus_of(host.device()), **settings, **life)
+        ref = workers_ref(gpus=gpus_of(current_host().device()), **settings, **life)
         # Asked here so that what is missing is said on the node that wants it.
         check_ray(ref)
         return io.NodeOutput(ref)

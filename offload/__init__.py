@@ -1,4 +1,4 @@
-"""Weight streaming for the blocks of any module. Independent of models, samplers and ComfyUI."""
+"""Weight streaming for the blocks of any module, independent of models, samplers and ComfyUI."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Streams the blocks of any module through an engine, and takes everything back.
+"""Attachment of the blocks of any module to an engine that streams their weights.
 
     with attach_offload(model.blocks, policy=OffloadPolicy.layerwise(1), device="cuda") as engine:
         model(x)                       # each forward is one run of one pass
-        with engine.passes(2):         # two forwards known in advance: the second finds its first blocks there
+        with engine.passes(2):         # two forwards in one run: the second one finds its first blocks fetched
             model(x), model(y)
 
 A caller with its own loop over blocks (lanes, two experts, many steps) names the visits instead:
@@ -29,7 +29,8 @@ from .sharding.group import Sharded
 from .sources.base import BlockSource
 from .sources.module import ModuleSource
 
-ONLY_STACK = "blocks"  # the name a single stack of blocks goes by in visits
+ONLY_STACK = "blocks"
+"""Name of a stack in visits if only one stack is attached."""
 
 
 def attach_offload(
@@ -42,43 +43,34 @@ def attach_offload(
     shared: SharedSegment | None = None,
     sharded: Sharded | None = None,
 ) -> OffloadEngine:
-    """Let the Linear weights of `blocks` be streamed to `device`; everything else of the blocks moves there and stays.
+    """Stream the Linear weights of `blocks` to `device`; all other tensors of the blocks are moved there once.
 
     Args:
-        blocks: one stack of like blocks, or several by name. Weights may be on `meta` if `source` is given.
-        policy: which blocks stay resident, how many buffers lie ahead, and which blocks have a home in RAM.
-        device: where the blocks compute.
-        source: where the stored bytes come from; by default the blocks' own weights, which are kept in RAM.
-        follow_forward: run the blocks' own forwards through the engine; off for callers that name the visits.
-        shared: RAM that the ranks of one machine hold together; blocks that keep their home for later runs lie there.
-        sharded: ranks that keep one shard of every block each and gather it when it is due; all of them run the same
-            visits under the same policy. The source then is a `RangeSource`, as those of files and modules are.
+        blocks: one stack of similar blocks, or several by name. Weights may be on `meta` if `source` is given.
+        policy: resident blocks, prefetch depth, and RAM-resident blocks.
+        device: compute device.
+        source: source of the stored bytes; by default the blocks' own weights, which are kept in RAM.
+        follow_forward: stream blocks during the model's own forward; False for callers that name the visits.
+        shared: RAM that the ranks of one machine share, for blocks that are RAM-resident across runs.
+        sharded: ranks that keep one shard of every block each and gather a block before its visit. All ranks run the
+            same visits under the same policy. The source must be a `RangeSource`; file and module sources are.
 
     Returns:
-        The engine; `detach()` or `with` leaves every block exactly as it was.
+        The engine; `detach()` or exiting its `with` restores every block exactly.
 
     Raises:
-        ValueError: the device is not there, the policy does not fit the number of blocks, the source does not fit a
-            block, or a block's weights have no data and no source. The blocks are then as they were.
-        SourceError: there is not enough RAM for the blocks that have a home there. Likewise.
+        ValueError: the device does not exist, the policy does not fit the number of blocks, the source does not fit a
+            block, or weights are on `meta` without a source. The blocks are unchanged.
+        SourceError: there is not enough RAM for the RAM-resident blocks. The blocks are unchanged.
     """
-    stacks = _named(blocks)
-    counts = {name: len(stack) for name, stack in stacks.items()}
-    plan_residency(policy, counts)  # refuse a policy that does not fit before anything is touched
-    place = compute_device(device)
-    own = source or ModuleSource(stacks)
+    stacks: Stacks = blocks if isinstance(blocks, Mapping) else {ONLY_STACK: blocks}
+    plan_residency(policy, {name: len(stack) for name, stack in stacks.items()})  # refuse before reading any weights
     return OffloadEngine(
         stacks,
         policy=policy,
-        device=place,
-        source=own,
+        device=compute_device(device),
+        source=source or ModuleSource(stacks),
         follow_forward=follow_forward,
         shared=shared,
         sharded=sharded,
     )
-
-
-def _named(blocks: Stacks | Sequence[nn.Module]) -> Stacks:
-    if isinstance(blocks, Mapping):
-        return blocks
-    return {ONLY_STACK: blocks}

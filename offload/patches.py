@@ -1,7 +1,7 @@
-"""What is added to blocks when they arrive (LoRA): kept in host memory, one flat piece for each block.
+"""Patches (LoRA) that are added to blocks on arrival; their factors are kept in host memory, one flat tensor per block.
 
-The stored bytes of a block never change. Its factors are added to the decoded matrices in the buffer, so that another
-strength needs no file, and a block without a patch costs nothing.
+The stored bytes of a block never change. Its factors are added to the decoded matrices in the buffer, so that a new
+strength does not read the file again, and a block without a patch costs nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from .host_memory.pages import in_pages, map_memory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightPatch:
-    """What is added to one arrived matrix [rows, columns]: `up @ down`, and `full`.
+    """Change of one matrix [rows, columns]: adds `up @ down`, `full`, or both.
 
-    CPU tensors of a floating dtype, with the strength already in `up` and `full`. They are copied when they are set,
-    rounded to the dtype that the matrix is computed in.
+    CPU tensors of a floating dtype, with the strength already in `up` and `full`. `set_patches` copies them, rounded to
+    the compute dtype of the matrix.
     """
 
     up: torch.Tensor | None = None
-    """[rows, rank]; together with `down`."""
+    """[rows, rank]; requires `down`."""
     down: torch.Tensor | None = None
     """[rank, columns]"""
     full: torch.Tensor | None = None
@@ -35,9 +35,9 @@ class WeightPatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockPatch:
-    """The patches of one block, by streamed parameter name within the block, e.g. "attn1.to_q.weight".
+    """Patches of one block, by the name of the streamed parameter within the block, e.g. "attn1.to_q.weight".
 
-    Equal identities mean equal patches of that block: of a patch that is set already, `weights` is not looked at.
+    Equal identities mean equal patches of that block: `weights` is not read if the block has this identity already.
     """
 
     identity: Hashable
@@ -46,7 +46,7 @@ class BlockPatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedPatch:
-    """The factors of one block in the dtype of their matrices; `memory` is 1-D uint8 of `layout.nbytes`."""
+    """Factors of one block in the compute dtype of their matrices; `memory` is 1-D uint8 of `layout.nbytes`."""
 
     identity: Hashable
     names: tuple[str, ...]
@@ -54,13 +54,14 @@ class StagedPatch:
     memory: torch.Tensor
 
     def add_to(self, block: torch.Tensor, computed: FlatLayout, factors: torch.Tensor | None = None) -> None:
-        """Add to a decoded block in place, each matrix by one `addmm`: summed in fp32, rounded once.
+        """Add to a decoded block in place, one `addmm` per matrix, which sums in fp32 and rounds once.
 
-        A `full` is added before, and rounded by itself.
+        A `full` is added before, and rounded separately.
 
         Args:
-            block: 1-D uint8 that holds the block as `computed` says; ordered by the current stream of its device.
-            factors: a copy of `memory` on the device of `block`; None where that is the CPU.
+            block: 1-D uint8 with the block in the layout `computed`; ordered by the current stream of its device.
+            computed: layout of `block`.
+            factors: a copy of `memory` on the device of `block`; None if that device is the CPU.
         """
         matrices = tensor_views(block, computed)
         parts = tensor_views(self.memory if factors is None else factors, self.layout)
@@ -73,17 +74,17 @@ class StagedPatch:
 
 
 class StagedPatches:
-    """The patches of all blocks of one engine.
+    """Patches of all blocks of one engine.
 
     Args:
-        formats: of every block there is.
-        lock: locks the pages of the factors, so that the device copies out of them by itself; None for a CPU.
+        formats: formats of all blocks.
+        lock: page-locks the factors for asynchronous copies to the device; None for a CPU.
     """
 
     def __init__(self, formats: Mapping[BlockKey, BlockFormat], *, lock: PageLock | None = None) -> None:
         self._formats = formats
         self._locked = LockedBlocks(lock) if lock is not None else None
-        self._held: Mapping[BlockKey, StagedPatch] = {}
+        self._staged: Mapping[BlockKey, StagedPatch] = {}
 
     @property
     def locked_bytes(self) -> int:
@@ -92,64 +93,64 @@ class StagedPatches:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that the factors take, locked or not."""
-        return sum(in_pages(held.layout.nbytes) for held in self._held.values())
+        """Bytes of host memory of all factors, page-locked or not."""
+        return sum(in_pages(staged.layout.nbytes) for staged in self._staged.values())
 
     @property
-    def largest(self) -> int:
-        """Bytes of the factors of the block that has most of them."""
-        return max((held.layout.nbytes for held in self._held.values()), default=0)
+    def largest_bytes(self) -> int:
+        """Bytes of the largest patch of a block."""
+        return max((staged.layout.nbytes for staged in self._staged.values()), default=0)
 
     def get(self, key: BlockKey) -> StagedPatch | None:
-        return self._held.get(key)
+        return self._staged.get(key)
 
     def nbytes(self, key: BlockKey) -> int:
-        """Bytes of the factors that arrive together with a block."""
-        held = self._held.get(key)
-        return 0 if held is None else held.layout.nbytes
+        """Return the bytes of the factors of a block; 0 without a patch."""
+        staged = self._staged.get(key)
+        return 0 if staged is None else staged.layout.nbytes
 
     def prepare(self, patches: Mapping[BlockKey, BlockPatch]) -> dict[BlockKey, StagedPatch]:
-        """Copy `patches` for `replace`; of blocks whose identity stays, what is held already. Nothing is changed.
+        """Copy `patches` for `replace`; reuse the factors of blocks whose identity is unchanged. Changes nothing.
 
         Raises:
-            ValueError: a patch of a block or weight that does not stream, or of another shape.
-            OSError: the system does not give that much memory.
+            ValueError: a patch names a block or weight that does not stream, or has another shape.
+            OSError: there is not enough memory.
         """
         prepared: dict[BlockKey, StagedPatch] = {}
         for key, patch in patches.items():
-            held = self._held.get(key)
-            if held is not None and held.identity == patch.identity:
-                prepared[key] = held
+            staged = self._staged.get(key)
+            if staged is not None and staged.identity == patch.identity:
+                prepared[key] = staged
             elif patch.weights:
-                prepared[key] = _hold(key, patch, self._formats)
+                prepared[key] = _stage(key, patch, self._formats)
         return prepared
 
     def changed(self, prepared: Mapping[BlockKey, StagedPatch]) -> frozenset[BlockKey]:
-        """The blocks that arrive with other bytes after `replace(prepared)`."""
-        keys = self._held.keys() | prepared.keys()
-        return frozenset(key for key in keys if self._held.get(key) is not prepared.get(key))
+        """Return the blocks whose patch differs after `replace(prepared)`."""
+        keys = self._staged.keys() | prepared.keys()
+        return frozenset(key for key in keys if self._staged.get(key) is not prepared.get(key))
 
     def replace(self, prepared: Mapping[BlockKey, StagedPatch]) -> None:
-        """Let go of all patches that are not in `prepared`. No copy out of one may be under way."""
+        """Install `prepared` and release all other patches. No copy out of a patch may be pending."""
         if self._locked is not None:
             changed = self.changed(prepared)
-            for key in changed & self._held.keys():
-                self._locked.remove(self._held[key].memory)
+            for key in changed & self._staged.keys():
+                self._locked.remove(self._staged[key].memory)
             for key in changed & prepared.keys():
                 self._locked.add(prepared[key].memory)
-        self._held = prepared
+        self._staged = prepared
 
 
-def _hold(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFormat]) -> StagedPatch:
-    """Copy the factors of one block into one flat piece of memory."""
+def _stage(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockFormat]) -> StagedPatch:
+    """Copy the factors of one block into one flat tensor."""
     label = f"the patch of block {key.block} of {key.expert!r}"
     if key not in formats:
-        raise ValueError(f"{label}: there is no such block, only {_blocks_of(key.expert, formats)}")
+        raise ValueError(f"{label}: no such block, only {_available_blocks(key.expert, formats)}")
     matrices = {tensor.name: tensor for tensor in formats[key].computed.tensors}
     factors: list[tuple[str, torch.Tensor, torch.dtype]] = []
     for name, weight in patch.weights.items():
         if name not in matrices:
-            raise ValueError(f"{label}: no {name} is streamed, only {', '.join(matrices)} can be patched")
+            raise ValueError(f"{label}: {name} is not streamed; only {', '.join(matrices)} can be patched")
         _check(f"{label}, {name}", weight, matrices[name])
         factors += ((_part(name, part), factor, matrices[name].dtype) for part, factor in _parts_of(weight))
     layout = flat_layout((part, tuple(factor.shape), dtype) for part, factor, dtype in factors)
@@ -157,7 +158,7 @@ def _hold(key: BlockKey, patch: BlockPatch, formats: Mapping[BlockKey, BlockForm
         memory = map_memory(layout.nbytes)[: layout.nbytes]
     except OSError as err:
         raise OSError(
-            f"{label}: {layout.nbytes / 1e6:.1f} MB of RAM are refused ({err.strerror}): use fewer LoRAs"
+            f"{label}: {layout.nbytes / 1e6:.1f} MB of RAM cannot be allocated ({err.strerror}): use fewer LoRAs"
         ) from err
     views = tensor_views(memory, layout)
     for part, factor, _ in factors:
@@ -179,17 +180,19 @@ def _check(label: str, weight: WeightPatch, matrix: FlatTensor) -> None:
         raise ValueError(f"{label}: has {', '.join(parts) or 'nothing'}; give up and down, or full, or all three")
     for part, factor in parts.items():
         if factor.device.type != "cpu" or not factor.is_floating_point():
-            raise ValueError(f"{label}: {part} is {factor.dtype} on {factor.device}, it must be floating on the CPU")
+            raise ValueError(
+                f"{label}: {part} is {factor.dtype} on {factor.device}; it must be a floating dtype on the CPU"
+            )
     rows, columns = matrix.shape
     rank = parts["up"].shape[-1] if "up" in parts and parts["up"].ndim else 0
     if "up" in parts and not rank:
-        raise ValueError(f"{label}: up is {list(parts['up'].shape)}; [{rows}, rank] is expected, of a rank above 0")
+        raise ValueError(f"{label}: up is {list(parts['up'].shape)}; expected [{rows}, rank] with a rank above 0")
     wanted = {"up": (rows, rank), "down": (rank, columns), "full": (rows, columns)}
     for part, factor in parts.items():
         if tuple(factor.shape) != wanted[part]:
             raise ValueError(
-                f"{label}: {part} is {list(factor.shape)}, but {list(wanted[part])} fits the matrix "
-                f"[{rows}, {columns}]: is it made for another model?"
+                f"{label}: {part} is {list(factor.shape)}, but the matrix [{rows}, {columns}] needs "
+                f"{list(wanted[part])}: was it made for another model?"
             )
 
 
@@ -197,7 +200,7 @@ def _part(name: str, part: str) -> str:
     return f"{name} {part}"
 
 
-def _blocks_of(expert: str, formats: Mapping[BlockKey, BlockFormat]) -> str:
+def _available_blocks(expert: str, formats: Mapping[BlockKey, BlockFormat]) -> str:
     count = sum(key.expert == expert for key in formats)
     if count:
         return f"blocks 0 to {count - 1}"

@@ -1,4 +1,4 @@
-"""Measures what moves weights on this machine: files, bus, RAM, decoding. Seconds at most, in a few hundred MB."""
+"""Probes of this machine's rates: disk, bus, RAM, decoding, quantising. Each takes seconds and a few hundred MB."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .sources.quantised import MOST_THREADS
 from .sources.reader import FileReader
 
 PIECE_BYTES = 128 * 1024**2
-"""Read, copied or locked at once; a probe takes two of them at most."""
+"""Bytes that are read, copied or page-locked at once; a probe allocates at most two such pieces of RAM."""
 SIDE = 2048
-"""Of the square matrices that are decoded and quantised."""
+"""Side length of the square matrices that are decoded and quantised."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskRate:
-    """Bytes per second of reading one file, and in words whether that was cold."""
+    """Read rate of one file; `how` describes the route, and whether the page cache may have been warm."""
 
     bytes_per_s: float
     bytes_read: int
@@ -42,7 +42,7 @@ class DiskRate:
 
 @dataclass(frozen=True, kw_only=True)
 class BusRates:
-    """Bytes per second between RAM and a GPU; `busy` ones are measured while the GPU computes."""
+    """Bytes per second between RAM and a GPU; the `busy` rates are measured while the GPU computes."""
 
     h2d: float
     h2d_busy: float
@@ -53,70 +53,77 @@ class BusRates:
     d2h_pageable: float
     d2h_pageable_busy: float
     locked: bool
-    """False: the system refuses to lock pages, so all figures are of ordinary memory."""
+    """False if the system refuses to lock pages; all rates are then those of pageable memory."""
 
     def words(self) -> str:
-        """All eight, way by way, for people."""
-        ways = (
-            ("to the GPU, locked", self.h2d, self.h2d_busy),
-            ("to the GPU, ordinary", self.h2d_pageable, self.h2d_pageable_busy),
-            ("from the GPU, locked", self.d2h, self.d2h_busy),
-            ("from the GPU, ordinary", self.d2h_pageable, self.d2h_pageable_busy),
+        """Return a description of all eight rates."""
+        routes = (
+            ("to the GPU, pinned", self.h2d, self.h2d_busy),
+            ("to the GPU, pageable", self.h2d_pageable, self.h2d_pageable_busy),
+            ("from the GPU, pinned", self.d2h, self.d2h_busy),
+            ("from the GPU, pageable", self.d2h_pageable, self.d2h_pageable_busy),
         )
-        return "; ".join(f"{way} {free / 1e9:.1f} GB/s, {busy / 1e9:.1f} while it computes" for way, free, busy in ways)
+        return "; ".join(
+            f"{route} {idle / 1e9:.1f} GB/s, {busy / 1e9:.1f} while it computes" for route, idle, busy in routes
+        )
 
 
 def probe_disk(
-    path: Path, *, most_bytes: int = 2_000_000_000, most_s: float = 1.5, directly: bool | None = None
+    path: Path, *, max_bytes: int = 2_000_000_000, max_s: float = 1.5, directly: bool | None = None
 ) -> DiskRate:
-    """Read `path` as blocks are read from it, from its start, until `most_bytes` or `most_s` are reached.
+    """Read `path` from its start like a file of blocks, until `max_bytes` or `max_s` are reached.
 
-    Past the page cache where the file system lets us (`directly` None), or not at all. Else the pages of this file are
-    dropped first, for which no permission is needed; where the system drops none the rate may be that of a warm file,
-    and `how` says so. Raises OSError when the file cannot be read, and ValueError when it is empty.
+    With `directly` None, reads bypass the page cache if the file system allows it. Otherwise the cached pages of this
+    file are dropped first, which needs no permission. If the system drops none, the rate may be that of a warm file,
+    and `how` says so.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is empty.
     """
-    size = min(path.stat().st_size, most_bytes)
+    size = min(path.stat().st_size, max_bytes)
     if not size:
         raise ValueError(f"{path} is empty: give a file of weights to read")
     if directly is None:
         directly = _reads_directly(path)
-    how = "past the page cache" if directly else _drop_cached(path)
+    how = "bypassing the page cache" if directly else _drop_cached(path)
     memory = map_memory(min(size, PIECE_BYTES))
     reader = FileReader(direct=directly)
     try:
-        begun, done = time.perf_counter(), 0
-        while done == 0 or (done < size and time.perf_counter() - begun < most_s):
+        start, done = time.perf_counter(), 0
+        while done == 0 or (done < size and time.perf_counter() - start < max_s):
             count = min(memory.numel(), size - done)
             reader.read(_pieces(path, done, count, host_bytes(memory).data))
             done += count
-        return DiskRate(bytes_per_s=done / (time.perf_counter() - begun), bytes_read=done, how=how)
+        return DiskRate(bytes_per_s=done / (time.perf_counter() - start), bytes_read=done, how=how)
     finally:
         reader.close()
 
 
 def probe_bus(device: torch.device, *, compute: Callable[[], None]) -> BusRates:
-    """Copy between RAM and the GPU `device`, alone and while it does what `compute` launches."""
-    host, ordinary = map_memory(PIECE_BYTES), torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    """Measure copies between RAM and the GPU `device`, idle and while it runs the kernels that `compute` launches."""
+    host, pageable = map_memory(PIECE_BYTES), torch.empty(PIECE_BYTES, dtype=torch.uint8)
+    # Touch all pages first, so that no page fault is measured.
     host.zero_()
-    ordinary.zero_()
-    there = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
+    pageable.zero_()
+    on_device = torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device)
     lock, locked = CudaPageLock(device), True
     try:
         lock.lock(host)
     except PageLockError:
         locked = False
     try:
-        alone = _Copies(device, lambda: None)
-        busy = _Copies(device, compute)
+        idle = _CopyTimer(device, lambda: None)
+        busy = _CopyTimer(device, compute)
         return BusRates(
-            h2d=alone.rate(there, host),
-            h2d_busy=busy.rate(there, host),
-            h2d_pageable=alone.rate(there, ordinary),
-            h2d_pageable_busy=busy.rate(there, ordinary),
-            d2h=alone.rate(host, there),
-            d2h_busy=busy.rate(host, there),
-            d2h_pageable=alone.rate(ordinary, there),
-            d2h_pageable_busy=busy.rate(ordinary, there),
+            h2d=idle.rate(on_device, host),
+            h2d_busy=busy.rate(on_device, host),
+            h2d_pageable=idle.rate(on_device, pageable),
+            h2d_pageable_busy=busy.rate(on_device, pageable),
+            d2h=idle.rate(host, on_device),
+            d2h_busy=busy.rate(host, on_device),
+            d2h_pageable=idle.rate(pageable, on_device),
+            d2h_pageable_busy=busy.rate(pageable, on_device),
             locked=locked,
         )
     finally:
@@ -126,13 +133,13 @@ def probe_bus(device: torch.device, *, compute: Callable[[], None]) -> BusRates:
 
 
 def probe_copy() -> float:
-    """Bytes per second from RAM to RAM, as torch copies."""
+    """Return the bytes per second of a torch copy from RAM to RAM."""
     source, target = (torch.zeros(PIECE_BYTES, dtype=torch.uint8) for _ in range(2))
     return PIECE_BYTES / _typical_s(lambda: target.copy_(source), torch.device("cpu"))
 
 
 def probe_decode(device: torch.device) -> float:
-    """Computed bytes per second of decoding fp8 with a scale for each row to bf16 on `device`."""
+    """Return the bf16 bytes per second of decoding fp8 with one scale per row on `device`."""
     stored = torch.zeros(SIDE, SIDE, device=device).to(QUANTISED_DTYPE)
     into = torch.empty(SIDE, SIDE, dtype=torch.bfloat16, device=device)
     scale = torch.ones(SIDE, 1, device=device)
@@ -140,7 +147,7 @@ def probe_decode(device: torch.device) -> float:
 
 
 def probe_quantise() -> float:
-    """bf16 bytes per second that the threads of a quantised source turn into fp8 together."""
+    """Return the bf16 bytes per second that all threads of a quantised source together convert to fp8."""
     threads = min(MOST_THREADS, os.cpu_count() or 1)
     values = torch.zeros(SIDE, SIDE, dtype=torch.bfloat16)
     into, scales = torch.empty(SIDE, SIDE, dtype=QUANTISED_DTYPE), torch.empty(SIDE, 1)
@@ -148,8 +155,8 @@ def probe_quantise() -> float:
     work = [work_memory(SIDE) for _ in rows]
 
     def quantise(part: int) -> None:
-        mine = slice(rows[part].start, rows[part].stop)
-        quantise_rows(values[mine], into[mine], scales[mine], work[part])
+        part_rows = slice(rows[part].start, rows[part].stop)
+        quantise_rows(values[part_rows], into[part_rows], scales[part_rows], work[part])
 
     with one_thread_pool(threads, "wanstream-probe") as pool:
 
@@ -162,8 +169,8 @@ def probe_quantise() -> float:
         return values.nbytes / _typical_s(all_parts, torch.device("cpu"))
 
 
-class _Copies:
-    """Times copies on a stream of their own, beside what computes on the current one."""
+class _CopyTimer:
+    """Times copies on a separate stream while `compute` keeps the current stream busy."""
 
     def __init__(self, device: torch.device, compute: Callable[[], None]) -> None:
         self._device = device
@@ -172,7 +179,7 @@ class _Copies:
         self._compute = compute
 
     def rate(self, target: torch.Tensor, source: torch.Tensor) -> float:
-        """Bytes per second, the median of a few copies; the first is left out."""
+        """Return the median bytes per second of a few copies after a warm-up copy."""
         times = []
         for _ in range(6):
             self._compute()
@@ -187,7 +194,7 @@ class _Copies:
 
 
 def _typical_s(work: Callable[[], object], device: torch.device, *, repeats: int = 3) -> float:
-    """Seconds that `work` takes on `device`, the median of a few; the first is left out."""
+    """Return the median seconds of a few calls of `work` on `device` after a warm-up call."""
     clock = clock_for(device)
     times = []
     for _ in range(repeats + 1):
@@ -208,7 +215,7 @@ def _pieces(path: Path, start: int, nbytes: int, memory: memoryview) -> list[tup
 
 
 def _reads_directly(path: Path) -> bool:
-    """Whether the file system of `path` lets us read past the page cache."""
+    """Return True if the file system of `path` supports direct reads, which bypass the page cache."""
     if not O_DIRECT:
         return False
     try:
@@ -224,14 +231,14 @@ def _reads_directly(path: Path) -> bool:
 
 
 def _drop_cached(path: Path) -> str:
-    """Ask the system to forget the pages of one file; what came of it, in words."""
+    """Drop the cached pages of one file if the system allows it; return a description of the result."""
     if not hasattr(os, "posix_fadvise"):
-        return "through the page cache, maybe warm: this system drops no pages"
+        return "through the page cache, maybe warm: this system cannot drop cached pages"
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as err:
-        return f"through the page cache, maybe warm: its pages are not dropped ({err.strerror})"
+        return f"through the page cache, maybe warm: its pages cannot be dropped ({err.strerror})"
     finally:
         os.close(descriptor)
-    return "through the page cache, its pages dropped before"
+    return "through the page cache, after dropping its pages"

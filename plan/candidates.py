@@ -1,4 +1,4 @@
-"""The policies that a planner may choose from, and how fast each could be at best."""
+"""Candidate policies of the planner, their memory needs, and a lower bound of their run time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .ram_program import RamResidency, plan_ram
 
 DEPTHS = (1, 2, 3)
 CHUNKS = (None, 32768, 16384, 8192, 4096, 2048)
-"""Tokens at once, from many to few: each costs more time than the one before and less memory."""
+"""Values of `chunk_tokens` in descending order: each takes less memory and more time than the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Misfit:
-    """A policy that there is too little memory for."""
+    """Policy that does not fit into memory, with the reason in `why`."""
 
     policy: OffloadPolicy
     needs: MemoryNeeds
@@ -29,14 +29,14 @@ class Misfit:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A policy that there is memory for."""
+    """Policy that fits into memory."""
 
     policy: OffloadPolicy
     needs: MemoryNeeds
 
 
-def device_choices(blocks: int) -> Iterator[OffloadPolicy]:
-    """Every number of residents with every depth, all of one expert, and all of both."""
+def device_policies(blocks: int) -> Iterator[OffloadPolicy]:
+    """Yield every number of residents with every prefetch depth, one resident expert, and both experts resident."""
     for depth in DEPTHS:
         yield OffloadPolicy.layerwise(depth)
     for residents in range(1, blocks):
@@ -46,74 +46,75 @@ def device_choices(blocks: int) -> Iterator[OffloadPolicy]:
     yield OffloadPolicy.resident()
 
 
-def fitting_policies(job: OffloadJob, machine: Machine, room: MemoryBudget) -> tuple[list[Fit], list[Misfit]]:
-    """Every choice on the device with no home in RAM, as many as fit, and all; and what others lack.
+def fitting_policies(job: OffloadJob, machine: Machine, budget: MemoryBudget) -> tuple[list[Fit], list[Misfit]]:
+    """Return the candidates that fit into `budget`, and the usual ones that do not.
 
-    Only usual policies are told of that do not fit.
+    Each device policy is tried without RAM-resident blocks, with as many as fit, and with all blocks in RAM.
     """
     fits: list[Fit] = []
     misfits: list[Misfit] = []
-    for on_device in device_choices(job.expert.blocks):
-        found, lacking = _with_tokens(job, machine, on_device, room)
+    for on_device in device_policies(job.expert.blocks):
+        found, refused = _fit_tokens_and_ram(job, machine, on_device, budget)
         fits += found
-        misfits += [misfit for misfit in lacking if is_usual(misfit.policy, job)]
+        misfits += [misfit for misfit in refused if is_usual(misfit.policy, job)]
     return fits, misfits
 
 
 def is_usual(policy: OffloadPolicy, job: OffloadJob) -> bool:
-    """Whether people would ask after this policy: a quarter, half, or all of the blocks resident, one ahead."""
+    """Return True for a typical policy: at most one block ahead, and a multiple of a quarter of the blocks swapped."""
     quarter = max(1, job.expert.blocks // 4)
     return policy.prefetch_blocks <= 1 and (policy.kind != "block_swap" or policy.blocks_to_swap % quarter == 0)
 
 
-def with_homes(policy: OffloadPolicy, homes: int) -> OffloadPolicy:
-    """`policy` with that many homes in RAM."""
-    return replace(policy, source="pinned", ram_blocks=homes)
+def with_ram_blocks(policy: OffloadPolicy, ram_blocks: int) -> OffloadPolicy:
+    """Return `policy` with that many RAM-resident blocks."""
+    return replace(policy, source="pinned", ram_blocks=ram_blocks)
 
 
-def _with_tokens(
-    job: OffloadJob, machine: Machine, on_device: OffloadPolicy, room: MemoryBudget
+def _fit_tokens_and_ram(
+    job: OffloadJob, machine: Machine, on_device: OffloadPolicy, budget: MemoryBudget
 ) -> tuple[list[Fit], list[Misfit]]:
-    """`on_device` with as many tokens at once as fit, and every kind of homes; and what lacks for the rest."""
+    """Return the variants of `on_device` that fit, with the most tokens at once, and those that do not fit."""
     found: list[Fit] = []
-    lacking: list[Misfit] = []
+    refused: list[Misfit] = []
     for chunk in CHUNKS:
         if chunk is not None and chunk >= job.tokens:
             continue
-        without = _fit(job, machine, replace(on_device, chunk_tokens=chunk), room)
-        if isinstance(without, Misfit):
-            lacking = [without]
+        without_ram = _fit(job, machine, replace(on_device, chunk_tokens=chunk), budget)
+        if isinstance(without_ram, Misfit):
+            refused = [without_ram]
             continue
-        found.append(without)
-        homes = min(room.slots(without.needs) - without.needs.ram_slots, sum(job.block_counts.values()) - 1)
-        if homes > 0:
-            some = with_homes(without.policy, homes)
-            found.append(Fit(policy=some, needs=memory_needs(job, machine, some)))
-        everything = _fit(job, machine, replace(without.policy, source="pinned"), room)
-        if isinstance(everything, Fit):
-            return [*found, everything], []
-        lacking = [everything]
-        # Fewer tokens at once are slower, and pay only where they leave RAM to more homes.
-        if not room.shared:
+        found.append(without_ram)
+        needs = without_ram.needs
+        ram_blocks = min(budget.slots(needs) - needs.ram_slots, sum(job.block_counts.values()) - 1)
+        if ram_blocks > 0:
+            policy = with_ram_blocks(without_ram.policy, ram_blocks)
+            found.append(Fit(policy=policy, needs=memory_needs(job, machine, policy)))
+        all_in_ram = _fit(job, machine, replace(without_ram.policy, source="pinned"), budget)
+        if isinstance(all_in_ram, Fit):
+            return [*found, all_in_ram], []
+        refused = [all_in_ram]
+        # Fewer tokens at once are slower. They help only if device and RAM share memory, by making space for RAM slots.
+        if not budget.shared:
             break
-    return found, lacking
+    return found, refused
 
 
-def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, room: MemoryBudget) -> Fit | Misfit:
+def _fit(job: OffloadJob, machine: Machine, policy: OffloadPolicy, budget: MemoryBudget) -> Fit | Misfit:
     needs = memory_needs(job, machine, policy)
-    why = room.lacks(needs)
+    why = budget.shortage(needs)
     return Fit(policy=policy, needs=needs) if why is None else Misfit(policy=policy, needs=needs, why=why)
 
 
-def least_seconds(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> float:
-    """Seconds that the run of `policy` takes at the very least.
+def lower_bound_s(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> float:
+    """Return a lower bound of the seconds that the run of `policy` takes.
 
-    At the end of every step, whatever it needed has passed disk and bus, and what comes after is still to be computed.
-    Between the first and the last step of a stage that bound is linear, so these two are looked at.
+    At the end of each step all bytes needed so far have passed disk and bus, and the later steps are still to be
+    computed. Between the first and the last step of a stage the bound is linear, so these two are sufficient.
     """
     residency, _ = plan_residency(policy, job.block_counts)
-    homes = plan_ram(policy, residency, job.block_counts)
-    traffic = _Traffic(job, machine, policy, residency, homes)
+    ram_residency = plan_ram(policy, residency, job.block_counts)
+    traffic = _Traffic(job, machine, policy, residency, ram_residency)
     stages = [(expert, sum(1 for _ in steps)) for expert, steps in groupby(job.experts_of_steps)]
     rest_s = sum(traffic.stage_seconds(expert, steps, first) for expert, steps, first in _first_uses(stages, residency))
     least_s = traffic.first_arrival_s + rest_s
@@ -121,16 +122,16 @@ def least_seconds(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> f
         for count in (1, steps - 1):
             if not count:
                 continue
-            traffic.pass_steps(expert, count, first)
+            traffic.add_steps(expert, count, first)
             rest_s -= traffic.stage_seconds(expert, count, first)
-            if traffic.moved_last:
+            if traffic.last_added_fetches:
                 least_s = max(least_s, traffic.arrival_s + traffic.visit_s(expert) + rest_s)
             first = False
     return least_s
 
 
 def _first_uses(stages: list[tuple[str, int]], residency: Residency) -> Iterator[tuple[str, int, bool]]:
-    """Each stage with whether its residents are fetched anew in its first step."""
+    """Yield (expert, steps, True if the residents are fetched in the first step) for each stage."""
     seen: set[str] = set()
     for expert, steps in stages:
         yield expert, steps, not (residency.permanent and expert in seen)
@@ -138,28 +139,35 @@ def _first_uses(stages: list[tuple[str, int]], residency: Residency) -> Iterator
 
 
 class _Traffic:
-    """What has passed disk and bus by the end of a step."""
+    """Time that disk and bus need at least for the steps added so far."""
 
     def __init__(
-        self, job: OffloadJob, machine: Machine, policy: OffloadPolicy, residency: Residency, homes: RamResidency
+        self,
+        job: OffloadJob,
+        machine: Machine,
+        policy: OffloadPolicy,
+        residency: Residency,
+        ram_residency: RamResidency,
     ) -> None:
         self._hardware = hardware_of(job, machine, policy.chunk_tokens)
         self._blocks = job.expert.blocks
-        self._residents = residency
-        self._homes = homes
-        self._straight_in = machine.computes_on == "cpu" and not job.decodes
-        self._read_before: set[str] = set()
+        self._residents = residency.residents
+        self._ram_residents = ram_residency.residency.residents
+        # A CPU that does not decode reads files directly into buffers.
+        self._direct_reads = machine.computes_on == "cpu" and not job.decodes
+        self._experts_read: set[str] = set()
         self._disk_s = self._bus_s = 0.0
-        self.moved_last = False
+        self.last_added_fetches = False
+        """True if the steps added last fetch blocks."""
         hardware, expert = self._hardware, job.experts_of_steps[0]
         self._read_s = hardware.read_bytes(expert) / (hardware.disk_bytes_per_s or 1.0)
         self._copy_s = 0.0 if hardware.decode_computes else hardware.block_bytes[expert] / hardware.bus_bytes_per_s
-        if self._straight_in:
-            # Then more homes are never slower by this bound, however slow RAM is.
+        if self._direct_reads:
+            # Keeps the bound monotonic: more RAM-resident blocks never raise it, even if RAM is slower than the disk.
             self._copy_s = min(self._copy_s, self._read_s)
         self._decode_s = hardware.decode_s.get(expert, 0.0)
         self.first_arrival_s = self._first_hop_s + self._last_hop_s + self._late_decode_s
-        if self._straight_in:
+        if self._direct_reads:
             self.first_arrival_s += self._read_s
 
     @property
@@ -168,43 +176,46 @@ class _Traffic:
 
     @property
     def arrival_s(self) -> float:
-        """The earliest time at which the last block of what has passed can be there."""
-        # Whatever the queue, the first block has come from the disk before it, and the last passes those behind it.
+        """Earliest time at which the last block of the added steps can be in its buffer."""
+        # The bus starts after the first block has left the disk, and the last block still has to pass the bus.
         return max(self._disk_s + self._last_hop_s, self._bus_s + self._first_hop_s) + self._late_decode_s
 
     @property
     def _last_hop_s(self) -> float:
-        return 0.0 if self._straight_in else self._copy_s
+        return 0.0 if self._direct_reads else self._copy_s
 
     @property
     def _first_hop_s(self) -> float:
-        return 0.0 if self._straight_in else self._read_s
+        return 0.0 if self._direct_reads else self._read_s
 
     def visit_s(self, expert: str) -> float:
+        """Return the seconds of one visit."""
         return self._hardware.visit_s[expert]
 
     def stage_seconds(self, expert: str, steps: int, first: bool) -> float:
-        """Computing of `steps` steps, with what the computing thread decodes."""
+        """Return the compute seconds of `steps` steps, with the decoding that the computing thread does."""
         compute_s = steps * self._blocks * self._hardware.visit_s[expert]
         if self._hardware.decode_computes:
             compute_s += self._fetches(expert, steps, first) * self._decode_s
         return compute_s
 
-    def pass_steps(self, expert: str, steps: int, first: bool) -> None:
-        """Let all pass that `steps` steps of `expert` fetch; in the `first` step of a stage its residents too."""
+    def add_steps(self, expert: str, steps: int, first: bool) -> None:
+        """Add the fetches of `steps` steps of `expert`; with `first` those of its residents too."""
         fetches = self._fetches(expert, steps, first)
-        residents = self._residents.residents.get(expert, frozenset())
-        at_home = self._homes.residency.residents.get(expert, frozenset())
-        home_fetches = steps * len(at_home - residents) + (len(at_home & residents) if first else 0)
-        home_reads = 0
-        if expert not in self._read_before:
-            home_reads = len(at_home)
-            self._read_before.add(expert)
-        passing = fetches - home_fetches
-        self._disk_s += (passing + home_reads) * self._read_s
-        self._bus_s += home_fetches * self._copy_s + passing * (self._read_s if self._straight_in else self._copy_s)
-        self.moved_last = fetches > 0
+        residents = self._residents.get(expert, frozenset())
+        in_ram = self._ram_residents.get(expert, frozenset())
+        ram_fetches = steps * len(in_ram - residents) + (len(in_ram & residents) if first else 0)
+        ram_fills = 0
+        if expert not in self._experts_read:
+            ram_fills = len(in_ram)
+            self._experts_read.add(expert)
+        file_fetches = fetches - ram_fetches
+        self._disk_s += (file_fetches + ram_fills) * self._read_s
+        self._bus_s += ram_fetches * self._copy_s + file_fetches * (
+            self._read_s if self._direct_reads else self._copy_s
+        )
+        self.last_added_fetches = fetches > 0
 
     def _fetches(self, expert: str, steps: int, first: bool) -> int:
-        residents = len(self._residents.residents.get(expert, frozenset()))
+        residents = len(self._residents.get(expert, frozenset()))
         return steps * (self._blocks - residents) + (residents if first else 0)

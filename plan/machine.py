@@ -1,4 +1,4 @@
-"""Machine figures that decide how weights are streamed, and presets for known GPUs."""
+"""Memory sizes and rates of a machine, and presets for known GPUs."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from typing import Any, Literal, get_args
 
 ComputesOn = Literal["cuda", "cpu"]
 
-# Rates that a machine without a bus does not have.
-_OF_THE_BUS = ("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s")
+_BUS_RATES = ("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine: its memory in bytes and its rates per second. `origin` says in words how they are known.
+    """One machine: its memory in bytes and its rates per second.
 
-    Raises ValueError for a figure that is not above 0, an unknown device, and a GPU without the rates of its bus.
+    Raises ValueError for a figure that is not above 0, an unknown device, and a GPU without bus rates.
     """
 
     name: str
     origin: str
+    """Source of the figures, for a reader: a measurement or a datasheet."""
     computes_on: ComputesOn
     vram_bytes: int
-    """All memory of the GPU; 0 on a CPU, which computes in RAM."""
+    """Total memory of the GPU; 0 on a CPU, which computes in RAM."""
     ram_bytes: int
     h2d_bytes_per_s: float | None
-    """RAM to device from page-locked memory while the device computes; None without a bus, as the next two."""
+    """Copy rate from page-locked RAM to the device while it computes; None on a CPU, as the next two."""
     h2d_pageable_bytes_per_s: float | None
     d2h_bytes_per_s: float | None
     disk_bytes_per_s: float
-    """Reading a file of weights that is not in the page cache."""
+    """Read rate of a weight file that is not in the page cache."""
     flops_per_s: float
-    """Rate measured on a Wan block, its attention included, in the dtype that is `auto` there."""
+    """Rate of a Wan block, attention included, in the `auto` dtype of this machine."""
     decode_bytes_per_s: float
-    """Computed bytes (bf16 values) that decoding of stored weights makes; on a CPU with every thread that computes."""
+    """Rate of decoding stored weights in bf16 bytes written; on a CPU with all compute threads."""
     copy_bytes_per_s: float
-    """RAM to RAM."""
+    """Copy rate from RAM to RAM."""
     quantise_bytes_per_s: float
-    """bf16 bytes that are turned into fp8 on arrival from the file."""
+    """Rate of quantising weights to fp8 after reading, in bf16 bytes read."""
 
     def __post_init__(self) -> None:
         if self.computes_on not in get_args(ComputesOn):
             raise ValueError(f"computes_on is {self.computes_on!r}, choose one of {get_args(ComputesOn)}")
-        may_be_none = _OF_THE_BUS if self.computes_on == "cpu" else ()
-        for name in _figures():
+        may_be_none = _BUS_RATES if self.computes_on == "cpu" else ()
+        for name in _numeric_fields():
             value = getattr(self, name)
             if name == "vram_bytes" and self.computes_on == "cpu" and value == 0:
                 continue
@@ -55,12 +55,15 @@ class Machine:
                 raise ValueError(f"{name} of {self.name} is {value!r}, it must be a number above 0")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain strings and numbers, ready for JSON."""
+        """Return plain strings and numbers, ready for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Machine:
-        """The inverse of `to_dict`. Raises ValueError for missing or unknown fields and for figures out of range."""
+        """Create a machine from the result of `to_dict`.
+
+        Raises ValueError for missing or unknown fields and for figures out of range.
+        """
         try:
             machine = cls(**data)
         except TypeError as err:
@@ -71,26 +74,30 @@ class Machine:
         return machine
 
 
-def _figures() -> list[str]:
+def _numeric_fields() -> list[str]:
     return [field.name for field in fields(Machine) if field.name not in ("name", "origin", "computes_on")]
 
 
 GIB = 2**30
-REACHED, REACHED_BY_HOPPER = 0.55, 0.40
+FLOPS_SHARE, HOPPER_FLOPS_SHARE = 0.55, 0.40
+"""Share of a GPU's peak rate that a Wan block is expected to reach."""
 LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9}
+"""Rate of one PCIe lane by generation."""
 BUS_SHARE, PAGEABLE_SHARE = 0.79, 0.19
+"""Share of the PCIe rate that copies from page-locked and from pageable RAM reach."""
 DECODED_SHARE = 2 / 19
-# What is in front of the GPU nobody knows: a usual desktop of its time.
+"""Decode rate as a share of the memory bandwidth."""
+# A preset says nothing about the host: these are rates of a typical desktop.
 COPY_BYTES_PER_S, QUANTISE_BYTES_PER_S = 10e9, 4e9
 
 
 class UnknownGpuError(ValueError):
-    """A name that is none of `GPUS`; the message lists them."""
+    """GPU name that is not in `GPUS`; the message lists them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What its maker says of a GPU."""
+    """Datasheet figures of a GPU."""
 
     vram_gib: int
     pcie: int
@@ -98,7 +105,7 @@ class Gpu:
     tflops: float
     memory_gb_s: float
     source: str
-    reached: float = REACHED
+    flops_share: float = FLOPS_SHARE
     """Share of `tflops` that a Wan block is expected to reach."""
 
 
@@ -128,7 +135,7 @@ GPUS = {
         tflops=989,
         memory_gb_s=3350,
         source="NVIDIA H100 datasheet (SXM)",
-        reached=REACHED_BY_HOPPER,
+        flops_share=HOPPER_FLOPS_SHARE,
     ),
     "H100 PCIe": Gpu(
         vram_gib=80,
@@ -137,7 +144,7 @@ GPUS = {
         tflops=756,
         memory_gb_s=2039,
         source="NVIDIA H100 datasheet (PCIe)",
-        reached=REACHED_BY_HOPPER,
+        flops_share=HOPPER_FLOPS_SHARE,
     ),
     "H200": Gpu(
         vram_gib=141,
@@ -146,23 +153,27 @@ GPUS = {
         tflops=989,
         memory_gb_s=4800,
         source="NVIDIA H200 datasheet (SXM)",
-        reached=REACHED_BY_HOPPER,
+        flops_share=HOPPER_FLOPS_SHARE,
     ),
 }
 
 
 def expected_machine(name: str, *, ram_bytes: int, disk_bytes_per_s: float) -> Machine:
-    """A machine with that GPU; case and blanks do not count, nor does "NVIDIA GeForce". Raises UnknownGpuError."""
+    """Return a machine with the GPU `name`; case, spaces, hyphens and "NVIDIA GeForce" are ignored.
+
+    Raises UnknownGpuError for a GPU that is not in `GPUS`.
+    """
     known = {_plain(preset): preset for preset in GPUS}
     if _plain(name) not in known:
-        raise UnknownGpuError(f"no figures for the GPU {name!r}; there are some for {', '.join(GPUS)}")
+        raise UnknownGpuError(f"no figures for the GPU {name!r}: choose one of {', '.join(GPUS)}")
     preset = known[_plain(name)]
     gpu = GPUS[preset]
     lanes = gpu.lanes * LANE_BYTES_PER_S[gpu.pcie]
     return Machine(
         name=preset,
-        origin=f"{gpu.source}; {gpu.reached:.0%} of {gpu.tflops:g} TFLOP/s is derived from published times of Wan2.2, "
-        f"{BUS_SHARE:.0%} of PCIe {gpu.pcie}.0 x{gpu.lanes} from what engines see of it",
+        origin=f"{gpu.source}; "
+        f"{gpu.flops_share:.0%} of {gpu.tflops:g} TFLOP/s is derived from published times of Wan2.2, "
+        f"{BUS_SHARE:.0%} of PCIe {gpu.pcie}.0 x{gpu.lanes} from rates that engines reach",
         computes_on="cuda",
         vram_bytes=gpu.vram_gib * GIB,
         ram_bytes=ram_bytes,
@@ -170,7 +181,7 @@ def expected_machine(name: str, *, ram_bytes: int, disk_bytes_per_s: float) -> M
         h2d_pageable_bytes_per_s=PAGEABLE_SHARE * lanes,
         d2h_bytes_per_s=BUS_SHARE * lanes,
         disk_bytes_per_s=disk_bytes_per_s,
-        flops_per_s=gpu.reached * gpu.tflops * 1e12,
+        flops_per_s=gpu.flops_share * gpu.tflops * 1e12,
         decode_bytes_per_s=DECODED_SHARE * gpu.memory_gb_s * 1e9,
         copy_bytes_per_s=COPY_BYTES_PER_S,
         quantise_bytes_per_s=QUANTISE_BYTES_PER_S,

@@ -1,4 +1,4 @@
-"""The memory that a run takes under a policy, term by term, and whether it is there."""
+"""Memory needs of a run under a policy, term by term, and the budget that they must fit into."""
 
 from __future__ import annotations
 
@@ -12,73 +12,75 @@ from .offload_job import Budgets, OffloadJob
 from .ram_program import RamResidency, plan_ram
 
 STAGING_SLOTS = 2
-"""Of whole blocks: two keep a disk busy, a third gains nothing."""
+"""RAM slots for blocks that pass from the file to the bus: two keep a disk busy, and a third gains nothing."""
 RAW_SLOTS = 2
-"""On a GPU, for blocks that are decoded there: one is copied into while the other is decoded."""
+"""Device slots for stored blocks that a GPU decodes: one is copied into while the other is decoded."""
 
 VRAM_SHARE, VRAM_RESERVE = 0.95, 600_000_000
-"""What a run may take of a GPU by itself: a share, less what the driver and the screen hold."""
+"""Default budget on a GPU: a share of its memory, less the bytes that driver and screen use."""
 RAM_SHARE = 0.5
-"""What a run may take of all RAM by itself: Windows locks half of it and no more, and others want to live too."""
+"""Default budget in RAM as a share of all RAM: Windows page-locks at most half of it."""
 
 
 class DoesNotFitError(ValueError):
-    """A run for which there is too little memory, whatever the policy."""
+    """Run for which memory is too small under every policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeeds:
-    """Bytes of one policy. On a CPU `device_bytes` are RAM too."""
+    """Memory needs of one policy in bytes. On a CPU the device bytes are RAM too."""
 
     buffers: int
     buffer_bytes: int
-    """Of one buffer."""
+    """Bytes of one buffer."""
     resident_bytes: int
+    """Bytes on the device that do not stream."""
     raw_bytes: int
-    """Stored forms of blocks that are being decoded, on a GPU."""
+    """Bytes of the slots for stored blocks that a GPU decodes."""
     working_bytes: int
-    """What a step computes in."""
+    """Bytes of the activations of a step."""
     ram_slots: int
     slot_bytes: int
-    """Of one slot."""
+    """Bytes of one RAM slot."""
     host_resident_bytes: int
+    """Bytes in RAM in addition to the slots."""
 
     @property
     def device_bytes(self) -> int:
+        """Sum of all device memory."""
         return self.buffers * self.buffer_bytes + self.resident_bytes + self.raw_bytes + self.working_bytes
 
     @property
     def host_bytes(self) -> int:
+        """Sum of all RAM, without `device_bytes`."""
         return self.ram_slots * self.slot_bytes + self.host_resident_bytes
 
     def describe_device(self) -> str:
-        """`2 buffers of 0.70 GB + 0.03 GB that stays + 4.20 GB to compute in`."""
+        """Format the device memory as `2 buffers of 0.70 GB + 0.03 GB resident + 4.20 GB to compute in`."""
         terms = [f"{self.buffers} buffer{'s' * (self.buffers != 1)} of {need_text(self.buffer_bytes)}"]
-        terms.append(f"{need_text(self.resident_bytes)} that stays")
+        terms.append(f"{need_text(self.resident_bytes)} resident")
         if self.raw_bytes:
-            terms.append(f"{need_text(self.raw_bytes)} for what is being decoded")
+            terms.append(f"{need_text(self.raw_bytes)} for decoding")
         terms.append(f"{need_text(self.working_bytes)} to compute in")
         return " + ".join(terms)
 
     def describe_host(self) -> str:
-        """`12 slots of 0.70 GB + 0.10 GB beside them`."""
+        """Format the RAM as `12 slots of 0.70 GB + 0.10 GB resident`."""
         slots = f"{self.ram_slots} slot{'s' * (self.ram_slots != 1)} of {need_text(self.slot_bytes)}"
-        return slots + (f" + {need_text(self.host_resident_bytes)} beside them" if self.host_resident_bytes else "")
+        return slots + (f" + {need_text(self.host_resident_bytes)} resident" if self.host_resident_bytes else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """Bytes that a run may take: the budgets, with numbers in every place. Either may be infinite.
-
-    With `shared` the device computes in RAM, and `host` is for both together.
-    """
+    """Bytes that a run may take: `Budgets` with the defaults of a machine filled in. Either may be infinite."""
 
     device: float
     host: float
     shared: bool
+    """True if the device computes in RAM: then `host` limits the sum of both."""
 
-    def lacks(self, needs: MemoryNeeds) -> str | None:
-        """Why `needs` do not fit, in words with numbers; None when they do."""
+    def shortage(self, needs: MemoryNeeds) -> str | None:
+        """Return the reason, with numbers, for which `needs` do not fit; None if they fit."""
         if needs.device_bytes > self.device:
             return f"needs {needs.describe_device()} = {need_text(needs.device_bytes)}; {need_text(self.device)} given"
         if self.shared and needs.device_bytes + needs.host_bytes > self.host:
@@ -92,13 +94,13 @@ class MemoryBudget:
         return None
 
     def slots(self, needs: MemoryNeeds) -> int:
-        """Slots of RAM for which there is room beside everything else of `needs`."""
+        """Return the number of RAM slots that fit in addition to everything else of `needs`."""
         taken = needs.host_resident_bytes + (needs.device_bytes if self.shared else 0)
         return max(0, int((self.host - taken) // needs.slot_bytes))
 
 
 def memory_budget(machine: Machine, budgets: Budgets) -> MemoryBudget:
-    """The budgets on `machine`; what they leave open is what the machine can spare."""
+    """Return `budgets` with a default share of `machine` for each one that is None."""
     on_cpu = machine.computes_on == "cpu"
     host = RAM_SHARE * machine.ram_bytes if budgets.ram_bytes is None else budgets.ram_bytes
     device: float
@@ -112,9 +114,12 @@ def memory_budget(machine: Machine, budgets: Budgets) -> MemoryBudget:
 
 
 def memory_needs(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> MemoryNeeds:
-    """What `job` takes on `machine` under `policy`. Raises ValueError when the policy does not fit the blocks."""
+    """Return the memory needs of `job` on `machine` under `policy`.
+
+    Raises ValueError if the policy swaps more blocks than an expert has.
+    """
     residency, buffers = plan_residency(policy, job.block_counts)
-    homes = plan_ram(policy, residency, job.block_counts)
+    ram_residency = plan_ram(policy, residency, job.block_counts)
     on_gpu = machine.computes_on == "cuda"
     return MemoryNeeds(
         buffers=buffers,
@@ -122,14 +127,14 @@ def memory_needs(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> Me
         resident_bytes=job.resident_bytes,
         raw_bytes=RAW_SLOTS * job.stored_bytes if on_gpu and job.decodes else 0,
         working_bytes=working_bytes(job, policy.chunk_tokens),
-        ram_slots=homes.slots + staging_slots(job, machine, homes),
+        ram_slots=ram_residency.slots + staging_slots(job, machine, ram_residency),
         slot_bytes=job.stored_bytes,
         host_resident_bytes=job.host_resident_bytes,
     )
 
 
 def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
-    """What a step of the expert with the most lanes computes in, beside the weights."""
+    """Return the activation bytes of a step of the expert with the most lanes."""
     return job.expert.working_bytes(
         job.tokens * job.ring * job.ulysses,
         lanes=max(job.lanes.values()),
@@ -141,10 +146,10 @@ def working_bytes(job: OffloadJob, chunk_tokens: int | None) -> int:
     )
 
 
-def staging_slots(job: OffloadJob, machine: Machine, homes: RamResidency) -> int:
-    """Slots beside the homes; none where every block keeps one, and where a CPU reads straight into its buffers."""
-    straight_in = machine.computes_on == "cpu" and not job.decodes
-    return 0 if straight_in or _all_are_resident(homes.residency, job.block_counts) else STAGING_SLOTS
+def staging_slots(job: OffloadJob, machine: Machine, ram_residency: RamResidency) -> int:
+    """Return the number of staging slots: 0 if all blocks are RAM-resident, or if a CPU reads directly into buffers."""
+    direct_reads = machine.computes_on == "cpu" and not job.decodes
+    return 0 if direct_reads or _all_are_resident(ram_residency.residency, job.block_counts) else STAGING_SLOTS
 
 
 def _all_are_resident(residency: Residency, block_counts: Mapping[str, int]) -> bool:

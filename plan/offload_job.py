@@ -1,4 +1,4 @@
-"""What a run asks of a machine, and how much of the machine it may take: the planner's input."""
+"""Input of the planner: the resource requirements of a run, and its memory budgets."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ from .visits import Visit, step_visits
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadJob:
-    """One run of a pair of experts of one shape. Bytes are those of one block, the larger one where experts differ.
+    """One run of a pair of experts with the same shape.
 
+    `stored_bytes`, `file_bytes` and `computed_bytes` are those of one block, the larger one if the experts differ.
     Raises ValueError for a run without steps, an expert without lanes, and sizes that are not above 0.
     """
 
     expert: ExpertShape
     tokens: int
-    """Of one lane; where workers share them, those of one worker."""
+    """Sequence length of one lane; if workers share it, the tokens of one worker."""
     lanes: Mapping[str, int]
     """Lanes of each expert of the pair, also of one that no step runs."""
     experts_of_steps: tuple[str, ...]
     stored_bytes: int
-    """What lies in RAM and crosses the bus."""
+    """Bytes in RAM and on the bus."""
     file_bytes: int
-    """What is read from the file; more than `stored_bytes` where blocks are quantised on their way."""
+    """Bytes read from the file; more than `stored_bytes` if blocks are quantised after reading."""
     computed_bytes: int
-    """What a buffer takes."""
+    """Bytes in a buffer."""
     resident_bytes: int
-    """What does not stream, of all experts together, on the device from the start to the end."""
+    """Bytes of all experts together that do not stream: on the device for the whole run."""
     value_bytes: int = 2
-    """Of one value of the activations."""
+    """Bytes of one activation value."""
     host_resident_bytes: int = 0
-    """RAM beside the slots for as long as the run goes: factors of LoRAs, what waits for the next expert."""
+    """RAM for the whole run in addition to the slots: LoRA factors, and an embedder that is not on the device."""
     converts: bool = False
-    """Whether blocks arrive in another form of the same size: fp16 where bf16 is computed with."""
+    """True if blocks are converted on arrival to another dtype of the same size: fp16 to bf16."""
     ring: int = 1
     ulysses: int = 1
     """`ring` x `ulysses` workers share the tokens of every lane."""
     kept_states: int = 0
-    """Tensors of the size of a hidden state that a cache keeps of every lane."""
+    """Tensors of the size of a hidden state that a cache keeps for each lane."""
     lanes_of_steps: tuple[int, ...] = ()
-    """Of each step, where steps of an expert have more or fewer; () where not. The planner reckons with `lanes`, the
-    most: they are for what is foretold of a plan, and for what a first step tells."""
+    """Lanes of each step if they vary between the steps of an expert, else (). The planner uses `lanes`, the maximum;
+    predictions of a chosen plan and corrections by a first step use these."""
     skipped_steps: frozenset[int] = frozenset()
-    """Steps of `experts_of_steps`, from 0, that a cache is known to take over: no block is visited in them."""
+    """Steps that a cache is known to skip, as indices of `experts_of_steps`: they visit no block."""
 
     def __post_init__(self) -> None:
         if not self.experts_of_steps:
@@ -57,7 +58,8 @@ class OffloadJob:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be 1 or more")
         if self.lanes_of_steps and len(self.lanes_of_steps) != len(self.experts_of_steps):
             raise ValueError(
-                f"{len(self.lanes_of_steps)} lanes of {len(self.experts_of_steps)} steps: give all or none"
+                f"lanes_of_steps has {len(self.lanes_of_steps)} values for {len(self.experts_of_steps)} steps: "
+                "give one for each step, or none"
             )
         if min(self.lanes.values()) < 1:
             raise ValueError(f"lanes are {dict(self.lanes)}, each must be 1 or more")
@@ -72,25 +74,26 @@ class OffloadJob:
 
     @property
     def decodes(self) -> bool:
-        """Whether blocks arrive in another form than they compute in."""
+        """True if blocks are decoded on arrival, because their stored form differs from the computed one."""
         return self.converts or self.stored_bytes != self.computed_bytes
 
     @property
     def quantises(self) -> bool:
-        """Whether blocks change their form between file and RAM."""
+        """True if blocks are quantised between file and RAM."""
         return self.file_bytes > self.stored_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Memory that a run may take, in bytes; None: what `plan_offload` thinks the machine can spare.
+    """Memory that a run may take, in bytes; None: a default share of the machine, see `memory_budget`.
 
-    `vram_bytes` is for weights and for what is computed in, together; `ram_bytes` for all RAM that weights take, and on
-    a CPU for everything. Raises ValueError for negative budgets.
+    Raises ValueError for negative budgets.
     """
 
     vram_bytes: int | None = None
+    """Limit for weights and activations together."""
     ram_bytes: int | None = None
+    """Limit for weights in RAM; on a CPU also for everything else."""
 
     def __post_init__(self) -> None:
         for name in ("vram_bytes", "ram_bytes"):
@@ -101,6 +104,6 @@ class Budgets:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoOffload:
-    """Stands in for an offload policy until a run is there to plan for: `plan_offload` is asked with these budgets."""
+    """Placeholder for an offload policy that `plan_offload` chooses, within these budgets, when the run is known."""
 
     budgets: Budgets = Budgets()

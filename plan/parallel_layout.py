@@ -15,17 +15,18 @@ from .offload_job import Budgets, OffloadJob
 
 
 def stage_boundaries(experts_of_steps: Sequence[str], step_costs_s: Sequence[float], stages: int) -> tuple[range, ...]:
-    """The steps of each of `stages` stages: together all steps, in order, and no stage without one.
+    """Divide the steps into `stages` consecutive, non-empty ranges.
 
-    From two stages on no stage has steps of two experts, so that each worker keeps the one that it has. Among these the
-    slowest stage is as short as can be: a queue of videos comes out at its pace.
+    With two or more stages no stage has steps of two experts, so that each worker keeps one expert. Of these divisions
+    the result has the shortest slowest stage, which limits the throughput of a queue of videos.
 
     Args:
-        experts_of_steps: the expert of each step.
+        experts_of_steps: expert of each step.
         step_costs_s: predicted seconds of each step, 0 or more.
-        stages: how many.
+        stages: number of stages.
 
-    Raises MeshError for more stages than steps, and for fewer (but more than one) than stretches of one expert.
+    Raises:
+        MeshError: for more stages than steps, or for fewer (but more than one) than changes of expert require.
     """
     steps = len(experts_of_steps)
     if len(step_costs_s) != steps:
@@ -47,30 +48,32 @@ def stage_boundaries(experts_of_steps: Sequence[str], step_costs_s: Sequence[flo
 
 
 def _stretches(experts_of_steps: Sequence[str]) -> list[range]:
-    """Steps that follow each other under one expert."""
+    """Return the maximal runs of steps with the same expert."""
     ends = list(accumulate(sum(1 for _ in members) for _, members in groupby(experts_of_steps)))
     return [range(first, past) for first, past in zip([0, *ends], ends, strict=False)]
 
 
 class _Cuts:
-    """Steps in a row, cut into ever more parts of which the slowest is as short as can be."""
+    """Consecutive steps, divided into a growing number of parts whose slowest is as short as possible."""
 
     def __init__(self, steps: range, costs: Sequence[float]) -> None:
         self._steps = steps
         self._before = [0.0, *accumulate(costs[step] for step in steps)]
-        # Per number of parts and of steps from the first: the slowest part at best, and where the last one begins.
+        # [parts - 1][steps]: cost of the slowest part in the best division of the first steps, and its last cut.
         self._best = [[(cost, 0) for cost in self._before]]
 
     @property
     def divisible(self) -> bool:
+        """True while there are more steps than parts."""
         return len(self._best) < len(self._steps)
 
     @property
     def slowest_s(self) -> float:
+        """Seconds of the slowest part."""
         return self._best[-1][-1][0]
 
     def divide(self) -> None:
-        """One part more."""
+        """Add one part."""
         fewer, before, parts = self._best[-1], self._before, len(self._best)
         too_few = [(inf, 0)] * (parts + 1)
         self._best.append(
@@ -82,7 +85,7 @@ class _Cuts:
         )
 
     def parts(self) -> tuple[range, ...]:
-        """The parts, in order."""
+        """Return the steps of each part, in order."""
         ends = [len(self._steps)]
         for row in reversed(self._best):
             ends.append(row[ends[-1]][1])
@@ -92,12 +95,12 @@ class _Cuts:
 
 TOKEN_SHARING_COST = 0.1
 """Share of a step that workers lose to exchanging tokens: 9.5 % with Ulysses 4 over PCIe 4.0 (docs/scaling.md)."""
-AMPLE_BYTES = 2**60
+UNLIMITED_BYTES = 2**60
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerShare:
-    """Input of `plan_offload` for one worker of a mesh: its part of a run, and of its machine."""
+    """Input of `plan_offload` for one worker of a mesh: its part of the run and of the machine."""
 
     job: OffloadJob
     machine: Machine
@@ -114,18 +117,20 @@ def choose_layout(
     workers_per_machine: int = 8,
     weights: WeightPlacement = WHOLE_WEIGHTS,
 ) -> Mesh:
-    """The first layout of exactly `workers` workers, in the order of the rule, that fits into memory.
+    """Return the best layout of exactly `workers` workers that fits into memory, in the order of `_order`.
 
     Args:
-        workers: number of workers, all alike.
+        workers: number of workers, all of the same kind.
         job: one video on one worker: all tokens, all lanes of one sample.
-        machine: with the rates of one of its GPUs; its RAM and its disk are shared by all its workers.
+        machine: rates of one GPU of a machine; all workers of the machine share its RAM and its disk.
         budgets: memory that a run may take: VRAM of each worker, RAM of all workers of a machine together.
-        samples: videos that are made.
-        workers_per_machine: how many are next to each other.
-        weights: place of the weights.
+        samples: number of videos.
+        workers_per_machine: number of workers on the same machine.
+        weights: placement of the weights.
 
-    Raises MeshError when no layout suits that many workers, DoesNotFitError when there is too little memory for any.
+    Raises:
+        MeshError: if no layout divides the run evenly among that many workers.
+        DoesNotFitError: if no layout fits into memory.
     """
     if workers < 1 or samples < 1:
         raise MeshError(f"{workers} workers for {samples} videos: give 1 or more of both")
@@ -138,7 +143,7 @@ def choose_layout(
             f"{heads_of(job)} heads evenly: use {fitting}"
         )
     meshes.sort(key=lambda mesh: _order(mesh, job, samples, workers_per_machine))
-    lacks: list[str] = []
+    shortages: list[str] = []
     for mesh in meshes:
         share = worker_share(mesh, job, machine, budgets, workers_per_machine=workers_per_machine, weights=weights)
         fits, misfits = fitting_policies(share.job, share.machine, memory_budget(share.machine, share.budgets))
@@ -146,8 +151,8 @@ def choose_layout(
             return mesh
         least = min(misfits, key=lambda misfit: misfit.needs.device_bytes)
         of_mesh = f" of {mesh}" if mesh.size > 1 else ""
-        lacks.append(f"{machine.name}, one worker{of_mesh}: {least.why}")
-    raise DoesNotFitError(f"{lacks[0]}; make the video smaller or shorter, or share it among more workers")
+        shortages.append(f"{machine.name}, one worker{of_mesh}: {least.why}")
+    raise DoesNotFitError(f"{shortages[0]}; make the video smaller or shorter, or share it among more workers")
 
 
 def worker_share(
@@ -159,9 +164,10 @@ def worker_share(
     workers_per_machine: int,
     weights: WeightPlacement = WHOLE_WEIGHTS,
 ) -> WorkerShare:
-    """The part of `job` that one worker of `mesh` computes, in the stage with the most steps; else as `choose_layout`.
+    """Return the part of `job` and `machine` of one worker in the stage with the most steps.
 
-    Workers of one machine keep one copy of the weights in its RAM, and share its disk. On a CPU they share all of it.
+    Workers of one machine share its disk and one copy of the weights in its RAM. On a CPU they share all its rates.
+    The arguments are those of `choose_layout`.
     """
     parts = stage_boundaries(job.experts_of_steps, [1.0] * len(job.experts_of_steps), mesh.stage)
     steps = max(parts, key=len)
@@ -181,23 +187,24 @@ def worker_share(
     ram = RAM_SHARE * machine.ram_bytes if budgets.ram_bytes is None else budgets.ram_bytes
     ram = ram * len(lanes) / len(set(job.experts_of_steps))
     if weights == ON_DEVICE:
+        # Each worker keeps its shard of every block in VRAM, so RAM does not limit the policy.
         shards = sum(worker.block_counts.values()) * worker.stored_bytes // mesh.cell_size
-        worker, ram = replace(worker, resident_bytes=worker.resident_bytes + shards), AMPLE_BYTES
-    own = replace(machine, disk_bytes_per_s=machine.disk_bytes_per_s / here)
+        worker, ram = replace(worker, resident_bytes=worker.resident_bytes + shards), UNLIMITED_BYTES
+    machine_share = replace(machine, disk_bytes_per_s=machine.disk_bytes_per_s / here)
     if machine.computes_on == "cpu":
-        own = replace(
-            own,
+        machine_share = replace(
+            machine_share,
             flops_per_s=machine.flops_per_s / here,
             decode_bytes_per_s=machine.decode_bytes_per_s / here,
             copy_bytes_per_s=machine.copy_bytes_per_s / here,
             quantise_bytes_per_s=machine.quantise_bytes_per_s / here,
         )
         ram /= here
-    return WorkerShare(job=worker, machine=own, budgets=replace(budgets, ram_bytes=int(ram)))
+    return WorkerShare(job=worker, machine=machine_share, budgets=replace(budgets, ram_bytes=int(ram)))
 
 
 def describe_layout(mesh: Mesh) -> str:
-    """`cfg 2 x ulysses 4: both prompts side by side, the tokens of each shared by 4 workers`."""
+    """Describe a layout: `cfg 2 x ulysses 4: both prompts side by side, the tokens of each lane shared by ...`."""
     parts = []
     if mesh.data > 1:
         parts.append(f"{mesh.data} videos at a time")
@@ -209,14 +216,15 @@ def describe_layout(mesh: Mesh) -> str:
 
 
 def heads_of(job: OffloadJob) -> int:
-    """Attention heads of the job's experts."""
+    """Return the number of attention heads of the job's experts."""
     return max(1, job.expert.width // HEAD_DIM)
 
 
 def _layouts(workers: int, job: OffloadJob, samples: int, *, rings: bool) -> Iterator[Mesh]:
-    """Every mesh of that many workers with one stage that suits the run; rings only where they can be computed.
+    """Yield every mesh of that many workers with one stage that is valid for the run; with `rings` also rings.
 
-    Stages keep an expert in each worker, but one waits for the other: users choose them, the rule does not.
+    Pipeline stages keep one expert in each worker, but a single video passes them one after the other: users choose
+    them, the rule does not.
     """
     divisors = [degree for degree in range(1, workers + 1) if workers % degree == 0]
     for cfg, ulysses, ring in product((1, 2), divisors, divisors if rings else (1,)):
@@ -239,7 +247,7 @@ def _layouts(workers: int, job: OffloadJob, samples: int, *, rings: bool) -> Ite
 
 
 def _order(mesh: Mesh, job: OffloadJob, samples: int, workers_per_machine: int) -> tuple[float, ...]:
-    """Key for sorting layouts, the best first: worker-seconds, then what passes between workers and machines."""
+    """Return the sort key of a layout, the best first: worker-seconds, then traffic between workers and machines."""
     experts, lanes = job.experts_of_steps, job.lanes
     rounds = -(-samples // mesh.data)
     sides = mesh.cfg * sum(-(-lanes[expert] // mesh.cfg) for expert in experts) / sum(lanes[e] for e in experts)

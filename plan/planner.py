@@ -1,4 +1,4 @@
-"""Planner: chooses the offload policy of a run by compiling and simulating every candidate that fits."""
+"""Planner: chooses the offload policy of a run by compiling and simulating the candidates that fit into memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..schema import OffloadPolicy, Timeline, plan_residency
-from .candidates import Fit, Misfit, fitting_policies, is_usual, least_seconds, with_homes
+from .candidates import Fit, Misfit, fitting_policies, is_usual, lower_bound_s, with_ram_blocks
 from .machine import Machine
 from .memory import DoesNotFitError, memory_budget, memory_needs
 from .offload_job import Budgets, OffloadJob
@@ -15,10 +15,10 @@ from .transfer_program import TransferProgram
 
 
 def plan_reason(job: OffloadJob, machine: Machine, chosen: Prediction) -> str:
-    """`32 of 40 blocks stream: 13.1 GB/s needed, the bus gives 24.6; ...; 0.3 % stall predicted; switch +0.0 s`."""
+    """Explain the choice: `32 of 40 blocks stream: 13.1 GB/s needed, the bus delivers 24.6; ...; switch +0.0 s`."""
     parts = [_streaming(job, machine, chosen.policy), _reading(machine, chosen)]
     if chosen.policy.chunk_tokens is not None:
-        parts.append(f"{chosen.policy.chunk_tokens} of {job.tokens} tokens at once, so that it fits")
+        parts.append(f"{chosen.policy.chunk_tokens} of {job.tokens} tokens at once, to fit into memory")
     wall_s = chosen.timeline.wall_s
     parts.append(f"{100 * chosen.timeline.stall_s / wall_s:.1f} % stall predicted")
     if len(set(job.experts_of_steps)) > 1:
@@ -27,15 +27,15 @@ def plan_reason(job: OffloadJob, machine: Machine, chosen: Prediction) -> str:
 
 
 def describe_policy(policy: OffloadPolicy, blocks: int) -> str:
-    """`30 of 40 stream, 2 ahead` and the like: what a policy does on the device."""
+    """Describe a policy on the device: `30 of 40 stream, 2 ahead`."""
     if policy.kind == "resident":
-        return "both experts stay"
+        return "both experts resident"
     streamed = blocks if policy.kind == "layerwise" else policy.blocks_to_swap
-    return f"{streamed} of {blocks} stream, {policy.prefetch_blocks} ahead" if streamed else "one expert stays"
+    return f"{streamed} of {blocks} stream, {policy.prefetch_blocks} ahead" if streamed else "one expert resident"
 
 
 def describe_ram(policy: OffloadPolicy) -> str:
-    """Where what streams comes from."""
+    """Describe the source of streamed blocks: `file`, `12 in RAM` or `all in RAM`."""
     if policy.source == "file":
         return "file"
     if policy.ram_blocks is None:
@@ -45,7 +45,7 @@ def describe_ram(policy: OffloadPolicy) -> str:
 
 def _streaming(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> str:
     if policy.kind == "resident":
-        return "both experts stay on the device"
+        return "both experts are resident on the device"
     residency, _ = plan_residency(policy, job.block_counts)
     blocks = job.expert.blocks
     needed, rate = 0.0, machine.h2d_bytes_per_s
@@ -53,20 +53,20 @@ def _streaming(job: OffloadJob, machine: Machine, policy: OffloadPolicy) -> str:
         streamed = blocks - len(residency.residents[expert])
         needed = max(needed, streamed * job.stored_bytes / (blocks * _visit_s(job, machine, expert, policy)))
     if not needed:
-        return f"all {blocks} blocks of the expert that runs stay on the device"
+        return f"all {blocks} blocks of the running expert are resident on the device"
     text = f"{streamed} of {blocks} blocks stream"
-    return text if rate is None else f"{text}: {needed / 1e9:.1f} GB/s needed, the bus gives {rate / 1e9:.1f}"
+    return text if rate is None else f"{text}: {needed / 1e9:.1f} GB/s needed, the bus delivers {rate / 1e9:.1f}"
 
 
 def _reading(machine: Machine, chosen: Prediction) -> str:
-    """What the files must give in usual steps."""
-    usual = [step for before, step in pairwise(chosen.timeline.steps) if before.expert == step.expert]
-    # A GPU decodes beside its computing, a CPU between.
+    """Compare the disk rate that steady steps need with that of the machine."""
+    steady = [step for before, step in pairwise(chosen.timeline.steps) if before.expert == step.expert]
+    # A GPU decodes in parallel with compute; on a CPU decoding adds time in which the disk can read.
     decodes_between = machine.computes_on == "cpu"
-    needed = max((s.read_bytes / (s.compute_s + (s.decode_s if decodes_between else 0)) for s in usual), default=0.0)
+    needed = max((s.read_bytes / (s.compute_s + (s.decode_s if decodes_between else 0)) for s in steady), default=0.0)
     if not needed:
         return "each block is read from its file once"
-    return f"{needed / 1e9:.1f} GB/s needed from files, the disk gives {machine.disk_bytes_per_s / 1e9:.1f}"
+    return f"{needed / 1e9:.1f} GB/s needed from files, the disk delivers {machine.disk_bytes_per_s / 1e9:.1f}"
 
 
 def _visit_s(job: OffloadJob, machine: Machine, expert: str, policy: OffloadPolicy) -> float:
@@ -75,48 +75,49 @@ def _visit_s(job: OffloadJob, machine: Machine, expert: str, policy: OffloadPoli
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A policy that fits, and what it is predicted to take. `total_s` is told to the millisecond."""
+    """Policy that fits into memory, with its predicted time and memory."""
 
     policy: OffloadPolicy
     total_s: float
+    """Seconds of the run, rounded to the millisecond."""
     stall_s: float
     switch_s: float
-    """Seconds by which the steps after a change of expert wait longer than usual ones."""
+    """Extra stall of the steps after a change of expert, compared with steady steps, in seconds."""
     device_bytes: int
     host_bytes: int
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """The smaller, the better: time, then device memory, then RAM."""
+        """Sort key, the best first: time, then device memory, then RAM."""
         return (self.total_s, self.device_bytes, self.host_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPlan:
-    """The chosen policy with the simulated timeline of the run, and what it was chosen from."""
+    """Chosen policy with the simulated timeline of the run, and the candidates that it was chosen from."""
 
     policy: OffloadPolicy
     timeline: Timeline
     device_bytes: int
     host_bytes: int
     candidates: tuple[Candidate, ...]
-    """Every policy that was simulated, the best first. Policies that cannot be faster than the chosen one, by the bytes
-    that they move, are not simulated."""
+    """Every simulated policy, the best first. Policies whose lower bound is worse than the best are not simulated."""
     misfits: tuple[Misfit, ...]
-    """Usual policies for which there is too little memory."""
+    """Usual policies that do not fit into memory."""
     reason: str
-    """Why this one, in words with numbers."""
+    """Explanation of the choice, with numbers."""
 
     @property
     def total_s(self) -> float:
+        """Predicted seconds of the run."""
         return self.candidates[0].total_s
 
 
 def plan_offload(job: OffloadJob, machine: Machine, budgets: Budgets) -> OffloadPlan:
-    """The policy under which `job` is predicted to end first on `machine`.
+    """Return the policy with the shortest predicted time of `job` on `machine` within `budgets`.
 
-    Of equal ones (to the millisecond) the one with the smallest device memory is chosen, then with the least RAM.
-    Raises DoesNotFitError when there is too little memory for any.
+    Of policies that are equal to the millisecond it is the one with the least device memory, then with the least RAM.
+    Raises DoesNotFitError if no policy fits into memory.
     """
     fitting, misfits = fitting_policies(job, machine, memory_budget(machine, budgets))
     if not fitting:
@@ -125,11 +126,12 @@ def plan_offload(job: OffloadJob, machine: Machine, budgets: Budgets) -> Offload
     for fit in fitting:
         if is_usual(fit.policy, job):
             search.simulate(fit.policy)
-    for hope, fit in sorted(((search.hope(fit), fit) for fit in fitting), key=lambda pair: pair[0]):
-        if hope >= search.best.rank:
+    # Best-first search: once a lower bound is not better than the best candidate, no later policy can be.
+    for bound, fit in sorted(((search.lower_bound(fit), fit) for fit in fitting), key=lambda pair: pair[0]):
+        if bound >= search.best.rank:
             break
         search.simulate(fit.policy)
-    search.spare_homes()
+    search.reduce_ram_blocks()
     candidates = tuple(sorted(search.candidates.values(), key=lambda candidate: candidate.rank))
     chosen = search.predictions[candidates[0].policy]
     return OffloadPlan(
@@ -144,7 +146,7 @@ def plan_offload(job: OffloadJob, machine: Machine, budgets: Budgets) -> Offload
 
 
 class _Search:
-    """The candidates that were simulated so far, and the best of them."""
+    """Candidates that were simulated so far."""
 
     def __init__(self, job: OffloadJob, machine: Machine) -> None:
         self._job = job
@@ -155,17 +157,17 @@ class _Search:
 
     @property
     def best(self) -> Candidate:
-        """The best of them; there must be one."""
+        """Best candidate so far; there must be at least one."""
         return min(self.candidates.values(), key=lambda candidate: candidate.rank)
 
-    def hope(self, fit: Fit) -> tuple[float, int, int]:
-        """The rank that this policy could have at best."""
-        # Rounded as totals are, from a hair below: a sum in another order must not hide a policy.
-        least_s = round(least_seconds(self._job, self._machine, fit.policy) - 1e-6, 3)
-        return (least_s, fit.needs.device_bytes, fit.needs.host_bytes)
+    def lower_bound(self, fit: Fit) -> tuple[float, int, int]:
+        """Return a lower bound of the policy's rank."""
+        # Rounded like totals, after subtracting a tolerance: summing in another order must not exclude a policy.
+        bound_s = round(lower_bound_s(self._job, self._machine, fit.policy) - 1e-6, 3)
+        return (bound_s, fit.needs.device_bytes, fit.needs.host_bytes)
 
-    def spare_homes(self) -> None:
-        """Look for fewer homes in RAM with which the best policy is as fast."""
+    def reduce_ram_blocks(self) -> None:
+        """Search for the fewest RAM-resident blocks with which the best policy is equally fast."""
         best = self.best
         if best.policy.source == "file":
             return
@@ -173,15 +175,16 @@ class _Search:
         enough = distinct if best.policy.ram_blocks is None else best.policy.ram_blocks
         too_few = 0
         while enough - too_few > 1:
-            homes = (enough + too_few) // 2
-            if self.simulate(with_homes(best.policy, homes)).total_s <= best.total_s:
-                enough = homes
+            ram_blocks = (enough + too_few) // 2
+            if self.simulate(with_ram_blocks(best.policy, ram_blocks)).total_s <= best.total_s:
+                enough = ram_blocks
             else:
-                too_few = homes
+                too_few = ram_blocks
 
     def simulate(self, policy: OffloadPolicy) -> Candidate:
-        """The candidate of this policy, added if it is not there yet."""
+        """Return the candidate of this policy, and add it if it is new."""
         if policy not in self.candidates:
+            # The device program does not depend on RAM or chunks: compile it once for all policies that share it.
             on_device = replace(policy, source="file", ram_blocks=None, chunk_tokens=None)
             programs = compile_programs(self._job, self._machine, policy, device=self._programs.get(on_device))
             self._programs[on_device] = programs.device
@@ -200,8 +203,8 @@ class _Search:
 
 
 def _nothing_fits(misfits: list[Misfit], machine: Machine, budgets: Budgets) -> str:
-    """What the smallest policy lacks, and what helps."""
+    """Format the error for a run that does not fit: the shortage of the smallest policy, and a remedy."""
     least = min(misfits, key=lambda misfit: (misfit.needs.device_bytes, misfit.needs.host_bytes))
-    asked = budgets.vram_bytes is not None or budgets.ram_bytes is not None
-    remedy = "give more, or make" if asked else "make"
+    has_budget = budgets.vram_bytes is not None or budgets.ram_bytes is not None
+    remedy = "give more, or make" if has_budget else "make"
     return f"{machine.name}: {least.why}; {remedy} the video smaller or shorter"

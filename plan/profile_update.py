@@ -1,4 +1,4 @@
-"""What a measured first step says about the machine that the plan was made for."""
+"""Correction of a machine's rates by the measured first step of a plan."""
 
 from __future__ import annotations
 
@@ -11,22 +11,31 @@ from .offload_job import OffloadJob
 from .planner import OffloadPlan
 from .predict import predict, read_seconds, visit_seconds
 
-AGREES = 0.02
-"""Share of a step by which measured and simulated stall may differ and still be the same."""
-NEAR = 0.001
-"""Share of a step by which they may still differ when a rate was found."""
+STALL_TOLERANCE = 0.02
+"""Difference between measured and simulated stall, as a share of the step, up to which a rate is kept."""
+SEARCH_TOLERANCE = 0.001
+"""Difference that may remain after the search for a new rate, as a share of the step."""
 LARGEST_CHANGE = 64.0
+"""Largest factor by which a rate is changed."""
 CORRECTED = ", corrected by a first step"
-HALVINGS = 24
+BISECTIONS = 24
 
 
 def updated_machine(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> Machine:
-    """`machine` as the first step of `plan` shows it to be.
+    """Return `machine` with its rates corrected by the first step of `plan`.
 
-    `measured` is the record of step 0 of `job`, from an engine that began empty. The time of its computing gives
-    `flops_per_s`. Where it then waited longer, or less long, than a simulation of it does, the slower of the two ways
-    to the device, disk or bus, gets the rate with which the simulation agrees. A step that did not wait says only how
-    fast they are at least. Raises ValueError when `measured` is not such a step.
+    Its compute time gives `flops_per_s`. If its stall differs from the simulated one, the slower route to the device,
+    disk or bus, gets the rate for which the simulation agrees, and then the other one. A step without stall gives a
+    lower bound of these rates only.
+
+    Args:
+        machine: the machine that the plan was made for.
+        job: the run that was planned.
+        plan: the plan of `job` on `machine`.
+        measured: record of step 0 of `job`, from an engine that started with empty buffers and RAM.
+
+    Raises:
+        ValueError: if `measured` is another step, or has no compute time.
     """
     job = _of_first_step(job)
     first = plan.timeline.steps[0]
@@ -38,23 +47,24 @@ def updated_machine(machine: Machine, job: OffloadJob, plan: OffloadPlan, measur
     if not measured.compute_s > 0:
         raise ValueError(f"the measured step computed for {measured.compute_s} s: nothing can be learned from it")
     found = replace(machine, flops_per_s=_flops_per_s(machine, job, plan, measured))
-    for field in _ways(found, job, measured):
+    for field in _transfer_rates(found, job, measured):
         found = _with_rate(found, field, _rate(found, field, job, plan, measured))
     return replace(found, origin=machine.origin.removesuffix(CORRECTED) + CORRECTED)
 
 
 def _flops_per_s(machine: Machine, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> float:
-    """The rate with which this step computes as long as it did; what more chunks cost is left out of it."""
+    """Return the rate that explains the step's compute time, without the time that chunks add."""
     chunk = plan.policy.chunk_tokens
     lanes, blocks = job.lanes[measured.expert], job.expert.blocks
     added_s = visit_seconds(job, machine, measured.expert, chunk) - visit_seconds(job, machine, measured.expert, None)
     visit_s = measured.compute_s / blocks
     flops = lanes * job.expert.block_flops(job.tokens)
+    # The chunk cost is an estimate: never let it explain more than half of the measured time.
     return flops / max(visit_s - added_s, visit_s / 2)
 
 
 def _of_first_step(job: OffloadJob) -> OffloadJob:
-    """The job of the first step alone, with the lanes that it has."""
+    """Return the job of the first step alone, with its own number of lanes."""
     lanes = dict(job.lanes)
     if job.lanes_of_steps:
         lanes[job.experts_of_steps[0]] = job.lanes_of_steps[0]
@@ -65,34 +75,35 @@ def _first_step(machine: Machine, job: OffloadJob, plan: OffloadPlan) -> StepRec
     return predict(job, machine, plan.policy).timeline.steps[0]
 
 
-def _ways(machine: Machine, job: OffloadJob, measured: StepRecord) -> list[str]:
-    """The rates of disk and bus, first the one that this step waits for longer."""
+def _transfer_rates(machine: Machine, job: OffloadJob, measured: StepRecord) -> list[str]:
+    """Return the field names of the disk and the bus rate, the one that takes longer in this step first."""
     bus = "copy_bytes_per_s" if machine.computes_on == "cpu" else "h2d_bytes_per_s"
     disk_s = measured.read_bytes / job.file_bytes * read_seconds(job, machine)
-    ways = ["disk_bytes_per_s", bus]
-    return ways if disk_s >= measured.bytes_moved / getattr(machine, bus) else ways[::-1]
+    fields = ["disk_bytes_per_s", bus]
+    return fields if disk_s >= measured.bytes_moved / getattr(machine, bus) else fields[::-1]
 
 
 def _rate(machine: Machine, field: str, job: OffloadJob, plan: OffloadPlan, measured: StepRecord) -> float:
-    """The rate nearest to that of `machine` with which the simulated step waits as long as the measured one did."""
+    """Return the rate nearest to that of `machine` for which the simulated stall equals the measured one."""
     rate: float = getattr(machine, field)
 
     def stall_s(factor: float) -> float:
         return _first_step(_with_rate(machine, field, rate * factor), job, plan).stall_s
 
     present_s = stall_s(1.0)
-    if abs(present_s - measured.stall_s) <= AGREES * measured.wall_s:
+    if abs(present_s - measured.stall_s) <= STALL_TOLERANCE * measured.wall_s:
         return rate
     too_slow = present_s > measured.stall_s
     far = LARGEST_CHANGE if too_slow else 1 / LARGEST_CHANGE
-    # Where something else is in the way, no rate will do: then the one beyond which nothing changes.
+    # If another resource limits the step, no rate reproduces the stall: then find the rate beyond which it is constant.
     reachable_s = stall_s(far)
-    near_s = NEAR * measured.wall_s
+    near_s = SEARCH_TOLERANCE * measured.wall_s
     wanted_s = max(measured.stall_s, reachable_s) + near_s if too_slow else min(measured.stall_s, reachable_s) - near_s
     if (present_s > wanted_s) != too_slow:
         return rate
     near = 1.0
-    for _ in range(HALVINGS):
+    for _ in range(BISECTIONS):
+        # The geometric mean, because rates span orders of magnitude.
         middle = math.sqrt(near * far)
         near, far = (middle, far) if (stall_s(middle) > wanted_s) == too_slow else (near, middle)
     return rate * far

@@ -1,8 +1,7 @@
-"""RAM between file and bus: the function that plans the device, one level down.
+"""RAM program: the slots of RAM and the file reads of a run, compiled like the device program, one level down.
 
-The fetches of the device program, in bus order, are the visits of the RAM program; a slot of RAM is its buffer, and a
-read of the file its fetch. A block either has a home in RAM, or passes through a staging slot, or is read straight into
-its buffer.
+The fetches of the device program, in bus order, are the visits of the RAM program; a RAM slot is its buffer, and a file
+read its fetch. A block is RAM-resident, passes through a staging slot, or is read directly into its buffer.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from .transfer_program import AT_ONCE, KEPT, Fetch, ProgramError, TransferProgra
 from .visits import BlockKey, Visit
 
 DIRECT = -1
-"""`visit_of_fetch` of a fetch that is read from its file straight into its buffer."""
+"""`visit_of_fetch` of a fetch that reads from the file directly into its buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RamResidency:
-    """Blocks that stay in RAM for this run and later ones, and the slots that they take there."""
+    """RAM-resident blocks, kept for this run and later ones, and the number of their slots."""
 
     residency: Residency
     slots: int
@@ -28,31 +27,31 @@ class RamResidency:
 
 @dataclass(frozen=True, kw_only=True)
 class RamProgram:
-    """How blocks come into RAM for the fetches of one device program.
+    """File reads that bring the blocks of one device program into RAM.
 
-    A visit of `program` is one fetch over the bus, which reads a RAM slot; a fetch of `program` is one read of the file
-    into a slot.
+    A visit of `program` is one fetch over the bus, which reads a RAM slot; a fetch of `program` is one file read into a
+    slot.
     """
 
     program: TransferProgram
     visit_of_fetch: tuple[int, ...]
-    """Per fetch of the device program: its visit here, or `DIRECT`."""
+    """For each fetch of the device program: its visit in `program`, or `DIRECT`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPrograms:
-    """The two programs of a run, over the bus and into RAM: what a run executes, and what `simulate` predicts."""
+    """The two programs of a run, over the bus and into RAM, as executed by the engine and by `simulate`."""
 
     device: TransferProgram
     ram: RamProgram
 
 
 def plan_ram(policy: OffloadPolicy, residency: Residency, block_counts: Mapping[str, int]) -> RamResidency:
-    """Homes in RAM for stacks of `block_counts[expert]` blocks whose residents on the device are `residency`.
+    """Choose the RAM-resident blocks of stacks of `block_counts[expert]` blocks.
 
-    Only what streams crosses the bus again and again, so it gets homes first; what stays on the device gets those that
-    are left. Blocks without a home lie at equal distances in the list of streamed blocks, so that the disk has the same
-    time for each.
+    `residency` are the residents on the device. Streamed blocks are chosen first, because they cross the bus in every
+    step; slots that are left go to blocks that are resident on the device. The blocks that are not chosen lie at equal
+    distances, so that the disk has the same time for each.
     """
     streamed: list[BlockKey] = []
     resident: list[BlockKey] = []
@@ -63,71 +62,78 @@ def plan_ram(policy: OffloadPolicy, residency: Residency, block_counts: Mapping[
     wanted = 0 if policy.source == "file" else len(streamed) + len(resident)
     if policy.ram_blocks is not None:
         wanted = min(wanted, policy.ram_blocks)
-    homes = _spread_residents(wanted, streamed, resident)
-    residents = {expert: frozenset(key.block for key in homes if key.expert == expert) for expert in block_counts}
+    chosen = _spread_residents(wanted, streamed, resident)
+    residents = {expert: frozenset(key.block for key in chosen if key.expert == expert) for expert in block_counts}
     return RamResidency(residency=Residency(residents=residents, permanent=True), slots=wanted)
 
 
 def compile_ram(
     program: TransferProgram,
-    homes: RamResidency,
+    ram_residency: RamResidency,
     *,
     staging: int,
     contents: Mapping[int, BlockKey] | None = None,
 ) -> RamProgram:
-    """The reads that bring the blocks of `program`'s fetches into `homes.slots + staging` slots of RAM.
+    """Compile the file reads that bring the blocks of `program`'s fetches into RAM slots.
 
-    Without `staging` every block that has no home is read straight into its buffer. `contents` says what slots hold
-    from before (slot -> block). Homes keep the slots below `homes.slots` for themselves, whatever runs; all other slots
-    are staging. Raises ProgramError when there are too few slots.
+    Args:
+        program: the device program.
+        ram_residency: RAM-resident blocks. The slots below `ram_residency.slots` are reserved for them.
+        staging: number of slots above those, for all other blocks; 0: read these directly into their buffers.
+        contents: contents of the slots before the program (slot -> block).
+
+    Raises:
+        ProgramError: if `staging` is negative, or if there are too few slots.
     """
     if staging < 0:
         raise ProgramError(f"staging is {staging}, it must be 0 or more slots")
     visits: list[Visit] = []
     visit_of_fetch: list[int] = []
     for fetch in program.fetches:
-        through_ram = staging > 0 or homes.residency.keeps(*fetch.block)
+        through_ram = staging > 0 or ram_residency.residency.keeps(*fetch.block)
         visit_of_fetch.append(len(visits) if through_ram else DIRECT)
         if through_ram:
             visits.append(Visit(program.visits[fetch.needed_by].step, *fetch.block))
-    compiled = _compile_with_residents(visits, homes, staging, contents or {})
+    compiled = _compile_with_residents(visits, ram_residency, staging, contents or {})
     return RamProgram(program=compiled, visit_of_fetch=tuple(visit_of_fetch))
 
 
 def _spread_residents(wanted: int, streamed: Sequence[BlockKey], resident: Sequence[BlockKey]) -> list[BlockKey]:
-    """`wanted` of the blocks (or all): streamed ones first, and what is left to the file of each kind evenly spread."""
+    """Return `wanted` of the blocks (or all), streamed ones first; the blocks left to the file are spread evenly."""
     first = min(wanted, len(streamed))
-    homes = []
+    chosen = []
     for blocks, count in ((streamed, first), (resident, min(wanted - first, len(resident)))):
         from_file = spread_evenly(len(blocks) - count, len(blocks))
-        homes += [key for place, key in enumerate(blocks) if place not in from_file]
-    return homes
+        chosen += [key for place, key in enumerate(blocks) if place not in from_file]
+    return chosen
 
 
 def _compile_with_residents(
-    visits: Sequence[Visit], homes: RamResidency, staging: int, contents: Mapping[int, BlockKey]
+    visits: Sequence[Visit], ram_residency: RamResidency, staging: int, contents: Mapping[int, BlockKey]
 ) -> TransferProgram:
-    """Homes in slots of their own, all other visits through the staging slots behind them."""
-    at_home: dict[BlockKey, int] = {}
+    """Compile RAM-resident blocks into the first slots, and all other visits into the staging slots after them."""
+    residency, slots = ram_residency.residency, ram_residency.slots
+    slot_of_resident: dict[BlockKey, int] = {}
     for slot, block in sorted(contents.items()):
-        if slot < homes.slots and homes.residency.keeps(*block):
-            at_home.setdefault(block, slot)
-    passing = {slot - homes.slots: block for slot, block in contents.items() if slot >= homes.slots}
+        if slot < slots and residency.keeps(*block):
+            slot_of_resident.setdefault(block, slot)
+    staged = {slot - slots: block for slot, block in contents.items() if slot >= slots}
     numbers: dict[bool, list[int]] = {True: [], False: []}
     for number, visit in enumerate(visits):
-        numbers[homes.residency.keeps(*visit.key)].append(number)
+        numbers[residency.keeps(*visit.key)].append(number)
 
-    # There are as many slots as homes. What else lies in them is forgotten, so that no home takes the slot of another.
-    kept = {slot: block for block, slot in at_home.items()}
-    home = compile_program([visits[n] for n in numbers[True]], homes.residency, homes.slots, contents=kept)
-    rest = compile_program([visits[n] for n in numbers[False]], Residency(residents={}), staging, contents=passing)
-    return _side_by_side(visits, (numbers[True], 0, home), (numbers[False], homes.slots, rest))
+    # There is exactly one slot per resident. Other contents are dropped here: if the compiler kept them, a resident
+    # would have to take the slot of another one.
+    kept = {slot: block for block, slot in slot_of_resident.items()}
+    resident = compile_program([visits[n] for n in numbers[True]], residency, slots, contents=kept)
+    other = compile_program([visits[n] for n in numbers[False]], Residency(residents={}), staging, contents=staged)
+    return _merge_programs(visits, (numbers[True], 0, resident), (numbers[False], slots, other))
 
 
-def _side_by_side(visits: Sequence[Visit], *parts: tuple[Sequence[int], int, TransferProgram]) -> TransferProgram:
-    """One program of several that share no slot: the numbers of its visits, its first slot, and each part."""
+def _merge_programs(visits: Sequence[Visit], *parts: tuple[Sequence[int], int, TransferProgram]) -> TransferProgram:
+    """Merge programs that share no slot; each part is (its visit numbers, its first slot, its program)."""
     slot_of = [0] * len(visits)
-    served_at = [KEPT] * len(visits)  # per visit: the visit that its fetch is needed by
+    served_at = [KEPT] * len(visits)  # for each visit: `needed_by` of its fetch
     fetches: list[Fetch] = []
     initial: dict[int, BlockKey] = {}
     untouched: dict[int, BlockKey] = {}
@@ -141,6 +147,7 @@ def _side_by_side(visits: Sequence[Visit], *parts: tuple[Sequence[int], int, Tra
                 served_at[number] = numbers[part.fetches[fetch].needed_by]
         initial |= {first_slot + slot: block for slot, block in part.initial.items()}
         untouched |= {first_slot + slot: block for slot, block in part.untouched.items()}
+    # Reads in the order of the bus: each fetch is needed by a different visit, so the order is unambiguous.
     fetches.sort(key=lambda fetch: fetch.needed_by)
     fetch_at = {KEPT: KEPT} | {fetch.needed_by: number for number, fetch in enumerate(fetches)}
     return TransferProgram(

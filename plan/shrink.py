@@ -1,4 +1,4 @@
-"""Smaller policies: to fit a budget before a run, after an out-of-memory error, and between runs."""
+"""Smaller policies: before a run to fit a budget, and after an out-of-memory error; and the order of eviction."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..schema import OffloadPolicy, PolicyKind, Residency
 from .candidates import CHUNKS
 from .visits import BlockKey
 
-FEWEST_AHEAD = 1
-"""Blocks that lie ahead however little memory there is, unless a user asks for none: without it nothing overlaps."""
+MIN_PREFETCH = 1
+"""Smallest prefetch depth of a shrunk policy, unless the user chose 0: without it nothing overlaps."""
 
 
 def fit_policy(
@@ -20,11 +20,11 @@ def fit_policy(
     budget: float,
     device_bytes: Callable[[OffloadPolicy], int],
 ) -> OffloadPolicy:
-    """`policy` where its `device_bytes` are within `budget` bytes, else what is nearest to it.
+    """Return `policy` if its `device_bytes` are within `budget` bytes, else the nearest smaller policy.
 
-    First fewer blocks stay resident, as few less as possible; then fewer lie ahead, down to two buffers (one, where
-    the policy asks for no prefetch). Where not even those fit they are returned all the same: the experts cannot run
-    with less. What the policy says about RAM and about the tokens that are computed at once stays as it is.
+    The number of residents is reduced first, then the prefetch depth, down to two buffers (one if the policy has no
+    prefetch). The smallest policy is returned even if it does not fit: the experts cannot run with less. The settings
+    for RAM and `chunk_tokens` do not change.
     """
     smallest = policy
     for smallest in (policy, *_smaller(policy, min(block_counts.values()))):
@@ -36,10 +36,10 @@ def fit_policy(
 def stay_near(
     present: OffloadPolicy, fitted: OffloadPolicy, *, budget: float, device_bytes: Callable[[OffloadPolicy], int]
 ) -> OffloadPolicy:
-    """`present` where it is within `budget` bytes and `fitted` keeps at most one block more, else `fitted`.
+    """Return `present` if it is within `budget` bytes and `fitted` has at most one resident block more, else `fitted`.
 
-    Another policy is another pool of buffers: not worth it each time the room for a block comes or goes. Policies that
-    say different things about RAM, or about the tokens that are computed at once, are never near.
+    A new policy means a new pool of buffers, which is not worth it each time the free memory changes by one block.
+    Policies that differ in RAM settings or `chunk_tokens` are never near.
     """
     as_present = _with(fitted, present.kind, ahead=present.prefetch_blocks, swapped=present.blocks_to_swap)
     if as_present != present:
@@ -50,12 +50,12 @@ def stay_near(
 
 
 def _smaller(policy: OffloadPolicy, blocks: int) -> Iterator[OffloadPolicy]:
-    """Policies for stacks of `blocks` blocks, from many residents to none; some may take more than `policy`."""
-    ahead = FEWEST_AHEAD if policy.kind == "resident" else policy.prefetch_blocks
+    """Yield policies for stacks of `blocks` blocks, from many residents to none; the first may exceed `policy`."""
+    ahead = MIN_PREFETCH if policy.kind == "resident" else policy.prefetch_blocks
     if policy.kind != "layerwise":
         for swapped in range(blocks):
             yield _with(policy, "block_swap", ahead=ahead, swapped=swapped)
-    for fewer in range(ahead, min(ahead, FEWEST_AHEAD) - 1, -1):
+    for fewer in range(ahead, min(ahead, MIN_PREFETCH) - 1, -1):
         yield _with(policy, "layerwise", ahead=fewer)
 
 
@@ -71,11 +71,11 @@ def smaller_policy(
     tokens: int,
     device_bytes: Callable[[OffloadPolicy], int],
 ) -> OffloadPolicy | None:
-    """What is nearest to `policy` and leaves `missing` bytes more of the device free; None where nothing is smaller.
+    """Return the nearest policy that takes `missing` bytes less of the device, or None if no policy is smaller.
 
-    First fewer blocks stay resident, then fewer lie ahead, down to two buffers (one, where the policy asks for no
-    prefetch); where that is less than `missing`, it is taken all the same, because more may be free than is known. Then
-    fewer of the `tokens` of a lane go through feed-forward and norms at once, which costs time in every block.
+    The number of residents is reduced first, then the prefetch depth, as in `fit_policy`. The result is used even if it
+    saves less than `missing`, because more memory may be free than was reported. Last, fewer of the `tokens` of a lane
+    go through feed-forward and norms at once, which costs time in every block.
     """
     present = device_bytes(policy)
     fitted = fit_policy(policy, block_counts, budget=present - max(1, missing), device_bytes=device_bytes)
@@ -87,20 +87,20 @@ def smaller_policy(
 
 
 def bytes_to_free(attempt: int, *, block: int, working_bytes: int, free_bytes: int | None) -> int:
-    """How many bytes to free before a step is tried for the `attempt`-th time again, from 0.
+    """Return the bytes to free before retry number `attempt` (from 0) of a step that ran out of memory.
 
-    What the step is known to lack, and at least twice as many blocks as the time before: what a step really takes is
-    not known to the byte, and 40 residents must not become 40 attempts. `free_bytes` None: not known.
+    It is the known shortage, and at least twice as many blocks as before the last retry: the needs of a step are an
+    estimate, and 40 residents must not take 40 retries. `free_bytes` None: unknown.
     """
-    lacking = 0 if free_bytes is None else working_bytes - free_bytes
-    return max(lacking, block << attempt)
+    shortage = 0 if free_bytes is None else working_bytes - free_bytes
+    return max(shortage, block << attempt)
 
 
 def eviction_order(buffers: Iterable[int], contents: Mapping[int, BlockKey], residency: Residency) -> tuple[int, ...]:
-    """Return `buffers`, the least useful first.
+    """Return `buffers` in order of eviction, the least useful first.
 
-    Buffers that hold nothing go before those with streamed blocks, and these before those with residents. Of each kind
-    the block goes first that the next run reaches last, because its fetch has most time to bring it back.
+    Empty buffers come first, then those with streamed blocks, then those with residents. Within each kind the block
+    that the next run visits last comes first, because there is the most time to fetch it again.
     """
     experts = {expert: number for number, expert in enumerate(residency.residents)}
 

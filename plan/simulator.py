@@ -1,4 +1,4 @@
-"""Discrete-event simulation of a run: disk, bus, decoding and compute as queues."""
+"""Discrete-event simulation of a run, with disk, bus, decoding and compute as queues."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Hardware:
     visit_s: Mapping[str, float]
     """Seconds that all lanes together spend in one block of this expert."""
     step_visit_s: Mapping[int, float] = field(default_factory=dict)
-    """The same of single steps, by number, which is then not that of their expert."""
+    """Seconds per visit of single steps, by step index; they override `visit_s`."""
     step_overhead_s: float = 0.0
     """Seconds of each step outside the blocks (output layers, solver), spent after the last block."""
     disk_bytes_per_s: float | None = None
-    """None where nothing is read from files."""
+    """Read rate; None if the run reads no files."""
     file_bytes: Mapping[str, int] | None = None
-    """Bytes that one read of a block of this expert takes from its file; None: as many as the bus moves."""
+    """Bytes that one read of a block of this expert takes from its file; None: equal to `block_bytes`."""
     decode_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of decoding and patching one block of this expert on arrival; 0 for experts that are not named."""
+    """Seconds for decoding and patching one block of this expert on arrival; 0 for experts that are not listed."""
     decode_computes: bool = False
-    """The computing thread decodes, between stall and compute, and reads the RAM slot itself, without a bus: a CPU.
-    Otherwise decoding is a queue of its own between the bus and the buffers: a GPU."""
+    """True on a CPU: the computing thread decodes, between stall and compute, and reads the RAM slot without a bus.
+    False on a GPU: decoding is a separate queue between the bus and the buffers."""
 
     def __post_init__(self) -> None:
         for name, rate in (("bus_bytes_per_s", self.bus_bytes_per_s), ("disk_bytes_per_s", self.disk_bytes_per_s)):
@@ -50,7 +50,7 @@ class Hardware:
             raise ValueError(f"bytes and seconds must be 0 or more, one is {smallest}")
 
     def read_bytes(self, expert: str) -> int:
-        """Bytes that one read of a block takes from its file."""
+        """Return the bytes that one read of a block takes from its file."""
         return (self.file_bytes or {}).get(expert, self.block_bytes[expert])
 
 
@@ -62,18 +62,18 @@ class StepTimes(NamedTuple):
     stall_s: float
     decode_s: float
     start_s: float
-    """Since the run began, as `computed_from_s`."""
+    """Start of the step since the start of the run."""
     computed_from_s: float
-    """When the first block began to compute."""
+    """Start of the first block's compute since the start of the run."""
     stall_on_read_s: float
-    """The part of the stall in which a block had not left its file."""
+    """Part of the stall in which the block was not yet read from its file."""
 
 
 class Queues:
-    """Where disk, bus, decoding and computing have got to.
+    """State of the disk, bus, decode and compute queues.
 
-    Each works in order and one thing at a time. A visit that asks for its block makes the others catch up, so every
-    time that they need is known by then.
+    Each queue works in order on one block at a time. It is advanced lazily: a visit that needs its block advances the
+    other queues up to that block, and all times that they depend on are known by then.
     """
 
     def __init__(self, program: TransferProgram, hardware: Hardware, ram: RamProgram | None) -> None:
@@ -87,19 +87,22 @@ class Queues:
         self._decode_s = {expert: hardware.decode_s.get(expert, 0.0) for expert in hardware.block_bytes}
         self._now = 0.0
         self._done: list[float] = []
+        """For each visit: its end."""
         self._arrived: list[float] = []
+        """For each fetch: the time at which its block is in the buffer."""
         self._left_file: list[float] = []
-        """Per fetch: when its bytes had left their file; 0 if RAM held them before."""
+        """For each fetch: the end of its file read; 0 if its block was in RAM before the run."""
         self._bus_free = 0.0
         self._disk_free = 0.0
         self._decoded = [0.0] * RAW_SLOTS
-        """When the last blocks that were decoded on the way were ready, as many as there are raw slots."""
+        """End of decoding of each block so far, after one initial entry for each raw slot."""
         self._read: list[float] = []
+        """For each fetch of the RAM program: the end of its file read."""
         self._slot_free: list[float | None] = [] if ram is None else [None] * len(ram.program.visits)
-        """Per visit of the RAM program: when its slot had been read; None: not yet."""
+        """For each visit of the RAM program: the time at which its slot is free again; None: not simulated yet."""
 
     def run_step(self, visits: range) -> StepTimes:
-        """Go through the visits of one step."""
+        """Simulate the visits of one step."""
         program, hardware = self._program, self._hardware
         compute_s = hardware.step_overhead_s
         stall_s = stall_on_read_s = decode_s = 0.0
@@ -130,13 +133,13 @@ class Queues:
         return StepTimes(self._now - began, compute_s, stall_s, decode_s, began, computed_from, stall_on_read_s)
 
     def _arrival(self, number: int) -> float:
-        """When the block of fetch `number` is in its buffer, after all fetches before it."""
+        """Return the time at which the block of fetch `number` is in its buffer; simulate the fetches up to it."""
         while len(self._arrived) <= number:
             self._arrived.append(self._fetch(len(self._arrived)))
         return self._arrived[number]
 
     def _fetch(self, number: int) -> float:
-        """Let fetch `number` take its place in the queues; when its block can be visited."""
+        """Simulate fetch `number` and return the time at which its block can be visited."""
         fetch = self._program.fetches[number]
         expert = fetch.block.expert
         visit = None if self._ram is None else self._ram.visit_of_fetch[number]
@@ -146,7 +149,7 @@ class Queues:
             return ready
         buffer_free = 0.0 if fetch.start_after == AT_ONCE else self._done[fetch.start_after]
         decodes = self._decode_s[expert] > 0 and not self._hardware.decode_computes
-        # What is decoded on the way waits for its buffer behind the bus, in a raw slot.
+        # A block that is decoded on arrival crosses the bus into a raw slot; only its decoding waits for the buffer.
         start = max(self._bus_free, ready, self._decoded[-RAW_SLOTS] if decodes else buffer_free)
         if visit == DIRECT:
             self._read_until(start)
@@ -165,22 +168,22 @@ class Queues:
             self._slot_free[visit] = at
 
     def _ready_in_ram(self, visit: int) -> float:
-        """When the slot that visit `visit` of the RAM program reads has been filled."""
+        """Return the time at which the slot of visit `visit` of the RAM program is filled."""
         assert self._ram is not None
         number = self._ram.program.visit_fetch[visit]
         while len(self._read) <= number:
             start = self._read_start()
-            assert start is not None, "a read waits for a slot that is read after it"
+            assert start is not None, "a read waits for a slot that a later fetch reads"
             self._read_next(start)
         return 0.0 if number == KEPT else self._read[number]
 
     def _read_until(self, time: float) -> None:
-        """The disk goes ahead with the reads that it can start before `time`."""
+        """Simulate the reads that the disk can start before `time`."""
         while (start := self._read_start()) is not None and start < time:
             self._read_next(start)
 
     def _read_start(self) -> float | None:
-        """When the next read can start; None: there is none, or its slot is still to be read."""
+        """Return the time at which the next read can start; None if there is none, or if its slot is still in use."""
         assert self._ram is not None
         fetches = self._ram.program.fetches
         if len(self._read) == len(fetches):
@@ -198,8 +201,11 @@ class Queues:
 def simulate(program: TransferProgram, hardware: Hardware, ram: RamProgram | None = None) -> Timeline:
     """Predict the run of `program`, which must pass `check_program`, with `ram` also `check_ram`.
 
-    Without `ram` every fetch starts from RAM. A step that has no visits has no record. Raises ValueError when
-    `hardware` does not know an expert of the program, or no disk that `ram` reads from.
+    Without `ram` every fetch starts from RAM. A step without visits has no record.
+
+    Raises:
+        ValueError: if `hardware` has no figures for an expert of the program, or no disk rate although `ram` reads
+            files.
     """
     experts = {visit.expert for visit in program.visits}
     if unknown := sorted(experts - (hardware.block_bytes.keys() & hardware.visit_s.keys())):
@@ -246,7 +252,7 @@ def simulate(program: TransferProgram, hardware: Hardware, ram: RamProgram | Non
 
 
 def _visits_copied_for(program: TransferProgram, hardware: Hardware, ram: RamProgram | None) -> frozenset[int]:
-    """Visits of the device program whose fetch was copied out of RAM."""
+    """Return the visits of the device program whose fetch is copied from RAM."""
     if ram is None:
         return frozenset(fetch.needed_by for fetch in program.fetches)
     if hardware.decode_computes:
@@ -256,7 +262,7 @@ def _visits_copied_for(program: TransferProgram, hardware: Hardware, ram: RamPro
 
 
 def _visits_read_for(program: TransferProgram, ram: RamProgram) -> frozenset[int]:
-    """Visits of the device program whose fetch needed a read of the file in this run."""
+    """Return the visits of the device program whose fetch needs a file read in this run."""
     first_use = {fetch.needed_by for fetch in ram.program.fetches}
     return frozenset(
         fetch.needed_by
@@ -266,7 +272,7 @@ def _visits_read_for(program: TransferProgram, ram: RamProgram) -> frozenset[int
 
 
 def _steps(program: TransferProgram) -> Iterator[tuple[tuple[int, str], range]]:
-    """Each step's index and expert with the range of its visits."""
+    """Yield index and expert of each step with the range of its visits."""
     first = 0
     for step, visits in groupby(program.visits, key=lambda visit: (visit.step, visit.expert)):
         past = first + sum(1 for _ in visits)

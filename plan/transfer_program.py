@@ -15,58 +15,59 @@ from .visits import BlockKey, Visit
 
 
 class Lifetime(NamedTuple):
-    """One block in one buffer from visit `first` to visit `last`, both included.
-
-    `stays` marks residents of the first stage and permanent ones: worth keeping if they are there at the start.
-    """
+    """Live range of one block in one buffer, from visit `first` to visit `last`, both included."""
 
     block: BlockKey
     first: int
     last: int
-    stays: bool
+    resident_first: bool
+    """True for residents of the first stage and permanent ones, which are kept first if they are loaded already."""
 
 
 class LifetimeList(NamedTuple):
-    """Tenancies in order of their first visit, and for each visit the index of the tenancy that serves it."""
+    """Lifetimes in order of their first visit, and for each visit the index of its lifetime."""
 
     lifetimes: tuple[Lifetime, ...]
     of_visit: tuple[int, ...]
 
 
 def list_lifetimes(visits: Sequence[Visit], residency: Residency) -> LifetimeList:
-    """A streamed block has one tenancy per visit; a resident one per stage, or one in all if permanent."""
-    opened: list[tuple[BlockKey, int, bool]] = []
+    """List the lifetimes of a run: one per visit of a streamed block, one per stage of a resident block.
+
+    A permanent resident has one lifetime in the whole run.
+    """
+    started: list[tuple[BlockKey, int, bool]] = []
     last: list[int] = []
     of_visit: list[int] = []
-    staying: dict[BlockKey, int] = {}
+    resident_lifetimes: dict[BlockKey, int] = {}
     first_stage = True
     for index, visit in enumerate(visits):
         if index and visit.expert != visits[index - 1].expert:
             first_stage = False
             if not residency.permanent:
-                staying.clear()
+                resident_lifetimes.clear()
         key = visit.key
-        lifetime = staying.get(key)
+        lifetime = resident_lifetimes.get(key)
         if lifetime is None:
-            lifetime = len(opened)
+            lifetime = len(started)
             resident = residency.keeps(visit.expert, visit.block)
-            opened.append((key, index, resident and (first_stage or residency.permanent)))
+            started.append((key, index, resident and (first_stage or residency.permanent)))
             last.append(index)
             if resident:
-                staying[key] = lifetime
+                resident_lifetimes[key] = lifetime
         last[lifetime] = index
         of_visit.append(lifetime)
-    lifetimes = (Lifetime(key, first, end, stays) for (key, first, stays), end in zip(opened, last, strict=True))
+    lifetimes = (Lifetime(key, first, end, early) for (key, first, early), end in zip(started, last, strict=True))
     return LifetimeList(tuple(lifetimes), tuple(of_visit))
 
 
 def buffers_needed(visits: Sequence[Visit], residency: Residency) -> int:
-    """Smallest number of buffers with which `visits` can run: the most tenancies that ever overlap."""
-    return most_overlapping(list_lifetimes(visits, residency).lifetimes)
+    """Return the smallest number of buffers with which `visits` can run: the maximum of overlapping lifetimes."""
+    return max_overlap(list_lifetimes(visits, residency).lifetimes)
 
 
-def most_overlapping(lifetimes: Sequence[Lifetime]) -> int:
-    """Largest number of `lifetimes` that hold a buffer during the same visit."""
+def max_overlap(lifetimes: Sequence[Lifetime]) -> int:
+    """Return the largest number of `lifetimes` that include the same visit."""
     change = [0] * (max((lifetime.last for lifetime in lifetimes), default=0) + 2)
     for lifetime in lifetimes:
         change[lifetime.first] += 1
@@ -78,18 +79,18 @@ AT_ONCE = -1
 """`start_after` of a fetch that waits for no visit of the program."""
 
 KEPT = -1
-"""`visit_fetch` of a visit that is served by what its buffer held before the program."""
+"""`visit_fetch` of a visit whose block was in its buffer before the program."""
 
 
 class ProgramError(ValueError):
-    """A transfer program that cannot be made, or that would read a wrong block."""
+    """Transfer program that cannot be compiled, or in which a visit would read a wrong block."""
 
 
 class Fetch(NamedTuple):
-    """One copy of a block into a buffer, and the visits between which it happens and serves.
+    """Transfer of one block into one buffer.
 
-    It may start when visit `start_after` is done (`AT_ONCE`: no visit), must have arrived before visit `needed_by`, and
-    the buffer is free again when visit `last` is done. All three are indices into the program's visits.
+    It may start when visit `start_after` is done (`AT_ONCE`: immediately) and must be complete before visit
+    `needed_by`; the buffer is free again when visit `last` is done. All three are indices into the program's visits.
     """
 
     block: BlockKey
@@ -101,31 +102,30 @@ class Fetch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TransferProgram:
-    """The visits of a run and the fetches that serve them; executed by the engine, predicted by `simulate`.
-
-    `fetches` are in bus order: a single copy queue that works through them in this order can never block itself.
-    """
+    """Visits of a run and their fetches; executed by the engine, predicted by `simulate`."""
 
     visits: tuple[Visit, ...]
     fetches: tuple[Fetch, ...]
+    """Fetches in bus order: a single copy queue that processes them in this order cannot deadlock."""
     buffers: int
+    """Number of buffers."""
     visit_buffer: tuple[int, ...]
-    """Per visit: the buffer that serves it."""
+    """For each visit: the buffer that contains its block."""
     visit_fetch: tuple[int, ...]
-    """Per visit: index of the fetch that serves it, or `KEPT`."""
+    """For each visit: index of the fetch of its block, or `KEPT`."""
     initial: Mapping[int, BlockKey]
-    """Buffers whose earlier contents serve visits of this program."""
+    """Earlier contents of buffers that visits of this program use."""
     untouched: Mapping[int, BlockKey]
-    """Buffers whose earlier contents serve nothing here, but outlive the program because nothing replaces them."""
+    """Earlier contents of buffers that this program neither uses nor replaces."""
 
     @cached_property
     def last_use(self) -> frozenset[int]:
-        """Visits after which their buffer is free."""
+        """Visits after which the buffer of the visit is free."""
         kept_until = {self.visit_buffer[visit]: visit for visit, fetch in enumerate(self.visit_fetch) if fetch == KEPT}
         return frozenset(kept_until.values()).union(fetch.last for fetch in self.fetches)
 
     def final_contents(self) -> dict[int, BlockKey]:
-        """What each buffer holds when every fetch has been issued: `contents` for the program of the next run."""
+        """Return the contents of the buffers after the last fetch was issued: `contents` for the next program."""
         return {**self.untouched, **self.initial, **{fetch.buffer: fetch.block for fetch in self.fetches}}
 
 
@@ -136,21 +136,28 @@ def compile_program(
     *,
     contents: Mapping[int, BlockKey] | None = None,
 ) -> TransferProgram:
-    """Assign every visit a buffer and every missing block a fetch.
+    """Assign a buffer to every visit and a fetch to every missing block.
 
-    `contents` says what buffers hold from before (buffer -> block), counting every fetch that was *issued*, arrived or
-    not; all visits of the program that issued them must be done, or be awaited, before this one starts. Buffers that it
-    names beyond `buffers` are ignored. Raises ProgramError, with the number needed, when there are too few buffers.
+    Args:
+        visits: visits of the run, in order.
+        residency: resident blocks of each expert.
+        buffers: number of buffers.
+        contents: contents of the buffers before the program (buffer -> block). It includes every fetch that was
+            *issued*, complete or not; the caller must wait for all visits of the program that issued them. Buffers
+            from number `buffers` on are ignored.
+
+    Raises:
+        ProgramError: if there are too few buffers; the message has the number needed.
     """
     visits = tuple(visits)
     lifetimes, of_visit = list_lifetimes(visits, residency)
-    needed = most_overlapping(lifetimes)
+    needed = max_overlap(lifetimes)
     if buffers < needed:
         raise ProgramError(f"{buffers} buffers are too few: these residents and visits need {needed}")
 
-    held = {buffer: block for buffer, block in sorted((contents or {}).items()) if 0 <= buffer < buffers}
-    kept = _kept_lifetimes(lifetimes, buffers, held)
-    buffer_of, fetches, fetch_of = _assign_buffers(lifetimes, buffers, held, kept)
+    loaded = {buffer: block for buffer, block in sorted((contents or {}).items()) if 0 <= buffer < buffers}
+    kept = _kept_lifetimes(lifetimes, buffers, loaded)
+    buffer_of, fetches, fetch_of = _assign_buffers(lifetimes, buffers, loaded, kept)
     initial = {buffer: lifetimes[lifetime].block for lifetime, buffer in kept.items()}
     replaced = {fetch.buffer for fetch in fetches}
     return TransferProgram(
@@ -160,45 +167,49 @@ def compile_program(
         visit_buffer=tuple(buffer_of[lifetime] for lifetime in of_visit),
         visit_fetch=tuple(fetch_of[lifetime] for lifetime in of_visit),
         initial=initial,
-        untouched={b: block for b, block in held.items() if b not in initial and b not in replaced},
+        untouched={b: block for b, block in loaded.items() if b not in initial and b not in replaced},
     )
 
 
-def _kept_lifetimes(lifetimes: Sequence[Lifetime], buffers: int, held: Mapping[int, BlockKey]) -> dict[int, int]:
-    """Tenancies that need no fetch because a buffer holds their block already: tenancy -> buffer.
+def _kept_lifetimes(lifetimes: Sequence[Lifetime], buffers: int, loaded: Mapping[int, BlockKey]) -> dict[int, int]:
+    """Return the lifetimes that need no fetch because a buffer contains their block already (lifetime -> buffer).
 
-    Residents of the present stage are kept first. The buffers that are left serve the next tenancies, and of those the
-    ones that are held are kept too. Keeping more would take buffers from blocks that are needed earlier.
+    Residents of the first stage are kept first. The remaining buffers serve the next lifetimes in order; those of them
+    that are loaded are kept too. Keeping more would take buffers from blocks that are needed earlier.
     """
-    holders: dict[BlockKey, list[int]] = {}
-    for buffer, block in held.items():
-        holders.setdefault(block, []).append(buffer)
+    buffers_of: dict[BlockKey, list[int]] = {}
+    for buffer, block in loaded.items():
+        buffers_of.setdefault(block, []).append(buffer)
     kept: dict[int, int] = {}
 
-    def keep_if_held(lifetime: int) -> None:
-        if candidates := holders.get(lifetimes[lifetime].block):
+    def keep_if_loaded(lifetime: int) -> None:
+        if candidates := buffers_of.get(lifetimes[lifetime].block):
             kept[lifetime] = candidates.pop(0)
 
-    staying = [number for number, lifetime in enumerate(lifetimes) if lifetime.stays and lifetime.block in holders]
-    from_the_start = {number: lifetimes[number]._replace(first=0) for number in staying}
-    # In the rest of a last step no resident returns. There may be too few buffers then to set one aside for each.
-    if most_overlapping([from_the_start.get(number, lifetime) for number, lifetime in enumerate(lifetimes)]) <= buffers:
-        for number in staying:
-            keep_if_held(number)
+    residents = [n for n, lifetime in enumerate(lifetimes) if lifetime.resident_first and lifetime.block in buffers_of]
+    # A kept resident occupies its buffer from the start, not only from its first visit. In the rest of a last step each
+    # resident is visited only once, and the program may have too few buffers for that.
+    from_the_start = {number: lifetimes[number]._replace(first=0) for number in residents}
+    if max_overlap([from_the_start.get(number, lifetime) for number, lifetime in enumerate(lifetimes)]) <= buffers:
+        for number in residents:
+            keep_if_loaded(number)
     others = (number for number in range(len(lifetimes)) if number not in kept)
     for number in list(islice(others, buffers - len(kept))):
-        keep_if_held(number)
+        keep_if_loaded(number)
     return kept
 
 
 def _assign_buffers(
-    lifetimes: Sequence[Lifetime], buffers: int, held: Mapping[int, BlockKey], kept: Mapping[int, int]
+    lifetimes: Sequence[Lifetime], buffers: int, loaded: Mapping[int, BlockKey], kept: Mapping[int, int]
 ) -> tuple[list[int], list[Fetch], list[int]]:
-    """Buffer of each tenancy, all fetches in bus order, and the index of each tenancy's fetch (or KEPT)."""
+    """Return the buffer of each lifetime, all fetches in bus order, and the fetch index of each lifetime (or KEPT).
+
+    Each lifetime, in order of its first visit, gets the buffer that has been free for the longest time.
+    """
     taken = set(kept.values())
-    # Empty buffers first: what a later run may still want is overwritten last.
-    idle = deque(sorted((b for b in range(buffers) if b not in taken), key=lambda buffer: buffer in held))
-    busy: list[tuple[int, int]] = []  # (visit after which it is free, buffer), a heap
+    # Empty buffers first: contents that a later run may use are overwritten last.
+    idle = deque(sorted((b for b in range(buffers) if b not in taken), key=lambda buffer: buffer in loaded))
+    busy: list[tuple[int, int]] = []  # heap of (visit after which the buffer is free, buffer)
     for number, buffer in kept.items():
         heappush(busy, (lifetimes[number].last, buffer))
 
@@ -211,7 +222,7 @@ def _assign_buffers(
             fetch_of.append(KEPT)
             continue
         free_since, buffer = (AT_ONCE, idle.popleft()) if idle else heappop(busy)
-        assert free_since < lifetime.first, "more tenancies overlap than there are buffers"
+        assert free_since < lifetime.first, "more lifetimes overlap than there are buffers"
         heappush(busy, (lifetime.last, buffer))
         buffer_of.append(buffer)
         fetch_of.append(len(fetches))

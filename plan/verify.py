@@ -1,4 +1,4 @@
-"""Proof, without running anything, that a transfer program lets every visit find its block."""
+"""Static verification that every visit of a transfer program finds its block, at any speed of bus and device."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from .transfer_program import AT_ONCE, KEPT, ProgramError, TransferProgram
 
 
 def check_program(program: TransferProgram) -> None:
-    """Raise ProgramError unless the program is right for every speed of bus and device.
+    """Raise ProgramError unless the program is correct for every speed of bus and device.
 
-    Any list of fetches can be checked, not only what `compile_program` makes.
+    Any program can be checked, not only a result of `compile_program`.
     """
     _check_sizes(program)
     _check_visits(program)
@@ -18,11 +18,11 @@ def check_program(program: TransferProgram) -> None:
 
 
 def check_ram(program: TransferProgram, ram: RamProgram) -> None:
-    """Raise ProgramError unless `ram` serves the fetches of `program`, and the two can never wait for each other.
+    """Raise ProgramError unless `ram` serves the fetches of `program` without a deadlock.
 
-    `program` is one that passes `check_program`. Then a read waits only for slots whose fetches come earlier on the bus
-    than the one it reads for, and a fetch only for visits before its own: reads, fetches and visits have one order in
-    which each waits for what lies before it. It holds too where a slot is read by the visit itself, without a bus.
+    `program` must pass `check_program`. Then a read waits only for slots of earlier fetches on the bus, and a fetch
+    only for visits before its own: reads, fetches and visits have a common order in which each waits only for earlier
+    ones. This is also true if the visit itself reads the slot, without a bus.
     """
     check_program(ram.program)
     if len(ram.visit_of_fetch) != len(program.fetches):
@@ -35,12 +35,12 @@ def check_ram(program: TransferProgram, ram: RamProgram) -> None:
             raise ProgramError(f"fetch {number} is visit {visit} of RAM, visit {due} of {visits} is due")
         if ram.program.visits[visit].key != fetch.block:
             raise ProgramError(
-                f"fetch {number} wants {fetch.block}, visit {visit} of RAM is {ram.program.visits[visit].key}"
+                f"fetch {number} needs {fetch.block}, but visit {visit} of RAM is {ram.program.visits[visit].key}"
             )
         if fetch.needed_by <= needed_by:
             raise ProgramError(
-                f"fetch {number} is needed by visit {fetch.needed_by}, one before it only by visit {needed_by}: "
-                "RAM would be emptied in another order than it is filled"
+                f"fetch {number} is needed by visit {fetch.needed_by}, an earlier one by visit {needed_by}: "
+                "the slots of RAM would be read in another order than they are filled"
             )
         due, needed_by = due + 1, fetch.needed_by
     if due != visits:
@@ -48,7 +48,7 @@ def check_ram(program: TransferProgram, ram: RamProgram) -> None:
 
 
 def _check_sizes(program: TransferProgram) -> None:
-    """One buffer and one fetch per visit, and no index out of range."""
+    """Check that every visit has one buffer and one fetch, and that no index is out of range."""
     visits = len(program.visits)
     if not len(program.visit_buffer) == len(program.visit_fetch) == visits:
         raise ProgramError(
@@ -64,18 +64,20 @@ def _check_sizes(program: TransferProgram) -> None:
 
 
 def _check_visits(program: TransferProgram) -> None:
-    """Each visit is served by its own block, and each fetch serves exactly the span it claims."""
+    """Check that each visit finds its block, and that `needed_by` and `last` of each fetch are correct."""
     spans: dict[int, tuple[int, int]] = {}
     for visit, (use, buffer, number) in enumerate(
         zip(program.visits, program.visit_buffer, program.visit_fetch, strict=True)
     ):
         if number == KEPT:
-            found, place = program.initial.get(buffer), buffer
+            found, source = program.initial.get(buffer), buffer
         else:
-            found, place = program.fetches[number].block, program.fetches[number].buffer
+            found, source = program.fetches[number].block, program.fetches[number].buffer
             spans[number] = (spans.get(number, (visit, visit))[0], visit)
-        if place != buffer or found != use.key:
-            raise ProgramError(f"visit {visit} wants {use.key} in buffer {buffer} and finds {found} in buffer {place}")
+        if source != buffer or found != use.key:
+            raise ProgramError(
+                f"visit {visit} needs {use.key} in buffer {buffer}, but it gets {found} in buffer {source}"
+            )
     for number, fetch in enumerate(program.fetches):
         if spans.get(number) != (fetch.needed_by, fetch.last):
             raise ProgramError(
@@ -84,7 +86,7 @@ def _check_visits(program: TransferProgram) -> None:
 
 
 def _check_queue(program: TransferProgram) -> None:
-    """A queue that works in this order never waits for a visit that waits for the queue."""
+    """Check that a queue that processes the fetches in this order cannot deadlock."""
     waited_for = AT_ONCE
     for number, fetch in enumerate(program.fetches):
         waited_for = max(waited_for, fetch.start_after)
@@ -96,7 +98,7 @@ def _check_queue(program: TransferProgram) -> None:
 
 
 def _check_buffers(program: TransferProgram) -> None:
-    """No block is replaced before the last visit that reads it is done."""
+    """Check that no block is replaced before the last visit that reads it is done."""
     occupied_until = {
         program.visit_buffer[visit]: visit for visit, number in enumerate(program.visit_fetch) if number == KEPT
     }

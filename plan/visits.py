@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class BlockKey(NamedTuple):
-    """Names one block: the stack it belongs to ("high" and "low" for Wan) and its place in it, counted from 0."""
+    """Key of one block: its expert ("high" and "low" for Wan) and its index in the expert, from 0."""
 
     expert: str
     block: int
@@ -25,6 +25,7 @@ class Visit(NamedTuple):
 
     @property
     def key(self) -> BlockKey:
+        """Key of the visited block."""
         return BlockKey(self.expert, self.block)
 
 
@@ -35,10 +36,16 @@ def step_visits(
     first_step: int = 0,
     skipped: Collection[int] = (),
 ) -> tuple[Visit, ...]:
-    """Visits of steps that each pass once through all blocks of their expert.
+    """Return the visits of steps that each pass once through all blocks of their expert.
 
-    `experts_of_steps[i]` runs in step `first_step + i`; the steps that `skipped` names need no block. Raises ValueError
-    for an expert without a block count.
+    Args:
+        experts_of_steps: `experts_of_steps[i]` runs in step `first_step + i`.
+        block_counts: number of blocks of each expert.
+        first_step: index of the first step.
+        skipped: steps without visits.
+
+    Raises:
+        ValueError: for an expert without a block count.
     """
     if unknown := sorted(set(experts_of_steps) - set(block_counts)):
         raise ValueError(f"no block count for {unknown[0]!r}: block_counts names {sorted(block_counts)}")
@@ -54,37 +61,37 @@ TRAIN_TIMESTEPS = 1000
 
 
 def expert_at(timestep: float, boundary_ratio: float) -> str:
-    """The expert of a step that starts at `timestep`: "high" while it is at least boundary_ratio * 1000, else "low"."""
+    """Return the expert of a step that starts at `timestep`: "high" from boundary_ratio * 1000 on, else "low"."""
     return "high" if timestep >= boundary_ratio * TRAIN_TIMESTEPS else "low"
 
 
 def split_at_boundary(timesteps: Sequence[float], boundary_ratio: float) -> int:
-    """Index of the first low-noise step; `len(timesteps)` if every step is high-noise.
+    """Return the index of the first low-noise step; `len(timesteps)` if every step is high-noise.
 
-    `timesteps` are the times at which the steps *start*, from 1000 down to 0. A step is high-noise
-    while `t >= boundary_ratio * 1000`. Raises ValueError for a ratio outside 0..1 and for timesteps that rise.
+    `timesteps` are those at the *start* of each step, from 1000 down to 0. A step is high-noise while
+    `t >= boundary_ratio * 1000`. Raises ValueError for a ratio outside 0..1 and for increasing timesteps.
     """
     if not 0.0 <= boundary_ratio <= 1.0:
         raise ValueError(f"boundary_ratio is {boundary_ratio}, it must lie in 0..1 (Wan2.2: T2V 0.875, I2V 0.9)")
     for step, (before, start) in enumerate(pairwise(timesteps), start=1):
-        if not before >= start:
+        if not before >= start:  # `not >=` also refuses NaN
             raise ValueError(f"timesteps must not rise: step {step - 1} starts at {before}, step {step} at {start}")
     return sum(expert_at(timestep, boundary_ratio) == "high" for timestep in timesteps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkipRule:
-    """How much may be left out. Raises ValueError for numbers out of range."""
+    """Limits for skipping steps. Raises ValueError for values out of range."""
 
     threshold: float
-    """Steps are left out while the error that has added up is below this; 0: none is."""
+    """Accumulated error below which a step is skipped; 0: never skip."""
     max_consecutive_skips: int = 2
     retention: float = 0.2
-    """Share of an expert's steps, from its first one, in which nothing is left out."""
+    """Share of an expert's steps, from its first one on, that are never skipped."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and self.threshold >= 0):
-            raise ValueError(f"threshold is {self.threshold}: give 0 (nothing is left out) or more")
+            raise ValueError(f"threshold is {self.threshold}: give 0 (skip nothing) or more")
         if self.max_consecutive_skips < 0:
             raise ValueError(f"max_consecutive_skips is {self.max_consecutive_skips}, it must be 0 or more")
         if not 0 <= self.retention <= 1:
@@ -94,13 +101,13 @@ class SkipRule:
 def skipped_steps(
     stage: Sequence[int], taken: Sequence[int], ratios: Sequence[Sequence[float]], rule: SkipRule
 ) -> frozenset[int]:
-    """The steps of one expert that need no block.
+    """Return the steps of one expert that can be skipped.
 
     Args:
         stage: all steps of the expert in the schedule, in order.
-        taken: those of them that one run computes, in order. Nothing is known before the first one.
-        ratios: for each kind of lane, by step of the schedule: the size of what the blocks added, by that of the step
-            before. A step is left out only where the rule allows it for every kind.
+        taken: the steps of the stage that this run takes, in order. The first one cannot be skipped.
+        ratios: for each kind of lane, by step of the schedule: magnitude of the residual of the blocks relative to the
+            step before. A step is skipped only if the rule allows it for every kind.
     """
     retained = set(stage[: int(rule.retention * len(stage) + 0.5)])
     skipped: set[int] = set()

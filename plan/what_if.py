@@ -1,6 +1,6 @@
-"""Other ways to ask for the same videos: with weights kept in fewer bytes, or several videos in one pass.
+"""Alternatives to a run for comparison: weights stored in fp8, and several videos in one pass.
 
-They change what comes out, or how much comes out at once, so `plan_offload` does not choose them by itself.
+They change the result, or the number of videos, so `plan_offload` never chooses them.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ VIDEOS_AT_ONCE = (2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """One way, planned; or why it does not fit."""
+    """Plan of one alternative, or the reason for which it does not fit."""
 
     words: str
+    """Description of the alternative."""
     videos: int
-    """That come out of the run."""
+    """Number of videos of the run."""
     plan: OffloadPlan | None
+    """None if the alternative does not fit into memory."""
     why_not: str = ""
+    """Error message if the alternative does not fit."""
 
     @property
     def video_s(self) -> float:
-        """Seconds for each video; infinite where it does not fit."""
+        """Seconds per video; infinite if the alternative does not fit."""
         return float("inf") if self.plan is None else self.plan.total_s / self.videos
 
 
 def plan_alternatives(job: OffloadJob, machine: Machine, budgets: Budgets) -> tuple[Alternative, ...]:
-    """`job` as it is, and every other way of it, by the time that each video takes; all are planned by `plan_offload`.
+    """Plan `job` and its alternatives with `plan_offload`; return them sorted by seconds per video.
 
-    A way that moves the same bytes and computes as much is not faster than another; of equal ones the first named stays
-    first, and that is the job as it is.
+    The order of equal ones is kept, and `job` itself is the first.
     """
     choices = []
-    for words, videos, other in _ways(job):
+    for words, videos, other in _variants(job):
         try:
             choices.append(Alternative(words=words, videos=videos, plan=plan_offload(other, machine, budgets)))
         except DoesNotFitError as err:
@@ -48,20 +50,21 @@ def plan_alternatives(job: OffloadJob, machine: Machine, budgets: Budgets) -> tu
 
 
 def in_fp8(job: OffloadJob) -> OffloadJob:
-    """`job` with its weights quantised to fp8 while RAM is filled: one byte for each in RAM and on the bus.
+    """Return `job` with weights that are quantised to fp8 after reading: 1 byte per weight in RAM and on the bus.
 
-    The scales of the rows, less than a thousandth, are not counted.
+    The row scales, less than a thousandth of it, are not counted.
     """
     return replace(job, stored_bytes=job.stored_bytes // job.value_bytes)
 
 
 def videos_at_once(job: OffloadJob, videos: int) -> OffloadJob:
-    """`job` for that many videos in one pass over the weights."""
+    """Return `job` with the lanes of that many videos in one pass over the weights."""
     return replace(job, lanes={expert: videos * lanes for expert, lanes in job.lanes.items()})
 
 
-def _ways(job: OffloadJob) -> Iterator[tuple[str, int, OffloadJob]]:
-    kinds = [("as asked", job)]
+def _variants(job: OffloadJob) -> Iterator[tuple[str, int, OffloadJob]]:
+    """Yield (description, videos, job) of each alternative."""
+    kinds = [("as requested", job)]
     if not job.decodes:
         kinds.append(('storage "fp8"', in_fp8(job)))
     for words, kind in kinds:

@@ -1,7 +1,7 @@
-"""Ray clusters that a user has listed outside of any graph: their addresses, and what may be sent there.
+"""Ray clusters that the user lists outside of any graph: addresses, tokens and permissions.
 
-A graph can come from anywhere, so it names an entry of this list and never an address. Whatever answers as a cluster
-can run code in this process.
+A graph can come from anywhere, so it names an entry of this list and never an address: a program that answers at that
+address as a cluster can run code in this process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Cluster:
     """One entry of the list.
 
     Args:
-        address: `host:port` of a Ray that runs already.
-        token_file: the file with its token, as the list has it; empty for a cluster on loopback that needs none.
-        remote_machines: permission for workers that listen on addresses that other machines reach.
-        paths: folders here and on the machines of the cluster.
+        address: `host:port` of a running Ray cluster.
+        token_file: path of the file with its token, as written in the list; empty for a loopback cluster without one.
+        remote_machines: permission for workers to listen on addresses that other machines can reach.
+        paths: map of local folders to folders on the machines of the cluster.
     """
 
     address: str
@@ -36,11 +36,14 @@ class Cluster:
 
 
 HERE = {LOCAL: Cluster(address=LOCAL), IN_PROCESS: Cluster(address=IN_PROCESS)}
-"""Entries that are always there: this machine."""
+"""Built-in entries: this machine."""
 
 
 def read_clusters(text: str, source: str) -> dict[str, Cluster]:
-    """The entries of a list in JSON, by name, after those of this machine. Raises WorkersError with `source`."""
+    """Parse a JSON list of clusters and return it by name, after the built-in entries.
+
+    Raises WorkersError, which names `source`, for anything that is not such a list.
+    """
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError) as err:
@@ -51,7 +54,7 @@ def read_clusters(text: str, source: str) -> dict[str, Cluster]:
 
 
 def cluster_named(name: object, clusters: Mapping[str, Cluster], source: str) -> Cluster:
-    """The entry of that name. Raises WorkersError with the names that there are."""
+    """Return the entry called `name`. Raises WorkersError, which lists the known names."""
     if not isinstance(name, str) or name not in clusters:
         raise WorkersError(
             f"the cluster is {name!r}, and there are {', '.join(clusters)}: choose one of them, or add an entry of "
@@ -61,15 +64,15 @@ def cluster_named(name: object, clusters: Mapping[str, Cluster], source: str) ->
 
 
 def check_address(address: str, *, beyond_loopback: bool, token_file: str) -> None:
-    """Raise WorkersError for what is not an address, and for one that other machines reach without leave or token.
+    """Raise WorkersError for an invalid address, or a remote one without permission or token.
 
-    Raises it too for workers of this machine that other machines are to reach.
+    `beyond_loopback` and `token_file` are refused for workers of this machine.
     """
     if address in HERE:
         if beyond_loopback or token_file:
             raise WorkersError(
-                f"workers at {address!r} listen on 127.0.0.1 only and draw a token of their own: leave remote_machines "
-                "and token_file to the entry of a Ray cluster"
+                f"workers at {address!r} listen on 127.0.0.1 only and generate their own token: set remote_machines "
+                "and token_file only in the entry of a Ray cluster"
             )
         return
     host, _ = host_and_port(address)
@@ -88,9 +91,9 @@ def check_address(address: str, *, beyond_loopback: bool, token_file: str) -> No
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Both parts of `host:port`, an IPv6 host without its brackets. Raises WorkersError for anything else."""
+    """Split `host:port`, and remove the brackets of an IPv6 host. Raises WorkersError for anything else."""
     host, colon, port = address.rpartition(":")
-    # Read only where it is short: Python refuses to convert thousands of digits.
+    # The length is checked before int(): Python refuses to convert thousands of digits.
     is_number = port.isascii() and port.isdigit() and len(port) <= len(str(HIGHEST_PORT))
     if not colon or not host or not is_number or not 0 < int(port) <= HIGHEST_PORT:
         raise WorkersError(f"the address is {address!r}: write host:port of a Ray cluster, like 192.168.1.5:6379")
@@ -103,13 +106,14 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """True for `localhost` and for IP addresses of this machine alone; other names can resolve to anything."""
+    """Return True for `localhost` and loopback IP addresses. Other names can resolve to anything, so they are not."""
     if host == "localhost":
         return True
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    # Before Python 3.13 an IPv4-mapped address (::ffff:127.0.0.1) is not loopback by itself.
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
 
@@ -117,7 +121,7 @@ def is_loopback(host: str) -> bool:
 def _cluster(name: str, entry: Any, source: str) -> Cluster:
     where = f"the entry {name!r} of {source}"
     if not name.strip() or name in HERE:
-        raise WorkersError(f"{where} cannot have that name: take another one than {' and '.join(HERE)}")
+        raise WorkersError(f"{where} cannot have that name: use a name other than {' and '.join(HERE)}")
     kinds: dict[str, type] = {**REQUIRED, **OPTIONAL}
     if not isinstance(entry, dict) or not REQUIRED.keys() <= entry.keys() <= kinds.keys():
         raise WorkersError(f"{where} must have {', '.join(REQUIRED)} and may have {', '.join(OPTIONAL)}, nothing else")

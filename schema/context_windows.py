@@ -1,10 +1,10 @@
-"""Context windows: a video longer than what an expert was trained on, looked at in overlapping pieces.
+"""Context windows: overlapping pieces of a video that is longer than the clips an expert was trained on.
 
-Every step computes each window as a video of its own and puts the pieces together by weights. The windows begin at
-other frames from step to step, so that seams do not lie where they lay before, unless they are told to stay.
+Every step computes each window as a separate video and blends the results. By default the windows start at different
+frames in each step, so that seams do not accumulate in one place.
 
-The rule is the one that AnimateDiff-Evolved calls uniform (standard): windows of one size at even distances, shifted
-from step to step by a sequence that halves what is left (0, 1/2, 1/4, 3/4, 1/8, ...), none beyond the ends.
+The rule is the one that AnimateDiff-Evolved calls uniform (standard): windows of equal size at equal distances, shifted
+from step to step by the van der Corput sequence (0, 1/2, 1/4, 3/4, 1/8, ...), and none beyond the ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise
 from .shapes import FRAMES_PER_LATENT
 
 Windows = tuple[tuple[int, ...], ...]
-"""The latent frames of each window, in their order."""
+"""Latent frame indices of each window, in order."""
 
 
 def _flat(size: int, overlap: int) -> list[Fraction]:
@@ -25,40 +25,43 @@ def _flat(size: int, overlap: int) -> list[Fraction]:
 
 
 def _linear(size: int, overlap: int) -> list[Fraction]:
-    """Rising over the frames that two neighbours share, and falling over them at the end."""
+    """Weights that rise over the overlap at the start and fall over the overlap at the end."""
     ramp = overlap + 1
     return [Fraction(min(place + 1, size - place, ramp), ramp) for place in range(size)]
 
 
 def _pyramid(size: int, overlap: int) -> list[Fraction]:
-    """Rising to the middle."""
+    """Weights that rise to the middle."""
     return [Fraction(min(place + 1, size - place)) for place in range(size)]
 
 
 BLENDS: Mapping[str, Callable[[int, int], list[Fraction]]] = {"linear": _linear, "pyramid": _pyramid, "flat": _flat}
-"""How much each frame of a window counts where windows overlap: (frames, overlap) -> a weight above 0 for each."""
+"""Blend weights of a window's frames: (frames, overlap) -> one weight above 0 per frame.
+
+Fractions, so that the weights of overlapping windows are normalised without rounding errors.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextWindows:
-    """How a long video is cut into windows. Frames are those of the latent, each of which stands for 4 of the video.
+    """Settings that divide a long video into windows. Frames are latent frames; each stands for 4 video frames.
 
-    Raises ValueError for numbers that make no windows.
+    Raises ValueError for values out of range.
     """
 
     frames: int = 21
-    """Of each window, 2 or more; 21 are 81 of the video, what Wan was trained on."""
+    """Frames per window, 2 or more. 21 latent frames are 81 video frames, the length Wan was trained on."""
     overlap: int = 4
-    """Frames that neighbours share, at least; less than `frames`."""
+    """Minimum number of frames that neighbouring windows share; less than `frames`."""
     stride: int = 1
-    """The widest distance between frames of a window: 1, 2, 4, ... Above 1, windows of every 2nd, 4th, ... frame come
-    on top of those of neighbouring frames, as far as the video has room for them."""
+    """Largest distance between frames of a window: a power of two. Above 1, windows of every 2nd, 4th, ... frame are
+    added to the windows of consecutive frames, if the video is long enough for them."""
     blend: str = "linear"
-    """One of `BLENDS`."""
+    """Name of the blend weights, a key of `BLENDS`."""
     repeat_image: bool = True
-    """Whether every window begins with the start image, as the first one does."""
+    """Start every window with the start image, not only the first one."""
     shift_windows: bool = True
-    """Whether the windows begin elsewhere from step to step; otherwise every step has those of step 0."""
+    """Shift the windows from step to step; otherwise every step uses the windows of step 0."""
 
     def __post_init__(self) -> None:
         if self.frames < 2:
@@ -73,7 +76,7 @@ class ContextWindows:
             raise ValueError(f"unknown blend {self.blend!r}: choose one of {', '.join(BLENDS)}")
 
     def check_video(self, frames: int) -> None:
-        """Refuse a video of that many latent frames that is shorter than one window."""
+        """Raise ValueError if a video of `frames` latent frames is shorter than one window."""
         if self.frames > frames:
             raise ValueError(
                 f"windows of {_of_video(self.frames)} frames ({self.frames} latent) are longer than the video of "
@@ -81,48 +84,48 @@ class ContextWindows:
             )
 
     def at(self, step: int, frames: int) -> Windows:
-        """The windows of one step, 0-based, of a video of that many latent frames; together they hold every frame."""
+        """Return the windows of step `step` (from 0) for a video of `frames` latent frames; they cover every frame."""
         self.check_video(frames)
-        hop, shift = self.frames - self.overlap, halving(step) if self.shift_windows else Fraction(0)
+        hop, shift = self.frames - self.overlap, van_der_corput(step) if self.shift_windows else Fraction(0)
         windows: list[tuple[int, ...]] = []
-        for apart in self._distances():
-            span = (self.frames - 1) * apart + 1
+        for stride in self._strides():
+            span = (self.frames - 1) * stride + 1
             if span <= frames:
-                starts = _starts(frames - span, hop * apart, int(shift * hop * apart))
-                windows += [tuple(range(start, start + span, apart)) for start in starts]
+                starts = _starts(frames - span, hop * stride, int(shift * hop * stride))
+                windows += [tuple(range(start, start + span, stride)) for start in starts]
         return tuple(windows)
 
     def most(self, steps: Sequence[int], frames: int) -> int:
-        """How many windows there are in that of these steps which has most."""
+        """Return the largest number of windows in any of `steps`."""
         return max(len(self.at(step, frames)) for step in steps)
 
     def weights(self, windows: Windows, frames: int) -> list[list[float]]:
-        """How much each frame of each window counts in the whole; what a frame's windows count for adds up to 1."""
-        own = BLENDS[self.blend](self.frames, self.overlap)
+        """Return the blend weight of each frame of each window; the weights of one frame add up to 1."""
+        profile = BLENDS[self.blend](self.frames, self.overlap)
         total = [Fraction(0)] * frames
         for window in windows:
             for place, frame in enumerate(window):
-                total[frame] += own[place]
-        return [[float(own[place] / total[frame]) for place, frame in enumerate(window)] for window in windows]
+                total[frame] += profile[place]
+        return [[float(profile[place] / total[frame]) for place, frame in enumerate(window)] for window in windows]
 
-    def _distances(self) -> Iterator[int]:
-        apart = 1
-        while apart <= self.stride:
-            yield apart
-            apart *= 2
+    def _strides(self) -> Iterator[int]:
+        stride = 1
+        while stride <= self.stride:
+            yield stride
+            stride *= 2
 
 
-def halving(step: int) -> Fraction:
-    """0, 1/2, 1/4, 3/4, 1/8, 5/8, ...: the bits of the number, mirrored behind the point (van der Corput)."""
-    value, part = Fraction(0), Fraction(1, 2)
+def van_der_corput(step: int) -> Fraction:
+    """Return element `step` of 0, 1/2, 1/4, 3/4, 1/8, 5/8, ...: the bits of the number, mirrored at the point."""
+    value, bit_value = Fraction(0), Fraction(1, 2)
     while step:
-        value += part * (step & 1)
-        step, part = step >> 1, part / 2
+        value += bit_value * (step & 1)
+        step, bit_value = step >> 1, bit_value / 2
     return value
 
 
 def _starts(last: int, hop: int, first: int) -> list[int]:
-    """Where windows begin: at 0, from `first` on every `hop`, at `last`; without those that no gap needs."""
+    """Return the first frames of the windows: 0, every `hop` from `first` on, and `last`; redundant ones omitted."""
     wanted = sorted({0, last, *range(min(first, last), last, hop)})
     starts = [0]
     for start, following in pairwise(wanted[1:]):

@@ -8,4 +8,4 @@ class StateError(RuntimeError):
 
 
 class Cancelled(Exception):
-    """The caller asked to stop."""
+    """The caller requested a stop."""

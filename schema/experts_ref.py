@@ -1,4 +1,4 @@
-"""Which experts are meant, named by value: the same on a graph edge, in a cache and in another process."""
+"""References to experts by value: equal on a graph edge, in a cache and in another process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Literal
 
 Storage = Literal["as stored", "fp8"]
-"""In which form blocks are kept on their way to the model."""
+"""Form of the blocks in RAM and on the bus."""
 
 Attention = Literal["default", "sdpa", "cudnn", "flash", "flash 3", "sage", "xformers"]
-"""Whose kernel computes attention: "default" leaves it to diffusers."""
+"""Attention backend; "default" is the choice of diffusers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraRef:
-    """Names one LoRA, or a pair of them, by value: a file for each expert, None for an expert that takes none."""
+    """Reference to one LoRA or a pair of them: one file per expert, None for an expert without one."""
 
     high_noise: Path | None = None
     low_noise: Path | None = None
@@ -25,24 +25,24 @@ class LoraRef:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsRef:
-    """Names a pair of experts by value, so that it can travel along a graph edge and be compared.
-
-    `low_noise` None means that `high_noise` is a diffusers pipeline folder that holds both experts; or, with `single`,
-    that `high_noise` is one expert, which runs every step. `loras` are added to the experts' weights, all of them.
-    """
+    """Reference to a pair of experts, or to a single expert, by value: hashable and comparable."""
 
     high_noise: Path
+    """File of the high-noise expert; with `low_noise` None, a diffusers pipeline folder that contains both experts,
+    or, with `single`, the only expert."""
     low_noise: Path | None = None
     compute_dtype: str = "auto"
-    """torch's name of a dtype; or "auto": what the device is fast in, and the same for all workers of a run."""
+    """torch's name of a dtype. "auto" chooses a fast one for the device, the same for all workers of a run."""
     storage: Storage = "as stored"
     loras: tuple[LoraRef, ...] = ()
+    """LoRAs added to the experts' weights, all of them."""
     single: bool = False
+    """True for a model of one expert, which runs every step."""
     attention: Attention = "default"
     compile: bool = False
-    """Whether the blocks are compiled (`torch.compile`)."""
+    """True to compile the blocks with `torch.compile`."""
 
     @property
     def opened(self) -> ExpertsRef:
-        """What of it is opened: the same without all that another run may change while the experts stay open."""
+        """Copy without the options that may change from run to run while the experts stay open."""
         return replace(self, loras=(), attention="default", compile=False)

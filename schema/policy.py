@@ -1,4 +1,4 @@
-"""What stays on the device: a user's offload policy, and the residents and buffers that follow from it."""
+"""Offload policy of a user, and the resident blocks and buffers that follow from it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ SourceKind = Literal["file", "pinned"]
 
 @dataclass(frozen=True, kw_only=True)
 class Residency:
-    """Blocks that stay in their buffer between visits, per expert; all others stream, one fetch per visit.
+    """Resident blocks of each expert, which keep their buffer between visits; all others stream, one fetch per visit.
 
-    A resident stays until its last visit of the stage (a stage is a maximal run of visits of one expert). With
-    `permanent` it stays until its last visit of the whole run, whatever ran in between.
+    A resident block keeps its buffer until its last visit of the stage (a stage is a maximal run of visits of one
+    expert), and with `permanent` until its last visit of the whole run.
     """
 
     residents: Mapping[str, frozenset[int]]
     permanent: bool = False
 
     def keeps(self, expert: str, block: int) -> bool:
+        """Return True if the block is resident."""
         return block in self.residents.get(expert, frozenset())
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadPolicy:
-    """How much device memory the weights may take, as a user says it. Make one with the constructors below.
+    """A user's choice of resident blocks, prefetch depth and source. Use the constructors `resident`, ... below.
 
-    `source` says where streamed blocks come from: the checkpoint file, or pinned RAM filled from it once.
-    Raises ValueError for numbers out of range, unknown words, and settings of RAM without pinned RAM.
+    `source` is the origin of streamed blocks: the checkpoint file, or pinned RAM that is filled from it once.
+    Raises ValueError for numbers out of range, unknown kinds, and `ram_blocks` without pinned RAM.
     """
 
     kind: PolicyKind
@@ -38,20 +39,20 @@ class OffloadPolicy:
     blocks_to_swap: int
     source: SourceKind = "file"
     ram_blocks: int | None = None
-    """Blocks of all experts together that have a home in pinned RAM, also for later runs; None: every block. The others
+    """Number of RAM-resident blocks of all experts together, kept for later runs too; None: every block. The others
     are read from their file for every fetch."""
     chunk_tokens: int | None = None
     """Tokens that go through feed-forward and norms at once; None: all of them."""
     pin_first_block: bool = False
-    """Whether the first block of an expert stays as long as that runs, for a cache that asks it in every step."""
+    """True to keep the first block of the running expert resident, for a cache that computes it in every step."""
 
     def __post_init__(self) -> None:
-        self._check_words()
+        self._check_device()
         self._check_ram()
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {self.chunk_tokens}, it must be 1 or more (None takes all at once)")
 
-    def _check_words(self) -> None:
+    def _check_device(self) -> None:
         if self.kind not in get_args(PolicyKind):
             raise ValueError(f"kind is {self.kind!r}, choose one of {get_args(PolicyKind)}")
         if self.source not in get_args(SourceKind):
@@ -71,36 +72,38 @@ class OffloadPolicy:
 
     @classmethod
     def resident(cls, *, source: SourceKind = "file") -> OffloadPolicy:
-        """Every block of every expert is fetched once and stays, for later runs too."""
+        """Fetch every block of every expert once and keep it, for later runs too."""
         return cls(kind="resident", prefetch_blocks=0, blocks_to_swap=0, source=source)
 
     @classmethod
     def layerwise(cls, prefetch_blocks: int = 1, *, source: SourceKind = "file") -> OffloadPolicy:
-        """Every block streams, `prefetch_blocks` of them ahead of the one that computes: smallest device memory."""
+        """Stream every block, `prefetch_blocks` ahead of the computing one: the smallest device memory."""
         return cls(kind="layerwise", prefetch_blocks=prefetch_blocks, blocks_to_swap=0, source=source)
 
     @classmethod
     def block_swap(
         cls, blocks_to_swap: int = 20, prefetch_blocks: int = 1, *, source: SourceKind = "file"
     ) -> OffloadPolicy:
-        """`blocks_to_swap` blocks of each expert stream, the others stay while their expert runs."""
+        """Stream `blocks_to_swap` blocks of each expert; the others are resident while their expert runs."""
         return cls(kind="block_swap", prefetch_blocks=prefetch_blocks, blocks_to_swap=blocks_to_swap, source=source)
 
 
 def spread_evenly(residents: int, blocks: int) -> frozenset[int]:
-    """`residents` of `blocks` block numbers at equal distances, block 0 among them.
+    """Return `residents` of `blocks` block numbers at equal distances, block 0 among them.
 
-    Even gaps give every streamed block the same time to arrive: at equal memory a contiguous set can make the step
-    1.45 times as long when the bus is the limit.
+    Even gaps give every streamed block the same time to arrive. With a contiguous set of the same size a step can take
+    1.45 times as long when the bus is the bottleneck.
     """
     return frozenset(j * blocks // residents for j in range(residents))
 
 
 def plan_residency(policy: OffloadPolicy, block_counts: Mapping[str, int]) -> tuple[Residency, int]:
-    """Residents and number of buffers for stacks of `block_counts[expert]` blocks.
+    """Return the residents and the number of buffers for stacks of `block_counts[expert]` blocks.
 
-    Never asks for more buffers than there are blocks. Raises ValueError when a stack has no blocks, or fewer than
-    `blocks_to_swap`.
+    The number of buffers never exceeds the number of blocks.
+
+    Raises:
+        ValueError: if a stack has no blocks, or fewer than `blocks_to_swap`.
     """
     if not block_counts:
         raise ValueError("block_counts is empty: name at least one stack of blocks")
@@ -111,11 +114,13 @@ def plan_residency(policy: OffloadPolicy, block_counts: Mapping[str, int]) -> tu
         residents = {expert: frozenset(range(blocks)) for expert, blocks in block_counts.items()}
         return Residency(residents=residents, permanent=True), distinct_blocks
 
+    # `spread_evenly` starts at block 0, so one resident is enough to pin the first block.
     least = 1 if policy.pin_first_block else 0
     residents = {
-        expert: spread_evenly(max(least, _kept_blocks(policy, expert, blocks)), blocks)
+        expert: spread_evenly(max(least, _resident_count(policy, expert, blocks)), blocks)
         for expert, blocks in block_counts.items()
     }
+    # Experts take turns, so they share one pool: residents, the block that computes, and those that are prefetched.
     buffers = max(
         blocks if len(residents[expert]) == blocks else len(residents[expert]) + policy.prefetch_blocks + 1
         for expert, blocks in block_counts.items()
@@ -123,8 +128,8 @@ def plan_residency(policy: OffloadPolicy, block_counts: Mapping[str, int]) -> tu
     return Residency(residents=residents), min(buffers, distinct_blocks)
 
 
-def _kept_blocks(policy: OffloadPolicy, expert: str, blocks: int) -> int:
-    """How many blocks of one expert stay while it runs."""
+def _resident_count(policy: OffloadPolicy, expert: str, blocks: int) -> int:
+    """Return the number of resident blocks of one expert while it runs."""
     if policy.kind == "layerwise":
         return 0
     if policy.blocks_to_swap > blocks:

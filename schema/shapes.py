@@ -1,6 +1,6 @@
-"""How much there is to compute and to move: tokens, FLOPs and bytes of Wan2.2 from widths alone.
+"""Shapes of videos and experts: tokens, FLOPs, weight bytes and activation memory of Wan models, from widths alone.
 
-Sums over the tensors of one transformer of diffusers' `WanTransformer3DModel`. D is the model's width, F that of its
+The formulas follow the tensors of diffusers' `WanTransformer3DModel`. D is the width of the model, F that of its
 feed-forward layer.
 """
 
@@ -9,37 +9,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PIXELS_PER_LATENT = 8
-"""Along either side, of Wan2.1 and Wan2.2 A14B."""
+"""Pixels per latent pixel along each side, for the VAE of Wan2.1 and Wan2.2 A14B."""
 WAN22_PIXELS_PER_LATENT = 16
-"""Of Wan2.2 5B."""
+"""Pixels per latent pixel along each side, for the VAE of Wan2.2 5B."""
 FRAMES_PER_LATENT = 4
 PATCH = (1, 2, 2)
+"""Latent frames, rows and columns of one token."""
 TEXT_TOKENS = 512
 IMAGE_TOKENS = 257
-"""What CLIP ViT-H/14 sees of an image: 16 x 16 patches and one for the whole."""
+"""Tokens of an image from CLIP ViT-H/14: 16 x 16 patches and one class token."""
 HEAD_DIM = 128
 
 BF16_BYTES = 2
 FP32_BYTES = 4
 
 SHORT_CHUNK = 15
-"""Tokens at the end that are not worth a chunk: they join the one before."""
+"""Largest remainder in tokens that is added to the last full chunk instead of forming its own."""
 OUTPUT_TOKENS = 1024
-"""Tokens that the norm behind the last block takes at once."""
+"""Tokens per chunk of the norm after the last block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoShape:
-    """A video that the experts and their VAE can make.
+    """Size of a video that the experts and their VAE can generate.
 
-    Raises ValueError unless width and height are multiples of 16, of Wan2.2 5B of 32, and frames are 4n + 1.
+    Raises ValueError unless width and height are multiples of 16 (Wan2.2 5B: 32) and frames are 4n + 1.
     """
 
     width: int
     height: int
     frames: int
     per_latent: int = PIXELS_PER_LATENT
-    """Pixels for each latent pixel, along either side: 8, of Wan2.2 5B 16."""
+    """Pixels per latent pixel along each side: 8, or 16 for Wan2.2 5B."""
 
     def __post_init__(self) -> None:
         per_token = self.per_latent * PATCH[1]
@@ -57,7 +58,7 @@ class VideoShape:
 
     @property
     def latent(self) -> tuple[int, int, int]:
-        """(frames, height, width) of the latent."""
+        """Shape (frames, height, width) of the latent."""
         return (
             (self.frames - 1) // FRAMES_PER_LATENT + 1,
             self.height // self.per_latent,
@@ -66,19 +67,19 @@ class VideoShape:
 
     @property
     def tokens(self) -> int:
-        """Length of the sequence that the blocks see, one lane."""
+        """Sequence length of one lane in the blocks."""
         frames, height, width = self.latent
         return (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
 
 
 def _nearest(value: int, step: int, *, first: int) -> int:
-    """The member of first, first + step, first + 2 step, ... that is nearest to `value`."""
+    """Return the member of first, first + step, first + 2 step, ... that is nearest to `value`."""
     return first + max(0, (value - first + step // 2) // step) * step
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape:
-    """Widths of one expert. All counts are of parameters, all bytes bf16 unless they say otherwise."""
+    """Widths of one expert. Bytes are those of bf16 weights unless stated otherwise."""
 
     width: int = 5120
     ffn_width: int = 13824
@@ -88,19 +89,19 @@ class ExpertShape:
     text_width: int = 4096
     time_frequencies: int = 256
     image_width: int | None = None
-    """Of what an image branch takes (Wan2.1 I2V: 1280); None: there is none."""
+    """Input width of the image branch (Wan2.1 I2V: 1280); None: no image branch."""
 
     @property
     def streamed_parameters(self) -> int:
-        """The 10 matrices of a block: q, k, v, out of two attentions, and the feed-forward pair.
+        """Parameters of the 10 matrices of a block: q, k, v and out of two attentions, and the feed-forward pair.
 
-        An image branch adds two, the keys and values of the image.
+        An image branch adds two: the key and value projections of the image.
         """
         return self._square_matrices * self.width**2 + 2 * self.width * self.ffn_width
 
     @property
     def small_parameters(self) -> int:
-        """The 17 other tensors of a block: modulation 6D, eight attention biases, four q/k norms, norm2, ffn biases.
+        """Parameters of the 17 other tensors: modulation 6D, 8 attention biases, 4 q/k norms, norm2, 2 ffn biases.
 
         An image branch adds three: two biases and a norm.
         """
@@ -108,8 +109,8 @@ class ExpertShape:
         return (6 + 8 + 4 + 2 + image) * self.width + (self.ffn_width + self.width)
 
     @property
-    def outer_parameters(self) -> int:
-        """Everything outside the blocks."""
+    def non_block_parameters(self) -> int:
+        """Parameters outside the blocks."""
         patch = self.width * (self.in_channels * _volume(PATCH) + 1)
         output = self.out_channels * _volume(PATCH) * (self.width + 1)
         embedders = self._time_embedder + self._time_projection + self._text_embedder + self._image_embedder
@@ -117,39 +118,41 @@ class ExpertShape:
 
     @property
     def parameters(self) -> int:
-        return self.blocks * (self.streamed_parameters + self.small_parameters) + self.outer_parameters
+        return self.blocks * (self.streamed_parameters + self.small_parameters) + self.non_block_parameters
 
     def block_bytes(self, *, fp32_islands: bool = False) -> int:
-        """Bytes of one block; `fp32_islands` counts its modulation and norm2 as fp32, the way diffusers holds them."""
+        """Return the bytes of one block; `fp32_islands` counts its modulation and norm2 as fp32, as in diffusers."""
         islands = (6 + 2) * self.width
         return _bytes(self.streamed_parameters + self.small_parameters, islands if fp32_islands else 0)
 
     def non_block_bytes(self, *, fp32_islands: bool = False) -> int:
-        """Bytes outside the blocks; `fp32_islands` counts as fp32 what diffusers holds so.
+        """Return the bytes outside the blocks.
 
-        That is the time embedder, the output modulation, and the norms of an image branch.
+        `fp32_islands` counts the modules that diffusers keeps in fp32 as such: the time embedder, the output
+        modulation, and the norms of an image branch.
         """
         islands = self._time_embedder + self._output_modulation + self._image_norms
-        return _bytes(self.outer_parameters, islands if fp32_islands else 0)
+        return _bytes(self.non_block_parameters, islands if fp32_islands else 0)
 
     def resident_bytes(self) -> int:
-        """Bytes that stay beside the buffers, fp32 islands counted as fp32, without the tables of positions.
+        """Return the bytes that are resident in addition to the buffers, without the tables of positions.
 
-        That is everything that does not stream but the embedders of time and text, which are there for a moment only.
+        These are all tensors that do not stream, except the time and text embedders, which are loaded only while the
+        embeddings of a run are computed. The fp32 islands count as fp32.
         """
-        outer = self.outer_parameters - self._time_embedder - self._time_projection - self._text_embedder
+        outer = self.non_block_parameters - self._time_embedder - self._time_projection - self._text_embedder
         small = self.block_bytes(fp32_islands=True) - self.streamed_bytes()
         return _bytes(outer, self._output_modulation + self._image_norms) + self.blocks * small
 
     def streamed_bytes(self, *, bytes_per_weight: int = BF16_BYTES) -> int:
-        """Bytes that one fetch of a block moves (1 byte per weight: fp8)."""
+        """Return the bytes that one fetch of a block moves (fp8: 1 byte per weight)."""
         return self.streamed_parameters * bytes_per_weight
 
     def block_flops(self, tokens: int) -> int:
-        """Floating point operations of one block for one lane of `tokens`, a multiplication and an addition being two.
+        """Return the floating point operations of one block for one lane; a multiply-add counts as two.
 
-        Projections and feed-forward, self-attention, cross-attention over 512 text tokens and, with an image branch,
-        257 of the image, and their keys and values.
+        They are the projections and the feed-forward layer, self-attention, and cross-attention over 512 text tokens
+        and, with an image branch, 257 image tokens.
         """
         width, attended = self.width, TEXT_TOKENS + self._image_tokens
         linear = 2 * tokens * (6 * width**2 + 2 * width * self.ffn_width) + 2 * attended * 2 * width**2
@@ -168,43 +171,51 @@ class ExpertShape:
         ulysses: int = 1,
         kept_states: int = 0,
     ) -> int:
-        """Device memory that a step computes in, beside the weights: what is alive at once when most is.
+        """Return the peak device memory of a step's activations, in addition to the weights.
 
-        Every lane of `tokens` keeps its hidden state (D values of `value_bytes` per token), all share the rotary tables
-        (2 x 128 fp32 values per token), the embedded texts of both experts lie there, and one lane at a time is in a
-        block, which takes `chunk_tokens` at once where tokens do not meet (None: all of them). The latents themselves
-        (a 100th of a hidden state) and the workspace of the attention kernel are not counted. It is at least what
-        embeds the time, which is there before the blocks begin.
+        It is the sum of the hidden states of all lanes (D values of `value_bytes` per token each), the rotary tables
+        (2 x 128 fp32 values per token, shared by the lanes), the embedded texts of both experts, and the activations of
+        one block for one lane. It is at least the size of the time embedder, which is loaded before the blocks begin.
+        The latents (a 100th of a hidden state) and the workspace of the attention kernel are not counted.
 
-        `ring` x `ulysses` workers share the tokens of every lane: each keeps its own of them, but of one lane at a time
-        all enter the first block, and the rotary tables stay whole. A cache keeps `kept_states` tensors of the size of
-        each lane's hidden state. With an image branch every lane has rows of image and text together, and in a block
-        their keys and values lie beside as much as self-attention takes.
+        Args:
+            tokens: sequence length of one lane, of all workers together.
+            lanes: lanes of the step.
+            value_bytes: bytes of one activation value.
+            chunk_tokens: tokens that go through feed-forward and norms at once; None: all of them.
+            ring: workers along the ring axis; `ring * ulysses` workers share the tokens of every lane. Each keeps its
+                part, but all tokens of one lane enter the first block, and the rotary tables are not divided.
+            ulysses: workers along the Ulysses axis.
+            kept_states: tensors of the size of a hidden state that a cache keeps for each lane.
         """
         width, value = self.width, value_bytes
-        own = tokens // (ring * ulysses)
+        local_tokens = tokens // (ring * ulysses)
         if chunk_tokens is None:
-            in_block = own * self._block_bytes_per_token(value)
+            in_block = local_tokens * self._block_bytes_per_token(value)
         else:
-            in_block = self._chunked_block_bytes(own, min(own, chunk_tokens + SHORT_CHUNK), value)
-        if own < tokens:
-            in_block = max(in_block, own * self._shared_bytes_per_token(value, chunk_tokens, ring, ulysses))
+            chunk = min(local_tokens, chunk_tokens + SHORT_CHUNK)
+            in_block = self._chunked_block_bytes(local_tokens, chunk, value)
+        if local_tokens < tokens:
+            in_block = max(in_block, local_tokens * self._shared_bytes_per_token(value, chunk_tokens, ring, ulysses))
         rotary = tokens * 2 * HEAD_DIM * FP32_BYTES
-        waiting = (lanes - 1) * own + tokens - own + (2 * lanes + 2) * TEXT_TOKENS
-        waiting += kept_states * lanes * own
+        # Hidden states of the lanes that are not in the block, and embedded texts, in rows of D values.
+        waiting = (lanes - 1) * local_tokens + tokens - local_tokens + (2 * lanes + 2) * TEXT_TOKENS
+        waiting += kept_states * lanes * local_tokens
         if self.image_width is not None:
+            # Every lane has one tensor of image and text rows, and a block their keys and values.
             waiting += (lanes + 2) * (TEXT_TOKENS + IMAGE_TOKENS)
         embedding = self._time_embedder * FP32_BYTES + self._time_projection * value
         return max(in_block + rotary + waiting * width * value, embedding)
 
     def _shared_bytes_per_token(self, value: int, chunk_tokens: int | None, ring: int, ulysses: int) -> int:
-        """What a worker's token holds while workers share an attention, D values each, beside q, k and v of
+        """Return the peak bytes per local token while workers share an attention.
 
-        * the block: its input and the norm of that, which v takes the place of in a chunked block;
-        * Ulysses: eight more, which are q, k and v as they are sent, as they come and in their new order, where some
-          of these are there at a time;
-        * a ring: k and v as they are sent, those of all its workers, q, k, v and the result as the kernel wants them,
-          and the result so far, this one and what lies between them in fp32.
+        Counted in tensors of D values per token:
+
+        * the block: q, k, v, its input, and the norm of the input (in a chunked block v reuses the norm's memory);
+        * Ulysses: eight more for q, k and v in send order, as received, and reordered; not all exist at once;
+        * ring: k and v to send, those of all its workers, q, k, v and the result in the kernel's layout, and in fp32
+          the accumulated result, the new one and a temporary.
         """
         narrow = 5 if chunk_tokens is None else 4
         narrow += 8 if ulysses > 1 else 0
@@ -212,26 +223,30 @@ class ExpertShape:
         return self.width * (narrow * value + (3 * FP32_BYTES if ring > 1 else 0))
 
     def _block_bytes_per_token(self, value: int) -> int:
-        """The most that a token holds along diffusers' `WanTransformerBlock.forward`, of
+        """Return the peak bytes per token in diffusers' `WanTransformerBlock.forward`.
+
+        It is the maximum of three places:
 
         * rotary embedding: input, its norm, q, k, v and the rotated q, and three fp32 halves of a product: 6 D values
           and 6 D bytes;
-        * the norm of a q, or the end of a residual: five tensors of D values, and three of them in fp32 between: 5 D
-          values and 12 D bytes, beside the k and v of the text;
-        * feed-forward: input, state, norm and the output of attention, and its inside before and after the
-          activation: 4 D + 2 F values.
+        * norm of q, or the end of a residual: five tensors of D values, three of them also in fp32: 5 D values and
+          12 D bytes, in addition to k and v of the text;
+        * feed-forward: input, state, norm and attention output, and the inner state before and after the activation:
+          4 D + 2 F values.
         """
         width = self.width
         return max((6 * value + 6) * width, (5 * value + 12) * width, (4 * width + 2 * self.ffn_width) * value)
 
     def _chunked_block_bytes(self, tokens: int, chunk: int, value: int) -> int:
-        """The most that is there at once in a block whose forward is chunked, of
+        """Return the peak bytes in a block with a chunked forward.
 
-        * attention: input, q, k, v and output, D values for every token each;
-        * norm of q or k: four of these, and for a token of the chunk three tensors in fp32 and the narrower input;
-        * feed-forward: input and state, and for a token of the chunk its norm and the inside before and after the
+        It is the maximum of four places:
+
+        * attention: input, q, k, v and output, D values per token each;
+        * norm of q or k: four of these, and per token of the chunk three fp32 tensors and the narrower input;
+        * feed-forward: input and state, and per token of the chunk its norm and the inner state before and after the
           activation, or output, gated output, state and sum;
-        * the norm behind the last block: its input and output, and three tensors in fp32 for some tokens.
+        * the norm after the last block: its input and output, and three fp32 tensors for some tokens.
         """
         width, every = self.width, tokens * self.width * value
         narrow = value if value < FP32_BYTES else 0
@@ -265,7 +280,7 @@ class ExpertShape:
 
     @property
     def _image_norms(self) -> int:
-        """The two norms around the feed-forward layer that embeds the image, each with a bias."""
+        """Parameters of the two norms, each with a bias, around the feed-forward layer of the image embedder."""
         return 0 if self.image_width is None else 2 * (self.image_width + self.width)
 
     @property

@@ -1,4 +1,7 @@
-"""Timeline: the schema of measured and simulated runs, with their phases and transfer rates."""
+"""Timeline: the schema of measured and simulated runs, with their phases and transfer rates.
+
+Field names are JSON keys of saved timelines and reports.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,37 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from math import inf
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 RATE_BORDERS = (0, 1, 5, 20, 50, 80)
-"""GB/s at which the ranges begin; a border belongs to the range above it."""
+"""Lower bounds of the rate ranges in GB/s; a border belongs to the range above it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RateRange:
-    """What one route did at the rates of one range."""
+    """Fetches of one route whose rate lies in one range."""
 
     from_gb_per_s: int
-    """One of `RATE_BORDERS`."""
+    """Lower bound of the range, one of `RATE_BORDERS`."""
     fetches: int
     nbytes: int
     busy_s: float
-    """Seconds of the single fetches, added up."""
+    """Sum of the seconds of the single fetches."""
 
 
 def rate_range(nbytes: int, seconds: float) -> int:
-    """The border at which the range of `nbytes` in `seconds` begins; no time at all belongs to the last one."""
+    """Return the lower bound of the range of `nbytes` in `seconds`; 0 seconds belong to the last range."""
     rate = nbytes / seconds / 1e9 if seconds > 0 else inf
     return RATE_BORDERS[bisect_right(RATE_BORDERS, rate) - 1]
 
 
 def together(ranges: Iterable[RateRange]) -> tuple[RateRange, ...]:
-    """One of each range, in their order, with the sums of what is given."""
-    found: dict[int, RateRange] = {}
+    """Add up the entries of equal ranges; return one entry per range, in ascending order."""
+    sums: dict[int, RateRange] = {}
     for each in ranges:
-        held = found.get(each.from_gb_per_s)
-        found[each.from_gb_per_s] = each if held is None else _sum(held, each)
-    return tuple(found[border] for border in sorted(found))
+        earlier = sums.get(each.from_gb_per_s)
+        sums[each.from_gb_per_s] = each if earlier is None else _sum(earlier, each)
+    return tuple(sums[border] for border in sorted(sums))
 
 
 def _sum(one: RateRange, other: RateRange) -> RateRange:
@@ -52,214 +55,194 @@ def _sum(one: RateRange, other: RateRange) -> RateRange:
 TimelineKind = Literal["measured", "simulated"]
 
 PHASES = ("open", "text", "first block", "high", "switch", "low", "decode", "save")
-"""What the parts of a queue item are called."""
+"""Names of the phases of a queue item."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One denoising step. Times in seconds.
+    """One denoising step. Times are in seconds.
 
-    Simulated, `wall_s` is `compute_s + stall_s`, on a CPU with `decode_s`. Measured, `compute_s` is that of the blocks
-    alone; what is left of `wall_s` was spent outside them: embedders, projection, solver, and loading those of the next
-    expert.
+    Simulated, `wall_s` is `compute_s + stall_s`, on a CPU also `decode_s`. Measured, `compute_s` is the time in the
+    blocks only; the rest of `wall_s` was spent outside them: embedders, projection, solver, and loading the next
+    expert's embedders.
+
+    A fetch and a read belong to the step of the visit that needs them, even if they ran in an earlier step.
     """
 
     index: int
     expert: str
     sigma: float | None
-    """Noise level at the start of the step; None when only weights are simulated."""
+    """Noise level at the start of the step; None if only the weights are simulated."""
     wall_s: float
     compute_s: float
     stall_s: float
     """Time in which the device waited for weights."""
     bytes_moved: int
-    """Bytes of the fetches whose needing visit lies in this step, whenever they ran."""
+    """Bytes of the fetches of this step."""
     device_bytes: int | None = None
-    """Peak bytes allocated on the device during the step; None when there is no such counter."""
+    """Peak bytes allocated on the device during the step; None if the device has no counter."""
     rss_bytes: int | None = None
-    """RAM of the process at the end of the step."""
+    """Resident set size of the process at the end of the step."""
     decode_s: float = 0.0
-    """Time of decoding and patching blocks: on a GPU beside the computing, on a CPU between stall and compute."""
+    """Time for decoding and patching blocks: on a GPU in parallel with compute, on a CPU between stall and compute."""
     read_bytes: int = 0
-    """Bytes read from files for the visits of this step, whenever they were read."""
+    """Bytes read from files for this step."""
     start_s: float | None = None
-    """Seconds from the start of the run to the start of the step; None in timelines that were written without."""
+    """Start of the step since the start of the run; None in timelines of older versions."""
     stall_on_read_s: float = 0.0
-    """That part of `stall_s` in which the block's bytes had not left their file yet."""
+    """Part of `stall_s` in which the block's bytes were not yet read from their file."""
     copy_s: float = 0.0
-    """Time in which the way from RAM to the buffers was busy with fetches of this step, whenever they ran."""
+    """Busy time of the route from RAM to the buffers for fetches of this step."""
     read_s: float = 0.0
-    """Time in which the way from files to RAM, or straight to the buffers, was busy for this step. Likewise."""
+    """Busy time of the route from files, to RAM or directly to the buffers, for this step."""
     copied_bytes: int = 0
-    """That part of `bytes_moved` that was copied in `copy_s`. A CPU reads or decodes the rest straight into buffers."""
+    """Part of `bytes_moved` that was copied in `copy_s`. On a CPU the rest is read or decoded directly into buffers."""
     reserved_bytes: int | None = None
-    """Peak bytes that torch held on the device, in use or kept for later; None as `device_bytes`."""
+    """Peak bytes reserved by torch's allocator during the step; None as `device_bytes`."""
     device_used_bytes: int | None = None
-    """Bytes that all processes together held on the device at the end of the step."""
+    """Device memory used by all processes at the end of the step."""
     dynamic_bytes: int | None = None
-    """Bytes of the device that ComfyUI's dynamic VRAM held for other models at the end of the step."""
+    """Device memory of other models under ComfyUI's dynamic VRAM at the end of the step."""
     pinned_bytes: int | None = None
-    """Bytes of RAM that were page-locked for streaming at the end of the step; None where no engine told."""
+    """Bytes of RAM that are page-locked for streaming at the end of the step; None if no engine reported them."""
     skipped_lanes: int = 0
-    """Lanes that took over what blocks had added in a step before, instead of computing them (Wan Cache)."""
+    """Lanes that reused the residual of an earlier step instead of computing blocks (Wan Cache)."""
     skipped_visits: int = 0
-    """Blocks that no lane needed for that reason; they were neither visited nor fetched."""
+    """Blocks that all lanes skipped for that reason; they were neither visited nor fetched."""
 
     @property
     def overlap(self) -> float | None:
-        """Share of the transfer time that computing hid: 0 to 1; None where nothing was transferred.
+        """Share of the transfer time that compute hid, 0 to 1; None if nothing was transferred.
 
-        Both routes work side by side, so that the transfer time is that of the busier one.
+        Both routes work in parallel, so the transfer time is that of the busier one.
         """
         return _overlap(self)
 
     @property
     def copy_bytes_per_s(self) -> float | None:
-        """Rate of the way from RAM to the buffers while it was busy; None where nothing was copied."""
-        return self.copied_bytes / self.copy_s if self.copy_s > 0 else None
+        """Rate of the route from RAM to the buffers while it was busy; None if nothing was copied."""
+        return _rate(self.copied_bytes, self.copy_s)
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """Rate of the way from files while it was busy; None where nothing was read."""
-        return self.read_bytes / self.read_s if self.read_s > 0 else None
+        """Rate of the route from files while it was busy; None if nothing was read."""
+        return _rate(self.read_bytes, self.read_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRecord:
-    """One part of a queue item, steps together or work beside them. Times in seconds."""
+    """One phase of a queue item: a group of steps, or work before or after them. Times are in seconds."""
 
     name: str
     """One of `PHASES`."""
     start_s: float
-    """Since the run began; negative for what was done before it."""
+    """Start since the start of the run; negative for phases before it."""
     wall_s: float
     device_bytes: int | None = None
-    """Peak bytes that torch allocated on the device during the phase; None when there is no such counter."""
+    """Peak bytes allocated by torch on the device during the phase; None if the device has no counter."""
     device_used_bytes: int | None = None
-    """Most bytes that all processes together held on the device, as far as it was sampled."""
+    """Largest sampled device memory of all processes."""
     rss_bytes: int | None = None
-    """RAM of the process at the end of the phase."""
+    """Resident set size of the process at the end of the phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySample:
-    """Memory at one moment between events."""
+    """Memory at one moment of a run."""
 
     at_s: float
-    """Seconds since the run began."""
+    """Seconds since the start of the run."""
     device_bytes: int | None
-    """Bytes that torch has allocated on the device; None when there is no such counter."""
+    """Bytes allocated by torch on the device; None if the device has no counter."""
     device_used_bytes: int | None
-    """Bytes that all processes together hold on the device. Likewise."""
+    """Device memory used by all processes; None if the device has no counter."""
     rss_bytes: int
-    """RAM of the process."""
+    """Resident set size of the process."""
+
+
+Number = TypeVar("Number", int, float)
+
+
+class _StepSum(Generic[Number]):
+    """Read-only attribute of a `Timeline`: the sum over its steps of the `StepRecord` field with the same name."""
+
+    def __set_name__(self, owner: type[Timeline], name: str) -> None:
+        self._name = name
+
+    def __get__(self, timeline: Timeline, owner: type[Timeline]) -> Number:
+        total: Number = sum(getattr(step, self._name) for step in timeline.steps)
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """All steps of one run, in order."""
+    """Steps of one run in order, with its phases, memory samples and transfer rates.
+
+    `wall_s` to `copied_bytes` are sums of the same field of the steps.
+    """
 
     steps: tuple[StepRecord, ...]
     kind: TimelineKind
     non_block_bytes: int = 0
-    """Bytes moved for weights outside the blocks."""
+    """Bytes moved for weights outside the blocks, in addition to `bytes_moved`."""
     first_block_s: float | None = None
-    """Seconds from the start of the run to the first block's compute; None when no block was visited."""
+    """Seconds from the start of the run to the first block's compute; None if no block was visited."""
     changes: tuple[str, ...] = ()
-    """What was changed on the way, in words: fewer buffers after running out of memory, another plan."""
+    """Notes about changes during the run: fewer buffers after an out-of-memory error, another plan."""
     phases: tuple[PhaseRecord, ...] = ()
-    """In the order in which they began."""
+    """Phases in order of their start."""
     memory: tuple[MemorySample, ...] = ()
     copy_rates: tuple[RateRange, ...] = ()
-    """How fast single fetches were copied out of RAM; empty where nobody counted, and where the run is simulated."""
+    """Rates of the copies from RAM to the buffers; empty in a simulation, and if they were not recorded."""
     read_rates: tuple[RateRange, ...] = ()
-    """How fast blocks were read from files for the fetches of this run. Likewise."""
+    """Rates of the reads from files for the fetches of this run; empty as `copy_rates`."""
+
+    wall_s = _StepSum[float]()
+    compute_s = _StepSum[float]()
+    stall_s = _StepSum[float]()
+    decode_s = _StepSum[float]()
+    bytes_moved = _StepSum[int]()
+    read_bytes = _StepSum[int]()
+    skipped_visits = _StepSum[int]()
+    stall_on_read_s = _StepSum[float]()
+    copy_s = _StepSum[float]()
+    read_s = _StepSum[float]()
+    copied_bytes = _StepSum[int]()
 
     @property
     def switch_step(self) -> int | None:
-        """Index of the first step whose expert is not that of the step before; None when there is none."""
+        """Index of the first step whose expert differs from the step before; None if there is none."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return next((step.index for before, step in pairs if step.expert != before.expert), None)
 
     @property
-    def wall_s(self) -> float:
-        return sum(step.wall_s for step in self.steps)
-
-    @property
-    def compute_s(self) -> float:
-        return sum(step.compute_s for step in self.steps)
-
-    @property
-    def stall_s(self) -> float:
-        return sum(step.stall_s for step in self.steps)
-
-    @property
-    def decode_s(self) -> float:
-        return sum(step.decode_s for step in self.steps)
-
-    @property
-    def bytes_moved(self) -> int:
-        """Bytes of all blocks fetched; `non_block_bytes` come on top."""
-        return sum(step.bytes_moved for step in self.steps)
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes read from files for the blocks of this run."""
-        return sum(step.read_bytes for step in self.steps)
-
-    @property
-    def skipped_visits(self) -> int:
-        """Visits that a cache left out."""
-        return sum(step.skipped_visits for step in self.steps)
-
-    @property
     def skipped_steps(self) -> int:
-        """Steps in which a cache left visits out."""
+        """Number of steps in which a cache skipped blocks."""
         return sum(step.skipped_visits > 0 for step in self.steps)
 
     @property
-    def stall_on_read_s(self) -> float:
-        """That part of `stall_s` in which a block's bytes had not left their file yet."""
-        return sum(step.stall_on_read_s for step in self.steps)
-
-    @property
-    def copy_s(self) -> float:
-        """Time in which the way from RAM to the buffers was busy."""
-        return sum(step.copy_s for step in self.steps)
-
-    @property
-    def read_s(self) -> float:
-        """Time in which the way from files was busy."""
-        return sum(step.read_s for step in self.steps)
-
-    @property
-    def copied_bytes(self) -> int:
-        """That part of `bytes_moved` that was copied in `copy_s`."""
-        return sum(step.copied_bytes for step in self.steps)
-
-    @property
     def copy_bytes_per_s(self) -> float | None:
-        """As that of a step, for the run."""
-        return self.copied_bytes / self.copy_s if self.copy_s > 0 else None
+        """See `StepRecord.copy_bytes_per_s`."""
+        return _rate(self.copied_bytes, self.copy_s)
 
     @property
     def read_bytes_per_s(self) -> float | None:
-        """As that of a step, for the run."""
-        return self.read_bytes / self.read_s if self.read_s > 0 else None
+        """See `StepRecord.read_bytes_per_s`."""
+        return _rate(self.read_bytes, self.read_s)
 
     @property
     def overlap(self) -> float | None:
-        """As that of a step, for the run."""
+        """See `StepRecord.overlap`."""
         return _overlap(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts, ready for JSON."""
+        """Return plain numbers, strings, lists and dicts, ready for JSON."""
         data = asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in data.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
-        """The inverse of `to_dict`; fields that older timelines do not have are left at their defaults.
+        """Create a timeline from the result of `to_dict`; fields that older versions did not write keep their defaults.
 
         Raises ValueError for missing or unknown fields and for an unknown kind.
         """
@@ -278,9 +261,13 @@ class Timeline:
             raise ValueError(f"not a timeline: {err}") from err
 
 
-def _overlap(spent: StepRecord | Timeline) -> float | None:
-    transfer_s = max(spent.copy_s, spent.read_s)
-    return 1 - min(1.0, spent.stall_s / transfer_s) if transfer_s > 0 else None
+def _overlap(record: StepRecord | Timeline) -> float | None:
+    transfer_s = max(record.copy_s, record.read_s)
+    return 1 - min(1.0, record.stall_s / transfer_s) if transfer_s > 0 else None
+
+
+def _rate(nbytes: int, busy_s: float) -> float | None:
+    return nbytes / busy_s if busy_s > 0 else None
 
 
 def _lines(changes: Any) -> tuple[str, ...]:
@@ -290,15 +277,15 @@ def _lines(changes: Any) -> tuple[str, ...]:
 
 
 def run_phases(steps: Sequence[StepRecord], computed_from: Sequence[float | None]) -> tuple[PhaseRecord, ...]:
-    """Parts of a run that follow each other without a gap, from its start to the end of its last step.
+    """Return the phases of a run without gaps, from its start to the end of its last step.
 
-    "first block" ends, and so does each "switch", when the first block of the stage behind it begins to compute. A
-    stage has the name of its expert.
+    "first block" and each "switch" end when the first block of the next stage starts to compute. The phase of a stage
+    has the name of its expert.
 
     Args:
-        steps: all of the run, each with its `start_s`; without it there are no phases.
-        computed_from: per step, in seconds since the run began, when its first block began to compute; None for a step
-            without blocks.
+        steps: all steps of the run. The result is empty if one that begins or ends a stage has no `start_s`.
+        computed_from: per step, the start of its first block's compute in seconds since the start of the run; None for
+            a step without blocks.
     """
     phases: list[PhaseRecord] = []
     reached = 0.0
@@ -317,13 +304,13 @@ def run_phases(steps: Sequence[StepRecord], computed_from: Sequence[float | None
                 name=expert,
                 start_s=computes,
                 wall_s=reached - computes,
-                device_bytes=_most(step.device_bytes for step, _ in stage),
-                device_used_bytes=_most(step.device_used_bytes for step, _ in stage),
+                device_bytes=_largest(step.device_bytes for step, _ in stage),
+                device_used_bytes=_largest(step.device_used_bytes for step, _ in stage),
                 rss_bytes=last.rss_bytes,
             )
         )
     return tuple(phases)
 
 
-def _most(values: Iterable[int | None]) -> int | None:
+def _largest(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)

@@ -1,4 +1,4 @@
-"""Which WanStream this is, for reports; `wanstream.__version__` says the same."""
+"""Version of WanStream, for reports; equal to `wanstream.__version__`."""
 
 from __future__ import annotations
 

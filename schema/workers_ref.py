@@ -12,7 +12,7 @@ IN_PROCESS = "in-process"
 LOCAL = "local"
 
 WeightPlacement = Literal["auto", "full", "sharded", "sharded in VRAM"]
-"""Where the workers of a group have their weights: all of them each, or 1/N each, which they gather block by block."""
+"""Placement of the weights in a worker group: a full copy per worker, or one shard each, gathered block by block."""
 WHOLE_WEIGHTS: WeightPlacement = "full"
 SHARDED: WeightPlacement = "sharded"
 ON_DEVICE: WeightPlacement = "sharded in VRAM"
@@ -20,13 +20,13 @@ WEIGHT_PLACEMENTS: tuple[WeightPlacement, ...] = ("auto", "full", "sharded", "sh
 
 
 Goal = Literal["latency", "throughput"]
-"""What a layout is to serve where the planner proposes it."""
+"""Goal of a layout that the planner chooses."""
 GOALS: tuple[Goal, ...] = ("latency", "throughput")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathMap:
-    """A folder here, and where the same files lie on the machine of a worker; both absolute."""
+    """A folder on this machine and the folder with the same files on a worker's machine; both absolute."""
 
     here: str
     there: str
@@ -34,43 +34,46 @@ class PathMap:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersRef:
-    """Workers and their layout. Equal references find the same workers, with the experts that they hold open."""
+    """Workers and their layout. Equal references share the same workers and the experts that these have open."""
 
     count: int
-    """How many workers; 1 is what a run without workers is."""
+    """Number of workers; 1 computes like a run without workers."""
     mesh: Mesh | None = None
-    """How they are laid out; None: as the planner proposes for the run, with `goal` in mind."""
+    """Layout of the workers; None: the planner chooses one for the run and `goal`."""
     goal: Goal = "latency"
     address: str = LOCAL
-    """`IN_PROCESS` (one worker, in this process), `LOCAL` (a Ray of their own on this machine), or the address of a
-    Ray cluster that runs already ("host:port"). Never taken from a graph: see `clusters`."""
+    """`IN_PROCESS` (one worker, in this process), `LOCAL` (a private Ray on this machine), or the address of a running
+    Ray cluster ("host:port"). Never taken from a graph: see `clusters`."""
     token_file: str = ""
-    """The file with the token of the cluster, which is sent to `address` alone; empty: no token is sent."""
+    """File with the token of the cluster, which is sent to `address` only; empty: no token is sent."""
     weights: WeightPlacement = "auto"
     paths: tuple[PathMap, ...] = ()
-    """For workers on other machines: each worker takes the first under which a file is there, else the path here."""
+    """Path maps for workers on other machines: each worker uses the first whose target exists, else the local path."""
     threads: int | None = None
-    """CPU threads of each worker; None: the cores of the machine shared out between its workers."""
+    """CPU threads of each worker; None: the cores of the machine divided by its workers."""
     beyond_loopback: bool = False
-    """Whether workers may listen on addresses that other machines reach; needed for a cluster, refused without its
-    token."""
+    """True if workers may listen on addresses that other machines can reach; needed for a remote cluster, and refused
+    without its token."""
     max_restarts: int = 3
-    """How many lost workers are replaced in one run."""
+    """Number of lost workers that are replaced in one run."""
     timeout_s: float = 300.0
-    """How long a worker waits for the others of its group before it says that one hangs."""
+    """Seconds that a worker waits for the others of its group before it reports a hang."""
 
 
 ARROW = "->"
 HEADS = 40
-"""Of Wan2.2 A14B; what is known before the experts are."""
+"""Attention heads of Wan2.2 A14B, for checks before the experts are open."""
 
 
 class WorkersError(ValueError):
-    """Workers that there cannot be, as they were described; the message says why, and what to write instead."""
+    """Invalid description of workers; the message says why, and what to write instead."""
 
 
 def path_maps(text: str) -> tuple[PathMap, ...]:
-    """One `here -> there` per line, both absolute; empty lines count for nothing. Raises WorkersError with the line."""
+    """Parse one `here -> there` per line, both absolute; empty lines are skipped.
+
+    Raises WorkersError, which names the line.
+    """
     lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), start=1))
     return tuple(_path_map(number, line) for number, line in lines if line)
 
@@ -84,24 +87,24 @@ def _path_map(number: int, line: str) -> PathMap:
         )
     for part in parts:
         if not (PurePosixPath(part).is_absolute() or PureWindowsPath(part).is_absolute()):
-            raise WorkersError(f"line {number} of the path map: {part!r} is no absolute path; begin it at the root")
+            raise WorkersError(f"line {number} of the path map: {part!r} is not an absolute path; start it at the root")
     here, there = parts
     return PathMap(here=here, there=there)
 
 
 def path_map_text(paths: tuple[PathMap, ...]) -> str:
-    """The inverse of `path_maps`."""
+    """Format path maps as lines, the inverse of `path_maps`."""
     return "\n".join(f"{path.here} {ARROW} {path.there}" for path in paths)
 
 
 def check_count(count: int, address: str, *, gpus: int | None, most: int) -> None:
-    """Raise WorkersError for more workers than there is room for.
+    """Raise WorkersError for fewer workers than one, or more than the machine can run.
 
     Args:
-        count: workers that are asked for.
-        address: as of `WorkersRef`.
-        gpus: GPUs of this machine that this process sees; None: workers compute on its CPU.
-        most: more than that are refused anywhere.
+        count: requested number of workers.
+        address: address as in `WorkersRef`.
+        gpus: visible GPUs of this machine; None: the workers compute on its CPU.
+        most: largest number allowed at any address.
     """
     if not 1 <= count <= most:
         raise WorkersError(f"{count} workers: give 1 to {most}")
@@ -118,7 +121,7 @@ def check_count(count: int, address: str, *, gpus: int | None, most: int) -> Non
 
 
 def check_degrees(mesh: Mesh, count: int) -> None:
-    """Raise WorkersError for a layout that takes another number of workers, or that cannot share out the heads."""
+    """Raise WorkersError for a layout with another number of workers, or one that does not divide the heads."""
     if mesh.size != count:
         product = " x ".join(str(degree) for _, degree in mesh.degrees)
         raise WorkersError(
@@ -134,6 +137,6 @@ def check_degrees(mesh: Mesh, count: int) -> None:
 
 
 def describe_workers(ref: WorkersRef) -> str:
-    """`2 workers, local: cfg 2`, for a reader."""
+    """Format the reference as text: `2 workers, local: cfg 2`."""
     count = f"{ref.count} worker{'s' * (ref.count != 1)}"
     return f"{count}, {ref.address}: {ref.goal if ref.mesh is None else ref.mesh}"

@@ -1,4 +1,4 @@
-"""A thread that looks at memory now and then, so that peaks between the events of a run are seen too."""
+"""Thread that samples memory at intervals, to record peaks between the events of a run too."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..devices import MemoryMeter
 from ..schema import MemorySample
 
 INTERVAL_S = 0.5
-MOST_SAMPLES = 600
+MAX_SAMPLES = 600
 
 
 class SamplerState(Enum):
-    """Where a sampler is; the value completes the sentence "this sampler ..."."""
+    """States of a sampler, in their order; the values are for messages."""
 
     NEW = "was not started"
     RUNNING = "is running"
@@ -25,69 +25,69 @@ class SamplerState(Enum):
 
 
 class MemorySampler:
-    """Samples memory from `start` to `stop`, the first and the last moment included; use with `with`.
+    """Samples memory from `start` to `stop`, including both ends; use it with `with`.
 
-    Where a run gets long, neighbours become one sample with the larger figures of both, at the time of the first, and
-    the interval doubles: peaks stay.
+    When there are more than `max_samples`, neighbours are merged into one sample with the larger values of both and
+    the time of the first, and the interval doubles. Peaks are preserved.
 
     Args:
-        device: whose memory is sampled, beside the RAM of this process.
-        began: when the run began, a value of `time.perf_counter()`.
+        device: device whose memory is sampled, in addition to the RAM of this process.
+        run_start: start of the run, a value of `time.perf_counter()`.
         interval_s: seconds between two samples.
-        most: how many samples are kept.
+        max_samples: maximum number of samples that are kept.
     """
 
     def __init__(
-        self, device: torch.device, *, began: float, interval_s: float = INTERVAL_S, most: int = MOST_SAMPLES
+        self, device: torch.device, *, run_start: float, interval_s: float = INTERVAL_S, max_samples: int = MAX_SAMPLES
     ) -> None:
         self.state = SamplerState.NEW
         self._meter = MemoryMeter(device)
-        self._began, self._interval_s, self._most = began, interval_s, most
+        self._run_start, self._interval_s, self._max_samples = run_start, interval_s, max_samples
         self._samples: list[MemorySample] = []
         self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample_on, name="wanstream-memory", daemon=True)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample_until_stop, name="wanstream-memory", daemon=True)
 
     def start(self) -> None:
-        """Begin; raises RuntimeError unless it is new."""
+        """Start sampling; raise RuntimeError unless the sampler is new."""
         self._advance(SamplerState.NEW, SamplerState.RUNNING)
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and return when the thread is gone; raises RuntimeError unless it is running."""
+        """Stop sampling and join the thread; raise RuntimeError unless the sampler is running."""
         self._advance(SamplerState.RUNNING, SamplerState.STOPPED)
-        self._over.set()
+        self._stop.set()
         self._thread.join()
 
     def samples(self) -> tuple[MemorySample, ...]:
-        """What was sampled so far; any thread may ask."""
+        """Return the samples so far (any thread)."""
         with self._lock:
             return tuple(self._samples)
 
     def _advance(self, before: SamplerState, after: SamplerState) -> None:
         if self.state is not before:
-            raise RuntimeError(f"this sampler {self.state.value}: it cannot become one that {after.value}")
+            raise RuntimeError(f"this sampler {self.state.value}, so it cannot go from {before.name} to {after.name}")
         self.state = after
 
-    def _sample_on(self) -> None:
-        ending = False
+    def _sample_until_stop(self) -> None:
+        stopped = False
         while True:
             self._sample()
-            if ending:
+            if stopped:  # one last sample after `stop`
                 return
-            ending = self._over.wait(self._interval_s)
+            stopped = self._stop.wait(self._interval_s)
 
     def _sample(self) -> None:
         sample = MemorySample(
-            at_s=time.perf_counter() - self._began,
+            at_s=time.perf_counter() - self._run_start,
             device_bytes=self._meter.allocated_bytes(),
             device_used_bytes=self._meter.used_bytes(),
             rss_bytes=self._meter.rss_bytes(),
         )
         with self._lock:
             self._samples.append(sample)
-            if len(self._samples) > self._most:
-                self._samples = thinned(self._samples)
+            if len(self._samples) > self._max_samples:
+                self._samples = downsample(self._samples)
                 self._interval_s *= 2
 
     def __enter__(self) -> MemorySampler:
@@ -98,23 +98,20 @@ class MemorySampler:
         self.stop()
 
 
-def thinned(samples: list[MemorySample]) -> list[MemorySample]:
-    """Half as many samples, each with the larger figures of two neighbours, at the time of the first."""
-    return [first if second is None else _larger(first, second) for first, second in _pairs(samples)]
+def downsample(samples: list[MemorySample]) -> list[MemorySample]:
+    """Return half as many samples, each with the larger values of two neighbours and the time of the first."""
+    pairs = zip_longest(samples[::2], samples[1::2])
+    return [first if second is None else _merge(first, second) for first, second in pairs]
 
 
-def _pairs(samples: list[MemorySample]) -> list[tuple[MemorySample, MemorySample | None]]:
-    return list(zip_longest(samples[::2], samples[1::2]))
-
-
-def _larger(first: MemorySample, second: MemorySample) -> MemorySample:
+def _merge(first: MemorySample, second: MemorySample) -> MemorySample:
     return MemorySample(
         at_s=first.at_s,
-        device_bytes=_most(first.device_bytes, second.device_bytes),
-        device_used_bytes=_most(first.device_used_bytes, second.device_used_bytes),
+        device_bytes=_max(first.device_bytes, second.device_bytes),
+        device_used_bytes=_max(first.device_used_bytes, second.device_used_bytes),
         rss_bytes=max(first.rss_bytes, second.rss_bytes),
     )
 
 
-def _most(*values: int | None) -> int | None:
+def _max(*values: int | None) -> int | None:
     return max((value for value in values if value is not None), default=None)

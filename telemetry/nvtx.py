@@ -1,4 +1,4 @@
-"""Named ranges for NVIDIA's profilers, made only when somebody asks for them."""
+"""Named ranges for NVIDIA's profilers; off by default."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ import torch
 
 
 class Ranges(Protocol):
-    """Marks stretches of time for a profiler; any thread may call, and ranges may overlap."""
+    """Named time ranges for a profiler. Any thread may call, and ranges may overlap."""
 
     def start(self, name: str) -> int:
-        """A range begins; returns its number."""
+        """Start a range and return its number."""
 
     def end(self, number: int) -> None:
-        """The range of that number ends."""
+        """End the range of that number."""
 
 
 class NvtxRanges:
-    """Ranges that Nsight Systems shows. Raises ValueError where torch has no CUDA."""
+    """Ranges that Nsight Systems shows.
+
+    Raises:
+        ValueError: torch has no CUDA.
+    """
 
     def __init__(self) -> None:
         if torch.version.cuda is None:
             raise ValueError(
-                f"NVTX ranges are asked for (WANSTREAM_NVTX), and torch {torch.__version__} has no CUDA: unset it"
+                f"NVTX ranges are requested (WANSTREAM_NVTX), and torch {torch.__version__} has no CUDA: unset it"
             )
 
     def start(self, name: str) -> int:
@@ -37,7 +41,7 @@ class NvtxRanges:
 
 @contextmanager
 def ranged(ranges: Ranges | None, name: str) -> Iterator[None]:
-    """Everything inside is one range; nothing happens without `ranges`."""
+    """Put the `with` body into one range; do nothing if `ranges` is None."""
     if ranges is None:
         yield
         return

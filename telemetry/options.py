@@ -1,4 +1,4 @@
-"""What is watched in a run beside its steps: asked for by a caller, or by the environment."""
+"""Options of the telemetry of a run, set by a caller or by environment variables."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from pathlib import Path
 from .phases import QueueItemPhases
 
 TRACE = "WANSTREAM_TRACE"
-"""A folder: every run leaves a trace there that ui.perfetto.dev and chrome://tracing open."""
+"""Environment variable: folder in which every run writes a trace for ui.perfetto.dev or chrome://tracing."""
 
 NVTX = "WANSTREAM_NVTX"
-"""1: visits, fetches and reads are ranges for NVIDIA's profilers."""
+"""Environment variable: 1 makes steps, visits, fetches and reads NVTX ranges for NVIDIA's profilers."""
 
 
 def no_dynamic_bytes() -> int | None:
-    """There is no dynamic VRAM."""
+    """Return None: the host has no dynamic VRAM."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TelemetryOptions:
-    """What a run tells beside its timeline. By default nothing."""
+    """Outputs of a run in addition to its timeline; none by default."""
 
     trace: Path | None = None
-    """A folder that the trace is written to; made where it is not there."""
+    """Folder that the trace is written to; created if it does not exist."""
     nvtx: bool = False
+    """Emit NVTX ranges."""
     ledger: QueueItemPhases | None = None
-    """Gets the phases of the run, and gives those that came before it."""
+    """Phases of the queue item: those of the run are added, those before it appear in the timeline of the run."""
     dynamic_bytes: Callable[[], int | None] = no_dynamic_bytes
-    """Bytes of the device that the host's dynamic VRAM holds now."""
+    """Returns the device bytes that the host's dynamic VRAM currently uses."""
 
     @classmethod
     def asked(
@@ -40,7 +41,11 @@ class TelemetryOptions:
         ledger: QueueItemPhases | None = None,
         dynamic_bytes: Callable[[], int | None] = no_dynamic_bytes,
     ) -> TelemetryOptions:
-        """What `WANSTREAM_TRACE` and `WANSTREAM_NVTX` ask for. Raises ValueError unless the latter is 0, 1 or empty."""
+        """Return the options that `WANSTREAM_TRACE` and `WANSTREAM_NVTX` set in `environment`.
+
+        Raises:
+            ValueError: `WANSTREAM_NVTX` is not 0, 1 or empty.
+        """
         nvtx = environment.get(NVTX, "") or "0"
         if nvtx not in ("0", "1"):
             raise ValueError(f"{NVTX} is {nvtx!r}: set it to 1 for ranges, or to 0")

@@ -1,4 +1,4 @@
-"""Ledger: the phases of one queue item, gathered from the several nodes that it runs."""
+"""Phases of a queue item, collected from all nodes that it runs."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ import torch
 from ..devices import MemoryMeter, clock_for
 from ..schema import PHASES, PhaseRecord
 
-KEPT_LEDGERS = 16
+MAX_QUEUE_ITEMS = 16
 
 
 class QueueItemPhases:
-    """Phases of one queue item in the order in which they ended; any thread may ask for them."""
+    """Phases of one queue item. All methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
         self._lock = threading.Lock()
         self._phases: list[PhaseRecord] = []
 
     @contextmanager
     def phase(self, name: str, device: torch.device) -> Iterator[None]:
-        """Everything inside is one phase, with what it has given to `device`; nothing is noted when it raises.
+        """Record the `with` body as one phase, including the work that it issues to `device`; skip it if it raises.
 
         Args:
             name: one of `PHASES`.
-            device: whose memory is told.
+            device: device that is synchronised, and whose memory is recorded.
         """
-        assert name in PHASES, f"{name!r} is no phase"
+        assert name in PHASES, f"{name!r} is not a phase"
         memory = MemoryMeter(device)
-        memory.restart()
-        began = time.perf_counter()
+        memory.reset_peaks()
+        start = time.perf_counter()
         yield
         clock_for(device).settle()
         record = PhaseRecord(
             name=name,
-            start_s=began - self._began,
-            wall_s=time.perf_counter() - began,
+            start_s=start - self._start,
+            wall_s=time.perf_counter() - start,
             device_bytes=memory.device_bytes(),
             device_used_bytes=memory.used_bytes(),
             rss_bytes=memory.rss_bytes(),
@@ -50,35 +50,35 @@ class QueueItemPhases:
         with self._lock:
             self._phases.append(record)
 
-    def add(self, phases: Iterable[PhaseRecord], *, began: float) -> None:
-        """Note the phases of a run that began when `time.perf_counter()` was `began`."""
-        shift = began - self._began
+    def add(self, phases: Iterable[PhaseRecord], *, run_start: float) -> None:
+        """Add the phases of a run that started when `time.perf_counter()` was `run_start`."""
+        shift = run_start - self._start
         with self._lock:
             self._phases += [replace(phase, start_s=phase.start_s + shift) for phase in phases]
 
     def phases(self, *, since: float | None = None) -> tuple[PhaseRecord, ...]:
-        """What was noted so far, in order of beginning.
+        """Return the phases recorded so far, in the order of their start.
 
-        `start_s` counts from `since`, a value of `time.perf_counter()`, or from the moment when this ledger was opened.
+        `start_s` counts from `since`, a value of `time.perf_counter()`, or from the creation of this object.
         """
-        shift = 0.0 if since is None else self._began - since
+        shift = 0.0 if since is None else self._start - since
         with self._lock:
-            noted = [replace(phase, start_s=phase.start_s + shift) for phase in self._phases]
-        return tuple(sorted(noted, key=lambda phase: phase.start_s))
+            phases = [replace(phase, start_s=phase.start_s + shift) for phase in self._phases]
+        return tuple(sorted(phases, key=lambda phase: phase.start_s))
 
 
 class PhaseRegistry:
-    """The ledgers of the last queue items, by their id."""
+    """Phases of the most recently used queue items, by their id."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ledgers: OrderedDict[str, QueueItemPhases] = OrderedDict()
+        self._items: OrderedDict[str, QueueItemPhases] = OrderedDict()
 
     def of(self, run_id: str) -> QueueItemPhases:
-        """The ledger of that queue item, opened if there is none; the one that was asked for longest ago may go."""
+        """Return the phases of a queue item, created on first use; the least recently used items are dropped."""
         with self._lock:
-            ledger = self._ledgers.setdefault(run_id, QueueItemPhases())
-            self._ledgers.move_to_end(run_id)
-            while len(self._ledgers) > KEPT_LEDGERS:
-                self._ledgers.popitem(last=False)
-            return ledger
+            phases = self._items.setdefault(run_id, QueueItemPhases())
+            self._items.move_to_end(run_id)
+            while len(self._items) > MAX_QUEUE_ITEMS:
+                self._items.popitem(last=False)
+            return phases

@@ -1,4 +1,4 @@
-"""Times of the reading of each block."""
+"""Timing of block reads."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class ReadSpan(NamedTuple):
-    """One reading of one block. Times are values of `time.perf_counter()`."""
+    """One read of one block. Times are values of `time.perf_counter()`."""
 
-    began: float
-    ended: float
+    start: float
+    end: float
     nbytes: int
-    """Bytes that the file was asked for."""
+    """Bytes that were requested from the file."""
     straight: bool
-    """True if they went straight into a buffer, not into RAM."""
+    """True for a read directly into a buffer, False for a read into a RAM slot."""

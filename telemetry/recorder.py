@@ -1,4 +1,4 @@
-"""Recorder: turns the events of a run into the same `Timeline` that the simulator writes."""
+"""Recorder of a run: converts its events into the same `Timeline` that the simulator writes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .memory_sampler import MemorySampler
 from .nvtx import NvtxRanges, Ranges, ranged
 from .options import TelemetryOptions
 from .step_events import BlockArrival, StepEvents
-from .trace import MOST_SPANS, TraceSpan, chrome_trace, write_trace
+from .trace import MAX_SPANS, TraceSpan, chrome_trace, write_trace
 
 
 class RateCounter:
-    """The fetches of one route."""
+    """Histogram of the rates of all fetches of one route."""
 
     def __init__(self) -> None:
         self._fetches = dict.fromkeys(RATE_BORDERS, 0)
@@ -29,7 +29,7 @@ class RateCounter:
         self._busy_s = dict.fromkeys(RATE_BORDERS, 0.0)
 
     def add(self, moves: Iterable[tuple[int, float]]) -> None:
-        """Count moves, each the bytes and seconds of one fetch."""
+        """Count moves, each given as the bytes and seconds of one fetch."""
         for nbytes, seconds in moves:
             border = rate_range(nbytes, seconds)
             self._fetches[border] += 1
@@ -37,7 +37,7 @@ class RateCounter:
             self._busy_s[border] += seconds
 
     def ranges(self) -> tuple[RateRange, ...]:
-        """What was counted so far: the ranges that hold something, in order."""
+        """Return the non-empty ranges so far, in order of their rate."""
         return tuple(
             RateRange(from_gb_per_s=border, fetches=fetches, nbytes=self._nbytes[border], busy_s=self._busy_s[border])
             for border, fetches in self._fetches.items()
@@ -45,25 +45,26 @@ class RateCounter:
         )
 
 
-BEFORE = ("open", "text")
-"""Phases of a queue item that the first run after them shows as its own."""
+PHASES_BEFORE_RUN = ("open", "text")
+"""Phases of a queue item that appear in the timeline of the first run after them."""
 
-OF_A_RUN = ("first block", "high", "switch", "low")
+RUN_PHASES = ("first block", "high", "switch", "low")
+"""Phases of a run itself."""
 
 logger = logging.getLogger("wanstream.metrics")
 
 
 class Recorder:
-    """Collects what one run did, step by step.
+    """Records one run, step by step.
 
-    The engine reports visits and arrived blocks, the sampler opens and closes steps. Everything is read when a step
-    closes, with one synchronisation, so that measuring does not disturb what it measures.
+    The engine reports visits and arrived blocks; the sampling loop opens and closes steps. All events are read when a
+    step closes, after one synchronisation, so that measuring does not change the measured times.
 
     Args:
-        device: what computes.
-        observe: what is told beside the timeline.
-        ranges: named stretches of time for a profiler; None: as `observe` says.
-        most_spans: no further step is told in full by a trace that has so many.
+        device: compute device.
+        observe: outputs in addition to the timeline.
+        ranges: profiler ranges; None: NVTX ranges if `observe` enables them.
+        max_spans: a trace with this many spans gets no visits and fetches of further steps.
     """
 
     def __init__(
@@ -72,128 +73,129 @@ class Recorder:
         *,
         observe: TelemetryOptions | None = None,
         ranges: Ranges | None = None,
-        most_spans: int = MOST_SPANS,
+        max_spans: int = MAX_SPANS,
     ) -> None:
         self.clock = clock_for(device)
         self.non_block_bytes = 0
         self._observe = observe or TelemetryOptions()
         self.ranges = NvtxRanges() if ranges is None and self._observe.nvtx else ranges
         self._device, self._memory = device, MemoryMeter(device)
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
         self._steps: list[StepRecord] = []
         self._computed_from: list[float | None] = []
-        self._marks = StepEvents(self.clock)
+        self._events = StepEvents(self.clock)
         self._copy_rates, self._read_rates = RateCounter(), RateCounter()
         self._spans: list[TraceSpan] = []
-        self._traced_steps, self._most_spans = 0, most_spans
+        self._traced_steps, self._max_spans = 0, max_spans
         self._sampler: MemorySampler | None = None
-        self._before: tuple[PhaseRecord, ...] = ()
+        self._phases_before: tuple[PhaseRecord, ...] = ()
         self._pinned_bytes: Callable[[], int] | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The run is inside: memory is sampled; at the end, however it ends, its phases and its trace are noted.
+        """Record the `with` body as the run: sample memory; at the end, even after an error, add phases and a trace.
 
-        Raises OSError where the folder of the trace cannot be made.
+        Raises:
+            OSError: the folder of the trace cannot be created.
         """
-        ledger, folder = self._observe.ledger, self._observe.trace
+        queue_item, folder = self._observe.ledger, self._observe.trace
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        if ledger is not None:
-            self._before = _before(ledger.phases(since=self._began))
-        self._sampler = MemorySampler(self._device, began=self._began)
+        if queue_item is not None:
+            self._phases_before = _phases_since_last_run(queue_item.phases(since=self._start))
+        self._sampler = MemorySampler(self._device, run_start=self._start)
         try:
             with self._sampler:
                 yield
         finally:
-            if ledger is not None:
-                ledger.add(self._run_phases(), began=self._began)
+            if queue_item is not None:
+                queue_item.add(self._run_phases(), run_start=self._start)
             if folder is not None:
                 self._write_trace(folder)
 
     @contextmanager
     def step(self, index: int, expert: str, sigma: float | None = None) -> Iterator[None]:
-        """Everything inside belongs to step `index`; nothing is recorded when it raises."""
-        self._marks = StepEvents(self.clock)
-        self._memory.restart()
-        began = time.perf_counter()
+        """Record the `with` body as step `index`; record nothing if it raises."""
+        events = self._events = StepEvents(self.clock)
+        self._memory.reset_peaks()
+        start = time.perf_counter()
         with ranged(self.ranges, f"step {index} ({expert})"):
             yield
             end = self.clock.mark()
+            # The only synchronisation of a step. Events must not be read before the device has passed them.
             self.clock.settle()
         now = time.perf_counter()
-        marks = self._marks
-        computed_from = marks.computed_from(end, now)
-        self._computed_from.append(None if computed_from is None else computed_from - self._began)
-        copies, reads = marks.copies(), marks.reads()
+        computed_from = events.computed_from(end, now)
+        self._computed_from.append(None if computed_from is None else computed_from - self._start)
+        copies, reads = events.copies(), events.reads()
         self._steps.append(
             StepRecord(
                 index=index,
                 expert=expert,
                 sigma=sigma,
-                wall_s=now - began,
-                compute_s=marks.compute_s(),
-                stall_s=marks.stall_s(),
-                bytes_moved=marks.bytes_moved(),
+                wall_s=now - start,
+                compute_s=events.compute_s(),
+                stall_s=events.stall_s(),
+                bytes_moved=events.bytes_moved(),
                 device_bytes=self._memory.device_bytes(),
                 rss_bytes=self._memory.rss_bytes(),
-                decode_s=marks.decode_s(),
+                decode_s=events.decode_s(),
                 read_bytes=sum(read.nbytes for read in reads),
-                start_s=began - self._began,
-                stall_on_read_s=marks.stall_on_read_s(end, now),
+                start_s=start - self._start,
+                stall_on_read_s=events.stall_on_read_s(end, now),
                 copy_s=sum(seconds for _, seconds in copies),
                 copied_bytes=sum(nbytes for nbytes, _ in copies),
-                read_s=marks.read_s(),
+                read_s=events.read_s(),
                 reserved_bytes=self._memory.reserved_bytes(),
                 device_used_bytes=self._memory.used_bytes(),
                 dynamic_bytes=self._observe.dynamic_bytes(),
                 pinned_bytes=None if self._pinned_bytes is None else self._pinned_bytes(),
-                skipped_lanes=marks.skipped_lanes,
-                skipped_visits=marks.skipped_visits,
+                skipped_lanes=events.skipped_lanes,
+                skipped_visits=events.skipped_visits,
             )
         )
         self._copy_rates.add(copies)
-        self._read_rates.add((read.nbytes, read.ended - read.began) for read in reads)
-        if self._observe.trace is not None and len(self._spans) < self._most_spans:
-            self._spans += marks.spans(expert, end, now, self._began)
+        self._read_rates.add((read.nbytes, read.end - read.start) for read in reads)
+        if self._observe.trace is not None and len(self._spans) < self._max_spans:
+            self._spans += events.spans(expert, end, now, self._start)
             self._traced_steps = len(self._steps)
 
-    def run_began(self, pinned_bytes: Callable[[], int]) -> None:
-        """A run of the engine begins; it is asked for its page-locked bytes when a step closes."""
+    def begin_run(self, pinned_bytes: Callable[[], int]) -> None:
+        """Start a run of the engine; `pinned_bytes` returns its page-locked bytes and is called when a step closes."""
         self._pinned_bytes = pinned_bytes
 
-    def run_ended(self) -> None:
-        """A run of the engine is over."""
+    def end_run(self) -> None:
+        """End the run of the engine, which must not be kept alive by this recorder."""
         self._pinned_bytes = None
 
-    def block_arrived(self, arrival: BlockArrival) -> None:
-        """A visit may start for which a block was fetched."""
-        self._marks.arrivals.append(arrival)
+    def record_arrival(self, arrival: BlockArrival) -> None:
+        """Record the events of a fetch."""
+        self._events.arrivals.append(arrival)
 
     def visit(
-        self, block: int, asked: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent, done: DeviceEvent
+        self, block: int, requested: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent, done: DeviceEvent
     ) -> None:
-        """One visit of `block`; see `VisitEvents`."""
-        self._marks.visits.append((block, asked, arrived, ready, done))
+        """Record one visit of `block`; see `VisitEvents`."""
+        self._events.visits.append((block, requested, arrived, ready, done))
 
     def cached(self, *, lanes: int, visits: int) -> None:
-        """A cache took over what `lanes` lanes would have computed, which left out `visits` visits of the step."""
-        self._marks.skipped_lanes, self._marks.skipped_visits = lanes, visits
+        """Record that a cache replaced the computation of `lanes` lanes, which skipped `visits` visits of the step."""
+        self._events.skipped_lanes, self._events.skipped_visits = lanes, visits
 
     @property
     def last(self) -> StepRecord:
-        """The step that closed last."""
+        """The last closed step."""
         return self._steps[-1]
 
     def timeline(self) -> Timeline:
-        """What was recorded so far."""
+        """Return the timeline so far."""
         first_blocks = [computed_from for computed_from in self._computed_from if computed_from is not None]
         return Timeline(
             steps=tuple(self._steps),
             kind="measured",
             non_block_bytes=self.non_block_bytes,
             first_block_s=first_blocks[0] if first_blocks else None,
-            phases=(*self._before, *self._run_phases()),
+            phases=(*self._phases_before, *self._run_phases()),
             memory=() if self._sampler is None else self._sampler.samples(),
             copy_rates=self._copy_rates.ranges(),
             read_rates=self._read_rates.ranges(),
@@ -203,23 +205,23 @@ class Recorder:
         trace = chrome_trace(self.timeline(), self._spans, traced_steps=self._traced_steps)
         try:
             logger.info("trace: %s", write_trace(folder, trace))
-        except OSError as err:  # the run itself is whole
+        except OSError as err:  # not raised: the run itself has succeeded
             logger.warning("the trace of this run cannot be written to %s: %s", folder, err)
 
     def _run_phases(self) -> tuple[PhaseRecord, ...]:
         samples = () if self._sampler is None else self._sampler.samples()
-        return tuple(_sampled(phase, samples) for phase in run_phases(self._steps, self._computed_from))
+        return tuple(_with_sampled_peak(phase, samples) for phase in run_phases(self._steps, self._computed_from))
 
 
-def _before(noted: Sequence[PhaseRecord]) -> tuple[PhaseRecord, ...]:
-    """What was done for the run that begins now: nothing that an earlier run had before it."""
-    runs = [place for place, phase in enumerate(noted) if phase.name in OF_A_RUN]
-    return tuple(phase for phase in noted[runs[-1] + 1 if runs else 0 :] if phase.name in BEFORE)
+def _phases_since_last_run(phases: Sequence[PhaseRecord]) -> tuple[PhaseRecord, ...]:
+    """Return the preparatory phases after the last run of the queue item; earlier ones belong to earlier runs."""
+    of_runs = [index for index, phase in enumerate(phases) if phase.name in RUN_PHASES]
+    return tuple(phase for phase in phases[of_runs[-1] + 1 if of_runs else 0 :] if phase.name in PHASES_BEFORE_RUN)
 
 
-def _sampled(phase: PhaseRecord, samples: tuple[MemorySample, ...]) -> PhaseRecord:
-    """The phase with the most that was sampled on the device in it."""
-    ended_s = phase.start_s + phase.wall_s
-    used = [sample.device_used_bytes for sample in samples if phase.start_s <= sample.at_s <= ended_s]
+def _with_sampled_peak(phase: PhaseRecord, samples: tuple[MemorySample, ...]) -> PhaseRecord:
+    """Return the phase with the peak of the device memory samples taken during it."""
+    end_s = phase.start_s + phase.wall_s
+    used = [sample.device_used_bytes for sample in samples if phase.start_s <= sample.at_s <= end_s]
     known = [value for value in (phase.device_used_bytes, *used) if value is not None]
     return replace(phase, device_used_bytes=max(known, default=None))

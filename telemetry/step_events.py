@@ -1,4 +1,4 @@
-"""The marks of one step, and the figures that are read from them when the device has passed them all."""
+"""Device events of one step, and the figures that are computed from them after the step."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from .read_timing import ReadSpan
 from .trace import TraceSpan
 
 VisitEvents: TypeAlias = tuple[int, DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent]
-"""One visit: its block; when that was asked for, there, and decoded; when the last lane had passed.
+"""One visit: the block, and the events requested, arrived, ready (decoded) and done (after the last lane).
 
-Arrived and decoded are the same where the computing thread does not decode. A plain tuple: one is made for every visit.
+Arrived and ready are the same event if the compute thread does not decode. A plain tuple for speed: there is one for
+every visit.
 """
 
 
 class BlockArrival(NamedTuple):
-    """A visit may start for which a block was fetched."""
+    """Events of one fetch, recorded by the first visit that uses the block."""
 
     block: int
     nbytes: int
-    """Of the fetch."""
-    asked: DeviceEvent
-    """When the visit asked for it, as `arrived`."""
+    """Bytes of the fetch."""
+    requested: DeviceEvent
+    """The visit started to wait for the block."""
     arrived: DeviceEvent
+    """The block was in its buffer."""
     read: ReadSpan | None
-    """What a file was read for it; None if RAM held the block from before."""
+    """The file read for this fetch; None if the block was in RAM already."""
     copied: tuple[DeviceEvent, DeviceEvent] | None
-    """When its copy out of RAM began and ended; None where there was none."""
+    """Start and end of the copy out of RAM; None without a copy."""
     decoded: tuple[DeviceEvent, DeviceEvent] | None
-    """When decoding and patching it began and ended, on whichever stream."""
+    """Start and end of decoding and patching, on any stream; None if there was none."""
 
 
 class StepEvents:
-    """What one step left behind while it ran."""
+    """Collected events of one step; the methods compute its figures once the device has passed all of them."""
 
     def __init__(self, clock: Clock) -> None:
         self.visits: list[VisitEvents] = []
@@ -46,13 +48,13 @@ class StepEvents:
         return sum(self._seconds(ready, done) for _, _, _, ready, done in self.visits)
 
     def stall_s(self) -> float:
-        return sum(self._seconds(asked, arrived) for _, asked, arrived, _, _ in self.visits)
+        return sum(self._seconds(requested, arrived) for _, requested, arrived, _, _ in self.visits)
 
     def decode_s(self) -> float:
         return sum(self._seconds(*arrival.decoded) for arrival in self.arrivals if arrival.decoded is not None)
 
     def copies(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of each copy out of RAM."""
+        """Return bytes and seconds of each copy out of RAM."""
         return [
             (arrival.nbytes, self._seconds(*arrival.copied)) for arrival in self.arrivals if arrival.copied is not None
         ]
@@ -64,38 +66,39 @@ class StepEvents:
         return [arrival.read for arrival in self.arrivals if arrival.read is not None]
 
     def read_s(self) -> float:
-        """Time in which one reading was going on at least; two threads may read at once."""
-        busy = reached = 0.0
-        for read in sorted(self.reads(), key=lambda read: read.began):
-            busy += max(0.0, read.ended - max(reached, read.began))
-            reached = max(reached, read.ended)
+        """Return the seconds during which at least one read was active; two threads may read at once."""
+        busy = covered_until = 0.0
+        for read in sorted(self.reads(), key=lambda read: read.start):
+            busy += max(0.0, read.end - max(covered_until, read.start))
+            covered_until = max(covered_until, read.end)
         return busy
 
     def stall_on_read_s(self, end: DeviceEvent, now: float) -> float:
-        """The part of the stall in which a block was still to leave its file; `end` was passed at `now`.
+        """Return the part of the stall during which a block was still being read from its file.
 
-        A mark on a device has no time of the host: it is known by its distance to `end`.
+        `end` is the last event of the step and `now` its time on the host: a device event has no host time, so all
+        others are converted by their distance to `end`.
         """
         total = 0.0
         for arrival in self.arrivals:
             if arrival.read is not None:
-                late_s = arrival.read.ended - self._at(arrival.asked, end, now)
-                total += min(max(late_s, 0.0), self._seconds(arrival.asked, arrival.arrived))
+                late_s = arrival.read.end - self._at(arrival.requested, end, now)
+                total += min(max(late_s, 0.0), self._seconds(arrival.requested, arrival.arrived))
         return total
 
     def computed_from(self, end: DeviceEvent, now: float) -> float | None:
-        """When the first block began to compute, by `time.perf_counter()`; None without visits."""
+        """Return the `time.perf_counter()` value at which the first block started to compute; None without visits."""
         return self._at(self.visits[0][3], end, now) if self.visits else None
 
-    def spans(self, expert: str, end: DeviceEvent, now: float, began: float) -> Iterator[TraceSpan]:
-        """Everything as rows of a trace, in seconds since `began`."""
+    def spans(self, expert: str, end: DeviceEvent, now: float, run_start: float) -> Iterator[TraceSpan]:
+        """Yield all events as spans of a trace, in seconds since `run_start`."""
 
         def span(row: str, block: int, first: DeviceEvent, last: DeviceEvent, **args: int) -> TraceSpan:
-            at = self._at(first, end, now) - began
-            return TraceSpan(row, f"{expert} {block}", at, at + self._seconds(first, last), args)
+            start_s = self._at(first, end, now) - run_start
+            return TraceSpan(row, f"{expert} {block}", start_s, start_s + self._seconds(first, last), args)
 
-        for block, asked, arrived, ready, done in self.visits:
-            yield span("wait", block, asked, arrived)
+        for block, requested, arrived, ready, done in self.visits:
+            yield span("wait", block, requested, arrived)
             yield span("compute", block, ready, done)
         for arrival in self.arrivals:
             if arrival.copied is not None:
@@ -104,8 +107,8 @@ class StepEvents:
                 yield span("decode", arrival.block, *arrival.decoded)
             if (read := arrival.read) is not None:
                 row = "read straight" if read.straight else "read"
-                at = read.began - began, read.ended - began
-                yield TraceSpan(row, f"{expert} {arrival.block}", *at, {"bytes": read.nbytes})
+                times = read.start - run_start, read.end - run_start
+                yield TraceSpan(row, f"{expert} {arrival.block}", *times, {"bytes": read.nbytes})
 
-    def _at(self, mark: DeviceEvent, end: DeviceEvent, now: float) -> float:
-        return now - self._seconds(mark, end)
+    def _at(self, event: DeviceEvent, end: DeviceEvent, now: float) -> float:
+        return now - self._seconds(event, end)

@@ -1,4 +1,4 @@
-"""A run as a trace that ui.perfetto.dev and chrome://tracing open: what each route did, and when."""
+"""Export of a run as a trace for ui.perfetto.dev and chrome://tracing, with one row per route."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Any, NamedTuple
 from ..schema import Timeline
 
 ROWS = ("phases", "steps", "compute", "wait", "decode", "copy", "read", "read straight")
-"""From top to bottom. "wait" is time in which the device has no block, "read straight" goes from file to buffer."""
+"""Rows from top to bottom. In "wait" the device has no block; "read straight" reads from the file into a buffer."""
 
-MOST_SPANS = 200_000
-"""Of visits, fetches and reads; about 1000 steps of 40 blocks. Longer runs are traced from their beginning."""
+MAX_SPANS = 200_000
+"""Maximum number of spans of visits, fetches and reads: about 1000 steps of 40 blocks. Later steps have none."""
 
 _PROCESS = 1
 _NUMBERS = itertools.count(1)
 
 
 class TraceSpan(NamedTuple):
-    """One stretch of time on one row, in seconds since the run began."""
+    """One span on one row, in seconds since the start of the run."""
 
     row: str
     name: str
     start_s: float
-    ended_s: float
+    end_s: float
     args: Mapping[str, Any]
 
 
 def chrome_trace(
     timeline: Timeline, spans: Iterable[TraceSpan] = (), *, traced_steps: int | None = None
 ) -> dict[str, Any]:
-    """The Trace Event Format's JSON object: complete events, one thread per row, memory as counters.
+    """Return the JSON object of the Trace Event Format: complete events, one thread per row, memory as counters.
 
-    Spans of one row that overlap by the resolution of a clock are cut, so that they lie side by side. `traced_steps` is
-    how many steps `spans` tell of; None: all.
+    Overlaps of spans on one row, which the resolution of the clocks causes, are cut off. `traced_steps` is the number
+    of steps that `spans` cover; None: all.
     """
     every = [*_phases(timeline), *_steps(timeline), *spans]
     names = [row for row in ROWS if any(span.row == row for span in every)]
@@ -53,7 +53,11 @@ def chrome_trace(
 
 
 def write_trace(folder: Path, trace: Mapping[str, Any]) -> Path:
-    """Write a trace to a file of its own in `folder`, whole or not at all. Raises OSError."""
+    """Write a trace to a new file in `folder` and return its path. The file is complete, or does not exist.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     name = f"wanstream-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_NUMBERS)}.json"
     path, unfinished = folder / name, folder / (name + ".part")
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,23 +77,23 @@ def _phases(timeline: Timeline) -> Iterator[TraceSpan]:
 def _steps(timeline: Timeline) -> Iterator[TraceSpan]:
     for step in timeline.steps:
         if step.start_s is not None:
-            told = {"sigma": step.sigma, "bytes_moved": step.bytes_moved, "read_bytes": step.read_bytes}
-            yield TraceSpan("steps", f"{step.expert} {step.index}", step.start_s, step.start_s + step.wall_s, told)
+            args = {"sigma": step.sigma, "bytes_moved": step.bytes_moved, "read_bytes": step.read_bytes}
+            yield TraceSpan("steps", f"{step.expert} {step.index}", step.start_s, step.start_s + step.wall_s, args)
 
 
 def _row(number: int, spans: Sequence[TraceSpan]) -> Iterator[dict[str, Any]]:
-    reached = float("-inf")
+    end = float("-inf")
     for span in sorted(spans, key=lambda span: span.start_s):
-        began = max(span.start_s, reached)
-        reached = max(span.ended_s, began)
+        start = max(span.start_s, end)
+        end = max(span.end_s, start)
         yield {
             "ph": "X",
             "pid": _PROCESS,
             "tid": number,
             "name": span.name,
             "cat": span.row,
-            "ts": _microseconds(began),
-            "dur": _microseconds(reached) - _microseconds(began),
+            "ts": _microseconds(start),
+            "dur": _microseconds(end) - _microseconds(start),
             "args": dict(span.args),
         }
 
@@ -97,8 +101,8 @@ def _row(number: int, spans: Sequence[TraceSpan]) -> Iterator[dict[str, Any]]:
 def _memory(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for sample in timeline.memory:
         figures = {"RAM": sample.rss_bytes, "torch": sample.device_bytes, "device": sample.device_used_bytes}
-        told = {name: value for name, value in figures.items() if value is not None}
-        yield {"ph": "C", "pid": _PROCESS, "name": "bytes", "ts": _microseconds(sample.at_s), "args": told}
+        args = {name: value for name, value in figures.items() if value is not None}
+        yield {"ph": "C", "pid": _PROCESS, "name": "bytes", "ts": _microseconds(sample.at_s), "args": args}
 
 
 def _named(event: str, number: int, **args: Any) -> dict[str, Any]:

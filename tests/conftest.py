@@ -26,6 +26,11 @@ from wanstream.testing.weights import TinyShape, make_expert, make_text_encoder,
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
+pytest_plugins = [
+    f"wanstream.tests.support.{package}_fixtures"
+    for package in ("plan", "bench", "offload", "wan", "sampling", "distributed", "host")
+]
+
 INTEGRATION_MARKS = {"comfy", "browser"}
 INTEGRATION_FIXTURES = {"processes", "process_pools"}
 SEEN = pytest.StashKey[dict[str, frozenset[str]]]()

@@ -29,7 +29,7 @@ def suites() -> dict[str, Expression]:
         (["-k", "cli"], "unit"),
         (["-k", "tests"], "unit"),
         (["-p", "a/b.py"], "unit"),
-        (["tests/cli"], "all"),
+        (["tests/unit/cli"], "all"),
         (["./cli"], "all"),
         (["test_a.py::test_b"], "all"),
         (["test_a.py"], "all"),
@@ -40,7 +40,7 @@ def suites() -> dict[str, Expression]:
 def test_the_suite_follows_from_files_and_not_from_values_of_options(
     tmp_path: Path, arguments: list[str], suite: str
 ) -> None:
-    for folder in ("scripts", "cli", "tests/cli", ".venv/bin"):
+    for folder in ("scripts", "cli", "tests/unit/cli", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "test_a.py").touch()
     (tmp_path / "scripts" / "setup").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')

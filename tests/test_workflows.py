@@ -1,6 +1,6 @@
 """The shipped workflows, without a ComfyUI: canvas file, API twin and thumbnail say the same, and nodes know it all.
 
-That the frontend agrees is shown in `tests/browser`, that a server does in `tests/comfy`.
+That the frontend agrees is shown in `tests/integration/browser`, that a server does in `tests/integration/comfy`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import pytest
 import torch
 from PIL import Image, ImageChops, ImageStat
 
-from wanstream.host.embedded.adapter import embedded_host
-from wanstream.host.embedded.run import run_workflow
 from wanstream.nodes import WanStreamExtension
+from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.tools.arrange import NOTE_TYPE, models_of
 from wanstream.tools.graphs import by_name, names_of
 from wanstream.tools.layout import TITLE

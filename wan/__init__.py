@@ -1,10 +1,10 @@
-"""Wan2.1 and Wan2.2 models: opening, streaming and computing experts, text encoders and VAEs."""
+"""Wan2.1 and Wan2.2 models: experts, LoRAs, text encoders, image encoder and VAEs."""
 
 from __future__ import annotations
 
 from .checkpoint.key_names import native_transformer_name
 from .checkpoint.meta_model import NoInitialValues
-from .checkpoint.suspicions import expert_suspicions, lora_suspicions
+from .checkpoint.mismatches import expert_suspicions, lora_suspicions
 from .experts.engine import ExpertEngine
 from .experts.open import open_experts
 from .experts.pair import ExpertPair

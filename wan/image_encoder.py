@@ -1,8 +1,7 @@
-"""What CLIP sees in an image: the embedding that the image branch of Wan2.1 I2V takes.
+"""Streamed CLIP vision encoder, whose embedding is an input of the image branch of Wan2.1 I2V.
 
 The encoder is CLIP's ViT-H/14 (0.6 B parameters, 1.3 GB in fp16). Its layers pass through two buffers, as the experts'
-blocks do, and compute in fp32: 0.2 GB of device memory in all. Of its hidden states Wan takes those before the last
-layer.
+blocks do, and compute in fp32: 0.2 GB of device memory in all. Wan uses the hidden states before the last layer.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ if TYPE_CHECKING:
 
 WIDTH = 1280
 HEADS = 16
-"""Of ViT-H; no tensor tells it."""
+"""Attention heads of ViT-H; tensor shapes do not determine them."""
 
 WEIGHTS = "model.safetensors"
 PREFIX = "vision_model."
 PROJECTION = "visual_projection.weight"
-"""To what CLIP compares with texts; Wan has no use for it."""
+"""Projection for comparing images with texts; Wan does not use it."""
 POSITION_IDS = "embeddings.position_ids"
 LAYER = re.compile(r"encoder\.layers\.(\d{1,3})\.")
 STACK = "clip"
 
-# What CLIP was trained on: mean and deviation of red, green and blue (OPENAI_CLIP_MEAN and _STD of transformers).
+# Mean and standard deviation of red, green and blue in training (OPENAI_CLIP_MEAN and _STD of transformers).
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SeenImage:
-    """What CLIP sees, under the name by which ComfyUI's CLIP_VISION_OUTPUT carries it."""
+class ClipVisionOutput:
+    """Embedding of images, under the attribute name of ComfyUI's CLIP_VISION_OUTPUT."""
 
     penultimate_hidden_states: torch.Tensor
     """[N, tokens, 1280] fp32, on the CPU."""
@@ -64,51 +63,51 @@ class SeenImage:
 def open_image_encoder(path: Path | str) -> ImageEncoder:
     """Open the encoder of a diffusers pipeline folder, its `image_encoder` folder, or ComfyUI's `clip_vision_h` file.
 
-    Reads headers and the config only.
+    Reads only headers and the config.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file; the config or the tensors
-            are not those of a CLIP vision model that is 1280 wide.
+        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file; the config or the
+            tensors are not those of a CLIP vision model of width 1280.
     """
     path = Path(path)
     if path.is_file():
         stored = read_stored(path)
-        tensors = _own_tensors(path, stored.tensors)
+        tensors = _vision_tensors(path, stored.tensors)
         config, described = _config_from_shapes(path, tensors), "the rest of the file"
     else:
         folder = component_folder(path, "image_encoder")
         config, described = _config_of(folder), CONFIG
         path = folder / CONFIG
-        tensors = _own_tensors(folder, read_stored(folder, weights=WEIGHTS).tensors)
+        tensors = _vision_tensors(folder, read_stored(folder, weights=WEIGHTS).tensors)
     model = build_on_meta(path, lambda: _model(config))
     weights = match_weights(path, tensors, model, described_by=described, key_of=lambda name: PREFIX + name)
     return ImageEncoder(model, weights, image_size=config["image_size"])
 
 
 class ImageEncoder:
-    """An opened CLIP vision model. Nothing of any size is held between calls."""
+    """Opened CLIP vision model; between calls it keeps only small tensors on the device."""
 
     def __init__(self, model: nn.Module, weights: Mapping[str, FileTensor], *, image_size: int) -> None:
         self._model, self._weights, self._image_size = model, weights, image_size
         self._layers: list[nn.Module] = list(model.encoder.layers)  # type: ignore[arg-type, union-attr]
 
-    def encode(self, images: torch.Tensor, *, device: torch.device | str, crop: bool = False) -> SeenImage:
-        """What CLIP sees in images [N, H, W, 3 or 4] in 0..1, each by itself; see `clip_pixels` for `crop`.
+    def encode(self, images: torch.Tensor, *, device: torch.device | str, crop: bool = False) -> ClipVisionOutput:
+        """Embed images [N, H, W, 3 or 4] in 0..1; see `clip_pixels` for `crop`.
 
         Raises:
-            ValueError: they are anything but images.
+            ValueError: the tensor has another shape.
         """
         pixels = clip_pixels(images, self._image_size, crop=crop)
-        place = torch.device(device)
-        self._read_what_stays(place)
+        device = torch.device(device)
+        self._read_small_tensors(device)
         policy = OffloadPolicy.layerwise(1)
+        # Attached for this call only: the experts need the memory of the buffers afterwards.
         with (
-            attach_offload({STACK: self._layers}, policy=policy, device=place, source=self._source()),
+            attach_offload({STACK: self._layers}, policy=policy, device=device, source=self._source()),
             torch.no_grad(),
         ):
-            given = pixels.to(place)
-            seen = self._model(pixel_values=given, output_hidden_states=True).hidden_states[-2]
-        return SeenImage(penultimate_hidden_states=seen.float().cpu())
+            hidden = self._model(pixel_values=pixels.to(device), output_hidden_states=True).hidden_states[-2]
+        return ClipVisionOutput(penultimate_hidden_states=hidden.float().cpu())
 
     def _source(self) -> FileSource:
         blocks = {
@@ -119,30 +118,33 @@ class ImageEncoder:
         }
         return FileSource(blocks, computed_dtypes=torch.float32)
 
-    def _read_what_stays(self, device: torch.device) -> None:
-        """Embeddings of pixels and places, norms and biases; the places' numbers are in no file."""
+    def _read_small_tensors(self, device: torch.device) -> None:
+        """Read the tensors that are not streamed: patch and position embeddings, norms and biases."""
         streamed = {
             f"encoder.layers.{index}.{name}"
             for index, layer in enumerate(self._layers)
             for name in streamed_names(layer)
         }
-        staying = {name: tensor for name, tensor in self._weights.items() if name not in streamed}
+        small = {name: tensor for name, tensor in self._weights.items() if name not in streamed}
+        # Parameters stay in the model after this call, so they must not be inference tensors: a later call outside
+        # inference mode could not compute with those.
         with torch.inference_mode(False):
-            values = read_tensors(staying)
+            values = read_tensors(small)
             set_parameters(self._model, {name: value.to(device, torch.float32) for name, value in values.items()})
-            places = self._weights["embeddings.position_embedding.weight"].shape[0]
+            # Position ids are a buffer that no file contains, so that it is still on `meta`.
+            positions = self._weights["embeddings.position_embedding.weight"].shape[0]
             embeddings = self._model.get_submodule("embeddings")
-            embeddings.register_buffer("position_ids", torch.arange(places, device=device)[None], persistent=False)
+            embeddings.register_buffer("position_ids", torch.arange(positions, device=device)[None], persistent=False)
 
 
 def clip_pixels(images: torch.Tensor, size: int, *, crop: bool = False) -> torch.Tensor:
-    """Images [N, H, W, 3 or 4] in 0..1 -> what CLIP takes, [N, 3, size, size] fp32.
+    """Convert images [N, H, W, 3 or 4] in 0..1 to CLIP's input, [N, 3, size, size] fp32.
 
-    The whole image is pressed into the square, as Wan's own code does; with `crop` the square in its middle is taken,
-    as diffusers' pipeline does. Scaled and rounded to 8 bits as in ComfyUI's `clip_preprocess`.
+    The whole image is resized to the square, as in Wan's own code; with `crop` its central square is used, as in
+    diffusers' pipeline. Scaled and rounded to 8 bits as in ComfyUI's `clip_preprocess`.
 
     Raises:
-        ValueError: they are anything but images.
+        ValueError: the tensor has another shape.
     """
     if images.ndim != 4 or images.shape[-1] not in (3, 4) or 0 in images.shape:
         raise ValueError(f"the images are {list(images.shape)}: give images [N, H, W, 3]")
@@ -165,21 +167,21 @@ def _model(config: Mapping[str, Any]) -> nn.Module:
 
 
 def _core(model: CLIPVisionModel) -> nn.Module:
-    """What computes: in transformers 4 it is inside the model, in transformers 5 the model itself."""
+    """Return the inner vision model of transformers 4; in transformers 5 it is the model itself."""
     core: nn.Module = getattr(model, PREFIX.removesuffix("."), model)
     return core
 
 
-def _own_tensors(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """The tensors of the vision model, by their names within it."""
-    own = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if key != PROJECTION}
-    own.pop(POSITION_IDS, None)  # numbers from 0 on, in old files
-    if "embeddings.class_embedding" not in own:
+def _vision_tensors(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
+    """Return the tensors of the vision model, by their names within it."""
+    found = {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items() if key != PROJECTION}
+    found.pop(POSITION_IDS, None)  # 0, 1, 2, ... in files of old transformers versions
+    if "embeddings.class_embedding" not in found:
         first = next(iter(tensors), "none")
         raise CheckpointError(
-            path, f"is no CLIP vision model: it holds {len(tensors)} tensors, {first} first; use clip_vision_h"
+            path, f"is not a CLIP vision model: it has {len(tensors)} tensors (first: {first}); use clip_vision_h"
         )
-    return own
+    return found
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -192,9 +194,10 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 def _config_from_shapes(path: Path, tensors: Mapping[str, FileTensor]) -> dict[str, Any]:
-    """The sizes of the encoder in the words of its config.json.
+    """Return the sizes of the encoder under the names of config.json.
 
-    Raises CheckpointError where they belong to no ViT-H.
+    Raises:
+        CheckpointError: they are not those of ViT-H.
     """
 
     def shape(name: str, dimensions: int) -> tuple[int, ...]:
@@ -204,12 +207,12 @@ def _config_from_shapes(path: Path, tensors: Mapping[str, FileTensor]) -> dict[s
         return tensors[name].shape
 
     width, _, patch, _ = shape("embeddings.patch_embedding.weight", 4)
-    places = shape("embeddings.position_embedding.weight", 2)[0]
+    positions = shape("embeddings.position_embedding.weight", 2)[0]
     if width != WIDTH:
         raise CheckpointError(path, f"is {width} wide; Wan2.1 I2V takes CLIP ViT-H ({WIDTH} wide): use clip_vision_h")
-    side = math.isqrt(places - 1)
-    if side * side != places - 1:
-        raise CheckpointError(path, f"has {places} places; one and a square number are expected")
+    side = math.isqrt(positions - 1)
+    if side * side != positions - 1:
+        raise CheckpointError(path, f"has {positions} positions; one more than a square number is expected")
     return {
         "hidden_size": width,
         "intermediate_size": shape("encoder.layers.0.mlp.fc1.weight", 2)[0],

@@ -1,7 +1,7 @@
-"""The spaces that latents of Wan live in: of 16 channels (Wan2.1, Wan2.2 A14B), or of 48 (Wan2.2 5B).
+"""Latent spaces of Wan: 16 channels (Wan2.1, Wan2.2 A14B) or 48 channels (Wan2.2 5B).
 
-A VAE works in raw space, which is also what ComfyUI's nodes exchange. The experts work in normalised space: every
-channel with mean 0 and deviation 1 over the training videos.
+A VAE works in raw space, and ComfyUI's nodes exchange raw latents. The experts work in normalised space: every channel
+has mean 0 and standard deviation 1 over the training videos.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from ..schema import PIXELS_PER_LATENT, WAN22_PIXELS_PER_LATENT
 
 
 class LatentSpaceError(ValueError):
-    """Latents of a number of channels that no VAE of Wan has; the message names those that one has."""
+    """Unsupported number of latent channels; the message lists the supported ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpace:
-    """What one VAE makes of a video: 4 frames become one, and a square of pixels one latent pixel."""
+    """Latent space of one VAE, which compresses 4 frames to one and a square of pixels to one latent pixel."""
 
     channels: int
     pixels: int
-    """Pixels of the video for each latent pixel, along either side."""
+    """Pixels of the video per latent pixel, along either side."""
     mean: tuple[float, ...]
-    """Of each channel of raw latents, over the training videos."""
+    """Mean of each channel of raw latents over the training videos."""
     std: tuple[float, ...]
+    """Standard deviation of each channel, likewise."""
     models: str
-    """Whose latents these are, for messages."""
+    """Names of the models that use this space, for messages."""
 
     def __post_init__(self) -> None:
         assert len(self.mean) == len(self.std) == self.channels
@@ -78,7 +79,11 @@ LATENT_CHANNELS = WAN21.channels
 
 
 def space_of(channels: int) -> LatentSpace:
-    """The space of latents with so many channels. Raises LatentSpaceError for others than 16 and 48."""
+    """Return the latent space with this number of channels.
+
+    Raises:
+        LatentSpaceError: the number is neither 16 nor 48.
+    """
     for space in SPACES:
         if space.channels == channels:
             return space
@@ -87,16 +92,17 @@ def space_of(channels: int) -> LatentSpace:
 
 
 def normalise(raw: torch.Tensor) -> torch.Tensor:
-    """Raw VAE latents [B, 16 or 48, T, h, w] -> what the experts work with; same shape, dtype and device.
+    """Map raw VAE latents [B, 16 or 48, T, h, w] to normalised latents of the same shape, dtype and device.
 
-    Raises LatentSpaceError for another number of channels.
+    Raises:
+        LatentSpaceError: the latents have another number of channels.
     """
     space = space_of(raw.shape[1])
     return (raw - _per_channel(space.mean, raw)) / _per_channel(space.std, raw)
 
 
 def denormalise(latents: torch.Tensor) -> torch.Tensor:
-    """The inverse of `normalise`."""
+    """Map normalised latents back to raw ones; the inverse of `normalise`."""
     space = space_of(latents.shape[1])
     return latents * _per_channel(space.std, latents) + _per_channel(space.mean, latents)
 

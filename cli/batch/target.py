@@ -88,13 +88,14 @@ def own_checks() -> Iterator[tuple[Mapping[str, type[ComfyNode]], str]]:
         return
     import torch
 
-    from ...host.embedded import Folders, embedded_host
+    from ...host.embedded import EmbeddedHost, Folders
 
     # Output names are judged by a folder: that of the server cannot be seen from here, and this one is empty. Nor can
     # its GPUs be counted from here; on a CPU no check limits them.
     with TemporaryDirectory() as folder:
         nowhere = Path(folder).resolve()
-        with embedded_host.opened(Folders(models=nowhere, output=nowhere, input=nowhere), device=torch.device("cpu")):
+        folders = Folders(models=nowhere, output=nowhere, input=nowhere)
+        with EmbeddedHost().opened(folders, device=torch.device("cpu")):
             yield own, str(nowhere)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,21 +19,25 @@ import folder_paths
 import torch
 from comfy_execution.utils import get_executing_context
 
+from ...devices import in_own_dtype
 from ...plan import AutoOffload, Machine, OffloadJob
-from ...schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, WorkersRef
+from ...sampling import cached_policy
+from ...schema import ExpertShape, ExpertsRef, Mesh, OffloadPolicy, Timeline, WorkersRef
 from ...telemetry import PhaseRegistry, QueueItemPhases
-from ..api import LoadedExperts, OutputFile, ProgressBar
+from ..api import LoadedExperts, ProgressBar
 from ..auto_policy import AutoPlanner, FreeMemory, PolicyChoice, free_memory, measured_machine
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
     WEIGHT_FILES,
     KeptNames,
+    OutputFile,
     check_output,
     diffusers_folders,
     find_model,
     inside,
 )
+from ..run_events import RunEvents, observed, run_settings
 from ..worker_registry import WorkerRegistry
 from ..workers_plan import SharedRun, WorkersPlan
 from .console_line import ConsoleLine
@@ -41,6 +46,7 @@ from .user_settings import SETTINGS, STRICT, setting_is_on
 if TYPE_CHECKING:
     from ...distributed import Driver, Pool
     from ...wan import ExpertPair, ExpertsRegistry
+    from .guider import ExpertsGuider
     from .guider_steps import GuiderSettings
     from .patcher import ExpertsPatcher
     from .preview import LatentPreview
@@ -178,8 +184,6 @@ class ComfyHost:
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     def experts(self, ref: ExpertsRef) -> ExpertPair:
-        from ...devices import in_own_dtype
-
         ref = in_own_dtype(ref, self.device())
         try:
             return self._experts.get(ref)
@@ -306,11 +310,46 @@ class ComfyHost:
         return patcher.loaded_experts()
 
     def guider(
-        self, ref: ExpertsRef, positive: Sequence[Any], negative: Sequence[Any], settings: GuiderSettings, **more: Any
-    ) -> object:
-        from .guider import make_guider
+        self,
+        ref: ExpertsRef,
+        positive: Sequence[Any],
+        negative: Sequence[Any],
+        settings: GuiderSettings,
+        *,
+        flow_shift: float,
+        policy: OffloadPolicy | AutoOffload,
+    ) -> ExpertsGuider:
+        from .guider import ExpertsGuider
 
-        return make_guider(self, ref, positive, negative, settings, **more)
+        ref = in_own_dtype(ref, self.device())
+
+        def choose(job: OffloadJob) -> PolicyChoice:
+            choice = self.choose_policy(ref, policy, job)
+            return replace(choice, policy=cached_policy(choice.policy, settings.cache))
+
+        is_left = isinstance(policy, AutoOffload)
+        known = cached_policy(OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy, settings.cache)
+        made_by = self.executing_node()
+
+        def watch(
+            experts: Sequence[str], expected: Timeline | None, began_with: OffloadPolicy, shape: Sequence[int]
+        ) -> RunEvents:
+            # By now a sampler executes; its run is shown at the guider.
+            return RunEvents(
+                self.announce,
+                prompt_id=self.run_id(),
+                node_id=self.executing_node(),
+                shown_at=made_by,
+                experts=experts,
+                predicted=expected,
+                settings=run_settings(ref, policy, began_with, shape, self.device()),
+            )
+
+        patcher = self.patcher(ref, known, flow_shift=flow_shift)
+        kept = partial(self.known_machine, ref)
+        guider = ExpertsGuider(patcher, settings, watch, partial(observed, self), kept, choose if is_left else None)
+        guider.set_conds(positive, negative)
+        return guider
 
     def schedule_names(self) -> list[str]:
         from .sigmas import schedule_names

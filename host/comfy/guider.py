@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import comfy.samplers
 import torch
 
-from ...devices import in_own_dtype
-from ...plan import TRAIN_TIMESTEPS, AutoOffload, OffloadJob
+from ...plan import TRAIN_TIMESTEPS
 from ...sampling import (
     CachedCalls,
     DenoiseRequest,
@@ -23,24 +21,21 @@ from ...sampling import (
     RequestError,
     RunPolicy,
     SamplingCancelled,
-    cached_policy,
     check_fits,
     native_inputs,
     prefetch_embeddings,
     single_entry,
 )
-from ...schema import ExpertsRef, OffloadPolicy, Timeline
+from ...schema import OffloadPolicy, Timeline
 from ...telemetry import Recorder, TelemetryOptions
 from ..auto_policy import PolicyChoice
 from ..error_names import plainly_named
 from ..memory import MemoryEstimateInputs
-from ..run_events import RunEvents, observed, run_settings
 from .guider_run import Choose, GuiderRun, Known, Watch, foretold, guider_job
 from .guider_steps import GuiderSettings, GuiderSteps
 from .sampler_dry_run import one_level, predicted_sigmas, sampler_name
 
 if TYPE_CHECKING:
-    from .adapter import ComfyHost
     from .patcher import ExpertsPatcher
 
 
@@ -54,7 +49,7 @@ logger = logging.getLogger("wanstream.host")
 
 
 class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
-    """A CFGGuider whose model is the pair of streamed experts. See `make_guider`."""
+    """A CFGGuider whose model is the pair of streamed experts. See `ComfyHost.guider`."""
 
     def __init__(
         self,
@@ -288,45 +283,3 @@ class ExpertsGuider(comfy.samplers.CFGGuider):  # type: ignore[misc]
             logger.info("the sampler %s was not tried beforehand: expecting one model call per step", name)
             return guider_steps.sigmas[:-1]
         return asked
-
-
-def make_guider(
-    host: ComfyHost,
-    ref: ExpertsRef,
-    positive: Sequence[Any],
-    negative: Sequence[Any],
-    settings: GuiderSettings,
-    *,
-    flow_shift: float,
-    policy: OffloadPolicy | AutoOffload,
-) -> ExpertsGuider:
-    """See `HostApi.guider`."""
-    ref = in_own_dtype(ref, host.device())
-
-    def choose(job: OffloadJob) -> PolicyChoice:
-        choice = host.choose_policy(ref, policy, job)
-        return replace(choice, policy=cached_policy(choice.policy, settings.cache))
-
-    is_left = isinstance(policy, AutoOffload)
-    known = cached_policy(OffloadPolicy.layerwise() if isinstance(policy, AutoOffload) else policy, settings.cache)
-    made_by = host.executing_node()
-
-    def watch(
-        experts: Sequence[str], expected: Timeline | None, began_with: OffloadPolicy, shape: Sequence[int]
-    ) -> RunEvents:
-        # By now a sampler executes; its run is shown at the guider.
-        return RunEvents(
-            host.announce,
-            prompt_id=host.run_id(),
-            node_id=host.executing_node(),
-            shown_at=made_by,
-            experts=experts,
-            predicted=expected,
-            settings=run_settings(ref, policy, began_with, shape, host.device()),
-        )
-
-    patcher = host.patcher(ref, known, flow_shift=flow_shift)
-    kept = partial(host.known_machine, ref)
-    guider = ExpertsGuider(patcher, settings, watch, partial(observed, host), kept, choose if is_left else None)
-    guider.set_conds(positive, negative)
-    return guider

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .adapter import Folders, NodeProgress, embedded_host
+from .adapter import EmbeddedHost, Folders, NodeProgress
 from .checks import (
     Fault,
     Socket,
@@ -21,12 +21,13 @@ from .checks import (
 from .graph import MOST_NESTED, Link, Prompt, api_prompt, as_link, nested_deeper, nodes_by_id
 from .io import ComfyNode
 from .load_image import LoadImage
-from .run import History, NodeFailedError, run_workflow, validate_workflow
+from .run import History, NodeFailedError, Workflow, load_workflow
 from .validate import Verdict
 
 __all__ = [
     "MOST_NESTED",
     "ComfyNode",
+    "EmbeddedHost",
     "Fault",
     "Folders",
     "History",
@@ -37,22 +38,21 @@ __all__ = [
     "Prompt",
     "Socket",
     "Verdict",
+    "Workflow",
     "api_prompt",
     "as_link",
     "converted",
-    "embedded_host",
     "exception_fault",
     "fault",
     "link_shape_fault",
     "link_type_fault",
+    "load_workflow",
     "missing_fault",
     "names_listed",
     "nested_deeper",
     "nodes_by_id",
     "own_check",
     "own_faults",
-    "run_workflow",
     "sockets_of",
-    "validate_workflow",
     "value_fault",
 ]

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...plan import VRAM_RESERVE, AutoOffload, OffloadJob
 from ...schema import Cancelled, ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
-from ..api import LoadedExperts, NeedsComfyUIError, OutputFile, ProgressBar
+from ..api import LoadedExperts, NeedsComfyUIError, ProgressBar, use_host
 from ..auto_policy import AutoPlanner, FreeMemory, PolicyChoice, free_memory
 from ..folders import (
     GGUF_FILES,
     GGUF_FOLDERS,
     WEIGHT_FILES,
+    OutputFile,
     check_output,
     diffusers_folders,
     find_model,
@@ -73,7 +74,7 @@ class NodeProgress:
 
 
 class EmbeddedHost:
-    """Implements `HostApi` for one run at a time; the experts stay open between runs."""
+    """Implements `HostApi` for one run at a time; the experts stay open between its runs."""
 
     def __init__(self, planner: AutoPlanner | None = None) -> None:
         self._planner = planner or AutoPlanner()
@@ -116,17 +117,18 @@ class EmbeddedHost:
 
         `on_event` is given what nodes announce. `strict` makes an error of what only looks wrong.
 
-        Raises HostStateError while another one is open.
+        Raises StateError while this host runs another workflow.
         """
         if not self._busy.acquire(blocking=False):
-            raise StateError("a workflow is being run already: the embedded host runs one at a time")
+            raise StateError("this embedded host runs a workflow already: wait for it, or use another EmbeddedHost")
         self._stop.clear()
         self._folders, self._on_progress, self._device = folders, on_progress, device
         self._on_event = on_event
         self._strict = strict
         self._run_id = uuid.uuid4().hex
         try:
-            yield
+            with use_host(self):
+                yield
         finally:
             self._strict = False
             self._folders = self._on_progress = self._device = self._run_id = self._ledger = self._on_event = None
@@ -149,7 +151,7 @@ class EmbeddedHost:
 
     @property
     def folders(self) -> Folders:
-        """The folders of the run. Raises HostStateError outside one."""
+        """The folders of the run. Raises StateError outside one."""
         if self._folders is None:
             raise StateError("no workflow is being run: the embedded host has folders only inside a run")
         return self._folders
@@ -317,6 +319,3 @@ class EmbeddedHost:
         if self._on_progress is not None and self._running is not None:
             node_id, class_type = self._running
             self._on_progress(NodeProgress(node_id=node_id, class_type=class_type, done=done, total=total))
-
-
-embedded_host: EmbeddedHost = EmbeddedHost()

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, ImageSequence
 
-from ..api import OutsideFolderError
+from ..current import current_host
+from ..folders import OutsideFolderError
 from . import io
-from .adapter import embedded_host
+from .adapter import EmbeddedHost
 
 _PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _NO_MASK = (64, 64)
@@ -21,7 +22,7 @@ class LoadImage(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        pictures = [name for name in embedded_host.input_names() if name.lower().endswith(_PICTURES)]
+        pictures = [name for name in _host().input_names() if name.lower().endswith(_PICTURES)]
         return io.Schema(
             node_id="LoadImage",
             display_name="Load Image",
@@ -33,23 +34,30 @@ class LoadImage(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, image: str) -> bool | str:
         # Naming `image` replaces the check against the list, so that a file in a subfolder passes, as in ComfyUI.
+        host = _host()
         try:
-            if embedded_host.input_path(image).is_file():
+            if host.input_path(image).is_file():
                 return True
         except OutsideFolderError as err:
             return f"Invalid image file: {err}"
-        return f"Invalid image file: {image} is not in {embedded_host.folders.input}: put it there (or see --input)"
+        return f"Invalid image file: {image} is not in {host.folders.input}: put it there (or see --input)"
 
     @classmethod
     def execute(cls, image: str) -> io.NodeOutput:
         """IMAGE [frames, H, W, 3] and MASK [frames, H, W] (64 x 64 zeros without alpha), float32 in 0..1."""
-        with Image.open(embedded_host.input_path(image)) as file:
+        with Image.open(_host().input_path(image)) as file:
             # The further pictures of an MPO are the other eye or a thumbnail.
             wanted = islice(ImageSequence.Iterator(file), 1 if file.format == "MPO" else None)
             upright = [ImageOps.exif_transpose(frame) for frame in wanted]
         frames = [frame for frame in upright if frame.size == upright[0].size]
         pixels = torch.stack([_pixels(frame) for frame in frames])
         return io.NodeOutput(pixels, torch.stack([_mask(frame) for frame in frames]))
+
+
+def _host() -> EmbeddedHost:
+    host = current_host()
+    assert isinstance(host, EmbeddedHost), f"the embedded LoadImage runs under {host.name()}"
+    return host
 
 
 def _pixels(frame: Image.Image) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Runs an API-format workflow without ComfyUI: validate, put the nodes in order, execute each once.
+"""Execution of API-format workflows without ComfyUI: validate, put the nodes in order, execute each once.
 
 What a node can notice is as in ComfyUI: inference mode, hidden inputs, `ui` results in the history, and outputs that
-fail validation are dropped if others pass. Nothing is kept from run to run but the open experts.
+fail validation are dropped if others pass. Only the open experts are kept from run to run, by the host.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import asyncio
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...schema import Cancelled
-from .adapter import Folders, NodeProgress, embedded_host
+from .adapter import EmbeddedHost, Folders, NodeProgress
 from .graph import Prompt, nodes_by_id, plan_steps
 from .io import ComfyNode, Hidden, HiddenHolder, NodeOutput
 from .load_image import LoadImage
@@ -46,60 +45,83 @@ class NodeFailedError(RuntimeError):
         self.class_type = class_type
 
 
-def validate_workflow(
-    prompt: Prompt | None, nodes: Sequence[type[ComfyNode]], *, models: Path, input_dir: Path, output: Path = Path()
-) -> Verdict:
-    """Judge a workflow made of `nodes` and LoadImage against the files at hand. Runs nothing."""
-    with embedded_host.opened(Folders(models=models, output=output, input=input_dir)):
-        return validate_prompt(prompt, nodes_by_id([*nodes, LoadImage]))
+@dataclass(frozen=True, kw_only=True)
+class Workflow:
+    """A workflow that was validated for a host; see `load_workflow`."""
+
+    host: EmbeddedHost
+    nodes: Mapping[str, type[ComfyNode]]
+    verdict: Verdict
+    folders: Folders
+    device: torch.device | None
+    strict: bool
+
+    def run(
+        self,
+        *,
+        on_progress: Callable[[NodeProgress], None] | None = None,
+        on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
+        extra_pnginfo: Mapping[str, Any] | None = None,
+        keep: Collection[str] = (),
+    ) -> History:
+        """Execute the nodes that the valid outputs need.
+
+        Args:
+            on_progress: called with the progress of each node, on this thread.
+            on_event: called with the events that nodes announce.
+            extra_pnginfo: the hidden input of that name.
+            keep: ids of nodes whose outputs the history shall hold.
+
+        Raises:
+            InvalidWorkflowError: the workflow as a whole is not valid; nothing was run.
+            NodeFailedError: a node raised.
+            Cancelled: `EmbeddedHost.stop` was called.
+            StateError: the host runs another workflow.
+        """
+        if self.verdict.error is not None:
+            raise InvalidWorkflowError(self.verdict)
+        with (
+            self.host.opened(self.folders, on_progress, self.device, on_event, strict=self.strict),
+            torch.inference_mode(),
+        ):
+            return _execute(self, extra_pnginfo, keep)
 
 
-def run_workflow(  # noqa: PLR0913 (all there is to say about a run, by name)
+def load_workflow(
     prompt: Prompt | None,
     *,
+    host: EmbeddedHost,
     nodes: Sequence[type[ComfyNode]],
-    models: Path,
-    output: Path,
-    input_dir: Path,
-    on_progress: Callable[[NodeProgress], None] | None = None,
-    extra_pnginfo: Mapping[str, Any] | None = None,
-    keep: Collection[str] = (),
+    folders: Folders,
     device: torch.device | None = None,
-    on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
     strict: bool = False,
-) -> History:
-    """Run a workflow made of `nodes` and LoadImage; `keep` names nodes whose outputs the history shall hold.
+) -> Workflow:
+    """Validate a workflow made of `nodes` and LoadImage against the files at hand. Runs nothing.
 
-    `device` None means a GPU if there is one. `on_event` is given what nodes announce. `strict` makes an error of what
-    only looks wrong.
-
-    Raises InvalidWorkflowError before anything runs, NodeFailedError, or RunStoppedError after `embedded_host.stop()`.
+    Args:
+        prompt: API format; None is refused by the verdict, as ComfyUI does.
+        device: None means a GPU if there is one.
+        strict: raise an error for suspicious inputs instead of a warning.
     """
-    folders = Folders(models=models, output=output, input=input_dir)
-    with embedded_host.opened(folders, on_progress, device, on_event, strict=strict), torch.inference_mode():
-        by_id = nodes_by_id([*nodes, LoadImage])
+    by_id = nodes_by_id([*nodes, LoadImage])
+    with host.opened(folders, device=device):
         verdict = validate_prompt(prompt, by_id)
-        if verdict.error is not None:
-            raise InvalidWorkflowError(verdict)
-        return _execute(verdict, by_id, extra_pnginfo, keep)
+    return Workflow(host=host, nodes=by_id, verdict=verdict, folders=folders, device=device, strict=strict)
 
 
-def _execute(
-    verdict: Verdict,
-    nodes: Mapping[str, type[ComfyNode]],
-    extra_pnginfo: Mapping[str, Any] | None,
-    keep: Collection[str],
-) -> History:
+def _execute(workflow: Workflow, extra_pnginfo: Mapping[str, Any] | None, keep: Collection[str]) -> History:
     """Execute the nodes that the valid outputs need; a result is dropped after the last node that reads it."""
     live: dict[str, tuple[Any, ...]] = {}
     shown: dict[str, dict[str, list[Any]]] = {}
     kept: dict[str, tuple[Any, ...]] = {}
+    verdict, nodes = workflow.verdict, workflow.nodes
     for step in plan_steps(verdict.prompt, nodes, verdict.outputs):
-        embedded_host.raise_if_stopped()
+        workflow.host.raise_if_stopped()
         node_id = step.node_id
         linked = {name: live[link.node_id][link.output] for name, link in step.links.items()}
         hidden = {Hidden.unique_id: node_id, Hidden.prompt: verdict.prompt, Hidden.extra_pnginfo: extra_pnginfo}
-        output = _call(node_id, nodes[verdict.prompt[node_id]["class_type"]], {**step.constants, **linked}, hidden)
+        node = nodes[verdict.prompt[node_id]["class_type"]]
+        output = _call(workflow.host, node_id, node, {**step.constants, **linked}, hidden)
         live[node_id] = output.args
         if node_id in keep:
             kept[node_id] = output.args
@@ -111,12 +133,14 @@ def _execute(
     return History(outputs=shown, results=kept, node_errors=verdict.node_errors)
 
 
-def _call(node_id: str, node: type[ComfyNode], arguments: Mapping[str, Any], known: Mapping[Hidden, Any]) -> NodeOutput:
+def _call(
+    host: EmbeddedHost, node_id: str, node: type[ComfyNode], arguments: Mapping[str, Any], known: Mapping[Hidden, Any]
+) -> NodeOutput:
     """Execute one node on a copy of its class, as ComfyUI does, so that nothing can be left on the class."""
     schema = node.define_schema()
     holder = HiddenHolder(**{hidden.name: known[hidden] for hidden in schema.all_hidden()})
     running: type[ComfyNode] = type(node.__name__, (node,), {"hidden": holder})
-    with embedded_host.node(node_id, schema.node_id):
+    with host.node(node_id, schema.node_id):
         try:
             returned = running.execute(**arguments)
             return _as_output(asyncio.run(returned) if inspect.iscoroutine(returned) else returned, len(schema.outputs))

@@ -12,7 +12,7 @@ import torch
 
 from ...bench import Policy, Report, Trial, TrialMatrix, Variant, describe_machine, policy_name
 from ...distributed import RestartLimitError, WorkerFailedError
-from ...host import host
+from ...host import current_host
 from ...offload import NoRamError
 from ...plan import DoesNotFitError, describe_ram
 from ...sampling import DenoiseRequest, DenoiseResult, StepProgress
@@ -143,10 +143,10 @@ def _empty(benchmark: Benchmark) -> Report:
             "Runs of each variant": again if benchmark.runs_again else "the one that the graph made",
             "Figures": "median (least to most)",
             "Made": now.isoformat(sep=" ", timespec="seconds"),
-            "With": f"WanStream {VERSION}, {host.name()}",
+            "With": f"WanStream {VERSION}, {current_host().name()}",
         },
         machine=describe_machine(device),
-        phases=host.ledger().phases(),
+        phases=current_host().ledger().phases(),
         planned=0,
         finished=False,
     )
@@ -175,7 +175,7 @@ def _measured(candidate: BenchmarkRun, benchmark: Benchmark, bar: _TrialBar, run
         return ran.result
 
     try:
-        for trial in trials(benchmark.times, once, check=host.raise_if_stopped):
+        for trial in trials(benchmark.times, once, check=current_host().raise_if_stopped):
             variant = _with_trial(variant, made.pop(), trial)
             yield variant
     except (
@@ -202,7 +202,7 @@ class _TrialBar:
 
     def __init__(self, total: int, node_id: str | None) -> None:
         self.node_id = node_id
-        self._progress = host.progress(total, node_id)
+        self._progress = current_host().progress(total, node_id)
         self._done = 0
 
     def of_run(self, steps: int) -> OnStep:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from ...host import host, inside, observed
+from ...host import current_host, inside, observed
 from ...sampling import (
     MagTable,
     RequestError,
@@ -27,7 +27,7 @@ def write_table(table: MagTable, prefix: str) -> str:
 
     Raises CalibrationFileError, and leaves nothing half written; OutsideFolderError for a prefix that leaves it.
     """
-    place = host.output_file(prefix, "json")
+    place = current_host().output_file(prefix, "json")
     unfinished = place.path.with_name(f"{place.filename}.part")
     try:
         unfinished.write_text(json.dumps(table.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -52,7 +52,7 @@ def read_table(name: str) -> MagTable:
             "a cache by magnitudes needs a calibration: run Wan Cache Calibration once and give the name of its file, "
             "or choose first_block_cache"
         )
-    path = inside(host.output_folder(), name)
+    path = inside(current_host().output_folder(), name)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as err:
@@ -73,12 +73,12 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
 
     Raises RequestError for a run that cannot be measured.
     """
-    pair = host.experts(run.experts)
-    request, job = run.request, calibration_job(pair, run.request, host.device())
-    choice = host.choose_policy(run.experts, run.asked, job)
+    pair = current_host().experts(run.experts)
+    request, job = run.request, calibration_job(pair, run.request, current_host().device())
+    choice = current_host().choose_policy(run.experts, run.asked, job)
     needed = calibration_bytes(pair, request, chunk_tokens=choice.policy.chunk_tokens)
-    pair, policy, device = host.load_experts(run.experts, choice.policy, working_bytes=needed)
-    progress = host.progress(len(request.step_plan.steps), node_id)
+    pair, policy, device = current_host().load_experts(run.experts, choice.policy, working_bytes=needed)
+    progress = current_host().progress(len(request.step_plan.steps), node_id)
 
     def on_step(step: StepProgress) -> None:
         progress.update(step.done, denoised=step.denoised)
@@ -91,11 +91,11 @@ def calibrate_run(run: SamplerRun, *, node_id: str | None) -> MagTable:
             device=device,
             source=_source(run),
             on_step=on_step,
-            should_stop=host.should_stop,
-            observe=observed(host),
+            should_stop=current_host().should_stop,
+            observe=observed(current_host()),
         )
     except SamplingCancelled:
-        host.raise_if_stopped()
+        current_host().raise_if_stopped()
         raise
     return table
 

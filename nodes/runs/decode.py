@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ...devices import surely_lacks
-from ...host import OutputFile, ProgressBar, host
+from ...host import OutputFile, ProgressBar, current_host
 from ...schema import PIXELS_PER_LATENT, WorkersRef, need_text, size_text
 from ...wan import (
     GB,
@@ -56,10 +56,10 @@ class DecodeSettings:
     def of(
         cls, vae: str, latents: torch.Tensor, tile_size: int, memory_gb: float, compute_dtype: str
     ) -> DecodeSettings:
-        """As a node takes them; raises VaeInputError, TilingError, and as `host.model_path`."""
+        """As a node takes them; raises VaeInputError, TilingError, and as `current_host().model_path`."""
         check_latents(latents)
         return cls(
-            vae=host.model_path(vae, "diffusers", "vae"),
+            vae=current_host().model_path(vae, "diffusers", "vae"),
             tiling=asked(tile_size, space_of(latents.shape[1]).pixels),
             memory_bytes=int(memory_gb * GB),
             dtype=VAE_DTYPES[compute_dtype],
@@ -93,7 +93,7 @@ def decode_shared(
     # Nothing is loaded here: what it takes is in its file's header.
     with open_vae(settings.vae, settings.dtype) as opened:
         needs, weight_bytes = opened.decode_needs(latents), opened.weight_bytes
-    pool = host.worker_pool(ref)
+    pool = current_host().worker_pool(ref)
     tiling = settings.tiling
     if tiling is None:
         tiling = tiles_by_memory(
@@ -102,7 +102,7 @@ def decode_shared(
             weight_bytes=weight_bytes,
             memory_bytes=settings.memory_bytes,
             videos=len(latents),
-            check=host.raise_if_stopped,
+            check=current_host().raise_if_stopped,
         )
         tell(f"decoded in {in_words(tiling)}, by the memory of the workers ({len(pool.workers)})")
     job = DecodeJob(
@@ -120,12 +120,12 @@ def decode_shared(
             needs,
             max_restarts=ref.max_restarts,
             timeout_s=ref.timeout_s,
-            should_stop=host.should_stop,
+            should_stop=current_host().should_stop,
             on_tile=_ShownTiles(node_id).show,
             on_change=tell,
         )
     except DecodeCancelled:
-        host.raise_if_stopped()
+        current_host().raise_if_stopped()
         raise
     return frames, told
 
@@ -139,7 +139,7 @@ class _ShownTiles:
 
     def show(self, tile: TileDone) -> None:
         if self._bar is None or self._bar[0] != tile.total:
-            self._bar = (tile.total, host.progress(tile.total, self._node_id))
+            self._bar = (tile.total, current_host().progress(tile.total, self._node_id))
         self._bar[1].update(tile.done)
 
 
@@ -162,7 +162,7 @@ def decode_images(
             return decode_shared(workers, settings, latents, node_id=node_id)
 
         def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> torch.Tensor:
-            return opened.decode(latents, device=host.device(), tiling=tiling, check=check)
+            return opened.decode(latents, device=current_host().device(), tiling=tiling, check=check)
 
         return decode_here(settings, latents, decode, to_file=False, node_id=node_id)
 
@@ -177,12 +177,12 @@ def decode_to_file(
     height, width = (size * space_of(latents.shape[1]).pixels for size in latents.shape[3:])
 
     def decode(opened: WanVae, tiling: Tiling | None, check: Check) -> None:
-        parts = opened.stream(latents, device=host.device(), tiling=tiling, check=check)
+        parts = opened.stream(latents, device=current_host().device(), tiling=tiling, check=check)
         first = next(parts)  # reads the VAE's file: its errors are not those of the video's
         write_mp4(file.path, chain.from_iterable(chain([first], parts)), **encoding)
 
     with keep_latent_until_done(latents):
-        file = host.output_file(prefix, "mp4", width=width, height=height)
+        file = current_host().output_file(prefix, "mp4", width=width, height=height)
         decode_here(settings, latents, decode, to_file=True, node_id=node_id)
     return file
 
@@ -193,10 +193,10 @@ def encode_here(vae: Path, video: torch.Tensor) -> torch.Tensor:
     Raises VaeRoomError where no tile fits, and as of `WanVae.encode`.
     """
     with open_vae(vae) as opened:
-        needs, device = opened.encode_needs(video), host.device()
+        needs, device = opened.encode_needs(video), current_host().device()
         wanted = opened.weight_bytes + needs.device_bytes(None) + needs.host_bytes(None)
         # The video lies where it is encoded.
-        tiling = fitting_tiling(needs, host.make_room(wanted + HEAP_BYTES) - opened.weight_bytes, shared=True)
+        tiling = fitting_tiling(needs, current_host().make_room(wanted + HEAP_BYTES) - opened.weight_bytes, shared=True)
         if tiling is not None:
             logger.info("encoded in %s: there is no memory for whole frames", in_words(tiling))
         return with_smaller_tiles(
@@ -232,12 +232,12 @@ def _first_tiling(
 ) -> Tiling | None:
     """What is asked for, or what fits; in any case the host has made room for it."""
     wanted = settings.memory_bytes or needs.device_bytes(settings.tiling)
-    room = host.make_room(wanted + opened.weight_bytes) - opened.weight_bytes
+    room = current_host().make_room(wanted + opened.weight_bytes) - opened.weight_bytes
     if settings.tiling is not None:
         _check_decode_ram(needs, settings.tiling)
         return settings.tiling
     budget = min(room, settings.memory_bytes) if settings.memory_bytes else room
-    tiling = fitting_tiling(needs, budget, shared=host.device().type == "cpu")
+    tiling = fitting_tiling(needs, budget, shared=current_host().device().type == "cpu")
     if tiling is not None:
         tell(
             f"decoded in {in_words(tiling)}: whole frames take {size_text(needs.device_bytes(None))}, "
@@ -249,7 +249,7 @@ def _first_tiling(
 
 def _check_decode_ram(needs: DecodeNeeds, tiling: Tiling | None) -> None:
     """Refuse frames for which there is too little RAM: the system would end the process. Raises VaeRoomError."""
-    on_cpu = host.device().type == "cpu"
+    on_cpu = current_host().device().type == "cpu"
     needed = needs.host_bytes(tiling) + (needs.device_bytes(tiling) if on_cpu else 0)
     lacking = surely_lacks(needed)
     if lacking is None:
@@ -271,11 +271,11 @@ class _Shown:
     def __init__(self, latents: torch.Tensor, tiling: Tiling | None, node_id: str | None) -> None:
         batch, _, count, height, width = latents.shape
         tiles = 1 if tiling is None else len(tiling.tiles(height, width))
-        self._bar = host.progress(batch * tiles * (count + 1), node_id)
+        self._bar = current_host().progress(batch * tiles * (count + 1), node_id)
         self._done = 0
 
     def check(self) -> None:
         """Count, and end the decode where the user has stopped it."""
-        host.raise_if_stopped()
+        current_host().raise_if_stopped()
         self._done += 1
         self._bar.update(self._done)

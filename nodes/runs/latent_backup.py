@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from ...devices import is_out_of_memory
-from ...host import host
+from ...host import current_host
 from ...wan import NoRoomToDecodeError, VaeRoomError
 
 logger = logging.getLogger("wanstream.nodes")
@@ -53,7 +53,7 @@ def keep_latent_until_done(samples: torch.Tensor | None, *, after_cancel: bool =
     if samples is None:
         yield
         return
-    with _gone_if_empty(host.output_folder() / LATENT_FOLDER):
+    with _gone_if_empty(current_host().output_folder() / LATENT_FOLDER):
         kept = _write_somewhere(samples)
         if kept is None:
             yield
@@ -61,11 +61,11 @@ def keep_latent_until_done(samples: torch.Tensor | None, *, after_cancel: bool =
         try:
             yield
         except BaseException as err:
-            if host.is_stop(err) and not after_cancel:
+            if current_host().is_stop(err) and not after_cancel:
                 kept.unlink(missing_ok=True)
                 raise
             logger.warning("the video was not made; its latent is kept in %s", kept)
-            if host.is_stop(err) or not isinstance(err, Exception):
+            if current_host().is_stop(err) or not isinstance(err, Exception):
                 raise
             raise _with_place(err, kept) from err
         try:
@@ -102,13 +102,13 @@ def _gone_if_empty(folder: Path) -> Iterator[None]:
 def _write_somewhere(samples: torch.Tensor) -> Path | None:
     """The path of the copy; None where there is no room for it."""
     try:
-        path = host.output_file(f"{LATENT_FOLDER}/WanStream", "latent").path
+        path = current_host().output_file(f"{LATENT_FOLDER}/WanStream", "latent").path
         write_latent(path, samples)
         return path
     except OSError as err:
         reason = str(err)
     try:
-        path = host.temp_folder() / f"WanStream_{uuid.uuid4().hex}.latent"
+        path = current_host().temp_folder() / f"WanStream_{uuid.uuid4().hex}.latent"
         write_latent(path, samples)
     except OSError as err:
         logger.warning("the latent could not be saved before the video is made: %s; %s", reason, err)

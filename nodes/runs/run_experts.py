@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ...devices import in_own_dtype
 from ...distributed import part_sizes
-from ...host import RunEvents, SharedRun, host, observed, run_settings
+from ...host import RunEvents, SharedRun, current_host, observed, run_settings
 from ...plan import AutoOffload
 from ...sampling import (
     DenoiseRequest,
@@ -65,13 +65,13 @@ def prepare_here(
     traces: Path | None,
 ) -> PreparedRun:
     """A run on the host's device; the host's Cancel ends it before the next block."""
-    choice = host.choose_policy(ref, asked, job)
+    choice = current_host().choose_policy(ref, asked, job)
     choice = replace(choice, policy=cached_policy(choice.policy, request.cache))
     chunk = choice.policy.chunk_tokens
     needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
-    pair, policy, device = host.load_experts(ref, choice.policy, working_bytes=needed)
+    pair, policy, device = current_host().load_experts(ref, choice.policy, working_bytes=needed)
     check_room(pair, request, policy, device)
-    machine = host.known_machine(ref, job.expert)
+    machine = current_host().known_machine(ref, job.expert)
     predicted = None if machine is None else predicted_timeline(pair, request, policy, machine=machine, device=device)
 
     def compute(on_step: OnStep) -> RunResult:
@@ -81,9 +81,9 @@ def prepare_here(
             policy=policy,
             device=device,
             on_step=on_step,
-            should_stop=host.should_stop,
+            should_stop=current_host().should_stop,
             revise=choice.revise_under(policy),
-            observe=observed(host) if traces is None else replace(observed(host), trace=traces),
+            observe=observed(current_host()) if traces is None else replace(observed(current_host()), trace=traces),
         )
         return RunResult(result.with_note(choice.reason), {})
 
@@ -102,18 +102,18 @@ def prepare_shared(
     Raises MeshError for a layout that does not suit the run, and what starting the workers raises.
     """
     shared = SharedRun(workers=workers, job=job, videos=request.batch, asked=asked)
-    plan = host.plan_workers(shared, ref)
-    driver = host.workers(workers, plan.mesh)
+    plan = current_host().plan_workers(shared, ref)
+    driver = current_host().workers(workers, plan.mesh)
 
     def compute(on_step: OnStep) -> RunResult:
-        ran = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=host.should_stop)
+        ran = driver.denoise(ref, request, plan.policy, on_step=on_step, should_stop=current_host().should_stop)
         result = DenoiseResult(latents=ran.latents.to(request.noise.device), sigma=ran.sigma, timeline=ran.timeline)
         for reason in reversed(plan.reasons):
             result = result.with_note(reason)
         return RunResult(result, ran.timelines)
 
     parts = len(part_sizes(request.batch, plan.mesh))
-    return PreparedRun(policy=plan.policy, device=host.device(), compute=compute, parts=parts)
+    return PreparedRun(policy=plan.policy, device=current_host().device(), compute=compute, parts=parts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,9 +158,9 @@ def run_experts(
     run; None: one is written where the environment asks for it. Workers write none.
     """
     if workers is None:
-        ref = in_own_dtype(ref, host.device())  # reports show it
-    pair = host.experts(ref)
-    job = request_job(pair, request, host.device())
+        ref = in_own_dtype(ref, current_host().device())  # reports show it
+    pair = current_host().experts(ref)
+    job = request_job(pair, request, current_host().device())
     if workers is None:
         prepared = prepare_here(pair, job, ref, request, asked, traces=traces)
     else:
@@ -168,9 +168,11 @@ def run_experts(
     step_plan = request.step_plan
     experts = [step_plan.experts[step] for step in step_plan.steps]
     report = on_step or _own_bar(len(experts) * prepared.parts, node_id)
-    ids = {"prompt_id": host.run_id(), "node_id": node_id}
+    ids = {"prompt_id": current_host().run_id(), "node_id": node_id}
     settings = run_settings(ref, asked, prepared.policy, request.noise.shape, prepared.device, workers=workers)
-    watched = RunEvents(host.announce, experts=experts, predicted=prepared.predicted, settings=settings, **ids)
+    watched = RunEvents(
+        current_host().announce, experts=experts, predicted=prepared.predicted, settings=settings, **ids
+    )
 
     def each_step(step: StepProgress) -> None:
         watched.step(step.record)
@@ -182,7 +184,7 @@ def run_experts(
             told = replace(result, predicted=prepared.predicted)
             watched.ended(told.timeline, ranks=ranks)
     except SamplingCancelled:
-        host.raise_if_stopped()
+        current_host().raise_if_stopped()
         raise
     return SamplerRun(
         experts=ref,
@@ -199,7 +201,7 @@ def run_experts(
 
 
 def _own_bar(total: int, node_id: str | None) -> Callable[[StepProgress], None]:
-    progress = host.progress(total, node_id, unit="step")
+    progress = current_host().progress(total, node_id, unit="step")
 
     def on_step(step: StepProgress) -> None:
         progress.update(step.done, denoised=step.denoised)

@@ -1,14 +1,15 @@
-"""A buffer: one fixed device allocation that holds exactly one block, and the states that a place for one goes through.
+"""Buffers: fixed device allocations that hold exactly one block each, and their state machine.
 
-    EMPTY --begin_fill--> FILLING --issued--> ISSUED --acquire--> IN_USE --release(last=False)--> HELD --acquire--> ...
+    EMPTY --begin_fill--> FILLING --issued--> ISSUED --acquire--> IN_USE --release(last=False)--> IDLE --acquire--> ...
                              ^                                      |                               ^
                              |                                      +--release(last=True)--> DONE --+ keep
                              +------------------ begin_fill --------------------------------- |
 
-    Between runs:  DONE --forget--> EMPTY --give_back--> ABSENT --restore--> EMPTY
+    Between runs:  DONE --invalidate--> EMPTY --release_memory--> ABSENT --restore--> EMPTY
 
-A tenancy lasts from `begin_fill` (or `keep`) to `release(last=True)`. `end_run` closes whatever a cut-short run left
-open. Every other order is a bug of ours and raises. A slot of RAM (`ram_slots.py`) goes through the same states.
+IDLE is the state of a resident block between two visits: it keeps its buffer, but nothing uses it. The lifetime of a
+block lasts from `begin_fill` (or `keep`) to `release(last=True)`; `end_run` ends the lifetimes that an aborted run left
+open. Every other transition is a bug and raises. RAM slots (`ram_slots.py`) have the same states.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from ...schema import StateError
 
 
 class BufferState(Enum):
+    """States of a buffer or RAM slot; see the diagram of this module."""
+
     ABSENT = "absent"
     EMPTY = "empty"
     FILLING = "filling"
     ISSUED = "issued"
     IN_USE = "in use"
-    HELD = "held"
+    IDLE = "idle"
     DONE = "done"
 
 
 class BlockPlace:
-    """A place for one block: what lies in it, and how far it is. `index` is its number in programs."""
+    """Storage for one block: its key and its state. `index` is its number in programs."""
 
     word = "place"
 
@@ -43,42 +46,43 @@ class BlockPlace:
         self.key: BlockKey | None = None
 
     def begin_fill(self, key: BlockKey) -> None:
-        """A new tenancy begins: the bytes of `key` are on their way."""
+        """Start the lifetime of a new block: the bytes of `key` are about to be copied in."""
         self._expect("begin_fill", BufferState.EMPTY, BufferState.DONE)
         self.state, self.key = BufferState.FILLING, key
 
     def issued(self) -> None:
-        """The copy was issued; whoever computes with the block has to wait for its arrival first."""
+        """Note that the copy was issued. A visit must order the compute stream behind it before it uses the block."""
         self._expect("issued", BufferState.FILLING)
         self.state = BufferState.ISSUED
 
     def keep(self, key: BlockKey) -> None:
-        """A new tenancy begins with what the buffer still holds from the run before."""
+        """Start the lifetime of a block that is still here from the last run."""
         self._expect("keep", BufferState.DONE)
         self._expect_key("keep", key)
-        self.state = BufferState.HELD
+        self.state = BufferState.IDLE
 
     def acquire(self, key: BlockKey) -> None:
-        """A visit starts to compute with `key`."""
-        self._expect("acquire", BufferState.ISSUED, BufferState.HELD)
+        """Start a visit of `key`."""
+        self._expect("acquire", BufferState.ISSUED, BufferState.IDLE)
         self._expect_key("acquire", key)
         self.state = BufferState.IN_USE
 
     def release(self, *, last: bool) -> None:
-        """The visit was given to the device; `last` ends the tenancy."""
+        """End a visit: its work was issued to the device. `last` ends the lifetime of the block."""
         self._expect("release", BufferState.IN_USE)
-        self.state = BufferState.DONE if last else BufferState.HELD
+        self.state = BufferState.DONE if last else BufferState.IDLE
 
     def end_run(self) -> None:
-        """The run is over. A block that was waited for is still whole; one that was not is forgotten."""
-        if self.state in (BufferState.IN_USE, BufferState.HELD):
+        """End the run: keep a block that a visit has waited for, invalidate one that no visit has waited for."""
+        if self.state in (BufferState.IN_USE, BufferState.IDLE):
             self.state = BufferState.DONE
+        # Nothing has waited for these copies: after an error they may be incomplete, or may never have been issued.
         elif self.state in (BufferState.FILLING, BufferState.ISSUED):
             self.state, self.key = BufferState.EMPTY, None
 
-    def forget(self) -> None:
-        """What it holds is not what its block arrives with any more."""
-        self._expect("forget", BufferState.DONE)
+    def invalidate(self) -> None:
+        """Discard the contents: the next fetch of this block would bring other bytes."""
+        self._expect("invalidate", BufferState.DONE)
         self.state, self.key = BufferState.EMPTY, None
 
     def _expect(self, call: str, *states: BufferState) -> None:
@@ -90,14 +94,15 @@ class BlockPlace:
 
     def _expect_key(self, call: str, key: BlockKey) -> None:
         if self.key != key:
-            raise StateError(f"{self.word} {self.index} holds {self.key}: {call} asked for {key}")
+            raise StateError(f"{self.word} {self.index} holds {self.key}, but {call} needs {key}")
 
 
 class BlockBuffer(BlockPlace):
-    """One buffer of the pool; without `memory` it is absent until `restore`.
+    """Buffer of the pool. Without `memory` it is absent until `restore`.
 
-    Its memory is 1-D uint8 whose address is a multiple of 256. It never moves until it is given back, and `views` go
-    with it: what was made of the memory for each block, which nobody else keeps.
+    The memory is 1-D uint8 whose address is a multiple of 256. It stays at this address until `release_memory`.
+    `views` caches the parameters of each block that was bound to this buffer; they are dropped with the memory, so
+    that nothing keeps it alive.
     """
 
     word = "buffer"
@@ -116,18 +121,18 @@ class BlockBuffer(BlockPlace):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory it takes now."""
+        """Current bytes of device memory."""
         return 0 if self._memory is None else self._memory.numel()
 
-    def give_back(self) -> int:
-        """Let go of the memory, which the device has no more use for; returns its bytes."""
-        self._expect("give_back", BufferState.EMPTY)
+    def release_memory(self) -> int:
+        """Release the memory and return its bytes. The device must have finished all work that uses it."""
+        self._expect("release_memory", BufferState.EMPTY)
         nbytes = self.nbytes
         self.state, self._memory = BufferState.ABSENT, None
         self.views.clear()
         return nbytes
 
     def restore(self, memory: torch.Tensor) -> None:
-        """It has memory again, which holds nothing yet."""
+        """Assign new, uninitialised memory."""
         self._expect("restore", BufferState.ABSENT)
         self.state, self._memory = BufferState.EMPTY, memory

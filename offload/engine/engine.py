@@ -1,9 +1,8 @@
-"""The engine: blocks attached to one pool of buffers and to slots of RAM, and the runs that stream their weights.
+"""Offload engine: blocks attached to a pool of buffers and RAM slots, and the runs that stream their weights.
 
-A run (`run.py`) goes through the visits and fetches of the device program and the reads of the RAM program. The
-engine decides nothing: it accepts only checked programs, and the run records its fetches and reads, so that a test can
-compare them with the programs. Between runs the engine changes patches, takes another policy, and gives device memory
-back.
+A run (`run.py`) executes the visits and fetches of the device program and the reads of the RAM program. The engine
+makes no decisions: it accepts verified programs only, and a run records its fetches and reads, so that tests can
+compare them with the programs. Between runs, the engine changes patches and policies and releases device memory.
 """
 
 from __future__ import annotations
@@ -48,20 +47,20 @@ Stacks = Mapping[str, Sequence[nn.Module]]
 
 
 class OffloadEngine:
-    """Streams the blocks of some stacks from one source to one device; serves one run at a time.
+    """Streams the blocks of one or more stacks from one source to one device; executes one run at a time.
 
     Args:
-        stacks: blocks by the name of their stack; they change only when all that can fail has succeeded.
-        policy: which blocks stay resident, how many buffers lie ahead, and which blocks have a home in RAM.
+        stacks: blocks by the name of their stack; they are not changed if the constructor raises.
+        policy: resident blocks, prefetch depth, and RAM-resident blocks.
         device: `cpu` or `cuda`.
-        source: where the stored bytes of every block come from; `detach` closes it.
-        follow_forward: run the blocks' own forwards through the engine.
-        shared: RAM that the ranks of one machine hold together.
-        sharded: the ranks that keep one shard of every block each; the source is then a `RangeSource`.
+        source: source of the stored bytes of every block; `detach` closes it.
+        follow_forward: stream blocks during the model's own forward, by module hooks.
+        shared: RAM that the ranks of one machine share.
+        sharded: ranks that keep one shard of every block each; the source must then be a `RangeSource`.
 
     Raises:
         ValueError: the policy does not fit the number of blocks, or the source does not fit a block.
-        SourceError: there is not enough RAM for the homes.
+        SourceError: there is not enough RAM for the RAM-resident blocks.
     """
 
     def __init__(
@@ -78,33 +77,33 @@ class OffloadEngine:
         self.device = device
         self.block_counts = {name: len(stack) for name, stack in stacks.items()}
         self._source, self._sharded = source, sharded
-        self._residency, self._homes, buffers = self._places(policy)
+        self._residency, self._ram_residency, buffers = self._plan_residency(policy)
         self.formats = {key: source.block_format(key) for key in source.keys()}
         lock = CudaPageLock(device) if device.type == "cuda" else None
         self._patches = StagedPatches(self.formats, lock=lock)
         self._route = Route(source, self.formats, self._patches, device=device, sharded=sharded)
         self.ram = self._route.ram_slots(lock, shared)
-        self.ram.check_available(self._homes, self.staging)
-        self.ram.resize(self._homes, self.staging)
+        self.ram.check_available(self._ram_residency, self.staging)
+        self.ram.resize(self._ram_residency, self.staging)
         self.buffers = tuple(BlockBuffer(index) for index in range(buffers))
-        self.streams = self._route.streams()
+        self.backend = self._route.transfer_backend()
         self._running = threading.Lock()
         self._bindings = {
             key: BlockBinding(key, block, self.formats[key].computed)
             for name, stack in stacks.items()
             for key, block in ((BlockKey(name, index), block) for index, block in enumerate(stack))
         }
-        self._staying = [ResidentTensors(block, device) for stack in stacks.values() for block in stack]
-        # All that can fail is done: from here on the blocks change.
+        self._resident_tensors = [ResidentTensors(block, device) for stack in stacks.values() for block in stack]
+        # Nothing below can fail. Blocks are changed only from here on, so that an error above leaves them untouched.
         self.unbind_all()
-        for staying in self._staying:
-            staying.put()
-        self._follower = ForwardHooks(self, stacks) if follow_forward else None
+        for tensors in self._resident_tensors:
+            tensors.put()
+        self._forward_hooks = ForwardHooks(self, stacks) if follow_forward else None
         self._attached = True
 
     @property
     def staging(self) -> int:
-        """Slots of RAM beside those of homes; none where bytes can be read straight into a buffer."""
+        """Number of staging slots in RAM; 0 if blocks can be read directly into a buffer."""
         return self._route.staging
 
     @property
@@ -114,35 +113,35 @@ class OffloadEngine:
 
     @property
     def gathering(self) -> Gathering | None:
-        """How far the ranks are that keep a shard of every block; None where every rank has whole blocks."""
+        """The group of ranks that keep a shard of every block each; None if blocks are not sharded."""
         return self._route.gathering
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes of device memory that the engine takes now."""
-        return sum(buffer.nbytes for buffer in self.buffers) + self.streams.device_bytes + self.ram.device_bytes
+        """Current bytes of device memory."""
+        return sum(buffer.nbytes for buffer in self.buffers) + self.backend.device_bytes + self.ram.device_bytes
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of host memory that the engine keeps page-locked now."""
+        """Current bytes of page-locked host memory."""
         return self.ram.locked_bytes + self._patches.locked_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that slots and patches take now, locked or not."""
+        """Current bytes of host memory of slots and patches, page-locked or not."""
         return self.ram.nbytes + self._patches.host_bytes
 
     @property
     def running(self) -> bool:
-        """True while a run is going on: nothing can be given back then."""
+        """True during a run; memory cannot be released then."""
         return self._running.locked()
 
     def contents(self) -> dict[int, BlockKey]:
-        """What the buffers still hold from the run before; a new program may keep it."""
+        """Return the blocks that are still in buffers from the last run, by buffer; a new program may keep them."""
         return {b.index: b.key for b in self.buffers if b.state is BufferState.DONE and b.key is not None}
 
     def programs(self, visits: Sequence[Visit]) -> RunPrograms:
-        """The programs for `visits`, starting from the present contents of buffers and slots.
+        """Compile the programs for `visits`, starting from the current contents of buffers and slots.
 
         Raises:
             ProgramError: there are too few buffers.
@@ -150,25 +149,26 @@ class OffloadEngine:
         """
         self._check_attached()
         device = compile_program(visits, self._residency, len(self.buffers), contents=self.contents())
-        ram = compile_ram(device, self._homes, staging=self.staging, contents=self.ram.contents())
+        ram = compile_ram(device, self._ram_residency, staging=self.staging, contents=self.ram.contents())
         return RunPrograms(device=device, ram=ram)
 
     def run(self, visits: Sequence[Visit], recorder: Recorder | None = None) -> EngineRun:
-        """Compile `visits` into a run; `with` starts it, and leaving it joins its threads, whatever happened.
+        """Compile `visits` into a run. Entering it with `with` starts its threads, exiting always joins them.
 
-        Inside, `run.visit(step, expert, block)` gives the visits in their order.
+        Inside, call `run.visit(step, expert, block)` for all visits in order.
 
         Raises:
-            RuntimeError: another run is going on, which entering checks again, or the blocks were detached.
+            RuntimeError: another run is active (checked again on entering), or the blocks were detached.
         """
         return self.execute(self.programs(visits), recorder)
 
     def execute(self, programs: RunPrograms, recorder: Recorder | None = None) -> EngineRun:
-        """A run of `programs`, as `run` makes it.
+        """Return a run of `programs`, as `run` does.
 
         Raises:
-            RuntimeError: another run is going on; entering checks it again.
-            ValueError: a program is wrong, or made for more buffers or slots; entering checks the latter again.
+            RuntimeError: another run is active; checked again on entering.
+            ValueError: a program is invalid, or needs more buffers or slots than there are; the latter is checked
+                again on entering.
         """
         if self.running:
             raise RuntimeError(_BUSY)
@@ -179,39 +179,39 @@ class OffloadEngine:
 
     @contextmanager
     def passes(self, count: int, *, stack: str | None = None) -> Iterator[None]:
-        """The next `count` forwards of a stack are one run, so that the later ones find their first blocks there."""
-        if self._follower is None:
+        """Treat the next `count` forwards of a stack as one run, so that later ones find their first blocks fetched."""
+        if self._forward_hooks is None:
             raise ValueError("passes() needs follow_forward=True; name the visits with run() instead")
-        with self._follower.passes(self._only(stack), count):
+        with self._forward_hooks.passes(self._only_stack(stack), count):
             yield
 
     def pass_visits(self, count: int, stack: str) -> tuple[Visit, ...]:
-        """`count` passes through the blocks of one stack."""
+        """Return the visits of `count` passes through the blocks of one stack."""
         return step_visits([stack] * count, self.block_counts)
 
     def check_size(self, programs: RunPrograms) -> None:
         """Raise ValueError for programs that need more buffers or slots than there are now."""
-        for needed, there, word in (
+        for needed, existing, word in (
             (programs.device.buffers, len(self.buffers), "buffers"),
-            (programs.ram.program.buffers, len(self.ram), "slots of RAM"),
+            (programs.ram.program.buffers, len(self.ram), "RAM slots"),
         ):
-            if needed > there:
-                raise ValueError(f"the program needs {needed} {word}, the engine has {there}: compile it again")
+            if needed > existing:
+                raise ValueError(f"the program needs {needed} {word}, the engine has {existing}: compile it again")
 
     def fetch_bytes(self, key: BlockKey) -> int:
-        """Bytes of one fetch of a block: as it is stored, or the own shard of it, and the factors of its patch."""
+        """Return the bytes of one fetch of a block: its stored bytes, or this rank's shard, plus its patch."""
         return self._route.sizes[key] + self._patches.nbytes(key)
 
     def set_patches(self, patches: Mapping[BlockKey, BlockPatch]) -> None:
-        """Replace what is added to the blocks when they arrive (LoRA); blocks not named arrive as they are stored.
+        """Replace the patches (LoRA) that are added to blocks on arrival; blocks that are not named have none.
 
-        The factors are copied to host memory. Blocks that lie in a buffer and whose patch has another identity than
-        before are fetched again by the next run, all others stay.
+        The factors are copied to host memory. The next run fetches a block that is in a buffer again if the identity
+        of its patch has changed; all other blocks are kept.
 
         Raises:
-            RuntimeError: a run is going on, or the blocks were detached; nothing was touched.
-            ValueError: a patch does not fit its block; the patches are as they were.
-            OSError: the system does not give that much memory; the patches are as they were.
+            RuntimeError: a run is active, or the blocks were detached; nothing was changed.
+            ValueError: a patch does not fit its block; the patches are unchanged.
+            OSError: there is not enough memory; the patches are unchanged.
         """
         self._check_attached()
         self.claim()
@@ -219,69 +219,73 @@ class OffloadEngine:
             prepared = self._patches.prepare(patches)
             changed = self._patches.changed(prepared)
             if changed:
-                self.streams.settle()
+                self.backend.settle()
                 for index, key in self.contents().items():
                     if key in changed:
-                        self.buffers[index].forget()
+                        self.buffers[index].invalidate()
                 self._patches.replace(prepared)
         finally:
             self.release()
 
     def give_back(self, nbytes: int) -> int:
-        """Free whole buffers, the least useful first, until `nbytes` are free or nothing is left; returns bytes freed.
+        """Free whole buffers, the least useful first, until `nbytes` or all memory is free; return the bytes freed.
 
-        What else lies on the device goes last. The next run allocates and fetches what it misses.
+        All other device memory is freed last. The next run allocates and fetches the missing parts.
 
         Raises:
-            RuntimeError: a run is going on; nothing was touched.
+            RuntimeError: a run is active; nothing was changed.
         """
         self.claim()
         try:
-            self.streams.settle()
+            self.backend.settle()
             freed = 0
             for index in eviction_order(range(len(self.buffers)), self.contents(), self._residency):
                 if freed >= nbytes:
                     return freed
-                freed += _let_go(self.buffers[index])
-            return freed if freed >= nbytes else freed + self.streams.give_back()
+                freed += _free_buffer(self.buffers[index])
+            return freed if freed >= nbytes else freed + self.backend.release_memory()
         finally:
             self.release()
 
     def set_policy(self, policy: OffloadPolicy) -> None:
-        """Change between runs what stays on the device and in RAM; blocks that both policies keep are not read again.
+        """Change the policy between runs; blocks that are resident under both policies are not read again.
 
-        New buffers take memory when a run first fetches into them.
+        The memory of new buffers is allocated when a run first fetches into them. The policy is unchanged after errors.
 
         Raises:
-            RuntimeError: a run is going on, or the blocks were detached; the former policy stays, as after all errors.
+            RuntimeError: a run is active, or the blocks were detached.
             ValueError: the policy does not fit the number of blocks.
-            SourceError: there is not enough RAM for the blocks that would have a home there.
+            SourceError: there is not enough RAM for the RAM-resident blocks.
         """
         self._check_attached()
-        residency, homes, buffers = self._places(policy)
-        self._resize(buffers, residency, homes)
-        self._residency, self._homes = residency, homes
+        residency, ram_residency, buffers = self._plan_residency(policy)
+        self._resize(buffers, residency, ram_residency)
+        self._residency, self._ram_residency = residency, ram_residency
 
-    def _resize(self, buffers: int, residency: Residency, homes: RamResidency) -> None:
+    def _resize(self, buffers: int, residency: Residency, ram_residency: RamResidency) -> None:
         self.claim()
         try:
             order = eviction_order(range(len(self.buffers)), self.contents(), residency)
-            out = order[: max(0, len(order) - buffers)]
-            freed = sum(self.buffers[index].nbytes for index in out) if self.device.type == "cpu" else 0
-            self.ram.check_available(homes, self.staging, freed=freed)
-            self.streams.settle()
-            for index in out:
-                _let_go(self.buffers[index])
-            stay = [buffer for buffer in self.buffers if buffer.index not in out]
-            self.buffers = (*stay, *(BlockBuffer(index) for index in range(len(stay), buffers)))
+            evicted = order[: max(0, len(order) - buffers)]
+            # On a CPU the buffers that are about to be freed are RAM too.
+            freed = sum(self.buffers[index].nbytes for index in evicted) if self.device.type == "cpu" else 0
+            # Before anything is freed, so that a refusal leaves the former policy usable.
+            self.ram.check_available(ram_residency, self.staging, freed=freed)
+            self.backend.settle()
+            for index in evicted:
+                _free_buffer(self.buffers[index])
+            kept = [buffer for buffer in self.buffers if buffer.index not in evicted]
+            self.buffers = (*kept, *(BlockBuffer(index) for index in range(len(kept), buffers)))
             for index, buffer in enumerate(self.buffers):
                 buffer.index = index
-            self.ram.resize(homes, self.staging)
+            self.ram.resize(ram_residency, self.staging)
         finally:
             self.release()
 
     def restore_buffers(self, program: TransferProgram) -> None:
-        """Allocate the buffers that `program` fetches into and that were given back (computing thread, in a run)."""
+        """Allocate the buffers that `program` fetches into and that have no memory (compute thread, in a run)."""
+        # `allocate_flat` leaves inference mode: a sampler starts runs inside it, but buffers outlive the run, and
+        # inference tensors cannot be written outside that mode.
         for index in sorted({fetch.buffer for fetch in program.fetches}):
             if self.buffers[index].state is BufferState.ABSENT:
                 self.buffers[index].restore(allocate_flat(self._route.buffer_bytes, self.device))
@@ -290,7 +294,7 @@ class OffloadEngine:
         """Allocate all buffers now, for callers that count their memory before a run.
 
         Raises:
-            RuntimeError: a run is going on; nothing was touched. Or the device has no memory left.
+            RuntimeError: a run is active, and nothing was changed; or the device is out of memory.
         """
         self._check_attached()
         self.claim()
@@ -302,44 +306,44 @@ class OffloadEngine:
             self.release()
 
     def meet(self, sharded: Sharded) -> None:
-        """Gather with the ranks of another meeting, in which this one has the same shards: those that were read stay.
+        """Gather with the ranks of another rendezvous, in which this rank has the same shards; they are not read again.
 
-        The contents of buffers go, as a new rank has nothing there.
+        The buffers are emptied: all ranks must start with the same contents, and a new rank has none.
 
         Raises:
-            RuntimeError: a run is going on; nothing was touched.
+            RuntimeError: a run is active; nothing was changed.
         """
-        assert self._sharded is not None, "an engine of whole blocks meets nobody"
-        assert self._sharded.resembles(sharded), "other shards need another engine"
+        assert self._sharded is not None, "the blocks of this engine are not sharded"
+        assert self._sharded.resembles(sharded), "different shards need another engine"
         self._check_attached()
         self.claim()
         try:
             self.drop_buffers()
-            self.streams.close()
+            self.backend.close()
             self._route.meet(sharded)
-            self.streams = self._route.streams()
+            self.backend = self._route.transfer_backend()
             self._sharded = sharded
         finally:
             self.release()
 
     def drop_buffers(self) -> None:
-        """Let go of what lies in buffers and of their memory (nobody may use it, in a run or not)."""
+        """Empty all buffers and release their memory. No visit or copy may be using it."""
         for buffer in self.buffers:
-            _let_go(buffer)
+            _free_buffer(buffer)
 
     def detach(self) -> None:
-        """Leave every block as it was, and free buffers, RAM and files. Detaching twice is allowed.
+        """Restore every block, and release buffers, RAM and files. Detaching twice is allowed.
 
         Raises:
-            RuntimeError: a run is going on; it goes on undisturbed.
+            RuntimeError: a run is active; it is not affected.
         """
         if not self._attached:
             return
-        if self._follower is not None:
-            self._follower.remove()
+        if self._forward_hooks is not None:
+            self._forward_hooks.remove()
         self.claim()
         try:
-            self.streams.close()
+            self.backend.close()
             self.ram.close()
             self._patches.replace({})
             self.drop_buffers()
@@ -349,35 +353,35 @@ class OffloadEngine:
         self._attached = False
         for binding in self._bindings.values():
             binding.restore()
-        for staying in self._staying:
-            staying.restore()
+        for tensors in self._resident_tensors:
+            tensors.restore()
         self._source.close()
 
     def claim(self) -> None:
-        """Nobody else may run or close the engine until `release`; raises RuntimeError if somebody does."""
+        """Reserve the engine until `release`; raise RuntimeError if it is reserved already."""
         if not self._running.acquire(blocking=False):
             raise RuntimeError(_BUSY)
 
     def release(self) -> None:
-        """The engine may run again."""
+        """End the reservation of `claim`."""
         self._running.release()
 
     def bind(self, key: BlockKey, buffer: BlockBuffer) -> None:
-        """Put the weights of a block into its modules: a visit of it begins."""
+        """Point the modules of a block to its weights in `buffer`, at the start of a visit."""
         self._bindings[key].bind(buffer)
 
     def unbind(self, key: BlockKey) -> None:
-        """Take the weights of a block out of its modules: its buffer goes to another block."""
+        """Remove the weights of a block from its modules, because another block gets its buffer."""
         self._bindings[key].unbind()
 
     def unbind_all(self) -> None:
-        """Take the weights of all blocks out of their modules: no visit is going on any more."""
+        """Remove the weights of all blocks from their modules, after the last visit."""
         for binding in self._bindings.values():
             binding.unbind()
 
-    def _places(self, policy: OffloadPolicy) -> tuple[Residency, RamResidency, int]:
+    def _plan_residency(self, policy: OffloadPolicy) -> tuple[Residency, RamResidency, int]:
         residency, buffers = plan_residency(policy, self.block_counts)
-        if self._sharded is not None and self._sharded.on_device:  # every shard has a home, whatever the policy says
+        if self._sharded is not None and self._sharded.on_device:  # every shard is resident, whatever the policy says
             policy = OffloadPolicy.layerwise(source="pinned")
         return residency, plan_ram(policy, residency, self.block_counts), buffers
 
@@ -385,7 +389,7 @@ class OffloadEngine:
         if not self._attached:
             raise RuntimeError("the blocks were detached: attach them again")
 
-    def _only(self, stack: str | None) -> str:
+    def _only_stack(self, stack: str | None) -> str:
         if stack is not None:
             return stack
         if len(self.block_counts) != 1:
@@ -404,10 +408,10 @@ class OffloadEngine:
 _BUSY = "this engine is already running a program; wait for that run to end"
 
 
-def _let_go(buffer: BlockBuffer) -> int:
-    """Free the memory of one buffer, whatever it holds between runs; returns its bytes."""
+def _free_buffer(buffer: BlockBuffer) -> int:
+    """Release the memory of one buffer between runs and return its bytes."""
     if buffer.state is BufferState.ABSENT:
         return 0
     if buffer.state is BufferState.DONE:
-        buffer.forget()
-    return buffer.give_back()
+        buffer.invalidate()
+    return buffer.release_memory()

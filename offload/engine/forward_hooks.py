@@ -1,4 +1,4 @@
-"""Runs blocks through the engine from inside a model's own forward, with ordinary module hooks."""
+"""Module hooks that stream blocks during a model's own forward."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class ForwardHooks:
-    """Hooks on every block: the first block of a stack opens a run, the last one of its last pass closes it."""
+    """Hooks on every block: the first block of a stack starts a run, the last block of its last pass ends it."""
 
     def __init__(self, engine: OffloadEngine, stacks: Stacks) -> None:
         self._engine = engine
         self._run: EngineRun | None = None
-        self._pending: list[Visit] = []
+        self._pending: list[Visit] = []  # visits of the run that have not started, the next one last
         self._open: VisitContext | None = None
         self._hooks = [
             hook
@@ -34,7 +34,7 @@ class ForwardHooks:
 
     @contextmanager
     def passes(self, stack: str, count: int) -> Iterator[None]:
-        """The next `count` forwards of `stack` are one run; it is closed here, whatever happened in between."""
+        """Treat the next `count` forwards of `stack` as one run, which ends with this context in any case."""
         self._close()
         self._begin(stack, count)
         try:
@@ -43,7 +43,7 @@ class ForwardHooks:
             self._close()
 
     def remove(self) -> None:
-        """End a run that a failed forward left open, and take the hooks off."""
+        """End a run that a failed forward left open, and remove the hooks."""
         self._close()
         for hook in self._hooks:
             hook.remove()
@@ -54,9 +54,9 @@ class ForwardHooks:
             self._enter(stack, index)
 
         def after(module: nn.Module, args: object, output: object) -> None:
-            self._leave()
+            self._exit()
 
-        # Prepended and last, so that hooks of others see the block with its weights.
+        # The first pre-hook and the last hook, so that all hooks in between see the block with its weights.
         return [
             block.register_forward_pre_hook(before, prepend=True),
             block.register_forward_hook(after),
@@ -71,7 +71,7 @@ class ForwardHooks:
     def _enter(self, stack: str, index: int) -> None:
         due = self._pending[-1].key if self._pending and self._open is None else None
         if index == 0 and due != (stack, 0):
-            # A forward begins: the first one, or one after a forward that was cut short.
+            # A forward starts that no open run expects: the first one, or one after a forward that raised.
             self._close()
             self._begin(stack, 1)
         if self._run is None or not self._pending:
@@ -80,7 +80,7 @@ class ForwardHooks:
         self._open.__enter__()
         self._pending.pop()
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         assert self._open is not None
         self._open.__exit__(None, None, None)
         self._open = None

@@ -1,7 +1,7 @@
-"""The way of one engine's blocks: which of their bytes come into RAM, and what brings them into buffers.
+"""Route of one engine's blocks from their source to the buffers: RAM slots and transfer backend.
 
-Whole blocks lie in slots of RAM and are copied. Of sharded ones the own shard lies there, or on the device, and the
-ranks gather them.
+Whole blocks are read into RAM slots and copied. If blocks are sharded, the slots, in RAM or on the device, hold this
+rank's shards, and the ranks gather the blocks.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from ..host_memory.page_lock import PageLock
 from ..host_memory.ram_slots import RamSlots
 from ..host_memory.shared_segment import SharedSegment
 from ..patches import StagedPatches
-from ..sharding.cpu import GatheredCpuStreams
-from ..sharding.cuda import GatheredCudaStreams
+from ..sharding.cpu import GatherCpuBackend
+from ..sharding.cuda import GatherCudaBackend
 from ..sharding.device_slots import DeviceSlots
 from ..sharding.group import Gathering, Sharded
 from ..sharding.shards import ShardSource
 from ..sources.base import BlockSource, RangeSource
-from ..transfers.base import Streams
-from ..transfers.cpu import CpuStreams
-from ..transfers.cuda import CudaStreams
+from ..transfers.base import TransferBackend
+from ..transfers.cpu import CpuBackend
+from ..transfers.cuda import CudaBackend
 
 
 class Route:
-    """Makes slots and streams for the blocks of one source.
+    """Creates the slots and the transfer backend for the blocks of one source.
 
-    `sizes` are the bytes of every block that this rank keeps, `buffer_bytes` those of a buffer, which holds the largest
-    block in its computed form, and for sharded blocks the padding behind them.
+    Attributes:
+        gathering: the group of ranks; None if blocks are not sharded.
+        sizes: bytes that this rank stores of every block.
+        buffer_bytes: bytes of a buffer: the largest block as it is computed with, or as gathered shards with padding.
     """
 
     def __init__(
@@ -60,9 +62,9 @@ class Route:
 
     @property
     def staging(self) -> int:
-        """Slots of RAM beside those of homes; none where bytes can be read straight into a buffer."""
-        straight = self._device.type == "cpu" and all(fmt.is_raw for fmt in self._formats.values())
-        return 0 if straight and self.gathering is None else STAGING_SLOTS
+        """Number of staging slots in RAM; 0 if blocks can be read directly into a buffer."""
+        direct = self._device.type == "cpu" and all(fmt.is_raw for fmt in self._formats.values())
+        return 0 if direct and self.gathering is None else STAGING_SLOTS
 
     @property
     def block_source(self) -> BlockSource:
@@ -70,27 +72,27 @@ class Route:
         return self._source if self.gathering is None else self._shards
 
     def meet(self, sharded: Sharded) -> None:
-        """Gather with these ranks from now on; their number and the own place are as before."""
+        """Gather with the ranks of `sharded` from now on; rank and size must not change."""
         self._shards = ShardSource(cast(RangeSource, self._source), sharded.gather)
         stored = {key: fmt.stored.nbytes for key, fmt in self._formats.items()}
         self.gathering = Gathering(sharded, stored)
 
     def ram_slots(self, lock: PageLock | None, shared: SharedSegment | None) -> RamSlots:
-        """Slots for what this rank keeps."""
+        """Create the slots for the bytes that this rank stores."""
         if self.gathering is None:
             return RamSlots(self.sizes, lock=lock, shared=shared)
-        assert shared is None, "ranks that keep a shard each share nothing"
-        there = DeviceSlots(self._device, lock=lock) if self.gathering.sharded.on_device else None
-        return RamSlots(self.sizes, lock=lock, on_device=there)
+        assert shared is None, "ranks with different shards cannot share RAM"
+        device_slots = DeviceSlots(self._device, lock=lock) if self.gathering.sharded.on_device else None
+        return RamSlots(self.sizes, lock=lock, on_device=device_slots)
 
-    def streams(self) -> Streams:
-        """What brings blocks into buffers."""
+    def transfer_backend(self) -> TransferBackend:
+        """Create the transfer backend for this device and group."""
         source, formats, patches = self._source, self._formats, self._patches
         on_gpu = self._device.type == "cuda"
         if self.gathering is None:
             if on_gpu:
-                return CudaStreams(source, formats, patches, device=self._device)
-            return CpuStreams(source, formats, patches)
+                return CudaBackend(source, formats, patches, device=self._device)
+            return CpuBackend(source, formats, patches)
         if on_gpu:
-            return GatheredCudaStreams(source, self._shards, formats, patches, self.gathering, device=self._device)
-        return GatheredCpuStreams(CpuStreams(source, formats, patches), self._shards, formats, self.gathering)
+            return GatherCudaBackend(source, self._shards, formats, patches, self.gathering, device=self._device)
+        return GatherCpuBackend(CpuBackend(source, formats, patches), self._shards, formats, self.gathering)

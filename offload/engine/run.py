@@ -1,7 +1,7 @@
-"""One execution of the two programs of a run.
+"""Execution of a device program and the RAM program below it.
 
-The computing thread calls `begin` and `end` for the visits in the program's order; the fetch thread goes through the
-program's fetches in bus order; the read thread (`ram_run.py`) brings their blocks into RAM before.
+The compute thread calls `begin` and `end` for the visits in the order of the program. The fetch thread issues the
+fetches in bus order. The read thread (`ram_run.py`) reads their blocks into RAM before.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ from .threads import RunThread
 if TYPE_CHECKING:
     from .engine import OffloadEngine
 
-PACE = 2  # visits the host may be ahead of the device: enough to hide launches, few enough to cancel within two blocks
+PACE = 2
+"""Visits that the host may be ahead of the device: enough to hide launches, few enough to cancel within two blocks."""
 
 
 class EngineRun:
-    """One execution of a device program and the RAM program below it."""
+    """One execution of a device program and the RAM program below it; enter it with `with`.
+
+    Attributes:
+        programs: both programs.
+        program: the device program.
+        fetched: fetches that were issued so far. A completed run has issued those of the program, in their order.
+    """
 
     def __init__(self, engine: OffloadEngine, programs: RunPrograms, recorder: Recorder | None) -> None:
         self.programs = programs
@@ -38,25 +45,25 @@ class EngineRun:
         self.fetched: list[Fetch] = []
         self._engine = engine
         self._ranges: Ranges | None = None if recorder is None else recorder.ranges
-        self._range: int | None = None  # of the visit that goes on
+        self._range: int | None = None  # profiler range of the current visit
         self._ram = RamRun(engine.ram, programs.ram, engine.block_source, recorder)
         self._recorder = recorder
         self._clock: Clock = recorder.clock if recorder is not None else clock_for(engine.device)
-        self._progress = ThreadSync()
-        self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._progress.no_more)
-        self._arrivals: list[PendingBlock | None] = [None] * len(self.program.fetches)
-        self._latest: deque[DeviceEvent] = deque(maxlen=PACE)
-        """Ends of the last visits."""
-        self._awaited = frozenset(fetch.start_after for fetch in self.program.fetches)
-        self._freed: dict[int, DeviceEvent] = {}
-        """Ends of visits that a fetch to come waits for; no two wait for the same one, which frees one buffer."""
+        self._sync = ThreadSync()
+        self._thread = RunThread("wanstream-fetch", self._fetch_all, failed=self._sync.no_more)
+        self._pending_blocks: list[PendingBlock | None] = [None] * len(self.program.fetches)
+        self._recent_ends: deque[DeviceEvent] = deque(maxlen=PACE)
+        """Ends of the last `PACE` visits."""
+        self._visits_to_record = frozenset(fetch.start_after for fetch in self.program.fetches)
+        self._visit_ends: dict[int, DeviceEvent] = {}
+        """Ends of visits that a later fetch waits for; exactly one fetch, because it frees one buffer."""
         self._next = 0
-        self._going_on = False
-        self._leaves_early = False
+        self._running = False
+        self._stops_early = False
 
     @property
     def reads(self) -> list[Fetch]:
-        """What was really read into slots so far: fetches of the RAM program."""
+        """Fetches of the RAM program that were read so far."""
         return self._ram.reads
 
     def __enter__(self) -> EngineRun:
@@ -64,17 +71,17 @@ class EngineRun:
         try:
             self._start()
         except BaseException:
-            self._finish(alike=False)
+            self._finish(in_sync=False)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finish(alike=error is None or isinstance(error, StoppedTogether))
-        whole = error is None and self._next == len(self.program.visits)
-        assert not whole or tuple(self.fetched) == self.program.fetches, "what was fetched is not what was planned"
-        assert not whole or self._ram.is_whole, "what was read is not what was planned"
+        self._finish(in_sync=error is None or isinstance(error, StoppedTogether))
+        completed = error is None and self._next == len(self.program.visits)
+        assert not completed or tuple(self.fetched) == self.program.fetches, "the fetches differ from the program"
+        assert not completed or self._ram.is_whole, "the reads differ from the program"
 
     def _start(self) -> None:
         engine = self._engine
@@ -86,53 +93,55 @@ class EngineRun:
             key = self.program.initial.get(buffer.index)
             if key is not None:
                 buffer.keep(key)
-        engine.streams.begin_run()
+        engine.backend.begin_run()
         if self._recorder is not None:
-            self._recorder.run_began(lambda: engine.pinned_bytes)
-        # A buffer may still be read by work given to the device before this run.
+            self._recorder.begin_run(lambda: engine.pinned_bytes)
+        # The first fetches wait for this event: work issued before this run may still read the buffers.
         self._origin = self._clock.mark()
-        self._going_on = True
+        self._running = True
+        # A daemon thread that still copies while the interpreter shuts down could crash the process.
         atexit.register(self._end_threads)
         self._ram.start()
         if self.program.fetches:
             self._thread.start()
 
-    def _finish(self, *, alike: bool) -> None:
-        self._going_on = False
+    def _finish(self, *, in_sync: bool) -> None:
+        self._running = False
         try:
             try:
-                self._end_threads(alike=alike)
-                if alike and self._leaves_early:
+                self._end_threads(in_sync=in_sync)
+                if in_sync and self._stops_early:
                     self._settle_issued()
-            finally:  # also when interrupted again: nothing may be overwritten under visits that are under way
-                self._engine.streams.end_run()
+            finally:  # even if interrupted again: later copies must not overwrite buffers that visits still read
+                self._engine.backend.end_run()
         finally:
             for buffer in self._engine.buffers:
                 buffer.end_run()
             if self._engine.gathering is not None and self._engine.gathering.state is GatheringState.BROKEN:
-                self._engine.drop_buffers()  # a gather that was left may still write there
+                self._engine.drop_buffers()  # an aborted gather may still write to them
             self._ram.end()
             if self._recorder is not None:
-                self._recorder.run_ended()
+                self._recorder.end_run()
             self._close_range()
-            self._arrivals.clear()
+            self._pending_blocks.clear()
             self._engine.unbind_all()
             self._engine.release()
 
-    def _end_threads(self, *, alike: bool = False) -> None:
-        """End both threads. Until they have left they may write into a place: a second interrupt waits for them too.
+    def _end_threads(self, *, in_sync: bool = False) -> None:
+        """End both threads, and wait for them even after a second interrupt: until then they may write into buffers.
 
-        Ranks that gather and end `alike` issue first what the visits so far allow, as all of them do.
+        If ranks gather and stop `in_sync`, the fetch thread first issues all gathers that the visits so far allow, so
+        that all ranks have issued the same ones.
         """
         gathering = self._engine.gathering
         try:
-            if gathering is not None and alike:
-                self._progress.end()
+            if gathering is not None and in_sync:
+                self._sync.end_visits()
                 self._thread.join()
-                alike = self._thread.error is None
+                in_sync = self._thread.error is None
             if gathering is not None:
-                gathering.end(alike=alike)
-            self._progress.stop()
+                gathering.end(in_sync=in_sync)
+            self._sync.stop()
             self._ram.stop()
             self._thread.join()
             self._ram.join()
@@ -142,90 +151,98 @@ class EngineRun:
             raise
 
     def leave(self) -> None:
-        """No more visits of this program will come, and what was fetched for them is wanted soon: end the run next.
+        """Keep all issued blocks for the next program: the caller skips the remaining visits and ends the run next.
 
-        Every block that was issued is then there for the next program to keep. Its bytes count for the open step.
+        The bytes of these blocks count for the open step.
         """
-        assert self._going_on, "a run is left before it is over"
-        self._leaves_early = True
+        assert self._running, "leave() must be called before the run has ended"
+        self._stops_early = True
 
     def _settle_issued(self) -> None:
-        """Do what visits would have done with the blocks that were issued and that none has asked for."""
-        for number, arrival in enumerate(self._arrivals):
-            if arrival is None:
+        """Finish all issued copies that no visit has consumed."""
+        for number, pending in enumerate(self._pending_blocks):
+            if pending is None:
                 continue
             fetch = self.program.fetches[number]
-            asked = self._clock.mark()
-            arrival.wait()
+            requested = self._clock.mark()
+            pending.wait()
             arrived = ready = self._clock.mark()
-            if arrival.unpack is not None:
-                arrival.unpack()
+            if pending.decode is not None:
+                pending.decode()
                 ready = self._clock.mark()
-            self._note_arrival(number, arrival, (asked, arrived, ready))
+            self._record_arrival(number, pending, (requested, arrived, ready))
             buffer = self._engine.buffers[fetch.buffer]
             buffer.acquire(fetch.block)
             buffer.release(last=True)
 
-    def _note_arrival(
-        self, number: int, arrival: PendingBlock, marks: tuple[DeviceEvent, DeviceEvent, DeviceEvent]
+    def _record_arrival(
+        self, number: int, pending: PendingBlock, events: tuple[DeviceEvent, DeviceEvent, DeviceEvent]
     ) -> None:
         if self._recorder is None:
             return
-        asked, arrived, ready = marks
+        requested, arrived, ready = events
         key = self.program.fetches[number].block
-        decoded = (arrived, ready) if arrival.unpack is not None else arrival.decoded
+        decoded = (arrived, ready) if pending.decode is not None else pending.decoded
         nbytes, read = self._engine.fetch_bytes(key), self._ram.read_for(number)
-        self._recorder.block_arrived(BlockArrival(key.block, nbytes, asked, arrived, read, arrival.copied, decoded))
+        self._recorder.record_arrival(
+            BlockArrival(key.block, nbytes, requested, arrived, read, pending.copied, decoded)
+        )
 
     def visit(self, step: int, expert: str, block: int) -> VisitContext:
-        """The next visit of the program; inside this context the block's weights are on the device.
+        """Return the context of the next visit of the program; inside it, the block's weights are on the device.
 
         Raises:
-            VisitOrderError: on entering, if another visit is due.
+            StateError: on entering, if another visit is due or the run is not active.
         """
         return VisitContext(self, Visit(step, expert, block))
 
     def begin(self, visit: Visit) -> tuple[BlockBuffer, DeviceEvent, DeviceEvent, DeviceEvent]:
-        """Wait for the block of `visit`, bind it, and return its buffer and the marks 'asked', 'arrived', 'ready'."""
+        """Wait for the block of `visit` and bind it.
+
+        Returns its buffer and three events: the block was requested, has arrived, and is decoded.
+        """
         number, program = self._next, self.program
-        if not self._going_on:
-            raise StateError(f"{visit} is outside its run, which is not going on: enter the run with `with` first")
+        if not self._running:
+            raise StateError(f"{visit} is outside its run, which is not active: enter the run with `with` first")
         if number >= len(program.visits) or program.visits[number] != visit:
             due = program.visits[number] if number < len(program.visits) else "the end of the program"
             raise StateError(f"visit {number} of the program is {due}, not {visit}")
         if number >= PACE:
-            self._clock.keep_pace(self._latest[0])
+            self._clock.wait_for(self._recent_ends[0])
         if self._ranges is not None:
             self._range = self._ranges.start(f"{visit.expert} {visit.block}")
         fetch, key = program.visit_fetch[number], visit.key
-        asked = self._clock.mark()
-        arrival = self._await_issued(fetch)
-        if arrival is not None:
-            arrival.wait()
+        requested = self._clock.mark()
+        # First the host waits until the copy is *issued*: an event that was not recorded yet would let the compute
+        # stream pass. Then `wait` makes the compute stream wait for the copy. The host never waits for the bytes, so
+        # it can launch the kernels of this block while the copy is still running.
+        pending = self._wait_issued(fetch)
+        if pending is not None:
+            pending.wait()
         arrived = ready = self._clock.mark()
-        if arrival is not None and arrival.unpack is not None:
-            arrival.unpack()
+        if pending is not None and pending.decode is not None:
+            pending.decode()
             ready = self._clock.mark()
-        if arrival is not None:
-            self._note_arrival(fetch, arrival, (asked, arrived, ready))
+        if pending is not None:
+            self._record_arrival(fetch, pending, (requested, arrived, ready))
         buffer = self._engine.buffers[program.visit_buffer[number]]
         buffer.acquire(key)
         self._engine.bind(key, buffer)
-        return buffer, asked, arrived, ready
+        return buffer, requested, arrived, ready
 
-    def end(self, buffer: BlockBuffer, asked: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent) -> None:
-        """Record that the visit was given to the device, and unbind its block after the last visit of its tenancy."""
+    def end(self, buffer: BlockBuffer, requested: DeviceEvent, arrived: DeviceEvent, ready: DeviceEvent) -> None:
+        """Record that the visit was issued to the device; unbind the block after the last visit of its lifetime."""
         done = self._clock.mark()
         number = self._next
-        self._latest.append(done)
-        if number in self._awaited:
-            self._freed[number] = done
+        self._recent_ends.append(done)
+        if number in self._visits_to_record:
+            self._visit_ends[number] = done  # before `note_released`, which lets the fetch thread read it
         last, visit = number in self.program.last_use, self.program.visits[number]
         buffer.release(last=last)
         self._next += 1
-        self._progress.note_released(number)
+        self._sync.note_released(number)
         if self._recorder is not None:
-            self._recorder.visit(visit.block, asked, arrived, ready, done)
+            self._recorder.visit(visit.block, requested, arrived, ready, done)
         if self._range is not None:
             self._close_range()
         if last:
@@ -237,17 +254,20 @@ class EngineRun:
             self._ranges.end(self._range)
             self._range = None
 
-    def _await_issued(self, fetch: int) -> PendingBlock | None:
-        """What is left to do for a fetch that serves this visit; None when an earlier visit has done it."""
+    def _wait_issued(self, fetch: int) -> PendingBlock | None:
+        """Wait until a fetch was issued; return its pending work, or None if an earlier visit has finished it."""
         if fetch == KEPT:
             return None
         try:
-            self._progress.await_issued(fetch)
+            self._sync.await_issued(fetch)
         except RunStopped:
-            self._thread.result()  # raises what ended the fetch thread
+            self._thread.result()  # raises the error of the fetch thread, if it failed
             raise
-        arrival, self._arrivals[fetch] = self._arrivals[fetch], None
-        return arrival
+        pending, self._pending_blocks[fetch] = self._pending_blocks[fetch], None
+        return pending
+
+    # The fetch thread reads bytes and issues copies only. Arithmetic is left to streams of the device or to the compute
+    # thread: torch arithmetic here would start a second thread pool next to the one that computes.
 
     def _fetch_all(self) -> None:
         for number, fetch in enumerate(self.program.fetches):
@@ -257,26 +277,27 @@ class EngineRun:
     def _fetch(self, number: int, fetch: Fetch) -> None:
         slot = self._ram.take(number)
         if self._engine.gathering is not None and number >= GATHERS_AHEAD:
-            self._progress.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)
-        self._progress.await_released(fetch.start_after)
-        after = self._origin if fetch.start_after == AT_ONCE else self._freed.pop(fetch.start_after)
+            self._sync.await_released(self.program.fetches[number - GATHERS_AHEAD].needed_by)
+        # The end of visit `start_after` must be recorded before a stream can wait for it.
+        self._sync.await_released(fetch.start_after)
+        after = self._origin if fetch.start_after == AT_ONCE else self._visit_ends.pop(fetch.start_after)
         buffer = self._engine.buffers[fetch.buffer]
         buffer.begin_fill(fetch.block)
         if slot is None:
             key, stored = fetch.block, None
             self._ram.read_straight(number, key, buffer.memory[: self._engine.formats[key].stored.nbytes])
         else:
-            assert slot.key is not None, f"slot {slot.index} was taken and holds nothing"
+            assert slot.key is not None, f"slot {slot.index} was taken, but it is empty"
             key, stored = slot.key, slot.memory
-        leave = partial(self._ram.leave, number)
-        self._arrivals[number] = self._engine.streams.land(key, stored, buffer.memory, after, leave)
+        release_source = partial(self._ram.leave, number)
+        self._pending_blocks[number] = self._engine.backend.copy_in(key, stored, buffer.memory, after, release_source)
         buffer.issued()
         self.fetched.append(fetch._replace(block=key, buffer=buffer.index))
-        self._progress.note_issued(number)
+        self._sync.note_issued(number)
 
 
 class VisitContext:
-    """`with` around the work of one visit. A class, not a generator: it is entered once per block and step."""
+    """Context of one visit. A class rather than a generator, because it is entered once per block and step."""
 
     __slots__ = ("_begun", "_run", "_visit")
 
@@ -289,5 +310,5 @@ class VisitContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None:  # otherwise the run ends next, and `end_run` of the buffer closes the visit
             self._run.end(*self._begun)

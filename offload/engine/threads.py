@@ -1,4 +1,4 @@
-"""Threads of an engine: one that belongs to a run, and single-thread pools for torch arithmetic."""
+"""Threads of an engine: the thread of a run, and pools whose threads run torch single-threaded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from .thread_sync import RunStopped
 
 
 class RunThread:
-    """Does `work` beside the computing thread; what it raises is raised again by `result`.
+    """Runs `work` next to the compute thread; `result` raises the exception of `work` again.
 
     Args:
-        work: may end by `RunStopped`, which is no error.
-        failed: called when it has raised anything else.
+        name: name of the thread.
+        work: may raise `RunStopped`, which is not an error.
+        failed: called after `work` has raised any other exception.
     """
 
     def __init__(self, name: str, work: Callable[[], None], *, failed: Callable[[], None]) -> None:
         self._work, self._failed = work, failed
-        # A daemon: a run that nobody ended (a forward raised) must not keep the process alive.
+        # A daemon: a run that was never ended, because a forward raised, must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._ended: Future[None] = Future()
 
@@ -29,19 +30,19 @@ class RunThread:
         self._thread.start()
 
     def join(self) -> None:
-        """Return when the thread has ended, or was never started. Ends nothing by itself."""
+        """Wait until the thread has ended; return at once if it was never started."""
         if self._thread.ident is not None:
-            # Not `join` alone: interrupted once, it takes the thread for ended (Python before 3.13).
+            # Not `Thread.join` alone: after an interrupt, Python before 3.13 takes the thread for ended.
             wait([self._ended])
             self._thread.join()
 
     def result(self) -> None:
-        """Wait for the end, and raise what ended it, if that was an error."""
+        """Wait until the thread has ended, and raise its error if it failed."""
         self._ended.result()
 
     @property
     def error(self) -> BaseException | None:
-        """What has ended it, if that was an error; None while it runs."""
+        """The error that ended the thread; None if there was none or the thread is running."""
         return self._ended.exception() if self._ended.done() else None
 
     def _run(self) -> None:
@@ -49,7 +50,7 @@ class RunThread:
             self._work()
         except RunStopped:
             self._ended.set_result(None)
-        except BaseException as err:  # noqa: BLE001 - it is raised again on the computing thread
+        except BaseException as err:  # noqa: BLE001 - `result` raises it again on the compute thread
             self._ended.set_exception(err)
             self._failed()
         else:
@@ -60,20 +61,20 @@ _setting = threading.Lock()
 
 
 def one_thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Return a pool of up to `threads` threads in which torch computes with the calling thread alone.
+    """Return a pool of up to `threads` threads, each of which runs torch single-threaded.
 
-    The number of torch's threads elsewhere stays as it is, also that of threads that start later.
+    The number of torch threads of all other threads does not change, including threads that start later.
     """
-    return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=_compute_alone)
+    return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=_use_one_torch_thread)
 
 
-def _compute_alone() -> None:
-    """Let torch compute with one thread on this thread."""
+def _use_one_torch_thread() -> None:
+    """Limit torch to one thread for calls from this thread."""
     with _setting:
         usual = torch.get_num_threads()
         torch.set_num_threads(1)
-        # The number belongs to the thread that sets it, but whoever calls torch for the first time takes over the one
-        # that was set last: a thread that ends at once sets the usual one again.
+        # The limit belongs to the thread that sets it, but a thread that calls torch for the first time inherits the
+        # limit that was set last, by any thread. A thread that ends at once restores the usual limit for those.
         last = threading.Thread(target=torch.set_num_threads, args=(usual,))
         last.start()
         last.join()

@@ -1,4 +1,4 @@
-"""Turns a block's stored bytes into what the model computes with, on arrival."""
+"""Decoding of stored bytes to the compute dtype, on arrival of a block."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Mapping
 import torch
 
 from .fp8 import FP8_DTYPES, widen
-from .gguf_dequant import QuantFormat, unpack
+from .gguf_dequant import QuantFormat, dequantise
 from .layout import BlockFormat, tensor_views
 
-# Scaled and packed values pass through fp32 in pieces of about this many: 8 MB of extra memory however large the matrix
-# is, and as much again for the integers of packed ones. On a CPU that takes half the time of the formula in one go, and
-# 64 Ki to 4 Mi values do equally well; on a GPU every piece is three launches, and ten to thirty where it is packed.
+# Scaled and quantised values are converted through fp32 in chunks of about this many values. That bounds the extra
+# memory to 8 MB for a matrix of any size, plus the same for the integers of quantised ones. On a CPU it takes half the
+# time of converting the matrix at once, and 64 Ki to 4 Mi values perform equally; on a GPU a chunk takes three kernel
+# launches, or ten to thirty if it is quantised.
 CHUNK_VALUES = 2 * 1024**2
 
 
@@ -21,16 +22,17 @@ def decode_block(
 ) -> None:
     """Decode the stored bytes of one block.
 
-    A scaled tensor becomes exactly `(stored.float() * scale).to(dtype)`, a packed one exactly what its packs hold in
-    fp32 `.to(dtype)`, any other exactly `stored.to(dtype)`.
+    The result is exactly `(stored.float() * scale).to(dtype)` for a scaled tensor, the dequantised fp32 values
+    `.to(dtype)` for a GGUF-quantised one, and `stored.to(dtype)` for any other.
 
     Args:
         raw: the stored bytes, 1-D uint8 of at least `stored.nbytes`.
         into: 1-D uint8 of at least `computed.nbytes`, on any device; ordered by the current stream there.
-        scales: fp32 factors, 0-d or [rows, 1], one for each name in `block_format.scaled`. Where they lie on another
-            device than `raw` they are copied on every call.
+        block_format: layouts of `raw` and `into`.
+        scales: fp32 factors, 0-d or [rows, 1], one for each name in `block_format.scaled`. They are copied on every
+            call if they are on another device than `raw`.
     """
-    assert scales.keys() == block_format.scaled, f"scales of {sorted(scales)}, not of {sorted(block_format.scaled)}"
+    assert scales.keys() == block_format.scaled, f"got scales of {sorted(scales)}, need {sorted(block_format.scaled)}"
     stored, computed = tensor_views(raw, block_format.stored), tensor_views(into, block_format.computed)
     for tensor in block_format.stored.tensors:
         name = tensor.name
@@ -47,13 +49,13 @@ def decode_tensor(
     """Decode one tensor as `decode_block` does.
 
     Args:
-        stored: as `tensor_views` and `read_tensors` give it; packed values as uint8 [packs, bytes].
-        into: contiguous memory of the values' shape in the dtype that is computed with, on any device.
-        packing: how the values are packed, if they are.
+        stored: as returned by `tensor_views` and `read_tensors`; quantised values as uint8 [groups, bytes].
+        into: contiguous memory of the values' shape in the compute dtype, on any device.
+        packing: the GGUF format of the values, if they are quantised.
         scale: fp32, 0-d or [rows, 1], if there is one.
     """
     if packing is not None:
-        _unpack(stored, packing, into)
+        _dequantise(stored, packing, into)
     elif scale is not None or _is_slow_to_convert(stored, into.dtype):
         _multiply(stored, None if scale is None else scale.to(stored.device), into)
     else:
@@ -61,26 +63,26 @@ def decode_tensor(
 
 
 def _is_slow_to_convert(stored: torch.Tensor, computed: torch.dtype) -> bool:
-    """Whether a CPU is faster through fp32: torch converts these one value after the other."""
+    """Return True if converting through fp32 is faster: torch converts these dtypes one value at a time on a CPU."""
     if stored.device.type != "cpu":
         return False
     return stored.dtype in FP8_DTYPES or (stored.dtype, computed) == (torch.float16, torch.bfloat16)
 
 
-def _unpack(packs: torch.Tensor, packing: QuantFormat, computed: torch.Tensor) -> None:
-    """Write what `packs` hold, through one piece of fp32 memory unless they can be unpacked in place."""
-    count = max(1, min(len(packs), CHUNK_VALUES // packing.values))
-    in_place = computed.dtype == torch.float32 and computed.device == packs.device
-    work = torch.empty(0 if in_place else count, packing.values, dtype=torch.float32, device=packs.device)
-    for part, values in zip(packs.split(count), computed.view(-1, packing.values).split(count), strict=True):
-        unpacked = values if in_place else work[: len(part)]
-        unpack(part, packing, unpacked)
+def _dequantise(groups: torch.Tensor, packing: QuantFormat, computed: torch.Tensor) -> None:
+    """Dequantise in chunks, through one fp32 work tensor unless `computed` is fp32 on the same device."""
+    count = max(1, min(len(groups), CHUNK_VALUES // packing.values))
+    in_place = computed.dtype == torch.float32 and computed.device == groups.device
+    work = torch.empty(0 if in_place else count, packing.values, dtype=torch.float32, device=groups.device)
+    for part, values in zip(groups.split(count), computed.view(-1, packing.values).split(count), strict=True):
+        dequantised = values if in_place else work[: len(part)]
+        dequantise(part, packing, dequantised)
         if not in_place:
-            values.copy_(unpacked, non_blocking=True)
+            values.copy_(dequantised, non_blocking=True)
 
 
 def _multiply(stored: torch.Tensor, scale: torch.Tensor | None, computed: torch.Tensor) -> None:
-    """Write `stored * scale` row by row, through one piece of fp32 memory that is used again and again."""
+    """Write `stored * scale` in chunks of rows, through one fp32 work tensor."""
     rows = stored.shape[0]
     rows_at_once = min(rows, max(1, CHUNK_VALUES * rows // stored.numel()))
     shape = (rows_at_once, *stored.shape[1:])

@@ -6,8 +6,8 @@ import torch
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-_BIAS = 2.0**8  # between the exponents of e4m3fn and of fp16
-_SIGN_TWICE = 0x4000  # where shifting leaves the sign a second time
+_BIAS = 2.0**8  # ratio of the exponent biases of e4m3fn and fp16
+_SIGN_TWICE = 0x4000  # bit that holds a second copy of the sign after the arithmetic shift
 
 
 def widen(stored: torch.Tensor, into: torch.Tensor, bits: torch.Tensor) -> None:
@@ -15,8 +15,8 @@ def widen(stored: torch.Tensor, into: torch.Tensor, bits: torch.Tensor) -> None:
 
     Args:
         stored: one of `FP8_DTYPES`, on the CPU.
-        into: fp32 memory of its shape.
-        bits: int16 memory of its shape; written.
+        into: fp32 tensor of the same shape.
+        bits: int16 work tensor of the same shape; overwritten.
     """
     codes = stored.view(torch.int8)
     if stored.dtype == torch.float8_e5m2:
@@ -31,18 +31,18 @@ def widen(stored: torch.Tensor, into: torch.Tensor, bits: torch.Tensor) -> None:
 
 
 def _has_nan(codes: torch.Tensor) -> bool:
-    """Whether one of these e4m3fn values is NaN: 0x7F, the largest of signed codes, or 0xFF, that of unsigned ones."""
+    """Return True if an e4m3fn value is NaN: 0x7F, the largest signed code, or 0xFF, the largest unsigned code."""
     return int(codes.amax()) == 0x7F or int(codes.view(torch.uint8).amax()) == 0xFF
 
 
 QUANTISED_DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(QUANTISED_DTYPE).max
 
-# A smaller scale would be subnormal, or 0 for a row of zeros, and quotients infinite or NaN.
+# A smaller scale would be subnormal, or 0 for a row of zeros, and the quotients would be infinite or NaN.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
-# Integers as wide as a value, and the mask that clears its sign: what is left orders values by magnitude, above all of
-# them infinity and NaN. That takes a quarter of the time of `abs` and `amax` on floats.
+# Integers of the same width, and the mask that clears the sign bit. As integers, the remaining bits order values by
+# magnitude, with infinity and NaN last. This takes a quarter of the time of `abs` and `amax` on floats.
 _BITS = {
     torch.bfloat16: (torch.int16, 0x7FFF),
     torch.float16: (torch.int16, 0x7FFF),
@@ -50,24 +50,24 @@ _BITS = {
 }
 QUANTISABLE_DTYPES = tuple(_BITS)
 
-# Values that pass through the work memory at once, 2 MB in fp32. Per core 64 Ki take 20 % and 16 Ki 150 % more time,
-# because a call costs some microseconds whatever it does; 4 Mi take 15 % more, because they leave the cache.
+# Values in the work tensor at once, 2 MB in fp32. Per core, 64 Ki take 20 % and 16 Ki 150 % more time because of the
+# fixed cost of each torch call; 4 Mi take 15 % more because they do not fit into the cache.
 WORK_VALUES = 512 * 1024
 
 
 class NotFiniteError(ValueError):
-    """A row holds NaN or an infinity. `row` counts from the first row that was given."""
+    """A row contains NaN or infinity. `row` counts from the first row of the argument."""
 
     def __init__(self, row: int) -> None:
         super().__init__(row)
         self.row = row
 
     def __str__(self) -> str:
-        return f"row {self.row} holds NaN or an infinity"
+        return f"row {self.row} contains NaN or infinity"
 
 
 def work_memory(columns: int) -> torch.Tensor:
-    """Return fp32 memory, 1-D, that quantising matrices of up to that many columns passes through."""
+    """Return a 1-D fp32 work tensor for quantising matrices of up to `columns` columns."""
     return torch.empty(max(WORK_VALUES, columns), dtype=torch.float32)
 
 
@@ -76,12 +76,12 @@ def quantise_rows(values: torch.Tensor, into: torch.Tensor, scales: torch.Tensor
 
     Args:
         values: [rows, columns], contiguous, of one of `QUANTISABLE_DTYPES`.
-        into: memory of the same shape and of `QUANTISED_DTYPE`.
-        scales: fp32 memory, [rows, 1], for the factors: `into.float() * scales` is what the model gets.
-        work: as `work_memory` returns it; written.
+        into: tensor of the same shape in `QUANTISED_DTYPE`.
+        scales: fp32 [rows, 1]; overwritten. The model computes with `into.float() * scales`.
+        work: a tensor of `work_memory`; overwritten.
 
     Raises:
-        NotFiniteError: a row holds NaN or an infinity; `into` and `scales` then hold anything.
+        NotFiniteError: a row contains NaN or infinity; the contents of `into` and `scales` are then undefined.
     """
     row_scales(values, scales, work)
     rows, columns = values.shape
@@ -94,10 +94,10 @@ def quantise_rows(values: torch.Tensor, into: torch.Tensor, scales: torch.Tensor
 
 
 def row_scales(values: torch.Tensor, scales: torch.Tensor, work: torch.Tensor) -> None:
-    """Write the largest magnitude of each row / `LARGEST`, at least `SMALLEST_SCALE`; arguments as `quantise_rows`.
+    """Write the largest magnitude of each row / `LARGEST`, at least `SMALLEST_SCALE`; arguments as in `quantise_rows`.
 
     Raises:
-        NotFiniteError: a row holds NaN or an infinity.
+        NotFiniteError: a row contains NaN or infinity.
     """
     rows, columns = values.shape
     integers, without_sign = _BITS[values.dtype]

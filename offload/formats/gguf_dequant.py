@@ -1,4 +1,4 @@
-"""GGUF dequantisation: packed quantised values to fp32."""
+"""GGUF dequantisation: groups of quantised values to fp32."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class QuantFormat:
-    """One way to pack: `values` neighbours take `nbytes` bytes."""
+    """Quantisation format of GGUF: a group of `values` neighbouring values is stored in `nbytes` bytes."""
 
     name: str
     values: int
     nbytes: int
 
     def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Return the bytes of a tensor of that shape, which is a whole number of packs."""
-        packs, left = divmod(math.prod(shape), self.values)
-        assert not left, f"{list(shape)} is no whole number of {self.name} packs of {self.values}"
-        return packs * self.nbytes
+        """Return the stored bytes of a tensor of that shape, which must be a whole number of groups."""
+        groups, rest = divmod(math.prod(shape), self.values)
+        assert not rest, f"{list(shape)} is not a whole number of {self.name} groups of {self.values} values"
+        return groups * self.nbytes
 
 
 _32 = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
@@ -32,163 +32,164 @@ QUANT_FORMATS = {
     for values, sizes in ((32, _32), (256, _256))
     for name, nbytes in sizes.items()
 }
-"""Every packing that can be unpacked, by its name."""
+"""All formats that can be dequantised, by name."""
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: torch.dtype, packing: QuantFormat | None) -> int:
-    """Return the bytes that a tensor takes where it is stored."""
+    """Return the stored bytes of a tensor of `shape`."""
     return math.prod(shape) * dtype.itemsize if packing is None else packing.bytes_of(shape)
 
 
-# The sixteen levels that the integers of IQ4_NL and IQ4_XS stand for.
+# The sixteen levels of the 4-bit codes of IQ4_NL and IQ4_XS.
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def unpack(packs: torch.Tensor, packing: QuantFormat, into: torch.Tensor) -> None:
-    """Unpack into fp32.
+def dequantise(groups: torch.Tensor, packing: QuantFormat, into: torch.Tensor) -> None:
+    """Dequantise to fp32.
 
     Args:
-        packs: uint8 [n, packing.nbytes], each pack starting at an even address.
-        into: fp32 [n, packing.values], contiguous, on the device of `packs`.
+        groups: uint8 [n, packing.nbytes]; each group starts at an even address, because it contains fp16 numbers.
+        packing: the format of the groups.
+        into: fp32 [n, packing.values], contiguous, on the device of `groups`.
     """
-    _UNPACK[packing.name](packs, into)
+    _DEQUANTISERS[packing.name](groups, into)
 
 
-def _q4_0(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`d (q - 8)`: fp16 d, then 16 bytes of two q each, the first half of the values in the low bits."""
-    q = _nibbles(packs[:, 2:].unsqueeze(1))
-    _scaled(q.view(torch.int8).sub_(8).view(-1, 32), _half(packs, 0), into)
+def _q4_0(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `d (q - 8)`: fp16 d, then 16 bytes of two q each, the first half of the values in the low bits."""
+    q = _nibbles(groups[:, 2:].unsqueeze(1))
+    _scaled(q.view(torch.int8).sub_(8).view(-1, 32), _half(groups, 0), into)
 
 
-def _q4_1(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`d q + m`."""
-    q = _nibbles(packs[:, 4:].unsqueeze(1))
-    _scaled(q.view(-1, 32), _half(packs, 0), into).add_(_half(packs, 1))
+def _q4_1(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `d q + m`."""
+    q = _nibbles(groups[:, 4:].unsqueeze(1))
+    _scaled(q.view(-1, 32), _half(groups, 0), into).add_(_half(groups, 1))
 
 
-def _q5_0(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`d (q - 16)`: 4 bytes between d and the nibbles hold the fifth bits, one for each value."""
-    q = _nibbles(packs[:, 6:].unsqueeze(1)).view(-1, 32).bitwise_or_(_fifth_bits(packs[:, 2:6]))
-    _scaled(q.view(torch.int8).sub_(16), _half(packs, 0), into)
+def _q5_0(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `d (q - 16)`: 4 bytes between d and the nibbles hold the fifth bits, one for each value."""
+    q = _nibbles(groups[:, 6:].unsqueeze(1)).view(-1, 32).bitwise_or_(_fifth_bits(groups[:, 2:6]))
+    _scaled(q.view(torch.int8).sub_(16), _half(groups, 0), into)
 
 
-def _q5_1(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`d q + m`."""
-    q = _nibbles(packs[:, 8:].unsqueeze(1)).view(-1, 32).bitwise_or_(_fifth_bits(packs[:, 4:8]))
-    _scaled(q, _half(packs, 0), into).add_(_half(packs, 1))
+def _q5_1(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `d q + m`."""
+    q = _nibbles(groups[:, 8:].unsqueeze(1)).view(-1, 32).bitwise_or_(_fifth_bits(groups[:, 4:8]))
+    _scaled(q, _half(groups, 0), into).add_(_half(groups, 1))
 
 
-def _q8_0(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`d q` of signed bytes."""
-    _scaled(packs[:, 2:].view(torch.int8), _half(packs, 0), into)
+def _q8_0(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `d q` of signed bytes."""
+    _scaled(groups[:, 2:].view(torch.int8), _half(groups, 0), into)
 
 
-def _iq4_nl(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`d level[q]`."""
-    q = _nibbles(packs[:, 2:].unsqueeze(1))
-    _scaled(_levels(q).view(-1, 32), _half(packs, 0), into)
+def _iq4_nl(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `d level[q]`."""
+    q = _nibbles(groups[:, 2:].unsqueeze(1))
+    _scaled(_levels(q).view(-1, 32), _half(groups, 0), into)
 
 
-def _q2_k(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`(d scale) q - (m minimum)`: sixteen groups of 16 values, scale and minimum of each are the halves of a byte."""
-    scales, q = packs[:, :16], _quarters(packs[:, 16:80].reshape(-1, 2, 32))
-    scale, minimum = (scales & 15) * _half(packs, 40), (scales >> 4) * _half(packs, 41)
-    groups = into.view(-1, 16, 16)
-    _scaled(q.view(-1, 16, 16), scale.unsqueeze(-1), groups).sub_(minimum.unsqueeze(-1))
+def _q2_k(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `(d scale) q - (m minimum)`: 16 subgroups of 16 values; one byte holds scale and minimum of a subgroup."""
+    scales, q = groups[:, :16], _quarters(groups[:, 16:80].reshape(-1, 2, 32))
+    scale, minimum = (scales & 15) * _half(groups, 40), (scales >> 4) * _half(groups, 41)
+    subgroups = into.view(-1, 16, 16)
+    _scaled(q.view(-1, 16, 16), scale.unsqueeze(-1), subgroups).sub_(minimum.unsqueeze(-1))
 
 
-def _q3_k(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`(d (scale - 32)) (q - 4)`: the third bits of all values come first, as 8 bits of 32 bytes."""
-    q = _quarters(packs[:, 32:96].reshape(-1, 2, 32)).view(-1, 8, 32)
-    q.bitwise_or_(_bits(packs[:, :32]).bitwise_left_shift_(2))
-    low, high = packs[:, 96:104].unsqueeze(1), packs[:, 104:108].unsqueeze(1)
+def _q3_k(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `(d (scale - 32)) (q - 4)`: the third bits of all values come first, as 8 bits of 32 bytes."""
+    q = _quarters(groups[:, 32:96].reshape(-1, 2, 32)).view(-1, 8, 32)
+    q.bitwise_or_(_bits(groups[:, :32]).bitwise_left_shift_(2))
+    low, high = groups[:, 96:104].unsqueeze(1), groups[:, 104:108].unsqueeze(1)
     scale = _nibbles(low).view(-1, 16).bitwise_or_(_quarters(high).view(-1, 16).bitwise_left_shift_(4))
-    scale = scale.view(torch.int8).sub_(32) * _half(packs, 54)
+    scale = scale.view(torch.int8).sub_(32) * _half(groups, 54)
     _scaled(q.view(torch.int8).sub_(4).view(-1, 16, 16), scale.unsqueeze(-1), into.view(-1, 16, 16))
 
 
-def _q4_k(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`(d scale) q - (m minimum)`: eight groups of 32 values."""
-    scale, minimum = _six_bit_scales(packs)
-    q = _nibbles(packs[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
+def _q4_k(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `(d scale) q - (m minimum)`: 8 subgroups of 32 values."""
+    scale, minimum = _six_bit_scales(groups)
+    q = _nibbles(groups[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32)
     _scaled(q, scale, into.view(-1, 8, 32)).sub_(minimum)
 
 
-def _q5_k(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """As Q4_K, with the fifth bits of all values before the nibbles, as 8 bits of 32 bytes."""
-    scale, minimum = _six_bit_scales(packs)
-    q = _nibbles(packs[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
-    q.bitwise_or_(_bits(packs[:, 16:48]).bitwise_left_shift_(4))
+def _q5_k(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Like Q4_K, with the fifth bits of all values before the nibbles, as 8 bits of 32 bytes."""
+    scale, minimum = _six_bit_scales(groups)
+    q = _nibbles(groups[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
+    q.bitwise_or_(_bits(groups[:, 16:48]).bitwise_left_shift_(4))
     _scaled(q, scale, into.view(-1, 8, 32)).sub_(minimum)
 
 
-def _q6_k(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`(d scale) (q - 32)`: sixteen groups of 16 values with a signed byte each as their scale."""
-    q = _nibbles(packs[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
-    q.bitwise_or_(_quarters(packs[:, 128:192].reshape(-1, 2, 32)).view(-1, 8, 32).bitwise_left_shift_(4))
-    scale = packs[:, 192:208].view(torch.int8) * _half(packs, 104)
+def _q6_k(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `(d scale) (q - 32)`: 16 subgroups of 16 values with a signed byte as scale each."""
+    q = _nibbles(groups[:, :128].reshape(-1, 2, 64)).view(-1, 8, 32)
+    q.bitwise_or_(_quarters(groups[:, 128:192].reshape(-1, 2, 32)).view(-1, 8, 32).bitwise_left_shift_(4))
+    scale = groups[:, 192:208].view(torch.int8) * _half(groups, 104)
     _scaled(q.view(torch.int8).sub_(32).view(-1, 16, 16), scale.unsqueeze(-1), into.view(-1, 16, 16))
 
 
-def _iq4_xs(packs: torch.Tensor, into: torch.Tensor) -> None:
-    """`(d (scale - 32)) level[q]`: eight groups of 32 values; the scales' upper bits lie before their lower ones."""
-    low, high = packs[:, 4:8].unsqueeze(-1), packs[:, 2:4].unsqueeze(-1)
+def _iq4_xs(groups: torch.Tensor, into: torch.Tensor) -> None:
+    """Write `(d (scale - 32)) level[q]`: 8 subgroups of 32 values; the upper bits of the scales precede the lower."""
+    low, high = groups[:, 4:8].unsqueeze(-1), groups[:, 2:4].unsqueeze(-1)
     scale = _nibbles(low).view(-1, 8).bitwise_or_(_quarters(high).view(-1, 8).bitwise_left_shift_(4))
-    scale = scale.view(torch.int8).sub_(32) * _half(packs, 0)
-    q = _nibbles(packs[:, 8:].reshape(-1, 8, 16))
+    scale = scale.view(torch.int8).sub_(32) * _half(groups, 0)
+    q = _nibbles(groups[:, 8:].reshape(-1, 8, 16))
     _scaled(_levels(q).view(-1, 8, 32), scale.unsqueeze(-1), into.view(-1, 8, 32))
 
 
 def _scaled(q: torch.Tensor, scale: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Write and return `q * scale`; a CPU takes twice the time for a product of two dtypes."""
-    return into.copy_(q).mul_(scale)
+    """Write and return `q * scale`."""
+    return into.copy_(q).mul_(scale)  # convert first: a CPU takes twice as long for a product of two dtypes
 
 
-def _half(packs: torch.Tensor, index: int) -> torch.Tensor:
-    """fp16 number `index` of every pack, as fp32 [n, 1]."""
-    return packs.view(torch.float16)[:, index : index + 1].float()
+def _half(groups: torch.Tensor, index: int) -> torch.Tensor:
+    """Return fp16 number `index` of every group, as fp32 [n, 1]."""
+    return groups.view(torch.float16)[:, index : index + 1].float()
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[n, groups, width] bytes as their low and high halves, [n, groups, 2, width]."""
+    """Split bytes [n, rows, width] into low and high halves [n, rows, 2, width]."""
     return torch.stack((packed & 15, packed >> 4), dim=2)
 
 
 def _quarters(packed: torch.Tensor) -> torch.Tensor:
-    """[n, groups, width] bytes as four numbers of two bits, the lowest first: [n, groups, 4, width]."""
+    """Split bytes [n, rows, width] into four 2-bit numbers, the lowest first: [n, rows, 4, width]."""
     return torch.stack((packed & 3, (packed >> 2) & 3, (packed >> 4) & 3, packed >> 6), dim=2)
 
 
 def _bits(packed: torch.Tensor) -> torch.Tensor:
-    """[n, width] bytes as their bits, the lowest first: [n, 8, width]."""
+    """Split bytes [n, width] into bits, the lowest first: [n, 8, width]."""
     return torch.stack([(packed >> bit) & 1 for bit in range(8)], dim=1)
 
 
 def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
-    """Four bytes for each pack as its 32 bits, moved to where a fifth bit is: [n, 32]."""
+    """Split four bytes per group into 32 bits, shifted to the position of a fifth bit: [n, 32]."""
     return torch.stack([((packed >> bit) & 1) << 4 for bit in range(8)], dim=2).view(-1, 32)
 
 
-def _six_bit_scales(packs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eight scales times d and minima times m of Q4_K and Q5_K, each [n, 8, 1].
+def _six_bit_scales(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the eight scales times d and the eight minima times m of Q4_K and Q5_K, each [n, 8, 1].
 
-    Twelve bytes hold sixteen numbers of six bits: of the first four scales and minima, each in a byte of its own, two
-    bits are left over for the upper bits of the last four.
+    Twelve bytes hold sixteen 6-bit numbers: the first four scales and minima take one byte each, and the two unused
+    bits of these bytes are the upper bits of the last four.
     """
-    first, second, lower = packs[:, 4:8], packs[:, 8:12], packs[:, 12:16]
+    first, second, lower = groups[:, 4:8], groups[:, 8:12], groups[:, 12:16]
     scale = torch.cat((first & 63, (lower & 15) | ((first >> 6) << 4)), dim=1)
     minimum = torch.cat((second & 63, (lower >> 4) | ((second >> 6) << 4)), dim=1)
-    return (scale * _half(packs, 0)).unsqueeze(-1), (minimum * _half(packs, 1)).unsqueeze(-1)
+    return (scale * _half(groups, 0)).unsqueeze(-1), (minimum * _half(groups, 1)).unsqueeze(-1)
 
 
 def _levels(q: torch.Tensor) -> torch.Tensor:
-    """The levels that `q` stands for, fp32."""
-    # From memory that may be paged, so the host is only held up until the driver has taken the 64 bytes.
+    """Return the fp32 levels of the codes `q`."""
+    # Pageable memory on purpose: the host blocks only until the driver has copied the 64 bytes to its staging area.
     levels = torch.tensor(LEVELS, dtype=torch.float32).to(q.device, non_blocking=True)
     return levels.index_select(0, q.view(-1).int())
 
 
-_UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
+_DEQUANTISERS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q5_0": _q5_0,
@@ -203,4 +204,4 @@ _UNPACK: Mapping[str, Callable[[torch.Tensor, torch.Tensor], None]] = {
     "IQ4_XS": _iq4_xs,
 }
 
-assert _UNPACK.keys() == QUANT_FORMATS.keys()
+assert _DEQUANTISERS.keys() == QUANT_FORMATS.keys()

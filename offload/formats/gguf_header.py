@@ -1,4 +1,4 @@
-"""GGUF header: tensor types and the place of each tensor, read from nothing but the header."""
+"""Headers of GGUF files: type, shape and byte offset of each tensor, without reading any data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _PACKING_NAMES = {
 }
 PACKED_TYPES = {number: QUANT_FORMATS[name] for number, name in _PACKING_NAMES.items()}
 
-# Those that cannot be unpacked. Q8_1 and Q8_K only exist while ggml computes.
+# Types that cannot be dequantised here. Q8_1 and Q8_K are intermediate formats of ggml's computations.
 OTHER_TYPES = {
     9: "Q8_1",
     15: "Q8_K",
@@ -73,30 +73,30 @@ OTHER_TYPES = {
 }
 
 READABLE_TYPES = ("F32", "F16", "BF16", *QUANT_FORMATS)
-"""The types that weights may have, by name."""
+"""Names of the types that weights may have."""
 
 SCALAR_FIELDS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""The types of fields that are one number, and what `struct` calls them."""
+"""Format characters of `struct` for the types of scalar fields."""
 
 STRING_FIELD = 8
 ARRAY_FIELD = 9
 
 
-# The magic number and the version.
+# Bytes of the magic number and the version.
 START_BYTES = 8
 
 Number = int | float | bool
 
 
 class HeaderCursor:
-    """Reads a header piece by piece, little-endian.
+    """Sequential reader of a little-endian header.
+
+    All methods that read raise CheckpointFileError if the file ends before the header.
 
     Attributes:
-        version: of the file.
-        start: the first bytes, by which a file of another kind is known; all where there are fewer.
-        position: the byte that is read next.
-
-    All methods that read raise CheckpointFileError where the header asks for more than there is.
+        version: version of the file.
+        start: the first bytes, to detect other kinds of files; all bytes of a very short file.
+        position: offset of the next byte.
     """
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
@@ -108,48 +108,48 @@ class HeaderCursor:
         self._file = file
 
     def take(self, nbytes: int) -> bytes:
-        """Read that many bytes."""
+        """Read `nbytes` bytes."""
         end = self.position + nbytes
         if end > self.version.nbytes:
-            raise self.refuse(f"is truncated or damaged: its header goes on after its {self.version.nbytes} bytes")
+            raise self.error(f"is truncated or damaged: its header does not end within its {self.version.nbytes} bytes")
         if end > MAX_HEADER_BYTES:
             raise self.damaged(f"a header of more than {MAX_HEADER_BYTES} bytes")
         taken = self._file.read(nbytes)
         if len(taken) < nbytes:
-            raise self.refuse("was cut off while its header was read")
+            raise self.error("was truncated while its header was read")
         self.position = end
         return taken
 
     def numbers(self, kind: str, count: int) -> tuple[Number, ...]:
-        """Read `count` numbers of the type that `struct` calls `kind`."""
+        """Read `count` numbers of the `struct` format `kind`."""
         return struct.unpack(f"<{count}{kind}", self.take(count * struct.calcsize(f"<{kind}")))
 
     def integer(self, kind: str) -> int:
-        """Read one whole number."""
+        """Read one integer."""
         return int(self.numbers(kind, 1)[0])
 
     def text(self) -> str:
-        """Read a length and so many bytes of UTF-8."""
+        """Read a length and as many bytes of UTF-8."""
         try:
             return self.take(self.integer("Q")).decode("utf-8")
         except UnicodeDecodeError as err:
-            raise self.damaged("a name or text that is no UTF-8") from err
+            raise self.damaged("a name or text that is not UTF-8") from err
 
-    def refuse(self, reason: str) -> CheckpointFileError:
-        """The error that names the file and the reason."""
+    def error(self, reason: str) -> CheckpointFileError:
+        """Return an error that names the file and the reason."""
         return CheckpointFileError(self._path, reason)
 
-    def damaged(self, what: str) -> CheckpointFileError:
-        """The error for a header that has what no sound one has."""
-        return self.refuse(f"is a damaged GGUF file: it has {what}")
+    def damaged(self, finding: str) -> CheckpointFileError:
+        """Return the error for an invalid header."""
+        return self.error(f"is a damaged GGUF file: it has {finding}")
 
 
 # Version 1 counted in 32 bits.
 VERSIONS = (2, 3)
 
 TOO_MANY_VALUES = 2**56
-"""More than any file holds, and so few that their bytes can be counted in 64 bits."""
-# A tensor of more dimensions than ggml has may be stored in another shape; a field of this name then holds its own.
+"""More values than any file has, but few enough that their bytes can be counted in 64 bits."""
+# A tensor with more dimensions than ggml supports is stored in another shape; this field has its original one.
 SHAPE_FIELD = "comfy.gguf.orig_shape."
 ALIGNMENT_FIELD = "general.alignment"
 DEFAULT_ALIGNMENT = 32
@@ -162,7 +162,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """One tensor as the header describes it: its shape in the order of torch, its offset from the start of the data."""
+    """One tensor of the header: shape in torch's order, offset from the start of the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -175,12 +175,11 @@ class _Entry:
 def read_gguf_header(path: Path | str) -> FileHeader:
     """Read the header of a GGUF file; a large file takes no longer than a small one.
 
-    A tensor that was stored in another shape gets its own, where a field holds it. The metadata are the fields that are
-    text.
+    A tensor that was stored in another shape gets its original one if a field has it. The metadata are the text fields.
 
     Raises:
-        CheckpointFileError: the file is missing, unreadable, truncated, damaged, big-endian, no GGUF file at all, or
-            holds a tensor whose type cannot be unpacked.
+        CheckpointFileError: the file is missing, unreadable, truncated, damaged, big-endian, not a GGUF file, or has
+            a tensor whose type cannot be dequantised.
     """
     path = Path(path)
     try:
@@ -195,14 +194,14 @@ def read_gguf_header(path: Path | str) -> FileHeader:
     alignment = _alignment(cursor, fields)
     data_start = -(-cursor.position // alignment) * alignment
     in_file_order = sorted(entries.values(), key=lambda entry: (entry.offset, entry.nbytes))
-    _check_places(cursor, in_file_order, data_start, alignment)
+    _check_offsets(cursor, in_file_order, data_start, alignment)
     tensors = {
         entry.name: FileTensor(
             path=path,
             offset=data_start + entry.offset,
             nbytes=entry.nbytes,
             dtype=entry.dtype,
-            shape=_own_shape(cursor, entry, fields),
+            shape=_original_shape(cursor, entry, fields),
             version=cursor.version,
             packing=entry.packing,
         )
@@ -214,16 +213,16 @@ def read_gguf_header(path: Path | str) -> FileHeader:
 
 def _check_start(cursor: HeaderCursor) -> None:
     if not cursor.start.startswith(GGUF_START) or len(cursor.start) < START_BYTES:
-        raise cursor.refuse(_what_instead(cursor.start, cursor.version.nbytes))
+        raise cursor.error(_describe_other_format(cursor.start, cursor.version.nbytes))
     version = cursor.take(START_BYTES)[len(GGUF_START) :]
     if int.from_bytes(version, "big") in VERSIONS:
-        raise cursor.refuse("is a big-endian GGUF file; only the usual little-endian ones can be read")
+        raise cursor.error("is a big-endian GGUF file; only little-endian ones can be read")
     if int.from_bytes(version, "little") not in VERSIONS:
         found = int.from_bytes(version, "little")
-        raise cursor.refuse(f"is a GGUF file of version {found}; versions 2 and 3 can be read: convert the model again")
+        raise cursor.error(f"is a GGUF file of version {found}; versions 2 and 3 can be read: convert the model again")
 
 
-def _what_instead(start: bytes, file_bytes: int) -> str:
+def _describe_other_format(start: bytes, file_bytes: int) -> str:
     if start.startswith(PICKLE_STARTS):
         return "is a PyTorch pickle, which may run code when it is read: use the model in GGUF or safetensors"
     if start[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{":
@@ -232,7 +231,7 @@ def _what_instead(start: bytes, file_bytes: int) -> str:
 
 
 def _named(cursor: HeaderCursor, count: int, read: Callable[[HeaderCursor, str], ItemT]) -> dict[str, ItemT]:
-    """Read `count` items, each of which comes after its name."""
+    """Read `count` items, each preceded by its name."""
     items: dict[str, ItemT] = {}
     for _ in range(count):
         name = cursor.text()
@@ -245,7 +244,7 @@ def _named(cursor: HeaderCursor, count: int, read: Callable[[HeaderCursor, str],
 
 
 def _field(cursor: HeaderCursor, name: str) -> Field:
-    """A field's value; None for a list that is too long to be of use here, or a list of texts."""
+    """Read a field's value; None for a list of texts or a list of more than `MAX_DIMENSIONS` numbers."""
     kind = cursor.integer("I")
     if kind == STRING_FIELD:
         return cursor.text()
@@ -274,14 +273,16 @@ def _entry(cursor: HeaderCursor, name: str) -> _Entry:
     packing = PACKED_TYPES.get(kind)
     if packing is None and kind not in PLAIN_TYPES:
         stored_as = OTHER_TYPES.get(kind, f"type {kind} of ggml")
-        raise cursor.refuse(
-            f"{name} is stored as {stored_as}, which cannot be unpacked: use a file of {', '.join(READABLE_TYPES)}"
+        raise cursor.error(
+            f"{name} is stored as {stored_as}, which is not supported: use a file of {', '.join(READABLE_TYPES)}"
         )
-    # One size of 0 makes nothing of the others, which torch multiplies all the same; what is there must fit the file.
+    # A size of 0 hides huge other sizes, which torch multiplies nevertheless. Without a 0, the bytes must fit the file.
     if 0 in shape and prod(max(size, 1) for size in shape) >= TOO_MANY_VALUES:
         raise cursor.damaged(f"the shape {list(shape)} for tensor {name!r}")
     if packing is not None and (not shape or shape[-1] % packing.values):
-        raise cursor.damaged(f"a tensor {name!r} {list(shape)} that is {packing.name}, in packs of {packing.values}")
+        raise cursor.damaged(
+            f"a tensor {name!r} {list(shape)} in {packing.name}, whose groups have {packing.values} values"
+        )
     dtype = torch.uint8 if packing is not None else PLAIN_TYPES[kind]
     nbytes = stored_bytes(shape, dtype, packing)
     return _Entry(name=name, shape=shape, dtype=dtype, packing=packing, offset=offset, nbytes=nbytes)
@@ -294,25 +295,25 @@ def _alignment(cursor: HeaderCursor, fields: Mapping[str, Field]) -> int:
     return alignment
 
 
-def _check_places(cursor: HeaderCursor, entries: Sequence[_Entry], data_start: int, alignment: int) -> None:
-    """Refuse tensors that lie beyond the end of the file, over one another, or where none can start."""
+def _check_offsets(cursor: HeaderCursor, entries: Sequence[_Entry], data_start: int, alignment: int) -> None:
+    """Raise CheckpointFileError for tensors that overlap, are misaligned, or extend beyond the end of the file."""
     end, before = 0, ""
     for entry in entries:
         if entry.offset % alignment:
-            raise cursor.damaged(f"a tensor {entry.name!r} at byte {entry.offset}, no multiple of {alignment}")
+            raise cursor.damaged(f"a tensor {entry.name!r} at byte {entry.offset}, not a multiple of {alignment}")
         if entry.offset < end:
-            raise cursor.damaged(f"tensors {before!r} and {entry.name!r} in the same place")
+            raise cursor.damaged(f"overlapping tensors {before!r} and {entry.name!r}")
         end, before = entry.offset + entry.nbytes, entry.name
     if data_start + end > cursor.version.nbytes and entries:
-        raise cursor.refuse(f"is truncated: has {cursor.version.nbytes} of {data_start + end} bytes; download it again")
+        raise cursor.error(f"is truncated: has {cursor.version.nbytes} of {data_start + end} bytes; download it again")
 
 
-def _own_shape(cursor: HeaderCursor, entry: _Entry, fields: Mapping[str, Field]) -> tuple[int, ...]:
-    """The shape the tensor had before it was stored."""
-    own = fields.get(SHAPE_FIELD + entry.name, entry.shape)
-    if not isinstance(own, tuple) or not all(type(size) is int and size >= 0 for size in own):
-        raise cursor.damaged(f"the shape {own!r} for tensor {entry.name!r}")
-    shape = tuple(int(size) for size in own)
+def _original_shape(cursor: HeaderCursor, entry: _Entry, fields: Mapping[str, Field]) -> tuple[int, ...]:
+    """Return the shape of the tensor before it was converted to GGUF."""
+    original = fields.get(SHAPE_FIELD + entry.name, entry.shape)
+    if not isinstance(original, tuple) or not all(type(size) is int and size >= 0 for size in original):
+        raise cursor.damaged(f"the shape {original!r} for tensor {entry.name!r}")
+    shape = tuple(int(size) for size in original)
     if prod(shape) != prod(entry.shape):
         raise cursor.damaged(f"the shape {list(shape)} for tensor {entry.name!r}, which is {list(entry.shape)}")
     return shape

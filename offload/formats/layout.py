@@ -1,7 +1,7 @@
-"""Where the matrices of one block lie in one flat piece of memory.
+"""Layout of the matrices of one block in one flat tensor: names, shapes, dtypes, offsets.
 
-Owns the layout (names, shapes, dtypes, offsets), the memory that can hold it, and the rule that says which
-parameters of a block stream. A block that is one flat piece is one copy over the bus instead of ten.
+Also allocates such tensors, and selects the parameters of a block that stream. A block in one flat tensor takes one
+copy over the bus instead of ten.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from torch import nn
 
 from .gguf_dequant import QuantFormat, stored_bytes
 
-# Every view starts at a multiple of this: CPU and CUDA kernels pick their path by alignment, so equal alignment is what
-# makes streamed results equal bit for bit to those of an ordinary model.
+# Every tensor starts at a multiple of this number of bytes. CPU and CUDA kernels choose their code path by alignment,
+# and the paths sum in different orders: only with the alignment of an ordinary tensor are streamed results bit-equal to
+# those of an ordinary model.
 ALIGNMENT = 256
 
-NONE_PACKED: Mapping[str, QuantFormat] = MappingProxyType({})
+NO_QUANT_FORMATS: Mapping[str, QuantFormat] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatTensor:
-    """One tensor inside a flat piece of memory; `offset` and `nbytes` in bytes.
+    """One tensor inside a flat tensor; `offset` and `nbytes` in bytes.
 
-    `shape` is that of the values; `dtype` is uint8 where they are packed.
+    `shape` is the shape of the values; `dtype` is uint8 if they are quantised.
     """
 
     name: str
@@ -40,15 +41,15 @@ class FlatTensor:
 
     @property
     def view_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor's bytes as a tensor of `dtype`: [packs, bytes] where values are packed."""
+        """Shape of the stored bytes as a tensor of `dtype`: [groups, bytes] if values are quantised."""
         return self.shape if self.packing is None else (self.nbytes // self.packing.nbytes, self.packing.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """Tensors in the order they lie in memory; offsets and `nbytes` are multiples of `ALIGNMENT`.
+    """Tensors in memory order; offsets and the total `nbytes` are multiples of `ALIGNMENT`.
 
-    The bytes between two tensors belong to nobody and hold anything.
+    The padding between two tensors is undefined.
     """
 
     tensors: tuple[FlatTensor, ...]
@@ -57,10 +58,10 @@ class FlatLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockFormat:
-    """One block twice: as its source stores it and as the model computes with it.
+    """Layouts of one block as its source stores it and as the model computes with it.
 
-    Both layouts name the same tensors with the same shapes in the same order. `scaled` names the tensors whose stored
-    values count only together with a scale (fp8). A tensor is packed, scaled, or neither.
+    Both have the same tensors with the same shapes in the same order. `scaled` names the tensors whose stored values
+    must be multiplied by a scale (fp8). A tensor is GGUF-quantised, scaled, or neither.
     """
 
     stored: FlatLayout
@@ -72,18 +73,18 @@ class BlockFormat:
         computed = [(tensor.name, tensor.shape) for tensor in self.computed.tensors]
         assert stored == computed, f"layouts differ: {stored} and {computed}"
         plain = {tensor.name for tensor in self.stored.tensors if tensor.packing is None}
-        assert self.scaled <= plain, f"scales without a tensor, or of a packed one: {sorted(self.scaled - plain)}"
+        assert self.scaled <= plain, f"scales without a tensor, or of a quantised one: {sorted(self.scaled - plain)}"
 
     @property
     def is_raw(self) -> bool:
-        """Whether the stored bytes are the computed bytes, so that nothing has to be decoded."""
+        """True if the model computes with the stored bytes, so that nothing has to be decoded."""
         return self.stored == self.computed and not self.scaled
 
 
 def flat_layout(
-    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], packings: Mapping[str, QuantFormat] = NONE_PACKED
+    tensors: Iterable[tuple[str, tuple[int, ...], torch.dtype]], packings: Mapping[str, QuantFormat] = NO_QUANT_FORMATS
 ) -> FlatLayout:
-    """Lay out (name, shape, dtype) one behind the other, in the given order; those in `packings` by name are packed."""
+    """Lay out tensors (name, shape, dtype) in the given order; `packings` has the formats of quantised ones by name."""
     placed: list[FlatTensor] = []
     end = 0
     for name, shape, dtype in tensors:
@@ -98,11 +99,15 @@ def block_format(
     stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     computed_dtypes: Mapping[str, torch.dtype] | torch.dtype,
     scaled: Iterable[str] = (),
-    packings: Mapping[str, QuantFormat] = NONE_PACKED,
+    packings: Mapping[str, QuantFormat] = NO_QUANT_FORMATS,
 ) -> BlockFormat:
-    """Return the format of a block from the (shape, dtype) that its source stores under each parameter name.
+    """Return the format of a block.
 
-    `computed_dtypes` is one dtype for all or a dtype for each name; `packings` names how packed tensors are packed.
+    Args:
+        stored: shape and stored dtype by parameter name.
+        computed_dtypes: one compute dtype for all, or one for each name.
+        scaled: names of the tensors that have a scale.
+        packings: GGUF formats of the quantised tensors by name.
     """
 
     def computed_dtype(name: str) -> torch.dtype:
@@ -118,11 +123,11 @@ def block_format(
 def tensor_views(flat: torch.Tensor, layout: FlatLayout) -> dict[str, torch.Tensor]:
     """Return the tensors of `layout` as views of `flat`, 1-D uint8 of at least `layout.nbytes`, on any device.
 
-    A packed tensor is its packs, uint8 [packs, bytes].
+    The view of a quantised tensor is uint8 [groups, bytes].
     """
-    assert flat.dtype == torch.uint8, f"flat memory is bytes, not {flat.dtype}"
-    assert flat.dim() == 1, f"flat memory has one dimension, not {flat.dim()}"
-    assert flat.numel() >= layout.nbytes, f"{flat.numel()} bytes cannot hold {layout.nbytes}"
+    assert flat.dtype == torch.uint8, f"a flat tensor must be uint8, not {flat.dtype}"
+    assert flat.dim() == 1, f"a flat tensor must have one dimension, not {flat.dim()}"
+    assert flat.numel() >= layout.nbytes, f"the layout needs {layout.nbytes} bytes, the tensor has {flat.numel()}"
     return {
         tensor.name: flat[tensor.offset : tensor.offset + tensor.nbytes].view(tensor.dtype).view(tensor.view_shape)
         for tensor in layout.tensors
@@ -132,8 +137,8 @@ def tensor_views(flat: torch.Tensor, layout: FlatLayout) -> dict[str, torch.Tens
 def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """Return the bytes of a contiguous CPU tensor as an array that shares its memory.
 
-    Fetch threads read and copy through it: torch would start a pool of threads for a copy, next to the one that
-    computes.
+    Fetch and read threads copy with numpy, because a torch copy on them would start a second thread pool next to that
+    of the compute thread.
     """
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
@@ -141,9 +146,10 @@ def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 def allocate_flat(nbytes: int, device: torch.device | str) -> torch.Tensor:
     """Return `nbytes` of uninitialised memory as 1-D uint8 whose address is a multiple of `ALIGNMENT`."""
     device = torch.device(device)
-    # CUDA memory is always aligned, and 255 bytes more could cost another 2 MB there. CPU memory is aligned to 64 only.
+    # CPU memory is aligned to 64 bytes only. CUDA memory is aligned enough, and 255 extra bytes could cost 2 MB.
     slack = ALIGNMENT - 1 if device.type == "cpu" else 0
-    # A tensor made in inference mode may not be written by a thread outside it, and the mode is thread-local.
+    # Callers may be in inference mode, which is thread-local. An inference tensor could not be written by the fetch
+    # thread, or by a later run outside inference mode.
     with torch.inference_mode(False):
         memory = torch.empty(nbytes + slack, dtype=torch.uint8, device=device)
         start = -memory.data_ptr() % ALIGNMENT
@@ -153,7 +159,7 @@ def allocate_flat(nbytes: int, device: torch.device | str) -> torch.Tensor:
 def streamed_names(block: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters that stream, in `named_parameters` order: the weight of every `nn.Linear`.
 
-    They are nearly all of a block (99.965 % of Wan2.2 A14B's); biases and norms stay resident.
+    These are 99.965 % of the bytes of a Wan2.2 A14B block; biases and norms are always resident.
     """
     return tuple(
         f"{name}.weight" if name else "weight"

@@ -1,6 +1,6 @@
-"""Where each tensor of a safetensors file lies, found by reading nothing but the file's header.
+"""Headers of safetensors files: dtype, shape and byte offset of each tensor, without reading any data.
 
-The safetensors library judges whether the file is sound; the byte offsets, which it does not tell, are read here.
+The safetensors library validates the file. It does not expose the byte offsets, so this module parses them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ DTYPES = {
 # A file starts with the length of its header, little-endian.
 LENGTH_BYTES = 8
 
-# The first bytes of what `torch.save` writes: a zip archive today, a bare pickle (protocol 2 to 5) before.
+# First bytes of files that `torch.save` writes: a zip archive, or a bare pickle (protocol 2 to 5) in older versions.
 PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 GGUF_START = b"GGUF"
 
-# First bytes of the files that failed downloads leave in place of a model.
+# First bytes of files that failed downloads leave in place of a model.
 LFS_START = b"version https://git-lfs"
 PAGE_STARTS = (b"<!doctype", b"<html", b"<?xml")
 START_BYTES = 40
@@ -50,7 +50,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 class CheckpointFileError(ValueError):
-    """A file cannot be used as a checkpoint; the message names the file and the reason."""
+    """A file that cannot be used as a checkpoint; the message names the file and the reason."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(path, reason)
@@ -61,7 +61,7 @@ class CheckpointFileError(ValueError):
 
 
 class FileVersion(NamedTuple):
-    """What tells a file from another one that took its name, or its place."""
+    """Size and modification time, to detect that a file was replaced or changed."""
 
     nbytes: int
     modified_ns: int
@@ -71,8 +71,8 @@ class FileVersion(NamedTuple):
 class FileTensor:
     """One tensor in a file: `nbytes` bytes from byte `offset` on, row by row, little-endian.
 
-    `shape` is that of the values; `dtype` is uint8 where they are packed. The offset counts for the `version` of the
-    file whose header named it; None stands for any.
+    `shape` is the shape of the values; `dtype` is uint8 if they are quantised. The offset is valid for this `version`
+    of the file; None means any version.
     """
 
     path: Path
@@ -85,11 +85,11 @@ class FileTensor:
 
     @property
     def format_name(self) -> str:
-        """How the values are stored, for people: the packing, or the dtype."""
+        """Name of the stored format for messages: the GGUF format or the dtype."""
         return str(self.dtype) if self.packing is None else self.packing.name
 
     def rows(self, start: int, stop: int) -> FileTensor:
-        """Return rows `start` to `stop` (exclusive) of this tensor as a tensor of their own."""
+        """Return rows `start` to `stop` (exclusive) as a separate tensor."""
         assert 0 <= start <= stop <= self.shape[0], f"rows {start}:{stop} of {self.shape}"
         row_bytes = stored_bytes(self.shape[1:], self.dtype, self.packing)
         return replace(
@@ -102,7 +102,7 @@ class FileTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class FileHeader:
-    """The header of one file: its tensors by name, in the order of their bytes, and its free-form metadata."""
+    """Header of one file: its tensors by name, ordered by offset, and its free-form metadata."""
 
     path: Path
     tensors: Mapping[str, FileTensor]
@@ -113,19 +113,19 @@ def read_header(path: Path | str) -> FileHeader:
     """Read the header of a safetensors file; a large file takes no longer than a small one.
 
     Raises:
-        CheckpointFileError: the file is missing, unreadable, a pickle (refused, never read), truncated, no safetensors
-            file at all, or holds a tensor whose dtype is not in `DTYPES`.
+        CheckpointFileError: the file is missing, unreadable, a pickle (refused, never read), truncated, not a
+            safetensors file, or has a tensor whose dtype is not in `DTYPES`.
     """
     path = Path(path)
     try:
         header, version = _read_start(path)
-        # Nothing is asked of the opened file; opening is what makes the library check it.
+        # Opening makes the library validate the file; nothing is read from it here.
         with safe_open(path, framework="np"):
             pass
     except OSError as err:
         raise CheckpointFileError(path, f"cannot be read: {err.strerror or err}") from err
     except SafetensorError as err:
-        raise CheckpointFileError(path, _why_unsound(header, version.nbytes, str(err))) from err
+        raise CheckpointFileError(path, _describe_damage(header, version.nbytes, str(err))) from err
     entries: dict[str, Any] = json.loads(header)
     metadata: dict[str, str] = entries.pop("__metadata__", None) or {}
     in_file_order = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
@@ -137,18 +137,18 @@ def read_header(path: Path | str) -> FileHeader:
 
 
 def file_version(status: os.stat_result) -> FileVersion:
-    """Return the version of the file that was asked for its status."""
+    """Return the version of the file with this status."""
     return FileVersion(nbytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
 def _read_start(path: Path) -> tuple[bytes, FileVersion]:
-    """Return the JSON header and the version of the file that it was read from."""
+    """Return the JSON header and the version of the file."""
     with path.open("rb") as file:
         version = file_version(os.fstat(file.fileno()))
         start = file.read(START_BYTES)
         length = int.from_bytes(start[:LENGTH_BYTES], "little")
         if start[LENGTH_BYTES : LENGTH_BYTES + 1] != b"{" or length > MAX_HEADER_BYTES:
-            raise CheckpointFileError(path, _what_instead(start, version.nbytes))
+            raise CheckpointFileError(path, _describe_other_format(start, version.nbytes))
         file.seek(LENGTH_BYTES)
         header = file.read(length)
     if len(header) < length:
@@ -159,7 +159,7 @@ def _read_start(path: Path) -> tuple[bytes, FileVersion]:
     return header, version
 
 
-def _what_instead(start: bytes, file_bytes: int) -> str:
+def _describe_other_format(start: bytes, file_bytes: int) -> str:
     if start.startswith(GGUF_START):
         return "is not a safetensors file but GGUF: let its name end in .gguf"
     if start.startswith(PICKLE_STARTS):
@@ -168,30 +168,30 @@ def _what_instead(start: bytes, file_bytes: int) -> str:
 
 
 def failed_download(start: bytes) -> str:
-    """The kind of a file that starts so, if a download leaves such files in place of a model; empty otherwise."""
+    """Return a reason if `start` is that of a file that a failed download leaves in place of a model; else ""."""
     if start.startswith(LFS_START):
         return (
-            "is not the model but a git-lfs pointer, a text of some 130 bytes that names it: download the file itself "
-            "again, in the browser, or with git lfs pull in its repository"
+            "is not the model but a git-lfs pointer, a text file of about 130 bytes: download the file itself in the "
+            "browser, or run git lfs pull in its repository"
         )
     if start.lstrip().lower().startswith(PAGE_STARTS):
         return (
-            "is not the model but a web page, as a download leaves it that needs a login or an accepted licence: open "
-            "the link in a browser, log in, and download it again"
+            "is not the model but a web page; the download probably needs a login or an accepted licence: open the "
+            "link in a browser, log in, and download it again"
         )
     return ""
 
 
-def _why_unsound(header: bytes, file_bytes: int, finding: str) -> str:
-    """Put the library's finding in words that help: most often, a download has stopped early."""
+def _describe_damage(header: bytes, file_bytes: int, finding: str) -> str:
+    """Turn the library's error into a helpful reason: most often the download is incomplete."""
     try:
         entries = json.loads(header)
         data_bytes = max(entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
-        promised = LENGTH_BYTES + len(header) + int(data_bytes)
+        expected = LENGTH_BYTES + len(header) + int(data_bytes)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return f"is not a safetensors file ({finding})"
-    if file_bytes < promised:
-        return f"is truncated: has {file_bytes} of {promised} bytes; download it again"
+    if file_bytes < expected:
+        return f"is truncated: has {file_bytes} of {expected} bytes; download it again"
     return f"is a damaged safetensors file ({finding})"
 
 

@@ -1,4 +1,4 @@
-"""Gathering on a CPU: the fetch thread brings the shards of a block together, where `CpuStreams` copies it."""
+"""CPU transfer backend for sharded blocks: the fetch thread gathers each block, `CpuBackend` does the rest."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from ...devices import DeviceEvent
 from ...plan import BlockKey
 from ..formats.layout import BlockFormat, allocate_flat
 from ..transfers.base import PendingBlock, ReleaseSource
-from ..transfers.cpu import CpuStreams
+from ..transfers.cpu import CpuBackend
 from .group import GATHERS_AHEAD, Gathering
 from .scales import GatheredScales
 from .shards import ShardSource
 
 
-class GatheredCpuStreams:
-    """Blocks that are computed as they are stored are gathered straight into their buffer.
-
-    Others are gathered into one of a few raw slots, as many as there may be gathers that nobody has decoded yet.
+class GatherCpuBackend:
+    """Gathers raw blocks directly into their buffer, and blocks that need decoding into a raw slot.
 
     Args:
-        inner: decodes and patches what was gathered.
+        inner: decodes and patches gathered blocks.
+        shards: the source of this rank's shards.
+        formats: formats of all blocks.
+        gathering: the group of ranks.
     """
 
     def __init__(
-        self, inner: CpuStreams, shards: ShardSource, formats: Mapping[BlockKey, BlockFormat], gathering: Gathering
+        self, inner: CpuBackend, shards: ShardSource, formats: Mapping[BlockKey, BlockFormat], gathering: Gathering
     ) -> None:
         self._inner = inner
         self._shards = shards
@@ -42,26 +43,27 @@ class GatheredCpuStreams:
     def begin_run(self) -> None:
         largest = [self._size * self._shards.shard_bytes(key) for key, fmt in self._formats.items() if not fmt.is_raw]
         if largest and not self._raw_slots:
+            # `EngineRun` issues at most GATHERS_AHEAD gathers before the compute thread has decoded the first one.
             self._raw_slots = [allocate_flat(max(largest), "cpu") for _ in range(GATHERS_AHEAD)]
 
-    def land(
+    def copy_in(
         self,
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
         after: DeviceEvent,
-        leave: ReleaseSource,
+        release_source: ReleaseSource,
     ) -> PendingBlock:
-        assert stored is not None, f"the shard of {key} lies in no slot"
+        assert stored is not None, f"the shard of {key} has no slot"
         raw = self._formats[key].is_raw
         target = into if raw else self._next_raw_slot()
         self._scales.complete(key)
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._gathering.all_gather(target[: self._size * stored.numel()], stored)
-        copied = (began, time.perf_counter())
-        leave()
-        arrival = self._inner.land(key, None if raw else target, into, after, _stays)
-        return replace(arrival, copied=copied)
+        copied = (start, time.perf_counter())
+        release_source()
+        pending = self._inner.copy_in(key, None if raw else target, into, after, _keep_slot)
+        return replace(pending, copied=copied)
 
     @property
     def device_bytes(self) -> int:
@@ -77,14 +79,14 @@ class GatheredCpuStreams:
     def settle(self) -> None:
         return
 
-    def give_back(self) -> int:
+    def release_memory(self) -> int:
         nbytes = self.device_bytes
         self._raw_slots.clear()
         return nbytes
 
     def close(self) -> None:
-        self.give_back()
+        self.release_memory()
 
 
-def _stays(drained: Callable[[], object] | None = None) -> None:
-    """A raw slot is nobody else's until it is its turn again."""
+def _keep_slot(drained: Callable[[], object] | None = None) -> None:
+    """Do nothing: raw slots are reused in turn and are not released."""

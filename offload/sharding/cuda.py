@@ -1,8 +1,8 @@
-"""Gathering on CUDA: a stream that copies the own shard, one that gathers, one that decodes; their order is by events.
+"""CUDA transfer backend for sharded blocks: copy, gather and decode streams, ordered by events.
 
-The host issues and never waits for a gather, so it may be a few blocks ahead. All gathers are issued by the fetch
-thread, in the order of the program, on a group that nobody else uses: collectives of two groups that meet in another
-order on another rank would wait for each other for ever.
+The host issues gathers without waiting for them, so it may be a few blocks ahead. The fetch thread issues all gathers
+in the order of the program, on a process group that nothing else uses: if two ranks issued the collectives of two
+groups in different orders, they would deadlock.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from .shards import ShardSource
 
 
 class _GatherSlot:
-    """Device memory for one gather: the own shard on its way, the whole block to be decoded, factors of its patch."""
+    """Device memory for one gather: this rank's shard, the gathered block before decoding, the factors of its patch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.shard, self.raw, self.factors = (allocate_flat(0, device) for _ in range(3))
-        self.gathered: torch.cuda.Event | None = None  # the gather that read `shard` last
-        self.used: torch.cuda.Event | None = None  # the decoding that read `raw` and `factors` last
+        self.gathered: torch.cuda.Event | None = None  # end of the last gather that read `shard`
+        self.used: torch.cuda.Event | None = None  # end of the last decoding that read `raw` and `factors`
 
     @property
     def nbytes(self) -> int:
         return self.shard.numel() + self.raw.numel() + self.factors.numel()
 
     def fit(self, shard: int, raw: int, factors: int) -> None:
-        """Have exactly this much memory; what it held is lost."""
+        """Resize to exactly these numbers of bytes; the contents of a resized part are lost."""
         for name, nbytes in (("shard", shard), ("raw", raw), ("factors", factors)):
             if getattr(self, name).numel() != nbytes:
-                setattr(self, name, allocate_flat(0, self._device))  # the old memory goes before the new one comes
+                setattr(self, name, allocate_flat(0, self._device))  # free first: both must not exist together
                 setattr(self, name, allocate_flat(nbytes, self._device))
 
     def record_streams(self, *streams: torch.cuda.Stream) -> None:
@@ -51,10 +51,10 @@ class _GatherSlot:
                 memory.record_stream(stream)
 
 
-class GatheredCudaStreams:
-    """Blocks that are computed as they are stored are gathered straight into their buffer, others into a raw slot.
+class GatherCudaBackend:
+    """Gathers raw blocks directly into their buffer, and blocks that need decoding into a raw slot.
 
-    A shard that lies in RAM is copied to the device before; one that lies there is gathered from where it is.
+    A shard in RAM is copied to the device first; a shard in device memory is gathered from its slot.
     """
 
     def __init__(
@@ -81,78 +81,80 @@ class GatheredCudaStreams:
 
     def begin_run(self) -> None:
         current = torch.cuda.current_stream(self._device)
-        for stream in self._streams:  # behind what a run that was cut short left under way there
+        for stream in self._streams:  # an aborted run may have left unfinished work there
             current.wait_stream(stream)
         shards = {key: self._shards.shard_bytes(key) for key in self._formats}
-        own = 0 if self._gathering.sharded.on_device else max(shards.values())
+        shard = 0 if self._gathering.sharded.on_device else max(shards.values())
         raw = max((self._size * nbytes for key, nbytes in shards.items() if not self._formats[key].is_raw), default=0)
         for slot in self._slots:
-            slot.fit(own, raw, self._patches.largest)
-        for stream in self._streams:  # fresh memory may still be used by earlier work of this thread's stream
+            slot.fit(shard, raw, self._patches.largest_bytes)
+        for stream in self._streams:  # new memory may still be in use by earlier work on this thread's stream
             stream.wait_stream(current)
 
-    def land(
+    def copy_in(
         self,
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
         after: DeviceEvent,
-        leave: ReleaseSource,
+        release_source: ReleaseSource,
     ) -> PendingBlock:
-        assert stored is not None, f"the shard of {key} lies in no slot"
+        assert stored is not None, f"the shard of {key} has no slot"
         free = cast(torch.cuda.Event, after)
         slot = self._slots[self._turn % RAW_SLOTS]
         self._turn += 1
-        own, copied = self._own(stored, slot, leave)
+        shard, copied = self._shard_on_device(stored, slot, release_source)
         fmt, patch = self._formats[key], self._patches.get(key)
-        target = (into if fmt.is_raw else slot.raw)[: self._size * own.numel()]
+        target = (into if fmt.is_raw else slot.raw)[: self._size * shard.numel()]
         gathered = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(self._gathers):
             if copied is not None:
                 self._gathers.wait_event(copied[1])
             self._host_scales.complete(key)
-            scales = self._scales.of(key, copies=self._gathers, decodings=self._decodings)
+            scales = self._scales.get(key, copies=self._gathers, decodings=self._decodings)
             if fmt.is_raw:
                 self._gathers.wait_event(free)
             else:
                 self._wait_decoded(self._gathers, slot)
-            self._gathering.all_gather(target, own)
+            self._gathering.all_gather(target, shard)
             gathered.record(self._gathers)
         if copied is None:
-            leave(gathered.synchronize)
-            own.record_stream(self._gathers)
+            # The gather reads the slot itself, so the slot is free only after the gather.
+            release_source(gathered.synchronize)
+            shard.record_stream(self._gathers)
         slot.gathered = gathered
+        # The caching allocator must not hand this memory out again while these streams use it.
         into.record_stream(self._gathers)
         slot.record_streams(*self._streams)
         if fmt.is_raw and patch is None:
             return PendingBlock(
                 wait=lambda: torch.cuda.current_stream(self._device).wait_event(gathered), copied=copied
             )
-        began, ready = self._decoded(key, into, slot, scales, (free, gathered))
+        start, ready = self._decode(key, into, slot, scales, (free, gathered))
         return PendingBlock(
             wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready),
             copied=copied,
-            decoded=(began, ready),
+            decoded=(start, ready),
         )
 
-    def _own(
-        self, stored: torch.Tensor, slot: _GatherSlot, leave: ReleaseSource
+    def _shard_on_device(
+        self, stored: torch.Tensor, slot: _GatherSlot, release_source: ReleaseSource
     ) -> tuple[torch.Tensor, tuple[torch.cuda.Event, torch.cuda.Event] | None]:
-        """The own shard on the device, and when it was copied there; None where it was there already."""
+        """Return this rank's shard in device memory, and start and end of its copy; None if it was there already."""
         if stored.is_cuda:
             return stored, None
-        own = slot.shard[: stored.numel()]
-        began, copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
+        shard = slot.shard[: stored.numel()]
+        start, copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(self._copies):
             if slot.gathered is not None:
                 self._copies.wait_event(slot.gathered)
-            began.record(self._copies)
-            own.copy_(stored, non_blocking=True)
+            start.record(self._copies)
+            shard.copy_(stored, non_blocking=True)
             copied.record(self._copies)
-        leave(copied.synchronize)
-        return own, (began, copied)
+        release_source(copied.synchronize)
+        return shard, (start, copied)
 
-    def _decoded(
+    def _decode(
         self,
         key: BlockKey,
         into: torch.Tensor,
@@ -160,16 +162,16 @@ class GatheredCudaStreams:
         scales: Mapping[str, torch.Tensor],
         after: tuple[torch.cuda.Event, torch.cuda.Event],
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Decode and patch when `after` is over; returns when that began and ended."""
+        """Decode and patch after the events `after`; return the events at start and end."""
         fmt, patch = self._formats[key], self._patches.get(key)
-        began, ready = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, ready = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(self._decodings):
             self._wait_decoded(self._decodings, slot)
             if patch is not None:
                 slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
             for event in after:
                 self._decodings.wait_event(event)
-            began.record(self._decodings)
+            start.record(self._decodings)
             if not fmt.is_raw:
                 decode_block(slot.raw, into, fmt, scales)
             if patch is not None:
@@ -177,7 +179,7 @@ class GatheredCudaStreams:
             ready.record(self._decodings)
         slot.used = ready
         into.record_stream(self._decodings)
-        return began, ready
+        return start, ready
 
     def _wait_decoded(self, stream: torch.cuda.Stream, slot: _GatherSlot) -> None:
         if slot.used is not None:
@@ -199,7 +201,7 @@ class GatheredCudaStreams:
         for stream in self._streams:
             stream.synchronize()
 
-    def give_back(self) -> int:
+    def release_memory(self) -> int:
         nbytes = self.device_bytes
         for slot in self._slots:
             slot.fit(0, 0, 0)
@@ -208,4 +210,4 @@ class GatheredCudaStreams:
 
     def close(self) -> None:
         self.settle()
-        self.give_back()
+        self.release_memory()

@@ -1,4 +1,4 @@
-"""Slots in device memory: homes of shards that are read once and then never leave the device."""
+"""Slots in device memory for shards that are read once and stay on the device."""
 
 from __future__ import annotations
 
@@ -15,70 +15,72 @@ from ..host_memory.pages import in_pages, map_memory
 
 
 class DeviceSlots:
-    """Slots by number, each exactly as large as what it holds, from its first `reserve` until `drop` or `close`.
+    """Slot memory on a device, each slot exactly as large as its shard.
 
-    On a GPU every `reserve` passes through one piece of host memory, which is kept. One thread fills; nobody may read a
-    slot while it is filled or dropped.
+    On a GPU every shard passes through one host memory buffer, which is kept.
 
     Args:
-        device: where the slots are.
-        lock: locks the pages of that piece; None for ordinary memory.
+        device: the device of the slots.
+        lock: page-locks the host memory buffer; None for pageable memory.
     """
 
     def __init__(self, device: torch.device, *, lock: PageLock | None) -> None:
         self._device = device
         self._slots: dict[Hashable, torch.Tensor] = {}
-        self._passage: torch.Tensor | None = None
+        self._host_buffer: torch.Tensor | None = None
         self._locked = LockedBlocks(lock) if lock is not None else None
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that the piece of host memory takes now."""
-        return 0 if self._passage is None else in_pages(self._passage.numel())
+        """Current bytes of RAM: those of the host memory buffer."""
+        return 0 if self._host_buffer is None else in_pages(self._host_buffer.numel())
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that the slots take now."""
+        """Current bytes of device memory."""
         return sum(memory.numel() for memory in list(self._slots.values()))
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of host memory that are page-locked."""
+        """Bytes of page-locked host memory."""
         return 0 if self._locked is None else self._locked.nbytes
 
     def check_available(self, blocks: int, nbytes: int, *, available: int | None = None) -> None:
-        """Nothing is refused before: device memory that is short is told by the device."""
+        """Accept everything: `reserve` raises if the device is out of memory."""
 
     @contextmanager
     def reserve(self, slot: Hashable, key: BlockKey, nbytes: int, *, capacity: int = 0) -> Iterator[Reservation]:
+        """See `SlotMemory.reserve`. Allocates exactly `nbytes`."""
         if self._copies is None:
             memory = self._memory(slot, nbytes)
             yield Reservation(memory=memory, view=memory, needs_fill=True)
             return
-        passage = self._host_memory(nbytes)
-        # Allocated on this stream too: memory that another one has freed may still be used by earlier work there.
+        host_buffer = self._host_memory(nbytes)
+        # Allocated on the copy stream too: memory freed by another stream may still be in use by earlier work there.
         with torch.cuda.stream(self._copies):
             memory = self._memory(slot, nbytes)
-        yield Reservation(memory=memory, view=passage, needs_fill=True)
+        yield Reservation(memory=memory, view=host_buffer, needs_fill=True)
         with torch.cuda.stream(self._copies):
-            memory.copy_(passage, non_blocking=True)
-        self._copies.synchronize()  # by the thread that reads, for which nobody waits on a later pass
+            memory.copy_(host_buffer, non_blocking=True)
+        # The read thread waits here before it overwrites the host buffer. It reads each shard once, so no later pass
+        # waits for it.
+        self._copies.synchronize()
 
     def drop(self, slot: Hashable) -> int:
-        """Free a slot; returns the bytes of RAM it gives back, which are none."""
+        """Free a slot and return the bytes of RAM that this frees: none."""
         self._slots.pop(slot, None)
         return 0
 
     def release_shared(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: these slots are not shared between ranks."""
 
     def close(self) -> None:
-        """Free every slot and the piece of host memory. The slots can be filled again."""
+        """Free all slots and the host memory buffer. The slots can be filled again."""
         self._slots.clear()
         if self._locked is not None:
             self._locked.release()
-        self._passage = None
+        self._host_buffer = None
 
     def _memory(self, slot: Hashable, nbytes: int) -> torch.Tensor:
         if slot not in self._slots or self._slots[slot].numel() != nbytes:
@@ -87,11 +89,11 @@ class DeviceSlots:
         return self._slots[slot]
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:
-        if self._passage is None or self._passage.numel() < nbytes:
+        if self._host_buffer is None or self._host_buffer.numel() < nbytes:
             if self._locked is not None:
                 self._locked.release()
-            self._passage = map_memory(nbytes)
-            self._passage.zero_()
+            self._host_buffer = map_memory(nbytes)
+            self._host_buffer.zero_()
             if self._locked is not None:
-                self._locked.add(self._passage)
-        return self._passage[:nbytes]
+                self._locked.add(self._host_buffer)
+        return self._host_buffer[:nbytes]

@@ -1,4 +1,4 @@
-"""Gather interface of ranks that keep one shard of every block, and its order at the end of a run."""
+"""Group of ranks that keep one shard of every block: the gather interface and its state between runs."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from ..formats.layout import ALIGNMENT
 
 
 class GatherBrokenError(ConnectionError):
-    """The ranks are no longer at the same block, or one of them is lost: they must meet anew before the next run."""
+    """The ranks are out of sync or one of them is lost; they must join a new rendezvous before the next run."""
 
 
 class ProgramMismatchError(ValueError):
-    """The ranks are about to run different programs; says which ranks differ."""
+    """The ranks are about to run different programs; the message names the ranks that differ."""
 
 
 class StoppedTogether(Exception):
-    """Base of what ends a run between two visits on all ranks of a group, on all of them before the same visit.
+    """Base of exceptions that end a run on all ranks of a group before the same visit.
 
-    The ranks then issue the same gathers to the end and may go on together; after any other error they cannot.
+    The ranks then have issued the same gathers and can start another run; after any other error they cannot.
     """
 
 
 class Gather(Protocol):
-    """The ranks of one group, as one of them sees the group."""
+    """Collectives of one group, from the view of one rank."""
 
     @property
     def rank(self) -> int:
-        """Of this process, from 0."""
+        """Rank of this process, from 0."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     def compare(self, said: bytes) -> tuple[bytes, ...]:
-        """What every rank has said, by rank; at most 64 bytes each. The computing thread calls, before a run.
+        """Exchange messages of at most 64 bytes and return those of all ranks, by rank (compute thread, before a run).
 
         Raises:
             GatherBrokenError: a rank is lost, or has not answered in time.
@@ -49,18 +49,18 @@ class Gather(Protocol):
         ...
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill `into`, 1-D uint8, with the `own` of every rank, by rank. The fetch thread calls.
+        """Fill `into`, 1-D uint8, with the `own` of every rank, by rank (fetch thread).
 
-        `own` is 1-D uint8 of `into.numel() / size` bytes on the same device. On a CPU it has happened on return; on a
-        GPU it is ordered by the current stream, and the host does not wait.
+        `own` is 1-D uint8 of `into.numel() / size` bytes on the same device. On a CPU, `into` is filled on return; on
+        a GPU the gather is ordered by the current stream, and the host does not wait.
 
         Raises:
-            GatherBrokenError: a rank is lost or has not come in time, or `abort` was called.
+            GatherBrokenError: a rank is lost or did not join in time, or `abort` was called.
         """
         ...
 
     def abort(self) -> None:
-        """Let whoever waits in a gather leave it (any thread); nothing can be gathered any more."""
+        """Make pending and later gathers raise (any thread)."""
         ...
 
 
@@ -70,10 +70,10 @@ class Sharded:
 
     gather: Gather
     on_device: bool = False
-    """Whether shards stay in device memory once they were read; otherwise in RAM or in files, as the policy says."""
+    """Keep shards in device memory after their first read; otherwise in RAM or in files, according to the policy."""
 
     def resembles(self, other: Sharded) -> bool:
-        """Whether the shards of one are those of the other."""
+        """Return True if this rank has the same shards in both."""
         mine, theirs = self.gather, other.gather
         return (mine.rank, mine.size, self.on_device) == (theirs.rank, theirs.size, other.on_device)
 
@@ -84,67 +84,70 @@ def shard_bytes(nbytes: int, size: int) -> int:
 
 
 def shard_range(nbytes: int, rank: int, size: int) -> range:
-    """Which of the stored bytes the shard of `rank` holds; the last shards may hold fewer, or none, and padding."""
+    """Return the range of stored bytes in the shard of `rank`; the last shards may be shorter, or empty, and padded."""
     shard = shard_bytes(nbytes, size)
     return range(min(nbytes, rank * shard), min(nbytes, (rank + 1) * shard))
 
 
 GATHERS_AHEAD = 3
-"""A block is gathered when the visit is over that the third gather before it was for. So ranks that stop before the
-same visit have few gathers left until all have issued the same ones, also where all blocks have a buffer."""
+"""Most gathers ahead of the visits: a gather is issued once the visit that needed the third gather before it has ended.
+
+Ranks that stop before the same visit then have few gathers left to issue before all have issued the same ones, even if
+every block has a buffer."""
 
 
 class GatheringState(Enum):
-    APART = "apart"
-    TOGETHER = "together"
+    """States of a group: IDLE between runs, RUNNING in a run, BROKEN once the ranks are out of sync."""
+
+    IDLE = "idle"
+    RUNNING = "running"
     BROKEN = "broken"
 
 
 class Gathering:
-    """The group of one engine.
+    """Group of one engine and its state.
 
     Args:
-        sharded: who the ranks are.
+        sharded: the ranks.
         nbytes: stored bytes of every block.
     """
 
     def __init__(self, sharded: Sharded, nbytes: Mapping[BlockKey, int]) -> None:
         self.sharded = sharded
-        self.state = GatheringState.APART
+        self.state = GatheringState.IDLE
         self._nbytes = nbytes
 
     def begin(self, program: TransferProgram) -> None:
-        """A run of `program` begins on all ranks.
+        """Start a run of `program` on all ranks.
 
         Raises:
             GatherBrokenError: the group is broken, or a rank does not answer.
-            DifferentRunsError: another rank is about to run another program.
+            ProgramMismatchError: another rank is about to run another program.
         """
         if self.state is GatheringState.BROKEN:
-            raise GatherBrokenError(
-                "the workers that gather weights were not at the same block when a run ended: let them meet anew"
-            )
-        assert self.state is GatheringState.APART, f"a run began while the ranks were {self.state.value}"
+            raise GatherBrokenError("weight gathering is out of sync after an aborted run: restart the worker group")
+        assert self.state is GatheringState.IDLE, f"a run started while the group was {self.state.value}"
         gather = self.sharded.gather
-        said = gather.compare(self._digest(program))
-        if others := [rank for rank, digest in enumerate(said) if digest != said[gather.rank]]:
+        # Compared before the first gather: ranks with different programs would gather wrong weights, or deadlock.
+        digests = gather.compare(self._digest(program))
+        if others := [rank for rank, digest in enumerate(digests) if digest != digests[gather.rank]]:
             raise ProgramMismatchError(
                 f"rank {gather.rank} of {gather.size} is about to stream other blocks than {_ranks(others)}: give all "
-                "workers of a group the same experts, request and policy, and let them meet anew after an error"
+                "workers of a group the same experts, request and policy, and restart the group after an error"
             )
-        self.state = GatheringState.TOGETHER
+        self.state = GatheringState.RUNNING
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
         """See `Gather.all_gather`."""
-        assert self.state is not GatheringState.APART, "nothing is gathered outside a run"
+        assert self.state is not GatheringState.IDLE, "all_gather was called outside a run"
         self.sharded.gather.all_gather(into, own)
 
-    def end(self, *, alike: bool) -> None:
-        """The run is over; unless all ranks have issued the same gathers (`alike`), whoever waits in one leaves it."""
-        if self.state is not GatheringState.TOGETHER:
+    def end(self, *, in_sync: bool) -> None:
+        """End the run; unless all ranks have issued the same gathers (`in_sync`), abort pending gathers."""
+        if self.state is not GatheringState.RUNNING:
             return
-        if alike:
-            self.state = GatheringState.APART
+        if in_sync:
+            self.state = GatheringState.IDLE
         else:
             self.state = GatheringState.BROKEN
             self.sharded.gather.abort()

@@ -1,4 +1,4 @@
-"""The scales of blocks that are quantised while they are read: each rank has made those of its own rows only."""
+"""Exchange of fp8 scales between ranks: each rank has computed those of its own rows only."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from .shards import ShardSource
 
 
 class GatheredScales:
-    """Brings the scales of every block together, once in a rendezvous, before its first shard is gathered.
+    """Gathers the scales of each block once per rendezvous, before the first gather of its shards.
 
     Args:
-        gathering: the ranks.
-        shards: has read the own rows, and is told all scales.
-        device: where the ranks gather.
+        gathering: the group of ranks.
+        shards: provides the scales of the rows that this rank has read, and receives all scales.
+        device: device of the gather.
     """
 
     def __init__(self, gathering: Gathering, shards: ShardSource, device: torch.device) -> None:
         self._gathering = gathering
         self._shards = shards
         self._device = device
-        self._known: set[BlockKey] = set()
+        self._completed: set[BlockKey] = set()
 
     def complete(self, key: BlockKey) -> None:
-        """Know all scales of a block whose own shard was read (fetch thread, on the stream that gathers).
+        """Gather all scales of a block whose shard this rank has read (fetch thread, on the gather stream).
 
-        On a GPU the host waits for it, so for each block once.
+        On a GPU the host waits for this gather, once per block.
         """
-        if key in self._known or not self._shards.has_row_scales:
+        if key in self._completed or not self._shards.has_row_scales:
             return
         own = self._shards.own_scales(key)
         size = self._gathering.sharded.gather.size
         if own.numel():
-            mine = own.to(self._device)
+            local = own.to(self._device)
             every = torch.empty(size, own.numel(), dtype=torch.float32, device=self._device)
-            self._gathering.all_gather(every.view(-1).view(torch.uint8), mine.view(torch.uint8))
-            # Scales are above 0, and two ranks that have both read a row have made the same one of it.
+            self._gathering.all_gather(every.view(-1).view(torch.uint8), local.view(torch.uint8))
+            # Rows of other ranks are 0 and all scales are positive. Ranks that both read a row computed the same scale.
             own = every.amax(0).cpu()
         self._shards.put_scales(key, own)
-        self._known.add(key)
+        self._completed.add(key)

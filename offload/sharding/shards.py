@@ -1,4 +1,4 @@
-"""A source of which one rank reads only its shards."""
+"""Block source that reads only the shards of one rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .group import Gather, shard_bytes, shard_range
 
 
 class ShardSource:
-    """Gives one rank's shard of every block in place of the block, in the form in which the block is stored.
+    """Returns one rank's shard of every block in place of the block, in the stored format.
 
     Args:
-        inner: where whole blocks are; belongs to who made it.
-        gather: who the ranks are.
+        inner: source of whole blocks; the caller closes it.
+        gather: the ranks.
     """
 
     def __init__(self, inner: RangeSource, gather: Gather) -> None:
@@ -32,40 +32,40 @@ class ShardSource:
         return self._inner.block_format(key)
 
     def shard_bytes(self, key: BlockKey) -> int:
-        """Bytes of each rank's shard."""
+        """Bytes of one shard, equal on all ranks."""
         return shard_bytes(self._stored_bytes(key), self._size)
 
     def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
-        """Those that the file has; of those that quantising makes, a rank knows its own only."""
+        """Return the scales in the file; empty if scales are computed while reading (see `GatheredScales`)."""
         return {} if self.has_row_scales else self._inner.scales(key)
 
     def file_bytes(self, key: BlockKey) -> int:
         return self._inner.range_file_bytes(key, self._own(key))
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
-        """Fill `into`, 1-D uint8 CPU memory of `shard_bytes`, with the shard; what is padding keeps what it holds."""
+        """Fill `into`, 1-D uint8 CPU memory of `shard_bytes`, with the shard; padding is not written."""
         self._inner.read_range(key, self._own(key), into)
 
     @property
     def has_row_scales(self) -> bool:
-        """Whether blocks are quantised while they are read, so that ranks have to tell each other the scales."""
+        """True if blocks are quantised while they are read, so that ranks must exchange the scales."""
         return isinstance(self._inner, QuantisedSource)
 
     def own_scales(self, key: BlockKey) -> torch.Tensor:
-        """The scales of the rows that were read for the own shard, 1-D fp32 over all rows of the block; 0 elsewhere."""
+        """Return the scales of this rank's rows, 1-D fp32 over all rows of the block; 0 for the other rows."""
         assert isinstance(self._inner, QuantisedSource), "only quantised blocks have scales of ranks"
         scales = self._inner.own_scales(key)
         return torch.cat([torch.zeros(0), *(scales[name].flatten() for name in sorted(scales))])
 
     def put_scales(self, key: BlockKey, every: torch.Tensor) -> None:
-        """The `own_scales` of a block as all ranks together know them."""
+        """Set the scales of all rows of a block, in the order of `own_scales`."""
         assert isinstance(self._inner, QuantisedSource), "only quantised blocks have scales of ranks"
         own = self._inner.own_scales(key)
         parts = every.split([own[name].numel() for name in sorted(own)])
         self._inner.put_scales(key, {name: part.view(-1, 1) for name, part in zip(sorted(own), parts, strict=True)})
 
     def close(self) -> None:
-        """Nothing of its own is open."""
+        """Do nothing: the caller closes `inner`."""
 
     def _own(self, key: BlockKey) -> range:
         return shard_range(self._stored_bytes(key), self._rank, self._size)

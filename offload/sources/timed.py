@@ -41,10 +41,10 @@ class TimedSource:
 
     def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
         nbytes = self._inner.file_bytes(key)
-        began = time.perf_counter()
+        start = time.perf_counter()
         with ranged(self._ranges, f"read {key.expert} {key.block}"):
             self._inner.read_block(key, into)
-        self._reads[key] = (began, time.perf_counter(), nbytes)
+        self._reads[key] = (start, time.perf_counter(), nbytes)
 
     def take_span(self, key: BlockKey, *, straight: bool = False) -> ReadSpan | None:
         """Return and forget the last read of a block; None if it was not read since the last call.

@@ -1,7 +1,7 @@
-"""What the engine asks of a device: copying beside computing (`cpu.py`, `cuda.py`).
+"""Interface of the transfer backends: asynchronous copies of blocks into buffers (`cpu.py`, `cuda.py`).
 
-Both devices answer one call, made by the fetch thread for one fetch after the other: `land` brings the stored bytes of
-a block out of a slot of RAM into its buffer, and returns what the computing thread does before its first use of it.
+The fetch thread calls `copy_in` for one fetch after the other. Each call issues the copy of a block from its RAM slot
+into its buffer and returns a `PendingBlock`, which the compute thread finishes before it uses the block.
 """
 
 from __future__ import annotations
@@ -16,62 +16,71 @@ from ...devices import DeviceEvent
 from ...plan import BlockKey
 
 
-def nothing_left() -> None:
-    """Nothing is left to do."""
+def no_op() -> None:
+    """Do nothing."""
 
 
 class ReleaseSource(Protocol):
-    """Called once, when the bytes were taken out of their slot."""
+    """Callback that releases the RAM slot of a fetch; a backend calls it once per fetch that has a slot."""
 
     def __call__(self, drained: Callable[[], object] | None = None) -> None:
-        """`drained` waits on the host until the copy out of the slot has ended; None: it has ended."""
+        """Release the slot.
+
+        Args:
+            drained: blocks the host until the copy out of the slot has finished; None: the copy has finished.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class PendingBlock:
-    """What is left to do when a block was issued: `wait` for its bytes, then `unpack` them where that is computing.
+    """Issued block, and the work that the compute thread does before its first use: `wait`, then `decode`."""
 
-    `copied` is when its copy out of RAM began and ended, None where there was none; `decoded` when the device began and
-    ended to decode and patch, None where it does not, or `unpack` does it.
-    """
-
-    wait: Callable[[], object] = nothing_left
-    unpack: Callable[[], None] | None = None
+    wait: Callable[[], object] = no_op
+    """Order the compute stream behind the copy. Never blocks the host."""
+    decode: Callable[[], None] | None = None
+    """Decode and patch on the compute thread; None if nothing has to be done or the device did it already."""
     copied: tuple[DeviceEvent, DeviceEvent] | None = None
+    """Start and end of the copy out of RAM; None without such a copy."""
     decoded: tuple[DeviceEvent, DeviceEvent] | None = None
+    """Start and end of decoding and patching on the device; None if there was none, or `decode` does it."""
 
 
-class Streams(Protocol):
+class TransferBackend(Protocol):
     """Moves the blocks of one source to one device."""
 
     def begin_run(self) -> None:
-        """A run begins (computing thread)."""
+        """Prepare for a run (compute thread)."""
 
-    def land(
+    def copy_in(
         self,
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
         after: DeviceEvent,
-        leave: ReleaseSource,
+        release_source: ReleaseSource,
     ) -> PendingBlock:
-        """The buffer `into` is free once the device has passed `after`; issue the copy into it (fetch thread).
+        """Issue the copy of a block into its buffer (fetch thread). Returns before the copy has finished.
 
-        `stored` are the bytes in RAM; None: they were read straight into the buffer.
+        Args:
+            key: the block.
+            stored: its bytes in RAM, 1-D uint8; None if they were read directly into the buffer.
+            into: the buffer, 1-D uint8. It is free once the device has passed `after`.
+            after: end of the last visit that read the buffer.
+            release_source: called once `stored` is no longer needed.
         """
 
     def end_run(self) -> None:
-        """The fetch thread has left, and every visit was given to the device (computing thread)."""
+        """Finish a run: the fetch thread has ended and every visit was issued to the device (compute thread)."""
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory beside the buffers."""
+        """Bytes of device memory in addition to the buffers."""
 
     def settle(self) -> None:
-        """Between runs: wait until the device has passed everything that uses a buffer or a slot of RAM."""
+        """Block until the device has finished all work that uses a buffer or a RAM slot. Only between runs."""
 
-    def give_back(self) -> int:
-        """Let go of all device memory after `settle`; the next run makes it anew. Returns its bytes."""
+    def release_memory(self) -> int:
+        """Release all device memory and return its bytes; call `settle` before. The next run allocates it again."""
 
     def close(self) -> None:
-        """Wait for what is still under way, then let go of all memory."""
+        """Wait for pending copies, then release all memory."""

@@ -1,4 +1,4 @@
-"""Copying beside computing on a CPU: the fetch thread is the stream, and RAM buffers are the device."""
+"""CPU transfer backend: the fetch thread acts as the copy stream, buffers in RAM act as the device memory."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from ..sources.base import BlockSource
 from .base import PendingBlock, ReleaseSource
 
 
-class CpuStreams:
-    """The fetch thread only copies bytes; the computing thread decodes out of the slot, and adds patches.
-
-    torch arithmetic on the fetch thread would start a second pool of threads that fights the first one for the cores.
-    """
+class CpuBackend:
+    """Copies bytes on the fetch thread; decodes out of the RAM slot and adds patches on the compute thread."""
 
     device_bytes = 0
 
@@ -35,44 +32,46 @@ class CpuStreams:
     def begin_run(self) -> None:
         return
 
-    def land(
+    def copy_in(
         self,
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
         after: DeviceEvent,
-        leave: ReleaseSource,
+        release_source: ReleaseSource,
     ) -> PendingBlock:
         fmt = self._formats[key]
         patch = self._patches.get(key)
         decode: Callable[[], None] | None = None
         copied: tuple[DeviceEvent, DeviceEvent] | None = None
+        # Decoding and patching are torch arithmetic, so both are deferred to the compute thread: on this thread torch
+        # would start a second thread pool, which competes with the first one for the cores.
         if not fmt.is_raw:
-            assert stored is not None, f"{key} has to be decoded, and lies in no slot"
-            decode = self._decoding(key, stored, into, leave)
+            assert stored is not None, f"{key} must be decoded, but has no RAM slot"
+            decode = self._deferred_decode(key, stored, into, release_source)
         elif stored is not None:
-            began = time.perf_counter()
+            start = time.perf_counter()
             _copy(stored, into[: fmt.stored.nbytes])
-            copied = (began, time.perf_counter())
-            leave()
+            copied = (start, time.perf_counter())
+            release_source()
         if patch is None:
-            return PendingBlock(unpack=decode, copied=copied)
+            return PendingBlock(decode=decode, copied=copied)
 
         def decode_and_patch() -> None:
             if decode is not None:
                 decode()
             patch.add_to(into, fmt.computed)
 
-        return PendingBlock(unpack=decode_and_patch, copied=copied)
+        return PendingBlock(decode=decode_and_patch, copied=copied)
 
-    def _decoding(
-        self, key: BlockKey, stored: torch.Tensor, into: torch.Tensor, leave: ReleaseSource
+    def _deferred_decode(
+        self, key: BlockKey, stored: torch.Tensor, into: torch.Tensor, release_source: ReleaseSource
     ) -> Callable[[], None]:
         fmt, scales = self._formats[key], self._source.scales(key)
 
         def decode() -> None:
             decode_block(stored, into, fmt, scales)
-            leave()
+            release_source()  # only now: the slot is the only copy of the stored bytes
 
         return decode
 
@@ -82,7 +81,7 @@ class CpuStreams:
     def settle(self) -> None:
         return
 
-    def give_back(self) -> int:
+    def release_memory(self) -> int:
         return 0
 
     def close(self) -> None:
@@ -90,5 +89,5 @@ class CpuStreams:
 
 
 def _copy(stored: torch.Tensor, into: torch.Tensor) -> None:
-    # numpy copies on this thread alone; torch would call its thread pool for it.
+    # numpy copies on the calling thread; `Tensor.copy_` would use torch's thread pool.
     np.copyto(host_bytes(into), host_bytes(stored))

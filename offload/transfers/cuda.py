@@ -17,7 +17,7 @@ from .base import PendingBlock, ReleaseSource
 
 
 class DeviceScales:
-    """Scales by block and parameter name, as the source gives them."""
+    """Cache of fp32 scales in device memory, by block and parameter name."""
 
     def __init__(self, source: BlockSource, device: torch.device) -> None:
         self._source = source
@@ -27,44 +27,47 @@ class DeviceScales:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory."""
+        # A list, because another thread may add a block while this one iterates.
         return sum(scale.nbytes for block in list(self._scales.values()) for scale in block.values())
 
-    def of(
+    def get(
         self, key: BlockKey, *, copies: torch.cuda.Stream, decodings: torch.cuda.Stream
     ) -> Mapping[str, torch.Tensor]:
-        """The scales of a block, copied on the one stream if they are not there yet, for use on the other."""
+        """Return the scales of a block for use on `decodings`; on the first call, copy them on `copies`."""
         if key not in self._scales:
             scales = self._source.scales(key)
             with torch.cuda.stream(copies):
                 # A blocking copy would wait for the copy stream, and with it for the visits that stream waits for.
-                there = {n: scale.to(self._device, non_blocking=True) for n, scale in scales.items()}
-            for scale in there.values():
+                on_device = {n: scale.to(self._device, non_blocking=True) for n, scale in scales.items()}
+            # They were allocated on `copies`: without this, `clear` could release them to a later copy there while a
+            # decoding on the other stream still reads them.
+            for scale in on_device.values():
                 scale.record_stream(decodings)
-            self._scales[key] = there
+            self._scales[key] = on_device
         return self._scales[key]
 
     def clear(self) -> None:
-        """Let go of them; each is copied anew when it is asked for."""
+        """Release all scales; `get` copies each of them again."""
         self._scales.clear()
 
 
 class RawSlot:
-    """Device memory for the bytes of one block that has to be decoded or patched, and for the factors of its patch."""
+    """Device memory for the stored bytes of a block that is decoded, and for the factors of its patch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.raw = allocate_flat(0, device)
         self.factors = allocate_flat(0, device)
-        self.used: torch.cuda.Event | None = None  # the decoding that read it last
+        self.used: torch.cuda.Event | None = None  # end of the last decoding that read this slot
 
     @property
     def nbytes(self) -> int:
         return self.raw.numel() + self.factors.numel()
 
     def fit(self, raw: int, factors: int) -> None:
-        """Have exactly this much memory; what it held is lost."""
+        """Resize to exactly these numbers of bytes; the contents of a resized part are lost."""
         if self.raw.numel() != raw:
-            self.raw = allocate_flat(0, self._device)  # the old memory goes before the new one comes
+            self.raw = allocate_flat(0, self._device)  # free first, so that both never exist at the same time
             self.raw = allocate_flat(raw, self._device)
         if self.factors.numel() != factors:
             self.factors = allocate_flat(0, self._device)
@@ -75,13 +78,13 @@ class RawSlot:
         self.factors.record_stream(stream)
 
 
-class CudaStreams:
-    """A stream that copies and one that decodes and patches, beside the computing one; their order is by events only.
+class CudaBackend:
+    """Copy stream and decode stream next to the compute stream, ordered by events only.
 
-    Bytes that are not to be changed are copied straight into their buffer. Others are copied into one of two raw slots,
-    which waits for the decoding of two fetches before, and never for the buffer: so the bus goes on while blocks are
-    decoded. A run may compute on another stream than the run before it, and than the one that the buffers were
-    allocated on.
+    Blocks that need neither decoding nor a patch are copied directly into their buffer. The stored bytes of other
+    formats are copied into one of two raw slots. That copy waits for the decoding two fetches earlier, not for the
+    buffer, so the bus stays busy while blocks are decoded. A run may compute on another stream than the run before
+    it, or than the stream that the buffers were allocated on.
     """
 
     def __init__(
@@ -102,105 +105,112 @@ class CudaStreams:
         self._turn = 0
         self._scales = DeviceScales(source, device)
         self._fit_slots()
-        # Fresh memory may still be used by earlier work of the stream that it was allocated on.
+        # New memory may still be in use by earlier work on the stream that it was allocated on.
         self._copies.wait_stream(torch.cuda.current_stream(device))
 
     def begin_run(self) -> None:
         current = torch.cuda.current_stream(self._device)
-        # What a buffer kept was waited for by the stream that computed then. And the first copy into a buffer waits for
-        # this stream, behind what a run that was cut short left under way there.
+        # The copy into a block that is kept from the last run was waited for by the stream that computed then, which
+        # may be another one. An aborted run may also have left work on buffers unfinished: the first copy of this run
+        # into a buffer waits for an event on `current`, and so for that work.
         current.wait_stream(self._copies)
         current.wait_stream(self._decodings)
         self._fit_slots()
-        self._copies.wait_stream(current)  # also the copies into raw slots, which wait for no visit
+        self._copies.wait_stream(current)  # needed for raw slots too: copies into them wait for no visit
 
-    def land(
+    def copy_in(
         self,
         key: BlockKey,
         stored: torch.Tensor | None,
         into: torch.Tensor,
         after: DeviceEvent,
-        leave: ReleaseSource,
+        release_source: ReleaseSource,
     ) -> PendingBlock:
-        assert stored is not None, f"{key} cannot be read straight into device memory"
+        assert stored is not None, f"{key} cannot be read directly into device memory"
         patch = self._patches.get(key)
         free = cast(torch.cuda.Event, after)
         if patch is None and self._formats[key].is_raw:
-            return self._copied(stored, into, free, leave)
-        return self._decoded(key, stored, into, free, leave, patch)
+            return self._copy(stored, into, free, release_source)
+        return self._copy_and_decode(key, stored, into, free, release_source, patch)
 
-    def _copied(
-        self, stored: torch.Tensor, into: torch.Tensor, free: torch.cuda.Event, leave: ReleaseSource
+    def _copy(
+        self, stored: torch.Tensor, into: torch.Tensor, free: torch.cuda.Event, release_source: ReleaseSource
     ) -> PendingBlock:
-        began = torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
         copied = torch.cuda.Event(enable_timing=True, blocking=True)
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(free)
-            began.record(self._copies)
+            start.record(self._copies)
             into[: stored.numel()].copy_(stored, non_blocking=True)
             copied.record(self._copies)
-        # Should the engine be dropped unclosed, this memory is not given to anybody else before the copies have ended.
+        # The buffer was allocated on another stream. If the engine is dropped without `close`, the caching allocator
+        # must not hand this memory out again before the copy has finished.
         into.record_stream(self._copies)
-        leave(copied.synchronize)
+        # The copy is only issued. The thread that refills the slot calls `synchronize` first, so that neither this
+        # thread nor the compute thread waits for the bus.
+        release_source(copied.synchronize)
         return PendingBlock(
-            wait=lambda: torch.cuda.current_stream(self._device).wait_event(copied), copied=(began, copied)
+            # The stream of the visit, which need not be the stream that is current on this thread.
+            wait=lambda: torch.cuda.current_stream(self._device).wait_event(copied),
+            copied=(start, copied),
         )
 
-    def _decoded(
+    def _copy_and_decode(
         self,
         key: BlockKey,
         stored: torch.Tensor,
         into: torch.Tensor,
         free: torch.cuda.Event,
-        leave: ReleaseSource,
+        release_source: ReleaseSource,
         patch: StagedPatch | None,
     ) -> PendingBlock:
         fmt = self._formats[key]
         slot = self._raw_slots[self._turn % RAW_SLOTS]
         self._turn += 1
-        scales = self._scales.of(key, copies=self._copies, decodings=self._decodings)
+        scales = self._scales.get(key, copies=self._copies, decodings=self._decodings)
         raw = (into if fmt.is_raw else slot.raw)[: stored.numel()]
         copied = torch.cuda.Event(blocking=True)
-        starts, complete, began, ready = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+        copy_start, copy_end, decode_start, ready = (torch.cuda.Event(enable_timing=True) for _ in range(4))
         with torch.cuda.stream(self._copies):
             if slot.used is not None:
                 self._copies.wait_event(slot.used)
+            # Only a copy into the buffer itself waits for the buffer. A copy into the raw slot runs ahead.
             if fmt.is_raw:
                 self._copies.wait_event(free)
-            starts.record(self._copies)
+            copy_start.record(self._copies)
             raw.copy_(stored, non_blocking=True)
             copied.record(self._copies)
-            leave(copied.synchronize)
+            release_source(copied.synchronize)
             if patch is not None:
                 slot.factors[: patch.layout.nbytes].copy_(patch.memory, non_blocking=True)
-            complete.record(self._copies)
+            copy_end.record(self._copies)
         with torch.cuda.stream(self._decodings):
-            self._decodings.wait_event(complete)
+            self._decodings.wait_event(copy_end)
             self._decodings.wait_event(free)
-            began.record(self._decodings)
+            decode_start.record(self._decodings)
             if not fmt.is_raw:
                 decode_block(raw, into, fmt, scales)
             if patch is not None:
                 patch.add_to(into, fmt.computed, slot.factors)
             ready.record(self._decodings)
         slot.used = ready
-        for stream in (self._copies, self._decodings):
+        for stream in (self._copies, self._decodings):  # as in `_copy`: both streams use memory of another stream
             into.record_stream(stream)
             slot.record_stream(stream)
         return PendingBlock(
             wait=lambda: torch.cuda.current_stream(self._device).wait_event(ready),
-            copied=(starts, complete),
-            decoded=(began, ready),
+            copied=(copy_start, copy_end),
+            decoded=(decode_start, ready),
         )
 
     def _fit_slots(self) -> None:
-        # By the computing thread, before the copy stream waits for that thread's stream: fresh memory may still be used
-        # by earlier work there.
+        # Only on the compute thread, and before the copy stream waits for that thread's stream: the allocator may
+        # return memory that earlier work on that stream still uses.
         for slot in self._raw_slots:
-            slot.fit(self._largest_raw, self._patches.largest)
+            slot.fit(self._largest_raw, self._patches.largest_bytes)
 
     def end_run(self) -> None:
-        # Whatever comes next, `close` too, comes after the last visits.
+        # All later copies, and the `settle` of `close`, come after the last visits.
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
 
     @property
@@ -208,10 +218,11 @@ class CudaStreams:
         return sum(slot.nbytes for slot in self._raw_slots) + self._scales.nbytes
 
     def settle(self) -> None:
+        # Covers the visits too: `end_run` has ordered the copy stream behind them.
         self._copies.synchronize()
         self._decodings.synchronize()
 
-    def give_back(self) -> int:
+    def release_memory(self) -> int:
         nbytes = self.device_bytes
         for slot in self._raw_slots:
             slot.fit(0, 0)
@@ -220,4 +231,4 @@ class CudaStreams:
 
     def close(self) -> None:
         self.settle()
-        self.give_back()
+        self.release_memory()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from wanstream.cli.batch.media_check import check_media
-from wanstream.host.embedded.adapter import Folders, embedded_host
 from wanstream.testing.model import write_tiny_model
 from wanstream.tests.faults.cases import KINDS, Kind, Place, SkippedError
 from wanstream.tests.faults.points import Points
@@ -159,13 +158,8 @@ class Campaign:
 
     @cached_property
     def models(self) -> Path:
-        """The test model; its texts are encoded here, and so known to all clients."""
-        folder = write_tiny_model(self.folder / "models", layers=4).folder
-        text = self.workflow["text"]["inputs"]
-        with embedded_host.opened(Folders(models=folder, output=folder, input=folder)), torch.inference_mode():
-            path = embedded_host.model_path(text["text_encoder"], "diffusers", "text_encoders")
-            embedded_host.encode_texts(path, [text["positive"], text["negative"]])
-        return folder
+        """The test model."""
+        return write_tiny_model(self.folder / "models", layers=4).folder
 
     @cached_property
     def other_models(self) -> Path:

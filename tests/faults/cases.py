@@ -154,15 +154,15 @@ def _journal_locked(stage: Stage, chance: random.Random, place: Place) -> None:
 
 def _slowly(seconds: float) -> None:
     """Let each row take at least so long."""
-    from wanstream.cli.batch.backends import embedded as batch_embedded
+    from wanstream.host.embedded.run import Workflow
 
-    inner = batch_embedded.run_workflow
+    inner = Workflow.run
 
-    def slow(*arguments: object, **named: object) -> object:
+    def slow(workflow: Workflow, **options: object) -> object:
         time.sleep(seconds)
-        return inner(*arguments, **named)  # type: ignore[arg-type]
+        return inner(workflow, **options)  # type: ignore[arg-type]
 
-    batch_embedded.run_workflow = slow  # type: ignore[assignment]
+    Workflow.run = slow  # type: ignore[assignment]
 
 
 def _two_clients(stage: Stage, chance: random.Random, place: Place) -> None:

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from wanstream.host.api import SAVING_NODE
-from wanstream.host.embedded.adapter import Folders, embedded_host
+from wanstream.host.embedded.adapter import Folders
 from wanstream.host.embedded.graph import nodes_by_id
 from wanstream.nodes import WanStreamExtension
 from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.tests.faults.replaced import SAVE, frames_of, seed_behind
+from wanstream.tests.support.embedded import embedded_host
 
 COMMANDS = ("drop", "late drop", "500", "502", "cut")
 """Troubles: closed before or after the request was followed, errors after it was followed, half of an answer."""

@@ -1,4 +1,4 @@
-"""`run_workflow` without its computing: every save node gets a short video whose pictures depend on its seed."""
+"""Workflows without their computing: every save node writes a short video whose frames depend on its seed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from unittest import mock
 
 import torch
 
-from wanstream.cli.batch.backends import embedded as batch_embedded
 from wanstream.host.api import SAVING_NODE
-from wanstream.host.embedded.adapter import NodeProgress, embedded_host
+from wanstream.host.embedded.adapter import NodeProgress
 from wanstream.host.embedded.graph import as_link
-from wanstream.host.embedded.run import History
+from wanstream.host.embedded.run import History, Workflow
 from wanstream.nodes.runs.latent_backup import write_latent
 from wanstream.nodes.runs.video_file import write_mp4
 
@@ -48,11 +47,12 @@ def frames_of(seed: int) -> torch.Tensor:
     return torch.randint(0, 255, (FRAMES, SIZE, SIZE, 3), generator=random, dtype=torch.uint8)
 
 
-def run_replaced(prompt: Mapping[str, Any], *, output: Path, on_progress: Any = None, **_: Any) -> History:
-    """Stand for `run_workflow`: the latent is on the disk while the video is made, as of the real nodes."""
+def run_replaced(workflow: Workflow, *, on_progress: Any = None, **_: Any) -> History:
+    """Replace `Workflow.run`: the latent is on the disk while the video is made, as with the real nodes."""
+    prompt, output = workflow.verdict.prompt, workflow.folders.output
     shown = {}
     for node_id in (node_id for node_id, node in prompt.items() if node["class_type"] == SAVE):
-        embedded_host.raise_if_stopped()
+        workflow.host.raise_if_stopped()
         if on_progress is not None:
             on_progress(NodeProgress(node_id=node_id, class_type=SAVE, done=0, total=1))
         seed = seed_behind(prompt, node_id)
@@ -72,7 +72,7 @@ def run_replaced(prompt: Mapping[str, Any], *, output: Path, on_progress: Any = 
 @contextmanager
 def computing_replaced() -> Iterator[None]:
     """Inside, `wanstream batch` in this process computes nothing; everything else is as it is."""
-    with mock.patch.object(batch_embedded, "run_workflow", run_replaced):
+    with mock.patch.object(Workflow, "run", run_replaced):
         yield
 
 

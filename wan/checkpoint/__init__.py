@@ -1,1 +1,1 @@
-"""Wan checkpoints: formats, key names, detection of the model, weights on the meta device."""
+"""Wan checkpoints: file formats, key names, model detection and models on the meta device."""

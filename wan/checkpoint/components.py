@@ -1,7 +1,7 @@
-"""One component of a pipeline (the VAE, the text encoder): its config, and where its weights lie.
+"""Config and weight locations of one pipeline component (VAE, text encoder, image encoder).
 
-Reads headers, and in a diffusers folder a small JSON file; checks them against the module that they have to fill, and
-loads nothing.
+Only headers and, in a diffusers folder, `config.json` are read. The tensors are checked against the module that they
+belong to; no weights are loaded.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def component_folder(folder: Path, name: str) -> Path:
-    """Return the folder of component `name`, which `folder` either is or, as a pipeline folder, holds.
+    """Return the folder of component `name`: a subfolder of the pipeline `folder`, or `folder` itself.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: `folder` is neither.
     """
     for candidate in (folder / name, folder):
         if (candidate / CONFIG).is_file():
@@ -41,7 +41,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the JSON object in the folder's `config.json`.
 
     Raises:
-        CheckpointError: it is missing or is not a JSON object.
+        CheckpointError: the file is missing or is not a JSON object.
     """
     path = folder / CONFIG
     try:
@@ -55,16 +55,24 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def require_config(folder: Path, config: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
-    """Refuse a config that has another value for one of the `wanted` keys; `what` is the model that has those."""
-    for key, value in wanted.items():
+def require_config(folder: Path, config: Mapping[str, Any], expected: Mapping[str, Any], model: str) -> None:
+    """Refuse a config that differs from `expected` in one of its keys; `model` names the right model in the message.
+
+    Raises:
+        CheckpointError: a value is missing or differs.
+    """
+    for key, value in expected.items():
         if config.get(key) != value:
             found = repr(config[key]) if key in config else "missing"
-            raise CheckpointError(folder / CONFIG, f"{key} is {found}, {value!r} is expected: give {what}")
+            raise CheckpointError(folder / CONFIG, f"{key} is {found}, {value!r} is expected: give {model}")
 
 
 def require_sizes(folder: Path, config: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Refuse a config in which one of `keys` is not a whole number above 0."""
+    """Refuse a config in which one of `keys` is not a whole number above 0.
+
+    Raises:
+        CheckpointError: names the key and its value.
+    """
     for key in keys:
         value = config.get(key)
         if type(value) is not int or value < 1:
@@ -72,10 +80,10 @@ def require_sizes(folder: Path, config: Mapping[str, Any], keys: Iterable[str]) 
 
 
 def build_on_meta(path: Path, build: Callable[[], ModuleT]) -> ModuleT:
-    """Build the module that the file `path` describes, without weights, in eval mode.
+    """Build the module that the file `path` describes on the meta device, in eval mode.
 
     Raises:
-        CheckpointError: it has values that no such module can be built from.
+        CheckpointError: `build` rejects the values of the file.
     """
     try:
         with torch.device("meta"):
@@ -88,10 +96,10 @@ def build_on_meta(path: Path, build: Callable[[], ModuleT]) -> ModuleT:
 def component_weights(
     folder: Path, module: nn.Module, *, weights: str = WEIGHTS, aliases: Mapping[str, str] | None = None
 ) -> dict[str, FileTensor]:
-    """Return where each parameter of `module` lies in a folder of diffusers, in the order of the module.
+    """Return the file tensor of each parameter of `module` in a diffusers folder, in the order of the module.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file.
+        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file.
         CheckpointError: as `match_weights`.
     """
     return match_weights(folder, read_stored(folder, weights=weights).tensors, module, aliases=aliases)
@@ -107,13 +115,16 @@ def match_weights(
     described_by: str = CONFIG,
     key_of: Callable[[str], str] = str,
 ) -> dict[str, FileTensor]:
-    """Return which of the `tensors` each parameter of `module` is, in the order of the module.
+    """Return the file tensor of each parameter of `module`, in the order of the module.
 
-    `aliases` maps other names of a parameter, in files or in the module, to the one it goes by. `described_by` and
-    `key_of` word the errors: what the module was built from, and what its files call a parameter.
+    Args:
+        aliases: map from alternative parameter names, in files or in the module, to the canonical ones.
+        dtypes: dtypes that the file may use.
+        described_by: source of the module's sizes, for messages.
+        key_of: function from a parameter name to its key in the files, for messages.
 
     Raises:
-        CheckpointError: a tensor is missing, superfluous, or of another shape or dtype; names it.
+        CheckpointError: a tensor is missing, superfluous, or has the wrong shape or dtype; names it.
     """
     aliases = aliases or {}
     stored = {aliases.get(name, name): tensor for name, tensor in tensors.items()}
@@ -126,7 +137,7 @@ def match_weights(
         tensor = stored[name]
         if tensor.shape != shape:
             found = f"{key_of(name)} is {list(tensor.shape)}"
-            raise CheckpointError(tensor.path, f"{found}; {described_by} asks for {list(shape)}")
+            raise CheckpointError(tensor.path, f"{found}; {described_by} requires {list(shape)}")
         if tensor.dtype not in dtypes:
             wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise CheckpointError(tensor.path, f"{key_of(name)} is {tensor.dtype}; one of {wanted} is expected")

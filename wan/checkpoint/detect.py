@@ -1,4 +1,4 @@
-"""What kind of Wan transformer a checkpoint holds, told by the names and shapes of its tensors."""
+"""Detection of the Wan model in a checkpoint from the names and shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ Shape = tuple[int, ...]
 Family = Literal["t2v", "i2v", "ti2v"]
 
 IMAGE_LAYER = "condition_embedder.image_embedder.ff.net.0.proj.weight"
-HEAD_DIM = 128  # of every Wan transformer; heads = width / 128
+HEAD_DIM = 128  # in every Wan transformer; heads = width / 128
 LATENT_CHANNELS = WAN21.channels
-IMAGE_CONDITION_CHANNELS = 20  # 4 of mask, 16 of latents
+IMAGE_CONDITION_CHANNELS = 20  # 4 mask channels, 16 latent channels
 KNOWN_CHANNELS = (
     (LATENT_CHANNELS, LATENT_CHANNELS),
     (LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS),
     (WAN22.channels, WAN22.channels),
 )
-"""Of the input and the output of a model."""
+"""Input and output channels of the supported models."""
 
-# What Wan2.1 I2V has beside a plain expert: it embeds what CLIP sees in an image, and every block attends to that.
+# Parameters that only Wan2.1 I2V has: the embedder of CLIP image features, and their projections in each block.
 IMAGE_BRANCH = re.compile(r"condition_embedder\.image_embedder\.|blocks\.\d+\.attn2\.(add_[kv]_proj|norm_added_k)\.")
 
-# Tensors that change the model, native and diffusers' names; a plain expert has none of them.
+# Key prefixes of model variants, under native and diffusers' names; a plain expert has none of
+# them. The first match wins, so "audio_proj.audio_proj_glob" has to precede "audio_proj.".
 OTHER_MODELS = (
     (("vace_blocks.", "vace_patch_embedding."), "a VACE model"),
     (("face_adapter.", "motion_encoder.", "pose_patch_embedding."), "an Animate model"),
@@ -47,7 +48,7 @@ OTHER_MODELS = (
     (("diffusion_model.", "lora_unet_", "lora_transformer_", "transformer."), "a LoRA or a wrapped model"),
 )
 
-# By channels of the input, for models that give 16 or 48 channels and have no tensor that says so.
+# Variants by input channels, where no tensor name identifies them.
 OTHER_CHANNELS = {
     20: "a SCAIL model",
     32: "a camera control model of Wan2.1",
@@ -57,10 +58,10 @@ OTHER_CHANNELS = {
 }
 
 TYPE_FIELD = "config"
-"""Of a file's metadata: JSON whose "transformer" says what tensors cannot. ComfyUI merges it over what it has found."""
+"""Metadata field with a JSON config; ComfyUI merges its "transformer" entry over the config that it detects."""
 KNOWN_TYPES = ("t2v", "i2v", "ti2v")
 DIFFUSERS_CLASS, ORIGINAL_CLASS = "WanTransformer3DModel", "WanModel"
-"""Classes in the config.json of a folder that can run here: of diffusers, and of the folders that Wan-AI published."""
+"""Supported classes in a folder's config.json: that of diffusers, and that of the folders published by Wan-AI."""
 ONLY_THESE = "only the T2V and I2V models of Wan2.1 and Wan2.2 A14B, and TI2V-5B can run"
 
 
@@ -77,28 +78,27 @@ class WanConfig:
     freq_dim: int
     patch_size: tuple[int, int, int]
     image_dim: int | None = None
-    """Width of the image embeddings that the image branch takes; None: there is no such branch."""
+    """Width of the image embeddings for the image branch; None for a model without one."""
 
     @property
     def family(self) -> Family:
-        """Text-to-video; image-to-video, which takes the image condition as 20 more channels; or both, as the 5B model
-        is, whose frames have timesteps of their own where they are given."""
+        """Family by input channels: 16 is "t2v", 36 (with the image condition) is "i2v", 48 (5B) is "ti2v"."""
         if self.in_channels == WAN22.channels:
             return "ti2v"
         return "t2v" if self.in_channels == LATENT_CHANNELS else "i2v"
 
     def model_arguments(self) -> dict[str, Any]:
-        """Arguments of WanTransformer3DModel; what is left out is the same for all Wan models and its default."""
+        """Return the arguments of WanTransformer3DModel; the others have the same default in all Wan models."""
         width = self.num_attention_heads * HEAD_DIM
         added = None if self.image_dim is None else width
         return {**asdict(self), "attention_head_dim": HEAD_DIM, "added_kv_proj_dim": added}
 
 
 def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
-    """Refuse checkpoints whose tensors belong to a model that is more than a plain expert.
+    """Refuse the checkpoint of a variant that is more than a plain expert, by its keys.
 
     Raises:
-        CheckpointError: names the model and the first such tensor.
+        CheckpointError: names the variant and its first tensor.
     """
     keys = list(keys)
     for starts, model in OTHER_MODELS:
@@ -111,13 +111,13 @@ def refuse_other_models(path: Path, keys: Iterable[str]) -> None:
 
 
 def refuse_other_types(path: Path, metadata: Mapping[str, str]) -> None:
-    """Refuse a file whose metadata declare another model than a plain one, where the tensors are the same.
+    """Refuse a file whose metadata declare a variant with the same tensors as a plain model.
 
-    Wan-Animate-2 has the tensors of Wan2.1 I2V, FlowRVS and causal models have those of T2V. A file without the field
-    is what its tensors say. A field that cannot be read is refused: ComfyUI does not load such a file either.
+    Wan-Animate-2 has the tensors of Wan2.1 I2V; FlowRVS and causal models have those of T2V. A file without the field
+    passes. An unreadable field is refused because ComfyUI does not load such a file either.
 
     Raises:
-        CheckpointError: names the model or the fault.
+        CheckpointError: names the variant or the fault.
     """
     if TYPE_FIELD not in metadata:
         return
@@ -133,7 +133,7 @@ def refuse_other_types(path: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _declared(path: Path, text: object) -> Mapping[str, Any]:
-    """The object "transformer" of the metadata field `TYPE_FIELD`."""
+    """Return the object "transformer" of the metadata field `TYPE_FIELD`."""
     try:
         config = json.loads(text) if isinstance(text, str) else None
     except (ValueError, RecursionError) as err:
@@ -147,7 +147,7 @@ def _declared(path: Path, text: object) -> Mapping[str, Any]:
 
 
 def refuse_other_classes(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a folder whose config.json names another class or type of models; one that names none passes.
+    """Refuse a folder whose config.json names an unsupported class or model type; a config without them passes.
 
     Raises:
         CheckpointError: names the class or the type.
@@ -156,16 +156,16 @@ def refuse_other_classes(path: Path, config: Mapping[str, Any]) -> None:
     if named not in (DIFFUSERS_CLASS, ORIGINAL_CLASS):
         raise CheckpointError(path, f"is a {named}, not a {DIFFUSERS_CLASS} or {ORIGINAL_CLASS}; {ONLY_THESE}")
     kind = config.get("model_type")
-    # Only the original class has types; diffusers reads no such key.
+    # Only the original class has a model type; diffusers ignores this key.
     if named == ORIGINAL_CLASS and kind is not None and kind not in KNOWN_TYPES:
         raise CheckpointError(path, f"is another model: its config.json has the model_type {kind!r}; {ONLY_THESE}")
 
 
 def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
-    """Read the sizes off the tensors.
+    """Derive the config from the shapes of the tensors, by parameter name.
 
     Raises:
-        CheckpointError: a tensor that tells a size is missing, or the sizes are those of another model.
+        CheckpointError: a tensor that determines a size is missing, or the sizes are those of another model.
     """
 
     def shape(name: str, dimensions: int) -> Shape:
@@ -175,7 +175,7 @@ def config_from_shapes(path: Path, shapes: Mapping[str, Shape]) -> WanConfig:
             raise CheckpointError(path, f"{name} is {list(shapes[name])}; {dimensions} sizes above 0 are expected")
         return shapes[name]
 
-    # Counted, not the highest number: a block that is left out is then reported as missing.
+    # Count the blocks instead of taking the highest index, so that a gap is reported as a missing tensor.
     blocks = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
     width, in_channels, *patch = shape("patch_embedding.weight", 5)
     config = WanConfig(
@@ -205,4 +205,4 @@ def _check_family(path: Path, config: WanConfig, width: int) -> None:
     if config.image_dim is not None and config.family != "i2v":
         raise CheckpointError(path, f"has an image branch, but takes {channels[0]} channels; with one, 36 are expected")
     if width == 0 or width % HEAD_DIM:
-        raise CheckpointError(path, f"patch_embedding.weight is {width} wide, which is no multiple of {HEAD_DIM}")
+        raise CheckpointError(path, f"patch_embedding.weight is {width} wide, which is not a multiple of {HEAD_DIM}")

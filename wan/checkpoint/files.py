@@ -1,7 +1,7 @@
-"""Which files a path stands for, and the tensors that their headers promise.
+"""Files of a checkpoint and the tensors in their headers.
 
-A path is one safetensors or GGUF file, or a diffusers transformer folder: one file, or shards under an index. Only
-headers are read here.
+A checkpoint is one safetensors or GGUF file, or a diffusers transformer folder with one file or with shards and an
+index. Only headers are read.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from ...offload import CheckpointFileError, FileTensor, read_gguf_header, read_h
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
+# Named in a message only: unpickling a file can run code, so these are never opened.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 GGUF = ".gguf"
 
-# What ComfyUI puts before the keys of a diffusion model that was cut out of a larger checkpoint.
+# ComfyUI prepends this to the keys of a diffusion model that was extracted from a larger checkpoint.
 PREFIX = "model.diffusion_model."
 
 
 class CheckpointError(CheckpointFileError):
-    """The files can be read, but they are not an expert that can run; the message names the file and the tensor."""
+    """Readable files that do not contain a supported model; the message names the file and the tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointTensors:
-    """The tensors of one checkpoint under the keys of its files (less `PREFIX`), and the files' free-form metadata."""
+    """Tensors of one checkpoint by key (without `PREFIX`), and the metadata of its files."""
 
     path: Path
     tensors: Mapping[str, FileTensor]
@@ -37,11 +38,11 @@ class CheckpointTensors:
 
 
 def read_stored(path: Path, *, weights: str = WEIGHTS) -> CheckpointTensors:
-    """Read the headers of everything that `path` stands for; in a folder, of `weights` or of the shards in its index.
+    """Read the headers of the file `path`, or, in a folder, of the file `weights` or of the shards in its index.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
-        CheckpointError: a folder without weights, an index that does not fit its shards.
+        CheckpointError: the folder has no weights, or its index does not match its shards.
     """
     if not path.is_dir():
         return _read_file(path)
@@ -50,11 +51,11 @@ def read_stored(path: Path, *, weights: str = WEIGHTS) -> CheckpointTensors:
         return _read_shards(path, index)
     if (path / weights).is_file():
         return _read_file(path / weights)
-    raise CheckpointError(path, _why_no_weights(path, f"neither {weights} nor {index}"))
+    raise CheckpointError(path, _missing_weights_message(path, f"neither {weights} nor {index}"))
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether the file is GGUF, which its name tells."""
+    """Return True if the name of the file has the suffix of GGUF."""
     return path.suffix.lower() == GGUF
 
 
@@ -74,7 +75,7 @@ def _read_shards(folder: Path, index_name: str) -> CheckpointTensors:
     metadata: dict[str, str] = {}
     for shard in sorted(set(index.values())):
         if not (folder / shard).is_file():
-            raise CheckpointError(folder / shard, f"this shard is missing, {index_name} names it")
+            raise CheckpointError(folder / shard, f"this shard is missing, but {index_name} names it")
         header = read_header(folder / shard)
         metadata |= header.metadata
         for key, tensor in header.tensors.items():
@@ -88,7 +89,7 @@ def _read_shards(folder: Path, index_name: str) -> CheckpointTensors:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Tensor key -> shard file name."""
+    """Return the shard file name of each tensor key."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as err:
@@ -97,12 +98,13 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(path, "has no weight_map")
     for shard in shards.values():
+        # An index must not be able to name files outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(path, f"names the shard {shard!r}; a shard is a file in the same folder")
     return shards
 
 
-def _why_no_weights(folder: Path, missing: str) -> str:
+def _missing_weights_message(folder: Path, missing: str) -> str:
     if (folder / "transformer").is_dir():
         return "is a pipeline folder: give it alone, or give its transformer and transformer_2 folders"
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))

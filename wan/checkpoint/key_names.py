@@ -1,4 +1,4 @@
-"""Parameter names: keys of checkpoints as names of diffusers' WanTransformer3DModel, and back."""
+"""Conversion between checkpoint keys and parameter names of diffusers' WanTransformer3DModel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NATIVE_MARK = "time_embedding."
 
 
 def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
-    """Return the parameter name of every key; native (ComfyUI, original) keys are renamed, diffusers' own stay.
+    """Return the parameter name of every key: native (ComfyUI, original) keys are renamed, diffusers' are unchanged.
 
     Raises:
-        CheckpointError: neither kind of keys, or two keys that mean the same parameter.
+        CheckpointError: the keys are neither native nor diffusers', or two of them name the same parameter.
     """
     keys = list(keys)
     if any(key.startswith(DIFFUSERS_MARK) for key in keys):
@@ -26,7 +26,7 @@ def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
         raise CheckpointError(path, f"is not a Wan transformer: it holds {found}")
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
-    # The converter moves values from key to key without looking at them, so the keys themselves can be the values.
+    # The converter moves values between keys without reading them, so that the keys themselves can be the values.
     renamed = convert_wan_transformer_to_diffusers({key: key for key in keys})
     names = {key: name for name, key in renamed.items()}
     for key in keys:
@@ -36,12 +36,12 @@ def parameter_names(path: Path, keys: Iterable[str]) -> dict[str, str]:
 
 
 def both_names(name: str) -> str:
-    """Name a parameter for people, who may know it by either name."""
+    """Return the diffusers name of a parameter with its native name, for messages."""
     native = native_transformer_name(name)
     return name if native == name else f"{name} (natively {native})"
 
 
-# Modules and bare parameters by the names of diffusers: outside the blocks, and within a block.
+# Native names of modules and bare parameters by their diffusers names: outside the blocks (OUTER), in a block (BLOCK).
 OUTER = {
     "patch_embedding": "patch_embedding",
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
@@ -60,8 +60,8 @@ OUTER = {
 _ATTENTION = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
 
 BLOCK = {
-    **{f"attn1.{theirs}": f"self_attn.{native}" for theirs, native in _ATTENTION.items()},
-    **{f"attn2.{theirs}": f"cross_attn.{native}" for theirs, native in _ATTENTION.items()},
+    **{f"attn1.{name}": f"self_attn.{native}" for name, native in _ATTENTION.items()},
+    **{f"attn2.{name}": f"cross_attn.{native}" for name, native in _ATTENTION.items()},
     # The image branch of Wan2.1 I2V.
     "attn2.add_k_proj": "cross_attn.k_img",
     "attn2.add_v_proj": "cross_attn.v_img",
@@ -77,9 +77,10 @@ _BLOCK_NAME = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
 def native_transformer_name(name: str) -> str:
-    """The native name of a parameter of a `WanTransformer3DModel` of Wan2.1 or Wan2.2 A14B.
+    """Return the native name of a parameter of a `WanTransformer3DModel` of Wan2.1 or Wan2.2.
 
-    Raises `ValueError` for a name that such a model does not have.
+    Raises:
+        ValueError: the model has no parameter of this name.
     """
     in_block = _BLOCK_NAME.fullmatch(name)
     prefix, table, local = (f"blocks.{in_block[1]}.", BLOCK, in_block[2]) if in_block else ("", OUTER, name)
@@ -90,7 +91,7 @@ def native_transformer_name(name: str) -> str:
 
 
 def _split_leaf(name: str) -> tuple[str, str, str]:
-    """`"attn1.to_q.weight"` -> `("attn1.to_q", ".", "weight")`; a bare parameter has no leaf."""
+    """Split `"attn1.to_q.weight"` into `("attn1.to_q", ".", "weight")`; a bare parameter has an empty leaf."""
     if name.endswith((".weight", ".bias")):
         return name.rpartition(".")
     return name, "", ""

@@ -1,4 +1,4 @@
-"""The model without its weights: built on the meta device in a tenth of a second, filled tensor by tensor."""
+"""Wan transformers on the meta device, built in a tenth of a second and filled tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FIRST_BLOCK = "blocks.0."
 
 
 class NoInitialValues(TorchFunctionMode):
-    """Leaves out the initial values of modules that are made meanwhile, for weights that are set afterwards.
+    """Function mode that skips `torch.nn.init`, for modules that are built on meta.
 
-    On meta they change nothing, and drawing them would take three quarters of the time that a model takes.
+    Initial values have no effect on meta, but their computation takes three quarters of the build time.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,9 +37,9 @@ class NoInitialValues(TorchFunctionMode):
 
 
 def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer3DModel:
-    """Return the model in eval mode: every parameter on meta, the position tables, which no file holds, real.
+    """Return the model in eval mode with all parameters on meta and a `CachedEmbedder`.
 
-    Its embedder is a `CachedEmbedder`.
+    The position tables (RoPE) are real tensors because no file contains them.
     """
     from ..experts.embedder_cache import CachedEmbedder
 
@@ -52,6 +52,7 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
             image_width=config.image_dim,
             compute_dtype=compute_dtype,
         )
+    # A copy for each model, because `.to(device)` moves the buffers of a module in place.
     model.rope = copy.deepcopy(_position_tables(config.patch_size, model.config.rope_max_seq_len))
     return model.eval().requires_grad_(False)
 
@@ -59,6 +60,7 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
 @functools.cache
 def parameter_shapes(config: WanConfig) -> Mapping[str, Shape]:
     """Return the name and shape of every parameter of the model that `config` describes."""
+    # Build one block and repeat its shapes, because all blocks are equal.
     one_block = _on_meta(replace(config, num_layers=1))
     shapes = {name: tuple(parameter.shape) for name, parameter in one_block.named_parameters()}
     block = {name.removeprefix(FIRST_BLOCK): shapes.pop(name) for name in list(shapes) if name.startswith(FIRST_BLOCK)}
@@ -81,14 +83,14 @@ def table_bytes(config: WanConfig) -> int:
 
 
 def parameter_dtype(name: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype a parameter computes in: `compute_dtype`, or fp32 for what diffusers always keeps in fp32."""
+    """Return the dtype of a parameter: fp32 if diffusers always keeps it in fp32, else `compute_dtype`."""
     from diffusers import WanTransformer3DModel
 
     in_fp32 = set(name.split(".")) & set(WanTransformer3DModel._keep_in_fp32_modules)
     return torch.float32 if in_fp32 else compute_dtype
 
 
-def placed(
+def materialise(
     stored: torch.Tensor,
     shape: Shape,
     dtype: torch.dtype,
@@ -97,17 +99,21 @@ def placed(
     packing: QuantFormat | None,
     scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return a parameter as it computes, from its stored values on the CPU: those themselves where nothing changes."""
-    there = stored.to(device)
+    """Return a parameter on `device` in `dtype`, decoded from its stored values on the CPU.
+
+    Returns `stored` itself if neither the device nor the dtype changes and nothing has to be decoded.
+    """
+    on_device = stored.to(device)
     if packing is None and scale is None:
-        return there.to(dtype)
+        return on_device.to(dtype)
     decoded = torch.empty(shape, dtype=dtype, device=device)
-    decode_tensor(there, decoded, packing=packing, scale=scale)
+    decode_tensor(on_device, decoded, packing=packing, scale=scale)
     return decoded
 
 
 def set_parameters(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put real tensors in the places of meta parameters, whose data could not be set."""
+    """Replace parameters by these tensors, by full name."""
+    # A new parameter is registered because assigning to `.data` of a meta parameter raises an error.
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
         model.get_submodule(module).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
@@ -122,7 +128,7 @@ def _on_meta(config: WanConfig) -> WanTransformer3DModel:
 
 @functools.cache
 def _position_tables(patch_size: tuple[int, int, int], positions: int) -> WanRotaryPosEmbed:
-    """Sines and cosines of every position; the same for both experts, so computed once."""
+    """Return the RoPE tables of every position; cached because both experts have the same ones."""
     from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
     return WanRotaryPosEmbed(HEAD_DIM, patch_size, positions)

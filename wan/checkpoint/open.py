@@ -1,4 +1,4 @@
-"""Opens one expert without loading it: every tensor's place in the files, checked against the model it has to fill."""
+"""Opening of one expert: locates every tensor in the files and checks it against the model, without loading it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .components import CONFIG, read_config
 from .detect import Shape, WanConfig, config_from_shapes, refuse_other_classes, refuse_other_models, refuse_other_types
 from .files import CheckpointError, is_gguf, read_stored
 from .fp8_layouts import FP8_DTYPES, resolve_scales
-from .gguf import check_architecture, with_own_shapes
+from .gguf import check_architecture, restore_shapes
 from .key_names import both_names, parameter_names
 from .meta_model import parameter_shapes
 
@@ -22,43 +22,43 @@ STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
 
 @dataclass(frozen=True, kw_only=True)
 class Expert:
-    """One opened checkpoint: where its weights lie, under the parameter names of diffusers' WanTransformer3DModel.
-
-    `weights` has every parameter of the model, in its shape; dtypes and packings are those of the files. `scales` has
-    the scale of each scaled fp8 weight, one float32 number, under the weight's name.
-    """
+    """One opened checkpoint, under the parameter names of diffusers' WanTransformer3DModel."""
 
     path: Path
     config: WanConfig
     weights: Mapping[str, FileTensor]
+    """Every parameter of the model in the model's shape, with the dtype and packing of the file."""
     scales: Mapping[str, FileTensor]
+    """Scale of each scaled fp8 weight (one float32 number) under the name of the weight."""
 
     def is_current(self) -> bool:
-        """Whether the files on disk are still those that were opened."""
+        """Return True if the files on disk have not changed since they were opened."""
         opened = {(tensor.path, tensor.version) for tensor in self.weights.values()}
         return all(path.is_file() and file_version(path.stat()) == version for path, version in opened)
 
 
 def open_expert(path: Path) -> Expert:
-    """Open a safetensors or GGUF file or a diffusers transformer folder; reads headers and a few bytes of fp8 markers.
+    """Open a safetensors or GGUF file or a diffusers transformer folder.
+
+    Only headers and fp8 markers (a few bytes) are read.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
-        CheckpointError: the tensors are not those of one expert of Wan2.1 or Wan2.2 A14B; names the first
-            that is wrong.
+        CheckpointError: the tensors are not those of one Wan2.1 or Wan2.2 expert; names the first wrong one.
     """
     stored = read_stored(path)
     if is_gguf(path):
         check_architecture(path, stored.metadata)
     if (path / CONFIG).is_file():
         refuse_other_classes(path, read_config(path))
+    # Refuse variants before the shapes are checked, so that the message names the variant and not its first extra key.
     refuse_other_types(path, stored.metadata)
     refuse_other_models(path, stored.tensors)
     resolved = resolve_scales(path, stored.tensors, stored.metadata, read_tensors)
     names = parameter_names(path, resolved.weights)
     weights = {names[key]: tensor for key, tensor in resolved.weights.items()}
     if is_gguf(path):
-        weights = with_own_shapes(path, weights)
+        weights = restore_shapes(path, weights)
     config = config_from_shapes(path, {name: tensor.shape for name, tensor in weights.items()})
     expected = parameter_shapes(config)
     for key, name in names.items():
@@ -66,7 +66,7 @@ def open_expert(path: Path) -> Expert:
     missing = [name for name in expected if name not in weights]
     if missing:
         first = f"{both_names(missing[0])} {list(expected[missing[0]])}"
-        raise CheckpointError(path, f"{first} is missing, one of {len(missing)} that are")
+        raise CheckpointError(path, f"{first} is missing, one of {len(missing)} missing tensors")
     return Expert(
         path=path,
         config=config,
@@ -76,7 +76,7 @@ def open_expert(path: Path) -> Expert:
 
 
 def _check_tensor(path: Path, key: str, tensor: FileTensor, expected: Shape | None) -> None:
-    """Refuse a tensor (`key` in the file) that has no place in the model, or does not fit it."""
+    """Refuse a tensor (`key` in the file) that the model does not have, or has in another shape."""
     if expected is None:
         raise CheckpointError(path, f"{key} {list(tensor.shape)} does not belong to this Wan model")
     if tensor.shape != expected:

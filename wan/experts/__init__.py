@@ -1,1 +1,1 @@
-"""Pairs of experts and single models: opening, offload engine, embedders, registry."""
+"""Expert pairs and single models: opening, offload engine, embedders, registry."""

@@ -1,7 +1,7 @@
-"""Brings the weights that embed time and text to the device for a moment, and takes them away again.
+"""Streaming of the time and text embedders' weights, which are on the device only while rows are computed.
 
-They are read like blocks, one flat piece for each part: on a reading thread into page-locked memory, from there to the
-device in one copy, where they are decoded. Nothing of them stays, neither there nor in RAM.
+The weights are read like blocks, one flat buffer per part: a reader thread reads them into page-locked memory, from
+which they are copied to the device and decoded there. They are resident neither on the device nor in RAM.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from ...offload import CudaPageLock, FileSource, FileTensor, HostPages, WeightPatch, tensor_views
 from ...plan import BlockKey
-from ..checkpoint.meta_model import parameter_dtype, placed, set_parameters
+from ..checkpoint.meta_model import materialise, parameter_dtype, set_parameters
 from ..checkpoint.open import Expert
-from ..lora.apply import put_patched
+from ..lora.apply import write_patched
 from .embedder_cache import PARTS, EmbedderPart, part_of
 
 if TYPE_CHECKING:
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 
 
 class EmbedderWeights:
-    """The embedders' weights of several experts; all calls come from one thread.
+    """Embedder weights of several experts. All calls must come from one thread.
 
     Args:
-        models: by expert name, with the parameters of their embedders on meta.
-        reader: where reading runs, one job at a time.
+        experts: opened checkpoints by expert name.
+        models: models by expert name, with embedder parameters on meta.
+        compute_dtype: dtype of the decoded weights, except those that diffusers keeps in fp32.
+        device: device on which the rows are computed.
+        reader: executor that reads the files, one job at a time.
     """
 
     def __init__(
@@ -53,92 +56,95 @@ class EmbedderWeights:
         dtypes = {full: parameter_dtype(full, compute_dtype) for tensors in blocks.values() for full in tensors}
         self._source = FileSource(blocks, computed_dtypes=dtypes, scales=scales, direct=False)
         self._slots = HostPages(lock=CudaPageLock(device) if device.type == "cuda" else None)
-        self._coming: dict[BlockKey, Future[torch.Tensor]] = {}
+        self._pending: dict[BlockKey, Future[torch.Tensor]] = {}
         self._patches: Mapping[str, Mapping[str, WeightPatch]] = {}
         self.bytes_read = 0
-        """Bytes of the parts that were read and used."""
+        """Bytes of the parts that were read and loaded."""
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of RAM that parts take which were read and not used yet."""
+        """Bytes of RAM of parts that were read and not used yet."""
         return self._slots.nbytes
 
-    def start(self, name: str, part: EmbedderPart) -> None:
-        """Begin to read a part, unless that was begun."""
+    def start_reading(self, name: str, part: EmbedderPart) -> None:
+        """Start reading a part unless that has started."""
         key = self._keys[name, part]
-        if key not in self._coming:
-            self._coming[key] = self._reader.submit(self._read, key)
+        if key not in self._pending:
+            self._pending[key] = self._reader.submit(self._read, key)
 
-    def arrived(self, name: str, part: EmbedderPart) -> bool:
-        """Whether a part was read and waits to be used."""
+    def is_read(self, name: str, part: EmbedderPart) -> bool:
+        """Return True if a part was read and is not used yet."""
         key = self._keys[name, part]
-        return key in self._coming and self._coming[key].done()
+        return key in self._pending and self._pending[key].done()
 
     def drop(self, name: str, part: EmbedderPart) -> None:
-        """Take a part away that nobody needs; what is being read is read to its end first."""
+        """Discard a part that is not needed; waits for a read in progress."""
         key = self._keys[name, part]
-        coming = self._coming.pop(key, None)
-        if coming is not None and not coming.cancel():
-            coming.exception()
+        pending = self._pending.pop(key, None)
+        if pending is not None and not pending.cancel():
+            # Wait, because the read still writes into the slot. Its error is irrelevant: the part is not needed.
+            pending.exception()
         self._slots.drop(key)
 
     def set_patches(self, patches: Mapping[str, Mapping[str, WeightPatch]]) -> None:
-        """Replace what is added to the weights when they come, by expert and parameter name."""
+        """Replace the patches that are added to loaded weights, by expert and parameter name."""
         self._patches = patches
 
     @contextmanager
-    def there(self, name: str, part: EmbedderPart) -> Iterator[None]:
-        """The context in which the model computes with that part; waits until it is read.
+    def loaded(self, name: str, part: EmbedderPart) -> Iterator[None]:
+        """Context in which the model has the weights of that part on the device; waits until they are read.
 
         Raises:
-            OSError: it could not be read; the next time it is read again.
+            OSError: reading failed; the next call reads the part again.
         """
         key, model = self._keys[name, part], self._models[name]
-        self.start(name, part)
+        self.start_reading(name, part)
         try:
-            stored = self._read_in(key)
+            stored = self._wait_for_read(key)
             weights = self._on_device(key, stored)
             patches = self._patches.get(name, {})
             for full in weights.keys() & set(patches):
-                put_patched(weights[full], patches[full], weights[full])
-            absent = {full: model.get_parameter(full) for full in weights}
+                write_patched(weights[full], patches[full], weights[full])
+            meta_parameters = {full: model.get_parameter(full) for full in weights}
             set_parameters(model, weights)
+            # Keep no references: leaving the context has to free the device memory, and `drop` the RAM of the slot.
             del weights, stored
             try:
                 yield
             finally:
-                set_parameters(model, absent)
+                set_parameters(model, meta_parameters)
         finally:
             self._slots.drop(key)
 
     def close(self) -> None:
-        """Drop everything; the reader has ended. Closing twice is allowed."""
-        self._coming.clear()
+        """Free all memory and close the files, after the reader has shut down. Closing twice is allowed."""
+        self._pending.clear()
         self._slots.close()
         self._source.close()
 
-    def _read_in(self, key: BlockKey) -> torch.Tensor:
-        coming = self._coming.pop(key)
-        if coming.done() and coming.exception() is not None:
-            coming = self._reader.submit(self._read, key)  # failed when nobody needed it: the file may be back
-        return coming.result()
+    def _wait_for_read(self, key: BlockKey) -> torch.Tensor:
+        pending = self._pending.pop(key)
+        if pending.done() and pending.exception() is not None:
+            # The read failed ahead of time, when its rows were not needed yet: the file may be back.
+            pending = self._reader.submit(self._read, key)
+        return pending.result()
 
     def _read(self, key: BlockKey) -> torch.Tensor:
         stored = self._source.block_format(key).stored
-        self._source.scales(key)
+        self._source.scales(key)  # read on this thread and cached by the source
         with self._slots.reserve(key, key, stored.nbytes) as reservation:
             self._source.read_block(key, reservation.view)
         return reservation.memory
 
     def _on_device(self, key: BlockKey, stored: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One tensor after the other, so that its stored form and the decoded one are not there twice for all."""
+        """Copy and decode the tensors one by one, so that the device has both forms of only one tensor at a time."""
         fmt, scales = self._source.block_format(key), self._source.scales(key)
         self.bytes_read += sum(tensor.nbytes for tensor in fmt.stored.tensors)
         views = tensor_views(stored, fmt.stored)
         weights = {}
         for tensor, computed in zip(fmt.stored.tensors, fmt.computed.tensors, strict=True):
             name, packing = tensor.name, tensor.packing
-            weights[name] = placed(
+            weights[name] = materialise(
                 views[name], tensor.shape, computed.dtype, self._device, packing=packing, scale=scales.get(name)
             )
         return weights

@@ -1,4 +1,4 @@
-"""The offload engine of both experts: one pool of buffers, so that the switch is a visit like any other."""
+"""Offload engine of both experts, with one pool of buffers so that the switch is a visit like any other."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ...offload import BlockPatch, OffloadEngine, Sharded, WeightPatch
 from ...plan import BlockKey
 from ...schema import OffloadPolicy, Storage
 from ..checkpoint.open import Expert
-from ..lora.apply import LoraFactors, LoraStack, block_patches, stack_identity, staying_patches
+from ..lora.apply import LoraFactors, LoraStack, block_patches, resident_patches, stack_identity
 from ..transformer.kernels import Kernels, check_usable
 from .models import ExpertModels
-from .storage import block_source, segment_of
+from .storage import block_source, make_shared_segment
 
 NO_LORAS: Hashable = ()
 
 
 class ExpertEngine(OffloadEngine):
-    """Streams the blocks of the experts of one pair, and keeps everything else of them.
+    """Offload engine that streams the blocks of a pair's experts; their other parameters are resident.
 
-    `models` holds the diffusers models by expert name; they are plain modules whose block weights are there during a
-    visit only. Nothing is read before the engine exists but the files' headers.
+    `models` maps expert names to diffusers models. They are plain modules whose block weights are bound only during a
+    visit. Creating the engine starts to read the resident parameters; before that, only headers are read.
     """
 
     def __init__(
@@ -42,10 +42,11 @@ class ExpertEngine(OffloadEngine):
         self.models = ExpertModels(experts, compute_dtype=compute_dtype, device=device)
         self._compute_dtype = compute_dtype
         self._kernels, self._chunk_tokens = Kernels(), policy.chunk_tokens
+        # Chunked forwards replace `block.forward`, so they have to be installed before any hook wraps the block.
         self.models.kernels.set(self._kernels, self._chunk_tokens)
         self._configs = {name: expert.config for name, expert in experts.items()}
         source = block_source(experts, compute_dtype=compute_dtype, storage=storage, direct=direct)
-        self._segment = segment_of(source) if shared and sharded is None else None
+        self._segment = make_shared_segment(source) if shared and sharded is None else None
         super().__init__(
             self.models.blocks, policy=policy, device=device, source=source, shared=self._segment, sharded=sharded
         )
@@ -54,73 +55,74 @@ class ExpertEngine(OffloadEngine):
 
     @property
     def non_block_bytes(self) -> int:
-        """Bytes read so far that do not stream: what is outside the blocks, and the blocks' small tensors."""
+        """Bytes read so far that are not streamed: parameters outside the blocks, and the blocks' small tensors."""
         return self.models.non_block_bytes
 
     @property
     def graphs(self) -> int:
-        """Graphs that this process has compiled for blocks so far; while a step makes one, its time says nothing."""
+        """Number of block graphs that this process has compiled; a step that compiles one takes longer than others."""
         return self.models.kernels.graphs
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes of device memory that the weights take now: buffers, and everything there that does not stream."""
+        """Bytes of device memory of the weights now: buffers and resident parameters."""
         return super().loaded_bytes + self.models.loaded_bytes
 
     def expect(self, timesteps: Mapping[str, Sequence[float]], texts: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Say which timesteps and texts the coming run will bring to each of its experts, which it names in order.
+        """Set the timesteps and texts of the next run, by expert in the order of the run.
 
-        They are then embedded together, and the weights for it, 0.5 GB per expert, are there for that moment only. A
-        run that brings others is served too, and reads these weights again.
+        They are then embedded together, so that the embedder weights (0.5 GB per expert) are loaded once and only for
+        that time. A run may use other timesteps and texts, but then these weights are read again.
         """
-        self.models.expect(timesteps, texts)
+        self.models.prefetch_embeddings(timesteps, texts)
 
     def set_loras(self, stacks: Mapping[str, LoraStack], factors: LoraFactors) -> None:
-        """Add these LoRAs, by expert, and no others to the weights; those that are set already cost nothing.
+        """Replace the LoRAs, by expert; setting the same LoRAs again costs nothing.
 
-        `factors` gives what they hold, which is read now if it is not there yet. Of the base weights, those of blocks
-        that lie in a buffer and change are fetched once more by the next run; nothing else is read.
+        `factors` reads the tensors of LoRAs that are not loaded yet. The next run fetches changed blocks that are in a
+        buffer again; no other base weights are read.
 
         Raises:
-            RuntimeError: a run is going on, and the LoRAs are others.
+            RuntimeError: the LoRAs differ and a run is in progress.
             CheckpointError: a factor is not finite.
-            OSError: a file cannot be read, or the system does not give the memory for the factors.
+            OSError: a file cannot be read, or the memory for the factors cannot be allocated.
         """
         loras = tuple((expert, stack_identity(stack)) for expert, stack in stacks.items() if stack)
         if loras == self._loras:
             return
         if self.running:
-            raise RuntimeError("other LoRAs are asked for while this engine is running a program; wait for it to end")
-        self._loras = None  # neither the former nor the new ones, until all of it is done
+            raise RuntimeError("LoRAs cannot be changed while this engine is running a program; wait for its end")
+        self._loras = None  # equal to no stacks, so that a call after an error below sets all of them again
         blocks: dict[BlockKey, BlockPatch] = {}
-        staying: dict[str, Mapping[str, WeightPatch]] = {}
+        resident: dict[str, Mapping[str, WeightPatch]] = {}
         for expert, stack in stacks.items():
-            # Also what only changes parameters that are looked up later: a run must not fail half-way for its file.
+            # Read every file now, even if it changes only parameters that are patched later: an unreadable file must
+            # raise an error here, not in the middle of a run.
             for lora, _ in stack:
-                factors.of(lora)
+                factors.load(lora)
             blocks |= block_patches(expert, self._configs[expert], stack, factors)
-            staying[expert] = staying_patches(self._configs[expert], stack, factors)
+            resident[expert] = resident_patches(self._configs[expert], stack, factors)
         self.set_patches(blocks)
-        self.models.set_patches(staying)
+        self.models.set_patches(resident)
         self._loras = loras
 
     def set_kernels(self, kernels: Kernels) -> None:
-        """Compute with other kernels from the next run on; those that are set already cost nothing, and none a byte.
+        """Set the compute kernels of the next runs; nothing is read again.
 
         Raises:
-            RuntimeError: a run is going on, and the kernels are others.
-            KernelsError: they are not installed, or do not serve this device or dtype; the former ones stay.
+            RuntimeError: the kernels differ and a run is in progress.
+            KernelsError: the kernels are not installed or do not support this device or dtype; nothing is changed.
         """
         if kernels == self._kernels:
             return
         if self.running:
-            raise RuntimeError("other kernels are asked for while this engine is running a program; wait for its end")
+            raise RuntimeError("kernels cannot be changed while this engine is running a program; wait for its end")
         check_usable(kernels, self.device, self._compute_dtype)
         self.models.kernels.set(kernels, self._chunk_tokens)
         self._kernels = kernels
 
     def set_policy(self, policy: OffloadPolicy) -> None:
-        """As `OffloadEngine.set_policy`; the tokens computed at once are those of the policy too."""
+        """Change the policy as `OffloadEngine.set_policy`, its `chunk_tokens` included."""
         super().set_policy(policy)
         self._chunk_tokens = policy.chunk_tokens
         self.models.kernels.set(self._kernels, self._chunk_tokens)
@@ -129,7 +131,7 @@ class ExpertEngine(OffloadEngine):
         """Free the buffers, threads and files. Closing twice is allowed.
 
         Raises:
-            RuntimeError: a run is going on; it goes on undisturbed.
+            RuntimeError: a run is in progress; it continues.
         """
         self.detach()
         if self._segment is not None:

@@ -1,4 +1,4 @@
-"""Opens the pair of experts that Wan2.2 A14B is made of, or one expert in its place, by value."""
+"""Opening of expert pairs (Wan2.2 A14B) and of single models (Wan2.1, Wan2.2 TI2V-5B)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..checkpoint.files import CheckpointError
 from ..checkpoint.key_names import both_names
 from ..checkpoint.open import Expert, open_expert
 from .pair import ExpertPair
-from .storage import STORAGES, tell_what_stays
+from .storage import STORAGES, log_unquantised
 
 __all__ = ["COMPUTE_DTYPES", "ExpertPair", "open_experts", "open_one_expert"]
 
@@ -31,27 +31,26 @@ def open_experts(
     direct: bool | None = None,
     shared: bool = False,
 ) -> ExpertPair:
-    """Open both experts without loading them: only the headers of their files are read.
+    """Open both experts without loading them; only the headers of their files are read.
 
     Args:
-        high_noise: the expert of the early steps: a safetensors file (diffusers' or ComfyUI's keys; fp32, fp16, bf16,
-            fp8 with scales or without) or a GGUF file, or a diffusers transformer folder. A diffusers pipeline folder
-            stands for both experts.
-        low_noise: the expert of the late steps, likewise.
-        compute_dtype: bf16, fp16 or fp32; or "auto": `auto_dtype` of the GPU if there is one, otherwise of the CPU.
-            Give `auto_dtype(device)` for another device. What diffusers keeps in fp32 stays in fp32 in any case.
-        storage: "as stored", or "fp8": the matrices of the blocks are kept in RAM and moved in fp8 (e4m3fn) with one
-            scale for each row, which halves both for a bf16 or fp16 file. They are quantised while they are read, and
-            decoded on arrival. Matrices that are fp8 already or packed (GGUF) stay as they are.
-        direct: read blocks past the page cache (O_DIRECT); None: where that pays.
-        shared: other processes of this machine open the same experts: what a policy keeps in RAM is there once for all
-            of them, and what it reads from files comes through the page cache unless `direct` says otherwise. Homes do
-            not roll then.
+        high_noise: expert of the early steps: a safetensors file (diffusers' or ComfyUI's keys; fp32, fp16, bf16, fp8
+            with or without scales), a GGUF file, or a diffusers transformer folder. A diffusers pipeline folder
+            contains both experts.
+        low_noise: expert of the late steps, likewise; None with a pipeline folder.
+        compute_dtype: bf16, fp16, fp32 or "auto": `auto_dtype` of the GPU if there is one, otherwise of the CPU. Pass
+            `auto_dtype(device)` for another device. Parameters that diffusers keeps in fp32 are always in fp32.
+        storage: "as stored", or "fp8": the matrices of the blocks are stored in RAM and copied in fp8 (e4m3fn) with one
+            scale per row, which halves RAM and transfers for a bf16 or fp16 file. They are quantised while they are
+            read and decoded on arrival. Matrices that are already fp8 or packed (GGUF) are unchanged.
+        direct: read blocks past the page cache (O_DIRECT); None: where this is faster.
+        shared: other processes of this machine open the same experts. Blocks in RAM are then shared by all of them, and
+            files are read through the page cache unless `direct` is True.
 
     Raises:
         CheckpointFileError: a file is missing, truncated, a pickle, or neither safetensors nor GGUF.
         CheckpointError: the tensors are not those of an A14B expert, or the two experts do not belong together.
-        ValueError: another compute dtype or storage.
+        ValueError: the compute dtype or the storage is not one of the above.
     """
     dtype = _checked(compute_dtype, storage)
     high_path, low_path = _expert_paths(Path(high_noise), None if low_noise is None else Path(low_noise))
@@ -60,7 +59,7 @@ def open_experts(
         _refuse_ti2v(expert)
     _check_pair(high, low)
     _refuse_image_branch(high)
-    tell_what_stays((high, low), storage)
+    log_unquantised((high, low), storage)
     return ExpertPair(high=high, low=low, compute_dtype=dtype, storage=storage, direct=direct, shared=shared)
 
 
@@ -72,20 +71,27 @@ def open_one_expert(
     direct: bool | None = None,
     shared: bool = False,
 ) -> ExpertPair:
-    """Open a model that is one expert, which runs every step: Wan2.1 T2V (1.3B and 14B) and I2V (14B), Wan2.2 TI2V-5B.
+    """Open a single model, which runs every step: Wan2.1 T2V (1.3B, 14B) or I2V (14B), Wan2.2 TI2V-5B.
 
-    It takes the place "high" of the pair, and a request has all of its steps there (`boundary_ratio` 0).
+    The model takes the place "high" of the pair. Requests run all of their steps there (`boundary_ratio` 0).
 
     Args:
-        path: as an expert of `open_experts`; of a diffusers pipeline folder, its transformer.
+        path: file or folder, as for `open_experts`, or a diffusers pipeline folder with one transformer.
+        compute_dtype: as for `open_experts`.
+        storage: as for `open_experts`.
+        direct: as for `open_experts`.
+        shared: as for `open_experts`.
 
-    Raises as `open_experts`; a folder with two transformers is refused, and so is an image-to-video file that has no
-    image branch.
+    Raises:
+        CheckpointFileError: as `open_experts`.
+        CheckpointError: the folder has two transformers, the tensors are not those of such a model, or an
+            image-to-video model has no image branch.
+        ValueError: as `open_experts`.
     """
     dtype = _checked(compute_dtype, storage)
     expert = open_expert(_one_path(Path(path)))
     _require_image_branch(expert)
-    tell_what_stays([expert], storage)
+    log_unquantised([expert], storage)
     return ExpertPair(high=expert, low=expert, compute_dtype=dtype, storage=storage, direct=direct, shared=shared)
 
 
@@ -93,8 +99,8 @@ def _refuse_ti2v(expert: Expert) -> None:
     if expert.config.family == "ti2v":
         raise CheckpointError(
             expert.path,
-            f"is Wan2.2 TI2V-5B ({expert.config.in_channels} channels), which is one expert and none of a pair; the "
-            "experts of Wan2.2 A14B have 16 or 36 channels: open it as one expert",
+            f"is Wan2.2 TI2V-5B ({expert.config.in_channels} channels), which is a single model; the experts of "
+            "Wan2.2 A14B have 16 or 36 channels: open it as a single model",
         )
 
 
@@ -102,7 +108,7 @@ def _refuse_image_branch(expert: Expert) -> None:
     if expert.config.image_dim is not None:
         raise CheckpointError(
             expert.path,
-            "has an image branch, which Wan2.1 I2V has and no expert of Wan2.2 A14B: open it as one expert",
+            "has an image branch, so it is Wan2.1 I2V and not an expert of Wan2.2 A14B: open it as a single model",
         )
 
 
@@ -116,7 +122,7 @@ def _require_image_branch(expert: Expert) -> None:
 
 
 def _checked(compute_dtype: ComputeDtype, storage: Storage) -> torch.dtype:
-    """The dtype to compute in. Raises ValueError for settings that cannot be."""
+    """Return the compute dtype. Raises ValueError for an unsupported dtype or storage."""
     dtype = resolved_dtype(compute_dtype)
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(
@@ -128,7 +134,7 @@ def _checked(compute_dtype: ComputeDtype, storage: Storage) -> torch.dtype:
 
 
 def _one_path(path: Path) -> Path:
-    """The path of the only expert; a pipeline folder holds it."""
+    """Return the path of a single model, the transformer of a pipeline folder included."""
     if not path.exists():
         raise CheckpointError(path, "does not exist")
     if (path / "transformer_2").is_dir():
@@ -139,7 +145,7 @@ def _one_path(path: Path) -> Path:
 
 
 def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:
-    """The path of each expert; a pipeline folder holds both."""
+    """Return the path of each expert; a pipeline folder contains both."""
     if low is not None:
         return high, low
     if not high.exists():
@@ -147,11 +153,13 @@ def _expert_paths(high: Path, low: Path | None) -> tuple[Path, Path]:
     if not (high / "transformer").is_dir():
         raise CheckpointError(
             high,
-            "is one expert: give the low-noise expert too, or a pipeline folder (transformer, transformer_2); a model "
-            "that has no other (Wan2.1, Wan2.2 TI2V-5B) is opened as one expert",
+            "is one expert: give the low-noise expert too, or a pipeline folder (transformer, transformer_2); open "
+            "Wan2.1 and Wan2.2 TI2V-5B as a single model",
         )
     if not (high / "transformer_2").is_dir():
-        raise CheckpointError(high, "has no transformer_2: Wan2.2 A14B has two transformers; open this as one expert")
+        raise CheckpointError(
+            high, "has no transformer_2: Wan2.2 A14B has two transformers; open this as a single model"
+        )
     return high / "transformer", high / "transformer_2"
 
 
@@ -166,5 +174,5 @@ def _check_pair(high: Expert, low: Expert) -> None:
         if value != others[size]:
             raise CheckpointError(
                 low.path,
-                f"does not belong to {high.path}: {size} is {value} in the one and {others[size]} in the other",
+                f"does not belong to {high.path}: {size} is {value} in this one and {others[size]} in the other",
             )

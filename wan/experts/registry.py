@@ -1,4 +1,4 @@
-"""Experts that are named by value, opened once and found open by the next run."""
+"""Registry of the open expert pair, which later runs reuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pair import ExpertPair
 
 
 def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
-    """Open the experts that `ref` names, without its LoRAs: reads headers only. `shared` as for `open_experts`."""
+    """Open the experts of `ref` without its LoRAs; only headers are read. `shared` is that of `open_experts`."""
     dtype: ComputeDtype = AUTO if ref.compute_dtype == AUTO else getattr(torch, ref.compute_dtype)
     if ref.single:
         return open_one_expert(ref.high_noise, compute_dtype=dtype, storage=ref.storage, shared=shared)
@@ -24,46 +24,49 @@ def open_pair(ref: ExpertsRef, *, shared: bool = False) -> ExpertPair:
 
 
 def set_loras(pair: ExpertPair, refs: Sequence[LoraRef]) -> None:
-    """Let `pair` run with the LoRAs that `refs` name: reads headers only."""
+    """Open the LoRAs of `refs` and set them on `pair`; only headers and alphas are read."""
     pair.set_loras(
         high=[(open_lora(ref.high_noise), ref.strength_high) for ref in refs if ref.high_noise is not None],
         low=[(open_lora(ref.low_noise), ref.strength_low) for ref in refs if ref.low_noise is not None],
     )
 
 
-def kernels_of(ref: ExpertsRef) -> Kernels:
-    """What `ref` has the blocks computed with."""
+def _kernels(ref: ExpertsRef) -> Kernels:
+    """Return the compute kernels of `ref`."""
     return Kernels(attention=ref.attention, compiler=INDUCTOR if ref.compile else None)
 
 
 class ExpertsRegistry:
-    """Holds at most one open pair of experts, by value. Thread-safe.
+    """Thread-safe registry of at most one open pair, looked up by value.
 
-    A second run of the same graph, whatever its seed, finds its pair open, unless its files were replaced; another pair
-    closes the former one first, so that two pairs never share the device. A pair stays open when only its LoRAs or what
-    computes its blocks are others.
+    A later run of the same graph reuses the open pair unless its files have changed. Another pair closes the open one
+    first, so that two pairs never share the device. New LoRAs or kernels do not close the pair.
     """
 
     def __init__(self, open_pair: Callable[[ExpertsRef], ExpertPair] = open_pair) -> None:
         self._open_pair = open_pair
         self._lock = threading.Lock()
-        self._held: tuple[ExpertsRef, ExpertPair] | None = None
+        self._entry: tuple[ExpertsRef, ExpertPair] | None = None
         self._loras: tuple[LoraRef, ...] = ()
         self._kernels = Kernels()
 
     def get(self, ref: ExpertsRef) -> ExpertPair:
-        """The pair that `ref` names, opened if it is not the one at hand, with its LoRAs and kernels set.
+        """Return the pair of `ref` with its LoRAs and kernels set; opens it unless it is open.
 
-        Raises what opening the pair or its LoRAs raises, and KernelsError for kernels that are not installed. LoRAs
-        and kernels that are refused leave a pair at hand as it was.
+        If the LoRAs or kernels are refused, an open pair is unchanged.
+
+        Raises:
+            KernelsError: the kernels are not installed.
+            OSError: as `open_pair` and `set_loras`.
+            ValueError: as `open_pair` and `set_loras`.
         """
-        kernels = kernels_of(ref)
+        kernels = _kernels(ref)
         check_installed(kernels)
         with self._lock:
-            if self._held is None or self._held[0] != ref.opened or not self._held[1].is_current():
+            if self._entry is None or self._entry[0] != ref.opened or not self._entry[1].is_current():
                 self._close()
-                self._held = (ref.opened, self._open_pair(ref.opened))
-            pair = self._held[1]
+                self._entry = (ref.opened, self._open_pair(ref.opened))
+            pair = self._entry[1]
             if self._loras != ref.loras or not pair.loras_are_current():
                 set_loras(pair, ref.loras)
                 self._loras = ref.loras
@@ -78,12 +81,12 @@ class ExpertsRegistry:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes of the device that the open pair holds; 0 where none is open."""
-        held = self._held
-        return 0 if held is None else held[1].loaded_bytes
+        """Bytes of device memory of the open pair; 0 if none is open."""
+        entry = self._entry  # a copy without the lock, because `get` keeps it while a pair is opened
+        return 0 if entry is None else entry[1].loaded_bytes
 
     def _close(self) -> None:
-        held, self._held = self._held, None
+        entry, self._entry = self._entry, None
         self._loras, self._kernels = (), Kernels()
-        if held is not None:
-            held[1].close()
+        if entry is not None:
+            entry[1].close()

@@ -1,4 +1,4 @@
-"""Storage of an expert's blocks (as in the file, or fp8), and the device memory that the weights take."""
+"""Storage of blocks (as in the file, or fp8) and memory that weights need."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ logger = logging.getLogger("wanstream.checkpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockBytes:
-    """Bytes of the streamed matrices of one block, of the largest one where blocks differ."""
+    """Bytes of the streamed matrices of the largest block."""
 
     file: int
-    """What is read."""
+    """Bytes read from files."""
     stored: int
-    """What lies in RAM and crosses the bus."""
+    """Bytes in RAM and on the bus."""
     computed: int
-    """What a buffer takes."""
+    """Bytes of a buffer."""
     decoded: int
-    """What a GPU keeps beside the buffers for the stored form of blocks that arrive: 0 where none is decoded."""
+    """Bytes of GPU memory, in addition to the buffers, for the stored form of arriving blocks; 0 without decoding."""
 
 
 def file_format(expert: Expert, index: int, compute_dtype: torch.dtype) -> BlockFormat:
-    """Return the format of a block as its file has it."""
+    """Return the format of a block in its file."""
     tensors, scales = _streamed(expert, index)
     return block_format(
         {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()},
@@ -59,16 +59,16 @@ def file_format(expert: Expert, index: int, compute_dtype: torch.dtype) -> Block
     )
 
 
-def kept_format(expert: Expert, index: int, compute_dtype: torch.dtype, storage: Storage) -> BlockFormat:
+def stored_format(expert: Expert, index: int, compute_dtype: torch.dtype, storage: Storage) -> BlockFormat:
     """Return the format of a block in RAM and on the bus."""
     fmt = file_format(expert, index, compute_dtype)
     return quantised_format(fmt) if storage == "fp8" else fmt
 
 
 def block_bytes(experts: Iterable[Expert], compute_dtype: torch.dtype, storage: Storage) -> BlockBytes:
-    """Return what the largest block of these experts takes. Reads nothing."""
+    """Return the bytes of the largest block of these experts. Reads nothing."""
     kinds = [
-        (file_format(expert, index, compute_dtype), kept_format(expert, index, compute_dtype, storage))
+        (file_format(expert, index, compute_dtype), stored_format(expert, index, compute_dtype, storage))
         for expert in experts
         for index in range(expert.config.num_layers)
     ]
@@ -94,7 +94,7 @@ def row_scale_bytes(experts: Iterable[Expert], storage: Storage) -> int:
 def block_source(
     experts: Mapping[str, Expert], *, compute_dtype: torch.dtype, storage: Storage, direct: bool | None
 ) -> FileSource | QuantisedSource:
-    """Return the streamed weights of every block, straight from the experts' files."""
+    """Return the source of every block's streamed weights, which reads the experts' files."""
     blocks: dict[BlockKey, dict[str, FileTensor]] = {}
     scales: dict[BlockKey, dict[str, FileTensor]] = {}
     for name, expert in experts.items():
@@ -104,17 +104,17 @@ def block_source(
     return QuantisedSource(files) if any(_quantises(expert, storage) for expert in experts.values()) else files
 
 
-def segment_of(source: FileSource | QuantisedSource) -> SharedSegment:
-    """Room for the blocks of a source in memory that the ranks of one machine share; blocks come as they are read.
+def make_shared_segment(source: FileSource | QuantisedSource) -> SharedSegment:
+    """Return memory for the blocks of a source that the ranks of one machine share.
 
     Raises:
-        SourceError: the system has no such memory, or refuses it.
+        SourceError: the system has no shared memory, or refuses it.
     """
     return SharedSegment(source.identity, {key: source.block_format(key).stored.nbytes for key in source.keys()})
 
 
-def tell_what_stays(experts: Iterable[Expert], storage: Storage) -> None:
-    """Say in the log which experts fp8 storage leaves as they are."""
+def log_unquantised(experts: Iterable[Expert], storage: Storage) -> None:
+    """Log the experts whose blocks fp8 storage does not change."""
     for path in dict.fromkeys(expert.path for expert in experts if not _quantises(expert, storage)):
         if storage == "fp8":
             logger.info("%s: storage fp8 changes nothing here, the blocks are fp8 or packed (GGUF) already", path)
@@ -125,7 +125,7 @@ def _quantises(expert: Expert, storage: Storage) -> bool:
 
 
 def _streamed(expert: Expert, index: int) -> tuple[dict[str, FileTensor], dict[str, FileTensor]]:
-    """The streamed tensors of one block and their scales, by their names within the block."""
+    """Return the streamed tensors of one block and their scales, by name within the block."""
     names = {name: f"blocks.{index}.{name}" for name in block_streams(expert.config)}
     tensors = {name: expert.weights[full] for name, full in names.items()}
     return tensors, {name: expert.scales[full] for name, full in names.items() if full in expert.scales}
@@ -137,27 +137,28 @@ EXPERTS = ("high", "low")
 def device_bytes(
     config: WanConfig, *, compute_dtype: torch.dtype, policy: OffloadPolicy, experts: Iterable[str] = EXPERTS
 ) -> int:
-    """Bytes of these experts, all of that shape: the pool of buffers, and everything that stays.
+    """Return the device bytes of experts with this config: buffers, resident parameters and position tables.
 
-    What embeds time and text is there for a moment only, when a step's working memory is free: see `embedder_cache.py`.
+    The embedders are not included: they are loaded only while the working memory of a step is free.
 
-    Raises ValueError when the policy does not fit the number of blocks.
+    Raises:
+        ValueError: the policy does not fit the number of blocks.
     """
     counts = dict.fromkeys(experts, config.num_layers)
     _, buffers = plan_residency(policy, counts)
     shapes, streams = parameter_shapes(config), block_streams(config)
     buffer = flat_layout((name, shapes[FIRST_BLOCK + name], compute_dtype) for name in streams)
     streamed = {f"blocks.{index}.{name}" for index in range(config.num_layers) for name in streams}
-    staying = sum(
+    resident = sum(
         math.prod(shape) * parameter_dtype(name, compute_dtype).itemsize
         for name, shape in shapes.items()
         if name not in streamed and part_of(name) is None
     )
-    return buffers * buffer.nbytes + len(counts) * (staying + table_bytes(config))
+    return buffers * buffer.nbytes + len(counts) * (resident + table_bytes(config))
 
 
 def shards_bytes(sharded: Sharded | None, *, blocks: int, stored_bytes: int, on_gpu: bool) -> int:
-    """Device memory of shards that are gathered: of all blocks where they stay there, else of those on their way."""
+    """Return the device bytes of gathered shards: of all blocks if resident there, else of those in transit."""
     if sharded is None:
         return 0
     shard = shard_bytes(stored_bytes, sharded.gather.size)

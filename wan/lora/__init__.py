@@ -1,1 +1,1 @@
-"""LoRA files: keys, metadata, compatibility, and their addition to streamed weights."""
+"""LoRA files: keys, metadata, compatibility checks and patches for streamed weights."""

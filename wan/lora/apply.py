@@ -1,4 +1,4 @@
-"""LoRA factors in host RAM, and the changes that they make to streamed and resident parameters."""
+"""LoRA factors in host RAM and the patches that they give for streamed and resident parameters."""
 
 from __future__ import annotations
 
@@ -17,86 +17,87 @@ from ..checkpoint.meta_model import block_streams
 from .file import LoraFile
 
 LoraStack: TypeAlias = "Sequence[tuple[LoraFile, float]]"
-"""What is added to one expert: files and their strengths."""
+"""LoRA files of one expert with their strengths."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class LoraFactors:
-    """Reads each file once, when it is first asked for."""
+    """Cache of LoRA tensors in host RAM; each file is read once, at its first `load`."""
 
     def __init__(self) -> None:
-        self._held: dict[Hashable, Tensors] = {}
+        self._tensors: dict[Hashable, Tensors] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(tensor.nbytes for tensors in self._held.values() for tensor in tensors.values())
+        """Bytes of the cached tensors."""
+        return sum(tensor.nbytes for tensors in self._tensors.values() for tensor in tensors.values())
 
-    def of(self, lora: LoraFile) -> Tensors:
-        """The tensors of `lora` by key, on the CPU, as they are stored.
+    def load(self, lora: LoraFile) -> Tensors:
+        """Return the tensors of `lora` by key, on the CPU, as stored.
 
         Raises:
-            CheckpointError: one of them has a number that is not finite; names the key.
-            SourceError: the file cannot be read, or is no longer the one that was opened.
+            CheckpointError: a tensor has a value that is not finite; names the key.
+            SourceError: the file cannot be read, or has changed since it was opened.
         """
-        if lora.identity not in self._held:
+        if lora.identity not in self._tensors:
             tensors = read_tensors(lora.tensors)
             for key, tensor in tensors.items():
                 _check_finite(lora, key, tensor)
-            self._held[lora.identity] = tensors
-        return self._held[lora.identity]
+            self._tensors[lora.identity] = tensors
+        return self._tensors[lora.identity]
 
     def keep_only(self, loras: Iterable[LoraFile]) -> None:
-        """Let go of all other files."""
+        """Release the tensors of all other files."""
         wanted = {lora.identity for lora in loras}
-        self._held = {identity: tensors for identity, tensors in self._held.items() if identity in wanted}
+        self._tensors = {identity: tensors for identity, tensors in self._tensors.items() if identity in wanted}
 
 
-def bytes_in_both_forms(loras: Iterable[LoraFile], dtype: torch.dtype) -> int:
-    """Host memory of these LoRAs as they are stored, and once more as the engine holds them."""
+def lora_host_bytes(loras: Iterable[LoraFile], dtype: torch.dtype) -> int:
+    """Return the host memory of these LoRAs in both forms: as stored, and folded for the engine."""
     factors = [tensor for lora in loras for tensor in lora.tensors.values()]
     folded = sum(math.prod(tensor.shape) for tensor in factors) * dtype.itemsize
     return sum(tensor.nbytes for tensor in factors) + folded
 
 
-def combined(parameter: str, stack: LoraStack, factors: LoraFactors) -> WeightPatch:
-    """What the LoRAs of `stack`, at least one of which changes `parameter`, add to it together.
+def combine_patches(parameter: str, stack: LoraStack, factors: LoraFactors) -> WeightPatch:
+    """Combine the changes of all LoRAs of `stack` to `parameter`, of which there is at least one.
 
-    Low-rank products are put side by side along their rank, with strength and scale in `up`; differences are summed.
-    `up` [rows, rank] and `full`, in the shape of the parameter, are fp32; `down` [rank, columns] is as it is stored.
+    Low-rank products are concatenated along their rank, with strength and scale folded into `up`; differences are
+    summed. `up` [rows, rank] and `full` (shape of the parameter) are fp32; `down` [rank, columns] is as stored, or fp32
+    if there are several.
     """
     ups: list[torch.Tensor] = []
     downs: list[torch.Tensor] = []
     full: torch.Tensor | None = None
     for lora, strength in stack:
         low, difference = lora.low_rank.get(parameter), lora.differences.get(parameter)
-        tensors = factors.of(lora) if low or difference else {}
+        tensors = factors.load(lora) if low or difference else {}
         if low is not None:
-            ups.append(_times(tensors[low.up].flatten(1), low.scale * strength))
+            ups.append(_scaled(tensors[low.up].flatten(1), low.scale * strength))
             downs.append(tensors[low.down].flatten(1))
         if difference is not None:
-            part = _times(tensors[difference.key], difference.scale * strength)
+            part = _scaled(tensors[difference.key], difference.scale * strength)
             full = part if full is None else full.add_(part)
-    return WeightPatch(up=_joined(ups, dim=1), down=_joined(downs, dim=0), full=full)
+    return WeightPatch(up=_concatenated(ups, dim=1), down=_concatenated(downs, dim=0), full=full)
 
 
-def _times(stored: torch.Tensor, factor: float) -> torch.Tensor:
-    return stored.to(torch.float32, copy=True).mul_(factor)
+def _scaled(stored: torch.Tensor, factor: float) -> torch.Tensor:
+    return stored.to(torch.float32, copy=True).mul_(factor)  # `stored` is in the cache and must not change
 
 
-def _joined(parts: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor | None:
-    """The parts as one tensor: of one, itself; of several, fp32."""
+def _concatenated(parts: Sequence[torch.Tensor], *, dim: int) -> torch.Tensor | None:
+    """Concatenate the parts in fp32; a single part is returned as it is."""
     if len(parts) < 2:
         return parts[0] if parts else None
     return torch.cat([part.float() for part in parts], dim=dim)
 
 
-def put_patched(base: torch.Tensor, patch: WeightPatch, into: torch.Tensor) -> None:
-    """Write `base` (on the CPU) with `patch` added into a parameter of its shape and dtype, on any device.
+def write_patched(base: torch.Tensor, patch: WeightPatch, into: torch.Tensor) -> None:
+    """Write `base + patch` into a parameter of the same shape and dtype, on any device.
 
-    Computed on that device in fp32 and rounded once, a few rows at a time: the largest of these matrices would take
-    630 MB in fp32.
+    The sum is computed on the device of `into` in fp32 and rounded once, a few rows at a time: in fp32 the largest of
+    these matrices would take 630 MB.
     """
     rows = len(base)
     source, target = base.reshape(rows, -1), into.view(rows, -1)
@@ -114,7 +115,7 @@ def put_patched(base: torch.Tensor, patch: WeightPatch, into: torch.Tensor) -> N
 
 
 def _check_finite(lora: LoraFile, key: str, tensor: torch.Tensor) -> None:
-    # If any number is NaN, so are the extremes, which take a tenth of the time; torch has none of fp8.
+    # The extremes are NaN if any value is, and take a tenth of the time of `isfinite`. torch has no aminmax for fp8.
     extremes = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
     if all(math.isfinite(extreme) for extreme in extremes):
         return
@@ -127,42 +128,44 @@ def _check_finite(lora: LoraFile, key: str, tensor: torch.Tensor) -> None:
 
 
 def stack_identity(stack: LoraStack) -> Hashable:
-    """Equal for stacks that add the same: the files in their order, and their strengths."""
+    """Return a hashable that is equal for stacks of the same files in the same order with the same strengths."""
     return tuple((lora.identity, strength) for lora, strength in stack)
 
 
 def block_patches(expert: str, config: WanConfig, stack: LoraStack, factors: LoraFactors) -> dict[BlockKey, BlockPatch]:
-    """The patch of each block of `expert` in which `stack` changes a weight that streams.
+    """Return the patches of the blocks of `expert` in which `stack` changes a streamed weight.
 
-    A block's factors are folded when its patch is read, so that only one block's are there twice at a time.
+    The factors of a block are folded when its patch is read, so that only one block at a time has both forms in RAM.
     """
     patches = {}
     for block in range(config.num_layers):
         names = {name: f"blocks.{block}.{name}" for name in block_streams(config)}
         changed = {name: full for name, full in names.items() if any(_changes(lora, full) for lora, _ in stack)}
         if changed:
-            involved = [(lora, by) for lora, by in stack if any(_changes(lora, full) for full in changed.values())]
+            involved = [
+                (lora, strength) for lora, strength in stack if any(_changes(lora, full) for full in changed.values())
+            ]
             patches[BlockKey(expert, block)] = BlockPatch(
-                identity=stack_identity(involved), weights=Folded(changed, involved, factors)
+                identity=stack_identity(involved), weights=LazyPatches(changed, involved, factors)
             )
     return patches
 
 
-def staying_patches(config: WanConfig, stack: LoraStack, factors: LoraFactors) -> Folded:
-    """What `stack` adds to the parameters of an expert that do not stream, by full name."""
+def resident_patches(config: WanConfig, stack: LoraStack, factors: LoraFactors) -> LazyPatches:
+    """Return the patches of an expert's parameters that are not streamed, by full name."""
     streamed = {f"blocks.{block}.{name}" for block in range(config.num_layers) for name in block_streams(config)}
     names = [name for lora, _ in stack for name in (*lora.low_rank, *lora.differences) if name not in streamed]
-    return Folded({name: name for name in names}, stack, factors)
+    return LazyPatches({name: name for name in names}, stack, factors)
 
 
-class Folded(Mapping[str, WeightPatch]):
-    """What is added to parameters, folded whenever one is looked up; `parameters` are their full names by key."""
+class LazyPatches(Mapping[str, WeightPatch]):
+    """Mapping of patches that are folded at each look-up; `parameters` maps its keys to full parameter names."""
 
     def __init__(self, parameters: Mapping[str, str], stack: LoraStack, factors: LoraFactors) -> None:
         self._parameters, self._stack, self._factors = parameters, stack, factors
 
     def __getitem__(self, name: str) -> WeightPatch:
-        return combined(self._parameters[name], self._stack, self._factors)
+        return combine_patches(self._parameters[name], self._stack, self._factors)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
@@ -172,9 +175,9 @@ class Folded(Mapping[str, WeightPatch]):
 
 
 class PatchedParameters:
-    """The parameters of one model that do not stream, with and without what LoRAs add to them.
+    """Patches of one model's parameters that are not streamed.
 
-    Those that are changed are kept in host RAM as they were, so that nothing has to be read when the LoRAs change.
+    Unpatched copies of the changed parameters are kept in host RAM, so that a change of LoRAs reads nothing.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -182,8 +185,8 @@ class PatchedParameters:
         self._pristine: dict[str, torch.Tensor] = {}
 
     def set(self, patches: Mapping[str, WeightPatch]) -> None:
-        """Let the model compute with these patches and no others."""
-        # The parameters outlive the run that first needs them, so they must not be inference tensors.
+        """Apply these patches and undo all others."""
+        # The parameters outlive the run that first needs them, and an inference tensor could not be changed later.
         with torch.inference_mode(False), torch.no_grad():
             for name in [name for name in self._pristine if name not in patches]:
                 self._model.get_parameter(name).copy_(self._pristine[name])
@@ -192,7 +195,7 @@ class PatchedParameters:
                 parameter = self._model.get_parameter(name)
                 if name not in self._pristine:
                     self._pristine[name] = parameter.detach().to("cpu", copy=True)
-                put_patched(self._pristine[name], patch, parameter)
+                write_patched(self._pristine[name], patch, parameter)
 
 
 def _changes(lora: LoraFile, parameter: str) -> bool:

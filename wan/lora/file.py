@@ -1,7 +1,7 @@
-"""One LoRA file, opened without loading it: which parameters it changes, by what, and how strongly.
+"""Opening of LoRA files: changed parameters, their factors and scales, without loading them.
 
-A LoRA changes a weight by `up @ down * scale`, a product of low rank, and any parameter by a difference of its own
-shape. Both are known by the names of diffusers' WanTransformer3DModel, whatever the file calls them.
+A LoRA adds a low-rank product `up @ down * scale` to a weight, or a difference of the same shape to any parameter. Both
+are listed under the parameter names of diffusers' WanTransformer3DModel, independent of the spelling in the file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .metadata import AdapterSettings, adapter_settings
 
 logger = logging.getLogger("wanstream.lora")
 
-SHOWN = 3  # keys in a message
+MAX_SHOWN_KEYS = 3  # in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank:
-    """`up @ down * scale`; `up` [rows, rank] and `down` [rank, columns] are keys of the file.
+    """Product `up @ down * scale`; `up` [rows, rank] and `down` [rank, columns] are keys of the file.
 
-    The factors of a convolution have more dimensions, which count as columns.
+    The additional dimensions of a convolution's factors count as columns.
     """
 
     up: str
@@ -37,7 +37,7 @@ class LowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The tensor `key` of the file, times `scale`."""
+    """Tensor `key` of the file, multiplied by `scale`."""
 
     key: str
     scale: float
@@ -45,25 +45,25 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFile:
-    """An opened LoRA: what it adds to each parameter, and where in the file that lies.
-
-    `low_rank` and `differences` are by parameter name; a parameter may be in both. `tensors` are by key of the file,
-    `unmatched` are the keys that belong to no parameter of an expert.
-    """
+    """Opened LoRA file. A parameter may be in both `low_rank` and `differences`."""
 
     path: Path
     tensors: Mapping[str, FileTensor]
+    """Locations of the used tensors, by key of the file."""
     low_rank: Mapping[str, LowRank]
+    """Low-rank changes by parameter name."""
     differences: Mapping[str, Difference]
+    """Changes of full shape by parameter name."""
     unmatched: tuple[str, ...]
+    """Keys that match no parameter of an expert."""
 
     @cached_property
     def identity(self) -> Hashable:
-        """Equal for two openings of one file that was not changed in between."""
+        """Hashable that is equal for two openings of one file that did not change in between."""
         return (self.path.resolve(), *sorted({tensor.version for tensor in self.tensors.values()}, key=str))
 
     def is_current(self) -> bool:
-        """Whether the file on disk is still the one that was opened."""
+        """Return True if the file on disk has not changed since it was opened."""
         versions = {tensor.version for tensor in self.tensors.values()}
         return self.path.is_file() and versions == {file_version(self.path.stat())}
 
@@ -71,12 +71,12 @@ class LoraFile:
 def open_lora(path: Path | str) -> LoraFile:
     """Open a LoRA for one expert; reads the header and the alphas, a few bytes per layer.
 
-    Keys of parameters that no expert has (a text encoder) are logged.
+    Keys that match no parameter of an expert (those of a text encoder) are logged.
 
     Raises:
-        CheckpointFileError: the file is missing, truncated, a pickle, or no safetensors file.
-        CheckpointError: it matches nothing, is more than a LoRA (DoRA, LoHa, LoKr ...), or its factors do not belong
-            together; names the key.
+        CheckpointFileError: the file is missing, truncated, a pickle, or not a safetensors file.
+        CheckpointError: no key matches, the file is more than a LoRA (DoRA, LoHa, LoKr ...), or its factors do not
+            belong together; names the key.
     """
     path = Path(path)
     header = read_header(path)
@@ -85,7 +85,7 @@ def open_lora(path: Path | str) -> LoraFile:
     low_rank = _low_rank(path, header, parts)
     differences = _differences(header, parts, low_rank)
     if not low_rank and not differences:
-        raise CheckpointError(path, _why_nothing_matches(header.tensors))
+        raise CheckpointError(path, _no_match_message(header.tensors))
     factors = {key for low in low_rank.values() for key in (low.up, low.down)}
     factors |= {difference.key for difference in differences.values()}
     alphas = {parts[parameter].get("alpha") for parameter in low_rank}
@@ -99,7 +99,7 @@ def open_lora(path: Path | str) -> LoraFile:
             path.name,
             len(unmatched),
             len(header.tensors),
-            _some(unmatched),
+            _first_keys(unmatched),
         )
     return LoraFile(path=path, tensors=tensors, low_rank=low_rank, differences=differences, unmatched=tuple(unmatched))
 
@@ -131,7 +131,7 @@ def _low_rank(path: Path, header: FileHeader, parts: _Parts) -> dict[str, LowRan
         for role in ("up", "down"):
             if role not in roles:
                 other = roles["down" if role == "up" else "up"]
-                raise CheckpointError(path, f"{other} has no {role} factor beside it: download or convert it again")
+                raise CheckpointError(path, f"{other} has no {role} factor: download or convert the file again")
         alpha = alphas.get(roles.get("alpha", ""))
         products[parameter] = _product(path, header, parameter, roles, settings, alpha)
     return products
@@ -167,7 +167,7 @@ def _differences(header: FileHeader, parts: _Parts, low_rank: Mapping[str, LowRa
         if "up bias" in roles:
             if parameter in differences:
                 raise CheckpointError(header.path, f"{roles['diff']} and {roles['up bias']} mean the same")
-            # It is part of the layer's `up`, so it is scaled like that.
+            # The bias belongs to the `up` layer, so it has the scale of the layer's product.
             low = low_rank.get(parameter.removesuffix("bias") + "weight")
             differences[parameter] = Difference(key=roles["up bias"], scale=1.0 if low is None else low.scale)
     return differences
@@ -187,9 +187,9 @@ def _alphas(path: Path, header: FileHeader, keys: Iterable[str]) -> dict[str, fl
 
 def _refuse_other_algorithms(path: Path, keys: Iterable[str]) -> None:
     for key in keys:
-        what = other_algorithm(key)
-        if what is not None:
-            raise CheckpointError(path, f"is {what} ({key}): only plain LoRAs and differences can be added")
+        algorithm = other_algorithm(key)
+        if algorithm is not None:
+            raise CheckpointError(path, f"is {algorithm} ({key}): only plain LoRAs and differences can be added")
 
 
 def _check_dtype(path: Path, key: str, tensor: FileTensor) -> None:
@@ -197,7 +197,7 @@ def _check_dtype(path: Path, key: str, tensor: FileTensor) -> None:
         raise CheckpointError(path, f"{key} is {tensor.dtype}; the factors of a LoRA are floating-point numbers")
 
 
-def _why_nothing_matches(keys: Iterable[str]) -> str:
+def _no_match_message(keys: Iterable[str]) -> str:
     keys = list(keys)
     if not keys:
         return "holds no tensors"
@@ -208,9 +208,9 @@ def _why_nothing_matches(keys: Iterable[str]) -> str:
         guess = "it holds whole weights: choose it as an expert"
     else:
         guess = "it was probably made for another model"
-    return f"none of its {len(keys)} keys belongs to a Wan expert ({_some(keys)}): {guess}"
+    return f"none of its {len(keys)} keys belongs to a Wan expert ({_first_keys(keys)}): {guess}"
 
 
-def _some(keys: Iterable[str]) -> str:
+def _first_keys(keys: Iterable[str]) -> str:
     keys = list(keys)
-    return ", ".join(keys[:SHOWN]) + (" ..." if len(keys) > SHOWN else "")
+    return ", ".join(keys[:MAX_SHOWN_KEYS]) + (" ..." if len(keys) > MAX_SHOWN_KEYS else "")

@@ -1,4 +1,4 @@
-"""Whether a LoRA was made for a model of the shape of an expert."""
+"""Compatibility of a LoRA with the shape of an expert."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..checkpoint.meta_model import parameter_shapes
 from .apply import LoraStack
 from .file import LoraFile, LowRank, logger
 
-# Widths of the models and of their feed-forward layers.
+# Models by their width and by the width of their feed-forward layers.
 KNOWN_SIZES = {
     1536: "Wan2.1 1.3B",
     8960: "Wan2.1 1.3B",
@@ -27,17 +27,17 @@ CONDITIONED_CHANNELS = LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS
 LATENT_LAYER = "patch_embedding.weight"
 
 
-def fitted(lora: LoraFile, config: WanConfig) -> LoraFile:
-    """Return `lora` as it can be added to an expert of that shape.
+def fit_lora(lora: LoraFile, config: WanConfig) -> LoraFile:
+    """Return the part of `lora` that can be added to an expert with this config.
 
-    That is all of it, but for two things, which are logged: the layer that takes the latents stays as it is where a
-    LoRA of text to video meets an expert of image to video, or the reverse; and what changes the image branch of Wan2.1
-    I2V is left out where an expert has none.
+    Two kinds of changes are dropped and logged: that of the patch embedding if a text-to-video LoRA is used with an
+    image-to-video expert, or the reverse; and those of the image branch of Wan2.1 I2V if the expert has none.
 
     Raises:
         CheckpointError: names the first layer that does not fit, with both shapes.
     """
     shapes = parameter_shapes(config)
+    # First, because an expert without an image branch would refuse these parameters below.
     if config.image_dim is None:
         lora = _without_image_branch(lora)
     for parameter in (*lora.low_rank, *lora.differences):
@@ -47,12 +47,12 @@ def fitted(lora: LoraFile, config: WanConfig) -> LoraFile:
             )
     lora = _without_other_latents(lora, shapes[LATENT_LAYER])
     for parameter, low in lora.low_rank.items():
-        made_for, expected = _product_shape(lora, low), _as_matrix(shapes[parameter])
-        if made_for != expected:
+        lora_shape, expected = _product_shape(lora, low), _as_matrix(shapes[parameter])
+        if lora_shape != expected:
             raise CheckpointError(
                 lora.path,
-                f"{low.up} and {low.down} change a weight of {list(made_for)}; {both_names(parameter)} of the expert "
-                f"is {list(expected)}{_model_of(made_for)}",
+                f"{low.up} and {low.down} change a weight of {list(lora_shape)}; {both_names(parameter)} of the expert "
+                f"is {list(expected)}{_model_of(lora_shape)}",
             )
     for parameter, difference in lora.differences.items():
         shape = lora.tensors[difference.key].shape
@@ -65,33 +65,38 @@ def fitted(lora: LoraFile, config: WanConfig) -> LoraFile:
     return lora
 
 
-def fitted_stack(stack: LoraStack, config: WanConfig) -> LoraStack:
-    """Each of them `fitted`. Raises ValueError for a strength that is no finite number."""
+def fit_stack(stack: LoraStack, config: WanConfig) -> LoraStack:
+    """Return the stack with each LoRA fitted to the expert.
+
+    Raises:
+        CheckpointError: as `fit_lora`.
+        ValueError: a strength is not a finite number.
+    """
     for lora, strength in stack:
         if not math.isfinite(strength):
             raise ValueError(f"the strength of {lora.path} is {strength}: give a finite number")
-    return [(fitted(lora, config), strength) for lora, strength in stack]
+    return [(fit_lora(lora, config), strength) for lora, strength in stack]
 
 
 def _without_other_latents(lora: LoraFile, expected: Shape) -> LoraFile:
-    """Leave the layer that takes the latents alone if the LoRA's takes those of the other family."""
+    """Drop the change of the patch embedding if it was made for the latents of the other family."""
     low, difference = lora.low_rank.get(LATENT_LAYER), lora.differences.get(LATENT_LAYER)
-    made_for = {_product_shape(lora, low)} if low else set()
-    made_for |= {_as_matrix(lora.tensors[difference.key].shape)} if difference else set()
+    lora_shape = {_product_shape(lora, low)} if low else set()
+    lora_shape |= {_as_matrix(lora.tensors[difference.key].shape)} if difference else set()
     patch = math.prod(expected[2:])
     families = {(expected[0], channels * patch) for channels in (LATENT_CHANNELS, CONDITIONED_CHANNELS)}
-    if not made_for or not made_for <= families - {_as_matrix(expected)}:
+    if not lora_shape or not lora_shape <= families - {_as_matrix(expected)}:
         return lora
     logger.warning(
         "%s: was made for an expert with other latents (text to video, image to video); its change of %s is not used",
         lora.path.name,
         both_names(LATENT_LAYER),
     )
-    return _only(lora, lambda name: name != LATENT_LAYER)
+    return _filtered(lora, lambda name: name != LATENT_LAYER)
 
 
 def _without_image_branch(lora: LoraFile) -> LoraFile:
-    """Leave out what changes an image branch, as LoRAs of Wan2.1 I2V do."""
+    """Drop changes of an image branch, which LoRAs of Wan2.1 I2V have."""
     changed = {*lora.low_rank, *lora.differences}
     dropped = {name for name in changed if IMAGE_BRANCH.match(name)}
     if not dropped:
@@ -105,15 +110,15 @@ def _without_image_branch(lora: LoraFile) -> LoraFile:
         lora.path.name,
         len(dropped),
     )
-    return _only(lora, lambda name: name not in dropped)
+    return _filtered(lora, lambda name: name not in dropped)
 
 
-def _only(lora: LoraFile, kept: Callable[[str], bool]) -> LoraFile:
-    """`lora` as far as it changes the parameters that are kept."""
+def _filtered(lora: LoraFile, keep: Callable[[str], bool]) -> LoraFile:
+    """Return `lora` with only the changes of parameters for which `keep` is true."""
     return replace(
         lora,
-        low_rank={name: product for name, product in lora.low_rank.items() if kept(name)},
-        differences={name: change for name, change in lora.differences.items() if kept(name)},
+        low_rank={name: product for name, product in lora.low_rank.items() if keep(name)},
+        differences={name: change for name, change in lora.differences.items() if keep(name)},
     )
 
 

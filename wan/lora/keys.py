@@ -1,7 +1,7 @@
-"""What the key of a LoRA file means: which parameter of the model it changes, and what part of the change it holds.
+"""Parsing of LoRA keys: changed parameter and role of the tensor.
 
-Pure text. A key is `<prefix><module><ending>`; every spelling of the three that trainers and other programs use is in a
-table here, and a key that is in none of them means nothing.
+A key is `<prefix><module><ending>`. The tables here have every spelling of the three that trainers and other programs
+use; a key with another spelling matches nothing.
 
 | prefixes                                                                        | names of modules      |
 |---------------------------------------------------------------------------------|-----------------------|
@@ -19,7 +19,7 @@ from typing import Literal
 from ..checkpoint.key_names import BLOCK, OUTER
 
 Role = Literal["down", "up", "alpha", "diff", "up bias"]
-"""`up @ down * alpha / rank` is added to a weight; `diff` is added as it is; `up bias` is added times alpha / rank."""
+"""Role of a tensor: `up @ down * alpha / rank` and `diff` are added to a weight, `up bias * alpha / rank` to a bias."""
 
 Leaf = Literal["weight", "bias", "modulation"]
 
@@ -33,7 +33,7 @@ DOTTED_PREFIXES = (
 )
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 
-# Ending -> (what it holds, of which parameter of the module). The first that fits counts.
+# Role and parameter of the module by ending; the first match wins.
 ENDINGS: Mapping[str, tuple[Role, Leaf]] = {
     ".lora_down.weight": ("down", "weight"),
     ".lora_up.weight": ("up", "weight"),
@@ -59,7 +59,7 @@ ENDINGS: Mapping[str, tuple[Role, Leaf]] = {
     ".lora_B.bias": ("up bias", "bias"),
 }
 
-# Endings of changes that are more than `weight + up @ down` or `weight + diff`.
+# Endings of changes other than `weight + up @ down` and `weight + diff`.
 OTHER_ALGORITHMS = {
     ".dora_scale": "a DoRA, which also rescales the weights",
     ".lora_magnitude_vector": "a DoRA, which also rescales the weights",
@@ -87,7 +87,7 @@ OTHER_ALGORITHMS = {
     ".lora_A.weight_scale": "a LoRA in fp8 with scales",
 }
 
-# Parts of keys by which LoRAs of other models are known; the first that is found counts.
+# Models by parts of the keys of their LoRAs; the first match wins.
 OTHER_MODELS = {
     "double_blocks": "Flux or HunyuanVideo",
     "single_blocks": "Flux or HunyuanVideo",
@@ -108,14 +108,15 @@ _WITHOUT_BIAS = ("norm_q", "norm_k", "norm_added_k")
 
 @dataclass(frozen=True, kw_only=True)
 class KeyMeaning:
-    """`parameter` is a name of diffusers' WanTransformer3DModel, whatever its number of blocks."""
+    """Parameter and role of a LoRA key."""
 
     parameter: str
+    """Name in diffusers' WanTransformer3DModel; the index of a block is not checked."""
     role: Role
 
 
 def key_meaning(key: str) -> KeyMeaning | None:
-    """What `key` holds; None if it belongs to no parameter of an expert."""
+    """Return the meaning of `key`, or None if it matches no parameter of an expert."""
     for ending, (role, leaf) in ENDINGS.items():
         if key.endswith(ending):
             parameter = _parameter(key.removesuffix(ending), leaf)
@@ -125,27 +126,27 @@ def key_meaning(key: str) -> KeyMeaning | None:
 
 
 def other_algorithm(key: str) -> str | None:
-    """What a file that holds `key` is, if it is more than a LoRA."""
-    return next((what for ending, what in OTHER_ALGORITHMS.items() if key.endswith(ending)), None)
+    """Return the algorithm of a file with `key` if it is more than a LoRA, else None."""
+    return next((algorithm for ending, algorithm in OTHER_ALGORITHMS.items() if key.endswith(ending)), None)
 
 
 def other_model(key: str) -> str | None:
-    """The model that a LoRA with `key` was probably made for, if it is a known one other than Wan."""
+    """Return the known model, other than Wan, for which a LoRA with `key` was probably made, or None."""
     prefix = next((prefix for prefix in FLAT_PREFIXES if key.startswith(prefix)), "")
     return next((model for part, model in OTHER_MODELS.items() if part in key.removeprefix(prefix)), None)
 
 
 def module_name(text: str) -> str | None:
-    """The module, or bare parameter, that `text` means, by the name of diffusers: "blocks.3.attn1.to_q"."""
+    """Return the diffusers name of the module or bare parameter `text`, such as "blocks.3.attn1.to_q", or None."""
     for prefix in FLAT_PREFIXES:
         if text.startswith(prefix):
-            # Wan Fun's trainer writes one underscore more.
+            # The trainer of Wan Fun writes a second underscore.
             return _look_up(text.removeprefix(prefix).removeprefix("_"), "_", _FLAT)
     return _look_up(_without_prefixes(text), ".", _DOTTED)
 
 
 def _without_prefixes(text: str) -> str:
-    """Trainers that wrap a wrapped model write one prefix behind the other; no module of the model has such a name."""
+    """Remove all prefixes: trainers that wrap a wrapped model write several."""
     while prefix := next((prefix for prefix in DOTTED_PREFIXES if text.startswith(prefix)), ""):
         text = text.removeprefix(prefix)
     return text
@@ -161,10 +162,10 @@ def _look_up(text: str, dot: str, tables: tuple[Mapping[str, str], Mapping[str, 
 
 
 def _parameter(text: str, leaf: Leaf) -> str | None:
-    """The parameter `leaf` of the module that `text` means, if that has one.
+    """Return the parameter `leaf` of the module `text`, or None if there is none.
 
-    A bare parameter, or one that is named in full, is its own weight. What lightx2v calls the modulation of a block is
-    a bare parameter in it.
+    A bare parameter, or one with its full name, counts as a weight. The modulation of a block in files of lightx2v is a
+    bare parameter.
     """
     if leaf == "modulation":
         return module_name(f"{text}.modulation")
@@ -179,7 +180,7 @@ def _parameter(text: str, leaf: Leaf) -> str | None:
 
 
 def _spellings(names: Mapping[str, str], dot: str) -> Mapping[str, str]:
-    """Everything that a module or parameter is called -> its name in diffusers; `dot` stands between the parts."""
+    """Return the diffusers name of every spelling of a module or parameter, with `dot` between the parts."""
     full = {
         f"{name}{leaf}": f"{native}{leaf}"
         for name, native in names.items()

@@ -1,7 +1,7 @@
-"""How strongly a LoRA wants to be added, where its file says so in the header instead of in `alpha` tensors.
+"""Alphas in the header of a LoRA file, for files without `alpha` tensors.
 
-diffusers writes PEFT's settings there as one JSON text. The scale of a layer is alpha / rank, or alpha / sqrt(rank)
-with rank-stabilised LoRA.
+diffusers writes the settings of PEFT as one JSON text. The scale of a layer is alpha / rank, or alpha / sqrt(rank) with
+rank-stabilised LoRA.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ LARGEST = sys.float_info.max
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings:
-    """PEFT's settings as far as they change what is added; `alphas` has those of single layers, by module name."""
+    """Settings of PEFT that determine the scale of a layer."""
 
     alpha: float | None = None
+    """Default alpha of all layers."""
     alphas: Mapping[str, float] = field(default_factory=dict)
+    """Alphas of single layers, by module name."""
     rank_stabilised: bool = False
 
     def scale(self, module: str, rank: int, alpha: float | None) -> float:
-        """What `up @ down` of `module` is multiplied with; `alpha` is that of its tensor, which counts first."""
+        """Return the factor of `up @ down` of `module`; `alpha` is the value of its tensor, which takes precedence."""
         if alpha is None:
             alpha = self.alphas.get(module, self.alpha)
         if alpha is None:
@@ -39,14 +41,14 @@ class AdapterSettings:
 
 
 def adapter_settings(path: Path, metadata: Mapping[str, str]) -> AdapterSettings:
-    """Read the settings from the metadata of a file; a file without them leaves every scale to its tensors.
+    """Read the settings from the metadata of a file; without them, the tensors of the file determine every scale.
 
     Raises:
-        CheckpointError: they are no JSON object, hold no numbers, or ask for what is no plain LoRA.
+        CheckpointError: the settings are not a JSON object, an alpha is not a number, or the file is a DoRA.
     """
     if KEY not in metadata:
         return AdapterSettings()
-    # "transformer." before each name where the whole pipeline was saved.
+    # Each name has the prefix "transformer." if the whole pipeline was saved.
     named = {name.rpartition(".")[2]: value for name, value in _parse(path, metadata[KEY]).items()}
     if named.get("use_dora"):
         raise CheckpointError(path, f"is a DoRA, which also rescales the weights ({KEY}): use a plain LoRA")
@@ -74,12 +76,12 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 def _module(path: Path, name: str) -> str:
     module = module_name(name)
     if module is None:
-        raise CheckpointError(path, f"{KEY} has an alpha for {name}, which is no layer of a Wan2.2 A14B expert")
+        raise CheckpointError(path, f"{KEY} has an alpha for {name}, which is not a layer of a Wan expert")
     return module
 
 
 def _number(path: Path, name: str, value: object) -> float:
-    # Compared, not converted: JSON knows whole numbers that no float holds.
+    # Compare instead of converting: `float` raises an error for integers beyond the range of a float.
     if isinstance(value, (int, float)) and abs(value) <= LARGEST:
         return float(value)
     raise CheckpointError(path, f"{KEY} says that {name} is {value!r}; a number is expected")

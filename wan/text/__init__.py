@@ -1,1 +1,1 @@
-"""UMT5 text encoder, streamed: tokenizers, weights, a cache of embeddings."""
+"""Streamed UMT5 text encoder: tokenizers, weights and a cache of embeddings."""

@@ -1,7 +1,7 @@
-"""The UMT5 text encoder, streamed: its blocks pass through a few buffers and its token table stays on disk.
+"""Streamed UMT5 text encoder: the blocks pass through a few buffers, and the token table stays on disk.
 
-In bf16 the real encoder has 9 GB in its blocks and 2.1 GB in its token table. A prompt needs at most 512 rows of the
-table, so those are read for each call, and the blocks' matrices go through `attach_offload` once for all prompts.
+In bf16 the real encoder has 9 GB of blocks and a token table of 2.1 GB. A prompt needs at most 512 rows of the table,
+which are read for each call. The blocks' matrices are streamed by `attach_offload`, once for all prompts of a call.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .umt5 import TOKEN_TABLE, Umt5, open_umt5_file, open_umt5_folder
 MAX_TOKENS = 512
 
 STACK = "umt5"
+"""Name of the blocks in transfer programs."""
 
 
 class PromptError(ValueError):
@@ -36,12 +37,12 @@ class PromptError(ValueError):
 def open_text_encoder(path: Path | str, *, compute_dtype: ComputeDtype = AUTO) -> TextEncoder:
     """Open the text encoder of a diffusers pipeline folder, its `text_encoder` folder, or ComfyUI's single file.
 
-    `compute_dtype` is as of `open_experts`. A `text_encoder` folder needs `tokenizer` next to it; a single file holds
-    its tokenizer. Reads that, the config and headers only.
+    `compute_dtype` is as in `open_experts`. A `text_encoder` folder needs `tokenizer` next to it; a single file
+    contains its tokenizer. Reads only the tokenizer, the config and headers.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file; the config or the tensors
-            are not those of a UMT5 encoder that is 4096 wide; there is no tokenizer.
+        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file; the config or the
+            tensors are not those of a UMT5 encoder of width 4096; the tokenizer is missing.
     """
     path, dtype = Path(path), resolved_dtype(compute_dtype)
     if path.is_file():
@@ -60,7 +61,7 @@ class TextEncoder:
         self._tokenizer = opened.tokenizer
         self._blocks: list[nn.Module] = list(self._model.encoder.block)
         for block in self._blocks:
-            _one_prompt_at_a_time(block)
+            _split_batch(block)
 
     def encode(
         self,
@@ -70,13 +71,19 @@ class TextEncoder:
         policy: OffloadPolicy | None = None,
         max_length: int = MAX_TOKENS,
     ) -> list[torch.Tensor]:
-        """Encode every prompt, reading the weights once; layerwise with one block ahead unless `policy` says otherwise.
+        """Encode all prompts, reading the weights once.
 
-        Returns one embedding for each prompt, fp32 [1, max_length, 4096], on the CPU; rows after </s> are zero. Longer
-        prompts are cut.
+        Args:
+            prompts: those of more than `max_length` tokens are cut.
+            device: computes the blocks.
+            policy: of the blocks; by default layerwise with one prefetched block.
+            max_length: rows of each embedding.
+
+        Returns:
+            One embedding for each prompt, fp32 [1, max_length, 4096] on the CPU; rows after </s> are zero.
 
         Raises:
-            PromptError: no prompts, or a `max_length` below 1.
+            PromptError: there are no prompts, or `max_length` is below 1.
             ValueError: the policy does not fit the number of blocks.
         """
         if not prompts or max_length < 1:
@@ -86,6 +93,7 @@ class TextEncoder:
         self._read_small_tensors(device)
         embeds = self._token_rows(tokens.ids).to(device)
         policy = policy or OffloadPolicy.layerwise(1)
+        # Attached for this call only: the experts need the memory of the buffers afterwards.
         with (
             attach_offload({STACK: self._blocks}, policy=policy, device=device, source=self._source()),
             torch.no_grad(),
@@ -96,7 +104,7 @@ class TextEncoder:
         ]
 
     def close(self) -> None:
-        """Nothing of any size is held between calls; this is here for `with`."""
+        """Do nothing: only small tensors are kept between calls. Exists for `with`."""
 
     def _source(self) -> FileSource:
         blocks, scales = {}, {}
@@ -110,32 +118,35 @@ class TextEncoder:
         return FileSource(blocks, computed_dtypes=dtypes, scales=scales)
 
     def _read_small_tensors(self, device: torch.device) -> None:
-        """Norms and position tables: what does not stream, half a megabyte in all."""
+        """Read the tensors that are not streamed: norms and position tables, half a megabyte in all."""
         streamed = {
             f"encoder.block.{i}.{name}" for i, block in enumerate(self._blocks) for name in streamed_names(block)
         }
         small = {name: tensor for name, tensor in self._weights.items() if name not in streamed | {TOKEN_TABLE}}
+        # Parameters stay in the model after this call, so they must not be inference tensors: a later call outside
+        # inference mode could not compute with those.
         with torch.inference_mode(False):
             stored = read_tensors(small)
             factors = self._factors(small)
-            values = {name: _decoded(tensor, factors.get(name), self._dtype(name)) for name, tensor in stored.items()}
+            values = {name: _decode(tensor, factors.get(name), self._dtype(name)) for name, tensor in stored.items()}
             set_parameters(self._model, {name: value.to(device) for name, value in values.items()})
 
     def _token_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """The table's rows for `ids` [prompts, tokens], in the compute dtype: [prompts, tokens, 4096]."""
+        """Return the table's rows for `ids` [prompts, tokens], in the compute dtype: [prompts, tokens, 4096]."""
+        # The table is never loaded as a whole (2.1 GB); each distinct row is read from the file once.
         distinct, index = ids.unique(return_inverse=True)
         table = self._weights[TOKEN_TABLE]
         rows = read_tensors({str(row): table.rows(row, row + 1) for row in distinct.tolist()})
         factor = self._factors([TOKEN_TABLE]).get(TOKEN_TABLE)
-        return _decoded(torch.cat(list(rows.values())), factor, self._compute_dtype)[index]
+        return _decode(torch.cat(list(rows.values())), factor, self._compute_dtype)[index]
 
     def _factors(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The scales of those that have one: fp32, 0-d."""
+        """Return the scales of the names that have one: fp32, 0-d."""
         stored = read_tensors({name: self._scales[name] for name in names if name in self._scales})
         return {name: scale.float().reshape(()) for name, scale in stored.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
-        # As transformers does: fp16 cannot hold what `wo` produces, bf16 can.
+        # As in transformers: outputs of `wo` exceed the range of fp16, but not that of bf16.
         needs_range = self._compute_dtype == torch.float16 and ".wo." in name
         return torch.float32 if needs_range else self._compute_dtype
 
@@ -148,22 +159,22 @@ class TextEncoder:
         self.close()
 
 
-def _one_prompt_at_a_time(block: nn.Module) -> None:
-    """Let the prompts of a batch take turns in `block` while its weights are there.
+def _split_batch(block: nn.Module) -> None:
+    """Make `block` compute the prompts of a batch one after the other while its weights are on the device.
 
-    A prompt's result then does not depend on its company, to the bit.
+    The result of a prompt is then bit-equal in every batch, which a batched matrix product does not guarantee.
     """
     forward = block.forward
 
     @functools.wraps(forward)
-    def in_turns(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        turns = [
+    def forward_each(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        outputs = [
             forward(hidden[row : row + 1], *(_row(value, row, hidden) for value in args), **_rows(kwargs, row, hidden))
             for row in range(len(hidden))
         ]
-        return _joined(turns)
+        return _concatenate(outputs)
 
-    block.forward = in_turns
+    block.forward = forward_each
 
 
 def _rows(values: Mapping[str, Any], row: int, hidden: torch.Tensor) -> dict[str, Any]:
@@ -171,20 +182,20 @@ def _rows(values: Mapping[str, Any], row: int, hidden: torch.Tensor) -> dict[str
 
 
 def _row(value: Any, row: int, hidden: torch.Tensor) -> Any:
-    """The part of an argument that belongs to one prompt: of attention masks; anything else is common to all."""
+    """Return the part of an argument that belongs to one prompt; only attention masks differ between prompts."""
     per_prompt = isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == len(hidden)
     return value[row : row + 1] if per_prompt else value
 
 
-def _joined(turns: list[Any]) -> Any:
-    """A block returns its hidden state, in transformers 4 as the first of several values that Wan does not use."""
-    if isinstance(turns[0], tuple):
-        return (torch.cat([turn[0] for turn in turns]), *turns[0][1:])
-    return torch.cat(turns)
+def _concatenate(outputs: list[Any]) -> Any:
+    """Concatenate hidden states; in transformers 4 they are the first of several values, the others unused by Wan."""
+    if isinstance(outputs[0], tuple):
+        return (torch.cat([output[0] for output in outputs]), *outputs[0][1:])
+    return torch.cat(outputs)
 
 
-def _decoded(stored: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """As the blocks' matrices are decoded on arrival."""
+def _decode(stored: torch.Tensor, factor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Decode a tensor as the engine decodes streamed matrices."""
     return stored.to(dtype) if factor is None else (stored.float() * factor).to(dtype)
 
 

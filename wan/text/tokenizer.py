@@ -1,4 +1,4 @@
-"""Tokenizers of UMT5: prompts cleaned as in diffusers, from a folder or from ComfyUI's single file."""
+"""UMT5 tokenizers from a folder or from ComfyUI's single file; prompts are cleaned as in diffusers."""
 
 from __future__ import annotations
 
@@ -24,31 +24,33 @@ WHITESPACE = re.compile(r"\s+")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptTokens:
-    """`ids` and `mask`, int64 [prompts, length]; the mask is 1 up to and including </s>, 0 on the padding after it."""
+    """Token ids of prompts and their attention mask, both int64 [prompts, length]."""
 
     ids: torch.Tensor
     mask: torch.Tensor
+    """1 up to and including </s>, 0 on the padding."""
 
     @property
     def counts(self) -> list[int]:
-        """Tokens of each prompt, </s> included."""
+        """Number of tokens of each prompt, including </s>."""
         return [int(count) for count in self.mask.sum(dim=1)]
 
 
 class Tokenizer(Protocol):
-    """Knows a vocabulary."""
+    """Converts texts to token ids."""
 
     def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
-        """Turn each text, cleaned already, into exactly `length` tokens; one that is cut ends in </s> as well."""
+        """Convert each cleaned text to exactly `length` tokens; a text that is cut ends in </s> too."""
 
 
 class FolderTokenizer:
-    """The tokenizer in the `tokenizer` folder of a diffusers pipeline."""
+    """Tokenizer in the `tokenizer` folder of a diffusers pipeline."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
 
     def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
+        """See `Tokenizer.tokens`."""
         found = self._tokenizer(
             list(texts),
             padding="max_length",
@@ -73,10 +75,10 @@ def open_tokenizer(folder: Path) -> FolderTokenizer:
     """Open the tokenizer in `folder`.
 
     Raises:
-        CheckpointError: the folder is missing or its files are no tokenizer.
+        CheckpointError: the folder is missing, or its files are not a tokenizer.
     """
     if not folder.is_dir():
-        raise CheckpointError(folder, "the tokenizer is missing: it belongs beside the text encoder")
+        raise CheckpointError(folder, "the tokenizer is missing: it belongs next to the text encoder")
     from transformers import AutoTokenizer
 
     try:
@@ -86,27 +88,31 @@ def open_tokenizer(folder: Path) -> FolderTokenizer:
 
 
 def tokenise(tokenizer: Tokenizer, prompts: Sequence[str], *, length: int) -> PromptTokens:
-    """Clean the prompts and turn each into exactly `length` tokens."""
+    """Clean the prompts and convert each to exactly `length` tokens."""
     return tokenizer.tokens([clean_prompt(prompt) for prompt in prompts], length=length)
 
 
 SENTENCE_MODEL = "spiece_model"
+"""Tensor of a single file that contains the sentencepiece model."""
 
-# That of UMT5 has 4.5 MB.
+# UMT5's model has 4.5 MB.
 MAX_MODEL_BYTES = 64 * 1024**2
 
 
 class SentenceTokenizer:
-    """An opened sentencepiece model that has padding, an end and an unknown token."""
+    """Opened sentencepiece model with padding, end and unknown tokens."""
 
     def __init__(self, processor: SentencePieceProcessor) -> None:
         self._processor = processor
         self._pad, self._end = processor.pad_id(), processor.eos_id()
         special = (self._pad, self._end, processor.unk_id(), processor.bos_id())
         self._special = {processor.id_to_piece(token): token for token in special if token >= 0}
+        # As in transformers, a special token that is spelled out in a prompt ("</s>") becomes that token; sentencepiece
+        # alone would treat it as ordinary characters.
         self._spelled_out = re.compile(f"({'|'.join(map(re.escape, self._special))})")
 
     def tokens(self, texts: Sequence[str], *, length: int) -> PromptTokens:
+        """See `Tokenizer.tokens`."""
         rows = [[*self._ids(text)[: length - 1], self._end] for text in texts]
         return PromptTokens(
             ids=torch.tensor([row + [self._pad] * (length - len(row)) for row in rows]),
@@ -124,18 +130,18 @@ def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, ro
     """Open the tokenizer among the tensors of the file `path`, whose token table has `rows` rows.
 
     Raises:
-        CheckpointError: it is missing or damaged, or knows more tokens than the table has rows.
+        CheckpointError: it is missing or damaged, or has more tokens than the table has rows.
     """
     if SENTENCE_MODEL not in tensors:
         raise CheckpointError(
             path,
             f"has no tokenizer ({SENTENCE_MODEL}): use a file made for ComfyUI, umt5_xxl_fp16.safetensors or "
-            "umt5_xxl_fp8_e4m3fn_scaled.safetensors, or a diffusers folder, which has its tokenizer beside it",
+            "umt5_xxl_fp8_e4m3fn_scaled.safetensors, or a diffusers folder, which contains its tokenizer",
         )
     stored = tensors[SENTENCE_MODEL]
     if stored.dtype not in (torch.uint8, torch.int8) or not 0 < stored.nbytes <= MAX_MODEL_BYTES:
         raise CheckpointError(
-            path, f"{SENTENCE_MODEL} is {stored.dtype} {list(stored.shape)}; a tokenizer is some megabytes of uint8"
+            path, f"{SENTENCE_MODEL} is {stored.dtype} {list(stored.shape)}; a tokenizer is a few megabytes of uint8"
         )
     data = read_tensors({SENTENCE_MODEL: stored})[SENTENCE_MODEL].numpy().tobytes()
     try:
@@ -143,9 +149,9 @@ def open_sentence_tokenizer(path: Path, tensors: Mapping[str, FileTensor], *, ro
     except (RuntimeError, ValueError) as err:
         raise CheckpointError(path, f"{SENTENCE_MODEL} is not a tokenizer ({err}); download the file again") from err
     if min(processor.pad_id(), processor.eos_id()) < 0:
-        raise CheckpointError(path, f"{SENTENCE_MODEL} has no padding or no end token: it is not that of UMT5")
+        raise CheckpointError(path, f"{SENTENCE_MODEL} has no padding or no end token: it is not UMT5's")
     if processor.get_piece_size() > rows:
         raise CheckpointError(
-            path, f"{SENTENCE_MODEL} knows {processor.get_piece_size()} tokens, but the token table has {rows} rows"
+            path, f"{SENTENCE_MODEL} has {processor.get_piece_size()} tokens, but the token table has {rows} rows"
         )
     return SentenceTokenizer(processor)

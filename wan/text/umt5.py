@@ -1,12 +1,12 @@
-"""What a UMT5 text encoder is made of, in either of the two forms it comes in.
+"""Model, weights and tokenizer of a UMT5 text encoder, from one of two forms.
 
 | form                                              | sizes       | weights                  | tokenizer             |
 |---------------------------------------------------|-------------|--------------------------|-----------------------|
-| `text_encoder` folder of a diffusers pipeline     | config.json | fp32, fp16, bf16         | the folder beside it  |
+| `text_encoder` folder of a diffusers pipeline     | config.json | fp32, fp16, bf16         | folder next to it     |
 | single file of ComfyUI (`umt5_xxl_fp16` and such) | from shapes | these, fp8 with or       | tensor `spiece_model` |
 |                                                   |             | without scales           |                       |
 
-Parameters go by the names of transformers' UMT5EncoderModel in both. Nothing is loaded here but the tokenizer.
+In both, parameters have the names of transformers' UMT5EncoderModel. Only the tokenizer is loaded here.
 """
 
 from __future__ import annotations
@@ -50,28 +50,31 @@ SECOND_POSITIONS = POSITIONS.replace(".block.0.", ".block.1.")
 GATE = FIRST_BLOCK + "1.DenseReluDense.wi_0.weight"
 BLOCK = re.compile(r"encoder\.block\.(\d{1,4})\.")
 
-# The names that Wan's own release uses, and files that were converted from it alone.
+# Name in Wan's own release, and in files converted from it, which have no tokenizer.
 ORIGINAL_MARK = "token_embedding.weight"
 
-# ComfyUI's CLIPSave adds it; no text encoder of Wan has a use for it.
+# Added by ComfyUI's CLIPSave; Wan's text encoder does not use it.
 UNUSED = "logit_scale"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Umt5:
-    """An opened encoder: the model on `meta`, where each of its parameters lies, the scales of those that have one."""
+    """Opened encoder."""
 
     model: UMT5EncoderModel
+    """On `meta`."""
     weights: Mapping[str, FileTensor]
+    """Location of each parameter."""
     scales: Mapping[str, FileTensor]
+    """Location of the scales of scaled fp8 parameters."""
     tokenizer: Tokenizer
 
 
 def open_umt5_folder(folder: Path) -> Umt5:
-    """Open a `text_encoder` folder with `tokenizer` beside it.
+    """Open a `text_encoder` folder with `tokenizer` next to it.
 
     Raises:
-        CheckpointFileError: a file is missing, damaged, or that of another model.
+        CheckpointFileError: a file is missing, damaged, or of another model.
     """
     config = read_config(folder)
     require_config(folder, config, UMT5, "the text encoder of a Wan2.1 or Wan2.2 pipeline (UMT5-XXL)")
@@ -85,7 +88,7 @@ def open_umt5_file(path: Path) -> Umt5:
     """Open ComfyUI's single file, in any of its precisions.
 
     Raises:
-        CheckpointFileError: the file is missing, damaged, a pickle, that of another model, or has no tokenizer.
+        CheckpointFileError: the file is missing, damaged, a pickle, of another model, or has no tokenizer.
     """
     stored = read_stored(path)
     _refuse_other_models(path, stored.tensors)
@@ -116,12 +119,12 @@ def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:
     if ORIGINAL_MARK in tensors:
         raise CheckpointError(
             path,
-            f"has the names of Wan's own release ({ORIGINAL_MARK}) and so no tokenizer: use umt5_xxl_fp16.safetensors "
-            "or umt5_xxl_fp8_e4m3fn_scaled.safetensors, which are made for ComfyUI",
+            f"has the names of Wan's own release ({ORIGINAL_MARK}), which has no tokenizer: use "
+            "umt5_xxl_fp16.safetensors or umt5_xxl_fp8_e4m3fn_scaled.safetensors, which are made for ComfyUI",
         )
     if QUERIES not in tensors or POSITIONS not in tensors or GATE not in tensors:
         first = next(iter(tensors), "none")
-        raise CheckpointError(path, f"is no UMT5 text encoder: it holds {len(tensors)} tensors, {first} first")
+        raise CheckpointError(path, f"is not a UMT5 text encoder: it has {len(tensors)} tensors (first: {first})")
     if SECOND_POSITIONS not in tensors and any(key.startswith("encoder.block.1.") for key in tensors):
         raise CheckpointError(
             path,
@@ -131,9 +134,10 @@ def _refuse_other_models(path: Path, tensors: Mapping[str, FileTensor]) -> None:
 
 
 def _config_from_shapes(path: Path, weights: Mapping[str, FileTensor]) -> dict[str, Any]:
-    """The sizes of the encoder in the words of its config.json.
+    """Return the sizes of the encoder under the names of config.json.
 
-    Raises CheckpointError where they belong to no UMT5 encoder that is 4096 wide.
+    Raises:
+        CheckpointError: they are not those of a UMT5 encoder of width 4096.
     """
     table = next((weights[name] for name in (TOKEN_TABLE, *ALIASES) if name in weights), None)
     if table is None:
@@ -144,11 +148,12 @@ def _config_from_shapes(path: Path, weights: Mapping[str, FileTensor]) -> dict[s
             raise CheckpointError(path, f"{name} is {list(shape)}; [rows, {TEXT_WIDTH}] is expected (UMT5-XXL)")
     if len(positions) != 2 or not positions[1] or queries[0] % positions[1]:
         raise CheckpointError(
-            path, f"{POSITIONS} is {list(positions)}; [buckets, heads] is expected, of {queries[0]} rows in all heads"
+            path,
+            f"{POSITIONS} is {list(positions)}; [buckets, heads] is expected, with heads a divisor of {queries[0]}",
         )
     blocks = {int(found[1]) for name in weights if (found := BLOCK.match(name))}
     if gap := [index for index in range(len(blocks)) if index not in blocks]:
-        raise CheckpointError(path, f"encoder.block.{gap[0]} is missing, though later ones are there")
+        raise CheckpointError(path, f"encoder.block.{gap[0]} is missing, but later blocks are present")
     return {
         **UMT5,
         "vocab_size": table.shape[0],

@@ -1,4 +1,4 @@
-"""What a forward pass asks of a cache: which blocks its lanes may leave out, and what they take instead."""
+"""Protocol of a step cache, which lets lanes skip blocks of a forward pass."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ import torch
 
 
 class SkipDecision(NamedTuple):
-    """What is left of a forward pass after the first block."""
+    """Lanes that continue after the first block."""
 
     lanes: Sequence[int]
-    """Those that pass through the other blocks too, by their place."""
+    """Indices of the lanes that also pass through the remaining blocks."""
     visits: bool
-    """Whether these blocks are visited at all: for such lanes, or for those of another worker."""
+    """True if the remaining blocks are visited: for these lanes, or for lanes of another worker."""
 
 
 class BlockCache(Protocol):
-    """What lanes take instead of blocks in one forward pass. Tokens are [1, S, dim].
+    """Source of predicted block outputs in one forward pass. Tokens are [1, S, dim].
 
-    Where workers share the tokens of a lane, each of them has only its own behind the first block.
+    Where workers share the tokens of a lane, a worker has only its own part of them after the first block.
     """
 
     @property
     def whole(self) -> bool:
-        """Whether no lane needs any block."""
+        """True if no lane needs any block."""
 
     def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
-        """What the last block would give for all tokens of a lane; the worker's own of it."""
+        """Predict the output of the last block from all tokens of a lane; return this worker's part."""
 
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
-        """The first block has made `hidden` of a lane's `tokens`, of which there may be more."""
+        """Record `hidden`, the first block's output for `tokens`; `tokens` may include those of other workers."""
 
     def choose(self) -> SkipDecision:
-        """All lanes have passed the first block: which of them go on."""
+        """Return the lanes that continue, once the first block has computed all of them."""
 
     def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What the last block would give for a lane that does not go on."""
+        """Predict the output of the last block from that of the first, for a lane that does not continue."""
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
-        """A lane has passed the last block."""
+        """Record `hidden`, the output of the last block."""

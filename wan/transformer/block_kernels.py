@@ -1,4 +1,4 @@
-"""Kernels of an engine's blocks, attached in order: attention, chunks, compiler."""
+"""Compute kernels of an engine's blocks: attention backend, token chunks and compiler, attached in that order."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ logger = logging.getLogger("wanstream.kernels")
 
 
 class BlockKernels:
-    """Blocks of both experts, and what they compute with. At first they compute as diffusers has made them.
+    """Blocks of both experts and their compute kernels; initially those of diffusers.
 
-    Blocks that are `timed` take frames with timesteps of their own too, whatever they compute with.
+    With `timed`, blocks also accept per-frame timesteps, with any kernels.
     """
 
     def __init__(self, blocks: Iterable[WanTransformerBlock], *, timed: bool = False) -> None:
@@ -33,20 +33,18 @@ class BlockKernels:
 
     @property
     def graphs(self) -> int:
-        """Graphs that this process has compiled for blocks so far; while a step makes one, its time says nothing."""
+        """Block graphs that this process has compiled so far; a step that compiles one gives no usable timing."""
         return 0 if self._kernels.compiler is None else compiler_named(self._kernels.compiler).graphs
 
     def set(self, kernels: Kernels, chunk_tokens: int | None) -> None:
-        """Compute with `kernels`, and that many tokens at once where tokens do not meet; None: all of them.
-
-        Chunks are there to save memory, and a graph of all chunks takes more of it than a graph of the whole block (59
-        against 42 MB in a block of 2048 tokens, and 34 MB in chunks without one): so they go without the compiler.
+        """Compute with `kernels`, and outside attention with `chunk_tokens` tokens at once (None: all).
 
         Raises:
-            RuntimeError: hooks were put around the blocks since; remove them first. Nothing was changed.
+            RuntimeError: a hook wraps a block; remove it first. Nothing was changed.
         """
         if (kernels, chunk_tokens) == (self._kernels, self._chunk_tokens):
             return
+        # Each of these replaces `block.forward`: the former one is removed before the next is attached.
         if self._timed is not None:
             self._timed.detach()
         if self._compiled is not None:
@@ -57,13 +55,17 @@ class BlockKernels:
         for block in self._blocks:
             for processor in (block.attn1.processor, block.attn2.processor):
                 processor._attention_backend = ATTENTIONS[kernels.attention].backend
-                # Chunks leave it on the processor itself, and to a graph an attribute of its class is another one.
+                # Set on the instance even though the class default is None too: chunks leave an instance attribute
+                # behind, and torch.compile recompiles when the attribute moves from class to instance.
                 processor._parallel_config = None
         self._kernels = kernels
+        # Chunks save memory, which compiling them would undo: the graph of all chunks needs 59 MB in a block of 2048
+        # tokens, the graph of the whole block 42 MB, chunks without a graph 34 MB.
         if kernels.compiler is not None and chunk_tokens is not None:
-            logger.warning("blocks take %d tokens at once to save memory: they are not compiled", chunk_tokens)
+            logger.warning("blocks compute %d tokens at once to save memory: they are not compiled", chunk_tokens)
         elif kernels.compiler is not None:
             self._compiled = CompiledBlocks(self._blocks, compiler_named(kernels.compiler))
+        # Chunked and compiled forwards handle per-frame timesteps themselves.
         if self._timed is not None and self._compiled is None and chunk_tokens is None:
             self._timed = TimedBlocks(self._blocks)
 

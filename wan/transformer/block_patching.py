@@ -10,48 +10,49 @@ if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 
-class BlockForwards:
-    """The forward of blocks, replaced from the making until `detach`; everything else about them stays as it is.
+class PatchedForwards:
+    """Replacement of the forward of blocks from construction until `detach`; nothing else of a block changes.
 
-    Attach before hooks are put around the blocks (context parallelism, caches), and take those off before `detach`:
-    both replace `forward`, and the outer one holds the inner one.
+    Attach before other hooks (context parallelism, caches) and remove those before `detach`: both replace `forward`,
+    and the outer one keeps a reference to the inner one.
 
     Args:
-        blocks: of diffusers' `WanTransformer3DModel`, with their own forward.
-        forward_of: what a block computes by meanwhile.
-        first: for the message, what is to be done before any other hook.
-        last: for the message, what a hook is to be removed before.
+        blocks: those of diffusers' `WanTransformer3DModel`, with their original forward.
+        make_forward: returns the replacement for a block.
+        name: of the replacement, for messages.
 
     Raises:
-        RuntimeError: something else has replaced the forward of a block; nothing was changed.
+        RuntimeError: the forward of a block is already replaced; nothing was changed.
     """
 
     def __init__(
         self,
         blocks: Iterable[WanTransformerBlock],
-        forward_of: Callable[[WanTransformerBlock], Callable[..., torch.Tensor]],
+        make_forward: Callable[[WanTransformerBlock], Callable[..., torch.Tensor]],
         *,
-        first: str,
-        last: str,
+        name: str,
     ) -> None:
-        self._last = last
-        replaced = list(blocks)
-        for index, block in enumerate(replaced):
+        self._name = name
+        to_patch = list(blocks)
+        # All blocks are checked before any is changed, so that an error leaves none half patched.
+        for index, block in enumerate(to_patch):
             if "forward" in vars(block):
-                raise RuntimeError(f"a hook lies around block {index}: {first} before any other hook")
-        self._replaced = [(block, forward_of(block)) for block in replaced]
-        for block, ours in self._replaced:
-            block.forward = ours
+                raise RuntimeError(f"a hook wraps block {index}: attach the {name} forward before any other hook")
+        self._patched = [(block, make_forward(block)) for block in to_patch]
+        for block, forward in self._patched:
+            # An instance attribute hides the method of the class: `del` restores it, and diffusers' hooks wrap it.
+            block.forward = forward
 
     def detach(self) -> None:
-        """Give the blocks back their own forward. Detaching twice is allowed.
+        """Restore the original forward of the blocks. Detaching twice is allowed.
 
         Raises:
-            RuntimeError: something was put around the forward of a block since; nothing was changed.
+            RuntimeError: a hook was put around a block since; nothing was changed.
         """
-        for index, (block, ours) in enumerate(self._replaced):
-            if vars(block).get("forward") is not ours:
-                raise RuntimeError(f"a hook lies around block {index}: remove it before {self._last}")
-        for block, _ in self._replaced:
+        for index, (block, forward) in enumerate(self._patched):
+            # Restoring under a hook would leave that hook with a reference to the replacement.
+            if vars(block).get("forward") is not forward:
+                raise RuntimeError(f"a hook wraps block {index}: remove it before detaching the {self._name} forward")
+        for block, _ in self._patched:
             del block.forward
-        self._replaced = []
+        self._patched = []

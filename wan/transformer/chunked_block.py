@@ -1,8 +1,8 @@
-"""A Wan block that takes a few tokens at a time wherever tokens do not meet: everywhere but in the attention itself.
+"""Chunked forward of a Wan block: everything except attention is computed a few tokens at a time.
 
-Norms, projections, rotary embedding, feed-forward and residuals of one token do not depend on any other. Beside the
-hidden state of all tokens, what they need is then there for one chunk only, and a value is written over one that nobody
-reads any more. What is left of a block's memory is the attention: its input, q, k, v and its output.
+Norms, projections, rotary embedding, feed-forward and residuals of a token do not depend on other tokens. Their
+intermediate values therefore exist for one chunk only, and results overwrite tensors that are not read again. The peak
+memory of a block is then that of attention: its input, q, k, v and its output.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...schema import SHORT_CHUNK, TEXT_TOKENS
-from .block_patching import BlockForwards
-from .per_frame_timestep import FrameModulation, pieces_of, rows_and_runs
+from .block_patching import PatchedForwards
+from .per_frame_timestep import FrameModulation, rows_and_spans, split_by_row
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanTransformerBlock
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
-LEAST_TOKENS = SHORT_CHUNK + 1
-"""Fewer rows are another kernel's: MKL multiplies 1, 2 or 3 rows in fp32 with other last bits than many."""
+MIN_TOKENS = SHORT_CHUNK + 1
+"""Minimum size of a last chunk. MKL multiplies 1, 2 or 3 fp32 rows with another kernel, and the last bits differ."""
 
 
 class ChunkedBlocks:
-    """Blocks whose forward is chunked, from their making until `detach`; everything else about them stays as it is.
+    """Blocks with a chunked forward and attention, from construction until `detach`.
 
     Submodules are called as modules, the norms and the feed-forward once per chunk. The input of a block is never
-    written to. Hooks are put around the blocks after, and taken off before, as of `BlockForwards`.
+    written to. For the order with other hooks see `PatchedForwards`.
 
     Args:
-        blocks: of diffusers' `WanTransformer3DModel`, with its own attention processors.
-        chunk_tokens: how many tokens are taken at once, 1 or more.
+        blocks: those of diffusers' `WanTransformer3DModel`, with its original attention processors.
+        chunk_tokens: tokens that are computed at once, 1 or more.
 
     Raises:
-        RuntimeError: something else has replaced the forward of a block.
-        ValueError: a block has an attention processor of another kind.
+        RuntimeError: the forward of a block is already replaced.
+        ValueError: a block has an attention processor of another class.
     """
 
     def __init__(self, blocks: Iterable[WanTransformerBlock], chunk_tokens: int) -> None:
@@ -46,38 +46,37 @@ class ChunkedBlocks:
         chunked_blocks = list(blocks)
         for index, block in enumerate(chunked_blocks):
             _check(index, block)
-        self._forwards = BlockForwards(
-            chunked_blocks,
-            lambda block: partial(chunked_forward, block, chunk_tokens),
-            first="attach chunks",
-            last="the chunks of the block change",
+        # Before context parallelism: its hooks wrap the forward that they find and split the tokens in front of it, so
+        # that chunks are parts of one rank's tokens.
+        self._forwards = PatchedForwards(
+            chunked_blocks, lambda block: partial(chunked_forward, block, chunk_tokens), name="chunked"
         )
         self._processors: list[tuple[WanAttention, WanAttnProcessor, ChunkedAttention]] = []
         for block in chunked_blocks:
             for attention in (block.attn1, block.attn2):
-                own, chunked = attention.processor, ChunkedAttention(chunk_tokens)
-                _hand_over(own, chunked)
+                original, chunked = attention.processor, ChunkedAttention(chunk_tokens)
+                _copy_settings(original, chunked)
                 attention.set_processor(chunked)
-                self._processors.append((attention, own, chunked))
+                self._processors.append((attention, original, chunked))
 
     def detach(self) -> None:
-        """Give the blocks back their own forward and processors. Detaching twice is allowed.
+        """Restore the original forward and processors of the blocks. Detaching twice is allowed.
 
         Raises:
-            RuntimeError: something was put around the forward of a block since; nothing was changed.
+            RuntimeError: a hook was put around a block since; nothing was changed.
         """
         self._forwards.detach()
-        for attention, own, chunked in self._processors:
-            _hand_over(chunked, own)
-            attention.set_processor(own)
+        for attention, original, chunked in self._processors:
+            # Keep a backend or parallel config that diffusers has set since.
+            _copy_settings(chunked, original)
+            attention.set_processor(original)
         self._processors = []
 
 
 class ChunkedAttention:
-    """diffusers' attention of Wan with the projections of a few tokens at a time, and one call for the attention.
+    """Attention processor of Wan with chunked projections and one attention call for all tokens.
 
-    It writes over the hidden states that it is given: v takes their place in self-attention, q in cross-attention.
-    Both attributes are those that diffusers sets on every processor.
+    Overwrites the hidden states of its caller: with v in self-attention, with q in cross-attention.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -85,6 +84,7 @@ class ChunkedAttention:
 
         self.chunk_tokens = chunk_tokens
         self._dispatch = dispatch_attention_fn
+        # diffusers sets these two attributes on every processor of a model.
         self._attention_backend: object = None
         self._parallel_config: object = None
 
@@ -97,22 +97,22 @@ class ChunkedAttention:
         rotary_emb: Rotary | None = None,
     ) -> torch.Tensor:
         if encoder_hidden_states is None:
-            states = self._of_itself(attn, hidden_states, rotary_emb)
-            attended = self._attended(attn, *states, attention_mask, shared=True)
+            qkv = self._self_qkv(attn, hidden_states, rotary_emb)
+            attended = self._attend(attn, *qkv, attention_mask, shared=True)
         else:
-            image, text = image_and_text(attn, encoder_hidden_states)
-            states = self._of_text(attn, hidden_states, text)
-            attended = self._attended(attn, *states, attention_mask)
+            image, text = split_image_and_text(attn, encoder_hidden_states)
+            qkv = self._cross_qkv(attn, hidden_states, text)
+            attended = self._attend(attn, *qkv, attention_mask)
             if image is not None:
                 key, value = attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)
-                attended += self._attended(attn, states[0], key, value, None)
-        del states
+                attended += self._attend(attn, qkv[0], key, value, None)
+        del qkv
         projection, dropout = attn.to_out
-        for part in parts_of(attended, self.chunk_tokens):
-            attended[:, part] = dropout(projection(attended[:, part]))
+        for chunk in chunk_slices(attended, self.chunk_tokens):
+            attended[:, chunk] = dropout(projection(attended[:, chunk]))
         return attended
 
-    def _attended(
+    def _attend(
         self,
         attn: WanAttention,
         query: torch.Tensor,
@@ -122,7 +122,10 @@ class ChunkedAttention:
         *,
         shared: bool = False,
     ) -> torch.Tensor:
-        """What `query` [B, S, D] makes of keys and values; those of text and image are whole on every rank."""
+        """Attend from `query` [B, S, D] to keys and values.
+
+        `shared`: the ranks hold parts of the keys. Those of text and image are complete on every rank.
+        """
         attended: torch.Tensor = self._dispatch(
             *(tensor.unflatten(2, (attn.heads, -1)) for tensor in (query, key, value)),
             attn_mask=mask,
@@ -133,22 +136,23 @@ class ChunkedAttention:
         )
         return attended.flatten(2, 3).type_as(query)
 
-    def _of_itself(
+    def _self_qkv(
         self, attn: WanAttention, hidden: torch.Tensor, rotary: Rotary | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         query, key = torch.empty_like(hidden), torch.empty_like(hidden)
-        for part in parts_of(hidden, self.chunk_tokens):
-            tokens = hidden[:, part]
-            _put_rotated(attn.norm_q(attn.to_q(tokens)), rotary, part, attn.heads, into=query)
-            _put_rotated(attn.norm_k(attn.to_k(tokens)), rotary, part, attn.heads, into=key)
-            hidden[:, part] = attn.to_v(tokens)
+        for chunk in chunk_slices(hidden, self.chunk_tokens):
+            tokens = hidden[:, chunk]
+            _write_rotated(attn.norm_q(attn.to_q(tokens)), rotary, chunk, attn.heads, out=query)
+            _write_rotated(attn.norm_k(attn.to_k(tokens)), rotary, chunk, attn.heads, out=key)
+            # Last, because v overwrites the tokens that q and k are projected from.
+            hidden[:, chunk] = attn.to_v(tokens)
         return query, key, hidden
 
-    def _of_text(
+    def _cross_qkv(
         self, attn: WanAttention, hidden: torch.Tensor, text: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        for part in parts_of(hidden, self.chunk_tokens):
-            hidden[:, part] = attn.norm_q(attn.to_q(hidden[:, part]))
+        for chunk in chunk_slices(hidden, self.chunk_tokens):
+            hidden[:, chunk] = attn.norm_q(attn.to_q(hidden[:, chunk]))
         return hidden, attn.norm_k(attn.to_k(text)), attn.to_v(text)
 
 
@@ -160,71 +164,77 @@ def chunked_forward(
     temb: torch.Tensor | FrameModulation,
     rotary_emb: Rotary,
 ) -> torch.Tensor:
-    """What the block's own forward returns for `temb` [1, 6, D], or for rows of runs of tokens, in its own memory."""
-    parts = list(parts_of(hidden_states, chunk_tokens))
-    rows, runs = rows_and_runs(temb, hidden_states.shape[1])
+    """Return the output of the block's original forward, in a new tensor.
+
+    `temb` is [1, 6, D], or one modulation row per span of tokens.
+    """
+    chunks = list(chunk_slices(hidden_states, chunk_tokens))
+    rows, spans = rows_and_spans(temb, hidden_states.shape[1])
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (block.scale_shift_table + rows.float()).chunk(6, dim=1)
 
+    # Contiguous, because the first block's tokens are a transposed view and `empty_like` would copy its strides.
     normed = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-    for part in parts:
-        for piece, row in pieces_of(part, runs):
+    for chunk in chunks:
+        for piece, row in split_by_row(chunk, spans):
             normed[:, piece] = block.norm1(hidden_states[:, piece].float()) * (1 + scale[row]) + shift[row]
+    # The output of attention is a new tensor: residuals are added to it, never to `hidden_states`, which other hooks
+    # and step caches may still read.
     state: torch.Tensor = block.attn1(normed, None, None, rotary_emb)
-    for part in parts:
-        for piece, row in pieces_of(part, runs):
+    for chunk in chunks:
+        for piece, row in split_by_row(chunk, spans):
             state[:, piece] = hidden_states[:, piece].float() + state[:, piece] * gate[row]
 
-    for part in parts:
-        normed[:, part] = block.norm2(state[:, part].float())
+    for chunk in chunks:
+        normed[:, chunk] = block.norm2(state[:, chunk].float())
     state += block.attn2(normed, encoder_hidden_states, None, None)
     del normed
 
-    for part in parts:
+    for chunk in chunks:
         modulated = [
             (block.norm3(state[:, piece].float()) * (1 + ffn_scale[row]) + ffn_shift[row]).type_as(state)
-            for piece, row in pieces_of(part, runs)
+            for piece, row in split_by_row(chunk, spans)
         ]
         tokens = modulated[0] if len(modulated) == 1 else torch.cat(modulated, dim=1)
         del modulated
         tokens = block.ffn(tokens)
-        for piece, row in pieces_of(part, runs):
-            within = slice(piece.start - part.start, piece.stop - part.start)
+        for piece, row in split_by_row(chunk, spans):
+            within = slice(piece.start - chunk.start, piece.stop - chunk.start)
             state[:, piece] = state[:, piece].float() + tokens[:, within].float() * ffn_gate[row]
     return state
 
 
-def image_and_text(attn: WanAttention, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Where a block attends to images, as in Wan2.1 I2V, the last 512 rows are the text's: diffusers counts so too."""
+def split_image_and_text(attn: WanAttention, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Split the rows of a block with an image branch (Wan2.1 I2V); as in diffusers, the last 512 are the text."""
     if attn.add_k_proj is None:
         return None, rows
     return rows[:, :-TEXT_TOKENS], rows[:, -TEXT_TOKENS:]
 
 
-def parts_of(tokens: torch.Tensor, at_once: int) -> Iterator[slice]:
-    """Slices along dim 1, in order, of `at_once` tokens; fewer than `LEAST_TOKENS` at the end join those before."""
+def chunk_slices(tokens: torch.Tensor, chunk_tokens: int) -> Iterator[slice]:
+    """Yield slices of `chunk_tokens` tokens along dim 1; a remainder below `MIN_TOKENS` joins the chunk before it."""
     start, count = 0, tokens.shape[1]
     while start < count:
-        end = start + at_once if count - start >= at_once + LEAST_TOKENS else count
+        end = start + chunk_tokens if count - start >= chunk_tokens + MIN_TOKENS else count
         yield slice(start, end)
         start = end
 
 
-def _put_rotated(tokens: torch.Tensor, rotary: Rotary | None, part: slice, heads: int, *, into: torch.Tensor) -> None:
-    """Write [B, c, D], turned by the angles of its positions, into `part` of [B, S, D]."""
+def _write_rotated(tokens: torch.Tensor, rotary: Rotary | None, chunk: slice, heads: int, *, out: torch.Tensor) -> None:
+    """Apply the rotary embedding of the chunk's positions to [B, c, D]; write into `chunk` of `out` [B, S, D]."""
     if rotary is None:
-        into[:, part] = tokens
+        out[:, chunk] = tokens
         return
-    cos, sin = rotary[0][:, part, :, 0::2], rotary[1][:, part, :, 1::2]
+    cos, sin = rotary[0][:, chunk, :, 0::2], rotary[1][:, chunk, :, 1::2]
     x, y = tokens.unflatten(2, (heads, -1, 2)).unbind(-1)
-    turned = into[:, part].unflatten(2, (heads, -1, 2))
-    turned[..., 0] = x * cos - y * sin
-    turned[..., 1] = x * sin + y * cos
+    rotated = out[:, chunk].unflatten(2, (heads, -1, 2))
+    rotated[..., 0] = x * cos - y * sin
+    rotated[..., 1] = x * sin + y * cos
 
 
-def _hand_over(former: WanAttnProcessor | ChunkedAttention, latter: WanAttnProcessor | ChunkedAttention) -> None:
-    """Give `latter` what diffusers set on `former`: the attention backend, and how attention is shared by ranks."""
-    latter._attention_backend = former._attention_backend
-    latter._parallel_config = former._parallel_config
+def _copy_settings(source: WanAttnProcessor | ChunkedAttention, target: WanAttnProcessor | ChunkedAttention) -> None:
+    """Copy the settings that diffusers makes on processors: attention backend and parallel config."""
+    target._attention_backend = source._attention_backend
+    target._parallel_config = source._parallel_config
 
 
 def _check(index: int, block: WanTransformerBlock) -> None:
@@ -233,4 +243,6 @@ def _check(index: int, block: WanTransformerBlock) -> None:
     for attention in (block.attn1, block.attn2):
         if type(attention.processor) is not WanAttnProcessor:
             kind = type(attention.processor).__name__
-            raise ValueError(f"block {index} attends with {kind}: chunks need diffusers' own WanAttnProcessor")
+            raise ValueError(
+                f"block {index} has the attention processor {kind}: chunks need diffusers' WanAttnProcessor"
+            )

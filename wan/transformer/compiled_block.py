@@ -1,8 +1,8 @@
-"""Wan blocks whose forward is compiled, all of them as one: a graph that was made for a block serves every other.
+"""Compiled forwards of Wan blocks; one graph serves the blocks of both experts.
 
-The function that is compiled takes the block as an argument, and its weights are inputs of the graph. So no other
-block, expert, buffer, LoRA or run needs another graph; tokens of another number, another dtype or another kernel of
-attention do, and so do frames with timesteps of their own. The second number of tokens gets a graph that serves any.
+The compiled function takes the block as an argument, so its weights are inputs of the graph: another block, expert,
+buffer, LoRA or run needs no new graph. A new graph is compiled for another dtype, attention kernel or number of tokens,
+and for per-frame timesteps. The graph for the second number of tokens serves any number.
 """
 
 from __future__ import annotations
@@ -16,56 +16,54 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .block_patching import BlockForwards
+from .block_patching import PatchedForwards
 from .per_frame_block import forward_by_token
 from .per_frame_timestep import FrameModulation
 
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
-ROWS = 0
-"""The dim of the rows [R, 6, D] of lanes whose frames have timesteps of their own: one for each timestep."""
-TEXT_LENGTH = 1
-"""The dim of the text [1, L, D] that is another one in every prompt, and in both lanes of one."""
+ROWS_DIM = 0
+"""Dimension of the modulation rows [R, 6, D] that varies: one row for each distinct timestep of the frames."""
+TEXT_LENGTH_DIM = 1
+"""Dimension of the text [1, L, D] that varies with the prompt."""
 
 logger = logging.getLogger("wanstream.kernels")
 
 
 class BlockCompiler:
-    """A backend of `torch.compile` that counts its graphs; get it from `compiler_named`."""
+    """Backend of `torch.compile` that counts its graphs; get it from `compiler_named`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.graphs = 0
-        """Graphs that this process has compiled for blocks so far."""
+        """Block graphs that this process has compiled so far."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         compile_graph = torch._dynamo.lookup_backend(self.name)
-        began = time.perf_counter()
+        start = time.perf_counter()
         compiled: Callable[..., Any] = compile_graph(graph, inputs)
         self.graphs += 1
-        logger.info(
-            "blocks were compiled by %s in %.1f s (graph %d)", self.name, time.perf_counter() - began, self.graphs
-        )
+        logger.info("%s compiled the blocks in %.1f s (graph %d)", self.name, time.perf_counter() - start, self.graphs)
         return compiled
 
 
 @functools.cache
 def compiler_named(name: str) -> BlockCompiler:
-    """The compiler of that name: one per process, as torch finds graphs again by who has compiled them."""
+    """Return the compiler of that name: one per process, because torch caches graphs by the identity of the backend."""
     return BlockCompiler(name)
 
 
-class CompiledBlocks(BlockForwards):
-    """Blocks that compute by graphs which `compiler` makes, from their making until `detach`; see `BlockForwards`."""
+class CompiledBlocks(PatchedForwards):
+    """Blocks whose forward is compiled by `compiler`; see `PatchedForwards`."""
 
     def __init__(self, blocks: Iterable[WanTransformerBlock], compiler: BlockCompiler) -> None:
+        # The function of the class is compiled, not the bound method of each block: only so do blocks share graphs.
         compiled = functools.cache(partial(torch.compile, backend=compiler))
         super().__init__(
             blocks,
             lambda block: partial(_forward, compiled(type(block).forward), compiled(forward_by_token), block),
-            first="compile blocks",
-            last="the block is no more compiled",
+            name="compiled",
         )
 
 
@@ -78,14 +76,15 @@ def _forward(
     temb: torch.Tensor | FrameModulation,
     rotary_emb: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """See the block's own. Where texts are held against each other, they are two."""
+    """See `WanTransformerBlock.forward`; with NAG, `encoder_hidden_states` are two texts."""
     texts = (encoder_hidden_states,) if isinstance(encoder_hidden_states, torch.Tensor) else encoder_hidden_states
+    # Prompts differ in length: without the mark, the second prompt would compile another graph.
     for text in texts:
-        torch._dynamo.maybe_mark_dynamic(text, TEXT_LENGTH)
-    # The first block gets its tokens from a convolution, width before tokens: to a graph that is another input.
+        torch._dynamo.maybe_mark_dynamic(text, TEXT_LENGTH_DIM)
+    # The first block gets its tokens from a convolution, in a transposed layout that would need another graph.
     tokens = hidden_states.contiguous()
     if not isinstance(temb, FrameModulation):
         return compiled(block, tokens, encoder_hidden_states, temb, rotary_emb)
-    torch._dynamo.maybe_mark_dynamic(temb.rows, ROWS)
-    own, of_token = type(block).forward, temb.row_of_token
-    return compiled_by_token(own, block, tokens, encoder_hidden_states, temb.rows, of_token, rotary_emb)
+    torch._dynamo.maybe_mark_dynamic(temb.rows, ROWS_DIM)
+    original = type(block).forward
+    return compiled_by_token(original, block, tokens, encoder_hidden_states, temb.rows, temb.row_of_token, rotary_emb)

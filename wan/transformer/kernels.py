@@ -1,7 +1,7 @@
-"""What computes the blocks: whose kernel their attention, and which compiler the rest, if any.
+"""Compute kernels of the blocks: the attention backend and the compiler.
 
-Attention goes through diffusers' dispatcher, which knows the packages. The kernels that it would download are not
-offered: they are code that nobody chose on this machine.
+Attention goes through diffusers' dispatcher, which supports the packages below. Kernels that it would download from a
+hub are not offered: they would run code that the user did not install.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ INDUCTOR = "inductor"
 """torch's own compiler, which writes Triton kernels for a GPU and C++ for a CPU."""
 
 CXX = ("c++", "g++", "clang++", "cl")
-"""What inductor may call on a CPU."""
+"""Compilers that inductor may call on a CPU."""
 
 
 class KernelsError(ValueError):
-    """Something that the blocks were to be computed with is not there, or does not serve this device or dtype."""
+    """A chosen kernel or compiler is not installed, or does not support this device or dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,45 +31,49 @@ class AttentionKernel:
     """One choice of attention."""
 
     backend: str | None
-    """The value of diffusers' `AttentionBackendName`; None: what diffusers uses by default."""
+    """Value of diffusers' `AttentionBackendName`; None: diffusers' default."""
     package: str = ""
-    """What is to be installed; empty: nothing."""
-    on_gpu: bool = False
-    """Whether it computes on CUDA devices only."""
-    in_half: bool = False
-    """Whether it computes in bf16 and fp16 only."""
+    """Package to install; empty: none."""
+    cuda_only: bool = False
+    """True if it supports CUDA devices only."""
+    half_only: bool = False
+    """True if it supports bf16 and fp16 only."""
 
 
 ATTENTIONS: Mapping[Attention, AttentionKernel] = {
     "default": AttentionKernel(backend=None),
     "sdpa": AttentionKernel(backend="native"),
-    "cudnn": AttentionKernel(backend="_native_cudnn", on_gpu=True, in_half=True),
-    "flash": AttentionKernel(backend="flash", package="flash-attn 2.6.3 or later", on_gpu=True, in_half=True),
+    "cudnn": AttentionKernel(backend="_native_cudnn", cuda_only=True, half_only=True),
+    "flash": AttentionKernel(backend="flash", package="flash-attn 2.6.3 or later", cuda_only=True, half_only=True),
     "flash 3": AttentionKernel(
         backend="_flash_3",
         package="flash-attn 3 (flash_attn_interface), built from its source",
-        on_gpu=True,
-        in_half=True,
+        cuda_only=True,
+        half_only=True,
     ),
-    "sage": AttentionKernel(backend="sage", package="sageattention 2.1.1 or later", on_gpu=True, in_half=True),
-    "xformers": AttentionKernel(backend="xformers", package="xformers 0.0.29 or later", on_gpu=True),
+    "sage": AttentionKernel(backend="sage", package="sageattention 2.1.1 or later", cuda_only=True, half_only=True),
+    "xformers": AttentionKernel(backend="xformers", package="xformers 0.0.29 or later", cuda_only=True),
 }
-"""By the name that users know them by. Which device and dtype each serves: its checks in diffusers, and its package."""
+"""Kernels by the name that users choose. Devices and dtypes are those that diffusers and the packages check for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What computes the blocks of both experts."""
+    """Attention backend and compiler of the blocks of both experts."""
 
     attention: Attention = "default"
     compiler: str | None = None
-    """A backend of `torch.compile`; None: the blocks are not compiled."""
+    """Backend of `torch.compile`; None: the blocks are not compiled."""
 
 
 def check_installed(kernels: Kernels) -> None:
-    """Raise KernelsError unless this process can use the attention that is asked for on some device."""
+    """Check that this process can import the attention backend.
+
+    Raises:
+        KernelsError: the backend is unknown or its package is not installed.
+    """
     if kernels.attention not in ATTENTIONS:
-        raise KernelsError(f"attention is {kernels.attention!r}; {_others()} can be chosen")
+        raise KernelsError(f"attention is {kernels.attention!r}: choose one of {_builtin_choices()}")
     kernel = ATTENTIONS[kernels.attention]
     if kernel.backend is None:
         return
@@ -80,21 +84,25 @@ def check_installed(kernels: Kernels) -> None:
     except RuntimeError as err:
         raise KernelsError(
             f"attention {kernels.attention!r} needs {kernel.package}, which cannot be imported here: install it for "
-            f"the Python that runs this (on every worker, if there are some), or choose one of {_others()}"
+            f"the Python that runs this (on every worker too), or choose one of {_builtin_choices()}"
         ) from err
 
 
 def check_usable(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise KernelsError unless blocks can be computed so on `device` in `dtype`."""
+    """Check that blocks can be computed with `kernels` on `device` in `dtype`.
+
+    Raises:
+        KernelsError: a kernel or compiler is not installed, or does not support the device or dtype.
+    """
     check_installed(kernels)
     kernel = ATTENTIONS[kernels.attention]
-    if kernel.on_gpu and device.type != "cuda":
+    if kernel.cuda_only and device.type != "cuda":
         raise KernelsError(
             f"attention {kernels.attention!r} computes on CUDA devices only, and this is {device}: choose 'sdpa'"
         )
-    if kernel.in_half and dtype not in (torch.bfloat16, torch.float16):
+    if kernel.half_only and dtype not in (torch.bfloat16, torch.float16):
         raise KernelsError(
-            f"attention {kernels.attention!r} computes in bf16 and fp16 only, and the blocks in "
+            f"attention {kernels.attention!r} computes in bf16 and fp16 only, and the blocks compute in "
             f"{str(dtype).removeprefix('torch.')}: choose another compute dtype, or 'sdpa'"
         )
     if kernels.compiler == INDUCTOR:
@@ -114,6 +122,6 @@ def _check_inductor(device: torch.device) -> None:
         )
 
 
-def _others() -> str:
-    """The choices that need no package."""
+def _builtin_choices() -> str:
+    """Names of the kernels that need no package."""
     return ", ".join(repr(name) for name, kernel in ATTENTIONS.items() if not kernel.package)

@@ -1,7 +1,7 @@
-"""Normalized attention guidance: a negative prompt without a second lane.
+"""Normalized attention guidance (NAG): a negative prompt without a second lane.
 
-Where a lane without CFG attends to its text, its tokens attend to the negative text as well. The result is pushed away
-from what that gives, kept from growing, and mixed with the original (Chen et al. 2025, arXiv 2505.21179):
+In a lane without CFG, tokens attend to the positive and to the negative text. The positive result is pushed away from
+the negative one, limited in size and mixed with the original (Chen et al. 2025, arXiv 2505.21179):
 
     guided = scale x positive - (scale - 1) x negative
     guided = guided x min(1, tau x |positive| / |guided|)      sums of absolute values over a token's features
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .chunked_block import ChunkedAttention, image_and_text, parts_of
+from .chunked_block import ChunkedAttention, chunk_slices, split_image_and_text
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
@@ -27,26 +27,27 @@ if TYPE_CHECKING:
     from .chunked_block import Rotary
 
 Texts = tuple[torch.Tensor, torch.Tensor]
-"""The text of a lane [1, L, D], and the one that is held against it [1, M, D]."""
+"""Positive text [1, L, D] and negative text [1, M, D] of a lane."""
 
 PARTS = 8
-"""In how many parts the tokens attend to the negative text: what comes of one, in fp32 too, is there for a moment, and
-takes less than one value of all tokens."""
+"""Parts in which the tokens attend to the negative text, so that its result and the fp32 copies for the guidance take
+less memory than one value of all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nag:
-    """How strongly the negative text is held against the positive one; defaults are those that are usual for Wan.
+    """Strength of the guidance; the defaults are usual for Wan.
 
-    Raises ValueError for numbers that guide nothing or make no sense.
+    Raises:
+        ValueError: a number is out of its range.
     """
 
     scale: float = 11.0
     """1 changes nothing; higher pushes further away from the negative text."""
     tau: float = 2.5
-    """How many times as large as the positive result the guided one may be."""
+    """Maximum size of the guided result, as a multiple of the positive one."""
     alpha: float = 0.25
-    """Share of the guided result: 0 changes nothing, 1 takes nothing else."""
+    """Share of the guided result in the mix: 0 changes nothing, 1 replaces the original."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and self.scale >= 1):
@@ -59,9 +60,10 @@ class Nag:
 
 @contextmanager
 def attach_nag(models: Iterable[WanTransformer3DModel], nag: Nag) -> Iterator[None]:
-    """While this lasts, blocks of the models take two texts where one is given twice; with one they do as before.
+    """Let the blocks of `models` accept `Texts` in place of one text; blocks that get one text compute as before.
 
-    Raises ValueError for a block whose attention to the text is of a kind that is not known here.
+    Raises:
+        ValueError: the cross-attention of a block has a processor of another class.
     """
     from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
@@ -69,32 +71,34 @@ def attach_nag(models: Iterable[WanTransformer3DModel], nag: Nag) -> Iterator[No
     try:
         for model in models:
             for block in model.blocks:
-                own = block.attn2.processor
-                if type(own) not in (WanAttnProcessor, ChunkedAttention):
-                    kind = type(own).__name__
-                    raise ValueError(f"NAG needs diffusers' own attention to the text, a block has {kind}: remove it")
-                block.attn2.set_processor(NagAttention(own, nag))
-                replaced.append((block.attn2, own))
+                original = block.attn2.processor
+                if type(original) not in (WanAttnProcessor, ChunkedAttention):
+                    kind = type(original).__name__
+                    raise ValueError(
+                        f"NAG needs diffusers' attention processor in cross-attention, not {kind}: remove it"
+                    )
+                block.attn2.set_processor(NagAttention(original, nag))
+                replaced.append((block.attn2, original))
         yield
     finally:
-        for attention, own in replaced:
-            attention.set_processor(own)
+        for attention, original in replaced:
+            attention.set_processor(original)
 
 
 class NagAttention:
-    """Attention to two texts, combined before the output projection; to one text it is that of `own`.
+    """Attention to two texts, combined before the output projection; one text is left to the `original` processor.
 
-    As `own` does, it takes a few tokens at once, and then writes over the hidden states that it is given, or all.
+    If the original is chunked, this one is too, and overwrites the hidden states of its caller.
     """
 
-    def __init__(self, own: WanAttnProcessor | ChunkedAttention, nag: Nag) -> None:
+    def __init__(self, original: WanAttnProcessor | ChunkedAttention, nag: Nag) -> None:
         from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-        self._own, self._nag = own, nag
+        self._original, self._nag = original, nag
         self._dispatch = dispatch_attention_fn
-        self._at_once = own.chunk_tokens if isinstance(own, ChunkedAttention) else None
-        self._attention_backend = own._attention_backend
-        self._parallel_config = own._parallel_config
+        self._chunk_tokens = original.chunk_tokens if isinstance(original, ChunkedAttention) else None
+        self._attention_backend = original._attention_backend
+        self._parallel_config = original._parallel_config
 
     def __call__(
         self,
@@ -105,34 +109,34 @@ class NagAttention:
         rotary_emb: Rotary | None = None,
     ) -> torch.Tensor:
         if isinstance(encoder_hidden_states, torch.Tensor):
-            whole: torch.Tensor = self._own(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-            return whole
+            plain: torch.Tensor = self._original(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+            return plain
         positive, negative = encoder_hidden_states
-        image, positive = image_and_text(attn, positive)
+        image, positive = split_image_and_text(attn, positive)
         query = self._query(attn, hidden_states)
         attended = self._attend(attn, query, *_keys_and_values(attn, positive))
-        held = _keys_and_values(attn, negative)
-        for part in parts_of(attended, -(-attended.shape[1] // PARTS)):
-            against = self._attend(attn, query[:, part], *held)
-            attended[:, part] = combined(attended[:, part], against, self._nag)
+        negative_kv = _keys_and_values(attn, negative)
+        for part in chunk_slices(attended, -(-attended.shape[1] // PARTS)):
+            negative_part = self._attend(attn, query[:, part], *negative_kv)
+            attended[:, part] = guide(attended[:, part], negative_part, self._nag)
         if image is not None:
             key, value = attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)
             attended += self._attend(attn, query, key, value)
         del query
         projection, dropout = attn.to_out
-        if self._at_once is None:
+        if self._chunk_tokens is None:
             projected: torch.Tensor = dropout(projection(attended))
             return projected
-        for part in parts_of(attended, self._at_once):
-            attended[:, part] = dropout(projection(attended[:, part]))
+        for chunk in chunk_slices(attended, self._chunk_tokens):
+            attended[:, chunk] = dropout(projection(attended[:, chunk]))
         return attended
 
     def _query(self, attn: WanAttention, hidden: torch.Tensor) -> torch.Tensor:
-        if self._at_once is None:
+        if self._chunk_tokens is None:
             query: torch.Tensor = attn.norm_q(attn.to_q(hidden))
             return query
-        for part in parts_of(hidden, self._at_once):
-            hidden[:, part] = attn.norm_q(attn.to_q(hidden[:, part]))
+        for chunk in chunk_slices(hidden, self._chunk_tokens):
+            hidden[:, chunk] = attn.norm_q(attn.to_q(hidden[:, chunk]))
         return hidden
 
     def _attend(self, attn: WanAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -142,7 +146,7 @@ class NagAttention:
             dropout_p=0.0,
             is_causal=False,
             backend=self._attention_backend,
-            # Keys and values of texts and images are whole on every rank.
+            # Not `_parallel_config`: keys and values of texts and images are complete on every rank.
             parallel_config=None,
         )
         return attended.flatten(2, 3).type_as(query)
@@ -152,11 +156,12 @@ def _keys_and_values(attn: WanAttention, text: torch.Tensor) -> Texts:
     return attn.norm_k(attn.to_k(text)), attn.to_v(text)
 
 
-def combined(positive: torch.Tensor, negative: torch.Tensor, nag: Nag) -> torch.Tensor:
-    """What tokens make of both texts, [1, S, D] each, computed in fp32; returned in the dtype of `positive`."""
-    kept = positive.float()
-    guided = (negative.float() * (1 - nag.scale)).add_(kept, alpha=nag.scale)
+def guide(positive: torch.Tensor, negative: torch.Tensor, nag: Nag) -> torch.Tensor:
+    """Combine the attention results of both texts, [1, S, D] each, in fp32; return the dtype of `positive`."""
+    exact = positive.float()
+    guided = (negative.float() * (1 - nag.scale)).add_(exact, alpha=nag.scale)
     size = torch.linalg.vector_norm(guided, ord=1, dim=-1, keepdim=True)
-    most = nag.tau * torch.linalg.vector_norm(kept, ord=1, dim=-1, keepdim=True)
-    guided *= torch.where(size > most, most / size, 1.0)
-    return guided.mul_(nag.alpha).add_(kept, alpha=1 - nag.alpha).type_as(positive)
+    limit = nag.tau * torch.linalg.vector_norm(exact, ord=1, dim=-1, keepdim=True)
+    # `where` instead of a clamped ratio: 0 / 0 of a token of zeros would be NaN.
+    guided *= torch.where(size > limit, limit / size, 1.0)
+    return guided.mul_(nag.alpha).add_(exact, alpha=1 - nag.alpha).type_as(positive)

@@ -1,4 +1,4 @@
-"""Block forwards that apply a timestep per token to lanes with per-frame timesteps."""
+"""Block forwards that accept per-frame timesteps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .block_patching import BlockForwards
+from .block_patching import PatchedForwards
 from .chunked_block import Rotary, chunked_forward
 from .per_frame_timestep import FrameModulation
 
@@ -18,16 +18,11 @@ if TYPE_CHECKING:
     from .nag import Texts
 
 
-class TimedBlocks(BlockForwards):
-    """Blocks that take a `FrameModulation` too, from their making until `detach`; see `BlockForwards`."""
+class TimedBlocks(PatchedForwards):
+    """Blocks that also accept a `FrameModulation`; see `PatchedForwards`."""
 
     def __init__(self, blocks: Iterable[WanTransformerBlock]) -> None:
-        super().__init__(
-            blocks,
-            lambda block: partial(_forward, block),
-            first="take timesteps of frames",
-            last="the block is its own again",
-        )
+        super().__init__(blocks, lambda block: partial(_forward, block), name="per-frame")
 
 
 def _forward(
@@ -37,16 +32,17 @@ def _forward(
     temb: torch.Tensor | FrameModulation,
     rotary_emb: Rotary,
 ) -> torch.Tensor:
-    """See the block's own."""
+    """See `WanTransformerBlock.forward`."""
     if isinstance(temb, FrameModulation):
-        # All tokens in one chunk.
+        # diffusers would need one modulation row per token, six times the hidden state. The chunked forward looks the
+        # rows up per span of tokens; one chunk of all tokens makes it the plain forward otherwise.
         return chunked_forward(block, hidden_states.shape[1], hidden_states, encoder_hidden_states, temb, rotary_emb)
-    own: torch.Tensor = type(block).forward(block, hidden_states, encoder_hidden_states, temb, rotary_emb)
-    return own
+    output: torch.Tensor = type(block).forward(block, hidden_states, encoder_hidden_states, temb, rotary_emb)
+    return output
 
 
 def forward_by_token(
-    own: Callable[..., torch.Tensor],
+    original: Callable[..., torch.Tensor],
     block: WanTransformerBlock,
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | Texts,
@@ -54,8 +50,8 @@ def forward_by_token(
     row_of_token: torch.Tensor,
     rotary_emb: Rotary,
 ) -> torch.Tensor:
-    """For a compiler: the `own` forward of the block's class, for rows [R, 6, D] and the row of each token [S].
+    """Call the block class' `original` forward with rows [R, 6, D] and the row index of each token [S].
 
-    A compiler reads the rows where it uses them; without one, each token would get a copy of six.
+    Only for compilers: these fuse the lookup into its use, whereas eager code would copy six rows for each token.
     """
-    return own(block, hidden_states, encoder_hidden_states, rows[row_of_token].unsqueeze(0), rotary_emb)
+    return original(block, hidden_states, encoder_hidden_states, rows[row_of_token].unsqueeze(0), rotary_emb)

@@ -1,4 +1,4 @@
-"""Measures how fast this machine computes a Wan block: a real one, with weights that mean nothing."""
+"""Compute benchmark of a Wan block with random weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from ...schema import HEAD_DIM, IMAGE_TOKENS, TEXT_TOKENS, ExpertShape
 if TYPE_CHECKING:
     from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
-FEWEST_TOKENS = 256
-SHARE_OF_FREE = 0.8
+MIN_TOKENS = 256
+"""Tokens of the first measurement."""
+FREE_MEMORY_SHARE = 0.8
+"""Share of the free device memory that a measurement may use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,20 +27,21 @@ class ComputeRate:
 
     flops_per_s: float
     tokens: int
-    """What was computed; fewer than wanted where these would have taken too long, or too much memory."""
+    """Tokens of the measurement; fewer than requested if those would have taken too much time or memory."""
 
 
 @torch.inference_mode()
 def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s: float = 2.0) -> ComputeRate:
-    """Time a block of `shape` on `device` for `tokens` tokens, or for as many as take about `most_s` seconds.
+    """Measure a block of `shape` on `device` with `tokens` tokens, or with as many as take about `most_s` seconds.
 
-    Starts with a few tokens and grows; every time is the median of three passes but the last on a slow device.
+    Starts with a few tokens and grows. Each time is the median of three passes; on a slow device, of fewer.
     """
     block = sample_block(shape, device)
-    tried = min(tokens, FEWEST_TOKENS)
+    tried = min(tokens, MIN_TOKENS)
     while True:
         rate = shape.block_flops(tried) / _block_s(block, shape, tried, device, most_s=most_s / 4)
-        # Three passes and one to warm up; a step of 16 at most, because small blocks compute at another rate.
+        # Three passes and one to warm up. The next size is at most 16 times as large, because the rate at a few tokens
+        # does not predict the rate at many.
         affordable = [count for count in _sizes(tried, tokens) if 4 * shape.block_flops(count) / rate <= most_s]
         fitting = [count for count in affordable if _fits(shape, count, device)]
         if not fitting:
@@ -47,7 +50,7 @@ def probe_block(shape: ExpertShape, tokens: int, device: torch.device, *, most_s
 
 
 def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBlock:
-    """A block in `auto_dtype(device)` with small random weights, its norms in fp32 as diffusers keeps them."""
+    """Return a block in `auto_dtype(device)` with small random weights and fp32 norms, as in diffusers."""
     added = None if shape.image_width is None else shape.width
     with torch.device("meta"):
         from diffusers.models.transformers.transformer_wan import WanTransformerBlock
@@ -56,6 +59,7 @@ def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBloc
             shape.width, shape.ffn_width, shape.width // HEAD_DIM, cross_attn_norm=True, added_kv_proj_dim=added
         )
     block = block.to(auto_dtype(device)).to_empty(device=device).eval().requires_grad_(False)
+    # One short tile of random numbers is repeated: drawing 350 million of them would take longer than the measurement.
     tile = torch.randn(2**16, device=device).mul_(0.02)
     for parameter in block.parameters():
         flat = parameter.view(-1)
@@ -68,7 +72,7 @@ def sample_block(shape: ExpertShape, device: torch.device) -> WanTransformerBloc
 
 
 def block_pass(block: WanTransformerBlock, shape: ExpertShape, tokens: int, device: torch.device) -> Callable[[], None]:
-    """One lane of `tokens` through `block`, each time it is called."""
+    """Return a function that passes one lane of `tokens` random tokens through `block`."""
     rows = (tokens, TEXT_TOKENS + (0 if shape.image_width is None else IMAGE_TOKENS), 6)
     hidden, text, modulation = (torch.randn(1, n, shape.width, device=device, dtype=auto_dtype(device)) for n in rows)
     rotary = tuple(torch.randn(1, tokens, 1, HEAD_DIM, device=device) for _ in range(2))
@@ -84,7 +88,7 @@ def _block_s(
 ) -> float:
     clock, once = clock_for(device), block_pass(block, shape, tokens, device)
     times: list[float] = []
-    # The first pass warms up, and counts only where it took so long that nothing else was in it.
+    # The first pass warms up. It counts only if it is the only one: it then took so long that start-up is negligible.
     while len(times) < 4 and not (times and times[-1] > most_s):
         start = clock.mark()
         once()
@@ -95,12 +99,12 @@ def _block_s(
 
 
 def _sizes(tried: int, wanted: int) -> list[int]:
-    """Token counts above `tried`, up to sixteen times as many."""
+    """Return token counts above `tried`, up to 16 times as many and at most `wanted`."""
     return sorted({min(wanted, tried * factor) for factor in (2, 4, 8, 16)} - {tried} - set(range(tried)))
 
 
 def _fits(shape: ExpertShape, tokens: int, device: torch.device) -> bool:
     if device.type != "cuda":
-        return True  # what is affordable in time on a CPU is small
+        return True  # a measurement that is short enough on a CPU is also small enough
     free, _ = torch.cuda.mem_get_info(device)
-    return shape.working_bytes(tokens, lanes=1) <= SHARE_OF_FREE * free
+    return shape.working_bytes(tokens, lanes=1) <= FREE_MEMORY_SHARE * free

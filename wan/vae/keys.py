@@ -1,6 +1,6 @@
-"""Names: what ComfyUI's single file of a VAE calls a parameter that diffusers knows by another name.
+"""Parameter names of VAEs in ComfyUI's single files, from the names of diffusers.
 
-Pure text. Shapes are the same on both sides and nothing is transposed, so a name is all that differs.
+Only names differ: shapes are the same in both, and nothing is transposed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _DOWN = re.compile(r"encoder\.down_blocks\.(\d+)\.(.+)")
 _UP = re.compile(r"decoder\.up_blocks\.(\d+)\.(resnets|upsamplers)\.(\d+)\.(.+)")
 _WAN22_BLOCK = re.compile(r"(encoder\.down|decoder\.up)_blocks\.(\d+)\.(?:resnets\.(\d+)|(?:down|up)sampler)\.(.+)")
 
-# Natively the decoder of Wan2.1 is one flat list: three residual blocks and a resampler for each of diffusers' up
-# blocks.
+# The native decoder of Wan2.1 is one flat list: three residual blocks and a resampler for each up block of diffusers.
 _LAYERS_PER_UP_BLOCK = 4
-# In Wan2.2's the resampler of a block is the last of its list.
+# In the VAE of Wan2.2 the resampler of a block is the last item of the block's list.
 _WAN22_RESAMPLER = {"encoder.down": 2, "decoder.up": 3}
 
 
 def native_vae_name(name: str) -> str:
-    """The native name of a parameter of `AutoencoderKLWan` (Wan2.1, which A14B uses).
+    """Return the native name of a parameter of Wan2.1's `AutoencoderKLWan`, which A14B also uses.
 
-    Raises `ValueError` for a name that this VAE does not have.
+    Raises:
+        ValueError: this VAE has no such parameter.
     """
     module, _, leaf = name.rpartition(".")
     native = _outside_blocks(module)
@@ -58,9 +58,10 @@ def native_vae_name(name: str) -> str:
 
 
 def native_wan22_vae_name(name: str) -> str:
-    """The native name of a parameter of the `AutoencoderKLWan` of Wan2.2 5B, whose blocks hold lists of their own.
+    """Return the native name of a parameter of Wan2.2 5B's `AutoencoderKLWan`, whose blocks contain nested lists.
 
-    Raises `ValueError` for a name that this VAE does not have.
+    Raises:
+        ValueError: this VAE has no such parameter.
     """
     module, _, leaf = name.rpartition(".")
     native = _outside_blocks(module)
@@ -74,7 +75,7 @@ def native_wan22_vae_name(name: str) -> str:
 
 
 def _outside_blocks(module: str) -> str | None:
-    """Of a module that both VAEs have: the first and last layers, and the middle; None for others."""
+    """Return the native name of a module that both VAEs have (first and last layers, middle); None for others."""
     if middle := _MIDDLE.fullmatch(module):
         half, kind, index, layer = middle.groups()
         # The middle is resnet, attention, resnet.

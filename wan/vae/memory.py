@@ -1,4 +1,4 @@
-"""Memory that a VAE needs next to its weights, counted on the `meta` device."""
+"""Memory that a VAE needs in addition to its weights, counted on the `meta` device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 from ...schema import FRAMES_PER_LATENT
 from ..checkpoint.meta_model import set_parameters
-from .tiles import LEAST_LATENT, decoded_frames
+from .tiles import MIN_TILE_LATENT, decoded_frames
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
@@ -24,10 +24,10 @@ CONVOLUTIONS = ("aten.convolution.default", "aten._convolution.default")
 
 
 class TensorMemoryTracker(TorchDispatchMode):
-    """Between entering and leaving, what torch makes on this thread is counted from its making to its end.
+    """Context manager that counts the bytes of tensors that this thread creates inside it, while they are alive.
 
-    Storages are counted, so views cost nothing. Tensors from before cost nothing either. Inference mode keeps what
-    operations are made of from sight: count outside it.
+    Storages are counted, so views are free; tensors from before are free too. Use it outside inference mode, which
+    hides the operations that a composite operation consists of.
     """
 
     def __init__(self) -> None:
@@ -35,33 +35,34 @@ class TensorMemoryTracker(TorchDispatchMode):
         self.now = 0
         """Bytes that are alive."""
         self.peak = 0
-        """The most that were alive at once."""
+        """Maximum of `now`."""
         self.convolution_peak = 0
-        """The most with what a convolution's library may hold meanwhile: input and output in an order of its own."""
+        """Maximum if a convolution's library also copies input and output into another memory layout."""
         self._uses: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if _is_tensor(tensor)}
-        for tensor in tree_iter(made):
+        result = func(*args, **(kwargs or {}))
+        inputs = {tensor.untyped_storage()._cdata for tensor in tree_iter((args, kwargs)) if _is_tensor(tensor)}
+        for tensor in tree_iter(result):
             if _is_tensor(tensor):
-                self._note(tensor, given)
+                self._add(tensor, inputs)
         self.peak = max(self.peak, self.now)
-        reordered = _bytes(args[0]) + _bytes(made) if str(func) in CONVOLUTIONS else 0
+        reordered = _bytes(args[0]) + _bytes(result) if str(func) in CONVOLUTIONS else 0
         self.convolution_peak = max(self.convolution_peak, self.now + reordered)
-        return made
+        return result
 
-    def _note(self, tensor: torch.Tensor, given: set[int]) -> None:
+    def _add(self, tensor: torch.Tensor, inputs: set[int]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._uses:
-            if key in given:  # a view of what was there before
+            if key in inputs:  # a view of a tensor from before
                 return
             self._uses[key], self._sizes[key] = 0, storage.nbytes()
             self.now += storage.nbytes()
+        # A storage is alive as long as any of its views.
         self._uses[key] += 1
         weakref.finalize(tensor, self._drop, key)
 
@@ -81,54 +82,57 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 STEADY_AFTER = 3
-"""Latent frames after which every further one takes the same."""
+"""Latent frames after which a further one does not raise the peak."""
 
 
 def decode_pixel_bytes(config: Mapping[str, Any], latent_frames: int, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes for each latent pixel that is decoded at once in `dtype`, in a video of so many latent frames.
+    """Return the bytes for each latent pixel that is decoded at once, in a video of `latent_frames` latent frames.
 
-    Counted are all tensors beside the weights, and one copy of what a convolution reads and writes: its library may
-    order both anew (oneDNN and cuDNN do).
+    Includes all tensors except the weights, and one copy of a convolution's input and output: oneDNN and cuDNN copy
+    both into another memory layout.
     """
-    return _counted(_key(config), min(latent_frames, STEADY_AFTER), dtype, _decode)
+    return _count_bytes(_key(config), min(latent_frames, STEADY_AFTER), dtype, _decode)
 
 
 def encode_pixel_bytes(config: Mapping[str, Any], latent_frames: int, dtype: torch.dtype = torch.float32) -> int:
-    """The same of encoding a video of so many latent frames, beside the video itself."""
-    return _counted(_key(config), min(latent_frames, STEADY_AFTER), dtype, _encode)
+    """Return the same for encoding a video of `latent_frames` latent frames, without the video itself."""
+    return _count_bytes(_key(config), min(latent_frames, STEADY_AFTER), dtype, _encode)
 
 
 def _key(config: Mapping[str, Any]) -> str:
+    # A string, because the cache of `_count_bytes` needs hashable arguments.
     return json.dumps({name: value for name, value in config.items() if not name.startswith("_")}, sort_keys=True)
 
 
 def _decode(vae: AutoencoderKLWan, latent_frames: int) -> TensorMemoryTracker:
-    latents = torch.empty(1, vae.config.z_dim, latent_frames, LEAST_LATENT, LEAST_LATENT, dtype=vae.dtype)
-    counted = TensorMemoryTracker()
-    with counted:
+    latents = torch.empty(1, vae.config.z_dim, latent_frames, MIN_TILE_LATENT, MIN_TILE_LATENT, dtype=vae.dtype)
+    tracker = TensorMemoryTracker()
+    with tracker:
         for frames in decoded_frames(vae, latents):
             del frames
-    return counted
+    return tracker
 
 
 def _encode(vae: AutoencoderKLWan, latent_frames: int) -> TensorMemoryTracker:
-    side = LEAST_LATENT * vae.spatial_compression_ratio
+    side = MIN_TILE_LATENT * vae.spatial_compression_ratio
     video = torch.empty(1, 3, FRAMES_PER_LATENT * (latent_frames - 1) + 1, side, side, dtype=vae.dtype)
-    counted = TensorMemoryTracker()
-    with counted:
+    tracker = TensorMemoryTracker()
+    with tracker:
         vae.encode(video)
-    return counted
+    return tracker
 
 
 @functools.cache
-def _counted(
+def _count_bytes(
     config: str, latent_frames: int, dtype: torch.dtype, work: Callable[[AutoencoderKLWan, int], TensorMemoryTracker]
 ) -> int:
     from diffusers import AutoencoderKLWan
 
-    # Inference mode shows fewer operations, and so less of what they make on their way.
+    # Outside inference mode, which hides operations and their intermediate tensors from the tracker.
     with torch.inference_mode(False), torch.device("meta"), torch.no_grad():
         vae = AutoencoderKLWan.from_config(json.loads(config)).eval()
         set_parameters(vae, {name: tensor.to(dtype) for name, tensor in vae.state_dict().items()})
-        counted = work(vae, latent_frames)
-    return -(-counted.convolution_peak // LEAST_LATENT**2)
+        tracker = work(vae, latent_frames)
+    # The smallest tile is representative: tensors are proportional to the area, except for attention scores, which
+    # `meta` materialises because it has no fused kernel; in a small tile they are negligible.
+    return -(-tracker.convolution_peak // MIN_TILE_LATENT**2)

@@ -1,8 +1,8 @@
-"""How large the tiles of a decode may be in the memory that is given.
+"""Tile size of a decode within a memory budget.
 
-Whole frames where they fit: they are the VAE's own picture, and each leaves as it is made. Else tiles that are not much
-smaller than the largest that fit; of these, those that compute least, because a few pixels decide whether the last row
-and column are mostly overlap.
+Full frames are decoded if they fit: they have no blended edges, and each can be passed on as soon as it is decoded.
+Otherwise the largest tiles that fit, or slightly smaller ones that compute less: a few pixels decide whether the last
+row and column of tiles are mostly overlap.
 """
 
 from __future__ import annotations
@@ -11,56 +11,59 @@ from dataclasses import dataclass
 from math import ceil, isqrt
 
 from ...schema import FP32_BYTES, PIXELS_PER_LATENT, need_text
-from .tiles import LEAST_LATENT, OVERLAP, Tiling
+from .tiles import MIN_TILE_LATENT, OVERLAP, Tiling
 
 CHANNELS = 3
 FRAMES_AT_ONCE = 4
-"""Frames that one latent frame makes, and that are on their way to their reader together."""
+"""Frames that are decoded from one latent frame and returned together."""
 NEARLY_LARGEST = 0.75
-"""A tile of that part of the largest that fits is as good, if it computes less."""
+"""Tiles of at least this share of the largest fitting size are preferred if they compute less."""
 HEAP_BYTES = 500_000_000
-"""Where the device computes in RAM: what the C library keeps of tensors that have ended; up to 0.34 GB in glibc."""
+"""Allowance on a CPU for freed tensors that the C library does not return to the system; up to 0.34 GB in glibc."""
 GB = 1e9
 
 
 class VaeRoomError(ValueError):
-    """Too little memory for even the smallest tile; the message says how much there is and how much it takes."""
+    """Too little memory for the smallest tile; the message says how much is needed and how much is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeNeeds:
-    """What decoding one video takes beside the VAE's weights, all sizes in latent pixels."""
+    """Memory requirements of decoding one video, in addition to the VAE's weights."""
 
     height: int
+    """In latent pixels."""
     width: int
+    """In latent pixels."""
     frames: int
-    """Of the decoded video."""
+    """Frames of the decoded video."""
     pixel_bytes: int
-    """Of the device, for each latent pixel that is decoded at once."""
+    """Device memory for each latent pixel that is decoded at once."""
     value_bytes: int
-    """Of each value of a frame in RAM: 4 for images, 1 on the way into a video file."""
+    """Bytes of each value of a frame in RAM: 4 for images, 1 for a video file."""
     keeps_frames: bool
-    """Whether all frames stay in RAM. Tiles keep them in any case: a frame is done with its last tile only."""
+    """True if all frames are kept in RAM. With tiles they always are: a frame is complete only with its last tile."""
     per_latent: int = PIXELS_PER_LATENT
-    doing: str = "decoding"
+    """Pixels for each latent pixel, along either side."""
+    task: str = "decoding"
     """For messages."""
 
     def device_bytes(self, tiling: Tiling | None) -> int:
-        """What is computed at once: a tile, or the whole frame."""
+        """Return the device memory of one tile, or of a full frame (None)."""
         return self.pixel_bytes * self._area(tiling)
 
     def host_bytes(self, tiling: Tiling | None) -> int:
-        """Frames in RAM, and the edges of tiles that wait for their neighbours."""
+        """Return the RAM of frames and of tile edges that are still to be blended."""
         pixel = CHANNELS * self.per_latent**2
         picture = pixel * self.height * self.width
         tiled = tiling is not None and tiling.cuts(self.height, self.width)
         kept = self.frames if tiled or self.keeps_frames else 0
-        # One latent frame passes as it was computed, and once more as it is stored.
+        # Frames of one latent frame exist twice for a moment: as computed, and converted.
         passing = FRAMES_AT_ONCE * pixel * self._area(tiling) * (FP32_BYTES + self.value_bytes)
         return kept * picture * self.value_bytes + passing + (self._edges(tiling) if tiled and tiling else 0)
 
     def fit(self, tiling: Tiling | None, budget: int, *, shared: bool) -> bool:
-        """Whether `budget` bytes are enough for the device, or for both where that computes in RAM (`shared`)."""
+        """Return whether `budget` bytes suffice for the device, or if `shared` for device and host memory together."""
         return self.device_bytes(tiling) + (self.host_bytes(tiling) + HEAP_BYTES if shared else 0) <= budget
 
     def _area(self, tiling: Tiling | None) -> int:
@@ -68,14 +71,14 @@ class DecodeNeeds:
         return min(side, self.height) * min(side, self.width)
 
     def _edges(self, tiling: Tiling) -> int:
-        """Of a row of tiles the lower edges, of one tile the right one; all frames of them, in fp32."""
+        """Return the bytes of the lower edges of a row of tiles and the right edge of one; all frames, in fp32."""
         row, *_ = self._rows(tiling)
         below = tiling.blended * sum(row) * self.per_latent
         right = tiling.blended * min(tiling.pixels, self.height * self.per_latent)
         return (below + right) * CHANNELS * FP32_BYTES * self.frames
 
     def _rows(self, tiling: Tiling) -> list[list[int]]:
-        """Widths of the tiles, row by row."""
+        """Return the widths of the tiles, row by row."""
         rows: dict[int, list[int]] = {}
         for tile in tiling.tiles(self.height, self.width):
             rows.setdefault(tile.row, []).append(len(tile.columns))
@@ -83,31 +86,36 @@ class DecodeNeeds:
 
 
 def fitting_tiling(needs: DecodeNeeds, budget: int, *, shared: bool) -> Tiling | None:
-    """The tiles to decode in within `budget` bytes, None for whole frames.
+    """Return the tiling for a decode within `budget` bytes, None for full frames.
 
     Args:
-        shared: whether the device computes in RAM, where frames lie too.
+        needs: memory requirements of the video.
+        budget: bytes of the device.
+        shared: True if the device computes in RAM, so that frames count against the budget too.
 
-    Raises VaeRoomError where no tile of 8 latent pixels or more fits.
+    Raises:
+        VaeRoomError: no tile of 8 latent pixels or more fits.
     """
     if needs.fit(None, budget, shared=shared):
         return None
     fitting = [tiling for tiling in _tilings(needs) if needs.fit(tiling, budget, shared=shared)]
     if not fitting:
         raise VaeRoomError(too_little(needs, budget, shared=shared))
+    # Of equal work, the larger tiles are chosen: they have fewer seams.
     large = [tiling for tiling in fitting if tiling.pixels >= NEARLY_LARGEST * fitting[-1].pixels]
     return min(large, key=lambda tiling: (tiling.computed(needs.height, needs.width), -tiling.pixels))
 
 
 def shared_tiling(needs: DecodeNeeds, budget: int, *, shared: bool, workers: int, videos: int) -> Tiling:
-    """The tiles in which that many workers decode that many videos together, each in `budget` bytes.
+    """Return the tiling in which `workers` workers decode `videos` videos together, each within `budget` bytes.
 
-    Of tiles that are not much smaller than the largest of which every worker gets one, those of which the busiest
-    computes least; a whole picture is one tile here. `needs` and `shared` are as of `fitting_tiling`.
+    Every worker gets a tile if possible. Among the largest such tilings, the one in which the busiest worker computes
+    least is chosen; a full frame is one tile here. `needs` and `shared` are as in `fitting_tiling`.
 
-    Raises VaeRoomError where no tile of 8 latent pixels or more fits.
+    Raises:
+        VaeRoomError: no tile of 8 latent pixels or more fits.
     """
-    picture = max(LEAST_LATENT, needs.height, needs.width) * needs.per_latent
+    picture = max(MIN_TILE_LATENT, needs.height, needs.width) * needs.per_latent
     every = [*_tilings(needs), Tiling.of(picture, needs.per_latent)]
     fitting = [tiling for tiling in every if needs.fit(tiling, budget, shared=shared)]
     if not fitting:
@@ -122,8 +130,8 @@ def shared_tiling(needs: DecodeNeeds, budget: int, *, shared: bool, workers: int
 
 
 def smaller_tiling(needs: DecodeNeeds, tiling: Tiling | None) -> Tiling | None:
-    """Tiles of about half the area of those that did not fit, None where these were the smallest already."""
-    least = LEAST_LATENT * needs.per_latent
+    """Return tiles of about half the area of `tiling`, None if that is the smallest one already."""
+    least = MIN_TILE_LATENT * needs.per_latent
     whole = max(needs.height, needs.width) * needs.per_latent
     side = whole if tiling is None else tiling.pixels
     area = min(side, needs.height * needs.per_latent) * min(side, needs.width * needs.per_latent)
@@ -132,20 +140,20 @@ def smaller_tiling(needs: DecodeNeeds, tiling: Tiling | None) -> Tiling | None:
 
 
 def too_little(needs: DecodeNeeds, budget: int, *, shared: bool) -> str:
-    """Why no tile fits into `budget` bytes, in words with numbers."""
-    least = Tiling.of(LEAST_LATENT * needs.per_latent, needs.per_latent)
+    """Return the message that even the smallest tile does not fit into `budget` bytes."""
+    smallest = Tiling.of(MIN_TILE_LATENT * needs.per_latent, needs.per_latent)
     width, height = needs.width * needs.per_latent, needs.height * needs.per_latent
-    beside = (
-        f" and {need_text(needs.host_bytes(least) + HEAP_BYTES)} around its {needs.frames} frames" if shared else ""
+    for_frames = (
+        f" and {need_text(needs.host_bytes(smallest) + HEAP_BYTES)} for its {needs.frames} frames" if shared else ""
     )
     return (
-        f"{needs.doing} {width}x{height} frames in tiles of {least.pixels} pixels, the smallest, takes "
-        f"{need_text(needs.device_bytes(least))} to compute in{beside}; {need_text(budget)} given: "
+        f"{needs.task} {width}x{height} frames in tiles of {smallest.pixels} pixels, the smallest, takes "
+        f"{need_text(needs.device_bytes(smallest))} of working memory{for_frames}; {need_text(budget)} given: "
         "give it more memory, or unload other models"
     )
 
 
 def _tilings(needs: DecodeNeeds) -> list[Tiling]:
-    """All tiles that cut the picture and overlap by a whole quarter, the smallest first."""
-    sizes = range(LEAST_LATENT, max(needs.height, needs.width), OVERLAP)
+    """Return all tilings that cut the frame and overlap by exactly a quarter, the smallest first."""
+    sizes = range(MIN_TILE_LATENT, max(needs.height, needs.width), OVERLAP)
     return [Tiling.of(size * needs.per_latent, needs.per_latent) for size in sizes]

@@ -1,4 +1,7 @@
-"""Tiles of a decode: their layout, overlaps and the frames decoded from them."""
+"""Tiles of a decode: layout, overlaps and decoding.
+
+In shapes, P is the number of pixels for each latent pixel, along either side.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,14 @@ if TYPE_CHECKING:
     from diffusers import AutoencoderKLWan
 
 
-LEAST_LATENT = 8
-"""No tile is smaller, in latent pixels: it would be seams."""
-LEAST_PIXELS = LEAST_LATENT * PIXELS_PER_LATENT
+MIN_TILE_LATENT = 8
+"""Smallest side of a tile, in latent pixels; a smaller tile would be mostly seams."""
 OVERLAP = 4
-"""One part in so many of a tile lies over the next one."""
+"""Divisor of a tile's side that gives its overlap: a quarter."""
 
 
 class TilingError(ValueError):
-    """Tiles that no picture can be made of; the message says which can."""
+    """Invalid sizes of tiles; the message says which are valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,46 +40,51 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Square tiles of `pixels`, one every `stride` pixels of the decoded picture.
+    """Square tiles of `pixels`, one every `stride` pixels of the decoded frame.
 
-    Raises TilingError for sizes that are no multiples of a latent pixel's, or leave gaps.
+    Raises:
+        TilingError: a size is not a multiple of a latent pixel, or tiles leave gaps.
     """
 
     pixels: int
     stride: int
     per_latent: int = PIXELS_PER_LATENT
-    """Pixels of the picture for each latent pixel, along either side."""
+    """Pixels for each latent pixel, along either side."""
 
     def __post_init__(self) -> None:
-        for word, size in (("tiles", self.pixels), ("the stride", self.stride)):
+        for name, size in (("tiles", self.pixels), ("the stride", self.stride)):
             if size % self.per_latent or size < self.per_latent:
-                raise TilingError(f"{word} of {size} pixels: give a multiple of {self.per_latent}")
+                raise TilingError(f"{name} of {size} pixels: give a multiple of {self.per_latent}")
         if self.stride > self.pixels:
             raise TilingError(f"tiles of {self.pixels} pixels, one every {self.stride}: give a stride up to that size")
 
     @classmethod
     def of(cls, pixels: int, per_latent: int = PIXELS_PER_LATENT) -> Tiling:
-        """Tiles of that size that overlap by a quarter. Raises TilingError for less than 8 latent pixels."""
-        if pixels < LEAST_LATENT * per_latent:
-            raise TilingError(f"tiles of {pixels} pixels: give {LEAST_LATENT * per_latent} or more, 0 for none")
+        """Return tiles of `pixels` that overlap by a quarter.
+
+        Raises:
+            TilingError: a tile is smaller than 8 latent pixels.
+        """
+        if pixels < MIN_TILE_LATENT * per_latent:
+            raise TilingError(f"tiles of {pixels} pixels: give {MIN_TILE_LATENT * per_latent} or more, 0 for none")
         overlap = pixels // OVERLAP // per_latent * per_latent
         return cls(pixels=pixels, stride=pixels - overlap, per_latent=per_latent)
 
     @property
     def patch(self) -> int:
-        """Pixels along either side that the VAE makes as one; they are blended alike.
+        """Side of the VAE's output patches in pixels; the pixels of a patch are blended with the same weight.
 
-        Along a side it makes 8 of a latent pixel: pixels, or those of Wan2.2 5B patches of two.
+        Each VAE has 8 patches for a latent pixel, along either side: of 1 pixel, or in Wan2.2 5B of 2.
         """
         return self.per_latent // PIXELS_PER_LATENT
 
     @property
     def blended(self) -> int:
-        """Pixels of a tile's edge that are blended with the tile before it."""
+        """Pixels of a tile that are blended with the tile before it, along either side."""
         return self.pixels - self.stride
 
     def tiles(self, height: int, width: int) -> tuple[Tile, ...]:
-        """The tiles of a latent of that size, row by row. One tile where it is no larger than a tile."""
+        """Return the tiles of a latent of that size, row by row; one tile if it is not larger than a tile."""
         if not self.cuts(height, width):
             return (Tile(row=0, column=0, rows=range(height), columns=range(width)),)
         size, stride = self.pixels // self.per_latent, self.stride // self.per_latent
@@ -93,35 +100,39 @@ class Tiling:
         )
 
     def cuts(self, height: int, width: int) -> bool:
-        """Whether a latent of that size is more than one tile."""
+        """Return whether a latent of that size has more than one tile."""
         return max(height, width) > self.pixels // self.per_latent
 
     def computed(self, height: int, width: int) -> int:
-        """Latent pixels of all tiles of a latent of that size together; overlaps count as often as they are decoded."""
+        """Return the latent pixels of all tiles together; overlaps count as often as they are decoded."""
         return sum(len(tile.rows) * len(tile.columns) for tile in self.tiles(height, width))
 
 
 def decoded_frames(vae: AutoencoderKLWan, latents: torch.Tensor, *, whole: bool = False) -> Iterator[torch.Tensor]:
-    """Raw latents [1, C, T, h, w] -> frames as they are made: [3, 1, Ph, Pw], then T - 1 times [3, 4, Ph, Pw].
+    """Decode raw latents [1, C, T, h, w]; yield frames [3, 1, Ph, Pw], then T - 1 times [3, 4, Ph, Pw].
 
-    fp32 on the device of `latents`, around -1 to 1, not clamped. The decoder looks back only, so a frame never changes.
+    Frames are in the VAE's dtype on the device of `latents`, in about -1..1, not clamped. The decoder is causal, so a
+    frame is final when it is yielded.
 
     Args:
-        whole: whether the frames shall be those of `AutoencoderKLWan.decode` without tiles, bit for bit, not those of
-            its tiles: the first of its convolutions takes all latent frames at once there, and one by one in a tile.
+        vae: with its weights on the device of `latents`.
+        latents: raw, in the VAE's dtype.
+        whole: True for frames that are bit-equal to `AutoencoderKLWan.decode` without tiles, False for those of its
+            tiles: diffusers calls the first convolution once for all latent frames, but in tiles for each of them.
     """
     from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 
-    seen: list[object] = [None] * sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
+    cache: list[object] = [None] * sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
     for at, states in enumerate(_states(vae, latents, whole)):
         with torch.no_grad():
-            frames = vae.decoder(states, feat_cache=seen, feat_idx=[0], first_chunk=at == 0)
+            frames = vae.decoder(states, feat_cache=cache, feat_idx=[0], first_chunk=at == 0)
         if vae.config.patch_size is not None:
             frames = unpatchify(frames, patch_size=vae.config.patch_size)
         yield frames[0]
 
 
 def _states(vae: AutoencoderKLWan, latents: torch.Tensor, whole: bool) -> Iterator[torch.Tensor]:
+    # A separate convolution call for each latent frame rounds differently from one call for all of them.
     for part in latents.split(latents.shape[2] if whole else 1, dim=2):
         with torch.no_grad():
             states = vae.post_quant_conv(part)
@@ -129,9 +140,9 @@ def _states(vae: AutoencoderKLWan, latents: torch.Tensor, whole: bool) -> Iterat
 
 
 def decode_tile(vae: AutoencoderKLWan, latents: torch.Tensor, check: Callable[[], None] = lambda: None) -> torch.Tensor:
-    """One tile of raw latents [1, C, T, h, w] -> [3, 4(T - 1) + 1, Ph, Pw] fp32 on the CPU, not clamped.
+    """Decode one tile of raw latents [1, C, T, h, w] to [3, 4(T - 1) + 1, Ph, Pw] fp32 on the CPU, not clamped.
 
-    `check` is called before every latent frame, and ends the decode by raising.
+    `check` is called before every latent frame and may raise to end the decode.
     """
     whole = torch.empty(3, *_decoded_size(latents))
     done = 0
@@ -144,18 +155,18 @@ def decode_tile(vae: AutoencoderKLWan, latents: torch.Tensor, check: Callable[[]
 
 
 def crop(latents: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """The part of [1, C, T, h, w] that a tile shows; no copy."""
+    """Return the part of [1, C, T, h, w] that a tile covers, as a view."""
     rows, columns = tile.rows, tile.columns
     return latents[:, :, :, rows.start : rows.stop, columns.start : columns.stop]
 
 
 def empty_frames(latents: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Room for the frames of raw latents [B, C, T, h, w]: [B, 4(T - 1) + 1, Ph, Pw, 3] on the CPU."""
+    """Allocate the frames of raw latents [B, C, T, h, w]: [B, 4(T - 1) + 1, Ph, Pw, 3] on the CPU."""
     return torch.empty(latents.shape[0], *_decoded_size(latents), 3, dtype=dtype)
 
 
 def _decoded_size(latents: torch.Tensor) -> tuple[int, int, int]:
-    """(frames, height, width) of the video."""
+    """Return (frames, height, width) of the decoded video, in pixels."""
     _, channels, count, height, width = latents.shape
     pixels = space_of(channels).pixels
     return FRAMES_PER_LATENT * (count - 1) + 1, pixels * height, pixels * width

@@ -1,4 +1,4 @@
-"""VAE of Wan: encoding and decoding, whole or in tiles, with smaller tiles after an out-of-memory error."""
+"""VAE of Wan: encoding and decoding of full frames or tiles, with smaller tiles after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...schema import FP32_BYTES, FRAMES_PER_LATENT
 from ..checkpoint.components import component_folder
 from ..checkpoint.meta_model import set_parameters
 from ..latent_space import SPACES, LatentSpace, space_of
-from .blend import TileBlender, as_pixels, stored_as
+from .blend import TileBlender, as_pixels, convert_pixels
 from .memory import decode_pixel_bytes, encode_pixel_bytes
 from .tile_size import DecodeNeeds, VaeRoomError, smaller_tiling
 from .tiles import Tiling, crop, decode_tile, decoded_frames, empty_frames
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class VaeInputError(ValueError):
-    """Images or latents that the VAE cannot take; the message names their shape and the one to give."""
+    """Images or latents of a shape that the VAE does not accept; the message names their shape and a valid one."""
 
 
 def open_vae(path: Path | str, dtype: torch.dtype = torch.float32) -> WanVae:
-    """Open the VAE of a diffusers pipeline folder, its `vae` folder, or a single file; reads headers and the config.
+    """Open the VAE of a diffusers pipeline folder, its `vae` folder, or a single file.
 
-    It computes in `dtype`.
+    Reads only headers and the config. The VAE computes in `dtype`.
 
     Raises:
-        CheckpointFileError: a file is missing, truncated, a pickle, or no safetensors file; the config or the tensors
-            are not those of a VAE of Wan.
+        CheckpointFileError: a file is missing, truncated, a pickle, or not a safetensors file; the config or the
+            tensors are not those of a VAE of Wan.
     """
     path = Path(path)
     opened = open_vae_file(path) if path.is_file() else open_vae_folder(component_folder(path, "vae"))
@@ -46,7 +46,10 @@ def open_vae(path: Path | str, dtype: torch.dtype = torch.float32) -> WanVae:
 
 
 class WanVae:
-    """An opened VAE. Weights are read when they are first needed and compute in `dtype`; `close()` frees them."""
+    """Opened VAE that computes in `dtype`; weights are loaded at the first use and freed by `close()`.
+
+    In shapes, C is the number of latent channels and P the number of pixels for each latent pixel, along either side.
+    """
 
     def __init__(self, opened: VaeWeights, dtype: torch.dtype) -> None:
         self._opened, self._dtype = opened, dtype
@@ -54,18 +57,18 @@ class WanVae:
 
     @property
     def space(self) -> LatentSpace:
-        """Of its latents."""
+        """Latent space of the VAE."""
         return self._opened.family.space
 
     def encode_needs(self, video: torch.Tensor) -> DecodeNeeds:
-        """What encoding frames [F, H, W, 3] takes beside the weights; all of them lie on the device meanwhile.
+        """Return the memory requirements of encoding frames [F, H, W, 3], all of which are on the device.
 
         Raises:
             VaeInputError: the video has another shape.
         """
         self._check_video(video)
         frames, height, width, _ = video.shape
-        # A VAE that works in patches makes them of the whole video first.
+        # A VAE with patches copies the whole video into patches first.
         copies = 1 if self._opened.config.get("patch_size") is None else 2
         return DecodeNeeds(
             height=height // self.space.pixels,
@@ -75,19 +78,20 @@ class WanVae:
             value_bytes=copies * FP32_BYTES,
             keeps_frames=True,
             per_latent=self.space.pixels,
-            doing="encoding",
+            task="encoding",
         )
 
     def encode(self, video: torch.Tensor, *, device: torch.device | str, tiling: Tiling | None = None) -> torch.Tensor:
-        """Encode frames [F, H, W, 3] in 0..1, F = 4n + 1, H and W multiples of P; whole, or in tiles as diffusers does.
+        """Encode frames [F, H, W, 3] in 0..1; F = 4n + 1, H and W are multiples of P.
 
-        Returns the most likely raw latents, fp32 [1, C, (F - 1) / 4 + 1, H / P, W / P], on the CPU.
+        Returns the mode of the raw latents, fp32 [1, C, (F - 1) / 4 + 1, H / P, W / P], on the CPU. Tiles are blended
+        by diffusers.
 
         Raises:
             VaeInputError: the video has another shape.
         """
         self._check_video(video)
-        vae = self._on(torch.device(device))
+        vae = self._load(torch.device(device))
         pixels = video.to(device, self._dtype).movedim(-1, 0)[None] * 2 - 1
         height, width = (size // self.space.pixels for size in video.shape[1:3])
         cut = tiling if tiling is not None and tiling.cuts(height, width) else None
@@ -97,11 +101,11 @@ class WanVae:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the device that all weights take."""
+        """Device memory of all weights."""
         return self._dtype.itemsize * sum(prod(tensor.shape) for tensor in self._opened.weights.values())
 
     def decode_needs(self, latents: torch.Tensor, *, to_file: bool = False) -> DecodeNeeds:
-        """What decoding raw latents [B, C, T, h, w] takes beside the weights: as `decode`, or as `stream` (`to_file`).
+        """Return the memory requirements of `decode`, or of `stream` (`to_file`), for latents [B, C, T, h, w].
 
         Raises:
             VaeInputError: the latents have another shape, or are those of another VAE.
@@ -112,7 +116,7 @@ class WanVae:
         return DecodeNeeds(
             height=height,
             width=width,
-            # Of a batch all videos stay; on the way into a file one after the other.
+            # `decode` keeps the frames of all videos, `stream` those of one video at a time.
             frames=frames if to_file else batch * frames,
             pixel_bytes=decode_pixel_bytes(self._opened.config, count, self._dtype),
             value_bytes=1 if to_file else FP32_BYTES,
@@ -128,9 +132,9 @@ class WanVae:
         tiling: Tiling | None = None,
         check: Check = lambda: None,
     ) -> torch.Tensor:
-        """Decode raw latents [B, C, T, h, w], one video at a time; whole, or tile by tile.
+        """Decode raw latents [B, C, T, h, w], one video at a time, in full frames or tile by tile.
 
-        `check` is called before every latent frame of every tile, and ends the decode by raising.
+        `check` is called before every latent frame of every tile and may raise to end the decode.
 
         Returns frames in 0..1, fp32 [B, 4 * (T - 1) + 1, P * h, P * w, 3], on the CPU.
 
@@ -139,9 +143,9 @@ class WanVae:
         """
         self._check_latents(latents)
         videos = empty_frames(latents)
-        for one, frames in zip(latents.split(1), videos, strict=True):
+        for video, frames in zip(latents.split(1), videos, strict=True):
             done = 0
-            for part in self._decoded(one, torch.device(device), tiling, frames, check):
+            for part in self._decode_video(video, torch.device(device), tiling, frames, check):
                 frames[done : done + len(part)] = part
                 done += len(part)
         return videos
@@ -154,53 +158,53 @@ class WanVae:
         tiling: Tiling | None = None,
         check: Check = lambda: None,
     ) -> Iterator[torch.Tensor]:
-        """The frames of `decode` as a video file stores them, [n, P * h, P * w, 3] uint8 on the CPU, as they are made.
+        """Yield the frames of `decode` as [n, P * h, P * w, 3] uint8 on the CPU, for a video file.
 
-        Of a batch, one video after the other. Whole frames come out with every latent frame and are kept nowhere; of
-        tiles all frames of a video come out together.
+        The videos of a batch follow one another. Full frames are yielded with each latent frame and are not kept; with
+        tiles, all frames of a video are yielded together.
 
         Raises:
             VaeInputError: the latents have another shape, or are those of another VAE.
         """
         self._check_latents(latents)
-        for one in latents.split(1):
-            yield from self._decoded(one, torch.device(device), tiling, None, check)
+        for video in latents.split(1):
+            yield from self._decode_video(video, torch.device(device), tiling, None, check)
 
-    def _decoded(
+    def _decode_video(
         self,
-        one: torch.Tensor,
+        latents: torch.Tensor,
         device: torch.device,
         tiling: Tiling | None,
         into: torch.Tensor | None,
         check: Check,
     ) -> Iterator[torch.Tensor]:
-        """Frames of one video that are not yet in `into`: fp32, or uint8 where they go into no tensor."""
+        """Yield the frames of one video that are not in `into` yet: fp32, or uint8 if `into` is None."""
         assert tiling is None or tiling.per_latent == self.space.pixels, "tiles of another VAE"
-        vae, there = self._on(device), one.to(device, self._dtype)
-        if tiling is None or not tiling.cuts(*one.shape[3:]):
-            yield from whole_frames(vae, there, torch.float32 if into is not None else torch.uint8, check)
+        vae, moved = self._load(device), latents.to(device, self._dtype)
+        if tiling is None or not tiling.cuts(*latents.shape[3:]):
+            yield from whole_frames(vae, moved, torch.float32 if into is not None else torch.uint8, check)
             return
-        room = empty_frames(one, torch.uint8)[0] if into is None else into
-        tiled_frames(vae, there, tiling, room, check)
+        frames = empty_frames(latents, torch.uint8)[0] if into is None else into
+        tiled_frames(vae, moved, tiling, frames, check)
         if into is None:
-            yield room
+            yield frames
 
     def decode_tile(
         self, latents: torch.Tensor, *, device: torch.device | str, check: Callable[[], None] = lambda: None
     ) -> torch.Tensor:
-        """Decode one tile [1, C, T, h, w] for a `TileBlender`; see `vae_tiles.decode_tile`.
+        """Decode one tile [1, C, T, h, w] for a `TileBlender`; see `tiles.decode_tile`.
 
         Raises:
             VaeInputError: the latents have another shape, or are those of another VAE.
         """
         self._check_latents(latents)
-        return decode_tile(self._on(torch.device(device)), latents.to(device, self._dtype), check)
+        return decode_tile(self._load(torch.device(device)), latents.to(device, self._dtype), check)
 
     def close(self) -> None:
-        """Free the weights. Closing twice is allowed, and so is using the VAE again."""
+        """Free the weights. Closing twice is allowed; a later use loads them again."""
         self._loaded = None
 
-    def _on(self, device: torch.device) -> AutoencoderKLWan:
+    def _load(self, device: torch.device) -> AutoencoderKLWan:
         if self._loaded is None:
             vae = self._opened.build()
             stored = read_tensors(self._opened.weights)
@@ -219,11 +223,11 @@ class WanVae:
 
     def _check_latents(self, latents: torch.Tensor) -> None:
         check_latents(latents)
-        found, own = space_of(latents.shape[1]), self.space
-        if found != own:
+        found, expected = space_of(latents.shape[1]), self.space
+        if found != expected:
             raise VaeInputError(
                 f"the latents are {list(latents.shape)}, of {found.models}, and {self._opened.path} is the VAE of "
-                f"{own.models}, for {own.channels} channels: take {family_of(found).file} for these latents"
+                f"{expected.models}, for {expected.channels} channels: take {family_of(found).file} for these latents"
             )
 
     def __enter__(self) -> WanVae:
@@ -237,7 +241,7 @@ class WanVae:
 
 @contextmanager
 def _tiled(vae: AutoencoderKLWan, tiling: Tiling | None) -> Iterator[None]:
-    """Diffusers' own tiles inside the `with`; it counts what it encodes in patches where the VAE works in them."""
+    """Enable diffusers' tiling inside the `with`; its sizes are in patches, if the VAE has them."""
     if tiling is None:
         yield
         return
@@ -250,26 +254,32 @@ def _tiled(vae: AutoencoderKLWan, tiling: Tiling | None) -> Iterator[None]:
 
 
 def check_latents(latents: torch.Tensor) -> None:
-    """Refuse what is no raw latents [B, 16 or 48, T, h, w] by a VaeInputError."""
-    known = [space.channels for space in SPACES]
-    if latents.ndim != 5 or latents.shape[1] not in known or 0 in latents.shape:
-        raise VaeInputError(f"the latents are {list(latents.shape)}: give [B, {' or '.join(map(str, known))}, T, h, w]")
+    """Check that latents are [B, 16 or 48, T, h, w].
+
+    Raises:
+        VaeInputError: they have another shape.
+    """
+    channels = [space.channels for space in SPACES]
+    if latents.ndim != 5 or latents.shape[1] not in channels or 0 in latents.shape:
+        raise VaeInputError(
+            f"the latents are {list(latents.shape)}: give [B, {' or '.join(map(str, channels))}, T, h, w]"
+        )
 
 
 Check = Callable[[], None]
-"""Called before every latent frame; ends the decode by raising."""
+"""Function that is called before every latent frame and may raise to end the decode."""
 
 
 def whole_frames(
     vae: AutoencoderKLWan, latents: torch.Tensor, dtype: torch.dtype, check: Check
 ) -> Iterator[torch.Tensor]:
-    """Raw latents [1, C, T, h, w] on the VAE's device -> [1, Ph, Pw, 3], then T - 1 times [4, Ph, Pw, 3], on the CPU.
+    """Decode raw latents [1, C, T, h, w] on the VAE's device; yield [1, Ph, Pw, 3], then T - 1 times [4, Ph, Pw, 3].
 
-    fp32 in 0..1, or uint8 in 0..255. C, P: as in `vae_tiles`.
+    Frames are on the CPU: fp32 in 0..1, or uint8 in 0..255.
     """
     check()
     for part in decoded_frames(vae, latents, whole=True):
-        yield stored_as(as_pixels(part.float()), dtype).cpu()
+        yield convert_pixels(as_pixels(part.float()), dtype).cpu()
         check()
 
 
@@ -278,41 +288,45 @@ def tiled_frames(
 ) -> None:
     """Decode raw latents [1, C, T, h, w] tile by tile into frames [4(T - 1) + 1, Ph, Pw, 3], fp32 or uint8 on the CPU.
 
-    Every tile goes over as it is made: beside the frames RAM holds the edges that meet other tiles.
+    Frames of a tile are blended as soon as they are decoded; in addition to `into`, RAM holds only edges of tiles.
     """
-    mosaic = TileBlender(tiling, into=into)
+    blender = TileBlender(tiling, into=into)
     for tile in tiling.tiles(*latents.shape[3:]):
         check()
         for part in decoded_frames(vae, crop(latents, tile)):
-            mosaic.put_frames(tile, part.cpu().float())
+            blender.add_frames(tile, part.cpu().float())
             check()
 
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class NoRoomToDecodeError(VaeRoomError, torch.OutOfMemoryError):
-    """The device has too little memory for even the smallest tile; the message says what was tried.
+    """Memory ran out even with the smallest tiles.
 
-    Also an error of torch's kind: hosts know by it that other models should go.
+    Also a `torch.OutOfMemoryError`, so that hosts unload other models after it.
     """
 
 
 def with_smaller_tiles(
-    decode: Callable[[Tiling | None], Made],
+    decode: Callable[[Tiling | None], Result],
     needs: DecodeNeeds,
     first: Tiling | None,
     on_change: Callable[[str], None] = lambda change: None,
     *,
     is_short: Callable[[RuntimeError], bool] = is_out_of_memory,
-) -> Made:
-    """What `decode` makes in tiles of `first`, None for whole frames, or in smaller ones where memory runs out.
+) -> Result:
+    """Call `decode` with smaller and smaller tiles until memory suffices; return its result.
 
-    Each try halves the area; nothing of a try is left when the next one begins. `on_change` is told of each in words.
-    `is_short` says which errors mean that memory ran out.
+    Args:
+        decode: called with a tiling, or with None for full frames.
+        needs: of the decode, for the sizes of smaller tiles.
+        first: tiling of the first attempt; each further attempt halves the area of a tile.
+        on_change: called with a message before each further attempt.
+        is_short: returns True for errors which mean that memory ran out; others are raised.
 
     Raises:
-        NoRoomToDecodeError: the smallest tiles are too large; whatever else `decode` raises goes through.
+        NoRoomToDecodeError: memory ran out with the smallest tiles.
     """
     tiling = first
     while True:
@@ -321,14 +335,16 @@ def with_smaller_tiles(
         except RuntimeError as err:
             if not is_short(err):
                 raise
-            said = forget(err)
+            # The traceback references the tensors of the failed attempt: keep only its text, and retry outside this
+            # `except` block, which keeps the exception alive.
+            error = forget(err)
         smaller = smaller_tiling(needs, tiling)
         if smaller is None:
-            raise NoRoomToDecodeError(f"no memory for {needs.doing} {in_words(tiling)}, the least that can be: {said}")
-        on_change(f"no memory for {needs.doing} {in_words(tiling)}: goes on with {in_words(smaller)}")
+            raise NoRoomToDecodeError(f"no memory for {needs.task} {in_words(tiling)}, the smallest size: {error}")
+        on_change(f"no memory for {needs.task} {in_words(tiling)}: retrying with {in_words(smaller)}")
         tiling = smaller
 
 
 def in_words(tiling: Tiling | None) -> str:
-    """`tiles of 256 pixels`, or `whole frames`."""
+    """Return "tiles of 256 pixels" or "whole frames", for messages."""
     return "whole frames" if tiling is None else f"tiles of {tiling.pixels} pixels"

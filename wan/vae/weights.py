@@ -1,8 +1,8 @@
-"""Where the weights of a VAE of Wan lie, in either of the two forms it comes in.
+"""Config and weight locations of Wan's VAEs, from one of two forms.
 
-A diffusers `vae` folder has a config; a single file (ComfyUI's `wan_2.1_vae.safetensors` and `wan2.2_vae.safetensors`)
-has native names, or those of diffusers, and its sizes follow from shapes. Parameters go by the names of diffusers'
-AutoencoderKLWan in both.
+A diffusers `vae` folder has a config. A single file (ComfyUI's `wan_2.1_vae.safetensors`, `wan2.2_vae.safetensors`) has
+native names or those of diffusers, and its sizes follow from shapes. In both, parameters get the names of diffusers'
+AutoencoderKLWan.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VaeFamily:
-    """VAEs of one latent space; their widths are their own affair."""
+    """VAEs of one latent space, in any width."""
 
     space: LatentSpace
     config: Mapping[str, Any]
-    """What they have in common."""
+    """Config values that all of them share."""
     widths: Mapping[str, tuple[str, int]]
-    """By the config's names: which convolution shows the width, and in which dimension."""
+    """Name in the config -> convolution and dimension that have this width."""
     native: Callable[[str], str]
-    """The name of a parameter in ComfyUI's single file."""
+    """Returns the name of a parameter in ComfyUI's single file."""
     file: str
-    """What that is called."""
+    """Name of ComfyUI's single file."""
 
 
 _STAGES = {
@@ -82,32 +82,37 @@ FAMILIES = (
 
 NATIVE_MARK = "encoder.downsamples.0."
 DIFFUSERS_MARK = "encoder.down_blocks.0."
+# Names that only the VAE of Wan2.2 has: two native ones and one of diffusers.
 WAN22_MARKS = (
     "decoder.upsamples.0.upsamples.",
     "encoder.downsamples.0.downsamples.",
     "encoder.down_blocks.0.resnets.0.norm1.gamma",
 )
+# Names of the VAEs of SD and Flux, native and of diffusers.
 IMAGE_VAE_MARKS = ("decoder.up.0.block.0.", "decoder.up_blocks.0.resnets.0.norm1.weight")
 
 REMEDY = "use " + ", or ".join(f"{family.file} ({family.space.models})" for family in FAMILIES)
 
 
 def family_of(space: LatentSpace) -> VaeFamily:
-    """The VAEs of that space."""
+    """Return the VAEs of that space."""
     return FAMILIES[SPACES.index(space)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VaeWeights:
-    """An opened VAE: `path` and `config` to build it from, and where each of its parameters lies."""
+    """Config and weight locations of an opened VAE."""
 
     path: Path
+    """File of the config, for messages."""
     family: VaeFamily
     config: Mapping[str, Any]
+    """Config of diffusers' AutoencoderKLWan."""
     weights: Mapping[str, FileTensor]
+    """Location of each parameter."""
 
     def build(self) -> AutoencoderKLWan:
-        """The VAE without its weights."""
+        """Return the VAE on `meta`, without its weights."""
         return _build(self.path, self.config)
 
 
@@ -115,7 +120,7 @@ def open_vae_folder(folder: Path) -> VaeWeights:
     """Open a `vae` folder of diffusers.
 
     Raises:
-        CheckpointFileError: a file is missing, damaged, or that of another model.
+        CheckpointFileError: a file is missing, damaged, or of another model.
     """
     config = read_config(folder)
     family = family_of(WAN22 if config.get("z_dim") == WAN22.channels else WAN21)
@@ -130,7 +135,7 @@ def open_vae_file(path: Path) -> VaeWeights:
     """Open a single file.
 
     Raises:
-        CheckpointFileError: the file is missing, damaged, a pickle, or that of another model.
+        CheckpointFileError: the file is missing, damaged, a pickle, or of another model.
     """
     stored = read_stored(path).tensors
     family = _family_in(path, stored)
@@ -163,7 +168,7 @@ def _family_in(path: Path, tensors: Mapping[str, FileTensor]) -> VaeFamily:
             raise CheckpointError(path, f"is the VAE of an image model ({key} {list(tensor.shape)}); {REMEDY}")
     if not any(key.startswith((NATIVE_MARK, DIFFUSERS_MARK)) for key in tensors):
         first = next((f"{key} {list(tensor.shape)}" for key, tensor in tensors.items()), "none")
-        raise CheckpointError(path, f"is no VAE of Wan: it holds {len(tensors)} tensors, {first} first; {REMEDY}")
+        raise CheckpointError(path, f"is not a VAE of Wan: it has {len(tensors)} tensors (first: {first}); {REMEDY}")
     return family_of(WAN21)
 
 

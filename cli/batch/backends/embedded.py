@@ -13,13 +13,14 @@ import torch
 
 from ....host.embedded import (
     ComfyNode,
+    EmbeddedHost,
+    Folders,
     History,
     NodeFailedError,
     NodeProgress,
     Prompt,
-    embedded_host,
-    run_workflow,
-    validate_workflow,
+    Workflow,
+    load_workflow,
 )
 from ....schema import Cancelled
 from ..full_disk import FULL_DISK
@@ -46,10 +47,16 @@ class EmbeddedOptions:
     strict: bool = False
     """Raise an error for suspicious inputs instead of a warning."""
 
+    def load(self, prompt: Prompt, host: EmbeddedHost, output: Path | None = None) -> Workflow:
+        """Validate a workflow; its files go below `output`, by default this environment's."""
+        folders = Folders(models=self.models, output=output or self.output, input=self.input)
+        return load_workflow(
+            prompt, host=host, nodes=self.nodes, folders=folders, device=self.device, strict=self.strict
+        )
+
     def faults(self, prompt: Prompt) -> list[str]:
-        """What is wrong with a workflow, a line each."""
-        folders = {"models": self.models, "input_dir": self.input, "output": self.output}
-        return validate_workflow(prompt, self.nodes, **folders).lines()
+        """Faults of a workflow, a line each."""
+        return self.load(prompt, EmbeddedHost()).verdict.lines()
 
 
 class EmbeddedBackend:
@@ -64,7 +71,8 @@ class EmbeddedBackend:
         self._around = around
         self._workshop = workshop
         self._on_progress = on_progress
-        self._posted: dict[str, Prompt] = {}
+        self._host = EmbeddedHost()
+        self._posted: dict[str, Workflow] = {}
         self._ended: dict[str, Ended] = {}
 
     def __enter__(self) -> EmbeddedBackend:
@@ -73,13 +81,13 @@ class EmbeddedBackend:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        embedded_host.free_experts()
+        self._host.free_experts()
 
     def post(self, prompt_id: str, prompt: Prompt) -> None:
-        faults = self._around.faults(prompt)
-        if faults:
+        workflow = self._around.load(prompt, self._host, self._workshop / prompt_id)
+        if faults := workflow.verdict.lines():
             raise RefusedError("; ".join(faults))
-        self._posted[prompt_id] = prompt
+        self._posted[prompt_id] = workflow
 
     def outcome(self, prompt_id: str) -> Outcome:
         if prompt_id in self._ended:
@@ -87,7 +95,7 @@ class EmbeddedBackend:
         if prompt_id not in self._posted:
             return Unknown()
         try:
-            history = self._run(prompt_id, self._posted.pop(prompt_id))
+            history = self._posted.pop(prompt_id).run(on_progress=self._on_progress)
         except NodeFailedError as err:
             if isinstance(err.__cause__, OSError) and err.__cause__.errno in FULL_DISK:
                 raise DiskFullError(err.__cause__.errno, str(err)) from err
@@ -113,19 +121,7 @@ class EmbeddedBackend:
         self._remove(self._workshop / prompt_id)
 
     def halt(self) -> None:
-        embedded_host.stop()
-
-    def _run(self, prompt_id: str, prompt: Prompt) -> History:
-        return run_workflow(
-            prompt,
-            nodes=self._around.nodes,
-            models=self._around.models,
-            output=self._workshop / prompt_id,
-            input_dir=self._around.input,
-            on_progress=self._on_progress,
-            device=self._around.device,
-            strict=self._around.strict,
-        )
+        self._host.stop()
 
     @staticmethod
     def _remove(folder: Path) -> None:

@@ -1,0 +1,53 @@
+"""The help pages in the side panel of ComfyUI's own frontend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from wanstream.tools.comfyui import Server, find_comfyui
+from wanstream.tools.frontend import GRAPH, opened_frontend
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = [pytest.mark.comfy, pytest.mark.browser]
+
+ROOT = Path(__file__).parents[3]
+HEADS = {"en": "Errors", "zh": "错误"}
+
+SELECT = f"""kind => {{
+    const {{ canvas }} = window.app
+    const node = {GRAPH}.nodes.find(node => node.type === kind)
+    canvas.ds.scale = 1
+    canvas.ds.offset = [700 - node.pos[0], 200 - node.pos[1]]
+    canvas.selectNodes([node])
+    canvas.setDirty(true, true)
+}}"""
+# Elements wider than the panel that they stand in.
+TOO_WIDE = """head => {
+    const title = [...document.querySelectorAll('h2')].find(found => found.textContent === head)
+    const page = title.parentElement, right = page.getBoundingClientRect().right
+    return [...page.querySelectorAll('table, li, p')]
+        .filter(part => part.getBoundingClientRect().right > right + 1).map(part => part.textContent.slice(0, 60))
+}"""
+
+
+@pytest.mark.parametrize("language", HEADS)
+def test_the_page_of_the_sampler_is_shown_in_its_language_and_fits_the_panel(
+    browser: Browser, server: Server, language: str
+) -> None:
+    if find_comfyui().version() < (0, 4):
+        pytest.skip("the panel of this ComfyUI is opened in another way")
+    try:
+        with opened_frontend(browser, server, settings={"Comfy.Locale": language}) as frontend:
+            frontend.load_workflow(json.loads((ROOT / "workflows" / "t2v.json").read_text(encoding="utf-8")))
+            frontend.page.evaluate(SELECT, "WanStreamSampler")
+            frontend.page.locator('[data-testid="info-button"]').click()
+            frontend.page.locator("h2", has_text=HEADS[language]).wait_for()
+            assert frontend.page.evaluate(TOO_WIDE, HEADS[language]) == []
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})

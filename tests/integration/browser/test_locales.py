@@ -1,0 +1,68 @@
+"""What a Chinese user reads on our nodes in ComfyUI's own frontend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from wanstream.tools.comfyui import Server
+from wanstream.tools.frontend import GRAPH, Frontend, opened_frontend
+from wanstream.tools.graphs import by_name, numbered
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = [pytest.mark.comfy, pytest.mark.browser]
+
+ROOT = Path(__file__).parents[3]
+
+# By node type: its title in the menus, the labels of its widgets, of its sockets and of its outputs.
+SAID = f"""() => Object.fromEntries({GRAPH}.nodes.map(node => [node.type, {{
+    title: node.constructor.title,
+    widgets: Object.fromEntries(
+        (node.widgets ?? []).filter(widget => widget.name in node.constructor.nodeData.inputs)
+            .map(widget => [widget.name, widget.label])
+    ),
+    sockets: Object.fromEntries(node.inputs.map(socket => [socket.name, socket.localized_name])),
+    outputs: node.outputs.map(socket => socket.localized_name),
+}}]))"""
+
+
+@pytest.fixture
+def chinese(browser: Browser, server: Server) -> Iterator[Frontend]:
+    server.post("/settings", {"Comfy.Locale": "zh"})
+    try:
+        with opened_frontend(browser, server) as frontend:
+            yield frontend
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})
+
+
+def test_nodes_widgets_and_sockets_are_named_in_chinese(chinese: Frontend) -> None:
+    locale: dict[str, Any] = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
+    prompt = json.loads((ROOT / "workflows" / "api" / "i2v.json").read_text(encoding="utf-8"))
+    chinese.load_prompt(numbered(prompt))
+    said = {kind: node for kind, node in chinese.page.evaluate(SAID).items() if kind in locale}
+    assert len(said) >= 6
+    for kind, node in said.items():
+        expected = {name: socket["name"] for name, socket in locale[kind]["inputs"].items()}
+        assert node["title"] == locale[kind]["display_name"]
+        assert node["widgets"] == {name: expected[name] for name in node["widgets"]}
+        assert node["sockets"] == {name: expected[name] for name in node["sockets"]}
+        assert node["outputs"] == [output["name"] for output in locale[kind]["outputs"].values()]
+    # Names are for reading: what is queued and saved goes by the ids.
+    assert by_name(chinese.export().prompt) == by_name(prompt)
+
+
+def test_a_tooltip_comes_through_whole(chinese: Frontend) -> None:
+    """Its text is a pattern to the frontend: a sign that it takes for a command would be missing or break it."""
+    locale: dict[str, Any] = json.loads((ROOT / "locales" / "zh" / "nodeDefs.json").read_text(encoding="utf-8"))
+    i18n = "document.querySelector('#vue-app').__vue_app__.config.globalProperties.$t"
+    for kind, node in locale.items():
+        for name, socket in node["inputs"].items():
+            shown = chinese.page.evaluate(f"key => {i18n}(key)", f"nodeDefs.{kind}.inputs.{name}.tooltip")
+            assert shown == socket["tooltip"], f"{kind}.{name}"

@@ -1,0 +1,739 @@
+"""The overlay in ComfyUI's own frontend, on the classic canvas and in Nodes 2.0, with runs on the test model.
+
+`WANSTREAM_IMAGES` names a folder that the pictures of the documentation are written to; without it none are kept.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from PIL import Image
+
+from wanstream.schema.text_format import rate_text, seconds_text, size_text
+from wanstream.schema.timeline import Timeline
+from wanstream.tools.base_directory import PACK
+from wanstream.tools.build_workflows import SHOW
+from wanstream.tools.comfyui import Server, find_comfyui
+from wanstream.tools.frontend import CLASSIC, GRAPH, NODES_2, READY, Frontend, opened_frontend
+from wanstream.tools.graphs import numbered
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = [pytest.mark.comfy, pytest.mark.browser, pytest.mark.timeout(600)]
+
+WORKFLOWS = Path(__file__).parents[3] / "workflows"
+RENDERERS = {"classic": CLASSIC, "nodes-2": NODES_2}
+SAMPLER = "WanStreamSampler"
+WAIT_MS = 120_000
+
+# The widget of a node by title or else by class, wherever in the graph it lies, and what it shows.
+FIND = f"""
+function* every(graph) {{
+    for (const node of graph.nodes) {{ yield node; if (node.subgraph) yield* every(node.subgraph) }}
+}}
+const nodes = test => [...every({GRAPH})].find(test)
+const find = name => nodes(node => node.title === name) ?? nodes(node => node.type === name)
+const overlay = title => find(title).widgets.find(widget => widget.name === 'wanstream_run').element
+const bars = root => [...root.querySelectorAll('.wanstream-bar[data-wall]')].map(bar => ({{...bar.dataset}}))
+"""
+SHOWN = f"""title => {{ {FIND}
+    const root = overlay(title)
+    return {{
+        ...root.dataset, bars: bars(root), columns: root.querySelectorAll('.wanstream-bar').length,
+        line: root.querySelector('.wanstream-line-text').textContent,
+        numbers: root.querySelector('.wanstream-numbers').textContent,
+        predicted: [...root.querySelectorAll('[data-predicted]')].map(box => +box.dataset.predicted),
+        marked: root.querySelector('[data-switch]')?.dataset.switch ?? null,
+        peak: root.querySelector('[data-peak]')?.dataset.peak ?? null,
+        samples: +(root.querySelector('[data-samples]')?.dataset.samples ?? 0),
+        box: root.getBoundingClientRect().toJSON(),
+    }}
+}}"""
+ENDED = f"""([title, before]) => {{ {FIND}
+    const {{ run, ended }} = overlay(title).dataset
+    return run !== before && ended === 'true'
+}}"""
+UNDER_WAY = f"title => {{ {FIND}; const r = overlay(title); return r.dataset.ended === 'false' && bars(r).length > 1 }}"
+SET = f"""([title, values]) => {{ {FIND}
+    for (const [name, value] of Object.entries(values)) find(title).widgets.find(w => w.name === name).value = value
+}}"""
+BADGES = "() => [...document.querySelectorAll('.wanstream-badge')].map(b => [b.dataset.node, b.textContent])"
+
+SEEDS = itertools.count(1000)
+"""The server keeps what it made of a seed, and the sampler would not run again."""
+
+SMALL = {
+    "WanStreamEmptyLatent": {"width": 64, "height": 48, "frames": 9},
+    # A CPU without units for bf16 multiplies it a hundred times slower.
+    "WanStreamExperts": {"compute_dtype": "fp32"},
+}
+
+
+class Page:
+    """What a user does with the overlay, on one page."""
+
+    def __init__(self, frontend: Frontend, server: Server) -> None:
+        self.frontend, self.page, self.server = frontend, frontend.page, server
+
+    def load(self, *, steps: int = 12, workflow_id: str | None = None) -> str:
+        """The shipped text-to-video graph, small enough for a CPU, as one that never ran; the answer is its id."""
+        workflow = json.loads((WORKFLOWS / "t2v.json").read_text(encoding="utf-8"))
+        workflow["id"] = workflow_id or str(uuid.uuid4())
+        self.frontend.load_workflow(workflow)
+        for title, values in {**SMALL, SAMPLER: {"steps": steps, "seed": next(SEEDS)}}.items():
+            self.set(title, **values)
+        self.look_at(SAMPLER)
+        return str(workflow["id"])
+
+    def set(self, title: str, **values: Any) -> None:
+        """Change widgets of a node."""
+        self.page.evaluate(SET, [title, values])
+
+    def look_at(self, title: str, zoom: float = 1.0) -> None:
+        """Put a node into the upper middle of the canvas."""
+        self.page.evaluate(
+            f"""([title, zoom]) => {{ {FIND}
+                const [x, y] = find(title).pos, {{ ds }} = window.app.canvas
+                ds.scale = zoom; ds.offset[0] = 450 / zoom - x; ds.offset[1] = 120 / zoom - y
+                window.app.canvas.setDirty(true, true)
+            }}""",
+            [title, zoom],
+        )
+        self.page.wait_for_timeout(300)
+
+    def queue(self) -> None:
+        self.page.evaluate("() => window.app.queuePrompt(0)")
+
+    def run(self, title: str = SAMPLER) -> dict[str, Any]:
+        """Run the graph with a seed of its own to its end; what the overlay shows then."""
+        before = self.shown(title)["run"]
+        self.set(SAMPLER, seed=next(SEEDS))
+        self.queue()
+        self.page.wait_for_function(ENDED, arg=[title, before], timeout=WAIT_MS)
+        self.idle()
+        return self.shown(title)
+
+    def idle(self) -> None:
+        """Wait until the server has nothing more to do and every badge shows it."""
+        while self.server.get("/prompt")["exec_info"]["queue_remaining"]:
+            self.page.wait_for_timeout(100)
+        self.page.wait_for_timeout(500)
+
+    def shown(self, title: str = SAMPLER) -> dict[str, Any]:
+        found: dict[str, Any] = self.page.evaluate(SHOWN, title)
+        return found
+
+    def id_of(self, title: str) -> str:
+        return str(self.page.evaluate(f"title => {{ {FIND}; return find(title).id }}", title))
+
+    def badges(self) -> dict[str, str]:
+        return dict(self.page.evaluate(BADGES))
+
+    def picture(self, name: str, **part: int) -> None:
+        """Keep a part of what is to be seen now, if pictures are wanted."""
+        folder = os.environ.get("WANSTREAM_IMAGES")
+        if folder:
+            clip = {"x": 380, "y": 60, "width": 720, "height": 850, **part}
+            with Image.open(io.BytesIO(self.page.screenshot(clip=clip))) as picture:
+                picture.convert("RGB").save(Path(folder) / f"{name}.png", optimize=True)
+
+
+@pytest.fixture(params=RENDERERS)
+def renderer(request: pytest.FixtureRequest, server: Server) -> str:
+    """Its name. `server` comes first: it says what is not at hand."""
+    name: str = request.param
+    if name == "nodes-2" and find_comfyui().version() < (0, 4):
+        pytest.skip("the Nodes 2.0 of this ComfyUI is a trial that shows no widgets of others")
+    return name
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server, renderer: str) -> Iterator[Page]:
+    with opened_frontend(browser, server, height=1080, settings=RENDERERS[renderer]) as frontend:
+        yield Page(frontend, server)
+
+
+@pytest.fixture
+def classic(browser: Browser, server: Server) -> Iterator[Page]:
+    with opened_frontend(browser, server) as frontend:
+        yield Page(frontend, server)
+
+
+def last_history(server: Server) -> dict[str, Any]:
+    (entry,) = server.get("/history?max_items=1").values()
+    return dict(entry)
+
+
+def timeline_of(server: Server, title: str = SAMPLER) -> Timeline:
+    """The timeline that the history of the last queue item has of the node with this title or else this class."""
+    history = last_history(server)
+    prompt = history["prompt"][2]
+    by_title = [node_id for node_id, node in prompt.items() if node["_meta"]["title"] == title]
+    node_id = next(iter(by_title or (node_id for node_id, node in prompt.items() if node["class_type"] == title)))
+    return Timeline.from_dict(history["outputs"][node_id]["wanstream_timeline"][0])
+
+
+def assert_shows(shown: Mapping[str, Any], timeline: Timeline) -> None:
+    """The bars are the steps of the timeline, to the last bit."""
+    fields = {"compute": "compute_s", "stall": "stall_s", "wall": "wall_s"}
+    for name, field in fields.items():
+        assert [float(bar[name]) for bar in shown["bars"]] == [getattr(step, field) for step in timeline.steps]
+    count = len(timeline.steps)
+    took = f"{seconds_text(timeline.wall_s)} s" if timeline.wall_s < 60 else f"{timeline.wall_s // 60:.0f}:"
+    assert shown["line"].startswith(f"{count} steps in {took}")
+    assert " s/step · " in shown["line"]
+    shown_stall = f"stall {seconds_text(timeline.stall_s)} s" in shown["line"]
+    assert shown_stall == (timeline.stall_s > 0.005 * timeline.wall_s)
+    assert re.search(r"[\d.]+( [MG]B)? of [\d.]+ GB RAM$", shown["line"])
+    experts = [step.expert for step in timeline.steps]
+    assert shown["marked"] == str(experts.index("low"))
+    assert int(shown["peak"]) == max(step.rss_bytes or 0 for step in timeline.steps)
+
+
+def test_a_run_is_shown_live_and_again_after_the_page_was_loaded_again(page: Page, renderer: str) -> None:
+    workflow_id = page.load(steps=60)
+    assert page.shown()["run"] == ""
+    page.queue()
+    page.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    live = page.shown()
+    assert 1 < len(live["bars"]) < 60 == live["columns"]
+    assert re.match(r"step \d+/60 · [\d.]+ s/step · \d+:\d\d left · ", live["line"]), live["line"]
+    sampler = page.id_of(SAMPLER)
+    assert re.fullmatch(r"[\d.]+ s · [\d.]+ [MG]B RAM", page.badges()[sampler])
+    page.picture(f"overlay_live_{renderer}")
+    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    page.idle()
+    timeline = timeline_of(page.server)
+    ended = page.shown()
+    assert_shows(ended, timeline)
+    steps = [(step.start_s, step.start_s + step.wall_s) for step in timeline.steps]
+    # What was seen between two steps has no place on the chart.
+    in_steps = [sum(began <= sample.at_s < end for began, end in steps) for sample in timeline.memory]
+    assert ended["samples"] == sum(in_steps) > 0
+    assert ended["bars"][: len(live["bars"])] == live["bars"]
+    badges = page.badges()
+    assert badges.keys() == last_history(page.server)["prompt"][2].keys(), "a badge on every node of the graph"
+    assert {text for text in badges.values() if text not in ("cached", "not run")}
+    began, *_, over = (data["timestamp"] / 1000 for _, data in last_history(page.server)["status"]["messages"])
+    assert timeline.wall_s - 0.1 < float(badges[sampler].split()[0]) < over - began + 0.1
+    page.look_at(SAMPLER, zoom=0.85)
+    page.picture(f"overlay_{renderer}")
+
+    page.page.reload()
+    page.page.wait_for_function(READY, timeout=WAIT_MS)
+    page.load(steps=60, workflow_id=workflow_id)
+    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    again = page.shown()
+    assert_shows(again, timeline)
+    assert (again["run"], again["line"]) == (ended["run"], ended["line"])
+    assert page.badges() == {}, "this page has not followed the run"
+
+
+def test_a_run_inside_a_subgraph_is_shown_there_and_its_time_outside(page: Page, renderer: str) -> None:
+    page.load()
+    page.page.evaluate(
+        f"""title => {{ {FIND}
+            const {{ node }} = {GRAPH}.convertToSubgraph(new Set([find(title)]))
+            node.title = 'Inside'
+        }}""",
+        SAMPLER,
+    )
+    page.queue()
+    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    page.idle()
+    outside = page.badges()
+    inside_id = page.id_of("Inside")
+    assert inside_id in outside
+    page.page.evaluate(
+        f"() => {{ {FIND}; const node = find('Inside'); window.app.canvas.openSubgraph(node.subgraph, node) }}"
+    )
+    page.page.wait_for_timeout(500)
+    page.look_at(SAMPLER, zoom=0.85)
+    shown = page.shown()
+    assert shown["box"]["width"] > 0, "it is to be seen inside"
+    assert_shows(shown, timeline_of(page.server))
+    assert list(page.badges().values()) == [outside[inside_id]]
+    page.picture(f"overlay_subgraph_{renderer}")
+
+
+def test_a_run_that_begins_before_an_older_answer_comes_is_not_taken_for_lost(classic: Page) -> None:
+    held: list[Any] = []
+    classic.load()
+    classic.page.route("**/wanstream/runs", lambda route: held.append((route, route.fetch())))
+    classic.page.reload()
+    classic.page.wait_for_function(READY, timeout=WAIT_MS)
+    classic.load(steps=60)
+    classic.queue()
+    classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    assert held
+    for route, answer in held:
+        route.fulfill(response=answer)
+    classic.page.wait_for_timeout(500)
+    shown = classic.shown()
+    assert shown["ended"] == "false"
+    assert shown["line"].startswith("step ")
+    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+
+
+ALIVE = f"""import('/extensions/{PACK}/overlay/run_widget.mjs').then(module => module.RunWidget.prototype)"""
+
+
+def widgets_alive(page: Page) -> int:
+    """How many overlays the browser holds, after it has thrown away what nobody can reach."""
+    session = page.page.context.new_cdp_session(page.page)
+    prototype = session.send("Runtime.evaluate", {"expression": ALIVE, "awaitPromise": True})["result"]["objectId"]
+    found = session.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"]["objectId"]
+    count = {"objectId": found, "functionDeclaration": "function() { return this.length }"}
+    alive: int = session.send("Runtime.callFunctionOn", count)["result"]["value"]
+    session.detach()
+    return alive
+
+
+def test_overlays_of_graphs_that_are_gone_are_gone(classic: Page) -> None:
+    """ComfyUI tells no node inside a subgraph that its graph was replaced, as every undo does."""
+    classic.load()
+    classic.page.evaluate(
+        f"title => {{ {FIND}; {GRAPH}.convertToSubgraph(new Set([find(title)])) }}",
+        SAMPLER,
+    )
+    workflow = classic.frontend.export().workflow
+    for _ in range(6):
+        classic.frontend.load_workflow(workflow)
+        classic.page.wait_for_timeout(200)
+    assert widgets_alive(classic) <= 3
+
+
+def test_the_overlay_speaks_chinese_where_comfyui_does(browser: Browser, server: Server) -> None:
+    try:
+        with opened_frontend(browser, server, settings={"Comfy.Locale": "zh"}) as frontend:
+            page = Page(frontend, server)
+            page.load(steps=4)
+            assert page.shown()["line"] == "WanStream：尚无运行"
+            shown = page.run()
+            timeline = timeline_of(server)
+            assert shown["line"].startswith(f"4 步，用时 {seconds_text(timeline.wall_s)} s · ")
+            assert "内存" in shown["line"]
+            assert "指向一个条形" in shown["numbers"]
+            assert any("内存" in text for text in page.badges().values())
+            page.page.evaluate(
+                f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}", SAMPLER
+            )
+            page.page.keyboard.press("ArrowRight")
+            assert page.shown()["numbers"].startswith("步 0（高噪）")
+            open_table(page)
+            heads = page.page.locator(".wanstream-table th").all_inner_texts()
+            assert heads[1:5] == ["时间", "节点", "尺寸", "精度"]
+            assert page.page.get_by_text("WanStream 运行记录").count() > 0
+            assert "wall" in download(page, "CSV").splitlines()[0], "what other programs read stays as it is"
+    finally:
+        server.post("/settings", {"Comfy.Locale": "en"})
+
+
+def test_what_was_predicted_is_drawn_as_an_outline(page: Page, renderer: str) -> None:
+    page.load(steps=16)
+    # Choosing a policy measures the machine where it is not known; from then on every run is predicted.
+    page.page.evaluate(
+        f"""title => {{ {FIND}
+            const policy = window.LiteGraph.createNode('WanStreamAutoOffload');
+            {GRAPH}.add(policy)
+            policy.connect(0, find(title), 'policy')
+        }}""",
+        SAMPLER,
+    )
+    page.run()
+    page.load(steps=16)
+    shown = page.run()
+    assert_shows(shown, timeline_of(page.server))
+    (run,) = (run for run in page.server.get("/wanstream/runs")["runs"] if run["run"] == shown["run"])
+    assert shown["predicted"] == [step["wall_s"] for step in run["predicted"]["steps"]]
+    assert len(shown["predicted"]) == 16
+    page.look_at(SAMPLER, zoom=0.85)
+    page.picture(f"overlay_predicted_{renderer}")
+
+
+def test_two_samplers_show_a_run_each(page: Page, renderer: str) -> None:
+    prompt: dict[str, Any] = json.loads((WORKFLOWS / "api" / "t2v.json").read_text(encoding="utf-8"))
+    prompt["latent"]["inputs"] |= SMALL["WanStreamEmptyLatent"]
+    prompt["sampler"]["inputs"] |= {"steps": 8, "seed": next(SEEDS)}
+    second = {**prompt["sampler"], "_meta": {"title": "Second"}}
+    second["inputs"] = {**second["inputs"], "steps": 6, "seed": next(SEEDS)}
+    prompt |= {"second": second, "keep": {"class_type": "WanStreamVAEDecode", "_meta": {"title": "Second frames"}}}
+    prompt["keep"]["inputs"] = {**prompt["frames"]["inputs"], "latent": ["second", 0]}
+    prompt["save 2"] = {**prompt["save"], "_meta": {"title": "Second MP4"}}
+    prompt["save 2"]["inputs"] = {**prompt["save"]["inputs"], "images": ["keep", 0], "latent": ["second", 0]}
+    page.frontend.load_prompt(numbered(prompt))
+    page.page.evaluate(
+        f"""title => {{ {FIND}
+            const left = find(title).pos[0]
+            for (const node of {GRAPH}.nodes) if (node.pos[0] > left) node.pos = [node.pos[0] + 340, node.pos[1]]
+            find('Second').pos = [left + 340, find(title).pos[1]]
+        }}""",
+        SAMPLER,
+    )
+    before = {title: page.shown(title)["run"] for title in (SAMPLER, "Second")}
+    page.queue()
+    for title, run in before.items():
+        page.page.wait_for_function(ENDED, arg=[title, run], timeout=WAIT_MS)
+    page.idle()
+    page.look_at(SAMPLER, zoom=0.85)
+    both = [page.shown(title) for title in (SAMPLER, "Second")]
+    assert [len(shown["bars"]) for shown in both] == [8, 6]
+    for title, shown in zip((SAMPLER, "Second"), both, strict=True):
+        assert_shows(shown, timeline_of(page.server, title))
+    page.picture(f"overlay_two_samplers_{renderer}")
+
+
+def test_another_run_takes_the_place_of_the_last_one(classic: Page) -> None:
+    classic.load(steps=6)
+    first = classic.run()
+    classic.set(SAMPLER, steps=8)
+    second = classic.run()
+    assert first["run"] != second["run"]
+    assert_shows(second, timeline_of(classic.server))
+
+
+def test_a_second_window_sees_what_the_first_one_runs(browser: Browser, classic: Page) -> None:
+    workflow_id = classic.load(steps=40)
+    with opened_frontend(browser, classic.server) as frontend:
+        other = Page(frontend, classic.server)
+        other.load(steps=40, workflow_id=workflow_id)
+        classic.queue()
+        other.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+        other.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+        classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+        classic.idle()
+        assert other.shown()["bars"] == classic.shown()["bars"]
+        assert len(classic.badges()) == 7
+        assert other.badges() == {}, "ComfyUI sends the events of nodes to the page that queued them"
+
+
+def test_a_run_that_goes_on_while_another_tab_is_open_is_there_afterwards(page: Page) -> None:
+    page.load(steps=40)
+    page.queue()
+    page.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    page.page.evaluate("() => window.app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    page.page.wait_for_function(f"() => {GRAPH}.nodes.length === 0")
+    assert page.badges() == {}
+    page.idle()
+    page.page.evaluate("() => window.app.extensionManager.command.execute('Workspace.PreviousOpenedWorkflow')")
+    page.page.wait_for_function(f"() => {GRAPH}.nodes.length > 0")
+    page.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    page.look_at(SAMPLER)
+    assert_shows(page.shown(), timeline_of(page.server))
+    assert len(page.badges()) == 7
+
+
+def test_a_page_that_is_loaded_in_the_middle_of_a_run_shows_no_time_that_nobody_measured(classic: Page) -> None:
+    workflow_id = classic.load(steps=100)
+    classic.queue()
+    classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    classic.page.reload()
+    classic.page.wait_for_function(READY, timeout=WAIT_MS)
+    classic.load(steps=100, workflow_id=workflow_id)
+    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    classic.idle()
+    assert classic.badges() == {}
+    classic.set(SAMPLER, steps=1)
+    classic.run()
+    assert len(classic.badges()) == 7
+
+
+def test_nodes_of_other_packs_have_badges_without_memory(classic: Page) -> None:
+    value = {"class_type": "PrimitiveString", "inputs": {"value": str(uuid.uuid4())}}
+    classic.frontend.load_prompt({"1": value, "2": {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}}})
+    classic.queue()
+    classic.page.wait_for_function("() => document.querySelectorAll('.wanstream-badge').length === 2")
+    classic.idle()
+    assert classic.badges() == {"1": "< 0.1 s", "2": "< 0.1 s"}
+    classic.queue()
+    classic.page.wait_for_function("() => document.querySelector('.wanstream-badge').textContent === 'cached'")
+
+
+def test_a_run_that_was_stopped_says_so(classic: Page) -> None:
+    classic.load(steps=500)
+    classic.queue()
+    classic.page.wait_for_function(UNDER_WAY, arg=SAMPLER, timeout=WAIT_MS)
+    classic.server.post("/interrupt", {})
+    classic.page.wait_for_function(ENDED, arg=[SAMPLER, ""], timeout=WAIT_MS)
+    shown = classic.shown()
+    assert "of 500 steps: cancelled" in shown["line"]
+    assert shown["bars"]
+    classic.idle()
+    badges = classic.badges()
+    assert badges[classic.id_of(SAMPLER)].endswith(" RAM")
+    assert "not run" in badges.values(), "what comes after it"
+
+
+def test_the_overlay_opens_and_closes_by_keyboard_and_leaves_the_prompt_as_it_is(page: Page) -> None:
+    page.load(steps=6)
+    page.run()
+    before, full = page.frontend.export(), page.shown()["box"]["height"]
+    page.page.evaluate(f"title => {{ {FIND}; overlay(title).querySelector('button').focus() }}", SAMPLER)
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_timeout(500)
+    closed = page.shown()
+    assert (closed["open"], closed["box"]["height"] < full / 2) == ("false", True)
+    after = page.frontend.export()
+    assert after.prompt == before.prompt
+    assert not any("wanstream_run" in node["inputs"] for node in after.prompt.values())
+    (node,) = (node for node in after.workflow["nodes"] if node["type"] == "WanStreamSampler")
+    assert node["properties"]["wanstream_overlay"] == "closed"
+    assert page.run()["bars"] == closed["bars"], "nothing is drawn while it is closed"
+    page.page.keyboard.press("Enter")
+    page.page.wait_for_timeout(500)
+    assert_shows(page.shown(), timeline_of(page.server))
+
+
+def test_arrow_keys_go_through_the_steps_and_tell_their_numbers(page: Page) -> None:
+    page.load(steps=4)
+    page.run()
+    page.page.evaluate(f"title => {{ {FIND}; overlay(title).querySelector('.wanstream-plot').focus() }}", SAMPLER)
+    for step in timeline_of(page.server).steps:
+        page.page.keyboard.press("ArrowRight")
+        said = page.shown()["numbers"]
+        assert f"step {step.index} ({step.expert})" in said
+        assert f"{seconds_text(step.wall_s)} s = compute {seconds_text(step.compute_s)} s" in said
+        assert f"stall {seconds_text(step.stall_s)} s" in said
+        assert f"{size_text(step.bytes_moved)} moved" in said
+        if step.read_bytes_per_s is not None:
+            assert f"{size_text(step.read_bytes)} read at {rate_text(step.read_bytes_per_s)}" in said
+    page.page.keyboard.press("Escape")
+    assert "Point at a bar" in page.shown()["numbers"]
+
+
+def test_pointing_at_a_bar_tells_its_numbers(page: Page) -> None:
+    page.load(steps=4)
+    page.run()
+    page.look_at(SAMPLER, zoom=0.9)
+    plot = "overlay(title).querySelector('.wanstream-plot')"
+    box = page.page.evaluate(f"title => {{ {FIND}; return {plot}.getBoundingClientRect().toJSON() }}", SAMPLER)
+    page.page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] * 0.5)
+    page.page.wait_for_timeout(200)
+    assert "step 2 " in page.shown()["numbers"]
+
+
+def test_the_overlay_the_table_the_export_and_the_report_have_the_numbers_of_the_timeline(classic: Page) -> None:
+    classic.load(steps=6)
+    classic.page.evaluate(
+        f"""title => {{ {FIND}
+            const sampler = find(title), benchmark = window.LiteGraph.createNode('WanStreamBenchmark')
+            benchmark.pos = [sampler.pos[0] + 330, sampler.pos[1] + 480];
+            {GRAPH}.add(benchmark)
+            benchmark.title = 'Benchmark'
+            sampler.connect(sampler.outputs.findIndex(output => output.type === 'WANSTREAM_RUN'), benchmark, 'run')
+        }}""",
+        SAMPLER,
+    )
+    classic.run()
+    timeline = timeline_of(classic.server)
+    assert_shows(classic.shown(), timeline)
+    assert_shows(classic.shown("Benchmark"), timeline)
+
+    written = sorted((classic.server.base / "output" / "benchmark").glob("*.json"))[-1]
+    (variant,) = json.loads(written.read_text(encoding="utf-8"))["variants"]
+    assert [Timeline.from_dict(trial["timeline"]).steps for trial in variant["trials"]] == [timeline.steps]
+
+    open_table(classic)
+    row = classic.page.locator(".wanstream-table tbody tr[data-run]").first
+    cells = {cell.get_attribute("data-figure"): cell.inner_text() for cell in row.locator("td[data-figure]").all()}
+    assert cells["wall"] == f"{seconds_text(timeline.wall_s)} s"
+    assert cells["stall"] == f"{seconds_text(timeline.stall_s)} s"
+    assert cells["moved"] == size_text(timeline.bytes_moved)
+    assert cells["read"] == size_text(timeline.read_bytes)
+
+    run = classic.shown()["run"]
+    (exported,) = (each for each in json.loads(download(classic, "JSON"))["runs"] if each["run"] == run)
+    assert Timeline.from_dict(exported["timeline"]).steps == timeline.steps
+    (line,) = (line for line in csv.DictReader(io.StringIO(download(classic, "CSV"))) if line["run"] == run)
+    assert float(line["wall"]) == timeline.wall_s
+    assert float(line["moved"]) == timeline.bytes_moved
+
+
+def open_table(page: Page) -> None:
+    page.page.evaluate(
+        "() => window.app.extensionManager.command.execute('Workspace.ToggleBottomPanelTab.wanstream-runs')"
+    )
+    page.page.locator(".wanstream-table").first.wait_for(timeout=WAIT_MS)
+
+
+def download(page: Page, kind: str) -> str:
+    with page.page.expect_download() as waiting:
+        page.page.locator(".wanstream-button", has_text=kind).click()
+    return Path(waiting.value.path()).read_text(encoding="utf-8")
+
+
+def test_ticked_runs_are_compared_and_exported_alone(classic: Page) -> None:
+    classic.load(steps=4)
+    classic.run()
+    classic.set(SAMPLER, steps=6)
+    classic.run()
+    open_table(classic)
+    for number in range(2):
+        classic.page.locator(".wanstream-table tbody tr[data-run] input").nth(number).focus()
+        classic.page.keyboard.press("Space")
+    settings = classic.page.locator(".wanstream-table:not(.wanstream-comparison) tr[data-run] td[data-setting]")
+    assert settings.all_inner_texts()[:3] == ["64x48x9", "fp32", "layerwise, 1 ahead"]
+    row = classic.page.locator('.wanstream-comparison tr[data-figure="steps"] td')
+    assert [cell.inner_text() for cell in row.all()] == ["4", "6 (1.50 x)"]
+    assert [run["steps"] for run in json.loads(download(classic, "JSON"))["runs"]] == [4, 6]
+    classic.picture("runs_table", x=60, y=500, width=1540, height=400)
+
+
+PLANTED = ["img", {"src": "x", "onerror": "window.ran = true"}]
+MARKUP = '<img src=x onerror="window.ran = true">'
+
+
+def prefixed(prompt: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The same graph with this before every id."""
+
+    def renamed(value: Any) -> Any:
+        return [f"{prefix}{value[0]}", value[1]] if isinstance(value, list) else value
+
+    return {
+        f"{prefix}{node_id}": {**node, "inputs": {name: renamed(value) for name, value in node["inputs"].items()}}
+        for node_id, node in prompt.items()
+    }
+
+
+@pytest.mark.parametrize("title", [PLANTED, MARKUP], ids=["array", "markup"])
+def test_nothing_of_a_posted_prompt_runs_in_the_page(classic: Page, title: Any) -> None:
+    """Whoever may post a prompt must not run a script in the page of whoever opens the table."""
+    workflow_id = classic.load(steps=2)
+    classic.page.evaluate("() => { window.ran = false }")
+    for prefix, canvas in [("", {"id": PLANTED}), ("", {"id": workflow_id}), (MARKUP, PLANTED)]:
+        prompt = prefixed(classic.frontend.export().prompt, prefix)
+        for node in prompt.values():
+            node["_meta"] = {"title": title}
+        (sampler,) = (node for node in prompt.values() if node["class_type"] == "WanStreamSampler")
+        sampler["inputs"]["seed"] = next(SEEDS)
+        classic.server.run(prompt, extra_pnginfo={"workflow": canvas})
+    open_table(classic)
+    for tick in classic.page.locator(".wanstream-table tbody tr[data-run] input").all()[:2]:
+        tick.check()
+    classic.page.locator(".wanstream-comparison").wait_for(timeout=WAIT_MS)
+    names = classic.page.locator(".wanstream-table tbody tr[data-run] td:nth-child(3)").all_inner_texts()
+    assert names[:3] == ([title] * 3 if title == MARKUP else [f"node {MARKUP}5", "node 5", "node 5"])
+    classic.page.wait_for_timeout(500)
+    assert classic.page.evaluate("() => window.ran") is False
+    assert classic.page.locator(".wanstream-panel img, .wanstream-run img, .wanstream-badges img").count() == 0
+
+
+def test_without_badges_there_is_no_layer_and_with_them_every_node_has_one(classic: Page) -> None:
+    classic.page.evaluate("() => window.app.extensionManager.setting.set('WanStream.Badges', false)")
+    assert classic.page.evaluate("() => document.querySelector('.wanstream-badges')") is None
+    classic.load(steps=4)
+    classic.run()
+    assert classic.badges() == {}
+    classic.page.evaluate("() => window.app.extensionManager.setting.set('WanStream.Badges', true)")
+    classic.run()
+    assert len(classic.badges()) == 7
+
+
+REMOVALS = {
+    "key": "window.app.canvas.selectNodes([find(title)])",
+    "call": f"{GRAPH}.remove(find(title))",
+    "clear": "window.app.extensionManager.command.execute('Comfy.ClearWorkflow')",
+}
+
+
+@pytest.mark.parametrize("way", REMOVALS)
+def test_a_badge_goes_with_its_node(page: Page, way: str) -> None:
+    page.page.on("dialog", lambda dialog: dialog.accept())
+    page.load(steps=1)
+    page.run()
+    before = page.badges()
+    assert len(before) == 7
+    page.page.evaluate(f"title => {{ {FIND}; {REMOVALS[way]} }}", SAMPLER)
+    if way == "key":
+        page.page.locator("#graph-canvas").focus()
+        page.page.keyboard.press("Delete")
+    gone = 7 if way == "clear" else 1
+    page.page.wait_for_function(f"() => {GRAPH}.nodes.length <= {8 - gone}")
+    page.page.wait_for_timeout(500)
+    assert len(page.badges()) == 7 - gone
+
+
+def test_what_comfyui_had_is_cached_and_no_badge_lies_on_the_title_of_a_group(page: Page) -> None:
+    page.load(steps=1)
+    page.run()
+    first = page.badges()
+    page.run()
+    second = page.badges()
+    assert "cached" in second.values()
+    assert not any("not run" in text or text.startswith("0.0 s") for text in [*first.values(), *second.values()])
+    for zoom in (1.0, 0.7, 0.5, 0.4):
+        page.page.evaluate(SHOW, [zoom, 20 / zoom, 60 / zoom])
+        page.page.wait_for_timeout(300)
+        assert page.page.evaluate(ON_GROUP_TITLES) == [], zoom
+        assert page.page.evaluate(ON_CORE_BADGES) == [], zoom
+
+
+# Badges that reach into the title of a group, which is drawn at its upper left in letters of its own size.
+ON_GROUP_TITLES = f"""() => {{
+    const {{ ds, canvas }} = window.app.canvas, found = [], place = canvas.getBoundingClientRect()
+    const pen = document.createElement('canvas').getContext('2d')
+    for (const group of {GRAPH}.groups) {{
+        pen.font = `${{group.font_size}}px Inter, Arial`
+        const width = pen.measureText(group.title).width + group.font_size
+        const [left, top] = [0, 1].map(axis => (group.pos[axis] + ds.offset[axis]) * ds.scale)
+        for (const badge of document.querySelectorAll('.wanstream-badge')) {{
+            const box = badge.getBoundingClientRect()
+            const [x, y] = [box.left - place.left, box.top - place.top]
+            const beside = x >= left + width * ds.scale || x + box.width <= left
+            const below = y >= top + group.font_size * 1.4 * ds.scale || y + box.height <= top
+            if (!beside && !below) found.push(`${{group.title}}: ${{badge.textContent}}`)
+        }}
+    }}
+    return found
+}}"""
+
+
+# Badges that reach over those that ComfyUI itself draws on the classic canvas, at the upper right of nodes.
+ON_CORE_BADGES = f"""() => {{
+    if (window.LiteGraph.vueNodesMode) return []
+    const {{ ds, canvas, ctx }} = window.app.canvas, place = canvas.getBoundingClientRect()
+    const width = badges => badges.reduce((sum, badge) => sum + (badge.visible ? badge.getWidth(ctx) : 0), 0)
+    const drawn = {GRAPH}.nodes.filter(node => node.badges.length)
+    if (!drawn.length) return ['there are none']
+    return drawn.filter(node => {{
+        const badge = document.querySelector(`.wanstream-badge[data-node='${{node.id}}']`)
+        const own = width(node.badges.map(badge => badge instanceof Function ? badge() : badge))
+        const left = (node.pos[0] + node.size[0] - own + ds.offset[0]) * ds.scale
+        return badge.getBoundingClientRect().right - place.left > left + 1
+    }}).map(node => node.title)
+}}"""
+
+
+@pytest.mark.parametrize("palette", ["dark", "light"])
+def test_the_overlay_can_be_read_in_both_themes_at_half_size(
+    browser: Browser, server: Server, renderer: str, palette: str
+) -> None:
+    settings = {**RENDERERS[renderer], "Comfy.ColorPalette": palette}
+    with opened_frontend(browser, server, settings=settings) as frontend:
+        page = Page(frontend, server)
+        page.load(steps=8)
+        page.run()
+        page.look_at(SAMPLER, zoom=0.5)
+        page.picture(f"overlay_half_{palette}_{renderer}", height=440)
+        shown = page.shown()
+        assert shown["far"] == "true"
+        texts = page.page.evaluate(
+            f"""title => {{ {FIND}
+                const letters = [...overlay(title).querySelectorAll('.wanstream-text, .wanstream-line-text')]
+                return [...letters, ...document.querySelectorAll('.wanstream-badge')]
+                    .map(text => text.getBoundingClientRect().height)
+            }}""",
+            SAMPLER,
+        )
+        assert min(texts) >= 9, "lines of letters of 8 pixels and more"

@@ -1,0 +1,141 @@
+"""A real ComfyUI with this pack in it: one isolated server for the session, and a way to ask its Python.
+
+Without a ComfyUI on this machine (`wanstream.tools.comfyui` says where it is looked for) these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.tools.comfyui import START_SECONDS, ComfyUI, NoComfyUIError, Server, find_comfyui, running_server
+
+ROOT = Path(__file__).parents[3]
+PACK = "ComfyUI-WanStream.test-1"
+"""The folder name of the pack: a dot and a dash, which no Python name may have."""
+
+# A node for the tests alone: it keeps the server busy until a file appears.
+GATE = """
+import pathlib, time
+
+class TestGate:
+    RETURN_TYPES, FUNCTION, OUTPUT_NODE, CATEGORY = ("STRING",), "wait", True, "test"
+
+    @classmethod
+    def INPUT_TYPES(cls):
+        return {"required": {"file": ("STRING", {})}}
+
+    def wait(self, file):
+        while not pathlib.Path(file).exists():
+            time.sleep(0.02)
+        return (file,)
+
+NODE_CLASS_MAPPINGS = {"TestGate": TestGate}
+"""
+
+# ComfyUI's own modules, imported in the order in which its main.py does.
+IMPORTS = """
+import json, sys
+arguments, base, cases = json.loads(sys.argv[1]), *sys.argv[2:]
+sys.argv, sys.path[:0] = ["main.py", "--cpu", "--base-directory", base], [".", cases]
+import comfy.options
+comfy.options.enable_args_parsing()
+import utils.extra_config
+import folder_paths, nodes
+from comfy_api.latest import io, ui
+"""
+
+
+GUIDER_CASES = """
+import guider_cases
+answer = guider_cases.answers(*arguments)
+"""
+
+
+@pytest.fixture(scope="session")
+def comfyui() -> ComfyUI:
+    try:
+        return find_comfyui()
+    except NoComfyUIError as err:
+        pytest.skip(str(err))
+
+
+@pytest.fixture(scope="session")
+def vae_width(comfyui: ComfyUI) -> int:
+    """The `base_dim` of a VAE that this ComfyUI can load: older ones know the real one alone."""
+    looks = "decoder.head.0.gamma" in (comfyui.path / "comfy" / "sd.py").read_text(encoding="utf-8")
+    return 16 if looks else 96
+
+
+@pytest.fixture(scope="session")
+def base(comfyui: ComfyUI, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base directory with this pack, the nodes of tests, the names of a few models and a picture in it."""
+    base = tmp_path_factory.mktemp("comfyui")
+    for folder in ("custom_nodes", "input", "output", "models/diffusion_models", "models/diffusers/wan/transformer"):
+        (base / folder).mkdir(parents=True)
+    (base / "custom_nodes" / PACK).symlink_to(ROOT, target_is_directory=True)
+    (base / "custom_nodes" / "gate.py").write_text(GATE)
+    (base / "custom_nodes" / "clip_node.py").symlink_to(Path(__file__).with_name("clip_node.py"))
+    for name in ("high.safetensors", "low.safetensors", "pickle.pt"):
+        (base / "models" / "diffusion_models" / name).touch()
+    for name in ("model_index.json", "transformer/config.json"):
+        (base / "models" / "diffusers" / "wan" / name).touch()
+    (base / "input" / "picture.png").touch()
+    return base
+
+
+@pytest.fixture(scope="session")
+def ask(comfyui: ComfyUI, base: Path) -> Callable[..., Any]:
+    """`ask(code, *arguments)` runs code in ComfyUI's Python and returns the JSON value of its variable `answer`.
+
+    It may take `seconds`. The code sees `arguments`, `folder_paths`, `nodes`, `io` and `ui`, and the modules of this
+    folder can be imported.
+    """
+
+    def ask(code: str, *arguments: object, seconds: int = START_SECONDS) -> Any:
+        script = f"{IMPORTS}\n{code}\nprint(json.dumps(answer))"
+        command = [str(comfyui.python), "-c", script, json.dumps(arguments), str(base), str(Path(__file__).parent)]
+        done = subprocess.run(
+            command, cwd=comfyui.path, env=comfyui.environment(), capture_output=True, text=True, timeout=seconds
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def server(comfyui: ComfyUI, base: Path) -> Iterator[Server]:
+    """A ComfyUI server of the session's own."""
+    with running_server(comfyui, base) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def answers(
+    ask: Callable[..., Any], tiny_expert_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The value of every case of `guider_cases.py`."""
+    folder = tmp_path_factory.mktemp("guider")
+    for kind, channels in (("t2v", 16), ("i2v", 36)):
+        for seed, name in enumerate(("high", "low"), start=1):
+            (folder / f"{kind}_{name}.safetensors").symlink_to(tiny_expert_file(seed=seed, in_channels=channels))
+    told: dict[str, Any] = ask(GUIDER_CASES, str(folder), seconds=900)
+    return told
+
+
+@pytest.fixture
+def case(answers: dict[str, Any]) -> Callable[[str], Any]:
+    """`case(name)`: what it came to; fails with its traceback where it did not get there."""
+
+    def told(name: str) -> Any:
+        value = answers[name]
+        assert not (isinstance(value, dict) and "error" in value), value["error"]
+        return value
+
+    return told

@@ -1,0 +1,59 @@
+"""What the door knows of the queue item that ComfyUI executes: its id, its ledger, ComfyUI's dynamic VRAM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.comfy
+
+ASK = """
+import torch
+from installed_pack import load_pack
+load_pack()
+from comfy_execution.utils import CurrentNodeContext
+from wanstream.host import current_host
+host = current_host()
+
+outside = host.ledger()
+with outside.phase("open", torch.device("cpu")):
+    pass
+nobodys = [phase.name for phase in host.ledger().phases()]
+ids, phases = [host.run_id()], []
+for prompt, node, name in (("p1", "1", "open"), ("p2", "1", "open"), ("p1", "2", "text")):
+    with CurrentNodeContext(prompt, node):
+        ids.append(host.run_id())
+        with host.ledger().phase(name, torch.device("cpu")):
+            pass
+        phases.append([phase.name for phase in host.ledger().phases()])
+ids.append(host.run_id())
+answer = {"ids": ids, "phases": phases, "nobodys": nobodys, "dynamic": host.dynamic_bytes()}
+"""
+
+DYNAMIC = """
+from comfy import memory_management
+from installed_pack import load_pack
+load_pack()
+from wanstream.host import current_host
+host = current_host()
+
+before = host.dynamic_bytes()
+memory_management.aimdo_enabled = True  # as main.py does where a GPU is there
+answer = [before, host.dynamic_bytes()]
+"""
+
+
+def test_phases_are_kept_by_queue_item(ask: Callable[..., Any]) -> None:
+    told = ask(ASK)
+    assert told["ids"] == [None, "p1", "p2", "p1", None]
+    assert told["phases"] == [["open"], ["open"], ["open", "text"]]
+    assert told["nobodys"] == [], "a ledger outside a queue item is nobody's"
+    assert told["dynamic"] is None, "a CPU has no dynamic VRAM"
+
+
+def test_dynamic_vram_is_asked_where_it_is_used(ask: Callable[..., Any]) -> None:
+    if not ask("from importlib.util import find_spec\nanswer = bool(find_spec('comfy.memory_management'))"):
+        pytest.skip("this ComfyUI has no dynamic VRAM")
+    assert ask(DYNAMIC) == [None, 0]

@@ -1,0 +1,53 @@
+"""The pack inside a real ComfyUI server: loaded under an awkward folder name, described as the embedded host does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wanstream.host.embedded.adapter import Folders
+from wanstream.nodes import WanStreamExtension
+from wanstream.tests.support.embedded import embedded_host
+
+pytestmark = pytest.mark.comfy
+
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+
+
+@pytest.fixture(scope="module")
+def described(server: Any) -> dict[str, Any]:
+    """What the server tells its frontend about every node."""
+    info: dict[str, Any] = server.get("/object_info")
+    return info
+
+
+def test_every_node_of_the_pack_is_loaded(described: dict[str, Any]) -> None:
+    loaded = {name for name in described if name.startswith("WanStream")}
+    assert loaded == {node.define_schema().node_id for node in NODES}
+    assert described["WanStreamSampler"]["python_module"] == "custom_nodes.ComfyUI-WanStream.test-1"
+
+
+@pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
+def test_a_node_looks_the_same_to_both_hosts(described: dict[str, Any], base: Path, node: Any) -> None:
+    with embedded_host.opened(Folders(models=base / "models", output=base / "output", input=base / "input")):
+        schema = node.define_schema()
+        inputs = json.loads(json.dumps(node.INPUT_TYPES()))
+    theirs = described[schema.node_id]
+    if schema.node_id == "WanStreamSigmas":
+        # ComfyUI's own schedules are offered there too.
+        ours, offered = inputs["required"]["schedule"][1], theirs["input"]["required"]["schedule"][1]
+        assert {*ours["options"]} < {*offered["options"]}
+        ours["options"] = offered["options"]
+    assert theirs["input"] == inputs
+    assert theirs["output"] == [output.io_type for output in schema.outputs]
+    assert theirs["output_name"] == [output.display_name or output.io_type for output in schema.outputs]
+    assert theirs["output_node"] == schema.is_output_node
+    assert theirs["display_name"] == schema.display_name
+
+
+def test_the_server_serves_the_pack_alone_from_its_base(server: Any) -> None:
+    assert {"high.safetensors", "low.safetensors"} <= set(server.get("/models/diffusion_models"))

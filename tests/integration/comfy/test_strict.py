@@ -1,0 +1,32 @@
+"""The setting that makes an error of a warning: written by ComfyUI's own route, read by the door of a real ComfyUI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+ASK = """
+from installed_pack import load_pack
+load_pack()
+from wanstream.host import current_host
+host = current_host()
+from wanstream.nodes.loaders import WanStreamExperts
+from wanstream.nodes.loaders import WanStreamLora
+asked = [WanStreamExperts.fingerprint_inputs(high_noise="a"), WanStreamLora.fingerprint_inputs(low_noise="b")]
+(answer,) = {host.strict(), *asked}
+"""
+
+pytestmark = pytest.mark.comfy
+
+
+def test_the_door_reads_what_the_settings_of_the_page_write(server: Any, ask: Callable[..., Any]) -> None:
+    assert ask(ASK) is False
+    try:
+        for value in (True, False):
+            status, _ = server.post("/settings/WanStream.Strict", value)
+            assert status == 200
+            assert ask(ASK) is value
+    finally:
+        server.post("/settings/WanStream.Strict", False)

@@ -1,0 +1,7 @@
+"""One thread for the tests of this folder."""
+
+from __future__ import annotations
+
+from wanstream.tests.support.one_thread import one_thread
+
+__all__ = ["one_thread"]

@@ -1,0 +1,312 @@
+"""Workers share the tokens of every lane through diffusers' context parallelism."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.worker.context_parallel import backend_for
+from wanstream.distributed.worker.errors import PeerLostError, WorkerTimeoutError
+from wanstream.sampling import DenoiseRequest
+from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
+from wanstream.schema.context_windows import ContextWindows
+from wanstream.schema.mesh import Mesh, MeshError
+from wanstream.testing.loras import make_lora, save_lora
+from wanstream.wan import Nag
+
+LAYERWISE, SWAP = OffloadPolicy.layerwise(1), OffloadPolicy.block_swap(2)
+CHUNKED = replace(LAYERWISE, chunk_tokens=8)
+SAME = 1e-6
+"""Relative: the largest difference by the largest value."""
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max())
+
+
+@pytest.fixture
+def meet(processes: Any, split_jobs: Any) -> Any:
+    """`meet(mesh, **changes)`: as many processes as it takes have met; they leave after the test."""
+    count = 0
+
+    def make(mesh: Mesh, **changes: Any) -> list[int]:
+        nonlocal count
+        count = mesh.size
+        return processes.all(split_jobs.job_meet, split_jobs.rendezvous(mesh, **changes), count=count)
+
+    yield make
+    if count:
+        processes.all(split_jobs.job_leave, count=count)
+
+
+@pytest.fixture(scope="session")
+def wide(tiny_expert_folder: Callable[..., Path]) -> Callable[..., ExpertsRef]:
+    """`wide(dtype=float32, **shape)`: experts with four heads."""
+
+    def make(*, dtype: torch.dtype = torch.float32, **shape: int) -> ExpertsRef:
+        folders = (tiny_expert_folder(seed=seed, dtype=dtype, heads=4, **shape) for seed in (1, 2))
+        word = str(dtype).removeprefix("torch.")
+        return ExpertsRef(high_noise=next(folders), low_noise=next(folders), compute_dtype=word)
+
+    return make
+
+
+@pytest.fixture
+def ask(make_task: Callable[..., Any]) -> Callable[..., DenoiseRequest]:
+    """`ask(shape=..., **changes)`: a request of 4 steps, 2 of them high-noise, for lanes of 48 tokens."""
+
+    def make(*, shape: tuple[int, ...] = (1, 16, 2, 8, 12), **changes: Any) -> DenoiseRequest:
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(20))
+        return make_task(request={"noise": noise, **changes}).request
+
+    return make
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
+@pytest.mark.parametrize("policy", [LAYERWISE, SWAP, CHUNKED], ids=["layerwise", "block swap", "chunked"])
+def test_ulysses_gives_what_one_worker_gives(
+    mesh: Mesh,
+    policy: OffloadPolicy,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    meet(mesh)
+    given = wide(), ask(), policy
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    told = processes.all(split_jobs.job_run, *given, count=mesh.size)
+    assert difference(told[0]["latents"], alone) <= SAME
+    for worker in told:
+        assert torch.equal(worker["latents"], told[0]["latents"])
+        assert worker["gathered"] == worker["crossed"] > 0
+    again = processes[0].start(split_jobs.job_run_alone, *given).result()
+    assert torch.equal(again, alone)
+
+
+@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
+def test_windows_and_nag_on_shared_tokens(
+    policy: OffloadPolicy,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    """Tokens of a window are shared out as those of a video; attention to both texts is local."""
+    meet(Mesh(ulysses=2))
+    windows = ContextWindows(frames=2, overlap=1)
+    request = ask(shape=(1, 16, 3, 8, 12), guidance=(4.0, 1.0), nag=Nag(), windows=windows)
+    given = wide(), request, policy
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    told = processes.all(split_jobs.job_run, *given, count=2)
+    assert difference(told[0]["latents"], alone) <= SAME
+    assert torch.equal(told[1]["latents"], told[0]["latents"])
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=4), Mesh(cfg=2, ulysses=2)], ids=str)
+def test_images_and_loras_on_shared_tokens(
+    mesh: Mesh,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+    make_tiny_expert: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    meet(mesh)
+    loras = []
+    for seed in (1, 2):
+        path = tmp_path / f"{seed}.safetensors"
+        save_lora(make_lora(make_tiny_expert(heads=4, in_channels=36), seed=seed), path, dtype=torch.float32)
+        loras.append(LoraRef(high_noise=path, low_noise=path, strength_high=0.5 * seed))
+    experts = wide(in_channels=36)
+    image = torch.randn(1, 20, 2, 8, 12, generator=torch.Generator().manual_seed(21))
+    request = ask(shape=(2, 16, 2, 8, 12), image_condition=image, solver="unipc")
+    plain = processes[0].start(split_jobs.job_run_alone, experts, request, SWAP).result()
+    given = replace(experts, loras=tuple(loras)), request, SWAP
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
+        assert difference(worker["latents"], alone) <= SAME
+    assert difference(plain, alone) > 1e-3
+
+
+@pytest.mark.slow
+def test_compiled_blocks_on_shared_tokens(
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    """The pieces around an exchange are graphs; what was gathered is counted in each run, traced or not."""
+    meet(Mesh(ulysses=2))
+    given = wide(layers=2), ask(), LAYERWISE
+    for plain, first, second in processes.all(split_jobs.job_run_compiled, *given, count=2):
+        assert torch.equal(first["latents"], plain["latents"])
+        assert torch.equal(second["latents"], plain["latents"])
+        assert plain["gathered"] == first["gathered"] == second["gathered"] > 0
+        assert (plain["graphs"], second["graphs"]) == (0, 0)
+        assert first["graphs"] > 0
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ring=2), Mesh(ring=4), Mesh(ring=2, ulysses=2), Mesh(cfg=2, ring=2)], ids=str)
+def test_a_ring_gives_what_one_worker_gives(
+    mesh: Mesh,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    meet(mesh)
+    given = wide(), ask(), LAYERWISE
+    processes.all(split_jobs.job_use_attention_with_lse, count=mesh.size)
+    try:
+        alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+        told = processes.all(split_jobs.job_run, *given, count=mesh.size)
+    finally:
+        processes.all(split_jobs.job_use_own_attention, count=mesh.size)
+    for worker in told:
+        assert torch.equal(worker["latents"], told[0]["latents"])
+        assert difference(worker["latents"], alone) <= SAME
+        assert worker["gathered"] == worker["crossed"] > 0
+
+
+def test_a_ring_rounds_bf16_no_worse_than_one_worker_does(
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    wide: Callable[..., ExpertsRef],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    mesh = Mesh(ring=2)
+    meet(mesh)
+    given = wide(dtype=torch.bfloat16), ask(), LAYERWISE
+    exact = processes[0].start(split_jobs.job_run_alone, wide(), *given[1:]).result()
+    processes.all(split_jobs.job_use_attention_with_lse, count=2)
+    try:
+        alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+        told = processes.all(split_jobs.job_run, *given, count=2)
+    finally:
+        processes.all(split_jobs.job_use_own_attention, count=2)
+    of_ring, of_one = (difference(each, exact) for each in (told[0]["latents"], alone))
+    assert of_ring <= 1.5 * of_one
+
+
+@pytest.mark.parametrize("policy", [LAYERWISE, CHUNKED], ids=["whole", "chunked"])
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(ring=2)], ids=str)
+def test_the_models_are_as_they_were(
+    mesh: Mesh, policy: OffloadPolicy, processes: Any, split_jobs: Any, meet: Any, wide: Callable[..., ExpertsRef]
+) -> None:
+    meet(mesh)
+    processes.all(split_jobs.job_use_attention_with_lse, count=2)
+    try:
+        told = processes.all(split_jobs.job_attach_and_detach, wide(), policy, count=2)
+    finally:
+        processes.all(split_jobs.job_use_own_attention, count=2)
+    for inside, after in told:
+        assert after == []
+        for changed in ("high rope: forward", "low blocks.0: forward", "low proj_out: forward"):
+            assert changed in inside
+        assert "high blocks.3.attn1 processor: _parallel_config" in inside
+        assert not [each for each in inside if "attn2" in each]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "heads", "said"),
+    [
+        (Mesh(ulysses=2), (1, 16, 1, 6, 6), 4, "ulysses 2 cannot share out 9 tokens evenly"),
+        (Mesh(ulysses=2), (1, 16, 2, 8, 12), 1, "ulysses 2 cannot share out 1 heads evenly"),
+        (Mesh(ring=2), (1, 16, 2, 8, 12), 4, "'native' gives no log-sum-exp on cpu in float32"),
+    ],
+    ids=["tokens", "heads", "ring"],
+)
+def test_what_does_not_fit_is_refused_by_all_and_they_go_on(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    heads: int,
+    said: str,
+    processes: Any,
+    split_jobs: Any,
+    meet: Any,
+    tiny_expert_folder: Callable[..., Path],
+    ask: Callable[..., DenoiseRequest],
+) -> None:
+    meet(mesh)
+    high, low = (tiny_expert_folder(seed=seed, heads=heads) for seed in (1, 2))
+    given = ExpertsRef(high_noise=high, low_noise=low, compute_dtype="float32"), ask(shape=shape), LAYERWISE
+    for process in processes[:2]:
+        process.start(split_jobs.job_run, *given)
+    for process in processes[:2]:
+        with pytest.raises(MeshError, match=said):
+            process.receive(60)
+    assert processes[0].start(split_jobs.job_run_alone, *given).result().isfinite().all()
+
+
+def test_a_backend_is_chosen_for_the_mesh_or_refused() -> None:
+    cpu, cuda, half = torch.device("cpu"), torch.device("cuda:0"), torch.bfloat16
+    assert backend_for(None, ring=1, ulysses=2, device=cpu, dtype=torch.float32) is None
+    assert backend_for(None, ring=2, ulysses=2, device=cuda, dtype=half) == "_native_flash"
+    assert backend_for("_native_cudnn", ring=2, ulysses=1, device=cuda, dtype=half) == "_native_cudnn"
+    with pytest.raises(MeshError, match="use ulysses 4 instead, or bf16 on a GPU"):
+        backend_for(None, ring=2, ulysses=2, device=cuda, dtype=torch.float32)
+    with pytest.raises(MeshError, match="'xformers' cannot be shared by workers; choose one of"):
+        backend_for("xformers", ring=1, ulysses=2, device=cuda, dtype=half)
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "cases"),
+    [(2, [(torch.float32, 3, None)]), (4, [(torch.bfloat16, 1, None), (torch.bfloat16, 2, 64)])],
+    ids=["2", "4"],
+)
+def test_the_estimate_of_shared_tokens_is_what_a_worker_holds_at_once(
+    ulysses: int, cases: list[tuple[torch.dtype, int, int | None]], processes: Any, split_jobs: Any, meet: Any
+) -> None:
+    meet(Mesh(ulysses=ulysses))
+    counting = str(Path(__file__).parents[2] / "unit" / "sampling" / "test_working_bytes.py")
+    for case in cases:
+        for alive, estimate in processes.all(split_jobs.job_hold, counting, *case, count=ulysses):
+            assert 0.97 * estimate <= alive <= 1.03 * estimate
+
+
+@pytest.mark.parametrize("mesh", [Mesh(ulysses=2), Mesh(cfg=2, ulysses=2)], ids=str)
+def test_a_wish_of_one_stops_all_before_the_same_block(
+    mesh: Mesh, processes: Any, split_jobs: Any, meet: Any, wide: Callable[..., ExpertsRef], ask: Callable[..., Any]
+) -> None:
+    meet(mesh)
+    given = wide(), ask(), LAYERWISE
+    stopped = processes.all(split_jobs.job_run_until, *given, {1: 9}, None, count=mesh.size)
+    assert stopped == [(2, 1)] * mesh.size
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    for worker in processes.all(split_jobs.job_run, *given, count=mesh.size):
+        assert difference(worker["latents"], alone) <= SAME
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["lost", "hanging"])
+def test_a_worker_that_is_lost_in_a_run_is_told_by_the_others(
+    sent: int, processes: Any, split_jobs: Any, meet: Any, wide: Callable[..., ExpertsRef], ask: Callable[..., Any]
+) -> None:
+    mesh = Mesh(cfg=2, ulysses=2)
+    meet(mesh, timeout_s=3.0)
+    given = wide(), ask(), LAYERWISE
+    answers = [process.start(split_jobs.job_run_until, *given, {3: 6}, sent) for process in processes[:4]]
+    try:
+        for answer in answers[:3]:
+            with pytest.raises((PeerLostError, WorkerTimeoutError), match="no sign of rank 3 within"):
+                answer.result()
+    finally:
+        processes.replace(3)
+    processes.all(split_jobs.job_leave, count=4)
+    meet(mesh)
+    alone = processes[0].start(split_jobs.job_run_alone, *given).result()
+    for worker in processes.all(split_jobs.job_run, *given, count=4):
+        assert difference(worker["latents"], alone) <= SAME

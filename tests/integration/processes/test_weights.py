@@ -1,0 +1,291 @@
+"""Workers that keep a shard of every block each, in real processes over gloo: what one worker gives, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.messages import RendezvousSpec, RunTask
+from wanstream.distributed.weights.gather import GroupGather
+from wanstream.distributed.weights.placement import WeightFigures, choose_placement
+from wanstream.distributed.weights.weights import measure, taken_bytes
+from wanstream.distributed.worker.errors import PeerLostError
+from wanstream.distributed.worker.groups import meet
+from wanstream.distributed.worker.worker import Worker
+from wanstream.offload.sharding.group import GatherBrokenError
+from wanstream.sampling import SamplingCancelled, Share, working_bytes
+from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy
+from wanstream.schema.workers_ref import WeightPlacement
+from wanstream.testing.gguf import matrices, save_expert_gguf
+from wanstream.testing.loras import make_lora, save_lora
+from wanstream.wan.experts.registry import open_pair
+
+CELL = Mesh(cfg=2)
+POLICIES = (
+    OffloadPolicy.layerwise(1),
+    OffloadPolicy.block_swap(2, 1),
+    OffloadPolicy.resident(),
+    OffloadPolicy.layerwise(1, source="pinned"),
+)
+CASES = tuple(zip(("plain",) * 4 + ("plain with LoRA", "fp8 with LoRA", "GGUF with LoRA"), POLICIES * 2, strict=False))
+"""Every policy with blocks as they are, and every other form with one of them."""
+SHORT_S = 20.0
+"""Far below the time that workers wait for each other, and far above what anything here takes."""
+
+ComputeAlone = Callable[[RunTask], torch.Tensor]
+MakeTask = Callable[..., RunTask]
+
+
+def job_join(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> int:
+    if not hasattr(here, "worker"):
+        here.worker = Worker("cpu", threads=1)
+    here.worker.join(every[here.number])
+    return os.getpid()
+
+
+def job_leave(here: SimpleNamespace) -> None:
+    if hasattr(here, "worker"):
+        here.worker.close()
+
+
+def job_run(here: SimpleNamespace, task: RunTask) -> dict[str, Any]:
+    ended = here.worker.run(task, lambda told: None)
+    return {"latents": ended.latents, "gathered": ended.gathered_bytes}
+
+
+def job_run_and_stop(here: SimpleNamespace, task: RunTask, after: int) -> str:
+    """Ask to stop when that many steps were told, on one worker; all of them stop."""
+    told = itertools.count(1)
+
+    def tell(_: Any) -> None:
+        if next(told) == after and here.number == 1:
+            here.worker.stop(task.run_id)
+
+    try:
+        here.worker.run(task, tell)
+    except SamplingCancelled as stopped:
+        return str(stopped)
+    raise AssertionError("the run was not stopped")
+
+
+def job_run_and_fail(here: SimpleNamespace, task: RunTask, number: int, how: int | None) -> None:
+    """One worker raises, or gets a signal, when its first step is told."""
+
+    def tell(_: Any) -> None:
+        if here.number == number:
+            if how is not None:
+                os.kill(os.getpid(), how)
+            raise MemoryError("this rank has no room")
+
+    here.worker.run(task, tell)
+
+
+def job_leave_meeting(here: SimpleNamespace) -> list[str]:
+    here.worker.leave()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("wanstream-gather")]
+
+
+@pytest.fixture(scope="module")
+def join(processes: Any, split_jobs: Any) -> Iterator[Callable[..., list[int]]]:
+    """`join(home, mesh=CELL)`: as many processes as it takes have met; experts stay open meanwhile."""
+
+    def meet(home: WeightPlacement, mesh: Mesh = CELL) -> list[int]:
+        every = [replace(rendezvous, weights=home) for rendezvous in split_jobs.rendezvous(mesh)]
+        return processes.all(job_join, every, count=mesh.size)
+
+    yield meet
+    processes.all(job_leave, count=2)
+
+
+@pytest.fixture(scope="module")
+def forms(
+    experts_ref: Callable[..., ExpertsRef], make_tiny_expert: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, ExpertsRef]:
+    """Experts in the forms that blocks are stored in, with a LoRA where they are not computed as they are stored."""
+    folder = tmp_path_factory.mktemp("forms")
+    save_lora(make_lora(make_tiny_expert(), seed=1), folder / "lora.safetensors", dtype=torch.float32)
+    lora = LoraRef(high_noise=folder / "lora.safetensors", low_noise=folder / "lora.safetensors")
+    for seed, name in enumerate(("high", "low")):
+        save_expert_gguf(make_tiny_expert(seed=seed), folder / f"{name}.gguf", types=matrices("Q8_0"), seed=seed)
+    gguf = ExpertsRef(high_noise=folder / "high.gguf", low_noise=folder / "low.gguf", compute_dtype="float32")
+    return {
+        "plain": experts_ref(),
+        "plain with LoRA": replace(experts_ref(), loras=(lora,)),
+        "fp8 with LoRA": replace(experts_ref(), storage="fp8", loras=(lora,)),
+        "GGUF with LoRA": replace(gguf, loras=(lora,)),
+    }
+
+
+@pytest.mark.parametrize(("home", "cases"), [("sharded", CASES), ("sharded in VRAM", CASES[1::2])])
+def test_shards_give_what_one_worker_gives(
+    processes: Any,
+    join: Any,
+    forms: dict[str, ExpertsRef],
+    make_task: MakeTask,
+    alone: ComputeAlone,
+    home: Any,
+    cases: Any,
+) -> None:
+    pids = join(home)
+    assert len({*pids, os.getpid()}) == 3
+    for form, policy in cases:
+        task = make_task(experts=forms[form], policy=policy)
+        told = processes.all(job_run, task, count=2)
+        assert torch.equal(told[0]["latents"], alone(task)), (form, policy)
+        assert told[0]["gathered"] == told[1]["gathered"] > 10**6
+
+
+def test_four_ranks_gather_too(processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone) -> None:
+    join("sharded", Mesh(cfg=2, ulysses=2))
+    task = make_task()
+    told = processes.all(job_run, task, count=4)
+    torch.testing.assert_close(told[0]["latents"], alone(task), rtol=0, atol=1e-5)
+    processes.all(job_leave, count=4)
+
+
+def test_whole_weights_gather_none_and_shards_follow_the_meeting(
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
+    task = make_task(policy=POLICIES[3])
+    gathered = []
+    for home in ("full", "sharded", "full"):
+        join(home)
+        told = processes.all(job_run, task, count=2)
+        assert torch.equal(told[0]["latents"], alone(task))
+        gathered.append(told[0]["gathered"])
+    assert gathered[0] == gathered[2] < 10**5 < gathered[1]
+
+
+@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2]])
+def test_a_stop_leaves_ranks_that_run_again_without_meeting_anew(
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone, policy: OffloadPolicy
+) -> None:
+    join("sharded")
+    for after in (1, 2, 3):
+        stopped = processes.all(job_run_and_stop, make_task(policy=policy), after, count=2, timeout=SHORT_S)
+        assert stopped[0] == stopped[1]
+    task = make_task(policy=policy)
+    assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
+
+
+def test_a_rank_that_fails_alone_holds_nobody_up(
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
+    join("sharded")
+    task = make_task()
+    failed, other = (processes[number].start(job_run_and_fail, task, 1, None) for number in (1, 0))
+    with pytest.raises(MemoryError):
+        failed.result(SHORT_S)
+    with pytest.raises(GatherBrokenError, match="restart the worker group"):
+        processes[1].start(job_run, task).result(SHORT_S)
+    assert processes[1].start(job_leave_meeting).result(SHORT_S) in ([], ["wanstream-gather-left"])
+    with pytest.raises(PeerLostError):
+        other.result(SHORT_S)
+    join("sharded")
+    assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
+    assert processes[1].start(job_leave_meeting).result(SHORT_S) == []
+
+
+def job_gather_alone(here: SimpleNamespace, every: Sequence[RendezvousSpec]) -> str:
+    """The first process leaves a gather that the second one never comes to, and the rendezvous with it."""
+    groups, said = meet(every[here.number], "cpu"), list[str]()
+    if here.number == 1:
+        with pytest.raises(PeerLostError) as lost:
+            groups.voting(lambda: False)()
+        groups.leave()
+        return type(lost.value).__name__
+    gather = GroupGather(groups)
+
+    def wait() -> None:
+        try:
+            gather.all_gather(torch.zeros(2 * 256, dtype=torch.uint8), torch.zeros(256, dtype=torch.uint8))
+        except GatherBrokenError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(0.3)
+    gather.abort()
+    waiting.join(SHORT_S)
+    groups.leave()
+    return "".join(said)
+
+
+def test_a_gather_that_nobody_else_comes_to_is_left_at_once(processes: Any, split_jobs: Any) -> None:
+    processes.at_least(2).all(job_leave, count=2)
+    told = processes.all(job_gather_alone, split_jobs.rendezvous(CELL), count=2, timeout=SHORT_S)
+    assert told == ["a run has ended while its weights were gathered", "PeerLostError"]
+
+
+def test_a_rank_that_is_killed_is_missed_at_once(
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
+    join("sharded")
+    task = make_task()
+    answers = [processes[number].start(job_run_and_fail, task, 1, signal.SIGKILL) for number in (0, 1)]
+    with pytest.raises(PeerLostError):
+        answers[0].result(SHORT_S)
+    with pytest.raises(RuntimeError, match="ended in the middle of a job"):
+        answers[1].result(SHORT_S)
+    processes.replace(1)
+    join("sharded")
+    assert torch.equal(processes.all(job_run, task, count=2)[0]["latents"], alone(task))
+
+
+def job_measure(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> WeightFigures:
+    with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
+        return measure(groups, pair, task.request, task.policy)
+
+
+def job_told(here: SimpleNamespace, task: RunTask) -> Any:
+    return here.worker.run(task, lambda told: None).timeline.changes
+
+
+def test_the_figures_of_a_cell_are_the_same_for_all_of_it(processes: Any, split_jobs: Any, make_task: MakeTask) -> None:
+    processes.at_least(2).all(job_leave, count=2)
+    figures = processes.all(job_measure, make_task(), split_jobs.rendezvous(CELL), count=2, timeout=SHORT_S)
+    assert figures[0] == figures[1]
+    assert figures[0].workers == 2
+    assert figures[0].blocks == 8
+    assert choose_placement(figures[0]).reason
+
+
+def job_taken(here: SimpleNamespace, task: RunTask, every: Sequence[RendezvousSpec]) -> int:
+    with meet(every[here.number], "cpu") as groups, open_pair(task.experts) as pair:
+        return taken_bytes(groups, pair, task.request, task.policy)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(cfg=2), Mesh(ulysses=2)], ids=str)
+def test_a_worker_reckons_with_its_share_of_a_step(
+    mesh: Mesh, processes: Any, split_jobs: Any, make_task: MakeTask
+) -> None:
+    """What it takes beside the weights decides whether shards fit into the same memory."""
+    task, share = make_task(), Share(cfg=mesh.cfg, ulysses=mesh.ulysses)
+    processes.at_least(2).all(job_leave, count=2)
+    taken = processes.all(job_taken, task, split_jobs.rendezvous(mesh), count=2, timeout=SHORT_S)
+    with open_pair(task.experts) as pair:
+        weights = pair.device_bytes(task.policy, device=torch.device("cpu"))
+        own = working_bytes(pair, task.request.noise.shape, guided=True, share=share)
+        whole = working_bytes(pair, task.request.noise.shape, guided=True)
+    assert taken == [weights + own] * 2
+    assert own < whole
+
+
+def test_cpus_that_decide_keep_whole_weights(
+    processes: Any, join: Any, make_task: MakeTask, alone: ComputeAlone
+) -> None:
+    join("auto")
+    task = make_task()
+    told = processes.all(job_run, task, count=2)
+    assert torch.equal(told[0]["latents"], alone(task))
+    assert told[0]["gathered"] < 10**5
+    assert processes.all(job_told, task, count=2) == [(), ()]

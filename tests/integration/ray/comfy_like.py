@@ -1,0 +1,98 @@
+"""A process that imports the pack as ComfyUI does and has workers: `comfy_like.py FOLDER HIGH LOW HOW`.
+
+It prints one JSON line when a worker computes, and then ends as HOW says: "returns" from its main module with the pool
+open, "waits" for somebody to kill it, or "closes" the pool and prints what is left.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+
+
+def load(folder: str) -> str:
+    """Import the pack as ComfyUI does; its name."""
+    name = folder.replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return name
+
+
+def say(**values: object) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+def task_of(package, high: str, low: str, *, steps: int):
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    request = package("sampling").DenoiseRequest(
+        noise=torch.randn(1, 16, 2, 4, 6, generator=generator),
+        positive=torch.randn(1, 7, 4096, generator=generator),
+        negative=torch.randn(1, 5, 4096, generator=generator),
+        steps=steps,
+        switch_step=steps // 2,
+        flow_shift=5.0,
+        guidance=(4.0, 3.0),
+    )
+    experts = package("schema").ExpertsRef(high_noise=Path(high), low_noise=Path(low), compute_dtype="float32")
+    policy = package("plan").OffloadPolicy.layerwise(1)
+    return package("distributed.messages").RunTask(
+        run_id=f"run of {steps}", experts=experts, request=request, policy=policy, wants_state=False
+    )
+
+
+def alone(package, task) -> object:
+    pair = package("wan.experts.registry").open_pair(task.experts)
+    return package("sampling").denoise(pair, task.request, policy=task.policy, device="cpu").latents
+
+
+def main(folder: str, high: str, low: str, how: str) -> None:
+    name = load(folder)
+    environment, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+
+    def package(path: str):
+        return importlib.import_module(f"{name}.{path}")
+
+    ref = package("schema").WorkersRef(count=1, threads=1)
+    pool = package("distributed.ray.pool").RayPool(ref, "cpu", store_bytes=128 << 20)
+    worker = pool.workers[0]
+    task = task_of(package, high, low, steps=4)
+    latents = worker.run(task, lambda told: None).result(60).latents
+    begun = threading.Event()
+    worker.run(task_of(package, high, low, steps=1000), lambda told: begun.set())
+    assert begun.wait(60)
+    children = psutil.Process().children(recursive=True)
+    say(
+        equal=bool((latents == alone(package, task)).all()),
+        wanstream="wanstream" in sys.modules,
+        worker=worker.started.facts.pid,
+        children=[child.pid for child in children],
+        folders=[str(Path(log).parents[2]) for log in worker.started.logs],
+        environment=dict(os.environ) == environment,
+        handler=signal.getsignal(signal.SIGTERM) is handler,
+    )
+    if how == "waits":
+        signal.pause()
+    if how == "closes":
+        pool.close()
+        own = psutil.Process()
+        say(
+            children=[child.pid for child in own.children(recursive=True)],
+            listening=[each.laddr.port for each in own.net_connections() if each.status == psutil.CONN_LISTEN],
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

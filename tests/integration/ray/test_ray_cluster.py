@@ -1,0 +1,189 @@
+"""Workers in a Ray that somebody else has started, and in none that starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+LIMIT_S = 240
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**kept, "OMP_NUM_THREADS": "1", **changes}
+
+
+def start_head(folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """A Ray, and its address."""
+    head = subprocess.Popen(
+        [sys.executable, str(HERE / "ray_head.py"), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment(**TOKEN),
+    )
+    assert head.stdout is not None
+    return head, head.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    head, found = start_head(tmp_path_factory.mktemp("ray"))
+    yield found
+    children = psutil.Process(head.pid).children(recursive=True)
+    head.communicate(timeout=LIMIT_S)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    for process in alive:
+        process.kill()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    """A file with the token of these clusters."""
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text(TOKEN["RAY_AUTH_TOKEN"])
+    return str(file)
+
+
+def guest(folder: Path, *words: str, **changes: str) -> dict[str, Any]:
+    return told([sys.executable, str(HERE / "ray_guest.py"), *words], folder, **changes)
+
+
+def told(program: list[str], folder: Path, **changes: str) -> dict[str, Any]:
+    """What a program prints last, as JSON."""
+    done = subprocess.run(
+        program,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+        cwd=folder,
+        env=environment(**changes),
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def apart() -> list[str]:
+    """What a program is started with so that it has a network of its own, and ends with all its processes."""
+    program = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if not all(shutil.which(name) for name in ("unshare", "ip")):
+        pytest.skip("needs unshare and ip (Debian: util-linux, iproute2)")
+    tried = subprocess.run([*program, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        pytest.skip(f"needs root, to make a network of its own: {tried.stderr.strip()}")
+    return program
+
+
+def test_a_cluster_is_joined_and_left_as_it_was(address: str, tmp_path: Path, token_file: str) -> None:
+    found = guest(tmp_path, address, token_file)
+    assert "3 workers on CPUs, but Ray has slots for 2" in found["too many"]
+    assert f"this process has workers at {address}, and can have others at local only when" in found["other Ray"]
+    assert found["left"] is True
+    assert f"this process is connected to the Ray at {address} already" in found["foreign"]
+    assert f"add {address} to the list of clusters" in found["foreign"]
+    assert found["kept"] is True, "a Ray that others made was ended"
+    assert len({*found["pids"], found["own pid"]}) == 2
+
+
+def test_without_its_token_a_cluster_refuses_in_words(address: str, tmp_path: Path) -> None:
+    found = guest(tmp_path, address, **TOKEN)
+    assert f"the Ray cluster at {address} does not take this process in" in found["refused"], "a token was sent"
+    assert "token_file of its entry" in found["refused"]
+
+
+def test_a_cluster_that_other_machines_reach_is_refused_unless_asked_for_and_guarded(
+    apart: list[str], tmp_path: Path
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # of a short name, as Ray makes sockets there
+        found = told([*apart, sys.executable, str(HERE / "ray_exposed.py"), folder], tmp_path)
+    said = found["without a token"]
+    assert "worker 0 does not start" in said
+    assert "started Ray with RAY_AUTH_MODE=token and the same token" in said
+    said = found["by way of loopback"]
+    assert "workers of this cluster listen on 198.18.9.1, which other machines reach" in said
+    assert "set remote_machines to true in its entry if that is meant" in said
+
+
+def test_a_ray_that_does_not_start_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    found = told([sys.executable, str(HERE / "ray_refused.py"), str(tmp_path)], tmp_path)
+    why = {"no room": "the minimum allowed is", "long name": "AF_UNIX path", "no folder": "No such file or directory"}
+    for case, reason in why.items():
+        assert "does not start on this machine: " in found[case]
+        assert reason in found[case]
+        assert "See that disk, RAM and shared memory have room" in found[case]
+    assert (found["left"], found["left at the end"], found["folders"]) == ([], [], [])
+
+
+SURVIVOR = """
+import os, sys, time
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.plan import WorkersRef
+pool = RayPool(WorkersRef(count=1, threads=1, address=sys.argv[1], token_file=sys.argv[2]))
+print("joined", pool.usable, flush=True)
+input()
+time.sleep(6)
+try:
+    pool.workers[0].ask("facts").result(60)
+except WorkerLostError:
+    print("lost", flush=True)
+try:
+    pool.replace(0)
+except RaySetupError as err:
+    print(err, flush=True)
+print("usable", pool.usable, flush=True)
+os._exit(7)
+"""
+
+
+def test_a_cluster_that_ends_takes_nobody_with_it(tmp_path_factory: pytest.TempPathFactory, token_file: str) -> None:
+    """By itself Ray ends every process that has lost its server, after the seconds that are set here to 3."""
+    folder = tmp_path_factory.mktemp("ends")
+    head, address = start_head(folder)
+    children = psutil.Process(head.pid).children(recursive=True)
+    limit = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3"}
+    guest = subprocess.Popen(
+        [sys.executable, "-c", SURVIVOR, address, token_file],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment(**limit),
+    )
+    try:
+        assert guest.stdout is not None
+        assert guest.stdout.readline() == "joined True\n"
+        head.kill()
+        for process in children:
+            with suppress(psutil.NoSuchProcess):  # whose parent was that process too
+                process.kill()
+        told, _ = guest.communicate("\n", timeout=LIMIT_S)
+        assert guest.returncode == 7
+        lost, refused, usable = told.splitlines()
+        assert (lost, usable) == ("lost", "usable False")
+        assert refused.startswith(f"the Ray at {address} has ended or cannot be reached")
+    finally:
+        guest.kill()
+        guest.communicate(timeout=LIMIT_S)
+        head.communicate(timeout=LIMIT_S)

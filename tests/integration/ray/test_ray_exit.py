@@ -1,0 +1,99 @@
+"""However the process that has workers ends, every worker and every process of Ray ends with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /dev/shm, and at signals of Linux")
+
+ROOT = Path(__file__).parents[3]
+LIMIT_S = 120
+GONE_S = 30
+
+Start = Callable[[str], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path, tiny_expert_folder: Callable[..., Path]) -> Any:
+    """`start(how)`: `comfy_like.py`, with the pack in a folder of another name."""
+    folder = tmp_path / "pack with.dots-and spaces"
+    folder.symlink_to(ROOT, target_is_directory=True)
+    started: list[subprocess.Popen[str]] = []
+
+    def run(how: str) -> subprocess.Popen[str]:
+        arguments = [folder, tiny_expert_folder(seed=1), tiny_expert_folder(seed=2), how]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("comfy_like.py")), *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env={**environment, "OMP_NUM_THREADS": "1"},
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate(timeout=LIMIT_S)
+
+
+def said(process: subprocess.Popen[str]) -> dict[str, Any]:
+    line = process.stdout.readline()
+    assert line, f"it ended with {process.wait(LIMIT_S)}"
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def alive(pids: list[int]) -> list[psutil.Process]:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return [process for process in processes if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["returns", "SIGTERM", "SIGKILL"])
+def test_workers_end_with_the_process_that_has_them(how: str, start: Start) -> None:
+    process = start("returns" if how == "returns" else "waits")
+    begun = said(process)
+    assert begun["worker"] in begun["children"]
+    assert len(begun["children"]) > 3
+    children = alive(begun["children"])
+    if how != "returns":
+        process.send_signal(signal.Signals[how])
+    process.wait(LIMIT_S)
+    _, left = psutil.wait_procs(children, timeout=GONE_S)
+    assert left == []
+    assert how != "returns" or not [folder for folder in begun["folders"] if Path(folder).exists()]
+
+
+@pytest.mark.slow
+def test_the_pack_has_workers_under_any_folder_name_and_closes_without_a_trace(start: Start) -> None:
+    before = shared_memory()
+    process = start("closes")
+    begun, closed = said(process), said(process)
+    assert begun["equal"] is True
+    assert begun["wanstream"] is False, "the pack imported itself under a second name"
+    assert (begun["environment"], begun["handler"]) == (True, True)
+    assert begun["folders"]
+    assert not [folder for folder in begun["folders"] if Path(folder).exists()]
+    assert (closed["children"], closed["listening"]) == ([], [])
+    assert process.wait(LIMIT_S) == 0
+    assert alive(begun["children"]) == []
+    assert shared_memory() <= before

@@ -1,0 +1,282 @@
+"""What is said where workers cannot be had: without Ray, with another Ray, at an address where there is none."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import pytest
+
+from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.ray import environment as ray_environment
+from wanstream.distributed.ray.cluster import check_answers
+from wanstream.distributed.ray.environment import (
+    ONE_MACHINE,
+    check_token_file,
+    import_ray,
+    on_loopback,
+    own_ray,
+    own_token,
+    settings,
+    token_of_cluster,
+)
+from wanstream.distributed.ray.errors import RaySetupError
+from wanstream.distributed.ray.handle import describe_exit, tail
+from wanstream.distributed.ray.pool import check_exposure
+from wanstream.distributed.ray.reaper import RayWatch
+from wanstream.distributed.ray.worker import Started
+from wanstream.distributed.transport.threads import on_own_thread
+
+LIMIT_S = 120
+
+WITHOUT_RAY = """
+import sys
+from wanstream.distributed.ray.errors import RayMissingError
+from wanstream.distributed.ray.pool import RayPool
+from wanstream.schema import WorkersRef
+print("ray" in sys.modules)
+sys.modules["ray"] = None
+try:
+    RayPool(WorkersRef(count=2))
+except RayMissingError as err:
+    print(err)
+"""
+
+
+@pytest.mark.integration
+def test_ray_is_imported_when_it_is_needed_and_where_it_is_missing_the_error_says_how_to_install_it(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+        cwd=tmp_path,
+    )
+    imported, told = done.stdout.splitlines()
+    assert imported == "False"
+    assert "which is not installed" in told
+    assert "wanstream[distributed]" in told
+
+
+def started(address: str, *, token: bool) -> Started:
+    facts = WorkerFacts(
+        pid=1,
+        node="rack",
+        address=address,
+        device="cpu",
+        device_name="CPU",
+        free_bytes=None,
+        wanstream="0",
+        torch="0",
+        diffusers="0",
+        python="0",
+    )
+    return Started(facts=facts, node_id="a", logs=(), token=token)
+
+
+def test_workers_on_loopback_need_no_token() -> None:
+    check_exposure([started("127.0.0.1", token=False)], beyond_loopback=False)
+    check_exposure([started("::1", token=False)], beyond_loopback=True)
+
+
+def test_workers_that_others_reach_are_refused_unless_asked_for_and_guarded() -> None:
+    outside = [started("127.0.0.1", token=True), started("192.0.2.7", token=True)]
+    with pytest.raises(RaySetupError, match=r"listen on 192\.0\.2\.7, which other machines reach: set remote_machines"):
+        check_exposure(outside, beyond_loopback=False)
+    check_exposure(outside, beyond_loopback=True)
+    with pytest.raises(RaySetupError, match=r"192\.0\.2\.7 and requires no token: .* RAY_AUTH_MODE=token"):
+        check_exposure([started("192.0.2.7", token=False)], beyond_loopback=True)
+
+
+def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(RaySetupError, match=rf"no Ray cluster answers at 127\.0\.0\.1:{port} .*ray start --head"):
+        check_answers(f"127.0.0.1:{port}", "127.0.0.1", port)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_the_processes_beside_ray_start_wherever_python_looks_for_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: str
+) -> None:
+    """With PYTHONSAFEPATH there is no folder to leave out; without it, files of that folder are not imported."""
+    monkeypatch.setenv("PYTHONSAFEPATH", safe)
+    real, planted = tmp_path / "real", tmp_path / "planted"
+    for folder, does in (
+        (real, "def init(**_): pass\ndef shutdown(): pass"),
+        (planted, "raise RuntimeError('planted')"),
+    ):
+        folder.mkdir()
+        for module in ("ray", "shutil", "psutil"):
+            if folder is planted or module == "ray":
+                (folder / f"{module}.py").write_text(does)
+    monkeypatch.setenv("PYTHONPATH", str(real))
+    monkeypatch.chdir(planted)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        check_answers(f"127.0.0.1:{port}", "127.0.0.1", port)
+    watched = planted / "watched"
+    watched.mkdir()
+    RayWatch(watched).close()
+    assert not watched.exists()
+
+
+@pytest.mark.integration
+def test_what_is_no_ray_is_told_in_bounded_time() -> None:
+    pytest.importorskip("ray")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with (
+            settings({ONE_MACHINE: "0"}),
+            pytest.raises(RaySetupError, match="did not take this process in within 3 s"),
+        ):
+            check_answers(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=3)
+
+
+def test_settings_of_ray_are_there_only_for_as_long_as_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    before = dict(os.environ)
+    with own_ray():
+        assert os.environ[ONE_MACHINE] == "0"
+        assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+        assert os.environ["RAY_AUTH_TOKEN"] == own_token()
+        assert len(own_token()) == 64
+        os.environ["RAY_LEFT_BY_RAY"] = os.environ["PYTHONBREAKPOINT"] = "x"
+    assert dict(os.environ) == before
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/mine")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of a cluster")
+    with own_ray():
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        assert os.environ["RAY_AUTH_TOKEN"] == own_token()
+        assert "RAY_AUTH_TOKEN_PATH" not in os.environ
+    assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]) == ("disabled", "of a cluster")
+
+
+def test_one_thread_at_a_time_changes_the_environment() -> None:
+    before = dict(os.environ)
+    entered = threading.Event()
+
+    def enter() -> str | None:
+        with settings({"RAY_OF_THE_SECOND": "1"}):
+            entered.set()
+            return os.environ.get("RAY_OF_THE_FIRST")
+
+    with settings({"RAY_OF_THE_FIRST": "1"}), settings({ONE_MACHINE: "0"}):
+        second = on_own_thread("second", enter)
+        assert not entered.wait(0.1)
+    assert second.result(LIMIT_S) is None
+    assert dict(os.environ) == before
+
+
+def test_a_ray_that_was_imported_is_returned_while_another_thread_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = ModuleType("ray")
+    monkeypatch.setitem(sys.modules, "ray", imported)
+
+    def changed(values: object) -> NoReturn:
+        raise AssertionError(f"the environment is changed: {values}")
+
+    monkeypatch.setattr(ray_environment, "settings", changed)
+    assert import_ray() is imported
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    """A file with a token, readable by its user alone."""
+    file = tmp_path / "token"
+    file.touch(mode=0o600)
+    file.write_text("cd" * 32)
+    return file
+
+
+def test_a_token_comes_from_the_file_of_the_entry_alone(token_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
+    before = dict(os.environ)
+    with token_of_cluster(str(token_file)):
+        assert "RAY_AUTH_TOKEN" not in os.environ
+        assert (os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"]) == ("token", str(token_file))
+    with token_of_cluster(""):
+        assert os.environ["RAY_AUTH_MODE"] == "disabled"
+        assert not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(os.name != "posix", reason="these are bits of POSIX")
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_a_token_file_that_others_can_read_is_refused(token_file: Path, mode: int) -> None:
+    check_token_file(str(token_file))
+    token_file.chmod(mode)
+    with pytest.raises(RaySetupError, match=rf"has the mode {mode:o} .*chmod 600"):
+        check_token_file(str(token_file))
+
+
+def test_a_token_file_that_is_not_there_or_empty_is_refused(token_file: Path) -> None:
+    token_file.write_text(" \n")
+    with pytest.raises(RaySetupError, match="is empty: copy the token"):
+        check_token_file(str(token_file))
+    token_file.unlink()
+    with pytest.raises(RaySetupError, match=r"cannot be read .*ray get-auth-token --generate"):
+        check_token_file(str(token_file))
+
+
+@pytest.mark.slow
+def test_an_entry_without_a_token_gets_none_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "ef" * 32)
+    monkeypatch.setenv("HOME", str(tmp_path))  # without ~/.ray/auth_token
+    received: list[bytes] = []
+
+    def keep(listening: socket.socket) -> None:
+        listening.settimeout(30)
+        with suppress(TimeoutError):
+            while True:
+                connection, _ = listening.accept()
+                connection.settimeout(5)
+                # The empty settings of an HTTP/2 server: gRPC then sends its call with all headers.
+                with connection, suppress(TimeoutError, ConnectionError):
+                    connection.sendall(bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+                    while got := connection.recv(1 << 16):
+                        received.append(got)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        heard = on_own_thread("listener", keep, listening)
+        with on_loopback(), token_of_cluster(""), pytest.raises(RaySetupError):
+            check_answers(f"127.0.0.1:{port}", "127.0.0.1", port, timeout_s=25)
+        heard.result(60)
+    assert b"".join(received), "nothing was sent at all"
+    assert b"ef" * 32 not in b"".join(received)
+
+
+def test_how_a_worker_ended_is_said_without_remarks() -> None:
+    told = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: X\nThe actor is dead because its "
+        "worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
+        "connection error code 2.\nEnd of file. Some common causes include: (1) the process was killed"
+    )
+    assert describe_exit(told) == "Worker unexpectedly exits with a connection error code 2. End of file."
+    assert describe_exit("The actor is\n unavailable") == "The actor is unavailable"
+    assert describe_exit("") == "nobody knows why"
+
+
+def test_the_end_of_a_log_has_what_the_worker_wrote(tmp_path: Path) -> None:
+    log = tmp_path / "worker.err"
+    lines = [f"line {number}" for number in range(100)]
+    log.write_bytes("\n".join([":job_id:01", *lines, ":actor_name:X", "the end \N{BULLET}"]).encode() + b"\xff")
+    assert tail(log).splitlines()[0] == "line 71"
+    assert tail(log).splitlines()[-1].startswith("the end")
+    assert len(tail(log).splitlines()) == 30

@@ -1,0 +1,137 @@
+"""Tasks for tiny experts, and what comes of them without workers."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.messages import RunTask
+from wanstream.distributed.vae.worker import DecodeTask
+from wanstream.sampling import DenoiseRequest, denoise
+from wanstream.schema import ExpertsRef, OffloadPolicy
+from wanstream.wan.experts.registry import ExpertsRegistry
+
+SHAPE = (1, 16, 2, 4, 6)
+STEPS, SWITCH_STEP = 4, 2
+
+Folder = Callable[..., Path]
+
+
+def _normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(scope="session")
+def experts_ref(tiny_expert_folder: Folder) -> Callable[..., ExpertsRef]:
+    """`experts_ref(high=1, low=2)`: the tiny experts with those seeds."""
+
+    def make(*, high: int = 1, low: int = 2) -> ExpertsRef:
+        folders = (tiny_expert_folder(seed=seed) for seed in (high, low))
+        return ExpertsRef(high_noise=next(folders), low_noise=next(folders), compute_dtype="float32")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_task(experts_ref: Callable[..., ExpertsRef]) -> Callable[..., RunTask]:
+    """`make_task(seed=10, experts=..., request={}, **changes)`: 4 small steps, 2 of them high-noise."""
+    numbers = itertools.count()
+
+    def make(*, seed: int = 10, request: dict[str, Any] | None = None, **changes: Any) -> RunTask:
+        asked = {
+            "noise": _normal(*SHAPE, seed=seed),
+            "positive": _normal(1, 7, 4096, seed=11),
+            "negative": _normal(1, 5, 4096, seed=12),
+            "steps": STEPS,
+            "flow_shift": 5.0,
+            "switch_step": SWITCH_STEP,
+            "guidance": (4.0, 3.0),
+        }
+        given = {
+            "run_id": f"run {next(numbers)}",
+            "experts": experts_ref(),
+            "request": DenoiseRequest(**{**asked, **(request or {})}),
+            "policy": OffloadPolicy.layerwise(1),
+        }
+        return RunTask(**{**given, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def alone() -> Callable[[RunTask], torch.Tensor]:
+    """`alone(task)`: the latents [1, 16, 2, 4, 6] float32 that this process makes of a task without any worker."""
+
+    def run(task: RunTask) -> torch.Tensor:
+        registry = ExpertsRegistry()
+        try:
+            return denoise(registry.get(task.experts), task.request, policy=task.policy, device="cpu").latents
+        finally:
+            registry.free()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Any]:
+    """`Processes` of `processes.py`, shared by the whole session: ask for `at_least` as many as a test needs."""
+    started = _neighbour("processes").Processes()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def split_jobs() -> ModuleType:
+    """What processes do in the tests of splits."""
+    return _neighbour("split_jobs")
+
+
+@pytest.fixture(scope="session")
+def fakes() -> ModuleType:
+    """`FakePool`, `Fault` and `expected` of `fake_pool.py`."""
+    return _neighbour("fake_pool")
+
+
+@pytest.fixture
+def tile_pools() -> Iterator[Callable[..., Any]]:
+    """`tile_pools(count, before=...)` makes a `ThreadPool` of `tile_pool.py`."""
+    made: list[Any] = []
+
+    def make(count: int, before: Callable[[Any, DecodeTask], None] = lambda worker, task: None) -> Any:
+        made.append(_neighbour("tile_pool").ThreadPool(count, before))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def process_pools() -> ModuleType:
+    """`ProcessPool` of `process_pool.py`."""
+    return _neighbour("process_pool")
+
+
+@pytest.fixture(scope="session")
+def namespaces() -> ModuleType:
+    """`Machines` of `machines.py`, and why there can be none."""
+    return _neighbour("machines")
+
+
+def _neighbour(name: str) -> ModuleType:
+    """A file beside this one that is no test; pytest's importlib mode has no folder to import it from."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,118 @@
+"""A handful of small nodes, and a run of them in folders of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.host import current_host, io
+from wanstream.host.embedded.run import History
+from wanstream.host.folders import OutsideFolderError
+from wanstream.tests.support.embedded import run_workflow
+
+
+class Number(io.ComfyNode):
+    """A constant."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="Number",
+            inputs=[io.Int.Input("value", min=0, max=100), io.Boolean.Input("negate", optional=True)],
+            outputs=[io.Int.Output(), io.String.Output()],
+        )
+
+    @classmethod
+    def execute(cls, value: int, negate: bool = False) -> io.NodeOutput:
+        number = -value if negate else value
+        return io.NodeOutput(number, str(number))
+
+
+class Add(io.ComfyNode):
+    """A sum; async, and with an input of every other kind."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="Add",
+            inputs=[
+                io.Int.Input("a"),
+                io.Int.Input("b"),
+                io.Float.Input("scale", default=1.0, min=0.0, max=2.0, optional=True),
+                io.Combo.Input("mode", options=["plain", "odd"], optional=True),
+                io.Latent.Input("latent", optional=True),
+            ],
+            outputs=[io.Int.Output()],
+        )
+
+    @classmethod
+    async def execute(cls, a: int, b: int, **optional: Any) -> io.NodeOutput:
+        return io.NodeOutput(a + b)
+
+
+class Show(io.ComfyNode):
+    """An output that shows a number and what the host told it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="Show",
+            inputs=[io.Int.Input("number"), io.String.Input("prefix", optional=True)],
+            hidden=[io.Hidden.unique_id],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, prefix: str | None = None) -> bool | str:
+        try:
+            current_host().check_output(prefix or "a")
+        except OutsideFolderError as err:
+            return str(err)
+        return True
+
+    @classmethod
+    def execute(cls, number: int, prefix: str = "") -> io.NodeOutput:
+        bar = current_host().progress(2, cls.hidden.unique_id)
+        bar.update(1)
+        current_host().raise_if_stopped()
+        bar.update(2)
+        shown = {"number": number, "inference": torch.is_inference_mode_enabled(), "id": cls.hidden.unique_id}
+        return io.NodeOutput(ui={"shown": (shown,), "prompt": [cls.hidden.prompt], "info": [cls.hidden.extra_pnginfo]})
+
+
+class Fail(io.ComfyNode):
+    """Raises."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(node_id="Fail", inputs=[io.Int.Input("number")], is_output_node=True)
+
+    @classmethod
+    def execute(cls, number: int) -> io.NodeOutput:
+        raise KeyError("gone")
+
+
+@pytest.fixture
+def nodes() -> SimpleNamespace:
+    """The node classes by name, and `all`."""
+    classes = [Number, Add, Show, Fail]
+    return SimpleNamespace(**{node.__name__: node for node in classes}, all=classes)
+
+
+@pytest.fixture
+def run(nodes: SimpleNamespace, tmp_path: Path) -> Callable[..., History]:
+    """`run(prompt, **options)` runs a workflow of these nodes in the folders models, output and input of `tmp_path`."""
+    for folder in ("models", "output", "input"):
+        (tmp_path / folder).mkdir()
+
+    def run(prompt: dict[str, Any], **options: Any) -> History:
+        given = {"nodes": nodes.all, **options}
+        places = {"models": tmp_path / "models", "output": tmp_path / "output", "input_dir": tmp_path / "input"}
+        return run_workflow(prompt, **places, **given)
+
+    return run

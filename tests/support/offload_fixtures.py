@@ -1,0 +1,169 @@
+"""Small stacks of blocks, and a source that is slow in a repeatable way."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from wanstream.offload.formats.layout import BlockFormat
+from wanstream.offload.host_memory.page_lock import PageLockError
+from wanstream.offload.sharding.group import GatherBrokenError, Sharded
+from wanstream.offload.sources.base import BlockSource, SourceError
+from wanstream.plan import BlockKey
+
+
+class Block(nn.Module):
+    """A residual block with the kinds of tensors a Wan block has: matrices, biases, a norm, a table."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width, dtype=dtype)
+        self.down = nn.Linear(3 * width, width, bias=False, dtype=dtype)
+        self.norm = nn.LayerNorm(width, dtype=dtype)
+        self.table = nn.Parameter(torch.randn(1, width, dtype=torch.float32))
+        self.register_buffer("step", torch.ones(1, dtype=dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.gelu(self.up(self.norm(hidden)))
+        return hidden + self.down(inner) * self.step + self.table.to(hidden.dtype)
+
+
+class SlowSource:
+    """Passes on to another source after a random pause, and fails on demand."""
+
+    def __init__(self, inner: BlockSource, *, seed: int, longest_s: float = 0.004) -> None:
+        self.inner = inner
+        self.reads: list[BlockKey] = []
+        self.fail_at: int | None = None
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+
+    def keys(self) -> Iterable[BlockKey]:
+        return self.inner.keys()
+
+    def block_format(self, key: BlockKey) -> BlockFormat:
+        return self.inner.block_format(key)
+
+    def scales(self, key: BlockKey) -> Mapping[str, torch.Tensor]:
+        return self.inner.scales(key)
+
+    def file_bytes(self, key: BlockKey) -> int:
+        return self.inner.file_bytes(key)
+
+    def read_block(self, key: BlockKey, into: torch.Tensor) -> None:
+        time.sleep(self._random.random() * self._longest_s)
+        if self.fail_at == len(self.reads):
+            raise SourceError(f"the disk went away at {key}")
+        self.reads.append(key)
+        self.inner.read_block(key, into)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class LimitedPageLock:
+    """A driver that locks up to `limit` pieces of memory and remembers which."""
+
+    def __init__(self, *, limit: int = 1000) -> None:
+        self.limit = limit
+        self.asked = 0
+        self.locked: list[tuple[int, int]] = []
+
+    def lock(self, memory: torch.Tensor) -> None:
+        self.asked += 1
+        if len(self.locked) == self.limit:
+            raise PageLockError("no more pages")
+        self.locked.append((memory.data_ptr(), memory.numel()))
+
+    def unlock(self, memory: torch.Tensor) -> None:
+        self.locked.remove((memory.data_ptr(), memory.numel()))
+
+
+@pytest.fixture
+def make_stack() -> Callable[..., nn.ModuleList]:
+    def make(count: int, *, seed: int = 0, width: int = 32, dtype: torch.dtype = torch.float32) -> nn.ModuleList:
+        torch.manual_seed(seed)
+        return nn.ModuleList(Block(width, dtype) for _ in range(count)).requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture
+def slow_source() -> Callable[..., SlowSource]:
+    return SlowSource
+
+
+@pytest.fixture
+def run_plain() -> Callable[[Sequence[nn.Module], torch.Tensor], torch.Tensor]:
+    def run(blocks: Sequence[nn.Module], hidden: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            hidden = block(hidden)
+        return hidden
+
+    return run
+
+
+@pytest.fixture
+def limited_page_lock() -> Callable[..., LimitedPageLock]:
+    return LimitedPageLock
+
+
+class ThreadGroup:
+    """Gathers of ranks that are threads of this process; `gathers[rank]` counts the calls of each."""
+
+    def __init__(self, size: int, *, wait_s: float = 30.0) -> None:
+        self.size = size
+        self.gathers = [0] * size
+        self.owns: list[torch.Tensor | None] = [None] * size
+        self.said = [b""] * size
+        self.meeting, self.gathering = (threading.Barrier(size, timeout=wait_s) for _ in range(2))
+
+    def ranks(self, *, on_device: bool = False) -> list[Sharded]:
+        return [Sharded(gather=ThreadGather(self, rank), on_device=on_device) for rank in range(self.size)]
+
+
+class ThreadGather:
+    """Gather of one of the ranks."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+
+    def compare(self, said: bytes) -> tuple[bytes, ...]:
+        self.group.said[self.rank] = said
+        self._wait(self.group.meeting)
+        every = tuple(self.group.said)
+        self._wait(self.group.meeting)
+        return every
+
+    def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
+        assert into.numel() == self.size * own.numel()
+        self.group.owns[self.rank] = own
+        if own.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._wait(self.group.gathering)
+        for part, other in zip(into.split(own.numel()), self.group.owns, strict=True):
+            part.copy_(other)
+        if own.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._wait(self.group.gathering)
+        self.group.gathers[self.rank] += 1
+
+    def abort(self) -> None:
+        self.group.gathering.abort()
+
+    def _wait(self, barrier: threading.Barrier) -> None:
+        try:
+            barrier.wait()
+        except threading.BrokenBarrierError as err:
+            raise GatherBrokenError("a rank was aborted") from err
+
+
+@pytest.fixture
+def thread_group() -> Callable[..., ThreadGroup]:
+    return ThreadGroup

@@ -1,0 +1,18 @@
+"""One torch thread in this process, for tests that compare it with worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread here as in the workers of these tests: on a CPU, sums in another number of threads end in other
+    bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,174 @@
+"""Runs to compile, and a machine that replays programs with random times for every copy and visit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from wanstream.plan import AT_ONCE, BlockKey, OffloadJob, TransferProgram, Visit, step_visits
+from wanstream.plan import Machine as RatedMachine
+from wanstream.schema import ExpertShape, Residency, spread_evenly
+
+EXPERTS = ("high", "low")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Arguments of `compile_program`. `contents` is arbitrary, with doubled, foreign and out-of-range entries."""
+
+    visits: tuple[Visit, ...]
+    residency: Residency
+    contents: Mapping[int, BlockKey]
+    spare_buffers: int
+
+
+@st.composite
+def any_run(draw: st.DrawFn, *, whole_steps: bool = False) -> Run:
+    """One expert or two, one run or several, any switch points; some visits skipped unless `whole_steps`."""
+    block_counts = {expert: draw(st.integers(1, 10)) for expert in EXPERTS}
+    residents = {}
+    for expert, blocks in block_counts.items():
+        even = st.integers(0, blocks).map(lambda count, blocks=blocks: spread_evenly(count, blocks))
+        residents[expert] = draw(even | st.frozensets(st.integers(0, blocks - 1)))
+    stages = draw(st.lists(st.tuples(st.sampled_from(EXPERTS), st.integers(1, 4)), max_size=4))
+    visits = step_visits([expert for expert, steps in stages for _ in range(steps)], block_counts)
+    if not whole_steps and draw(st.booleans()):
+        skips = Random(draw(st.integers(0, 2**16)))
+        visits = tuple(visit for visit in visits if skips.random() > 0.3)
+    key = st.builds(BlockKey, st.sampled_from((*EXPERTS, "other")), st.integers(0, 10))
+    return Run(
+        visits=visits,
+        residency=Residency(residents=residents, permanent=draw(st.booleans())),
+        contents=draw(st.dictionaries(st.integers(-1, 12), key, max_size=14)),
+        spare_buffers=draw(st.integers(0, 4)),
+    )
+
+
+class Machine:
+    """A bus and a device that go through programs one after the other, every copy and visit at a random speed.
+
+    Asserts the invariants at any speed: a visit finds its block, complete; no buffer is written while it is read.
+    Shares nothing with the compiler or with `check_program`.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._computed_until = 0.0
+        self._copied_until = 0.0
+        self._holds: dict[int, tuple[BlockKey, float]] = {}
+        self._read_until: dict[int, float] = {}
+
+    def fill(self, contents: Mapping[int, BlockKey]) -> None:
+        self._holds.update({buffer: (block, 0.0) for buffer, block in contents.items()})
+
+    def run(self, program: TransferProgram, visits: int | None = None) -> dict[int, BlockKey]:
+        """Run the first `visits` visits (default: all) and return the contents that the issued fetches leave."""
+        visits = len(program.visits) if visits is None else visits
+        done = {AT_ONCE: self._computed_until}
+        waiting = list(program.fetches)
+        for visit in range(visits + 1):
+            while waiting and waiting[0].start_after < visit:
+                fetch = waiting.pop(0)
+                begin = max(self._copied_until, done[fetch.start_after])
+                assert begin >= self._read_until.get(fetch.buffer, 0.0), "a buffer was overwritten while it was read"
+                self._copied_until = begin + self._duration()
+                self._holds[fetch.buffer] = (fetch.block, self._copied_until)
+            if visit < visits:
+                buffer = program.visit_buffer[visit]
+                assert 0 <= buffer < program.buffers
+                block, arrived = self._holds[buffer]
+                assert block == program.visits[visit].key, "a visit found another block"
+                self._computed_until = max(self._computed_until, arrived) + self._duration()
+                done[visit] = self._read_until[buffer] = self._computed_until
+        if visits == len(program.visits):
+            assert not waiting, "a fetch was never issued"
+        return {buffer: block for buffer, (block, _) in self._holds.items()}
+
+    def _duration(self) -> float:
+        return self._random.choice((0.01, 0.5, 1.0, 7.0))
+
+
+@pytest.fixture(scope="session")
+def runs() -> st.SearchStrategy[Run]:
+    return any_run()
+
+
+@pytest.fixture(scope="session")
+def runs_of_whole_steps() -> st.SearchStrategy[Run]:
+    return any_run(whole_steps=True)
+
+
+@pytest.fixture(scope="session")
+def new_machine() -> Callable[[int], Machine]:
+    """Create a machine from a seed."""
+    return Machine
+
+
+SMALL = ExpertShape(width=256, ffn_width=512, blocks=8)
+TOKENS = 1000
+
+
+@pytest.fixture(scope="session")
+def make_job() -> Callable[..., OffloadJob]:
+    """`make_job(high=4, low=4, **changes)`: steps of two experts of 8 blocks in bf16, one lane each."""
+
+    def make(high: int = 4, low: int = 4, **changes: Any) -> OffloadJob:
+        block = SMALL.streamed_bytes()
+        values: dict[str, Any] = {
+            "expert": SMALL,
+            "tokens": TOKENS,
+            "lanes": {"high": 1, "low": 1},
+            "experts_of_steps": ("high",) * high + ("low",) * low,
+            "stored_bytes": block,
+            "file_bytes": block,
+            "computed_bytes": block,
+            "resident_bytes": 1000,
+        }
+        return OffloadJob(**{**values, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rate_machine() -> Callable[..., RatedMachine]:
+    """`rate_machine(read=0.5, copy=0.1, visit=1.0, **changes)`: a GPU with more memory than `make_job()` takes.
+
+    `read`, `copy` and `visit` are the seconds of one block of it on the disk, on the bus, and in one lane.
+    """
+
+    def make(read: float = 0.5, copy: float = 0.1, visit: float = 1.0, **changes: Any) -> RatedMachine:
+        block = SMALL.streamed_bytes()
+        figures: dict[str, Any] = {
+            "name": "test",
+            "origin": "made up",
+            "computes_on": "cuda",
+            "vram_bytes": 100 * block + 2 * 10**9,
+            "ram_bytes": 200 * block,
+            "h2d_bytes_per_s": block / copy,
+            "h2d_pageable_bytes_per_s": block / copy / 4,
+            "d2h_bytes_per_s": block / copy,
+            "disk_bytes_per_s": block / read,
+            "flops_per_s": SMALL.block_flops(TOKENS) / visit,
+            "decode_bytes_per_s": block / 0.01,
+            "copy_bytes_per_s": block / 0.05,
+            "quantise_bytes_per_s": block / 0.2,
+        }
+        return RatedMachine(**{**figures, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rate_cpu(rate_machine: Callable[..., RatedMachine]) -> Callable[..., RatedMachine]:
+    """The same without a GPU and its bus."""
+
+    def make(**changes: Any) -> RatedMachine:
+        bus = dict.fromkeys(("h2d_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_bytes_per_s"))
+        return rate_machine(**{"computes_on": "cpu", "vram_bytes": 0, **bus, **changes})
+
+    return make

@@ -1,0 +1,194 @@
+"""The numbers of the documents are those of the timelines, and the page loads and runs nothing."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from html.parser import HTMLParser
+
+import pytest
+
+from wanstream.bench import Report, Variant
+from wanstream.bench.documents import csv_document, html_document, json_document, summary
+from wanstream.bench.report_tables import step_table
+from wanstream.schema import StepRecord, Timeline
+from wanstream.schema.text_format import rate_text, size_text
+
+MakeTimeline = Callable[..., Timeline]
+MakeVariant = Callable[..., Variant]
+MakeReport = Callable[..., Report]
+
+TIMES = {"stall_s": 0.25, "stall_on_read_s": 0.125, "decode_s": 0.0625, "copy_s": 0.375, "read_s": 1.5}
+CHART = b"a PNG"
+SIZES = {"copied_bytes": 10**9, "read_bytes": 3 * 10**9, "device_bytes": 23 * 10**9}
+MEASURED = {**TIMES, **SIZES, "rss_bytes": 7}
+
+
+@pytest.fixture
+def report(make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport) -> Report:
+    """Two variants; the first one's trials are a warm-up and a run that counts."""
+    walls = (2.5, 1.25, 1.5, 3.75, 1.125)
+    one = make_variant("a", make_timeline(9, 9, 9, 9, 9), make_timeline(*walls, **MEASURED))
+    cold, warm = one.trials
+    one = replace(one, trials=(replace(cold, warmup=True), warm))
+    return make_report(one, make_variant("b", make_timeline(1, 1)))
+
+
+class Page(HTMLParser):
+    """The tables of a page by title, its other words, and the tags and attributes in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.words: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self._inside: list[str] = []
+        self._title = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag in {"h2", "th", "td", "title"}:
+            self._inside.append(tag)
+        if tag == "tr":
+            self.tables.setdefault(self._title, []).append([])
+        if tag in {"th", "td"}:
+            self.tables[self._title][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._inside and self._inside[-1] == tag:
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        place = self._inside[-1] if self._inside else ""
+        if place == "h2":
+            self._title = data
+        elif place in {"th", "td"}:
+            self.tables[self._title][-1][-1] += data
+        else:
+            self.words.append(data)
+
+
+def test_json_holds_every_timeline_as_it_is(report: Report) -> None:
+    written = json.loads(json_document(report))
+    assert written["wanstream_report"] == 1
+    assert (written["finished"], written["done"]) == (True, 3)
+    for variant, said in zip(report.variants, written["variants"], strict=True):
+        assert said["name"] == variant.name
+        assert [Timeline.from_dict(trial["timeline"]) for trial in said["trials"]] == [
+            trial.timeline for trial in variant.trials
+        ]
+        assert [trial["warmup"] for trial in said["trials"]] == [trial.warmup for trial in variant.trials]
+    total = written["figures"]["a"]["Total denoising"]
+    assert total == {"median": 10.125, "low": 10.125, "high": 10.125, "runs": 1, "unit": "s"}
+
+
+def test_csv_has_a_line_for_each_step_of_each_run_with_the_timelines_numbers(report: Report) -> None:
+    lines = [*csv.DictReader(io.StringIO(csv_document(report)))]
+    assert len(lines) == 5 + 5 + 2
+    counted, run = lines[5:10], report.variants[0].measured[0]
+    for line, step in zip(counted, run.steps, strict=True):
+        assert (line["variant"], line["run"], line["warmup"]) == ("a", "2", "0")
+        for field in fields(StepRecord):
+            value = getattr(step, field.name)
+            assert line[field.name] == ("" if value is None else str(value)), field.name
+    assert float(counted[-1]["cumulative_s"]) == run.wall_s
+    assert [line["warmup"] for line in lines[:5]] == ["1"] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [("=1+1", "'=1+1"), ("@SUM(1)", "'@SUM(1)"), ("-1", "'-1"), ("+1", "'+1"), ('a, "b"\n= c', 'a, "b"\n= c')],
+)
+def test_no_name_is_a_formula_in_a_spreadsheet(
+    name: str, cell: str, make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
+    """Names are titles of nodes, which come with a workflow."""
+    written = csv_document(make_report(make_variant(name, make_timeline(1, 1))))
+    assert [line["variant"] for line in csv.DictReader(io.StringIO(written, newline=""))] == [cell, cell]
+
+
+def test_table_page_and_summary_say_the_numbers_of_the_timeline(report: Report) -> None:
+    """The report shows the values of the timeline."""
+    timeline = report.variants[0].measured[0]
+    table = step_table(report.variants[0])
+    assert table is not None
+    page = Page(html_document(report, b""))
+    head, *rows = page.tables[table.title]
+    assert (tuple(head), tuple(map(tuple, rows))) == (table.head, table.rows)
+    assert table.markdown() in summary(report)
+    ended = 0.0
+    for cells, step in zip(rows, timeline.steps, strict=True):
+        said = dict(zip(head, cells, strict=True))
+        ended += step.wall_s
+        assert said["Step"] == str(step.index + 1)
+        assert said["Expert"] == step.expert
+        seconds = {"Cumulative (s)": ended, "Delta (s)": step.wall_s, "Compute (s)": step.compute_s}
+        seconds |= {"Stall (s)": step.stall_s, "Stall, files (s)": step.stall_on_read_s}
+        assert {name: said[name] for name in seconds} == {name: f"{value:.2f}" for name, value in seconds.items()}
+        sizes = {"Moved": step.bytes_moved, "Read": step.read_bytes, "VRAM peak": step.device_bytes}
+        assert {name: said[name] for name in sizes} == {name: size_text(value or 0) for name, value in sizes.items()}
+        assert said["To buffers"] == rate_text(step.copied_bytes / step.copy_s)
+        assert said["From files"] == rate_text(step.read_bytes / step.read_s)
+    figures = {row[0]: row[1] for row in page.tables["Head to head, ratios to the first"][1:]}
+    assert figures["Total denoising"] == f"{timeline.wall_s:.2f} s (1 run)"
+    assert figures["Stall"] == f"{timeline.stall_s:.2f} s (1 run)"
+    assert figures["Moved to buffers"] == f"{size_text(timeline.bytes_moved)} (1 run)"
+
+
+def test_the_page_needs_no_other_file_and_runs_nothing(report: Report) -> None:
+    page = html_document(report, CHART)
+    seen = Page(page)
+    assert not {"script", "link", "iframe", "object", "image", "use"} & seen.tags
+    sources = [value or "" for name, value in seen.attributes if name in {"src", "href"}]
+    assert sources == ["data:image/png;base64," + base64.b64encode(CHART).decode()]
+    assert not [name for name, _ in seen.attributes if name.startswith("on")]
+    assert "url(" not in page
+    assert "@import" not in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_texts_of_a_workflow_stay_text(
+    make_timeline: MakeTimeline, make_variant: MakeVariant, make_report: MakeReport
+) -> None:
+    evil = '</td><script>alert("1")</script><img src=x onerror=alert(1)>'
+    report = make_report(
+        make_variant(evil, make_timeline(1, 1), settings={evil: evil}),
+        make_variant("b", failed=evil),
+        title=evil,
+        method={evil: evil},
+        machine={evil: evil},
+    )
+    seen = Page(html_document(report, CHART))
+    assert "script" not in seen.tags
+    assert "onerror" not in {name for name, _ in seen.attributes}
+    assert evil in [cell for rows in seen.tables.values() for row in rows for cell in row]
+
+
+def test_an_unfinished_report_says_so(report: Report) -> None:
+    unfinished = replace(report, finished=False, planned=12)
+    words = "Unfinished: 3 of 12 runs were made."
+    assert words in summary(unfinished)
+    assert words in html_document(unfinished, b"")
+    assert words not in summary(report)
+    assert json.loads(json_document(unfinished))["finished"] is False
+
+
+def test_method_and_machine_are_in_every_document(report: Report) -> None:
+    for document in (summary(report), html_document(report, b""), json_document(report)):
+        assert {word for word in ("Runs", "3", "Device", "CPU") if word in document} == {"Runs", "3", "Device", "CPU"}
+
+
+def test_nothing_measured_yet_is_a_report_too(make_variant: MakeVariant, make_report: MakeReport) -> None:
+    empty = make_report(make_variant("a"), make_variant("b"), finished=False, planned=2)
+    assert json.loads(json_document(empty))["figures"] == {"a": {}, "b": {}}
+    assert csv_document(empty).count("\n") == 1
+    assert "Unfinished: 0 of 2 runs" in summary(empty)
+    assert asdict(empty)["variants"]

@@ -1,0 +1,284 @@
+"""`wanstream batch` in the embedded host, from the command line to the files."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+
+from wanstream.cli import main
+from wanstream.cli.batch.journal import Lock
+from wanstream.cli.exit_codes import DONE, FAILED, INTERRUPTED, INVALID
+
+T2V = Path(__file__).parents[4] / "workflows" / "api" / "t2v.json"
+SMALL = {"latent": {"width": 32, "height": 32, "frames": 5}, "sampler": {"steps": 2}, "save": {"crf": 30}}
+
+Batch = Callable[..., list[str]]
+
+
+def small_workflow() -> dict[str, Any]:
+    workflow = json.loads(T2V.read_text(encoding="utf-8"))
+    for node_id, inputs in SMALL.items():
+        workflow[node_id]["inputs"] |= inputs
+    return workflow
+
+
+@pytest.fixture
+def batch(tmp_path: Path, sample_models: Path) -> Batch:
+    """`batch(*rows, workflow=..., more=())`: the command line of a batch with these JSON lines."""
+
+    def arguments(*rows: object, workflow: dict[str, Any] | None = None, more: Sequence[str] = ()) -> list[str]:
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / "jobs.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        (tmp_path / "workflow.json").write_text(json.dumps(workflow or small_workflow()), encoding="utf-8")
+        files = [str(tmp_path / "jobs.jsonl"), "--workflow", str(tmp_path / "workflow.json")]
+        folders = ["--out", str(tmp_path / "out"), "--models", str(sample_models), "--input", str(tmp_path)]
+        return ["batch", *files, *folders, *more]
+
+    return arguments
+
+
+def made(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.suffix == ".mp4")
+
+
+def seed_of(path: Path) -> int:
+    """The seed in the graph that the video carries."""
+    with av.open(str(path)) as container:
+        seed: int = json.loads(container.metadata["prompt"])["sampler"]["inputs"]["seed"]
+    return seed
+
+
+def journal_of(folder: Path) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(folder / "journal.sqlite")
+    rows = connection.execute("SELECT line, stem, state, attempts, error FROM rows ORDER BY line").fetchall()
+    connection.close()
+    return rows
+
+
+def test_a_batch_makes_a_file_for_each_row_and_names_the_lines_that_are_none(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"sampler.seed": 1}, {"sampler.seed": 2, "name": "shot"}, "no json", {"sampler.sed": 3}, {"KSampler.x": 1}]
+    rows += [{"sampler.steps": 0, "sampler.seed": 4}, {"experts.low_noise": "none"}, {"sampler.seed": 1}]
+    assert main(batch(*rows)) == FAILED
+
+    out = tmp_path / "out"
+    assert made(out) == ["00001.mp4", "00008.mp4", "shot.mp4"]
+    assert [seed_of(out / name) for name in made(out)] == [1, 1, 2]
+    printed = capsys.readouterr()
+    assert printed.out == f"3 of 8 rows are done in {out}; 5 failed\n"
+    for told in [
+        "line 3 failed: this is no JSON",
+        "line 4 failed: WanStreamSampler has no input sed; did you mean seed? it has experts",
+        "line 5 failed: KSampler.x: no such node; the workflow has experts",
+        "line 6 failed: node sampler (WanStreamSampler): Exception when validating inner node",
+        "line 7 failed: node experts (WanStreamExperts): Value not in list: low_noise: 'none' not in",
+    ]:
+        assert told in printed.err
+    assert "8/8" in printed.err
+    states = [(line, stem, state, attempts) for line, stem, state, attempts, _ in journal_of(out)]
+    assert states == [
+        *((1, "00001", "done", 1), (2, "shot", "done", 1), (3, None, "failed", 0), (4, None, "failed", 0)),
+        *((5, None, "failed", 0), (6, "00006", "failed", 1), (7, "00007", "failed", 1), (8, "00008", "done", 1)),
+    ]
+    # Nothing is left beside the files and the journal.
+    journals = {"journal.sqlite", "journal.sqlite.before", "journal.sqlite.lock"}
+    assert {path.name for path in out.iterdir()} == {*made(out), *journals, ".wanstream"}
+    assert [path for path in (out / ".wanstream").rglob("*") if path.is_file()] == [out / ".wanstream" / "lock"]
+
+
+def test_the_same_command_again_makes_only_what_is_missing(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(batch({"sampler.seed": 1}, {"sampler.seed": 2})) == DONE
+    before = {name: (out / name).stat().st_mtime_ns for name in made(out)}
+    assert main(batch({"sampler.seed": 3}, {"sampler.seed": 1}, {"sampler.seed": 2})) == DONE
+    assert [seed_of(out / name) for name in made(out)] == [1, 2, 3]
+    (out / "00002.mp4").unlink()
+    assert main(batch({"sampler.seed": 1}, {"sampler.seed": 2}, {"sampler.seed": 3})) == DONE
+    assert "the files of line 2 are gone: they are made again" in capsys.readouterr().err
+    assert [seed_of(out / name) for name in made(out)] == [1, 2, 3]
+    assert (out / "00001.mp4").stat().st_mtime_ns == before["00001.mp4"]
+    assert (out / "00002.mp4").stat().st_mtime_ns > before["00002.mp4"]
+
+
+def test_csv_cells_fit_their_inputs(batch: Batch, tmp_path: Path) -> None:
+    call = batch({})
+    (tmp_path / "jobs.csv").write_text(
+        'WanStreamSampler.seed,text.positive,sampler.add_noise,save.fps\n5,"1, 2\nfly",TRUE,8.5\n', encoding="utf-8"
+    )
+    call[1] = str(tmp_path / "jobs.csv")
+    assert main(call) == DONE
+    with av.open(str(tmp_path / "out" / "00001.mp4")) as container:
+        graph = json.loads(container.metadata["prompt"])
+        assert float(container.streams.video[0].average_rate) == 8.5
+    assert graph["sampler"]["inputs"]["seed"] == 5
+    assert graph["text"]["inputs"]["positive"] == "1, 2\nfly"
+
+
+def test_a_dry_run_judges_all_rows_and_writes_nothing(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = {"sampler.seed": 1}, {"save.crf": 99}
+    assert main(batch(good, bad, "[]", more=["--dry-run"])) == INVALID
+    printed = capsys.readouterr()
+    assert printed.out == "1 of 3 rows are valid; nothing was queued\n"
+    assert "line 2: node save (WanStreamSaveVideo): Value 99 bigger than max of 51: crf" in printed.err
+    assert "line 3: a row is an object" in printed.err
+    assert main(batch(good, more=["--dry-run"])) == DONE
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_row_that_fails_while_it_runs_does_not_stop_the_others(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = {"experts.low_noise": "wan2.2_i2v_low_noise_14B_fp8_scaled.safetensors"}
+    assert main(batch(mixed, {"sampler.seed": 2})) == FAILED
+    assert made(tmp_path / "out") == ["00002.mp4"]
+    assert "line 1 failed: node experts (WanStreamExperts)" in capsys.readouterr().err
+    assert main(batch(mixed, {"sampler.seed": 3}, more=["--max-failures", "1"])) == FAILED
+    assert made(tmp_path / "out") == ["00002.mp4"]
+    assert "1 are left: the same command goes on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (["--models", "/none"], "wanstream make-test-model"),
+        (["--workflow", "/none.json"], "cannot be read"),
+        (["--out", "/dev/null/x"], "--out /dev/null/x"),
+        (["--journal", "/none/journal.sqlite"], "cannot be locked"),
+        (["--server", "127.0.0.1:1"], "write an address like http://127.0.0.1:8188"),
+        (["--server", "http://127.0.0.1:1"], "is ComfyUI running there?"),
+    ],
+)
+def test_a_command_that_cannot_be_run_runs_nothing(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: list[str], reason: str
+) -> None:
+    assert main(batch({"sampler.seed": 1}, more=change)) == INVALID
+    printed = capsys.readouterr()
+    assert reason in printed.err
+    assert printed.out == ""
+    assert not list(tmp_path.glob("out/*.mp4"))
+
+
+def test_nodes_of_others_need_a_server(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    workflow = {**small_workflow(), "9": {"class_type": "KSampler", "inputs": {}}}
+    assert main(batch({"sampler.seed": 1}, workflow=workflow)) == INVALID
+    told = capsys.readouterr().err
+    assert "--server" in told
+    assert "node 9: there is no class KSampler here" in told
+
+
+def test_a_journal_belongs_to_one_workflow_and_one_client(
+    batch: Batch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(batch({"sampler.seed": 1})) == DONE
+    workflow = small_workflow()
+    workflow["sampler"]["_meta"]["title"] = "another title"
+    assert main(batch({"sampler.seed": 1}, workflow=workflow)) == DONE
+    workflow["sampler"]["inputs"]["steps"] = 3
+    assert main(batch({"sampler.seed": 1}, workflow=workflow)) == INVALID
+    assert "is the journal of another workflow" in capsys.readouterr().err
+    own_journal = ["--journal", str(tmp_path / "other.sqlite")]
+    with Lock(tmp_path / "out" / ".wanstream" / "lock", of="x"):
+        assert main(batch({"sampler.seed": 2}, more=own_journal)) == INVALID
+    with Lock(tmp_path / "other.sqlite.lock", of="x"):
+        assert main(batch({"sampler.seed": 2}, more=own_journal)) == INVALID
+    assert capsys.readouterr().err.count("another `wanstream batch` is at work on") == 2
+    # Another journal does not know the file that is there.
+    assert main(batch({"sampler.seed": 2}, more=own_journal)) == INVALID
+    assert "holds 00001.mp4, which this batch has not made" in capsys.readouterr().err
+    assert seed_of(tmp_path / "out" / "00001.mp4") == 1
+
+
+def command(arguments: Sequence[str], before: str = "") -> list[str]:
+    return [sys.executable, "-c", f"{before}\nimport sys\nfrom wanstream.cli import main\nsys.exit(main())", *arguments]
+
+
+ENDLESS = {"sampler.steps": 1000}
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    """Read what the process says until `text` comes; bars end their lines with carriage returns."""
+    assert process.stderr is not None
+    said = ""
+    while text not in said:
+        piece = process.stderr.read(1)
+        assert piece, said
+        said += piece
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
+def test_ctrl_c_ends_after_the_row_and_a_second_one_at_once(batch: Batch, tmp_path: Path) -> None:
+    call = command(batch({"sampler.seed": 1, "sampler.steps": 40}, {"sampler.seed": 2}))
+    with subprocess.Popen(call, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        wait_for(process, "sampler 2/40")
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate()
+        assert process.returncode == INTERRUPTED
+    assert said == f"1 of 2 rows are done in {tmp_path / 'out'}; 1 are left: the same command goes on with them\n"
+    assert made(tmp_path / "out") == ["00001.mp4"]
+
+    call = command(batch({"sampler.seed": 1, "sampler.steps": 40}, {"sampler.seed": 2, **ENDLESS}, {"sampler.seed": 3}))
+    with subprocess.Popen(call, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        wait_for(process, "sampler 2/1000")
+        process.send_signal(signal.SIGINT)
+        wait_for(process, "Ctrl-C again stops that too")
+        process.send_signal(signal.SIGINT)
+        said, told = process.communicate()
+        assert process.returncode == INTERRUPTED
+    assert "1 of 3 rows are done" in said
+    assert "Traceback" not in told
+    assert [state for _, _, state, _, _ in journal_of(tmp_path / "out")][-2:] == ["waiting", "waiting"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX")
+def test_a_client_that_was_killed_goes_on(batch: Batch, tmp_path: Path) -> None:
+    rows = [{"sampler.seed": seed, "sampler.steps": 10} for seed in range(1, 4)]
+    for text in ("1/3", "2/3"):
+        call = command(batch(*rows))
+        with subprocess.Popen(call, stderr=subprocess.PIPE, text=True) as process:
+            wait_for(process, text)
+            wait_for(process, "sampler 3/10")
+            process.kill()
+    assert main(batch(*rows)) == DONE
+    out = tmp_path / "out"
+    assert [seed_of(out / name) for name in made(out)] == [1, 2, 3]
+    assert sum(attempts for *_, attempts, _ in journal_of(out)) == 5
+    assert [path for path in (out / ".wanstream").rglob("*") if path.is_file()] == [out / ".wanstream" / "lock"]
+
+
+# A limit on the size of any file stands for a full disk.
+FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+@pytest.mark.parametrize(("limit", "reason"), [(1, "lock"), (4000, "the journal"), (44_000, "could not be written")])
+def test_a_full_disk_ends_the_batch_and_the_same_command_goes_on(
+    batch: Batch, tmp_path: Path, limit: int, reason: str
+) -> None:
+    large = {"latent.width": 64, "latent.height": 64, "latent.frames": 9, "save.crf": 1}
+    rows = [{"sampler.seed": seed, **large} for seed in (1, 2)]
+    done = subprocess.run(command(batch(*rows), before=FULL_DISK.format(limit)), capture_output=True, text=True)
+    assert done.returncode in {FAILED, INVALID}
+    assert reason in done.stderr
+    assert "File too large" in done.stderr
+    assert f"make room in {tmp_path / 'out'}: the same command goes on then" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "out").glob("*.mp4"))
+    assert main(batch(*rows)) == DONE
+    assert made(tmp_path / "out") == ["00001.mp4", "00002.mp4"]

@@ -1,0 +1,330 @@
+"""The journal: the way of a row, what survives, what is refused, and who may write."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from wanstream.cli.batch.full_disk import is_full_disk
+from wanstream.cli.batch.journal import DamagedJournalError, Journal, JournalError, Lock, LockedError, copy_of
+from wanstream.cli.batch.journal_entry import Entry, KeptFile, State
+from wanstream.cli.batch.rows import Row
+
+FILE = KeptFile(name="00001.mp4", size=3, sha256="abc")
+
+
+def row_of(number: int, *, name: str | None = None, fault: str | None = None) -> Row:
+    return Row(line=number + 1, position=number, hash=f"hash {number}", name=name, fault=fault)
+
+
+def never(entry: Entry) -> bool:
+    return False
+
+
+def states(journal: Journal) -> list[State]:
+    return [entry.state for entry in journal.entries().values()]
+
+
+def test_a_row_goes_its_way_and_another_process_sees_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with Journal(path, workflow="w") as journal:
+        assert journal.enter([row_of(1), row_of(2)], gone=never) == []
+        journal.post({"hash 1": frozenset("ab"), "hash 2": None}, "id")
+    with Journal(path, workflow="w") as journal:
+        first, second = journal.entries().values()
+        assert (first.state, first.prompt_id, first.attempts, first.saves) == (State.posted, "id", 1, frozenset("ab"))
+        assert second.saves is None
+        journal.place("hash 1", [FILE])
+        journal.fail("hash 2", "too big")
+    with Journal(path, workflow="w") as journal:
+        first, second = journal.entries().values()
+        assert (first.state, first.files) == (State.placing, (FILE,))
+        assert (second.state, second.error) == (State.failed, "too big")
+        journal.finish("hash 1")
+        # The next run takes up what has failed, and leaves what is done.
+        journal.enter([row_of(1), row_of(2)], gone=never)
+        assert states(journal) == [State.done, State.waiting]
+
+
+def test_a_wrong_order_is_our_fault_and_changes_nothing(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter([row_of(1), row_of(2)], gone=never)
+        for wrong in (
+            lambda: journal.place("hash 1", [FILE]),
+            lambda: journal.finish("hash 1"),
+            lambda: journal.wait(["hash 1"]),
+            lambda: journal.post({"hash 1": None, "nobody": None}, "id"),
+        ):
+            with pytest.raises(AssertionError):
+                wrong()
+        assert states(journal) == [State.waiting, State.waiting]
+        journal.post({"hash 1": None}, "id")
+        with pytest.raises(AssertionError):
+            journal.post({"hash 1": None}, "other")
+        assert journal.entries()["hash 1"].prompt_id == "id"
+
+
+def test_a_row_with_a_fault_has_failed_and_has_no_files(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter([row_of(1, fault="no JSON"), row_of(2)], gone=never)
+        first, second = journal.entries().values()
+        assert (first.state, first.error, first.stem) == (State.failed, "no JSON", None)
+        assert second.stem == "00002"
+        with pytest.raises(AssertionError):
+            journal.stem("hash 1")
+
+
+def run_to_done(journal: Journal, digest: str, name: str) -> None:
+    journal.post({digest: None}, f"id-of-{digest[-1]}")
+    journal.place(digest, [KeptFile(name=name, size=1, sha256="")])
+    journal.finish(digest)
+
+
+def test_rows_may_come_go_and_move(tmp_path: Path) -> None:
+    def at(number: int, position: int, name: str | None = None) -> Row:
+        return Row(line=position, position=position, hash=f"hash {number}", name=name)
+
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter([at(1, 1), at(2, 2), at(3, 3, "shot")], gone=never)
+        for number, name in ((1, "00001.mp4"), (3, "shot.mp4")):
+            run_to_done(journal, f"hash {number}", name)
+        # A new first row; the second one is gone without files; the third was changed but keeps its name.
+        journal.enter([at(4, 1), at(1, 2), at(5, 3, "Shot")], gone=never)
+        stems = {digest: entry.stem for digest, entry in journal.entries().items()}
+        assert stems == {"hash 3": "shot", "hash 4": "00004", "hash 1": "00001", "hash 5": None}
+        assert "is that of files made of a former row" in str(journal.entries()["hash 5"].error)
+        # The files of the former row are moved away: the name is free.
+        journal.enter([at(4, 1), at(1, 2), at(5, 3, "Shot")], gone=lambda entry: entry.stem == "shot")
+        assert journal.entries()["hash 5"].stem == "Shot"
+        assert "hash 3" not in journal.entries()
+        assert journal.entries()["hash 5"].state is State.waiting
+
+
+def test_a_number_is_never_the_name_of_another_row(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter([row_of(1), row_of(2, name="00001"), row_of(3)], gone=never)
+        assert [entry.stem for entry in journal.entries().values()] == ["00004", "00001", "00003"]
+
+
+def test_no_row_is_called_like_the_journal(tmp_path: Path) -> None:
+    with Journal(tmp_path / "Videos.sqlite", workflow="w") as journal:
+        journal.enter([row_of(1, name="videos"), row_of(2, name="videos.SQLITE"), row_of(3, name="video")], gone=never)
+        first, second, third = journal.entries().values()
+        assert (first.state, second.state, third.state) == (State.failed, State.failed, State.waiting)
+        assert str(first.error).endswith("is that of files made of a former row, or of the journal")
+
+
+def test_files_that_are_gone_are_made_again(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.sqlite", workflow="w") as journal:
+        journal.enter([row_of(1), row_of(2)], gone=never)
+        run_to_done(journal, "hash 1", "00001.mp4")
+        (missing,) = journal.enter([row_of(1), row_of(2)], gone=lambda entry: True)
+        assert missing.hash == "hash 1"
+        assert states(journal) == [State.waiting, State.waiting]
+        assert journal.entries()["hash 1"].files == ()
+
+
+def test_the_journal_of_another_batch_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal(path, workflow="w").__exit__(None, None, None)
+    with pytest.raises(JournalError, match="journal of another workflow"):
+        Journal(path, workflow="v")
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(JournalError, match="another version"):
+        Journal(path, workflow="w")
+
+
+@pytest.mark.parametrize("kind", ["text", "database", "folder", "no folder"])
+def test_what_is_no_journal_is_left_alone(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "journal.sqlite"
+    if kind == "text":
+        path.write_text("my notes, long enough to be taken for something else " * 10, encoding="utf-8")
+    elif kind == "database":
+        connection = sqlite3.connect(path)
+        connection.execute("CREATE TABLE mine (a)")
+        connection.close()
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path = tmp_path / "none" / "journal.sqlite"
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(JournalError, match="journal"):
+        Journal(path, workflow="w")
+    assert (path.read_bytes() if path.is_file() else None) == before
+
+
+def crafted(path: Path, *changes: str) -> Path:
+    """A journal with one row that was posted, changed by somebody else."""
+    with Journal(path, workflow="w") as journal:
+        journal.enter([row_of(1)], gone=never)
+        journal.post({"hash 1": None}, "id")
+    connection = sqlite3.connect(path)
+    for change in changes:
+        connection.execute(change)
+    connection.commit()
+    connection.close()
+    return path
+
+
+def named(name: str) -> str:
+    files = json.dumps([{"name": name, "size": 6, "sha256": "0"}])
+    return f"UPDATE rows SET state = 'placing', files = '{files}'"
+
+
+@pytest.mark.parametrize(
+    "name", ["../../victim.txt", "/etc/victim", "..", "00001/../x.mp4", "00001.mp4/x", "00001\\x.mp4", "00002.mp4", ""]
+)
+def test_a_journal_of_somebody_else_cannot_name_a_file_outside_its_folder(tmp_path: Path, name: str) -> None:
+    """`placing` moves the file that it names."""
+    with pytest.raises(DamagedJournalError, match=r"line 2 makes no sense: .* is not"):
+        Journal(crafted(tmp_path / "journal.sqlite", named(name)), workflow="w")
+
+
+def test_a_journal_of_somebody_else_cannot_have_a_folder_removed(tmp_path: Path) -> None:
+    """The folder of a prompt id is removed when its row is over."""
+    for prompt_id in ("../../../home", "/home", "..", ""):
+        path = tmp_path / f"{len(prompt_id)}.sqlite"
+        with pytest.raises(DamagedJournalError, match="is not a prompt id"):
+            Journal(crafted(path, f"UPDATE rows SET prompt_id = '{prompt_id}'"), workflow="w")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE TRIGGER t AFTER UPDATE ON rows BEGIN DELETE FROM rows; END",
+        "CREATE VIEW v AS SELECT * FROM rows",
+        "CREATE INDEX i ON rows (line)",
+        "CREATE TABLE more (a)",
+        "ALTER TABLE rows ADD COLUMN more TEXT",
+        "DROP TABLE batch",
+    ],
+)
+def test_a_journal_with_more_than_its_tables_is_refused(tmp_path: Path, change: str) -> None:
+    path = crafted(tmp_path / "journal.sqlite", change)
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match=r"changed by another program.*move it away"):
+        Journal(path, workflow="w")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE rows SET state = 'flying'",
+        "UPDATE rows SET state = 7",
+        "UPDATE rows SET files = 'no json'",
+        "UPDATE rows SET files = '" + "[" * 5000 + "'",
+        'UPDATE rows SET files = \'[{"name": "00001.mp4"}]\'',
+        "UPDATE rows SET files = '{}'",
+        "UPDATE rows SET files = '[7]'",
+        "UPDATE rows SET saves = '[[1]]'",
+        "UPDATE rows SET saves = x'ff'",
+        "UPDATE rows SET line = 'two'",
+        "UPDATE rows SET stem = '../x'",
+        "UPDATE rows SET stem = CAST(x'ff' AS TEXT)",
+        "UPDATE rows SET prompt_id = NULL",
+        "UPDATE rows SET state = 'done'",
+        "UPDATE rows SET attempts = 'many'",
+        "DELETE FROM batch",
+    ],
+)
+def test_nonsense_in_a_journal_is_damage_and_not_a_traceback(tmp_path: Path, change: str) -> None:
+    with pytest.raises(DamagedJournalError, match="is damaged"):
+        Journal(crafted(tmp_path / "journal.sqlite", change), workflow="w")
+
+
+def test_a_journal_that_was_cut_or_overwritten_is_damaged(tmp_path: Path) -> None:
+    path = crafted(tmp_path / "journal.sqlite")
+    whole = path.read_bytes()
+    size = len(whole)
+    for content in (whole[: size // 2], whole[:4096], b"x" * size, whole[:100] + b"\0" * (size - 100), b"\0" * size):
+        path.write_bytes(content)
+        with pytest.raises(DamagedJournalError, match="is damaged"):
+            Journal(path, workflow="w")
+
+
+def test_a_journal_that_is_damaged_while_it_is_open_keeps_its_last_good_copy(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with Journal(path, workflow="w") as journal:
+        journal.enter([row_of(number) for number in range(1000)], gone=never)
+        journal.back_up()
+        good = copy_of(path).read_bytes()
+        with path.open("r+b") as file:
+            file.seek(24)  # the counter of changes: SQLite drops the pages that it has read
+            file.write(b"\xff" * 4)
+            file.seek(8 * 4096)
+            file.write(b"\xa5" * 8 * 4096)
+        with pytest.raises(DamagedJournalError, match=r"damaged"):
+            journal.back_up()
+    assert copy_of(path).read_bytes() == good
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, copy_of(path).name}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits are POSIX")
+@pytest.mark.parametrize("limit", [1, 4000, 10_000])
+def test_the_cause_behind_a_disk_io_error_is_named(tmp_path: Path, limit: int) -> None:
+    """A limit on the size of any file stands for a full disk."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with (
+            pytest.raises(JournalError, match="File too large") as met,
+            Journal(tmp_path / "j", workflow="w") as journal,
+        ):
+            journal.enter([row_of(number) for number in range(1000)], gone=never)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert met.value.errno == errno.EFBIG
+    assert is_full_disk(met.value)
+    assert {path.name for path in tmp_path.iterdir()} <= {"j"}, "the probe leaves nothing"
+
+
+HOLD = """
+import sys, pathlib
+from wanstream.cli.batch.journal import Lock
+with Lock(pathlib.Path(sys.argv[1]), of="the batch"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(path: Path) -> subprocess.Popen[str]:
+    command: Sequence[str] = [sys.executable, "-c", HOLD, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.integration
+def test_a_lock_has_one_holder_and_dies_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with holder(path) as other:
+        with pytest.raises(LockedError, match="another `wanstream batch` is at work on the batch"):
+            with Lock(path, of="the batch"):
+                pass
+        other.kill()
+        other.wait()
+    with Lock(path, of="the batch"):
+        with pytest.raises(LockedError):
+            with Lock(path, of="the batch"):
+                pass
+    with Lock(path, of="the batch"):
+        pass
+
+
+def test_a_lock_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LockedError, match="cannot be locked"):
+        with Lock(tmp_path / "none" / "lock", of="x"):
+            pass

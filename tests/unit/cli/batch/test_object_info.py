@@ -1,0 +1,245 @@
+"""What is wrong with a workflow by a server's `/object_info`, in both of the forms in which choices are described."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.cli import main
+from wanstream.cli.batch import target as batch_ground
+from wanstream.cli.batch.backends.object_info import ObjectInfo, server_faults, sockets_of_server, unknown_classes
+from wanstream.cli.batch.jobs import Sockets
+from wanstream.cli.batch.target import own_checks
+from wanstream.cli.exit_codes import DONE, INVALID
+from wanstream.host.clusters import VARIABLE
+from wanstream.tests.faults.comfy_like import State, Trouble, handler_of, object_info
+from wanstream.tests.faults.replaced import named_models
+
+INFO: dict[str, Any] = {
+    "Loader": {
+        "input": {"required": {"file": [["a.safetensors", "b.safetensors"], {"tooltip": "x"}]}},
+        "output": ["MODEL", ["euler", "unipc"]],
+        "output_node": False,
+    },
+    "Picture": {
+        "input": {"required": {"image": [["a.png"], {"image_upload": True}]}},
+        "output": ["IMAGE", "MASK"],
+        "output_node": False,
+    },
+    "Sampler": {
+        "input": {
+            "required": {
+                "model": ["MODEL"],
+                "seed": ["INT", {"default": 0, "min": 0, "max": 100}],
+                "solver": ["COMBO", {"options": ["euler", "unipc"]}],
+            },
+            "optional": {"mask": ["MASK", {}], "many": ["COMFY_AUTOGROW_V3", {}]},
+            "hidden": {"prompt": ["PROMPT"]},
+        },
+        "output": ["LATENT"],
+        "output_node": False,
+    },
+    "Save": {"input": {"required": {"latent": ["LATENT,IMAGE"], "any": ["*"]}}, "output": [], "output_node": True},
+}
+WORKFLOW: dict[str, Any] = {
+    "1": {"class_type": "Loader", "inputs": {"file": "a.safetensors"}},
+    "2": {"class_type": "Picture", "inputs": {"image": "sub/other.png"}},
+    "3": {"class_type": "Sampler", "inputs": {"model": ["1", 0], "seed": 7, "solver": ["1", 1], "mask": ["2", 1]}},
+    "4": {"class_type": "Save", "inputs": {"latent": ["3", 0], "any": ["2", 0]}},
+}
+SOCKETS = sockets_of_server(INFO)
+
+
+def test_a_sound_workflow_has_no_faults() -> None:
+    assert unknown_classes(WORKFLOW, INFO) == []
+    assert server_faults(WORKFLOW, INFO, SOCKETS) == []
+
+
+@pytest.mark.parametrize(
+    ("node", "name", "value", "fault"),
+    [
+        ("1", "file", "c", "node 1 (Loader): Value not in list: file: 'c' not in ['a.safetensors', 'b.safetensors']"),
+        ("3", "solver", "ddim", "node 3 (Sampler): Value not in list"),
+        ("3", "seed", -1, "node 3 (Sampler): Value -1 smaller than min of 0: seed"),
+        ("3", "seed", 101, "node 3 (Sampler): Value 101 bigger than max of 100: seed"),
+        ("3", "seed", "x", "node 3 (Sampler): Failed to convert an input value to a INT value"),
+        ("3", "model", None, "node 3 (Sampler): Required input is missing: model"),
+        ("3", "model", ["2", 0], "received_type(IMAGE) mismatch input_type(MODEL)"),
+        ("3", "model", ["9", 0], "Linked to an output that is not there: model: ['9', 0]"),
+        ("3", "model", ["1", 2], "Linked to an output that is not there"),
+        ("3", "model", ["1"], "Bad linked input"),
+    ],
+)
+def test_a_fault_is_told_with_its_node_and_input(node: str, name: str, value: Any, fault: str) -> None:
+    broken = copy.deepcopy(WORKFLOW)
+    broken[node]["inputs"][name] = value
+    if value is None:
+        del broken[node]["inputs"][name]
+    (told,) = server_faults(broken, INFO, SOCKETS)
+    assert fault in told
+
+
+def test_a_workflow_that_shows_nothing() -> None:
+    assert server_faults({"1": WORKFLOW["1"]}, INFO, SOCKETS) == [
+        "the workflow has no node that saves or shows anything"
+    ]
+
+
+def test_classes_that_are_not_there() -> None:
+    broken = {**WORKFLOW, "5": {"class_type": "KSampler"}, "6": {}}
+    assert unknown_classes(broken, INFO) == [
+        "node 5: there is no class KSampler here",
+        "node 6: there is no class None here",
+    ]
+
+
+def test_descriptions_that_are_none_cost_nobody_anything() -> None:
+    odd = {"input": {"required": {"a": [], "b": "INT", "c": None, "d": ["INT", {"max": 3}]}, "optional": None}}
+    info = {**INFO, "Odd": {**odd, "output": [], "output_node": True}, "Bare": {"input": None}}
+    sockets = sockets_of_server(info)
+    assert list(sockets["Odd"]) == ["d"]
+    assert sockets["Bare"] == {}
+    assert server_faults({"1": {"class_type": "Odd", "inputs": {"d": 3}}}, info, sockets) == []
+
+
+def test_a_limit_of_a_type_of_somebodys_own_is_left_to_the_server() -> None:
+    any_number = {"input": {"required": {"x": ["INT,FLOAT", {"min": 0}]}}, "output": [], "output_node": True}
+    info = {"Own": any_number}
+    workflow = {"1": {"class_type": "Own", "inputs": {"x": "seven"}}}
+    assert server_faults(workflow, info, sockets_of_server(info)) == []
+
+
+T2V = json.loads((Path(__file__).parents[4] / "workflows" / "api" / "t2v.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def server_url(tmp_path: Path) -> Iterator[str]:
+    """A server that speaks as ComfyUI with this pack does; it has the models of the workflow."""
+    state = State(tmp_path, named_models(tmp_path / "models", T2V))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(state, Trouble()))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"latent.width": 70}, "70"),
+        ({"latent.frames": 6}, "frames"),
+        ({"sampler.steps": 0}, "steps"),
+        ({"sampler.cfg_high": -5}, "cfg_high"),
+        ({"save.filename_prefix": "../../x"}, "leaves the folder output"),
+        ({"save.crf": 99}, "bigger than max of 51"),
+        ({"sampler.solver": "ddim"}, "not in"),
+        ({"sampler.seed": 5}, ""),
+    ],
+)
+def test_a_dry_run_judges_a_row_for_a_server_as_it_does_for_this_process(
+    server_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: dict[str, Any], reason: str
+) -> None:
+    """The server itself has no way to judge a workflow without running it."""
+    models = tmp_path / "models"
+    (tmp_path / "workflow.json").write_text(json.dumps(T2V), encoding="utf-8")
+    (tmp_path / "jobs.jsonl").write_text(json.dumps(row), encoding="utf-8")
+    call = ["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(tmp_path / "workflow.json"), "--dry-run"]
+    call += ["--out", str(tmp_path / "out")]
+    told = {}
+    for where in (["--models", str(models)], ["--server", server_url]):
+        told[where[0]] = (main([*call, *where]), capsys.readouterr())
+    code, printed = told["--server"]
+    assert code == told["--models"][0] == (INVALID if reason else DONE)
+    assert reason in printed.err
+    assert "were judged" not in printed.err, "all nodes are ours"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_for_a_server_names_every_bad_row(
+    server_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checks of several inputs raise their refusal, which must not end the judging of the other rows."""
+    rows = [{"latent.width": 70}, {"sampler.seed": 5}, {"sampler.switch_step": 99}, {"latent.frames": 6}]
+    (tmp_path / "workflow.json").write_text(json.dumps(T2V), encoding="utf-8")
+    (tmp_path / "jobs.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    call = ["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(tmp_path / "workflow.json"), "--dry-run"]
+    assert main([*call, "--out", str(tmp_path / "out"), "--server", server_url]) == INVALID
+    told = capsys.readouterr().err
+    for line, said in {1: "70", 3: "switch step 99", 4: "frames"}.items():
+        (reason,) = [each for each in told.splitlines() if f"line {line}:" in each]
+        assert "Exception when validating node" in reason
+        assert said in reason
+    assert "line 2:" not in told
+
+
+WORKERS = json.loads((Path(__file__).parents[4] / "workflows" / "api" / "workers.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def server_of_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ObjectInfo, Sockets]:
+    """The nodes of a server that has the cluster "lab"; this machine has the cluster "mine" and one GPU."""
+    lists = {}
+    for name in ("lab", "mine"):
+        lists[name] = tmp_path / f"{name}.json"
+        lists[name].write_text(json.dumps({name: {"address": "127.0.0.1:6379"}}), encoding="utf-8")
+    monkeypatch.setenv(VARIABLE, str(lists["lab"]))
+    info = object_info(named_models(tmp_path / "models", WORKERS))
+    monkeypatch.setenv(VARIABLE, str(lists["mine"]))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return info, sockets_of_server(info)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cluster": "lab", "count": 8}, ""),
+        ({"cluster": "local", "count": 8}, ""),
+        ({"cluster": "mine"}, "'mine' not in ['local', 'in-process', 'lab']"),
+        ({"cluster": "lab", "layout": "manual", "count": 3}, "there are 3 workers: change one of the degrees"),
+        ({"cluster": "lab", "layout": "x"}, "the layout is 'x'"),
+    ],
+)
+def test_workers_are_judged_by_the_clusters_and_gpus_of_the_server(
+    server_of_many_gpus: tuple[ObjectInfo, Sockets], changes: dict[str, Any], said: str
+) -> None:
+    workflow = copy.deepcopy(WORKERS)
+    (node,) = [node for node in workflow.values() if node["class_type"] == "WanStreamWorkers"]
+    node["inputs"].update(changes)
+    with own_checks() as (own, _):
+        faults = server_faults(workflow, *server_of_many_gpus, own)
+    assert len(faults) == (1 if said else 0)
+    assert said in "".join(faults)
+
+
+@pytest.mark.parametrize(("missing", "known"), [("torch", True), ("diffusers", False)])
+def test_only_without_torch_are_there_no_own_checks(monkeypatch: pytest.MonkeyPatch, missing: str, known: bool) -> None:
+    def no_nodes() -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(batch_ground, "_own_nodes", no_nodes)
+    with nullcontext() if known else pytest.raises(ModuleNotFoundError, match=missing), own_checks() as (own, _):
+        assert own == {}
+
+
+def test_what_a_dry_run_cannot_judge_is_named(
+    server_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wanstream.tests.faults.comfy_like.object_info", lambda models: INFO)
+    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW), encoding="utf-8")
+    (tmp_path / "jobs.jsonl").write_text('{"3.seed": 1}', encoding="utf-8")
+    call = ["batch", str(tmp_path / "jobs.jsonl"), "--workflow", str(tmp_path / "workflow.json"), "--dry-run"]
+    assert main([*call, "--out", str(tmp_path / "out"), "--server", server_url]) == DONE
+    told = capsys.readouterr().err
+    assert "of Loader, Picture, Sampler, Save only types, ranges and choices were judged" in told

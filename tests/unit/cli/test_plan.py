@@ -1,0 +1,161 @@
+"""`wanstream plan` prints what the planner says, for machines that nobody here owns."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from wanstream import devices
+from wanstream.cli import main
+from wanstream.cli.arguments import SizeError
+from wanstream.cli.plan import shown
+from wanstream.cli.plan_arguments import PlanArguments, asked_value_bytes, offload_job
+from wanstream.plan import Budgets, OffloadPlan, plan_offload
+from wanstream.plan.machine import GPUS, expected_machine
+from wanstream.schema import TI2V_5B
+from wanstream.schema.text_format import size_text
+
+ASKED = PlanArguments(gpu="RTX 4060 Ti 16GB", ram_gb=32, ssd_gb_s=3.5, size="1280x720x81")
+COMMAND = ["plan", "--gpu", "RTX 4060 Ti 16GB", "--ram", "32", "--ssd", "3.5", "--size", "1280x720x81"]
+
+
+def _plan(arguments: PlanArguments, budgets: Budgets = Budgets()) -> OffloadPlan:  # noqa: B008 - frozen
+    assert arguments.ram_gb is not None
+    assert arguments.ssd_gb_s is not None
+    machine = expected_machine(
+        arguments.gpu, ram_bytes=int(arguments.ram_gb * 2**30), disk_bytes_per_s=arguments.ssd_gb_s * 1e9
+    )
+    return plan_offload(offload_job(arguments), machine, budgets)
+
+
+def test_the_table_shows_the_planners_own_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(COMMAND) == 0
+    printed, expected = capsys.readouterr().out, _plan(ASKED)
+    lines = printed.splitlines()
+    assert lines[0].startswith("simulated for RTX 4060 Ti 16GB, 34.4 GB of RAM, files at 3.50 GB/s")
+    assert GPUS["RTX 4060 Ti 16GB"].source in lines[0]
+    rows = shown(offload_job(ASKED), expected)
+    assert rows[0].policy == expected.policy
+    for line, candidate in zip(lines[2:], rows, strict=False):
+        figures = re.split(r" {2,}", line)
+        assert figures[3] == f"{candidate.total_s:.1f} s"
+        assert figures[4] == f"{candidate.total_s / 20:.2f} s"
+        assert figures[6:8] == [size_text(candidate.device_bytes), size_text(candidate.host_bytes)]
+    for misfit in expected.misfits:
+        assert f"because it {misfit.why}" in printed
+    assert lines[-1].endswith(expected.reason)
+
+
+def test_json_has_every_candidate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--json"]) == 0
+    data, expected = json.loads(capsys.readouterr().out), _plan(ASKED)
+    assert data["kind"] == "simulated"
+    assert data["timeline"]["kind"] == "simulated"
+    assert data["total_s"] == expected.total_s == min(c["total_s"] for c in data["candidates"])
+    assert len(data["candidates"]) == len(expected.candidates)
+    assert len(data["does_not_fit"]) == len(expected.misfits)
+
+
+def test_other_ways_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--vram", "9", "--compare"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (start,) = (number for number, line in enumerate(lines) if line.startswith("other ways"))
+    assert main([*COMMAND, "--vram", "9", "--compare", "--json"]) == 0
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    fitting = [way for way in ways if "video_s" in way]
+    assert {"as requested", 'storage "fp8"'} <= {way["way"] for way in fitting}
+    for line, way in zip(lines[start + 1 :], fitting, strict=False):
+        figures = re.split(r" {2,}", line)
+        assert figures[0] == way["way"]
+        assert figures[1:3] == [f"{way['total_s'] / way['videos']:.1f} s", f"{way['total_s']:.1f} s"]
+    lacking = [way for way in ways if "because" in way]
+    assert lacking, "four videos at once do not fit into 9 GB"
+    assert lines[start + 1 + len(fitting) :] == [f"does not fit: {w['way']}, because {w['because']}" for w in lacking]
+
+
+def test_arguments_reach_the_job() -> None:
+    plain = offload_job(ASKED)
+    assert plain.tokens == 75_600
+    assert plain.lanes == {"high": 2, "low": 2}
+    assert plain.experts_of_steps == ("high",) * 10 + ("low",) * 10
+    assert plain.stored_bytes == plain.file_bytes == plain.computed_bytes == 702_545_920
+
+    def changed(**changes: object) -> PlanArguments:
+        return PlanArguments(**{**ASKED.__dict__, **changes})  # type: ignore[arg-type]
+
+    assert offload_job(changed(cfg="high")).lanes == {"high": 2, "low": 1}
+    assert offload_job(changed(cfg="none", steps=5, switch_step=1)).experts_of_steps == ("high", *("low",) * 4)
+    fp8 = offload_job(changed(storage="fp8"))
+    assert (fp8.stored_bytes, fp8.file_bytes) == (702_545_920 // 2, 702_545_920)
+    gguf = offload_job(changed(storage="Q8_0"))
+    assert gguf.stored_bytes == gguf.file_bytes == 702_545_920 * 34 // 64
+
+
+def test_the_5b_model_is_one_expert_of_fewer_tokens() -> None:
+    asked = replace(ASKED, model="5b", size="1280x704x121")
+    job = offload_job(asked)
+    assert (job.expert, job.tokens, job.block_counts) == (TI2V_5B, 31 * 22 * 40, {"high": 30})
+    assert {*job.experts_of_steps} == {"high"}
+    assert (job.computed_bytes, job.resident_bytes) == (327_155_712, TI2V_5B.resident_bytes())
+    with pytest.raises(SizeError, match=r"height is 720, it must be a multiple of 32: use 736"):
+        offload_job(replace(asked, size="1280x720x121"))
+    with pytest.raises(SizeError, match=r"--switch-step 5: 5b is one expert"):
+        offload_job(replace(asked, switch_step=5))
+    assert _plan(asked).total_s < _plan(replace(ASKED, size="1280x704x121")).total_s / 5
+
+
+def test_less_memory_than_two_buffers_is_refused_with_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--vram", "1.5"]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("does not fit, because RTX 4060 Ti 16GB: needs 2 buffers of 0.70 GB + ")
+    assert "; 1.50 GB given; give more, or make the video smaller or shorter" in told.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"--gpu": "RTX 9090"}, "no figures for the GPU 'RTX 9090': choose one of RTX 3060 12GB, RTX 3090"),
+        ({"--size": "1280x720"}, "--size 1280x720: write WIDTHxHEIGHTxFRAMES"),
+        ({"--size": "1280x721x81"}, "--size 1280x721x81: height is 721, it must be a multiple of 16: use 720"),
+        ({"--size": "1280x720x80"}, "frames is 80"),
+        ({"--ram": "0"}, "both must be numbers above 0"),
+        ({"--ssd": "-1"}, "both must be numbers above 0"),
+        ({"--ram": "inf"}, "both must be numbers above 0"),
+        ({"--ssd": "nan"}, "both must be numbers above 0"),
+        ({"--ram": "1e-12"}, "ram_bytes of RTX 4060 Ti 16GB is 0, it must be a number above 0"),
+        ({"--steps": "0"}, "--steps 0"),
+        ({"--switch-step": "21"}, "--steps 20 --switch-step 21"),
+        ({"--vram": "0"}, "--vram 0.0: it must be a number above 0"),
+        ({"--vram": "inf"}, "--vram inf: it must be a number above 0"),
+        ({"--gpu": "this", "--models": "/nowhere/at/all"}, "--models /nowhere/at/all: there is no such file or folder"),
+        ({"--gpu": "this", "--ram": "0"}, "--ram 0.0: it must be a number above 0"),
+        ({"--ram": None}, "give --ram GB and --ssd GB/s of that machine, or --gpu this"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, str | None], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {**dict(zip(COMMAND[1::2], COMMAND[2::2], strict=True)), **changes}
+    given = [word for option, value in options.items() if value is not None for word in (option, value)]
+    assert main(["plan", *given]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert message in told.err
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_run_on_this_machine_is_planned_in_the_dtype_that_it_would_compute_in(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "auto_dtype", lambda device: dtype)
+    size = asked_value_bytes(replace(ASKED, gpu="this"))
+    assert size == dtype.itemsize
+    job, usual = offload_job(ASKED, value_bytes=size), offload_job(ASKED)
+    assert job.computed_bytes == job.expert.streamed_parameters * size
+    assert job.resident_bytes * 2 == usual.resident_bytes * size
+    assert (job.stored_bytes, job.file_bytes) == (usual.stored_bytes, usual.file_bytes)
+    assert job.decodes == (dtype != torch.bfloat16)
+    assert asked_value_bytes(ASKED) == 2

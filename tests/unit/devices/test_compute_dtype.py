@@ -1,0 +1,114 @@
+"""Choice of the dtype for `compute_dtype="auto"`: units of the device, and settings that disable them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wanstream.devices import auto_dtype
+from wanstream.devices.compute_dtype import common_dtype, resolved_dtype
+from wanstream.schema import ExpertsRef
+from wanstream.wan import open_text_encoder
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.experts.registry import open_pair
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = torch.device("cpu")
+
+
+def pretend_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    bf16: bool = False,
+    amx: bool = False,
+    level: str = "AVX512",
+    onednn: bool = True,
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(_is_mkldnn_bf16_supported=lambda: onednn))
+
+
+@pytest.mark.parametrize(
+    ("cpu", "expected"),
+    [
+        ({"bf16": True}, BF16),
+        ({"amx": True}, BF16),
+        ({}, FP32),
+        ({"bf16": True, "level": "AVX2"}, FP32),
+        ({"bf16": True, "onednn": False}, FP32),
+        ({"level": "AVX2", "onednn": False}, FP32),
+        ({"level": "DEFAULT", "onednn": True}, FP32),
+    ],
+    ids=["avx512-bf16", "amx", "avx512 alone", "torch kept to avx2", "onednn kept to avx2", "avx2", "not x86"],
+)
+def test_a_cpu_computes_in_bf16_only_where_it_has_units_that_torch_uses(
+    cpu: dict[str, object], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_cpu(monkeypatch, **cpu)  # type: ignore[arg-type]
+    assert auto_dtype(CPU) == expected
+
+
+def test_a_torch_without_these_queries_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cpu(monkeypatch, bf16=True)
+    for query in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.delattr(torch.cpu, query)
+    assert auto_dtype(CPU) == FP32
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((9, 0), BF16), ((8, 6), BF16), ((7, 5), FP16), ((7, 0), FP16), ((5, 2), FP32)]
+)
+def test_a_gpu_computes_in_the_first_that_it_has_units_for(
+    capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert auto_dtype("cuda:0") == expected
+
+
+def test_a_choice_wins_and_several_devices_use_the_widest() -> None:
+    assert resolved_dtype(FP16, CPU) == FP16
+    assert resolved_dtype("auto", CPU) == auto_dtype(CPU)
+    assert common_dtype([BF16, FP16]) == FP16
+    assert common_dtype([FP16, FP32, BF16]) == FP32
+
+
+@pytest.mark.parametrize("units", [False, True])
+def test_everything_that_is_opened_computes_so_by_default(
+    units: bool,
+    tiny_expert_file: Callable[..., Path],
+    tiny_pipeline: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    pretend_cpu(monkeypatch, bf16=units)
+    file, expected = tiny_expert_file(), BF16 if units else FP32
+    with open_experts(file, file) as pair, open_pair(ExpertsRef(high_noise=file, single=True)) as one:
+        assert (pair.compute_dtype, one.compute_dtype) == (expected, expected)
+        assert pair.computed_bytes == open_experts(file, file, compute_dtype=expected).computed_bytes
+    with open_text_encoder(tiny_pipeline()) as encoder:
+        assert encoder._compute_dtype == expected
+
+
+def test_what_is_neither_a_dtype_nor_auto_is_refused(tiny_expert_file: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match=r"compute_dtype is bf16; .*'auto' can be computed with"):
+        open_experts(tiny_expert_file(), tiny_expert_file(), compute_dtype="bf16")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_kept_to_avx2_computes_in_fp32() -> None:
+    code = "from wanstream.wan import auto_dtype; print(auto_dtype('cpu'))"
+    limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **limits}, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "torch.float32"

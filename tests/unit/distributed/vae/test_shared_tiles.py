@@ -1,0 +1,183 @@
+"""Tiles of workers by their memory, and smaller ones where a worker runs out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.distributed.messages import WorkerFacts
+from wanstream.distributed.transport.pool import WorkerLostError
+from wanstream.distributed.vae.decode import DecodeJob, TileDone
+from wanstream.distributed.vae.shared_tiles import decode_in_shared_tiles, tiles_by_memory
+from wanstream.distributed.vae.worker import DecodeTask, tile_room
+from wanstream.distributed.worker.worker import Worker
+from wanstream.wan.vae.tile_size import DecodeNeeds, VaeRoomError
+from wanstream.wan.vae.tiles import Tiling, TilingError
+from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae
+
+LATENTS = 3 * torch.randn(1, 16, 2, 11, 12, generator=torch.Generator().manual_seed(0))
+FIRST = Tiling.of(88)
+GB = 10**9
+NEEDS = DecodeNeeds(height=60, width=104, frames=81, pixel_bytes=1_463_000, value_bytes=4, keeps_frames=True)
+
+
+@pytest.fixture(scope="module")
+def vae(tiny_pipeline: Callable[[], Path]) -> Path:
+    return tiny_pipeline()
+
+
+@pytest.fixture(scope="module")
+def needs(vae: Path) -> DecodeNeeds:
+    with open_vae(vae) as opened:
+        return opened.decode_needs(LATENTS)
+
+
+@pytest.fixture
+def decode(vae: Path, needs: DecodeNeeds) -> Callable[..., torch.Tensor]:
+    """`decode(pool, **changes)` decodes `LATENTS` in tiles of `FIRST`."""
+
+    def run(pool: Any, **changes: Any) -> torch.Tensor:
+        job = DecodeJob(latents=LATENTS, tiling=FIRST, vae=vae, run_id="decode")
+        return decode_in_shared_tiles(pool, job, needs, **{"max_restarts": 0, "timeout_s": 60.0, **changes})
+
+    return run
+
+
+def no_room_above(size: int) -> Callable[[Any, DecodeTask], None]:
+    """Of two workers the second has no memory for tiles that are wider than `size` latent pixels."""
+
+    def before(worker: Any, task: DecodeTask) -> None:
+        if worker.rank == 1 and task.latents.shape[4] > size:
+            raise torch.OutOfMemoryError("no room for a tile")
+
+    return before
+
+
+def test_memory_that_runs_out_on_a_worker_leads_to_smaller_tiles(
+    tile_pools: Callable[..., Any], decode: Callable[..., torch.Tensor], vae: Path
+) -> None:
+    told: list[str] = []
+    done: list[TileDone] = []
+    workers = tile_pools(2, no_room_above(8))
+    made = decode(workers, on_change=told.append, on_tile=done.append)
+    with open_vae(vae) as alone:
+        assert torch.equal(made, alone.decode(LATENTS, device="cpu", tiling=Tiling.of(64)))
+    assert told == ["no memory for decoding tiles of 88 pixels: retrying with tiles of 64 pixels"]
+    tiles = len(Tiling.of(64).tiles(11, 12))
+    assert done[-tiles:] == [TileDone(done=number, total=tiles) for number in range(1, tiles + 1)]
+    assert [worker.freed for worker in workers.workers] == [2, 2], "nothing of a try is left for the next one"
+    assert not any(worker.killed for worker in workers.workers)
+
+
+def test_no_memory_for_the_smallest_tile_is_told_with_what_was_tried(
+    tile_pools: Callable[..., Any], decode: Callable[..., torch.Tensor]
+) -> None:
+    workers = tile_pools(2, no_room_above(3))
+    with pytest.raises(NoRoomToDecodeError, match="tiles of 64 pixels, the smallest size: no room for a tile"):
+        decode(workers)
+
+
+def test_a_lost_worker_is_no_shortage_whatever_its_log_says(
+    tile_pools: Callable[..., Any], decode: Callable[..., torch.Tensor]
+) -> None:
+    def before(worker: Any, task: DecodeTask) -> None:
+        raise WorkerLostError("gone; its log: DefaultCPUAllocator: can't allocate memory", worker.rank)
+
+    told: list[str] = []
+    with pytest.raises(WorkerLostError, match="gone"):
+        decode(tile_pools(2, before), on_change=told.append)
+    assert told == []
+
+
+class Telling:
+    """Workers that tell facts, or fail to."""
+
+    def __init__(self, *told: WorkerFacts | Exception) -> None:
+        self.workers = [_Telling(each) for each in told]
+
+
+class _Telling:
+    def __init__(self, told: WorkerFacts | Exception) -> None:
+        self._told = told
+
+    def ask(self, method: str) -> Future[WorkerFacts]:
+        assert method == "facts"
+        answer: Future[WorkerFacts] = Future()
+        if isinstance(self._told, Exception):
+            answer.set_exception(self._told)
+        else:
+            answer.set_result(self._told)
+        return answer
+
+
+def gpu(tile_bytes: int) -> WorkerFacts:
+    return replace(Worker("cpu").facts(), device="cuda:0", tile_bytes=tile_bytes)
+
+
+def tiles(*told: WorkerFacts | Exception, **changes: Any) -> Tiling:
+    return tiles_by_memory(Telling(*told), NEEDS, **{"weight_bytes": GB, "memory_bytes": 0, "videos": 1, **changes})
+
+
+def test_the_worker_that_has_least_decides() -> None:
+    small = tiles(gpu(80 * GB), gpu(2 * GB))
+    assert small == tiles(gpu(2 * GB), gpu(2 * GB))
+    assert NEEDS.device_bytes(small) <= GB < NEEDS.device_bytes(Tiling.of(320))
+    assert tiles(gpu(80 * GB), gpu(80 * GB)).pixels > small.pixels
+    assert tiles(gpu(80 * GB), gpu(80 * GB), memory_bytes=GB) == small, "what the user gives is not more than there is"
+    assert tiles(gpu(2 * GB), gpu(2 * GB), memory_bytes=50 * GB) == small
+
+
+def test_workers_on_cpus_share_the_ram_of_their_machine() -> None:
+    room = NEEDS.device_bytes(None)
+    here = replace(gpu(room), device="cpu", machine="here")
+    alone, two = tiles(here, weight_bytes=0), tiles(here, here, weight_bytes=0)
+    assert NEEDS.fit(alone, room, shared=True), "frames lie in the same memory"
+    assert NEEDS.fit(two, room // 2, shared=True)
+    assert two.pixels < alone.pixels
+    there = replace(here, machine="there")
+    assert there.node == here.node, "machines that were cloned may share a host name"
+    assert tiles(here, there, weight_bytes=0) == tiles_by_memory(
+        Telling(here, WorkerLostError("gone", 1)), NEEDS, weight_bytes=0, memory_bytes=0, videos=1
+    ), "one that does not answer is not counted"
+
+
+def test_too_little_memory_and_none_that_is_known_are_refused() -> None:
+    with pytest.raises(VaeRoomError, match=r"0\.00 GB given"):
+        tiles(gpu(GB // 2), gpu(80 * GB))
+    with pytest.raises(TilingError, match="no worker has told its memory within 30 s: set tile_size"):
+        tiles(WorkerLostError("gone", 0))
+
+
+def test_a_cancel_ends_the_asking() -> None:
+    class Silent(_Telling):
+        def ask(self, method: str) -> Future[WorkerFacts]:
+            return Future()
+
+    class SamplingCancelled(Exception):
+        pass
+
+    def cancel() -> None:
+        raise SamplingCancelled
+
+    silent = Telling()
+    silent.workers = [Silent(gpu(GB))]
+    with pytest.raises(SamplingCancelled):
+        tiles_by_memory(silent, NEEDS, weight_bytes=0, memory_bytes=0, videos=1, check=cancel)
+
+
+def test_what_a_worker_tells_of_its_memory() -> None:
+    assert Worker("cpu").facts().tile_bytes > 0
+    assert tile_room(torch.device("cpu"), 10**15) < 10**15, "what experts hold of RAM is not counted twice"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_experts_hold_counts_as_room_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    assert tile_room(device, GB) - tile_room(device, 0) == pytest.approx(GB, abs=50_000_000)

@@ -1,0 +1,195 @@
+"""Names from a workflow never lead out of their folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from wanstream.host.embedded.adapter import Folders
+from wanstream.host.folders import (
+    GGUF_FILES,
+    KeptNames,
+    ModelNotFoundError,
+    OutputNameError,
+    OutsideFolderError,
+    check_output,
+    diffusers_folders,
+    find_model,
+    inside,
+    output_file,
+    weight_files,
+)
+from wanstream.tests.support.embedded import embedded_host
+
+OUTSIDE = ["../x", "a/../../x", "/etc/passwd", "..", ".", "", "a/..", "../top-twin/x"]
+
+
+def _touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OutsideFolderError, match="leaves the folder"):
+        inside(tmp_path / "top", name)
+
+
+@pytest.mark.parametrize("name", ["x", "a/x", "a/../x", "./x", "..x", "a b/x.y"])
+def test_a_name_below_the_folder_is_taken(tmp_path: Path, name: str) -> None:
+    assert (tmp_path / "top") in inside(tmp_path / "top", name).parents
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_output_outside_the_output_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OutsideFolderError):
+        output_file(tmp_path / "top", name, "mp4", width=0, height=0)
+    assert not list(tmp_path.rglob("*")), "a refused name left something behind"
+
+
+IMPOSSIBLE = {
+    "NUL": ("video/a\0b", "NUL character"),
+    "half a character": ("a\ud800", "half a character, at place 1"),
+    "a long name": ("x" * 300, "takes 300 bytes, and 232 are possible there: shorten it"),
+    "a long name in another script": ("\u5bb6" * 80, "takes 240 bytes, and 232 are possible"),
+    "a long folder": (f"{'y' * 256}/x", "takes 256 bytes, and 255 are possible"),
+    "a long path": ("abc/" * 1200 + "x", "the path takes"),
+    "a file for a folder": ("there/x", "there is not a folder"),
+    "a file further up": ("there/sub/sub/x", "there is not a folder"),
+    "a link that leads nowhere": ("dangling/x", "dangling is not a folder"),
+    "a folder that must not be written": ("locked/sub/x", "nothing can be written in"),
+}
+
+
+@pytest.mark.parametrize(("prefix", "reason"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_a_name_under_which_nothing_can_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, reason: str
+) -> None:
+    output = tmp_path / "output"
+    _touch(output / "there")
+    (output / "dangling").symlink_to(tmp_path / "gone")
+    (output / "locked").mkdir()
+    # root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != output / "locked")
+    before = sorted(output.rglob("*"))
+    with pytest.raises(OutputNameError, match=reason) as refused:
+        check_output(output, prefix)
+    assert len(str(refused.value)) < 400 + len(str(output))
+    assert sorted(output.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "prefix", ["x", "video/x", "a/b/c/x", "%width%x%height%/%year%", "x" * 232, "\u5bb6/\u5bb6", "link/x"]
+)
+def test_a_name_that_is_not_refused_can_be_written(tmp_path: Path, prefix: str) -> None:
+    output = tmp_path / "not there" / "output"
+    (tmp_path / "elsewhere").mkdir()
+    if prefix.startswith("link"):
+        output.mkdir(parents=True)
+        (output / "link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    check_output(output, prefix)
+    file = output_file(output, prefix, "mp4", width=1, height=1)
+    file.path.with_name(f"{file.path.name}.part").touch()
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    _touch(tmp_path / "disk")
+    with pytest.raises(OutputNameError, match="disk is not a folder"):
+        check_output(tmp_path / "disk" / "output", "video/x")
+
+
+def test_output_files_are_counted_per_prefix(tmp_path: Path) -> None:
+    for name in ("clip_00001_.mp4", "clip_00007_.png", "clip_x_.mp4", "clipper_00050_.mp4", "clip_00009.mp4"):
+        _touch(tmp_path / "video" / name)
+    file = output_file(tmp_path, "video/clip", "mp4", width=0, height=0)
+    assert (file.filename, file.subfolder) == ("clip_00008_.mp4", "video")
+    assert file.path == tmp_path / "video" / "clip_00008_.mp4"
+    top = output_file(tmp_path, "clip", ".mp4", width=0, height=0)
+    assert (top.filename, top.subfolder) == ("clip_00001_.mp4", "")
+
+
+def test_variables_of_a_prefix_are_filled_in(tmp_path: Path) -> None:
+    file = output_file(tmp_path, "%width%x%height%/%year%-%month%", "mp4", width=832, height=480)
+    assert file.subfolder == "832x480"
+    assert file.path.parent.is_dir()
+    year, month = file.filename.split("_")[0].split("-")
+    assert year.isdecimal()
+    assert len(month) == 2
+
+
+def test_models_are_listed_by_what_they_are(tmp_path: Path) -> None:
+    for name in ("a.safetensors", "sub/b.SFT", "pickle.pt", "notes.txt", ".cache/c.safetensors"):
+        _touch(tmp_path / "files" / name)
+    assert sorted(weight_files(tmp_path / "files")) == ["a.safetensors", str(Path("sub/b.SFT"))]
+    for name in ("wan/model_index.json", "wan/transformer/config.json", "own/expert/config.json", "empty/readme"):
+        _touch(tmp_path / "folders" / name)
+    assert sorted(diffusers_folders(tmp_path / "folders")) == [str(Path("own/expert")), "wan"]
+    assert list(weight_files(tmp_path / "none")) == []
+
+
+def test_gguf_files_are_offered_for_experts_only(tmp_path: Path) -> None:
+    for kind in ("diffusion_models", "vae", "text_encoders", "loras"):
+        for name in ("a.safetensors", "b.gguf", "sub/C.GGUF", ".hidden/d.gguf"):
+            _touch(tmp_path / "models" / kind / name)
+    with embedded_host.opened(Folders(models=tmp_path / "models", output=tmp_path, input=tmp_path)):
+        experts = embedded_host.model_names("diffusion_models", "diffusers")
+        assert experts == ["a.safetensors", "b.gguf", str(Path("sub/C.GGUF"))]
+        assert embedded_host.model_path("b.gguf", "diffusion_models").is_file()
+        for kind in ("vae", "text_encoders", "loras"):
+            assert embedded_host.model_names(kind) == ["a.safetensors"]
+
+
+def test_names_are_kept_until_a_folder_changes(tmp_path: Path) -> None:
+    names, top = KeptNames(GGUF_FILES), tmp_path / "models"
+
+    def at(folder: Path, second: int) -> None:
+        os.utime(folder, (second, second))
+
+    assert names.below(top) == ()
+    _touch(top / "a.gguf")
+    _touch(top / "sub" / "deep" / "b.gguf")
+    found = ("a.gguf", str(Path("sub/deep/b.gguf")))
+    assert names.below(top) == found, "a folder that was not there has come"
+    for folder in (top, top / "sub", top / "sub/deep"):
+        at(folder, 100)
+    assert names.below(top) == found
+    _touch(top / "sub/deep/c.gguf")
+    at(top / "sub/deep", 100)
+    assert names.below(top) == found, "the folder says that it has not changed, so nobody looks into it"
+    at(top / "sub/deep", 101)
+    assert len(names.below(top)) == 3
+    (top / "sub/deep/b.gguf").unlink()
+    at(top / "sub/deep", 102)
+    assert names.below(top) == ("a.gguf", str(Path("sub/deep/c.gguf")))
+    shutil.rmtree(top / "sub")
+    assert names.below(top) == ("a.gguf",)
+    shutil.rmtree(top)
+    assert names.below(top) == ()
+
+
+def test_a_model_is_found_where_its_kind_lies(tmp_path: Path) -> None:
+    file = _touch(tmp_path / "second" / "a.safetensors")
+    (tmp_path / "diffusers" / "wan").mkdir(parents=True)
+    places = {
+        "diffusion_models": [tmp_path / "first", tmp_path / "second"],
+        "diffusers": [tmp_path / "diffusers"],
+    }
+    assert find_model("a.safetensors", places) == file
+    assert find_model("wan", places) == tmp_path / "diffusers" / "wan"
+    for name, error in (("b.safetensors", ModelNotFoundError), ("../second/a.safetensors", OutsideFolderError)):
+        with pytest.raises(error):
+            find_model(name, places)
+    with pytest.raises(ModelNotFoundError, match="'diffusion_models, diffusers' with filename 'none'"):
+        find_model("none", places)
+
+
+def test_a_link_inside_the_folder_is_followed_as_comfyui_does(tmp_path: Path) -> None:
+    real = _touch(tmp_path / "disk" / "a.safetensors")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "linked").symlink_to(real.parent, target_is_directory=True)
+    name = next(weight_files(tmp_path / "models"))
+    assert find_model(name, {"vae": [tmp_path / "models"]}).samefile(real)

@@ -1,0 +1,300 @@
+"""Which runs a benchmark makes, in which order, and what becomes of those that fail. No model is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.bench import Report
+from wanstream.bench.trial_matrix import MatrixError, TrialMatrix
+from wanstream.distributed.driver.stage_run import RestartLimitError
+from wanstream.distributed.driver.worker_group import WorkerFailedError
+from wanstream.host.embedded.adapter import Folders, NodeProgress
+from wanstream.nodes.runs.benchmark import Benchmark, measure, named_runs
+from wanstream.nodes.runs.run_experts import SamplerRun
+from wanstream.nodes.runs.trials import TrialTimes
+from wanstream.offload import NoRamError
+from wanstream.plan import AutoOffload, DoesNotFitError
+from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
+from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, WorkersRef
+from wanstream.schema.experts_ref import ExpertsRef, LoraRef
+from wanstream.schema.version import VERSION
+from wanstream.tests.support.embedded import embedded_host
+
+EXPERTS = ExpertsRef(high_noise=Path("/models/high.safetensors"), low_noise=Path("/models/low.safetensors"))
+LATENTS = torch.zeros(1, 16, 1, 2, 2)
+
+
+def request(steps: int = 4, **changes: Any) -> DenoiseRequest:
+    given = {"noise": LATENTS, "positive": torch.zeros(1, 3, 4096), "steps": steps, "switch_step": 2}
+    return DenoiseRequest(**{**given, **changes})
+
+
+def result(asked: DenoiseRequest, seconds: float = 1.0) -> DenoiseResult:
+    step_plan = asked.step_plan
+    steps = tuple(
+        StepRecord(
+            index=step,
+            expert=step_plan.experts[step],
+            sigma=step_plan.schedule.sigmas[step],
+            wall_s=seconds,
+            compute_s=seconds,
+            stall_s=0,
+            bytes_moved=0,
+        )
+        for step in step_plan.steps
+    )
+    return DenoiseResult(latents=LATENTS, sigma=0, timeline=Timeline(kind="measured", steps=steps))
+
+
+def sampler_run(ran: DenoiseRequest | None = None, **values: Any) -> SamplerRun:
+    ran = ran or request()
+    given = {
+        "experts": EXPERTS,
+        "request": ran,
+        "asked": OffloadPolicy.layerwise(),
+        "policy": OffloadPolicy.layerwise(),
+        "device": torch.device("cpu"),
+        "result": result(ran),
+        "node_id": "sampler",
+        "block_counts": {"high": 40, "low": 40},
+    }
+    return SamplerRun(**{**given, **values})
+
+
+def benchmark(
+    *runs: SamplerRun, matrix: tuple[str, str, str] = ("", "", ""), traces: Path | None = None, **times: Any
+) -> Benchmark:
+    return Benchmark(
+        title="A benchmark",
+        runs=named_runs(dict(zip(("run", "run_b", "run_c"), runs or (sampler_run(),), strict=False)), {}),
+        matrix=TrialMatrix.parse(*matrix),
+        times=TrialTimes(**times),
+        traces=traces,
+    )
+
+
+def _no_state() -> RunState:
+    raise AssertionError("a benchmark asks for no state")
+
+
+class Experts:
+    """Runs nothing, keeps what it was asked for, and fails where `fails` says so."""
+
+    def __init__(
+        self, fails: Callable[[OffloadPolicy], Exception | None] = lambda policy: None, *, parts: int = 1
+    ) -> None:
+        self._parts = parts
+        self.asked: list[tuple[ExpertsRef, int, OffloadPolicy | AutoOffload]] = []
+        self.traces: set[Path | None] = set()
+        self.workers: set[WorkersRef | None] = set()
+        self._fails = fails
+
+    def __call__(
+        self,
+        ref: ExpertsRef,
+        request: DenoiseRequest,
+        asked: Any,
+        *,
+        node_id: str | None,
+        workers: WorkersRef | None,
+        on_step: Callable[[StepProgress], None] | None,
+        traces: Path | None,
+    ) -> SamplerRun:
+        assert on_step is not None
+        assert node_id == "benchmark"
+        self.asked.append((ref, len(request.step_plan.steps), asked))
+        self.traces.add(traces)
+        self.workers.add(workers)
+        made = result(request, seconds=len(self.asked))
+        told = [record for record in made.timeline.steps for _ in range(self._parts)]
+        for done, record in enumerate(told, start=1):
+            total = len(told)
+            on_step(StepProgress(record=record, done=done, total=total, denoised=LATENTS, state=_no_state))
+        if (error := self._fails(asked)) is not None:
+            raise error
+        ran = OffloadPolicy.layerwise() if isinstance(asked, AutoOffload) else asked
+        return sampler_run(request, experts=ref, asked=asked, policy=ran, result=made)
+
+
+@pytest.fixture
+def progress(tmp_path: Path) -> Iterator[list[NodeProgress]]:
+    """An open host, and what it is told of the benchmark's progress."""
+    told: list[NodeProgress] = []
+    folders = Folders(models=tmp_path, output=tmp_path, input=tmp_path)
+    with embedded_host.opened(folders, told.append), embedded_host.node("benchmark", "WanStreamBenchmark"):
+        yield told
+
+
+def measured(asked: Benchmark, experts: Experts, kept: list[Report] | None = None) -> Report:
+    return measure(asked, node_id="benchmark", keep=(kept if kept is not None else []).append, run=experts)
+
+
+@pytest.mark.usefixtures("progress")
+def test_what_ran_already_is_enough_where_nothing_else_is_wanted() -> None:
+    experts, kept, run = Experts(), list[Report](), sampler_run()
+    report = measured(benchmark(run, cooldown_s=30.0), experts, kept)
+    assert (experts.asked, kept) == ([], [])
+    (variant,) = report.variants
+    (trial,) = variant.trials
+    assert trial.timeline is run.timeline
+    assert (report.finished, report.planned, report.done) == (True, 1, 1)
+    assert report.method["Runs of each variant"] == "the one that the graph made"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "runs"),
+    [
+        ({"repeats": 3}, 3),
+        ({"warmup": 1}, 2),
+        ({"matrix": ("", "", "4")}, 1),
+        ({"traces": Path("traces")}, 1),
+        ({"matrix": ("layerwise, resident", "1, 2", "4, 8"), "repeats": 2, "warmup": 1}, 18),
+    ],
+)
+@pytest.mark.usefixtures("progress")
+def test_anything_else_is_run(wanted: dict[str, Any], runs: int) -> None:
+    experts = Experts()
+    report = measured(benchmark(**wanted), experts)
+    assert len(experts.asked) == runs == report.planned == report.done
+    assert experts.traces == {wanted.get("traces")}
+    assert report.finished
+
+
+@pytest.mark.usefixtures("progress")
+def test_variants_come_one_after_the_other_each_with_its_warm_ups_first() -> None:
+    experts = Experts()
+    report = measured(benchmark(matrix=("resident, block_swap 20", "", "4, 8"), repeats=2, warmup=1), experts)
+    resident, swap = OffloadPolicy.resident(), OffloadPolicy.block_swap(20)
+    order = [(resident, 4), (resident, 8), (swap, 4), (swap, 8)]
+    assert [(policy, steps) for _, steps, policy in experts.asked] == [each for each in order for _ in range(3)]
+    assert [variant.name for variant in report.variants] == [
+        *("resident, 4 steps", "resident, 8 steps", "block_swap 20, 1 ahead, 4 steps"),
+        "block_swap 20, 1 ahead, 8 steps",
+    ]
+    assert [[trial.warmup for trial in variant.trials] for variant in report.variants] == [[True, False, False]] * 4
+    assert [timeline.wall_s for timeline in report.variants[0].measured] == [4 * 2, 4 * 3]
+
+
+@pytest.mark.usefixtures("progress")
+def test_several_runs_are_varied_each_by_its_own_name() -> None:
+    other = replace(EXPERTS, loras=(LoraRef(high_noise=Path("/loras/fast.safetensors")),))
+    experts = Experts()
+    runs = sampler_run(), sampler_run(experts=other, asked=AutoOffload())
+    report = measured(benchmark(*runs, matrix=("", "", "4")), experts)
+    assert [variant.name for variant in report.variants] == [
+        "run: layerwise, 1 ahead, 4 steps",
+        "run_b: auto, 4 steps",
+    ]
+    assert [ref for ref, _, _ in experts.asked] == [EXPERTS, other]
+    one, two = (variant.settings for variant in report.variants)
+    assert "LoRAs" not in one
+    assert two["LoRAs"] == "fast.safetensors x 1"
+    assert (two["Policy"], two["Ran under"]) == ("auto", "layerwise, 1 ahead, weights from file")
+    assert "Ran under" not in one
+    assert report.variants[0].job != report.variants[1].job
+
+
+def test_runs_go_by_the_titles_of_their_nodes() -> None:
+    a, b, c = sampler_run(node_id="1"), sampler_run(node_id="2"), sampler_run(node_id="3")
+    titles = {"1": "Fast", "2": "Fast"}
+    named = named_runs({"run": a, "run_b": b, "run_c": c, "run_d": None}, titles)
+    assert named == {"Fast (run)": a, "Fast (run_b)": b, "run_c": c}
+
+
+def test_the_report_is_kept_before_the_first_run_and_after_each(progress: list[NodeProgress]) -> None:
+    kept: list[Report] = []
+    measured(benchmark(matrix=("", "1, 2", ""), repeats=2), Experts(), kept)
+    assert [report.done for report in kept] == [0, 1, 2, 3, 4]
+    assert {report.planned for report in kept} == {4}
+    assert not any(report.finished for report in kept)
+    steps = [(told.done, told.total) for told in progress if told.total != 1]
+    assert steps == [(done, 16) for done in range(1, 17)]
+
+
+def test_steps_that_workers_tell_once_for_each_part_are_counted_once(progress: list[NodeProgress]) -> None:
+    measured(benchmark(matrix=("", "1, 2", ""), repeats=1), Experts(parts=3))
+    steps = [(told.done, told.total) for told in progress if told.total != 1]
+    assert steps == [(done, 8) for done in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.OutOfMemoryError, DoesNotFitError, NoRamError, MeshError, WorkerFailedError, RestartLimitError]
+)
+def test_a_variant_without_room_or_without_its_workers_is_noted_and_the_others_go_on(
+    kind: type[Exception], progress: list[NodeProgress]
+) -> None:
+    error = kind("no room")
+    experts = Experts(fails=lambda policy: error if policy.kind == "resident" else None)
+    report = measured(benchmark(matrix=("resident, layerwise", "", ""), repeats=2), experts)
+    assert [(variant.failed, len(variant.trials)) for variant in report.variants] == [("no room", 0), ("", 2)]
+    assert report.finished
+    assert [told.done for told in progress if told.total == 16] == [*range(1, 5), *range(8, 17)], (
+        "the bar goes on behind it"
+    )
+
+
+@pytest.mark.usefixtures("progress")
+def test_any_other_error_ends_it_and_what_was_measured_is_kept() -> None:
+    experts, kept = Experts(fails=lambda policy: ValueError("broken") if policy.prefetch_blocks == 2 else None), []
+    with pytest.raises(ValueError, match="broken"):
+        measured(benchmark(matrix=("", "1, 2", "")), experts, kept)
+    assert kept[-1].done == 1
+
+
+@pytest.mark.usefixtures("progress")
+def test_a_stop_ends_it_between_two_runs() -> None:
+    def stop(policy: OffloadPolicy) -> None:
+        embedded_host.stop()
+
+    experts, kept = Experts(fails=stop), list[Report]()
+    with pytest.raises(Cancelled):
+        measured(benchmark(repeats=5, cooldown_s=0.0), experts, kept)
+    assert (len(experts.asked), kept[-1].done) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("run", "matrix", "error", "message"),
+    [
+        ({}, ("block_swap 41", "", ""), ValueError, "blocks_to_swap is 41, but the high expert has only 40 blocks"),
+        ({"asked": OffloadPolicy.resident()}, ("", "1", ""), MatrixError, "leave prefetch empty"),
+        ({}, ("", "", "1"), RequestError, "switch step 2 of 1 steps"),
+        (
+            {"asked": AutoOffload(), "request": request(steps=None, sigmas=[1.0, 0.9, 0.5, 0.0])},
+            ("", "", "3"),
+            RequestError,
+            "the run has its sigmas from another node",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("progress")
+def test_what_cannot_be_run_is_refused_before_anything_is(
+    run: dict[str, Any], matrix: tuple[str, str, str], error: type[Exception], message: str
+) -> None:
+    experts, kept = Experts(), list[Report]()
+    asked = run.pop("request", None) if "request" in run else None
+    with pytest.raises(error, match=message):
+        measured(benchmark(sampler_run(asked, **run), sampler_run(), matrix=matrix), experts, kept)
+    assert (experts.asked, kept) == ([], [])
+
+
+@pytest.mark.usefixtures("progress")
+def test_a_report_says_how_and_with_what_it_was_made_and_no_folder() -> None:
+    report = measured(benchmark(repeats=3, warmup=1, cooldown_s=0.0), Experts())
+    assert report.method["Runs of each variant"] == "3 measured after 1 not counted, 0 s of rest before each"
+    assert report.method["With"] == f"WanStream {VERSION}, without ComfyUI"
+    assert report.variants[0].settings["Experts"] == "high.safetensors and low.safetensors"
+    assert "/models" not in str(report)
+
+
+def test_a_run_on_workers_is_measured_on_the_same_ones() -> None:
+    ran, workers = Experts(), WorkersRef(count=4, mesh=Mesh(data=2, cfg=2))
+    report = measured(benchmark(sampler_run(workers=workers), repeats=2), ran)
+    assert ran.workers == {workers}
+    (variant,) = report.variants
+    assert variant.settings["Workers"] == "4 workers, local: data 2 x cfg 2"

@@ -1,0 +1,154 @@
+"""Samplers with the workers node in front of them, in the embedded host; one worker in this process needs no Ray.
+
+Two workers behind Ray: `tests/test_workflows.py` and `tests/integration/comfy/test_workers.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from wanstream.host.clusters import VARIABLE
+from wanstream.host.embedded.adapter import NodeProgress
+from wanstream.host.embedded.run import History, NodeFailedError
+from wanstream.host.embedded.validate import InvalidWorkflowError
+from wanstream.nodes import WanStreamExtension
+from wanstream.schema import Cancelled, Timeline, WorkersRef
+from wanstream.tests.support.embedded import embedded_host, run_workflow
+
+NODES = asyncio.run(WanStreamExtension().get_node_list())
+WORKFLOW = Path(__file__).parents[3] / "workflows" / "api" / "workers.json"
+HERE = {"count": 1, "cluster": "in-process"}
+
+Workflow = dict[str, dict[str, Any]]
+Run = Callable[..., History]
+
+
+def workflow(workers: Mapping[str, Any] | None, **sampler: Any) -> Workflow:
+    """The shipped workflow up to its latent, small; None: without workers."""
+    nodes: Workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
+    for name in ("frames", "save"):
+        del nodes[name]
+    nodes["latent"]["inputs"] |= {"width": 32, "height": 32, "frames": 5}
+    nodes["sampler"]["inputs"] |= {"steps": 4, **sampler}
+    if workers is None:
+        del nodes["workers"], nodes["sampler"]["inputs"]["workers"]
+    else:
+        nodes["workers"]["inputs"] |= workers
+    report = {"run": ["sampler", 1], "warmup": 0, "repeats": 1, "cooldown_s": 0.0}
+    words = {"policies": "", "prefetch": "", "steps": "", "filename_prefix": "report"}
+    nodes["report"] = {"class_type": "WanStreamBenchmark", "inputs": {**report, **words}}
+    return nodes
+
+
+@pytest.fixture
+def run(tmp_path: Path, sample_models: Path) -> Iterator[Run]:
+    def run(nodes: Workflow, **options: Any) -> History:
+        places = {"models": sample_models, "output": tmp_path, "input_dir": tmp_path}
+        return run_workflow(nodes, nodes=NODES, keep=["sampler"], **places, **options)
+
+    yield run
+    embedded_host.free_workers()
+    embedded_host.free_experts()
+
+
+def latent(history: History) -> torch.Tensor:
+    samples: torch.Tensor = history.results["sampler"][0]["samples"]
+    return samples
+
+
+def test_a_worker_computes_what_this_process_does_whatever_the_graph_says_next(run: Run) -> None:
+    seeds = (5, 6, 5)
+    alone = [latent(run(workflow(None, seed=seed))) for seed in seeds[:2]]
+    assert not torch.equal(*alone)
+    for seed in seeds:
+        history = run(workflow(HERE, seed=seed))
+        assert torch.equal(latent(history), alone[seeds.index(seed)])
+    experts = {name: value.replace("fp8_scaled", "fp16") for name, value in t2v_files().items()}
+    nodes, other = workflow(None, seed=5), workflow(HERE, seed=5)
+    for each in (nodes, other):
+        each["experts"]["inputs"] |= experts
+    expected = latent(run(nodes))
+    assert torch.equal(latent(run(other)), expected)
+    assert not torch.equal(expected, alone[0])
+
+
+def t2v_files() -> dict[str, str]:
+    inputs = json.loads(WORKFLOW.read_text(encoding="utf-8"))["experts"]["inputs"]
+    return {name: inputs[name] for name in ("high_noise", "low_noise")}
+
+
+def test_the_run_knows_its_workers_and_is_announced_with_what_each_did(run: Run) -> None:
+    told: list[tuple[str, Mapping[str, Any]]] = []
+    history = run(workflow(HERE), on_event=lambda event, payload: told.append((event, payload)))
+    ran = history.results["sampler"][1]
+    assert ran.workers == WorkersRef(count=1, address="in-process")
+    assert [event.removeprefix("wanstream.") for event, _ in told] == ["begin", *["step"] * 4, "end"]
+    end = told[-1][1]
+    assert end["ranks"].keys() == {"0"}
+    assert len(Timeline.from_dict(end["ranks"]["0"]).steps) == 4
+    (kept,) = history.outputs["sampler"]["wanstream_timeline"]
+    assert end["timeline"] == kept
+
+
+def test_progress_is_told_step_by_step(run: Run) -> None:
+    told: list[tuple[int, int]] = []
+    run(workflow(HERE), on_progress=lambda p: told.append((p.done, p.total)) if p.node_id == "sampler" else None)
+    assert [step for step in told if step[1] == 4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_stop_ends_the_run_and_leaves_the_worker_usable(run: Run) -> None:
+    steps: list[int] = []
+
+    def stop_after_the_first_step(progress: NodeProgress) -> None:
+        if progress.node_id == "sampler" and progress.total == 400:
+            steps.append(progress.done)
+            embedded_host.stop()
+
+    with pytest.raises(Cancelled):
+        run(workflow(HERE, steps=400), on_progress=stop_after_the_first_step)
+    assert max(steps) < 400
+    assert torch.equal(latent(run(workflow(HERE))), latent(run(workflow(None))))
+
+
+def test_this_process_holds_no_experts_while_workers_do(run: Run) -> None:
+    run(workflow(None))
+    ref = run(workflow(HERE)).results["sampler"][1].experts
+    assert embedded_host.experts(ref).loaded_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        ({"count": 3, "layout": "manual", "cfg": 2}, "cfg x ring x ulysses is 1 x 1 x 2 x 1 x 1 = 2"),
+        ({"count": 3, "layout": "manual", "ulysses": 3}, "ulysses 3 does not divide the 40 attention heads"),
+        ({"count": 2, "cluster": "in-process"}, "2 workers in this process"),
+        ({"cluster": "10.0.0.7:6379"}, "the cluster is '10.0.0.7:6379', and there are local, in-process"),
+        ({"layout": "diagonal"}, "the layout is 'diagonal'"),
+    ],
+)
+def test_workers_that_cannot_be_are_refused_before_anything_runs(run: Run, workers: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidWorkflowError) as refused:
+        run(workflow(workers))
+    (error,) = refused.value.verdict.node_errors["workers"]["errors"]
+    assert error["type"] == "exception_during_inner_validation"
+    assert said in error["details"]
+
+
+def test_a_layout_that_does_not_suit_the_run_is_refused_before_workers_start(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of guidance and heads nothing is known before the run; workers at this address would not answer."""
+    (tmp_path / "clusters.json").write_text('{"nowhere": {"address": "127.0.0.1:1"}}')
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "clusters.json"))
+    nowhere = {"count": 2, "layout": "manual", "cluster": "nowhere"}
+    with pytest.raises(NodeFailedError, match="guidance is 1 under every expert"):
+        run(workflow({**nowhere, "cfg": 2}, guidance_high=1.0, guidance_low=1.0))
+    with pytest.raises(NodeFailedError, match="ulysses 4 does not divide 2 heads"):
+        run(workflow({**nowhere, "count": 4, "ulysses": 4}))

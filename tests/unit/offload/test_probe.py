@@ -1,0 +1,108 @@
+"""Probes: they read the given files, release everything, and return plausible rates."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.offload.probe import BusRates, probe_bus, probe_copy, probe_decode, probe_disk, probe_quantise
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(os.urandom(20_000_001))
+    return path
+
+
+def test_a_file_is_read_and_the_way_is_told(weights: Path) -> None:
+    before = threading.active_count()
+    rate = probe_disk(weights)
+    assert 1e6 < rate.bytes_per_s < 1e12
+    assert "page cache" in rate.how
+    assert threading.active_count() == before
+    assert weights.stat().st_size == 20_000_001
+
+
+def test_where_direct_reads_are_not_to_be_had_pages_are_dropped_first(weights: Path) -> None:
+    rate = probe_disk(weights, directly=False)
+    assert rate.bytes_per_s > 1e6
+    assert rate.how == "through the page cache, after dropping its pages"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "why"),
+    [
+        (None, "this system cannot drop cached pages"),
+        (PermissionError(1, "Operation not permitted"), "its pages cannot be dropped (Operation not permitted)"),
+    ],
+    ids=["unknown", "refused"],
+)
+def test_where_no_pages_are_dropped_the_file_may_be_warm_and_that_is_said(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, refusal: OSError | None, why: str
+) -> None:
+    def refuse(*_: object) -> None:
+        assert refusal is not None
+        raise refusal
+
+    if refusal is None:
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    else:
+        monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+        monkeypatch.setattr(os, "POSIX_FADV_DONTNEED", 4, raising=False)
+    rate = probe_disk(weights, directly=False)
+    assert rate.how == f"through the page cache, maybe warm: {why}"
+    assert rate.bytes_read == 20_000_001
+
+
+def test_reading_ends_at_the_byte_or_the_second_that_was_given(weights: Path) -> None:
+    few = probe_disk(weights, max_bytes=4096)
+    assert few.bytes_read == 4096
+    assert probe_disk(weights).bytes_read == 20_000_001
+    large = weights.with_name("large")
+    with large.open("wb") as file:
+        file.truncate(600_000_000)  # a sparse file: no disk space is used
+    assert 0 < probe_disk(large, max_s=0.0).bytes_read < 600_000_000
+
+
+def test_what_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        probe_disk(tmp_path / "absent")
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match="is empty"):
+        probe_disk(tmp_path / "empty")
+
+
+def test_rates_of_ram_and_of_arithmetic() -> None:
+    threads = torch.get_num_threads()
+    for rate in (probe_copy(), probe_decode(CPU), probe_quantise()):
+        assert 1e6 < rate < 1e13
+    assert torch.get_num_threads() == threads
+
+
+def test_all_rates_of_the_bus_are_told() -> None:
+    names = [f"{way}{memory}{when}" for way in ("h2d", "d2h") for memory in ("", "_pageable") for when in ("", "_busy")]
+    rates = BusRates(**{name: number * 1e9 for number, name in enumerate(names, 1)}, locked=True)
+    assert rates.words() == (
+        "to the GPU, pinned 1.0 GB/s, 2.0 while it computes; to the GPU, pageable 3.0 GB/s, 4.0 while it computes; "
+        "from the GPU, pinned 5.0 GB/s, 6.0 while it computes; from the GPU, pageable 7.0 GB/s, 8.0 while it computes"
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_bus_alone_and_while_computing() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
+    held = torch.cuda.memory_allocated(device)
+    rates = probe_bus(device, compute=lambda: torch.mm(matrix, matrix))
+    for rate in list(vars(rates).values())[:-1]:
+        assert 1e8 < rate < 1e12
+    assert torch.cuda.memory_allocated(device) == held
+    assert 1e8 < probe_decode(device) < 1e14

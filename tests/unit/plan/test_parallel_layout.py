@@ -1,0 +1,166 @@
+"""The layout that the rule chooses, and the part of a run and of a machine that one worker has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from wanstream.plan import Budgets, DoesNotFitError, Machine, OffloadJob, plan_offload
+from wanstream.plan.machine import expected_machine
+from wanstream.plan.memory import VRAM_RESERVE, VRAM_SHARE, memory_needs
+from wanstream.plan.parallel_layout import choose_layout, describe_layout, heads_of, worker_share
+from wanstream.schema import T2V_A14B, Mesh, MeshError, OffloadPolicy, VideoShape, check_mesh
+
+MakeJob, MakeMachine = Callable[..., OffloadJob], Callable[..., Machine]
+NO_LIMIT = Budgets()
+GUIDED = {"high": 2, "low": 2}
+
+
+def a14b() -> OffloadJob:
+    block = T2V_A14B.streamed_bytes()
+    return OffloadJob(
+        expert=T2V_A14B,
+        tokens=VideoShape(width=1280, height=720, frames=81).tokens,
+        lanes=GUIDED,
+        experts_of_steps=("high",) * 26 + ("low",) * 14,
+        stored_bytes=block,
+        file_bytes=block,
+        computed_bytes=block,
+        resident_bytes=2 * T2V_A14B.resident_bytes(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "one", "thousand"),
+    [
+        (1, Mesh(), Mesh()),
+        (2, Mesh(cfg=2), Mesh(data=2)),
+        (4, Mesh(cfg=2, ulysses=2), Mesh(data=4)),
+        (8, Mesh(cfg=2, ulysses=4), Mesh(data=8)),
+        (16, Mesh(cfg=2, ulysses=8), Mesh(data=8, cfg=2)),
+        (32, Mesh(cfg=2, ring=2, ulysses=8), Mesh(data=16, cfg=2)),
+    ],
+)
+def test_the_rule_gives_the_layouts_of_the_published_tables(workers: int, one: Mesh, thousand: Mesh) -> None:
+    """Those of docs/scaling.md: the fastest of its splits for one video, for 1000 those proposed for RTX 4090."""
+    machine = expected_machine("RTX 4090", ram_bytes=2**39, disk_bytes_per_s=7e9)
+    assert choose_layout(workers, a14b(), machine, NO_LIMIT) == one
+    assert choose_layout(workers, a14b(), machine, NO_LIMIT, samples=1000) == thousand
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 6, 8])
+def test_every_layout_suits_its_run(workers: int, samples: int, make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    job = make_job(lanes=GUIDED, tokens=960)
+    mesh = choose_layout(workers, job, rate_machine(), NO_LIMIT, samples=samples)
+    check_mesh(mesh, workers=workers, heads=heads_of(job), tokens=job.tokens, lanes=job.lanes, steps=8, samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("workers", "samples", "lanes", "mesh"),
+    [
+        (2, 3, GUIDED, Mesh(cfg=2)),  # two rounds of data 2 would leave a worker idle in the second
+        (8, 4, GUIDED, Mesh(data=4, cfg=2)),
+        (2, 1, {"high": 2, "low": 1}, Mesh(ulysses=2)),  # one side would idle under the low-noise expert
+        (2, 1, {"high": 1, "low": 1}, Mesh(ulysses=2)),
+    ],
+)
+def test_no_worker_idles_where_another_layout_uses_it(
+    workers: int, samples: int, lanes: dict[str, int], mesh: Mesh, make_job: MakeJob, rate_machine: MakeMachine
+) -> None:
+    assert choose_layout(workers, make_job(lanes=lanes), rate_machine(), NO_LIMIT, samples=samples) == mesh
+
+
+def test_ulysses_stays_inside_a_machine(rate_machine: MakeMachine) -> None:
+    def chosen(per_machine: int) -> Mesh:
+        machine = rate_machine(vram_bytes=10**12, ram_bytes=10**12)
+        return choose_layout(16, a14b(), machine, NO_LIMIT, workers_per_machine=per_machine)
+
+    assert chosen(8) == Mesh(cfg=2, ulysses=8)
+    assert chosen(4) == Mesh(cfg=2, ring=2, ulysses=4)
+
+
+def test_rings_need_a_gpu(make_job: MakeJob, rate_machine: MakeMachine, rate_cpu: MakeMachine) -> None:
+    job = make_job(high=1, low=1, tokens=999)
+    assert choose_layout(3, job, rate_machine(), NO_LIMIT) == Mesh(ring=3)
+    with pytest.raises(MeshError, match="3 workers cannot share 1 video of 999 tokens and 2 heads evenly: use 1"):
+        choose_layout(3, job, rate_cpu(), NO_LIMIT)
+
+
+@pytest.mark.parametrize(("workers", "samples"), [(0, 1), (1, 0)])
+def test_workers_and_videos_are_one_or_more(
+    workers: int, samples: int, make_job: MakeJob, rate_machine: MakeMachine
+) -> None:
+    with pytest.raises(MeshError, match=f"{workers} workers for {samples} videos: give 1 or more of both"):
+        choose_layout(workers, make_job(), rate_machine(), NO_LIMIT, samples=samples)
+
+
+def test_videos_too_large_for_one_worker_are_shared(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    job = make_job(lanes=GUIDED, tokens=400_000)
+    smallest = replace(OffloadPolicy.layerwise(1, source="file"), chunk_tokens=2048)
+    alone = memory_needs(job, rate_machine(), smallest).device_bytes
+    machine = rate_machine(vram_bytes=int((alone - 1 + VRAM_RESERVE) / VRAM_SHARE))
+    assert choose_layout(2, job, rate_machine(vram_bytes=10**12), NO_LIMIT, samples=2) == Mesh(data=2)
+    assert choose_layout(2, job, machine, NO_LIMIT, samples=2) == Mesh(cfg=2)
+
+
+def test_too_little_memory_is_refused_with_numbers(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    with pytest.raises(
+        DoesNotFitError, match=r"one worker of cfg 2: needs 2 buffers of .*; 0\.00 GB given; make the video"
+    ):
+        choose_layout(2, make_job(lanes=GUIDED), rate_machine(vram_bytes=10**8), NO_LIMIT)
+
+
+def test_a_worker_has_its_lanes_tokens_and_steps(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    job = make_job(high=3, low=5, lanes=GUIDED)
+    share = worker_share(Mesh(stage=2, cfg=2, ring=2, ulysses=2), job, rate_machine(), NO_LIMIT, workers_per_machine=16)
+    assert share.job.tokens == job.tokens // 4
+    assert (share.job.ring, share.job.ulysses) == (2, 2)
+    assert share.job.experts_of_steps == ("low",) * 5
+    assert share.job.lanes == {"low": 1}
+    assert share.job.resident_bytes == job.resident_bytes // 2
+
+
+def test_one_copy_in_ram_and_one_disk_serve_a_machine(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    """Two stages keep one expert each in the same RAM; workers of another machine have their own."""
+    job, machine = make_job(), rate_machine()
+    one = worker_share(Mesh(), job, machine, NO_LIMIT, workers_per_machine=8)
+    eight = worker_share(Mesh(data=8), job, machine, NO_LIMIT, workers_per_machine=8)
+    apart = worker_share(Mesh(data=8), job, machine, NO_LIMIT, workers_per_machine=1)
+    assert one.budgets == eight.budgets == apart.budgets == Budgets(ram_bytes=machine.ram_bytes // 2)
+    assert eight.machine.disk_bytes_per_s == machine.disk_bytes_per_s / 8
+    assert apart.machine == one.machine == machine
+    stages = worker_share(Mesh(stage=2), job, machine, Budgets(ram_bytes=1000), workers_per_machine=8)
+    assert stages.budgets.ram_bytes == 500
+
+
+def test_workers_on_a_cpu_share_all_of_it(make_job: MakeJob, rate_cpu: MakeMachine) -> None:
+    job, machine = make_job(), rate_cpu()
+    two = worker_share(Mesh(data=2), job, machine, NO_LIMIT, workers_per_machine=8)
+    assert two.budgets.ram_bytes == machine.ram_bytes // 4
+    assert two.machine.flops_per_s == machine.flops_per_s / 2
+    needed = memory_needs(job, machine, OffloadPolicy.layerwise(1)).device_bytes
+    small = rate_cpu(ram_bytes=3 * needed)
+    assert choose_layout(1, job, small, NO_LIMIT) == Mesh()
+    with pytest.raises(DoesNotFitError, match="one worker of data 2: needs 2 buffers"):
+        choose_layout(2, job, small, NO_LIMIT, samples=2)
+
+
+def test_shards_in_device_memory_count_there(make_job: MakeJob, rate_machine: MakeMachine) -> None:
+    job, mesh = make_job(lanes=GUIDED), Mesh(cfg=2, ulysses=2)
+    share = worker_share(
+        mesh, job, rate_machine(ram_bytes=1), NO_LIMIT, workers_per_machine=8, weights="sharded in VRAM"
+    )
+    assert share.job.resident_bytes == job.resident_bytes + 16 * job.stored_bytes // 4
+    assert plan_offload(share.job, share.machine, share.budgets).policy.source == "pinned"
+
+
+def test_a_layout_is_described_by_shared_work() -> None:
+    assert describe_layout(Mesh()) == "one worker"
+    assert describe_layout(Mesh(data=8)) == "data 8: 8 videos at a time"
+    assert (
+        describe_layout(Mesh(cfg=2, ring=2, ulysses=4))
+        == "cfg 2 x ring 2 x ulysses 4: both prompts side by side, the tokens of each lane shared by 8 workers"
+    )

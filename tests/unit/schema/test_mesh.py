@@ -1,0 +1,75 @@
+"""Ranks, coordinates and groups of a mesh."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanstream.schema import Mesh, MeshError
+from wanstream.schema.mesh import Coordinates
+
+MESHES = st.builds(
+    Mesh,
+    data=st.integers(1, 4),
+    stage=st.integers(1, 4),
+    cfg=st.integers(1, 2),
+    ring=st.integers(1, 3),
+    ulysses=st.integers(1, 5),
+)
+
+
+@given(MESHES)
+def test_every_worker_stands_somewhere_of_its_own(mesh: Mesh) -> None:
+    places = [mesh.coordinates(rank) for rank in range(mesh.size)]
+    assert len(set(places)) == mesh.size == math.prod(degree for _, degree in mesh.degrees)
+    assert [mesh.rank(at) for at in places] == list(range(mesh.size))
+
+
+@given(MESHES)
+def test_cells_hold_all_workers_once_and_share_data_and_stage(mesh: Mesh) -> None:
+    worker_groups = [mesh.worker_group(*at) for at in mesh.worker_groups()]
+    assert [rank for worker_group in worker_groups for rank in worker_group] == list(range(mesh.size))
+    for (data, stage), worker_group in zip(mesh.worker_groups(), worker_groups, strict=True):
+        assert len(worker_group) == mesh.cell_size
+        assert {(mesh.coordinates(rank).data, mesh.coordinates(rank).stage) for rank in worker_group} == {(data, stage)}
+
+
+@given(MESHES, st.data())
+def test_groups_of_an_axis_are_the_same_for_each_of_their_members(mesh: Mesh, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, mesh.size - 1))
+    for axis, degree in mesh.degrees:
+        group = mesh.group(axis, rank)
+        assert len(group) == degree
+        assert rank in group
+        assert {mesh.group(axis, member) for member in group} == {group}
+
+
+def test_the_last_axis_changes_fastest() -> None:
+    mesh = Mesh(data=2, cfg=2, ulysses=2)
+    assert mesh.coordinates(5) == Coordinates(data=1, cfg=0, ulysses=1)
+    assert mesh.group("ulysses", 5) == (4, 5)
+    assert mesh.group("cfg", 5) == (5, 7)
+    assert mesh.group("data", 5) == (1, 5)
+    assert list(mesh.worker_group(1, 0)) == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"data": 0}, "data is 0: give a whole number of 1 or more"),
+        ({"ring": True}, "ring is True"),
+        ({"ulysses": 2.0}, "ulysses is 2.0"),
+        ({"cfg": 3}, "cfg is 3: there are two sides, positive and negative, so 1 or 2"),
+    ],
+)
+def test_degrees_that_are_none(degrees: dict[str, int], message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        Mesh(**degrees)
+
+
+def test_words() -> None:
+    assert str(Mesh()) == "one worker"
+    assert str(Mesh(stage=2, cfg=2, ulysses=4)) == "stage 2 x cfg 2 x ulysses 4"

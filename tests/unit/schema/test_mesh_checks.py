@@ -1,0 +1,133 @@
+"""Meshes that suit a run, and those that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wanstream.schema import Mesh, MeshError
+from wanstream.schema.mesh import check_mesh
+
+BOTH_GUIDED = {"high": 2, "low": 2}
+RUN: dict[str, Any] = {"heads": 40, "tokens": 32_760, "lanes": BOTH_GUIDED, "steps": 20, "samples": 1}
+
+
+def _check(mesh: Mesh, **changes: Any) -> tuple[str, ...]:
+    return check_mesh(mesh, **{"workers": mesh.size, **RUN, **changes})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        (Mesh(), {}),
+        (Mesh(ulysses=8), {}),
+        (Mesh(cfg=2, ulysses=4), {"gpus": 8}),
+        (Mesh(cfg=2), {"lanes": {"high": 2, "low": 2}}),
+        (Mesh(ring=2, ulysses=8), {"tokens": 75_600}),
+        (Mesh(data=4, stage=2), {"samples": 8}),
+        (Mesh(ring=3), {"heads": 1}),
+    ],
+)
+def test_a_mesh_that_keeps_every_worker_busy_has_no_warnings(mesh: Mesh, changes: dict[str, Any]) -> None:
+    assert _check(mesh, **changes) == ()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "message"),
+    [
+        (Mesh(ulysses=3), {}, "ulysses 3 does not divide 40 heads: 2, 4, 5, 8, 10 do"),
+        (Mesh(ulysses=2), {"heads": 1}, "ulysses 2 does not divide 1 heads: only 1 does"),
+        (Mesh(ulysses=3), {"heads": 2}, "ulysses 3 does not divide 2 heads: 2 does"),
+        (
+            Mesh(ring=2, ulysses=8),
+            {},
+            "ring 2 x ulysses 8 = 16 does not divide 32760 tokens: 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 14, 15 do",
+        ),
+        (Mesh(ulysses=2), {"tokens": 7}, "ulysses 2 does not divide 7 tokens: 7 does"),
+        (
+            Mesh(cfg=2, ulysses=2),
+            {"workers": 8},
+            "cfg 2 x ulysses 2: a layout of 4, but there are 8 workers; use 4 workers, or data 2",
+        ),
+        (
+            Mesh(data=2, ulysses=2),
+            {"workers": 6},
+            "data 2 x ulysses 2: a layout of 4, but there are 6 workers; use 4 workers, or data 3",
+        ),
+        (Mesh(ulysses=4), {"workers": 6}, "ulysses 4: a layout of 4, but there are 6 workers; use 4 workers$"),
+        (Mesh(ulysses=4), {"workers": 2}, "ulysses 4: a layout of 4, but there are 2 workers; use 4 workers$"),
+        (Mesh(), {"workers": 2}, "one worker: a layout of 1, but there are 2 workers; use 1 worker, or data 2"),
+        (Mesh(ulysses=4), {"gpus": 2}, "4 workers, but 2 GPUs: each worker takes one; use at most 2"),
+        (Mesh(ulysses=4), {"gpus": 1}, "4 workers, but 1 GPU: each worker takes one; use at most 1"),
+        (
+            Mesh(cfg=2),
+            {"lanes": {"high": 1, "low": 1}},
+            "cfg 2, but guidance is 1 under every expert, so each step has one",
+        ),
+        (
+            Mesh(stage=5),
+            {"steps": 4, "samples": 9},
+            "stage 5, but the run has 4 steps: every stage needs one; use 1 to 4",
+        ),
+        (Mesh(stage=2), {"steps": 1, "samples": 9}, "stage 2, but the run has 1 step: "),
+        (Mesh(data=2, cfg=2), {}, "data 2, but one video is made: 2 of 4 workers would be idle; use data 1"),
+    ],
+)
+def test_a_mesh_that_cannot_run_is_refused_with_a_remedy(mesh: Mesh, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        _check(mesh, **changes)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "words"),
+    [
+        (Mesh(data=4), {"samples": 3}, "data 4 for 3 videos: 1 of 4 rows of workers are idle"),
+        (Mesh(stage=2), {}, "stage 2 x data 1 for 1 video: at most 1 of 2 groups work at a time"),
+        (
+            Mesh(cfg=2),
+            {"lanes": {"high": 2, "low": 1}},
+            "cfg 2: the low expert has one lane, so in its steps both sides",
+        ),
+    ],
+)
+def test_idle_workers_are_reported(mesh: Mesh, changes: dict[str, Any], words: str) -> None:
+    (said,) = _check(mesh, **changes)
+    assert said.startswith(words)
+
+
+@given(
+    st.builds(
+        Mesh,
+        data=st.integers(1, 4),
+        stage=st.integers(1, 4),
+        cfg=st.integers(1, 2),
+        ring=st.integers(1, 4),
+        ulysses=st.integers(1, 9),
+    ),
+    st.integers(1, 12),
+    st.integers(1, 120),
+    st.dictionaries(st.sampled_from(("high", "low")), st.integers(1, 2), min_size=1),
+    st.integers(1, 6),
+    st.integers(1, 6),
+)
+def test_a_valid_mesh_divides_the_run_and_has_work(
+    mesh: Mesh, heads: int, tokens: int, lanes: dict[str, int], steps: int, samples: int
+) -> None:
+    passes = (
+        heads % mesh.ulysses == 0
+        and tokens % (mesh.ring * mesh.ulysses) == 0
+        and mesh.stage <= steps
+        and (mesh.cfg == 1 or 2 in lanes.values())
+        and (mesh.data == 1 or samples > 1)
+    )
+    asked: dict[str, Any] = {"heads": heads, "tokens": tokens, "lanes": lanes, "steps": steps, "samples": samples}
+    if passes:
+        _check(mesh, **asked)
+        with pytest.raises(MeshError):
+            _check(mesh, workers=mesh.size + 1, **asked)
+    else:
+        with pytest.raises(MeshError):
+            _check(mesh, **asked)

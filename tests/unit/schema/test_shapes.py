@@ -1,0 +1,139 @@
+"""Sizes against the parameter lists of diffusers' own models, FLOPs against the sums of their layers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from wanstream.schema import T2V_A14B, TI2V_5B, ExpertShape, VideoShape
+from wanstream.schema.shapes import I2V_A14B, WAN21_I2V_14B
+
+
+class Sizes(NamedTuple):
+    parameters: int
+    block: int
+    block_with_islands: int
+    outer: int
+    outer_with_islands: int
+    all_blocks: int
+
+
+@pytest.mark.parametrize(
+    ("expert", "sizes"),
+    [
+        pytest.param(
+            T2V_A14B,
+            Sizes(14_288_491_584, 702_788_608, 702_870_528, 465_438_848, 520_530_048, 28_111_544_320),
+            id="T2V-A14B",
+        ),
+        pytest.param(
+            I2V_A14B,
+            Sizes(14_288_901_184, 702_788_608, 702_870_528, 466_258_048, 521_349_248, 28_111_544_320),
+            id="I2V-A14B",
+        ),
+        pytest.param(
+            WAN21_I2V_14B,
+            Sizes(16_394_878_784, 807_676_928, 807_758_848, 482_680_448, 537_797_248, 32_307_077_120),
+            id="Wan2.1-I2V-14B",
+        ),
+        pytest.param(
+            TI2V_5B,
+            Sizes(4_999_787_712, 327_313_408, 327_362_560, 180_173_184, 200_644_992, 9_819_402_240),
+            id="TI2V-5B",
+        ),
+    ],
+)
+def test_sizes_are_those_of_the_real_models(expert: ExpertShape, sizes: Sizes) -> None:
+    assert sizes == Sizes(
+        expert.parameters,
+        expert.block_bytes(),
+        expert.block_bytes(fp32_islands=True),
+        expert.non_block_bytes(),
+        expert.non_block_bytes(fp32_islands=True),
+        expert.blocks * expert.block_bytes(),
+    )
+    assert expert.blocks * expert.block_bytes() + expert.non_block_bytes() == 2 * expert.parameters
+
+
+def test_ten_matrices_are_nearly_the_whole_block() -> None:
+    assert T2V_A14B.streamed_bytes() == 702_545_920
+    assert T2V_A14B.block_bytes() - T2V_A14B.streamed_bytes() == 242_688
+    assert T2V_A14B.streamed_bytes(bytes_per_weight=1) + 242_688 == 351_515_648  # fp8 weights, bf16 rest
+
+
+@pytest.mark.parametrize(
+    ("video", "latent", "tokens", "tflop"),
+    [
+        (VideoShape(width=832, height=480, frames=17), (5, 60, 104), 7_800, 6.04),
+        (VideoShape(width=832, height=480, frames=81), (21, 60, 104), 32_760, 42.0),
+        (VideoShape(width=1280, height=720, frames=81), (21, 90, 160), 75_600, 163.1),
+        (VideoShape(width=16, height=16, frames=1), (1, 2, 2), 1, None),
+        (VideoShape(width=1280, height=704, frames=121, per_latent=16), (31, 44, 80), 27_280, None),
+    ],
+)
+def test_work_of_a_video(video: VideoShape, latent: tuple[int, int, int], tokens: int, tflop: float | None) -> None:
+    assert video.latent == latent
+    assert video.tokens == tokens
+    if tflop is not None:
+        digits = 2 if tflop < 10 else 1
+        assert round(T2V_A14B.block_flops(tokens) / 1e12, digits) == tflop
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "frames", "message"),
+    [
+        (840, 480, 81, "width is 840, it must be a multiple of 16: use 848"),
+        (832, 479, 81, "height is 479, it must be a multiple of 16: use 480"),
+        (0, 480, 81, "width is 0, it must be a multiple of 16: use 16"),
+        (832, -16, 81, "height is -16, it must be a multiple of 16: use 16"),
+        (832, 480, 80, "frames is 80, it must be a multiple of 4 plus 1: use 81"),
+        (832, 480, 0, "frames is 0, it must be a multiple of 4 plus 1: use 1"),
+        (832, 480, -3, "frames is -3, it must be a multiple of 4 plus 1: use 1"),
+    ],
+)
+def test_sizes_that_the_vae_cannot_make_are_refused(width: int, height: int, frames: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VideoShape(width=width, height=height, frames=frames)
+
+
+def test_the_5b_model_makes_multiples_of_32() -> None:
+    with pytest.raises(ValueError, match="height is 720, it must be a multiple of 32: use 736"):
+        VideoShape(width=1280, height=720, frames=121, per_latent=16)
+
+
+@pytest.mark.parametrize(
+    ("value_bytes", "lanes", "per_token"),
+    [
+        # bf16: a norm or a residual. fp32: the feed-forward.
+        (2, 1, 22 * 5120 + 1024),
+        (2, 3, 26 * 5120 + 1024),
+        (4, 1, 4 * (4 * 5120 + 2 * 13824) + 1024),
+    ],
+)
+def test_working_bytes_are_those_of_the_widest_moment_and_of_the_lanes_that_wait(
+    value_bytes: int, lanes: int, per_token: int
+) -> None:
+    tokens = VideoShape(width=1280, height=720, frames=81).tokens
+    text = (2 * lanes + 2) * 512 * 5120 * value_bytes
+    assert T2V_A14B.working_bytes(tokens, lanes=lanes, value_bytes=value_bytes) == tokens * per_token + text
+
+
+@pytest.mark.parametrize(
+    ("chunk", "lanes", "gigabytes"),
+    [(4096, 1, 3.97), (4096, 2, 4.76), (8192, 2, 4.76), (65536, 2, 8.69), (10**6, 2, 9.40), (None, 2, 9.40)],
+)
+def test_chunks_bound_the_working_memory_at_720p(chunk: int | None, lanes: int, gigabytes: float) -> None:
+    tokens = VideoShape(width=1280, height=720, frames=81).tokens
+    needed = T2V_A14B.working_bytes(tokens, lanes=lanes, chunk_tokens=chunk)
+    assert needed == pytest.approx(gigabytes * 1e9, rel=1e-2)
+
+
+def test_with_chunks_attention_takes_the_most_memory() -> None:
+    """Its input, q, k, v and output: 5 x 774 MB at 1280x720x81, and two blocks and another lane still fit in 8 GB."""
+    tokens = VideoShape(width=1280, height=720, frames=81).tokens
+    attention = 5 * tokens * 5120 * 2
+    beside = tokens * 1024 + tokens * 5120 * 2 + 6 * 512 * 5120 * 2
+    needed = T2V_A14B.working_bytes(tokens, lanes=2, chunk_tokens=4096)
+    assert needed == attention + beside
+    assert needed + 2 * T2V_A14B.streamed_bytes() < 8e9

@@ -1,0 +1,132 @@
+"""The thread that samples memory between events."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from wanstream.schema import MemorySample
+from wanstream.telemetry.memory_sampler import MemorySampler, SamplerState, downsample
+
+CPU = torch.device("cpu")
+
+
+def sampler(**settings: float) -> MemorySampler:
+    return MemorySampler(CPU, run_start=time.perf_counter(), **{"interval_s": 0.001, **settings})
+
+
+def samplers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "wanstream-memory"]
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Poll `condition` for up to half a minute; return its last value."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def sample(at: float, *, device: int | None = None, used: int | None = None, rss: int = 1) -> MemorySample:
+    return MemorySample(at_s=at, device_bytes=device, device_used_bytes=used, rss_bytes=rss)
+
+
+def test_the_thread_has_a_name_and_is_gone_after_the_end() -> None:
+    with sampler() as running:
+        (thread,) = samplers()
+        assert thread.daemon
+        assert running.state is SamplerState.RUNNING
+    assert samplers() == []
+    taken = running.samples()
+    assert running.samples() == taken, "nothing is sampled after the end"
+
+
+def test_it_ends_when_the_run_fails() -> None:
+    with pytest.raises(KeyboardInterrupt), sampler():
+        raise KeyboardInterrupt
+    assert samplers() == []
+
+
+def test_the_end_is_sampled_at_once_and_not_after_an_interval() -> None:
+    with sampler(interval_s=1000.0) as running:
+        assert eventually(lambda: len(running.samples()) == 1)
+    assert len(running.samples()) == 2
+
+
+def test_wrong_order_raises() -> None:
+    running = sampler()
+    with pytest.raises(RuntimeError, match="this sampler was not started"):
+        running.stop()
+    running.start()
+    with pytest.raises(RuntimeError, match="this sampler is running"):
+        running.start()
+    running.stop()
+    for again in (running.start, running.stop):
+        with pytest.raises(RuntimeError, match="this sampler was stopped"):
+            again()
+
+
+def test_a_peak_between_two_events_is_seen() -> None:
+    nbytes = 200_000_000
+    with sampler() as running:
+        assert eventually(lambda: bool(running.samples()))
+        before = running.samples()[-1].rss_bytes
+        held = np.ones(nbytes, np.uint8)
+        assert eventually(lambda: running.samples()[-1].rss_bytes > before + nbytes // 2)
+        del held
+    most = max(running.samples(), key=lambda sample: sample.rss_bytes)
+    assert most.rss_bytes > before + nbytes // 2
+    assert [sample.at_s for sample in running.samples()] == sorted(sample.at_s for sample in running.samples())
+    assert running.samples()[0].at_s >= 0
+
+
+def test_a_cpu_has_no_device_memory() -> None:
+    with sampler() as running:
+        pass
+    assert {(sample.device_bytes, sample.device_used_bytes) for sample in running.samples()} == {(None, None)}
+
+
+def test_a_long_run_keeps_a_bounded_number() -> None:
+    with sampler(max_samples=8) as running:
+        assert eventually(lambda: running._interval_s > 0.002)
+        assert eventually(lambda: len(running.samples()) >= 5)
+    assert len(running.samples()) <= 9
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 8])
+def test_thinning_keeps_peaks_and_the_first_time(count: int) -> None:
+    samples = [sample(float(at), device=at % 3, used=at % 5, rss=1 + at * 7 % 10) for at in range(count)]
+    fewer = downsample(samples)
+    assert len(fewer) == (count + 1) // 2
+    assert [each.at_s for each in fewer] == [each.at_s for each in samples[::2]]
+    for name in ("device_bytes", "device_used_bytes", "rss_bytes"):
+        assert max([getattr(each, name) for each in fewer], default=0) == max(
+            [getattr(each, name) for each in samples], default=0
+        )
+
+
+def test_thinning_takes_what_is_known() -> None:
+    assert downsample([sample(0, device=None, rss=3), sample(1, device=7, rss=2)]) == [sample(0, device=7, rss=3)]
+    assert downsample([sample(0), sample(1)]) == [sample(0)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_memory_of_a_device_is_sampled_beside_it() -> None:
+    nbytes = 256 * 2**20
+    torch.zeros(1, device="cuda")
+    with MemorySampler(torch.device("cuda", 0), run_start=time.perf_counter(), interval_s=0.001) as running:
+        assert eventually(lambda: bool(running.samples()))
+        before = running.samples()[-1]
+        held = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+        assert eventually(lambda: (running.samples()[-1].device_bytes or 0) >= (before.device_bytes or 0) + nbytes)
+        del held
+    assert before.device_bytes is not None
+    assert all((each.device_used_bytes or 0) >= (each.device_bytes or 0) for each in running.samples())

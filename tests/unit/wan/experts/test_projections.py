@@ -1,0 +1,235 @@
+"""Time and text embedders: loaded briefly, read as rarely as possible, with rows equal to the model's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.embedder_cache import MAX_EXTRA_ROWS, CachedEmbedder, part_of
+from wanstream.wan.experts.engine import ExpertEngine
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.transformer.kernels import Kernels
+
+H, L = "high", "low"
+TIMES = {H: [999.0, 937.5], L: [833.3, 625.0, 3.0]}
+
+
+def _text(seed: int, tokens: int = 5) -> torch.Tensor:
+    return torch.randn(1, tokens, 4096, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
+    folders = [tiny_expert_folder(seed=seed) for seed in (1, 2)]
+    with open_experts(*folders, compute_dtype=torch.bfloat16) as pair:
+        yield pair
+
+
+@pytest.fixture
+def engine(pair: ExpertPair) -> ExpertEngine:
+    return pair.engine(OffloadPolicy.layerwise(), "cpu")
+
+
+def _part_bytes(pair: ExpertPair, part: str) -> int:
+    return sum(tensor.nbytes for name, tensor in pair.high.weights.items() if part_of(name) == part)
+
+
+def _embedder(engine: ExpertEngine, expert: str) -> CachedEmbedder:
+    embedder: CachedEmbedder = engine.models[expert].condition_embedder
+    return embedder
+
+
+def _rows(engine: ExpertEngine, expert: str, time: float, *texts: torch.Tensor) -> list[Any]:
+    return _embedder(engine, expert).rows(torch.tensor([time]), texts)
+
+
+def _watch(engine: ExpertEngine, expert: str) -> list[tuple[str, int]]:
+    """Record each call of an embedder from now on, with its number of rows."""
+    seen: list[tuple[str, int]] = []
+    embedder = engine.models[expert].condition_embedder
+    for name in ("time_embedder", "time_proj", "text_embedder"):
+        module = embedder.get_submodule(name)
+        module.register_forward_hook(lambda _, given, __, name=name: seen.append((name, given[0].shape[:-1].numel())))
+    return seen
+
+
+class TestRows:
+    @pytest.mark.parametrize("expected_rows", [True, False])
+    def test_are_those_of_the_model(self, pair: ExpertPair, engine: ExpertEngine, expected_rows: bool) -> None:
+        texts = [_text(1), _text(2, tokens=512)]
+        if expected_rows:
+            engine.expect(TIMES, {H: texts, L: texts[:1]})
+        for expert, loaded in ((H, pair.high), (L, pair.low)):
+            whole = WanTransformer3DModel.from_pretrained(loaded.path, torch_dtype=torch.bfloat16).condition_embedder
+            for parameter in whole.parameters():
+                parameter.data = parameter.data.clone()
+            for time in TIMES[expert]:
+                for text, rows in zip(texts, _rows(engine, expert, time, *texts), strict=True):
+                    with torch.no_grad():
+                        expected = whole(torch.tensor([time]), text.bfloat16(), None)
+                    assert all(map(torch.equal, rows, expected))
+
+    def test_each_is_computed_once_and_alone(self, engine: ExpertEngine) -> None:
+        seen = _watch(engine, H)
+        engine.expect({H: [9.0, 8.0, 9.0]}, {H: [_text(1), _text(2), _text(1)]})
+        for _ in range(3):
+            for time in (9.0, 8.0):
+                _rows(engine, H, time, _text(1), _text(2))
+        assert sorted(seen) == [("text_embedder", 5)] * 2 + [("time_embedder", 1)] * 2 + [("time_proj", 1)] * 2
+
+    def test_a_text_is_known_by_its_value(self, engine: ExpertEngine) -> None:
+        seen, text = _watch(engine, H), _text(1)
+        first = _rows(engine, H, 9.0, text)
+        changed = text.clone()
+        changed[0, 0, 0] += 1
+        others = [text.clone(), changed, text.bfloat16(), text[:, :4]]
+        rows = [_rows(engine, H, 9.0, other)[0][2] for other in others]
+        assert rows[0] is first[0][2]
+        assert [name for name, _ in seen].count("text_embedder") == 4
+
+    def test_unexpected_ones_do_not_pile_up(self, engine: ExpertEngine) -> None:
+        engine.expect({H: [9.0]}, {H: [_text(1)]})
+        for time in range(MAX_EXTRA_ROWS["time"] + 20):
+            _rows(engine, H, 100.0 + time, _text(1))
+        seen = _watch(engine, H)
+        _rows(engine, H, 9.0, _text(1))
+        _rows(engine, H, 100.0 + time, _text(1))
+        assert seen == []
+        assert len(_embedder(engine, H)._times) <= MAX_EXTRA_ROWS["time"] + 2
+
+    def test_they_serve_outside_inference_mode(self, engine: ExpertEngine) -> None:
+        with torch.inference_mode():
+            rows = _rows(engine, H, 9.0, _text(1))
+        assert not any(row.is_inference() for row in rows[0])
+
+
+class TestWeights:
+    def test_are_there_for_a_moment_only(self, pair: ExpertPair, engine: ExpertEngine) -> None:
+        for name in (H, L):
+            engine.models[name]
+        resident = engine.loaded_bytes
+        engine.expect(TIMES, {H: [_text(1)], L: [_text(1)]})
+        for expert in (H, L):
+            _rows(engine, expert, TIMES[expert][0], _text(1))
+            assert all(parameter.is_meta for parameter in _embedder(engine, expert).parameters())
+        assert engine.loaded_bytes == resident
+        assert engine.models.host_bytes == 0
+
+    def test_an_expected_run_reads_each_once_and_the_next_equal_one_nothing(
+        self, pair: ExpertPair, engine: ExpertEngine
+    ) -> None:
+        for name in (H, L):
+            engine.models[name]
+        resident, parts = engine.non_block_bytes, _part_bytes(pair, "time") + _part_bytes(pair, "text")
+        for _ in range(2):
+            engine.expect(TIMES, {H: [_text(1), _text(2)], L: [_text(1)]})
+            for expert in (H, L):
+                for time in TIMES[expert]:
+                    _rows(engine, expert, time, _text(1))
+            assert engine.non_block_bytes - resident == 2 * parts
+
+    def test_another_text_reads_the_text_embedder_alone(self, pair: ExpertPair, engine: ExpertEngine) -> None:
+        engine.expect({H: [9.0]}, {H: [_text(1)]})
+        _rows(engine, H, 9.0, _text(1))
+        read = engine.non_block_bytes
+        engine.expect({H: [9.0]}, {H: [_text(2)]})
+        _rows(engine, H, 9.0, _text(2))
+        assert engine.non_block_bytes - read == _part_bytes(pair, "text")
+        _rows(engine, H, 7.0, _text(2))
+        assert engine.non_block_bytes - read == _part_bytes(pair, "text") + _part_bytes(pair, "time")
+
+    def test_a_run_of_one_expert_leaves_the_rows_of_the_other(self, pair: ExpertPair, engine: ExpertEngine) -> None:
+        """Two samplers in a chain, one stage each, queued again and again."""
+        for _ in range(2):
+            for expert in (H, L):
+                engine.expect({expert: TIMES[expert]}, {expert: [_text(1)]})
+                _rows(engine, expert, TIMES[expert][0], _text(1))
+        embedders = 2 * (_part_bytes(pair, "time") + _part_bytes(pair, "text"))
+        resident = sum(
+            tensor.nbytes
+            for expert in (pair.high, pair.low)
+            for name, tensor in expert.weights.items()
+            if part_of(name) is None and tensor.nbytes < 2**17
+        )
+        assert embedders < engine.non_block_bytes <= embedders + resident
+
+    def test_the_second_experts_come_when_those_of_the_first_are_gone(
+        self, pair: ExpertPair, engine: ExpertEngine
+    ) -> None:
+        one = _part_bytes(pair, "time") + _part_bytes(pair, "text")
+        seen = _watch(engine, L)
+        engine.expect(TIMES, {H: [_text(1)], L: [_text(1)]})
+        most = _wait_for_reads(engine)
+        assert 0 < most <= one + 2 * 4096
+        _rows(engine, H, TIMES[H][0], _text(1))
+        assert 0 < _wait_for_reads(engine) <= one + 2 * 4096
+        assert seen == []
+        engine.models[H]  # the look-up of another step of the first expert
+        assert [name for name, _ in seen].count("time_proj") == len(TIMES[L])
+        assert engine.models.host_bytes == 0
+
+    def test_what_was_read_for_an_expert_that_does_not_run_is_dropped(self, engine: ExpertEngine) -> None:
+        _wait_for_reads(engine)
+        assert engine.models.host_bytes > 0
+        engine.expect({L: [3.0]}, {L: [_text(1)]})
+        _rows(engine, L, 3.0, _text(1))
+        assert engine.models.host_bytes == 0
+
+    def test_closing_drops_unused_reads_and_ends_its_threads(self, pair: ExpertPair) -> None:
+        before = set(threading.enumerate())
+        engine = pair.engine(OffloadPolicy.layerwise(), "cpu")
+        _wait_for_reads(engine)
+        pair.close()
+        assert engine.models.host_bytes == 0
+        assert set(threading.enumerate()) == before
+
+
+def _wait_for_reads(engine: ExpertEngine) -> int:
+    """Wait for the submitted reads and return the bytes of RAM of parts after them."""
+    engine.models._reader.submit(int).result()
+    return engine.models.host_bytes
+
+
+def test_chunks_are_set_for_the_blocks_of_both_experts_and_taken_away(engine: ExpertEngine) -> None:
+    blocks = [block for stack in engine.models.blocks.values() for block in stack]
+    for chunk, chunked in ((64, True), (64, True), (100, True), (None, False), (None, False), (7, True)):
+        engine.models.kernels.set(Kernels(), chunk)
+        assert all(("forward" in vars(block)) == chunked for block in blocks)
+        if chunk is not None:
+            assert {block.forward.args[1] for block in blocks} == {chunk}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnCuda:
+    def test_weights_come_by_page_locked_memory_and_leave_nothing(self, pair: ExpertPair) -> None:
+        engine = pair.engine(OffloadPolicy.layerwise(), "cuda")
+        for name in (H, L):
+            engine.models[name]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        slots = engine.models._embedder_weights._slots
+        _wait_for_reads(engine)
+        assert slots.locked_bytes == engine.models.host_bytes > 0
+        engine.expect(TIMES, {H: [_text(1)], L: [_text(1)]})
+        for expert, loaded in ((H, pair.high), (L, pair.low)):
+            whole = WanTransformer3DModel.from_pretrained(loaded.path, torch_dtype=torch.bfloat16).condition_embedder
+            whole.to("cuda")
+            for time in TIMES[expert]:
+                [rows] = _rows(engine, expert, time, _text(1))
+                with torch.no_grad():
+                    expected = whole(torch.tensor([time], device="cuda"), _text(1).cuda().bfloat16(), None)
+                assert all(map(torch.equal, rows, expected))
+            del whole, expected
+        torch.cuda.synchronize()
+        kept = sum(engine.models[name].condition_embedder.row_bytes for name in (H, L))
+        assert torch.cuda.memory_allocated() - before <= kept + 512 * 20
+        assert slots.locked_bytes == 0

@@ -1,0 +1,76 @@
+"""Experts that several processes of a machine open: only one of them reads the RAM-resident blocks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from wanstream.offload.host_memory.shared_segment import PREFIX, SHM
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy, Storage
+from wanstream.wan import ExpertPair
+from wanstream.wan.experts.open import open_experts
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts what the system reads")
+
+PINNED = OffloadPolicy.layerwise(1, source="pinned")
+SOME = OffloadPolicy(kind="layerwise", prefetch_blocks=1, blocks_to_swap=0, source="pinned", ram_blocks=8)
+
+
+def run(pair: ExpertPair, policy: OffloadPolicy) -> tuple[list[torch.Tensor], int]:
+    """Return one matrix of every block during a run, and the bytes read for the run."""
+    engine = pair.engine(policy, "cpu")
+    assert all(engine.models[name] for name in ("high", "low"))  # loads the resident parameters
+    before, seen = _read_bytes(), []
+    visits = step_visits(["high", "low"], engine.block_counts)
+    with engine.run(visits) as engine_run:
+        for visit in visits:
+            with engine_run.visit(*visit):
+                block = engine.models[visit.expert].blocks[visit.block]
+                seen.append(block.ffn.net[2].weight.clone())
+    return seen, _read_bytes() - before
+
+
+@pytest.mark.parametrize(("policy", "storage"), [(PINNED, "as stored"), (SOME, "as stored"), (PINNED, "fp8")])
+def test_the_second_pair_finds_what_the_first_one_has_read(
+    tiny_expert_file: Callable[..., Path], policy: OffloadPolicy, storage: Storage
+) -> None:
+    files = [tiny_expert_file(seed=seed) for seed in (1, 2)]
+    with open_experts(*files, compute_dtype=torch.float32, storage=storage) as alone:
+        expected, whole = run(alone, policy)
+    with (
+        open_experts(*files, compute_dtype=torch.float32, storage=storage, shared=True) as first,
+        open_experts(*files, compute_dtype=torch.float32, storage=storage, shared=True) as second,
+    ):
+        (one, read), (two, read_again) = run(first, policy), run(second, policy)
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected, one, two, strict=True))
+        assert read >= whole / 2 > 10**6
+        if storage == "as stored":  # each process computes the scales of rows from the file
+            assert read_again < whole / 100
+    assert not _segments()
+
+
+def test_a_pair_that_streams_from_files_takes_no_shared_memory(tiny_expert_file: Callable[..., Path]) -> None:
+    file = tiny_expert_file(seed=1)
+    with open_experts(file, file, compute_dtype=torch.float32, shared=True) as pair:
+        run(pair, OffloadPolicy.layerwise(1))
+        assert not _segments()
+        run(pair, PINNED)
+        assert len(_segments()) == 1
+        run(pair, OffloadPolicy.resident())
+        assert not _segments()
+
+
+def _segments() -> set[str]:
+    """Return the files in shared memory that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text(encoding="ascii").splitlines()
+    return {line.split()[-1] for line in lines if f"{SHM}/{PREFIX}" in line and "deleted" not in line}
+
+
+def _read_bytes() -> int:
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))

@@ -1,0 +1,308 @@
+"""LoRAs that change between the runs of one pair: reads, fetches and refusals."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from wanstream.plan import step_visits
+from wanstream.schema import OffloadPolicy
+from wanstream.wan import forward_lanes
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.experts.open import open_experts
+from wanstream.wan.experts.storage import device_bytes
+from wanstream.wan.lora.file import open_lora
+
+HIGH, LOW = {"seed": 1}, {"seed": 2}
+STEPS = ["high", "high", "low"]
+FP32 = {"compute_dtype": torch.float32}
+POLICIES = {
+    "resident": OffloadPolicy.resident(),
+    "layerwise": OffloadPolicy.layerwise(1),
+    "layerwise pinned": OffloadPolicy.layerwise(2, source="pinned"),
+    "block swap": OffloadPolicy.block_swap(2, 1),
+}
+TIME = "diffusion_model.time_projection.1"
+
+
+@pytest.fixture
+def pair(tiny_expert_folder):
+    with open_experts(tiny_expert_folder(**HIGH), tiny_expert_folder(**LOW), **FP32) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def of_fresh_pairs():
+    """Velocities of each change on a separate pair, computed once: they are bit-equal under every policy."""
+    return {}
+
+
+def run(pair, lane, policy=POLICIES["layerwise"], steps=STEPS):
+    """Return the concatenated velocities of one run of single steps."""
+    engine = pair.engine(policy, "cpu")
+    velocities = []
+    with torch.inference_mode(), engine.run(step_visits(steps, engine.block_counts)) as engine_run:
+        for step, expert in enumerate(steps):
+            timestep = torch.tensor([990.0 - step])
+            visit = lambda block, at=(step, expert): engine_run.visit(*at, block)  # noqa: E731
+            velocities += forward_lanes(engine.models[expert], [lane], timestep, visit)
+    return torch.cat(velocities)
+
+
+def time_lora():
+    generator = torch.Generator().manual_seed(6)
+    return {
+        f"{TIME}.lora_down.weight": 0.1 * torch.randn(4, 256, generator=generator),
+        f"{TIME}.lora_up.weight": 0.1 * torch.randn(6 * 256, 4, generator=generator),
+    }
+
+
+def plain(pair, lane):
+    with open_experts(pair.high.path, pair.low.path, **FP32) as plain:
+        return run(plain, lane)
+
+
+def test_the_ram_in_addition_to_slots_is_predicted(pair, lora_file, lane):
+    engine, without = pair.engine(POLICIES["layerwise"], "cpu"), pair.host_resident_bytes
+    engine.models._reader.submit(int).result()
+    assert 0 <= engine.models.host_bytes - without < 2 * 4096, "what embeds time and text, of one expert, in pages"
+    one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
+    pair.set_loras([(one, 1.0)], [(two, 0.5), (one, 0.0)])
+    predicted = pair.host_resident_bytes - without
+    run(pair, lane)
+    taken = pair._factors.nbytes + pair.host_bytes
+    # The factors of a block are padded to a page; biases are not stored with them.
+    assert abs(taken - predicted) < 8 * 4096
+
+
+class TestChanges:
+    """Between runs of one engine."""
+
+    @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+    def test_any_change_gives_what_a_fresh_pair_gives(self, pair, lora_file, lane, policy, of_fresh_pairs):
+        one, two = open_lora(lora_file(seed=3)), open_lora(lora_file({**time_lora()}))
+        step_plan = [
+            ([(one, 1.0)], []),
+            ([(one, 0.3)], []),
+            ([(one, 0.3), (two, 1.0)], [(two, 0.5)]),
+            ([(two, 1.0)], [(one, -1.0)]),
+            ([], []),
+            ([], [(two, 2.0)]),
+        ]
+        engine = pair.engine(policy, "cpu")
+        for at, (high, low) in enumerate(step_plan):
+            pair.set_loras(high, low)
+            found = run(pair, lane, policy)
+            if at not in of_fresh_pairs:
+                with open_experts(pair.high.path, pair.low.path, **FP32) as fresh:
+                    fresh.set_loras(high, low)
+                    of_fresh_pairs[at] = run(fresh, lane)
+            assert torch.equal(found, of_fresh_pairs[at])
+        assert pair.engine(policy, "cpu") is engine
+
+    def test_strength_0_is_none_to_the_bit(self, pair, lora_file, lane):
+        plain = run(pair, lane)
+        lora = open_lora(lora_file(seed=3))
+        pair.set_loras([(lora, 0.0)], [(lora, 0.0)])
+        assert torch.equal(run(pair, lane), plain)
+        pair.set_loras([(lora, 1.0)], [(lora, 1.0)])
+        assert not torch.equal(run(pair, lane), plain)
+        pair.set_loras([(lora, 0)], [(lora, -0.0)])
+        assert torch.equal(run(pair, lane), plain)
+
+    @pytest.mark.parametrize("policy", [POLICIES["layerwise pinned"], OffloadPolicy.block_swap(2, 1, source="pinned")])
+    def test_with_pinned_weights_no_change_reads_a_byte_of_the_base(
+        self, tiny_expert_folder, tmp_path, lora_file, lane, policy
+    ):
+        folder = shutil.copytree(tiny_expert_folder(**HIGH), tmp_path / "expert")
+        one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
+        with open_experts(folder, folder, **FP32) as pair:
+            run(pair, lane, policy)
+            for file in folder.glob("*.safetensors"):
+                file.write_bytes(b"")  # any later read raises an error
+            for high, low in (([(one, 1.0)], []), ([(one, 0.5)], [(two, 1.0)]), ([], [(one, 1.0)]), ([], [])):
+                pair.set_loras(high, low)
+                found = run(pair, lane, policy)
+                with open_experts(tiny_expert_folder(**HIGH), tiny_expert_folder(**HIGH), **FP32) as fresh:
+                    fresh.set_loras(high, low)
+                    assert torch.equal(found, run(fresh, lane, policy))
+            pair.close()
+            with pytest.raises(OSError, match="was changed after it was opened"):
+                run(pair, lane, policy)
+
+    def test_a_lora_on_the_time_embedder_reads_only_that_again(self, pair, lora_file, lane):
+        """Its rows are computed again; the other expert keeps its rows."""
+        block, time = open_lora(lora_file(seed=3)), open_lora(lora_file(time_lora()))
+        embeds_time = sum(
+            tensor.nbytes for name, tensor in pair.high.weights.items() if name.startswith("condition_embedder.time_")
+        )
+        before = run(pair, lane)
+        engine = pair.engine(POLICIES["layerwise"], "cpu")
+        calls = STEPS.count("high")
+        for high, reads in (
+            ([(block, 1.0)], 0),
+            ([(time, 1.0)], 1),
+            ([(time, 0.5), (block, 1.0)], 1),
+            ([], 1),
+            ([], 0),
+        ):
+            pair.set_loras(high, [])
+            read = engine.non_block_bytes
+            found = run(pair, lane)
+            assert engine.non_block_bytes - read == reads * calls * embeds_time, (
+                "the timesteps are not prefetched: one read each"
+            )
+            with open_experts(pair.high.path, pair.low.path, **FP32) as fresh:
+                fresh.set_loras(high, [])
+                assert torch.equal(found, run(fresh, lane))
+        assert torch.equal(found, before)
+
+    def test_another_strength_reads_no_lora_again(self, pair, lora_file, lane):
+        path = lora_file(seed=3)
+        lora = open_lora(path)
+        pair.set_loras([(lora, 1.0)], [])
+        before = run(pair, lane)
+        path.unlink()
+        for strength in (0.5, 0.0, 1.0):
+            pair.set_loras([(lora, strength)], [])
+            found = run(pair, lane)
+        assert torch.equal(found, before)
+        pair.set_loras([], [])
+        run(pair, lane)  # releases its factors
+        pair.set_loras([(lora, 1.0)], [])
+        with pytest.raises(OSError, match="lora_0"):
+            run(pair, lane)
+
+    def test_loras_that_are_set_again_fetch_nothing_more(self, pair, lora_file, lane):
+        path, policy = lora_file(seed=3), POLICIES["resident"]
+        fetched = []
+        for strength in (1.0, 1.0, 0.5):
+            pair.set_loras([(open_lora(path), strength)], [])
+            engine = pair.engine(policy, "cpu")
+            with torch.inference_mode(), engine.run(step_visits(["high", "low"], engine.block_counts)) as engine_run:
+                for step, expert in enumerate(["high", "low"]):
+                    visit = lambda block, at=(step, expert), engine_run=engine_run: engine_run.visit(*at, block)  # noqa: E731
+                    forward_lanes(engine.models[expert], [lane], torch.tensor([990.0]), visit)
+                fetched.append({fetch.block.expert for fetch in engine_run.fetched})
+        assert fetched == [{"high", "low"}, set(), {"high"}]
+
+    @pytest.mark.parametrize("others", [False, True], ids=["alone", "on top of another"])
+    def test_a_lora_of_one_block_touches_no_other(self, pair, lora_file, lightning, lane, others):
+        one_block = {key: tensor for key, tensor in lightning(seed=3).items() if ".blocks.2." in key}
+        below = [(open_lora(lora_file(seed=4)), 1.0)] if others else []
+        pair.set_loras(below, [])
+        run(pair, lane, POLICIES["resident"])
+        pair.set_loras([*below, (open_lora(lora_file(one_block)), 1.0)], [])
+        engine = pair.engine(POLICIES["resident"], "cpu")
+        with torch.inference_mode(), engine.run(step_visits(["high"], engine.block_counts)) as engine_run:
+            visit = lambda block: engine_run.visit(0, "high", block)  # noqa: E731
+            forward_lanes(engine.models["high"], [lane], torch.tensor([990.0]), visit)
+            assert [fetch.block.block for fetch in engine_run.fetched] == [2]
+
+    def test_not_during_a_run(self, pair, lora_file, lane):
+        one, two = open_lora(lora_file(seed=3)), open_lora(lora_file(seed=4))
+        pair.set_loras([(one, 1.0)], [])
+        engine = pair.engine(POLICIES["layerwise"], "cpu")
+        with engine.run(step_visits(["high"], engine.block_counts)):
+            assert pair.engine(POLICIES["layerwise"], "cpu") is engine
+            pair.set_loras([(one, 1.0), (two, 1.0)], [])
+            with pytest.raises(RuntimeError, match="running"):
+                pair.engine(POLICIES["layerwise"], "cpu")
+            pair.set_loras([(one, 1.0)], [])
+            assert pair.engine(POLICIES["layerwise"], "cpu") is engine
+            pair.set_loras([(one, 1.0), (two, 1.0)], [])
+        assert not torch.equal(run(pair, lane), plain(pair, lane))
+
+
+class TestPair:
+    def test_identity_tells_loras_and_strengths(self, pair, lora_file):
+        path, other = lora_file(seed=3), lora_file(seed=4)
+        identities = {pair.identity}
+        for high, low in (
+            ([(open_lora(path), 1.0)], []),
+            ([], [(open_lora(path), 1.0)]),
+            ([(open_lora(path), 0.5)], []),
+            ([(open_lora(other), 1.0)], []),
+        ):
+            pair.set_loras(high, low)
+            identities.add(pair.identity)
+        assert len(identities) == 5
+        pair.set_loras([(open_lora(path), 1.0)], [])
+        assert pair.identity in identities
+        pair.set_loras([(open_lora(path), 0.0)], [])
+        assert pair.identity in identities
+
+    def test_a_lora_of_another_model_is_refused_and_the_former_ones_stay(self, pair, lora_file, lightning, lane):
+        lora = open_lora(lora_file(seed=3))
+        pair.set_loras([(lora, 1.0)], [])
+        before = run(pair, lane)
+        narrow = open_lora(lora_file(lightning(heads=1)))
+        for high, low in (([(narrow, 1.0)], []), ([], [(lora, 1.0), (narrow, 1.0)])):
+            with pytest.raises(CheckpointError, match=r"\[128, 128\]; .* of the expert is \[256, 256\]"):
+                pair.set_loras(high, low)
+        assert torch.equal(run(pair, lane), before)
+
+    @pytest.mark.parametrize("strength", [float("nan"), float("inf")])
+    def test_a_strength_is_finite(self, pair, lora_file, strength):
+        with pytest.raises(ValueError, match=r"strength of .* is (nan|inf): give a finite number"):
+            pair.set_loras([(open_lora(lora_file(seed=3)), strength)], [])
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf")])
+    def test_numbers_that_are_not_finite_are_refused_when_they_are_read(self, pair, lora_file, lightning, lane, number):
+        tensors = lightning(seed=3)
+        key = "diffusion_model.blocks.2.cross_attn.v.lora_up.weight"
+        tensors[key][3, 1] = number
+        pair.set_loras([(open_lora(lora_file(tensors)), 1.0)], [])
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=rf"{key} \[256, 4\] holds 1 of 1024 numbers that are not finite"):
+                run(pair, lane)
+        pair.set_loras([], [])
+        assert torch.equal(run(pair, lane), plain(pair, lane))
+
+    def test_a_factor_of_a_resident_parameter_is_refused_before_the_run(self, pair, lora_file):
+        tensors = time_lora()
+        tensors[f"{TIME}.lora_up.weight"][0, 0] = float("nan")
+        pair.set_loras([], [(open_lora(lora_file(tensors)), 1.0)])
+        with pytest.raises(CheckpointError, match=rf"{TIME}.lora_up.weight .* not finite"):
+            pair.engine(POLICIES["layerwise"], "cpu")
+
+    def test_a_file_that_changed_after_it_was_opened_is_not_read(self, pair, lora_file, lane):
+        path = lora_file(seed=3)
+        pair.set_loras([(open_lora(path), 1.0)], [])
+        assert pair.loras_are_current()
+        lora_file(seed=4).replace(path)
+        assert not pair.loras_are_current()
+        with pytest.raises(OSError, match="was changed after it was opened"):
+            run(pair, lane)
+        pair.set_loras([(open_lora(path), 1.0)], [])
+        assert pair.loras_are_current()
+        run(pair, lane)
+        path.unlink()
+        assert not pair.loras_are_current()
+
+    def test_closing_releases_factors_and_keeps_the_loras(self, pair, lora_file, lane):
+        path = lora_file(seed=3)
+        pair.set_loras([(open_lora(path), 1.0)], [])
+        before = run(pair, lane)
+        pair.close()
+        assert pair.loaded_bytes == 0
+        assert torch.equal(run(pair, lane), before)
+        pair.close()
+        path.unlink()
+        with pytest.raises(OSError, match="lora_0"):
+            run(pair, lane)
+
+    def test_loaded_bytes_are_those_of_buffers_and_resident_parameters(self, pair, lane):
+        assert (pair.loaded_bytes, pair.pinned_bytes, pair.give_back(10**9)) == (0, 0, 0)
+        policy = POLICIES["block swap"]
+        run(pair, lane, policy)
+        planned = device_bytes(pair.high.config, compute_dtype=torch.float32, policy=policy)
+        assert pair.loaded_bytes == planned
+        freed = pair.give_back(1)
+        assert freed > 0
+        assert pair.loaded_bytes == planned - freed
+        assert pair.pinned_bytes == 0
+        run(pair, lane, policy)
+        assert pair.loaded_bytes == planned

@@ -1,0 +1,173 @@
+"""CLIP vision encoder: values of transformers, pixels of ComfyUI, both file forms, refused files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CLIPImageProcessor, CLIPVisionModel
+
+from wanstream.testing.wan21 import make_image_encoder, save_image_encoder
+from wanstream.wan.checkpoint.files import CheckpointError
+from wanstream.wan.image_encoder import PIXEL_MEAN, PIXEL_STD, clip_pixels, open_image_encoder
+
+SIZE = 28
+"""Side of the tiny encoder's images in pixels: four patches in all."""
+
+
+@pytest.fixture(scope="module")
+def encoder() -> CLIPVisionModel:
+    return make_image_encoder(seed=1, image_size=SIZE)
+
+
+@pytest.fixture(scope="module")
+def file(encoder: CLIPVisionModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("clip") / "clip_vision_h.safetensors"
+    save_image_encoder(encoder, path, dtype=torch.float32)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(encoder: CLIPVisionModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pipeline")
+    encoder.save_pretrained(path / "image_encoder")
+    return path
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.rand(2, 40, 56, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("crop", [False, True])
+def test_it_sees_what_transformers_sees(
+    crop: bool, encoder: CLIPVisionModel, file: Path, folder: Path, images: torch.Tensor
+) -> None:
+    """Bit-equal from a file, a pipeline folder and an `image_encoder` folder."""
+    with torch.no_grad():
+        pixels = clip_pixels(images, SIZE, crop=crop)
+        expected = encoder(pixel_values=pixels, output_hidden_states=True).hidden_states[-2]
+    assert expected.shape == (2, 5, 1280)
+    for path in (file, folder, folder / "image_encoder"):
+        seen = open_image_encoder(path).encode(images, device="cpu", crop=crop).penultimate_hidden_states
+        assert torch.equal(seen, expected)
+
+
+def test_two_calls_give_the_same(file: Path, images: torch.Tensor) -> None:
+    """A call in inference mode does not affect a later one outside it."""
+    opened = open_image_encoder(file)
+    with torch.inference_mode():
+        first = opened.encode(images, device="cpu").penultimate_hidden_states
+    assert torch.equal(first, opened.encode(images, device="cpu").penultimate_hidden_states)
+
+
+def test_fp16_files_compute_in_fp32(encoder: CLIPVisionModel, images: torch.Tensor, file: Path, tmp_path: Path) -> None:
+    save_image_encoder(encoder, tmp_path / "half.safetensors", dtype=torch.float16)
+    whole = open_image_encoder(file).encode(images, device="cpu").penultimate_hidden_states
+    half = open_image_encoder(tmp_path / "half.safetensors").encode(images, device="cpu").penultimate_hidden_states
+    assert half.dtype == torch.float32
+    assert 0 < (half - whole).norm() / whole.norm() < 2e-3
+
+
+def test_the_projection_and_old_numbers_of_places_are_passed_over(
+    file: Path, images: torch.Tensor, tmp_path: Path
+) -> None:
+    tensors = load_file(file)
+    tensors["visual_projection.weight"] = torch.zeros(1024, 1280)
+    tensors["vision_model.embeddings.position_ids"] = torch.arange(5)[None]
+    save_file(tensors, tmp_path / "old.safetensors")
+    old, new = (open_image_encoder(path).encode(images, device="cpu") for path in (tmp_path / "old.safetensors", file))
+    assert torch.equal(old.penultimate_hidden_states, new.penultimate_hidden_states)
+
+
+def test_the_middle_of_a_picture_is_what_clips_own_processor_takes() -> None:
+    """CLIPImageProcessor resizes with PIL, so the last bits of a smooth image differ."""
+    rows, columns = torch.meshgrid(torch.linspace(0, 1, 300), torch.linspace(0, 1, 448), indexing="ij")
+    image = torch.stack([rows, columns, rows * columns], dim=-1)
+    pixels = (image * 255).round().to(torch.uint8)
+    theirs = CLIPImageProcessor()(images=pixels.numpy(), return_tensors="pt")["pixel_values"]
+    ours = clip_pixels(pixels[None] / 255, 224, crop=True)
+    assert ours.shape == theirs.shape == (1, 3, 224, 224)
+    assert (ours - theirs).abs().max() < 0.031  # two steps of 8 bits
+    assert (clip_pixels(pixels[None] / 255, 224) - theirs).abs().max() > 0.3
+
+
+def test_a_picture_of_the_right_size_is_not_scaled() -> None:
+    image = torch.rand(1, SIZE, SIZE, 4)
+    assert torch.equal(clip_pixels(image, SIZE), clip_pixels(image, SIZE, crop=True))
+    assert torch.equal(clip_pixels(image, SIZE), clip_pixels(image[..., :3], SIZE))
+
+
+@pytest.mark.parametrize(("value", "level"), [(0.5003, 128), (1.2, 255), (-0.1, 0)])
+def test_pixels_are_those_of_a_picture_with_8_bits(value: float, level: int) -> None:
+    found = clip_pixels(torch.full((1, SIZE, SIZE, 3), value), SIZE)
+    expected = [(level / 255 - mean) / std for mean, std in zip(PIXEL_MEAN, PIXEL_STD, strict=True)]
+    assert found.amin(dim=(0, 2, 3)).tolist() == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(found, found[:, :, :1, :1].expand_as(found))
+
+
+@pytest.mark.parametrize("shape", [(40, 56, 3), (1, 40, 56, 1), (0, 40, 56, 3)])
+def test_what_is_no_picture_is_refused(shape: tuple[int, ...], file: Path) -> None:
+    with pytest.raises(ValueError, match=r"the images are .*: give images \[N, H, W, 3\]"):
+        open_image_encoder(file).encode(torch.zeros(shape), device="cpu")
+
+
+def _with_positions(count: int) -> Callable[[dict[str, Any]], object]:
+    return lambda tensors: tensors.update(
+        {"vision_model.embeddings.position_embedding.weight": torch.zeros(count, 1280)}
+    )
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "nothing": (
+        lambda tensors: tensors.clear() or tensors.update(x=torch.zeros(1)),
+        r"is not a CLIP vision model: .*\(first: x\)",
+    ),
+    "ViT-L": (
+        lambda tensors: tensors.update(
+            {"vision_model.embeddings.patch_embedding.weight": torch.zeros(1024, 3, 14, 14)}
+        ),
+        "is 1024 wide; Wan2.1 I2V takes CLIP ViT-H",
+    ),
+    "flat": (
+        lambda tensors: tensors.update({"vision_model.embeddings.patch_embedding.weight": torch.zeros(1280, 588)}),
+        r"vision_model.embeddings.patch_embedding.weight is \[1280, 588\]; 4 sizes",
+    ),
+    "positions": (_with_positions(8), "has 8 positions; one more than a square number"),
+    "a layer's tensor": (
+        lambda tensors: tensors.pop("vision_model.encoder.layers.1.mlp.fc2.bias"),
+        r"vision_model.encoder.layers.1.mlp.fc2.bias \[1280\] is missing",
+    ),
+    "another tensor": (lambda tensors: tensors.update(more=torch.zeros(1)), "more does not belong to the model"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_other_files_are_refused(change: Any, message: str, file: Path, tmp_path: Path) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        open_image_encoder(tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 1024}, "hidden_size is 1024, 1280 is expected: give the image encoder of a Wan2.1 I2V"),
+        ({"model_type": "siglip_vision_model"}, "model_type is 'siglip_vision_model'"),
+        ({"patch_size": 0}, "patch_size is 0; a whole number above 0"),
+    ],
+)
+def test_other_folders_are_refused(change: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "image_encoder" / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=message):
+        open_image_encoder(tmp_path)
+    with pytest.raises(CheckpointError, match="is neither a diffusers pipeline folder with image_encoder"):
+        open_image_encoder(tmp_path / "nothing")

@@ -1,0 +1,306 @@
+"""ComfyUI's single-file text encoders: equality with the pipeline folder, memory, refused files."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.offload.sources.file import FileSource
+from wanstream.schema import OffloadPolicy
+from wanstream.testing.components import save_text_encoder_file, save_text_encoder_folders
+from wanstream.testing.fp8 import FP8_LAYOUTS, quantise
+from wanstream.testing.tokenizer import VOCABULARY
+from wanstream.testing.weights import make_text_encoder
+from wanstream.wan.text import encoder as text_encoder
+from wanstream.wan.text.encoder import open_text_encoder
+
+FP8 = torch.float8_e4m3fn
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+PROMPTS = ["a cat walks through the snow", "", " caf\u00e9 &amp; \u65e5\u672c </s> x"]
+LENGTH = 40
+NOT_WEIGHTS = (".scale_weight", ".weight_scale", ".scale_input", ".comfy_quant", "scaled_fp8", "spiece_model")
+
+TABLE = "shared.weight"
+QUERIES = "encoder.block.0.layer.0.SelfAttention.q.weight"
+POSITIONS = "encoder.block.{}.layer.0.SelfAttention.relative_attention_bias.weight"
+
+Tensors = dict[str, torch.Tensor]
+
+# Encodes a prompt in a separate process and prints its peak memory in KiB.
+PEAK = """
+import sys
+import torch
+from wanstream.wan.text.encoder import open_text_encoder
+
+
+def status(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field + ":")))
+
+
+torch.ones(4, 4096) @ torch.ones(4096, 64)
+encoder = open_text_encoder(sys.argv[1], compute_dtype=torch.float32)
+with open("/proc/self/clear_refs", "w") as refs:
+    refs.write("5")  # the peak counts from here
+before = status("VmRSS")
+encoder.encode(["cat"], device="cpu", max_length=8)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.fixture(scope="module")
+def encoder_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return `encoder_file(dtype=torch.float16, fp8=None)`, which makes a read-only file; `fp8` is in FP8_LAYOUTS."""
+
+    @functools.cache
+    def file(*, dtype: torch.dtype = torch.float16, fp8: str | None = None) -> Path:
+        path = tmp_path_factory.mktemp("encoder") / "umt5.safetensors"
+        encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
+        save_text_encoder_file(encoder, path, dtype=dtype, fp8=fp8 if fp8 is None else FP8_LAYOUTS[fp8])
+        return path
+
+    return file
+
+
+@pytest.fixture
+def changed(encoder_file: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Return `changed(edit, **file)`, which copies the file and lets `edit` change its tensors in place."""
+
+    def change(edit: Callable[[Tensors], Any], **file: Any) -> Path:
+        tensors = load_file(encoder_file(**file))
+        edit(tensors)
+        save_file(tensors, tmp_path / "changed.safetensors", {"format": "pt"})
+        return tmp_path / "changed.safetensors"
+
+    return change
+
+
+@pytest.fixture
+def folder_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """Return `folder_of(file)`, which makes a pipeline folder with the file's decoded values in fp32."""
+
+    def write(path: Path) -> Path:
+        tensors = load_file(path)
+        save_text_encoder_folders(make_text_encoder(seed=0, vocabulary=len(VOCABULARY)), tmp_path, dtype=torch.float32)
+        values = {}
+        for name in tensors:
+            if not name.endswith(NOT_WEIGHTS):
+                layer = name.removesuffix(".weight")
+                scale = tensors.get(f"{layer}.scale_weight", tensors.get(f"{layer}.weight_scale"))
+                values[name] = tensors[name].float() * (1 if scale is None else scale.reshape(()))
+        save_file(values, tmp_path / "text_encoder" / "model.safetensors", {"format": "pt"})
+        return tmp_path
+
+    return write
+
+
+def embeddings(path: Path, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+    with open_text_encoder(path, compute_dtype=dtype) as encoder:
+        return encoder.encode(PROMPTS, device="cpu", max_length=LENGTH, **options)
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for prompt, one, other in zip(PROMPTS, found, expected, strict=True):
+        assert one.shape == (1, LENGTH, 4096)
+        assert torch.equal(one, other), prompt
+
+
+class TestAgainstTheFolder:
+    @pytest.mark.parametrize(
+        ("stored", "computed"),
+        [
+            *((stored, torch.float32) for stored in DTYPES),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float16, torch.bfloat16),
+        ],
+        ids=str,
+    )
+    def test_equal_to_the_bit_where_the_stored_values_are(
+        self, encoder_file: Callable[..., Path], tmp_path: Path, stored: torch.dtype, computed: torch.dtype
+    ) -> None:
+        encoder = make_text_encoder(seed=0, vocabulary=len(VOCABULARY))
+        save_text_encoder_folders(encoder, tmp_path, dtype=stored)
+
+        assert_equal(embeddings(encoder_file(dtype=stored), computed), embeddings(tmp_path, computed))
+
+    def test_fp8_is_equal_to_its_dequantised_values(
+        self,
+        encoder_file: Callable[..., Path],
+        folder_of: Callable[[Path], Path],
+        fp8_layout: str,
+    ) -> None:
+        path = encoder_file(fp8=fp8_layout)
+        assert load_file(path)[QUERIES].dtype == FP8
+
+        assert_equal(embeddings(path, torch.float32), embeddings(folder_of(path), torch.float32))
+
+    @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+    def test_a_plain_cast_is_loaded_with_a_note(
+        self,
+        changed: Callable[..., Path],
+        folder_of: Callable[[Path], Path],
+        caplog: pytest.LogCaptureFixture,
+        fp8: torch.dtype,
+    ) -> None:
+        def cast(tensors: Tensors) -> None:
+            tensors |= {name: t.to(fp8) for name, t in tensors.items() if name != "spiece_model"}
+
+        path = changed(cast)
+
+        assert_equal(embeddings(path, torch.bfloat16), embeddings(folder_of(path), torch.bfloat16))
+        assert "plain casts to float8" in caplog.text
+
+    @pytest.mark.parametrize("table", ["bf16", "fp8 with a scale"])
+    def test_a_token_table_in_another_precision(
+        self, changed: Callable[..., Path], folder_of: Callable[[Path], Path], table: str
+    ) -> None:
+        def edit(tensors: Tensors) -> None:
+            if table == "bf16":
+                tensors[TABLE] = tensors[TABLE].bfloat16()
+            else:
+                tensors[TABLE], tensors["shared.scale_weight"] = quantise(tensors[TABLE].float())
+
+        path = changed(edit, fp8="scaled_fp8")
+
+        assert_equal(embeddings(path, torch.float32), embeddings(folder_of(path), torch.float32))
+
+    def test_the_policy_changes_nothing(self, encoder_file: Callable[..., Path]) -> None:
+        path = encoder_file(fp8="scaled_fp8")
+        for policy in (OffloadPolicy.layerwise(1, source="pinned"), OffloadPolicy.resident()):
+            assert_equal(embeddings(path, torch.bfloat16, policy=policy), embeddings(path, torch.bfloat16))
+
+    def test_the_other_name_of_the_token_table(
+        self, encoder_file: Callable[..., Path], changed: Callable[..., Path]
+    ) -> None:
+        def rename(tensors: Tensors) -> None:
+            tensors["encoder.embed_tokens.weight"] = tensors.pop(TABLE)
+
+        assert_equal(embeddings(changed(rename), torch.float32), embeddings(encoder_file(), torch.float32))
+
+    def test_the_tensor_that_comfyui_adds_is_ignored(self, changed: Callable[..., Path]) -> None:
+        open_text_encoder(changed(lambda tensors: tensors.update(logit_scale=torch.tensor(4.6))))
+
+
+class TestMemory:
+    def test_weights_are_read_once_for_all_prompts(
+        self, encoder_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        read = []
+
+        class RecordingSource(FileSource):
+            def read_block(self, key: Any, into: torch.Tensor) -> None:
+                read.append(key)
+                super().read_block(key, into)
+
+        monkeypatch.setattr(text_encoder, "FileSource", RecordingSource)
+        embeddings(encoder_file(fp8="scaled_fp8"), torch.bfloat16)
+
+        assert sorted(read) == [("umt5", 0), ("umt5", 1)]
+
+    @pytest.mark.parametrize("fp8", [None, "scaled_fp8"])
+    def test_the_token_table_is_never_loaded(self, encoder_file: Callable[..., Path], fp8: str | None) -> None:
+        encoder = open_text_encoder(encoder_file(fp8=fp8))
+        encoder.encode(["a cat"], device="cpu")
+
+        on_meta = {name for name, parameter in encoder._model.named_parameters() if parameter.is_meta}
+        streamed = (".q.weight", ".k.weight", ".v.weight", ".o.weight", ".wi_0.weight", ".wi_1.weight", ".wo.weight")
+        rest = {name for name in on_meta if not name.endswith(streamed)} - {"encoder.embed_tokens.weight"}
+        assert rest == {TABLE}
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+    @pytest.mark.parametrize("form", ["folder", "file", "fp8 file"])
+    def test_the_peak_is_two_blocks(self, tmp_path: Path, form: str) -> None:
+        encoder = make_text_encoder(seed=0, vocabulary=4000, layers=10)
+        block = 4 * sum(parameter.numel() for parameter in encoder.encoder.block[0].parameters()) / 1024
+        if form == "folder":
+            save_text_encoder_folders(encoder, tmp_path / "umt5", dtype=torch.float32)
+        else:
+            fp8 = FP8_LAYOUTS["scaled_fp8"] if form == "fp8 file" else None
+            save_text_encoder_file(encoder, tmp_path / "umt5", dtype=torch.float32, fp8=fp8)
+
+        command = [sys.executable, "-c", PEAK, str(tmp_path / "umt5")]
+        peak = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+
+        # The file has ten blocks and a token table as large as six. Threads and activations take as much memory as a
+        # third block, fp8 values that are copied to a buffer half of one.
+        assert 2 < peak / block < 4.5
+
+
+class TestBadFiles:
+    def test_truncated(self, encoder_file: Callable[..., Path], tmp_path: Path) -> None:
+        path = tmp_path / "umt5.safetensors"
+        path.write_bytes(encoder_file().read_bytes()[:-100])
+        with pytest.raises(CheckpointFileError, match=r"is truncated: has .* bytes; download it again"):
+            open_text_encoder(path)
+
+    def test_a_pickle(self, tmp_path: Path) -> None:
+        path = tmp_path / "umt5.safetensors"
+        torch.save({TABLE: torch.zeros(1)}, path)
+        with pytest.raises(CheckpointFileError, match="is a PyTorch pickle"):
+            open_text_encoder(path)
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(CheckpointFileError, match="neither a diffusers pipeline folder"):
+            open_text_encoder(tmp_path / "umt5.safetensors")
+
+    def test_a_scale_is_missing(self, changed: Callable[..., Path]) -> None:
+        path = changed(lambda tensors: tensors.pop(QUERIES.replace(".weight", ".scale_weight")), fp8="scaled_fp8")
+        with pytest.raises(CheckpointFileError, match=r"SelfAttention\.q.* scale .*is missing"):
+            open_text_encoder(path)
+
+    def test_the_token_table_alone_is_fp8_without_a_scale(self, changed: Callable[..., Path]) -> None:
+        path = changed(lambda t: t.update({TABLE: t[TABLE].to(FP8)}), fp8="scaled_fp8")
+        with pytest.raises(CheckpointFileError, match=r"its scale shared\.scale_weight is missing"):
+            open_text_encoder(path)
+
+    @pytest.mark.parametrize(
+        ("edit", "message"),
+        [
+            (lambda t: t.pop("spiece_model"), r"has no tokenizer \(spiece_model\): use .*umt5_xxl_fp16"),
+            (lambda t: t.update(spiece_model=t["spiece_model"][:-9].clone()), "spiece_model is not a tokenizer"),
+            (lambda t: t.update({TABLE: t[TABLE][:100].clone()}), "has 193 tokens, but the token table has 100 rows"),
+            (lambda t: t.pop(TABLE), r"shared\.weight is missing"),
+            (lambda t: t.pop(QUERIES), "is not a UMT5 text encoder"),
+            (lambda t: t.pop("encoder.final_layer_norm.weight"), r"final_layer_norm\.weight \[4096\] is missing"),
+            (
+                lambda t: t.pop(QUERIES.replace("0", "1", 1)),
+                r"block\.1\.layer\.0\.SelfAttention\.q\.weight .* is missing",
+            ),
+            (
+                lambda t: t.update({QUERIES: t[QUERIES][:, :2048].clone()}),
+                r"SelfAttention\.q\.weight is \[64, 2048\]; \[rows, 4096\] is expected",
+            ),
+            (
+                lambda t: t.update({QUERIES: t[QUERIES][:62].clone()}),
+                r"relative_attention_bias\.weight is \[32, 4\]; .* a divisor of 62",
+            ),
+            (
+                lambda t: t.update({QUERIES: t[QUERIES][:32].clone()}),
+                r"block\.0.*SelfAttention\.k\.weight is \[64, 4096\]; the rest of the file requires \[32, 4096\]",
+            ),
+            (lambda t: t.update({"encoder.block.7.x": torch.zeros(1)}), r"encoder\.block\.2 is missing"),
+            (lambda t: t.update(other=torch.zeros(1)), "other does not belong"),
+            (lambda t: t.update({QUERIES: t[QUERIES].to(torch.int8)}), r"q\.weight is torch\.int8; one of float32"),
+            (lambda t: t.pop(POSITIONS.format(1)), "is a T5 .*, not UMT5"),
+            (
+                lambda t: t.update({"token_embedding.weight": t.pop(TABLE)}),
+                r"the names of Wan's own release \(token_embedding\.weight\), which has no tokenizer: use umt5_xxl",
+            ),
+            (lambda t: t.clear() or t.update({"text_model.x": torch.zeros(2)}), r"1 tensors \(first: text_model.x\)"),
+        ],
+    )
+    def test_a_file_of_something_else(
+        self, changed: Callable[..., Path], edit: Callable[[Tensors], Any], message: str
+    ) -> None:
+        with pytest.raises(CheckpointFileError, match=message):
+            open_text_encoder(changed(edit))

@@ -1,0 +1,64 @@
+"""Block benchmark: a real block, with as many tokens as the time limit allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from wanstream.devices import auto_dtype
+from wanstream.schema import ExpertShape
+from wanstream.wan.transformer.probe import block_pass, probe_block, sample_block
+
+CPU = torch.device("cpu")
+TINY = ExpertShape(width=256, ffn_width=512, blocks=2)
+WITH_IMAGES = replace(TINY, image_width=1280)
+
+
+@pytest.mark.parametrize("shape", [TINY, WITH_IMAGES], ids=["plain", "image branch"])
+def test_a_sample_block_is_one_of_the_shape_with_finite_results(shape: ExpertShape) -> None:
+    block = sample_block(shape, CPU)
+    matrices = [p for p in block.parameters() if p.ndim == 2]
+    assert sum(p.numel() for p in matrices) == shape.streamed_parameters
+    assert sum(p.numel() for p in block.parameters()) == shape.streamed_parameters + shape.small_parameters
+    assert {p.dtype for p in matrices} == {auto_dtype(CPU)}
+    assert block.scale_shift_table.dtype == torch.float32
+    seen: list[torch.Tensor] = []
+    block.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    block_pass(block, shape, 100, CPU)()
+    assert seen[0].shape == (1, 100, 256)
+    assert torch.isfinite(seen[0]).all()
+    assert seen[0].float().std() > 0.1
+
+
+@pytest.mark.parametrize("shape", [TINY, WITH_IMAGES], ids=["plain", "image branch"])
+def test_the_operations_are_those_that_torch_counts_in_a_block(shape: ExpertShape) -> None:
+    meta, counted = torch.device("meta"), FlopCounterMode(display=False)
+    once = block_pass(sample_block(shape, meta), shape, 300, meta)
+    with counted:
+        once()
+    assert counted.get_total_flops() == shape.block_flops(300)
+
+
+def test_all_tokens_are_computed_where_there_is_time() -> None:
+    rate = probe_block(TINY, 700, CPU, most_s=60)
+    assert rate.tokens == 700
+    assert 1e6 < rate.flops_per_s < 1e16
+    assert probe_block(TINY, 10, CPU).tokens == 10
+
+
+def test_without_time_a_few_tokens_are_the_answer() -> None:
+    rate = probe_block(TINY, 100_000, CPU, most_s=0.0)
+    assert rate.tokens == 256
+    assert rate.flops_per_s > 1e6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rate = probe_block(ExpertShape(), 8192, device)
+    assert rate.tokens == 8192
+    assert 1e12 < rate.flops_per_s < 1e16

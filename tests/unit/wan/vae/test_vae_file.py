@@ -1,0 +1,199 @@
+"""Single-file VAEs: equality with the `vae` folder, refused files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from wanstream.offload.formats.safetensors_header import CheckpointFileError
+from wanstream.testing.components import save_vae_file, save_vae_folder
+from wanstream.testing.weights import make_vae
+from wanstream.wan.latent_space import WAN22
+from wanstream.wan.vae.vae import open_vae
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def vae_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vae") / "wan_2.1_vae.safetensors"
+    save_vae_file(make_vae(seed=0), path)
+    return path
+
+
+@pytest.fixture
+def changed(vae_file: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return `changed(edit)`, which copies the file and lets `edit` change its tensors in place."""
+
+    def change(edit: Callable[[Tensors], Any]) -> Path:
+        tensors = load_file(vae_file)
+        edit(tensors)
+        save_file(tensors, tmp_path / "changed.safetensors")
+        return tmp_path / "changed.safetensors"
+
+    return change
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def encoded_and_decoded(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an encoded video and a decoded latent."""
+    with open_vae(path) as vae:
+        return (
+            vae.encode(noise(5, 16, 24, 3).sigmoid(), device="cpu"),
+            vae.decode(noise(2, 16, 2, 2, 3), device="cpu"),
+        )
+
+
+def assert_equal(path: Path, other: Path) -> None:
+    for found, expected in zip(encoded_and_decoded(path), encoded_and_decoded(other), strict=True):
+        assert torch.equal(found, expected)
+
+
+class TestAgainstTheFolder:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_both_ways_equal_to_the_bit(self, changed: Callable[..., Path], tmp_path: Path, dtype: torch.dtype) -> None:
+        def cast(tensors: Tensors) -> None:
+            tensors |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+        vae = make_vae(seed=0)
+        save_vae_folder(vae, tmp_path / "vae")
+        weights = {name: tensor.to(dtype) for name, tensor in vae.state_dict().items()}
+        save_file(weights, tmp_path / "vae" / WEIGHTS, {"format": "pt"})
+
+        assert_equal(changed(cast), tmp_path)
+
+    def test_names_of_diffusers_in_a_single_file(self, vae_file: Path, tmp_path: Path) -> None:
+        save_vae_folder(make_vae(seed=0), tmp_path / "vae")
+
+        assert_equal(tmp_path / "vae" / WEIGHTS, vae_file)
+
+    def test_the_width_follows_from_shapes(self, tmp_path: Path) -> None:
+        vae = make_vae(seed=0, base_dim=16)
+        save_vae_file(vae, tmp_path / "vae.safetensors")
+        save_vae_folder(vae, tmp_path / "vae")
+
+        assert json.loads((tmp_path / "vae" / "config.json").read_text())["base_dim"] == 16
+        assert_equal(tmp_path / "vae.safetensors", tmp_path)
+
+
+class TestWan22:
+    def test_the_single_file_is_the_folder(self, wan22_vae: Path) -> None:
+        with open_vae(wan22_vae / "wan2.2_vae.safetensors") as file, open_vae(wan22_vae) as folder:
+            latents, video = noise(1, 48, 2, 2, 2), noise(1, 32, 32, 3).sigmoid()
+            assert torch.equal(file.decode(latents, device="cpu"), folder.decode(latents, device="cpu"))
+            assert torch.equal(file.encode(video, device="cpu"), folder.encode(video, device="cpu"))
+            assert file.space == folder.space == WAN22
+
+    def test_names_of_diffusers_in_a_single_file(self, wan22_vae: Path) -> None:
+        with open_vae(wan22_vae / "vae" / WEIGHTS) as vae:
+            assert vae.decode(noise(1, 48, 1, 2, 2), device="cpu").shape == (1, 1, 32, 32, 3)
+
+    @pytest.mark.parametrize(
+        ("edit", "message"),
+        [
+            (lambda t: t.pop("decoder.head.2.weight"), r"decoder\.head\.2\.weight is missing"),
+            (
+                lambda t: t.pop("decoder.upsamples.1.upsamples.3.time_conv.bias"),
+                r"decoder\.upsamples\.1\.upsamples\.3\.time_conv\.bias \[64\] is missing",
+            ),
+            (
+                lambda t: t.update({"encoder.conv1.weight": torch.zeros(4, 3, 3, 3, 3)}),
+                r"encoder\.conv1\.weight is \[4, 3, 3, 3, 3\]; the rest of the file requires \[4, 12, 3, 3, 3\]",
+            ),
+        ],
+        ids=["no width", "one parameter", "the encoder of Wan2.1"],
+    )
+    def test_a_tensor_that_does_not_fit(
+        self, wan22_vae: Path, tmp_path: Path, edit: Callable[[Tensors], Any], message: str
+    ) -> None:
+        tensors = load_file(wan22_vae / "wan2.2_vae.safetensors")
+        edit(tensors)
+        save_file(tensors, tmp_path / "changed.safetensors")
+        with pytest.raises(CheckpointFileError, match=message):
+            open_vae(tmp_path / "changed.safetensors")
+
+
+class TestBadFiles:
+    def test_truncated(self, vae_file: Path, tmp_path: Path) -> None:
+        (tmp_path / "vae.safetensors").write_bytes(vae_file.read_bytes()[:-1])
+        with pytest.raises(CheckpointFileError, match=r"is truncated: has \d+ of \d+ bytes"):
+            open_vae(tmp_path / "vae.safetensors")
+
+    def test_a_pickle(self, tmp_path: Path) -> None:
+        torch.save({"conv1.weight": torch.zeros(1)}, tmp_path / "Wan2.1_VAE.pth")
+        with pytest.raises(CheckpointFileError, match="is a PyTorch pickle"):
+            open_vae(tmp_path / "Wan2.1_VAE.pth")
+
+    @pytest.mark.parametrize(
+        ("tensors", "message"),
+        [
+            (
+                {"decoder.up.0.block.0.conv1.weight": (128, 256, 3, 3), "encoder.conv_in.weight": (128, 3, 3, 3)},
+                r"of an image model \(decoder\.up\.0\.block\.0\.conv1\.weight \[128, 256, 3, 3\]\)",
+            ),
+            (
+                {
+                    "encoder.down_blocks.0.resnets.0.norm1.weight": (128,),
+                    "decoder.up_blocks.0.resnets.0.norm1.weight": (512,),
+                },
+                "of an image model",
+            ),
+            (
+                {"blocks.0.attn.q.weight": (8, 8)},
+                r"is not a VAE of Wan: it has 1 tensors \(first: blocks.* \[8, 8\]\); use wan_2\.1_vae\.safetensors "
+                r"\(Wan2\.1 and Wan2\.2 A14B\), or wan2\.2_vae\.safetensors \(Wan2\.2 5B\)",
+            ),
+        ],
+        ids=["SD and Flux", "SD of diffusers", "no VAE"],
+    )
+    def test_another_model(self, tmp_path: Path, tensors: dict[str, tuple[int, ...]], message: str) -> None:
+        made = {name: torch.zeros(1).expand(shape).to(torch.float8_e5m2) for name, shape in tensors.items()}
+        save_file({name: tensor.contiguous() for name, tensor in made.items()}, tmp_path / "vae.safetensors")
+        with pytest.raises(CheckpointFileError, match=message):
+            open_vae(tmp_path / "vae.safetensors")
+
+    @pytest.mark.parametrize(
+        ("edit", "message"),
+        [
+            (lambda t: t.pop("decoder.head.0.gamma"), r"decoder\.head\.0\.gamma \[8, 1, 1, 1\] is missing"),
+            (lambda t: t.pop("encoder.conv1.weight"), r"encoder\.conv1\.weight is missing"),
+            (
+                lambda t: t.update({"encoder.conv1.weight": torch.zeros(16, 3, 3, 3)}),
+                r"encoder\.conv1\.weight is \[16, 3, 3, 3\]; \[out, in, 3, 3, 3\] is expected",
+            ),
+            (
+                lambda t: t.update({"conv2.weight": torch.zeros(48, 48, 1, 1, 1)}),
+                r"conv2\.weight is \[48, 48, 1, 1, 1\]; the rest of the file requires \[16, 16, 1, 1, 1\]",
+            ),
+            (
+                lambda t: t.update({"conv1.bias": t["conv1.bias"].to(torch.float8_e4m3fn)}),
+                r"conv1\.bias is torch\.float8_e4m3fn; one of float32, float16, bfloat16 is expected",
+            ),
+            (lambda t: t.update(other=torch.zeros(1)), "other does not belong"),
+            (
+                lambda t: t.update({"decoder.upsamples.x.residual": torch.zeros(1)}),
+                r"upsamples\.x\.residual does not belong",
+            ),
+            (
+                lambda t: t.update({"encoder.norm_out.gamma": torch.zeros(1)}),
+                r"encoder\..* means the same parameter as another key",
+            ),
+        ],
+    )
+    def test_a_tensor_that_does_not_fit(
+        self, changed: Callable[..., Path], edit: Callable[[Tensors], Any], message: str
+    ) -> None:
+        with pytest.raises(CheckpointFileError, match=message):
+            open_vae(changed(edit))

@@ -1,0 +1,183 @@
+"""Likely mismatches of experts and LoRAs, found in their names, their headers and a few tensors.
+
+No finding is certain, so all of them are warnings. File names are read for the expert (high noise, low noise) and the
+family (image to video), because the headers of both experts of a model are equal.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from ...offload import read_gguf_header, read_header, read_tensors
+from ..lora.keys import key_meaning
+from .detect import IMAGE_BRANCH, IMAGE_CONDITION_CHANNELS, LATENT_CHANNELS
+from .files import is_gguf
+from .open import Expert
+
+Place = Literal["high", "low"]
+
+TITLE_FIELDS = ("ss_output_name", "modelspec.title", "general.name")
+"""Metadata fields with the original name of the file."""
+BASE_MODEL_FIELDS = ("ss_sd_model_name", "ss_base_model_version", "modelspec.architecture")
+"""Metadata fields with the base model of a LoRA.
+
+A LoRA for both experts names one of them here, so these fields do not determine a place.
+"""
+
+_NOISE = re.compile(r"(high|low)[\W_]*noise", re.IGNORECASE)
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_ABBREVIATIONS: Mapping[str, Place] = {"high": "high", "hn": "high", "low": "low", "ln": "low"}
+_IMAGE = re.compile(r"(?<![a-z])(i2v|img2vid|image[\W_]*(to|2)[\W_]*video)", re.IGNORECASE)
+_TEXT = re.compile(r"(?<![a-z])(t2v|txt2vid|text[\W_]*(to|2)[\W_]*video)", re.IGNORECASE)
+
+# Small tensors that training changes. Two experts in which all of them are equal are copies of one.
+_FINGERPRINT = ("scale_shift_table", "blocks.0.scale_shift_table", "patch_embedding.bias", "proj_out.bias")
+
+
+class NamedPlace(NamedTuple):
+    """Place in the pair (high or low noise) that a name states."""
+
+    place: Place
+    clear: bool
+    """True if the name contains "noise".
+
+    A mere "high" or "low" may mean something else and counts only against its opposite.
+    """
+
+
+def place_from_name(name: str) -> NamedPlace | None:
+    """Return the place that a name states, or None if it states neither or both."""
+    clear = {place.lower() for place in _NOISE.findall(name)}
+    words = [word.lower() for word in _WORDS.findall(name)]
+    places = {_ABBREVIATIONS[word] for word in words if word in _ABBREVIATIONS} | clear
+    if len(places) != 1:
+        return None
+    return NamedPlace("high" if "high" in places else "low", clear=bool(clear))
+
+
+def is_image_to_video_name(name: str) -> bool:
+    """Return True if a name states image to video and not text to video."""
+    return _IMAGE.search(name) is not None and _TEXT.search(name) is None
+
+
+def expert_suspicions(high: Expert, low: Expert) -> list[str]:
+    """Return warnings about a pair of experts, each a sentence with a remedy."""
+    if _is_same_file(high.path, low.path):
+        return [f"{high.path.name} is both experts: choose the low-noise file of the model as low_noise"]
+    if _is_same_weights(high, low):
+        return [
+            f"{high.path.name} and {low.path.name} hold the same weights, so they are copies of one expert: download "
+            "the other expert again"
+        ]
+    return _swapped_or_misplaced("expert", _place_of(high.path), _place_of(low.path), high.path.name, low.path.name)
+
+
+def lora_suspicions(high: Path | None, low: Path | None, expert: Expert, *, single: bool) -> list[str]:
+    """Return warnings about the LoRAs of the two experts of a model.
+
+    Args:
+        high: LoRA of the high-noise expert.
+        low: LoRA of the low-noise expert.
+        expert: one expert of the model.
+        single: the model has no other expert.
+
+    Raises:
+        CheckpointFileError: a file cannot be read.
+    """
+    found = []
+    if not single:
+        high_place, low_place = (None if path is None else _place_of(path) for path in (high, low))
+        high_name, low_name = (None if path is None else path.name for path in (high, low))
+        found += _swapped_or_misplaced("LoRA", high_place, low_place, high_name, low_name)
+    if expert.config.family == "t2v":
+        for path in dict.fromkeys(path for path in (high, low) if path is not None):
+            reason = _image_to_video(path)
+            if reason is not None:
+                found.append(
+                    f"{path.name} is a LoRA for image to video ({reason}), and the model is text to video: choose the "
+                    "LoRA for text to video"
+                )
+    return found
+
+
+def _swapped_or_misplaced(
+    kind: str, high: NamedPlace | None, low: NamedPlace | None, high_name: str | None, low_name: str | None
+) -> list[str]:
+    if high is not None and low is not None and (high.place, low.place) == ("low", "high"):
+        return [
+            f"the {kind}s look swapped: {high_name} is chosen as high_noise, {low_name} as low_noise: exchange them"
+        ]
+    found = []
+    for named, name, place in ((high, high_name, "high"), (low, low_name, "low")):
+        if named is not None and named.clear and named.place != place:
+            found.append(
+                f"{name} is chosen as {place}_noise, and its name says {named.place} noise: choose the other {kind}"
+            )
+    return found
+
+
+def _place_of(path: Path) -> NamedPlace | None:
+    """Return the place stated by the name of a file, of its folder, or in its metadata."""
+    if path.name in {"transformer", "transformer_2"}:  # folders of a diffusers pipeline
+        return NamedPlace("low", clear=True) if path.name.endswith("2") else _first_transformer(path)
+    stated = place_from_name(path.stem if path.is_file() else path.name)
+    if stated is not None:
+        return stated
+    folder = place_from_name(path.parent.name)
+    if folder is not None and folder.clear:
+        return folder
+    return next(filter(None, map(place_from_name, _metadata_values(path, TITLE_FIELDS))), None)
+
+
+def _first_transformer(path: Path) -> NamedPlace | None:
+    # Wan2.1 has a "transformer" folder too. It is the high-noise expert only next to a second one.
+    return NamedPlace("high", clear=True) if (path.parent / "transformer_2").is_dir() else None
+
+
+def _image_to_video(path: Path) -> str | None:
+    """Return the reason why a LoRA seems to be for image to video, or None."""
+    for key, tensor in read_header(path).tensors.items():
+        meaning = key_meaning(key)
+        if meaning is None:
+            continue
+        if IMAGE_BRANCH.match(meaning.parameter):
+            return f"{key} changes an image branch"
+        if meaning.parameter == "patch_embedding.weight" and meaning.role in {"down", "diff"}:
+            channels = math.prod(tensor.shape[1:]) // 4  # a patch is 1 x 2 x 2
+            if channels == LATENT_CHANNELS + IMAGE_CONDITION_CHANNELS:
+                return f"{key} takes {channels} channels"
+    if is_image_to_video_name(path.stem):
+        return "its name says so"
+    if any(map(is_image_to_video_name, _metadata_values(path, TITLE_FIELDS + BASE_MODEL_FIELDS))):
+        return "its header says so"
+    return None
+
+
+def _metadata_values(path: Path, fields: Iterable[str]) -> list[str]:
+    if not path.is_file():
+        return []
+    metadata = (read_gguf_header if is_gguf(path) else read_header)(path).metadata
+    return [metadata[field] for field in fields if isinstance(metadata.get(field), str)]
+
+
+def _is_same_file(first: Path, second: Path) -> bool:
+    return first.exists() and second.exists() and first.samefile(second)
+
+
+def _is_same_weights(high: Expert, low: Expert) -> bool:
+    """Return True if the fingerprint tensors are bit-equal; False if they are packed or differ in dtype or shape."""
+    pairs = [(high.weights.get(name), low.weights.get(name)) for name in _FINGERPRINT]
+    for one, other in pairs:
+        if one is None or other is None or one.packing is not None or other.packing is not None:
+            return False
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+    first = read_tensors({name: high.weights[name] for name in _FINGERPRINT})
+    second = read_tensors({name: low.weights[name] for name in _FINGERPRINT})
+    return all(torch.equal(first[name], second[name]) for name in _FINGERPRINT)
