@@ -27,7 +27,7 @@ from wanstream.nodes.runs.video_file import write_mp4
 from wanstream.testing.components import save_vae_file
 from wanstream.testing.weights import make_vae, make_wan22_vae
 from wanstream.wan.latent_space import WAN21, WAN22, LatentSpace
-from wanstream.wan.vae.tile_size import HEAP_BYTES, fitting_tiling
+from wanstream.wan.vae.memory import HEAP_BYTES, fitting_tiling
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import WanVae, open_vae
 

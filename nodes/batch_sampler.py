@@ -8,7 +8,7 @@ from typing import Any
 
 from ..host import io, search_words
 from ..plan import AutoOffload
-from ..sampling import DenoiseRequest, DenoiseResult, RequestError, joined, native_latent
+from ..sampling import DenoiseRequest, DenoiseResult, RequestError, merge_requests, native_latent
 from ..schema import ExpertsRef, OffloadPolicy, WorkersRef
 from . import sockets
 from .inputs import experts_input, said_once
@@ -123,7 +123,7 @@ class WanStreamLaneSampler(io.ComfyNode):
         own = settings_for(experts, settings)
         requests = [_request(number, lane, own) for number, lane in enumerate(lanes, 1)]
         asked = policy or OffloadPolicy.layerwise()
-        run = run_experts(experts, joined(requests), asked, node_id=cls.hidden.unique_id, workers=workers)
+        run = run_experts(experts, merge_requests(requests), asked, node_id=cls.hidden.unique_id, workers=workers)
         latents, timeline = _apart(run.result, lanes, requests), run.timeline
         return io.NodeOutput(latents, run, ui={TIMELINE: [timeline.to_dict()], "text": list(timeline.changes)})
 

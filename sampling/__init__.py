@@ -10,7 +10,7 @@ from .context_windows import StepWindows, computed_shape
 from .denoise import DenoiseResult, denoise, denoise_part
 from .errors import NonFiniteLatentError, NoRoomError, RequestError, SamplingCancelled, SmallerPolicyError
 from .estimate import cached_job, offload_job, predicted_calls, predicted_timeline, request_job
-from .inputs.batching import apart, joined
+from .inputs.batching import merge_requests, split_request
 from .inputs.checks import check_guidance, check_step_plan, check_windows, check_windows_stay
 from .inputs.conditioning import NativeInputs, native_inputs, native_latent, single_entry
 from .inputs.conditioning_keys import IMAGE_SEEN
@@ -61,7 +61,6 @@ __all__ = [
     "SmallerPolicyError",
     "StepProgress",
     "StepWindows",
-    "apart",
     "begun_latent",
     "cached_job",
     "cached_policy",
@@ -81,8 +80,8 @@ __all__ = [
     "denoise",
     "denoise_part",
     "framed_video",
-    "joined",
     "lane_names",
+    "merge_requests",
     "native_inputs",
     "native_latent",
     "offload_job",
@@ -94,6 +93,7 @@ __all__ = [
     "schedule_sigmas",
     "seeded_noise",
     "single_entry",
+    "split_request",
     "start_end_mask",
     "start_frames",
     "start_mask",

@@ -1,4 +1,4 @@
-"""A step of a long video in context windows: each is a lane of its own, and the weights pass once for all of them."""
+"""Context windows of one step: each window is a lane, so the weights are streamed once for all of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ..schema import ContextWindows, Windows
 
 
 def computed_shape(shape: Sequence[int], windows: ContextWindows | None, steps: Sequence[int]) -> tuple[int, ...]:
-    """What lanes of one side are, all together, for latents of `shape` [B, C, T, h, w], in the step with most of them.
+    """Return the shape [lanes, C, T, h, w] that one CFG side computes in the step with most lanes.
 
-    Without windows that is `shape`: a lane for each sample.
+    Args:
+        shape: shape of the latents [B, C, T, h, w]; returned as it is where there are no windows.
     """
     batch, channels, frames, height, width = shape
     if windows is None:
@@ -21,9 +22,9 @@ def computed_shape(shape: Sequence[int], windows: ContextWindows | None, steps: 
 
 
 class StepWindows:
-    """The windows of one step of a video of `frames` latent frames.
+    """Context windows of one step of a video of `frames` latent frames.
 
-    Every window is told to the expert as a video that begins at frame 0, which is what it was trained on.
+    The expert computes every window as a video that begins at frame 0, as it was trained.
     """
 
     def __init__(self, settings: ContextWindows, step: int, frames: int) -> None:
@@ -36,26 +37,27 @@ class StepWindows:
 
     @property
     def frames(self) -> Windows:
-        """The frames of the video that each window holds."""
+        """The latent frames of each window."""
         return self._windows
 
     def cut(self, state: torch.Tensor, latent_channels: int) -> list[torch.Tensor]:
-        """The part of `state` [1, C, T, h, w] in each window; channels behind those of the latent tell of the image."""
+        """Cut `state` [1, C, T, h, w] into windows; channels after `latent_channels` are the image condition."""
         parts = [state[:, :, list(window)] for window in self._windows]
         if self._repeat_image:
+            # Every window starts at frame 0 for the expert, so it gets the start image there.
             for part in parts:
                 part[:, latent_channels:, 0] = state[:, latent_channels:, 0]
         return parts
 
-    def cut_freedom(self, freedom: tuple[float, ...] | None) -> list[tuple[float, ...] | None]:
-        """How free the frames in each window are; None where all of them are so throughout."""
-        if freedom is None:
+    def cut_timestep_scales(self, scales: tuple[float, ...] | None) -> list[tuple[float, ...] | None]:
+        """Return the timestep scale of each frame of each window; None for a window where all of them are 1."""
+        if scales is None:
             return [None] * len(self)
-        cut = [tuple(freedom[frame] for frame in window) for window in self._windows]
+        cut = [tuple(scales[frame] for frame in window) for window in self._windows]
         return [None if set(own) == {1.0} else own for own in cut]
 
     def whole(self, velocities: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Velocities of windows, all of a video before those of the next -> that of each video, float32."""
+        """Blend the velocities of windows, ordered by video, into one float32 velocity for each video."""
         count = len(self)
         return [self._merged(velocities[first : first + count]) for first in range(0, len(velocities), count)]
 

@@ -1,9 +1,9 @@
-"""The denoising loop: one for every host, every policy and every device.
+"""Denoising: one function for all hosts, policies and devices.
 
     with open_experts(high, low) as pair:
         result = denoise(pair, request, policy=OffloadPolicy.layerwise(), device="cuda")
 
-The visits of the whole run are known before the first block computes; the engine streams the weights underneath.
+The visits of the whole run are known before the first block computes, so the engine fetches weights ahead of them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .loop.parallel import WHOLE_RUN, RunSlice
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DenoiseResult:
-    """The end of a run."""
+    """Result of a run."""
 
     latents: torch.Tensor
-    """[B, 16, T, h, w] float32, normalised, where the request's noise is."""
+    """[B, 16, T, h, w] float32, normalised, on the device of the request's noise."""
     sigma: float
-    """The noise level that the latents are at: 0, or that of the end step where noise was left over."""
+    """Noise level of the latents: 0, or that of the end step if noise was left over."""
     timeline: Timeline
     predicted: Timeline | None = None
-    """What was foretold of this run; None where nothing was."""
+    """Prediction made before the run, if any."""
 
     def with_note(self, reason: str) -> DenoiseResult:
-        """The same, with a reason for the policy before the changes on the way; an empty one changes nothing."""
+        """Return a copy with `reason`, unless it is empty, before the other changes of the timeline."""
         if not reason:
             return self
         return replace(self, timeline=replace(self.timeline, changes=(reason, *self.timeline.changes)))
@@ -56,25 +56,25 @@ def denoise(
     revise: Revise | None = None,
     observe: TelemetryOptions | None = None,
 ) -> DenoiseResult:
-    """Denoise `request` with both experts, their weights streamed to `device` as `policy` says.
+    """Denoise `request` with the experts of `pair`, whose weights are streamed to `device` under `policy`.
 
-    A step that runs out of device memory is taken again from its latent with the next smaller policy, which stays for
-    the rest of the run; `Timeline.changes` and the log tell it. Not a bit of the result changes, but where only fewer
-    tokens at once were left to try, which may round last bits differently.
+    A step that runs out of device memory is computed again from its latent with the next smaller policy, which then
+    applies to the rest of the run; the log and `Timeline.changes` report it. The result stays bit-equal, unless the
+    only smaller policy computes fewer tokens at once, which may round the last bits differently.
 
     Args:
         on_step: called after each step, on the calling thread.
-        should_stop: asked before every block.
-        revise: told once how the first step went, where it went undisturbed (memory was not short, nothing was
-            compiled); the policy that it answers with holds for the rest of the run, None changes nothing.
-        observe: what is told beside the timeline; by default from the environment, see `TelemetryOptions.asked`.
+        should_stop: polled before every block, and within blocks that take long on a CPU.
+        revise: called once with the record of the first step, unless that step ran out of memory or compiled blocks.
+            The policy that it returns applies to the rest of the run; None keeps the present one.
+        observe: telemetry in addition to the timeline; by default from the environment, see `TelemetryOptions.asked`.
 
     Raises:
         RequestError: the request does not fit the experts.
-        ValueError: the policy does not fit the experts, or the device is not there.
+        ValueError: the policy does not fit the experts, or the device does not exist.
         NoRoomError: the device has too little memory even for the smallest policy; or, on a CPU, the run is estimated
             to need more RAM than there is.
-        Cancelled: `should_stop` returned True. The pair can be used again at once, as after any error.
+        SamplingCancelled: `should_stop` returned True. The pair can be used again at once, as after any error.
         NonFiniteLatentError: a step made NaN or infinity.
     """
     callbacks = Callbacks(on_step=on_step, should_stop=should_stop, revise=revise)
@@ -92,13 +92,13 @@ def denoise_part(
     should_stop: Callable[[], bool] | None = None,
     observe: TelemetryOptions | None = None,
 ) -> DenoiseResult:
-    """Compute `part` of what `denoise` would: some of the steps, or the share that others leave.
+    """Compute a part of a run: some of its steps, this worker's share of each step, or both.
 
-    The result has the latents after the last step that is taken, and their noise level; its timeline has those steps.
+    The result has the latents and the noise level after the last computed step, and a timeline of the computed steps.
 
     Raises:
-        RequestError: the part is none of this request; and as `denoise`.
-        SmallerPolicyError: memory was short in a step that other workers compute too.
+        RequestError: the part does not belong to this request; and as `denoise`.
+        SmallerPolicyError: a step that other workers compute too ran out of memory.
     """
     callbacks = Callbacks(on_step=on_step, should_stop=should_stop)
     return _denoise(pair, request, part, callbacks, policy=policy, device=device, observe=observe)
@@ -115,7 +115,7 @@ def denoise_measured(
     should_stop: Callable[[], bool] | None = None,
     observe: TelemetryOptions | None = None,
 ) -> DenoiseResult:
-    """As `denoise`, with `cache` in place of what the request asks for: one that looks at every step."""
+    """Run `denoise` with `cache` in place of the request's own, to measure every step."""
     callbacks = Callbacks(on_step=on_step, should_stop=should_stop)
     return _denoise(pair, request, WHOLE_RUN, callbacks, policy=policy, device=device, observe=observe, cache=cache)
 
@@ -132,22 +132,22 @@ def _denoise(
     cache: StepCache | None = None,
 ) -> DenoiseResult:
     check_fits(request, pair)
-    place = compute_device(device)
-    going = RunPolicy(
+    run_device = compute_device(device)
+    run_policy = RunPolicy(
         pair,
         policy,
-        place,
+        run_device,
         shape=request.computed_shape,
         guided=request.guided,
         split=part.split,
         cache=request.cache,
         revise=callbacks.revise,
     )
-    going.refuse_without_ram()
+    run_policy.refuse_without_ram()
     with torch.inference_mode():
-        recorder = Recorder(place, observe=observe or TelemetryOptions.asked(os.environ))
-        denoising = Denoiser(request, part, going, recorder, callbacks, cache)
-        denoising.run()
-    # A copy made outside inference mode is an ordinary tensor again.
-    ended = denoising.latents.to(request.noise.device, copy=True)
-    return DenoiseResult(latents=ended, sigma=denoising.sigma, timeline=denoising.timeline())
+        recorder = Recorder(run_device, observe=observe or TelemetryOptions.asked(os.environ))
+        denoiser = Denoiser(request, part, run_policy, recorder, callbacks, cache)
+        denoiser.run()
+    # Copied outside inference mode: callers could not change an inference tensor in place, or use it under autograd.
+    latents = denoiser.latents.to(request.noise.device, copy=True)
+    return DenoiseResult(latents=latents, sigma=denoiser.sigma, timeline=denoiser.timeline())

@@ -1,13 +1,13 @@
-"""What sampling raises.
+"""Errors of sampling.
 
 ValueError
-  RequestError            what was asked for cannot be done; raised before any compute
-    ConditioningError     a native CONDITIONING or LATENT that the models here cannot use
+  RequestError            the request cannot be carried out; raised before any compute
+    ConditioningError     a native CONDITIONING or LATENT that these models cannot use
   NonFiniteLatentError    a step made NaN or infinity
-  NoRoomError             the device has too little memory for the smallest policy (also torch's OutOfMemoryError)
-  SmallerPolicyError      memory was short in a step that others compute too: all must take it again, in less memory
+  NoRoomError             too little device memory for the smallest policy (also torch's OutOfMemoryError)
+  SmallerPolicyError      out of memory in a step that several workers compute: all repeat it under a smaller policy
 Exception
-  Cancelled               the caller asked to stop
+  SamplingCancelled       the caller requested a stop
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class ConditioningError(RequestError):
 
 
 class NonFiniteLatentError(ValueError, StoppedTogether):
-    """The latent holds NaN or infinity after a step."""
+    """The latent contains NaN or infinity after a step."""
 
 
 class NoRoomError(ValueError, torch.OutOfMemoryError):
-    """The device has too little memory even for the smallest policy; the message says what was tried.
+    """Too little device memory even for the smallest policy; the message lists the policies that were tried.
 
-    Also an error of torch's kind: hosts know by it that other models should go.
+    It is an OutOfMemoryError too, so that hosts unload other models as they do for torch's own error.
     """
 
 
 class SmallerPolicyError(ValueError):
-    """Memory was short in a step that other workers compute too: all of them take it again under `policy`."""
+    """Out of memory in a step that other workers compute too: all of them must repeat it under `policy`."""
 
     def __init__(self, message: str, policy: OffloadPolicy) -> None:
         super().__init__(message, policy)

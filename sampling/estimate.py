@@ -20,7 +20,7 @@ from .memory import tokens_of
 
 
 def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
-    """The job of `request`, computed on `device`."""
+    """Return the planner's job for `request` on `device`."""
     step_plan = request.step_plan
     experts = [step_plan.experts[step] for step in step_plan.steps]
     guided = {expert: _guided(request, expert) for expert in ("high", "low")}
@@ -32,16 +32,16 @@ def request_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device)
 
 
 def cached_job(job: OffloadJob, pair: ExpertPair, cache: CacheSettings | None) -> OffloadJob:
-    """The job with what a cache keeps on the device."""
+    """Add the device memory of a step cache to a job."""
     if cache is None:
         return job
-    # The block that is asked in every step stays; where others stay too, this is one buffer too many.
+    # The first block is resident with this cache. Under a policy with residents this counts one buffer too many.
     first = pair.computed_bytes if isinstance(cache, FirstBlockCache) else 0
     return replace(job, kept_states=cache.kept_states, resident_bytes=job.resident_bytes + first)
 
 
 def _guided(request: DenoiseRequest, expert: str) -> bool:
-    """Whether a step of this expert may have negative lanes."""
+    """Return True if a step of this expert may have negative lanes."""
     if request.guidance_steps is None:
         return request.guidance_of(expert) != 1
     step_plan = request.step_plan
@@ -56,9 +56,14 @@ def offload_job(
     experts_of_steps: Sequence[str],
     guided: Mapping[str, bool],
 ) -> OffloadJob:
-    """The job of steps on latents of `shape` [B, C, T, h, w]; `guided` says which experts have negative lanes.
+    """Return the planner's job for steps on latents of `shape` [B, C, T, h, w]; no file is read.
 
-    Reads nothing. Raises ValueError for a run without steps.
+    Args:
+        experts_of_steps: expert of each step, in order.
+        guided: for each expert, True if it has negative lanes.
+
+    Raises:
+        ValueError: there are no steps.
     """
     config = pair.high.config
     return OffloadJob(
@@ -76,15 +81,16 @@ def offload_job(
         stored_bytes=pair.stored_bytes,
         file_bytes=pair.file_bytes,
         computed_bytes=pair.computed_bytes,
-        resident_bytes=_staying_bytes(pair, device),
+        resident_bytes=_resident_bytes(pair, device),
         value_bytes=pair.compute_dtype.itemsize,
         host_resident_bytes=pair.host_resident_bytes,
         converts=pair.decodes,
     )
 
 
-def _staying_bytes(pair: ExpertPair, device: torch.device) -> int:
-    """Device bytes beside the buffers and beside the stored forms of blocks that are being decoded."""
+def _resident_bytes(pair: ExpertPair, device: torch.device) -> int:
+    """Return device bytes other than buffers and stored forms of blocks that are being decoded."""
+    # layerwise(0) has one buffer and layerwise(1) has two: their difference is a buffer, which leaves the rest.
     one, two = (pair.device_bytes(OffloadPolicy.layerwise(ahead), device=device) for ahead in (0, 1))
     decoding = RAW_SLOTS * pair.stored_bytes if device.type == "cuda" and pair.decodes else 0
     return 2 * one - two - decoding
@@ -93,11 +99,14 @@ def _staying_bytes(pair: ExpertPair, device: torch.device) -> int:
 def predicted_timeline(
     pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy, *, machine: Machine, device: torch.device
 ) -> Timeline:
-    """Simulate the run of `request` under `policy`, with the steps' own numbers and noise levels.
+    """Simulate the run of `request` under `policy`, with the request's step numbers and noise levels.
 
-    Steps that a cache by magnitudes is known to take over need no block; what a first-block cache will find is not
-    known, and nothing is foretold of it. The run starts from what the engine of `pair` holds for that policy, and from
-    nothing where there is no such engine: ask before the run. Raises ValueError where the policy does not fit.
+    Steps that MagCache is known to skip need no block; hits of a first-block cache cannot be predicted, and none are
+    assumed. The simulation starts from the present buffers if the pair has an engine for that policy, otherwise from
+    empty ones, so call it before the run.
+
+    Raises:
+        ValueError: the policy does not fit the experts.
     """
     step_plan, job = request.step_plan, request_job(pair, request, device)
     policy = cached_policy(policy, request.cache)
@@ -118,7 +127,7 @@ def predicted_calls(
     machine: Machine,
     device: torch.device,
 ) -> Timeline:
-    """Simulate the calls of `job`, numbered from 0, each at its own noise level; otherwise as `predicted_timeline`."""
+    """Simulate the calls of `job`, numbered from 0 and with noise levels `sigmas`; see `predicted_timeline`."""
     return _simulated(pair, job, policy, enumerate(sigmas), machine=machine, device=device)
 
 
@@ -131,7 +140,7 @@ def _simulated(
     machine: Machine,
     device: torch.device,
 ) -> Timeline:
-    """`places` are number and noise level of each step."""
+    """Simulate `job`; `places` has the number and the noise level of each step."""
     engine = pair.present_engine(policy, compute_device(device))
     programs = None if engine is None else engine.programs(job.visits)
     simulated = predict(job, machine, policy, programs=programs, by_step=True).timeline
@@ -143,7 +152,7 @@ def _simulated(
 
 
 def _without_blocks(job: OffloadJob, number: int) -> StepRecord:
-    """A step that a cache takes over; what is outside the blocks is not simulated."""
+    """Return the record of a skipped step: zeros, because compute outside the blocks is not simulated."""
     assert number in job.skipped_steps, f"step {number} was not simulated"
     expert = job.experts_of_steps[number]
     return StepRecord(

@@ -1,4 +1,4 @@
-"""Memory of a run: activation bytes estimated in advance, and the check that several videos fit."""
+"""Memory of a run: estimated activation bytes, and checks that a run fits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ def working_bytes(
     cache: CacheSettings | None = None,
     kept_states: int = 0,
 ) -> int:
-    """Memory beside the weights for steps on latents of `shape` [B, 16, T, h, w]; see `ExpertShape.working_bytes`.
+    """Estimate the bytes in addition to the weights for steps on latents of `shape` [B, 16, T, h, w].
 
-    `guided` counts a negative lane beside each positive one; `chunk_tokens` is the policy's, `share` the split's. What
-    a cache keeps from step to step is among it, and so are `kept_states` more tensors of the size of each lane's hidden
-    state.
+    Args:
+        guided: count a negative lane for each positive one.
+        chunk_tokens: tokens computed at once, of the policy; None: all.
+        share: this worker's share of a step.
+        cache: step cache, whose tensors are included.
+        kept_states: more tensors to include, each of the size of a lane's hidden state.
     """
     expert = _shape_of(pair)
     lanes = shape[0] * (2 if guided else 1)
@@ -48,7 +51,7 @@ def working_bytes(
 
 
 def visit_flops(pair: ExpertPair, shape: Sequence[int], *, guided: bool) -> int:
-    """Floating point operations of a block for all lanes of latents of `shape` [B, C, T, h, w]."""
+    """Return the FLOP of one block for all lanes of latents of `shape` [B, C, T, h, w]."""
     return shape[0] * (2 if guided else 1) * _shape_of(pair).block_flops(tokens_of(shape))
 
 
@@ -60,13 +63,13 @@ def _shape_of(pair: ExpertPair) -> ExpertShape:
 
 
 def tokens_of(shape: Sequence[int]) -> int:
-    """Tokens of one lane of latents [B, 16, T, h, w]."""
+    """Return the number of tokens of one lane of latents [B, 16, T, h, w]."""
     _, _, frames, height, width = shape
     return (frames // PATCH[0]) * (height // PATCH[1]) * (width // PATCH[2])
 
 
 LATENT_COPIES = 8
-"""Of the latents in fp32: noise, state, estimate, velocities of both sides, and what a solver remembers."""
+"""Copies of the latents in fp32: noise, state, estimate, velocities of both sides, and the solver's history."""
 
 
 def check_room(
@@ -77,16 +80,16 @@ def check_room(
     *,
     free: int | None = None,
 ) -> None:
-    """Refuse a request of several samples that finds too little memory even under the smallest policy.
-
-    A single sample is let through: its run tries smaller policies as long as there are any.
+    """Refuse a request of several samples that does not fit even under the smallest policy.
 
     Args:
-        free: bytes that weights and what is computed in may take together; None: what is free on `device` now, with
-            what the pair holds there already.
+        free: bytes for weights and activations together; None: the free bytes of `device` and those that the pair's
+            weights take there now.
 
-    Raises NoRoomError, with the number of samples that fit.
+    Raises:
+        NoRoomError: it does not fit; the message has the number of samples that do.
     """
+    # A single sample has no smaller batch to propose: its run falls back to smaller policies on its own.
     if request.batch == 1:
         return
     smallest, chunk = _smallest(pair, policy, tokens_of(request.computed_shape), device)
@@ -97,8 +100,8 @@ def check_room(
         shape = (samples * lanes // request.batch, *size)
         return working_bytes(pair, shape, guided=request.guided, chunk_tokens=chunk, cache=request.cache)
 
-    room = (_free(pair, device) if free is None else free) - weights
-    fitting = next(count for count in range(request.batch, -1, -1) if count == 0 or needed(count) <= room)
+    available = (_free(pair, device) if free is None else free) - weights
+    fitting = next(count for count in range(request.batch, -1, -1) if count == 0 or needed(count) <= available)
     if fitting == request.batch:
         return
     remedy = (
@@ -107,9 +110,9 @@ def check_room(
         else "Not even one of them would fit: make the video smaller or shorter"
     )
     raise NoRoomError(
-        f"{request.batch} videos at once need {_gb(needed(request.batch))} to compute in, beside {_gb(weights)} of "
-        f"weights in the fewest buffers; {_gb(room + weights)} are free for both. {remedy}, or close what else uses "
-        "the device"
+        f"{request.batch} videos at once need {_gb(needed(request.batch))} of working memory and {_gb(weights)} for "
+        f"weights in the fewest buffers; {_gb(available + weights)} are free for both. {remedy}, or close other "
+        "programs that use the device"
     )
 
 
@@ -124,20 +127,21 @@ def check_step_ram(
     cache: CacheSettings | None = None,
     available: int | None = None,
 ) -> None:
-    """Refuse a run on a CPU that is estimated to take more RAM than there is: the system would end the process.
-
-    A GPU raises an error instead, after which a smaller policy is tried. `available` None is what there is now.
+    """Refuse a run on a CPU that is estimated to need more RAM than there is.
 
     Args:
-        shape: of the lanes of one side [B, C, T, h, w].
+        shape: shape of the lanes of one CFG side [B, C, T, h, w].
+        available: bytes of RAM and swap; None: those available now.
 
-    Raises NoRoomError, with the estimate and a remedy.
+    Raises:
+        NoRoomError: it does not fit; the message has the estimate and a remedy.
     """
+    # A GPU raises an error, after which a smaller policy is tried. On a CPU the system would end the process.
     if device.type != "cpu":
         return
 
     def needs(policy: OffloadPolicy) -> tuple[int, int]:
-        """Of the weights that are not there yet, and of what is computed."""
+        """Return the bytes of the weights that are not loaded yet, and the working bytes."""
         working = working_bytes(pair, shape, guided=guided, chunk_tokens=policy.chunk_tokens, share=share, cache=cache)
         latents = LATENT_COPIES * prod(shape) * FP32_BYTES
         return max(0, pair.device_bytes(policy, device=device) - pair.loaded_bytes), working + latents
@@ -154,16 +158,15 @@ def check_step_ram(
         else "Make the video smaller or shorter, or use context windows"
     )
     raise NoRoomError(
-        f"a step needs about {_gb(working)} of RAM to compute in, next to {_gb(weights)} for weights, and "
-        f"{_gb(lacking)} are free (swap included): the system would end this process. {remedy}, or close what else "
-        "takes memory"
+        f"a step needs about {_gb(working)} of RAM in addition to {_gb(weights)} for weights, and {_gb(lacking)} are "
+        f"free (swap included): the system would end this process. {remedy}, or close other programs"
     )
 
 
 def _smallest(
     pair: ExpertPair, policy: OffloadPolicy, tokens: int, device: torch.device
 ) -> tuple[OffloadPolicy, int | None]:
-    """The smallest policy that a run would try in place of `policy`, and how many tokens it takes at once."""
+    """Return the smallest policy that a run would fall back to from `policy`, and its `chunk_tokens`."""
     smallest = fit_policy(
         policy, pair.block_counts, budget=0, device_bytes=lambda each: pair.device_bytes(each, device=device)
     )
@@ -174,7 +177,7 @@ def _smallest(
 
 
 def _free(pair: ExpertPair, device: torch.device) -> int:
-    """Bytes of `device` that this pair may take in all; on a CPU they are RAM."""
+    """Return the bytes of `device` (RAM on a CPU) that are free or taken by this pair."""
     free = free_bytes(device)
     return (available_bytes() if free is None else free) + pair.loaded_bytes
 

@@ -1,6 +1,6 @@
-"""Seeded noise: to start from, the numbers ComfyUI draws for the same seed; on the way, some of each sample's own.
+"""Seeded noise: starting noise equal to ComfyUI's, and seeds for solvers that draw noise in every step.
 
-Torch's global generator is never touched.
+Torch's global generator is never used.
 """
 
 from __future__ import annotations
@@ -14,26 +14,30 @@ from .errors import RequestError
 
 
 def seeded_noise(shape: Sequence[int], seed: int, *, batch_index: Sequence[int] | None = None) -> torch.Tensor:
-    """Standard normal noise of `shape` [B, ...], float32, on the CPU.
+    """Return standard normal noise of `shape` [B, ...], float32, on the CPU.
 
-    With `batch_index`, which a LATENT carries after a batch was cut, sample i gets draw number `batch_index[i]`:
-    taken out of its batch, it starts from the noise it had there. Raises `RequestError` for indices that do not fit.
+    Args:
+        batch_index: index of each sample in its original batch, from a LATENT that was cut out of one. The sample
+            then gets the noise that it had there.
+
+    Raises:
+        RequestError: the indices do not fit the number of samples.
     """
     generator = torch.Generator().manual_seed(seed)
     if batch_index is None:
         return torch.randn(tuple(shape), generator=generator)
     if len(batch_index) != shape[0] or min(batch_index) < 0:
         raise RequestError(f"batch_index {list(batch_index)} for {shape[0]} samples: give one index >= 0 for each")
-    # Draw k of a batch depends on the draws before it; those that nobody asks for are made and dropped.
+    # Draw k depends on the draws before it, so unused ones are made too.
     one = (1, *shape[1:])
     draws = [torch.randn(one, generator=generator) for _ in range(max(batch_index) + 1)]
     return torch.cat([draws[k] for k in batch_index])
 
 
 def step_seeds(*starts: torch.Tensor | None) -> tuple[int, ...]:
-    """A seed for each sample, for noise that is drawn on the way, from the tensors [B, ...] that it starts from.
+    """Return a seed for each sample, derived from its starting tensors [B, ...].
 
-    So it is the sample's own: the same whichever others it is computed with, and wherever.
+    It does not depend on the rest of the batch, so a sample draws the same noise in any batch and on any worker.
     """
     given = [start.detach().to("cpu", torch.float32) for start in starts if start is not None]
     return tuple(_seed(sample) for sample in zip(*given, strict=True))

@@ -1,4 +1,4 @@
-"""Noise schedules: the sigma of each step, whole or from a `denoise` below 1, and the model's timestep."""
+"""Noise schedules: the sigma and the model's timestep of each step, also for a `denoise` below 1."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..plan import TRAIN_TIMESTEPS
 from .errors import RequestError
 
 HIGHEST_BELOW_ONE = 1 - 1e-6
-"""What diffusers' UniPC makes of a first sigma of 1, because a multistep solver takes log(1 - sigma)."""
+"""First sigma in place of 1, as in diffusers' UniPC: a multistep solver computes log(1 - sigma)."""
 
 PURE_NOISE = 1 - 2e-6
-"""From this sigma on there is nothing but noise: the `wan` schedule starts 1e-6 below 1, and diffusers ignores that."""
+"""Least sigma that counts as pure noise: the `wan` schedule starts 1e-6 below 1, from noise alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Schedule:
         return len(self.timesteps)
 
     def until(self, end_step: int, *, leftover_noise: bool) -> Schedule:
-        """The first `end_step` steps, the last of which goes down to 0 unless noise is left over.
+        """Return the first `end_step` steps; the last of them ends at sigma 0 unless `leftover_noise`.
 
-        With no step to leave out, the schedule as it is: its own end decides.
+        If that is all steps, the schedule is returned as it is, with its own last sigma.
         """
         if end_step >= self.steps:
             return self
@@ -45,30 +45,32 @@ class Schedule:
 
 
 def simple_schedule(steps: int, flow_shift: float) -> Schedule:
-    """ComfyUI's `simple` behind a `ModelSamplingSD3` of that shift, bit for bit."""
+    """Return ComfyUI's `simple` schedule under a `ModelSamplingSD3` of that shift, bit-equal."""
     _check_shape(steps, flow_shift)
     table = _shifted(torch.arange(1, TRAIN_TIMESTEPS + 1) / TRAIN_TIMESTEPS, flow_shift).tolist()
-    # The stride is divided first and truncated after: at 38, 76, 122, ... steps the exact floor is another entry.
+    # ComfyUI divides first and truncates afterwards; integer division picks another entry at 38, 76, 122, ... steps.
     stride = TRAIN_TIMESTEPS / steps
     return explicit_schedule([*(table[-1 - int(i * stride)] for i in range(steps)), 0.0])
 
 
 def wan_schedule(steps: int, flow_shift: float) -> Schedule:
-    """The flow sigmas of diffusers' `UniPCMultistepScheduler` (0.37 and later), bit for bit."""
+    """Return the flow sigmas of diffusers' `UniPCMultistepScheduler` (0.37 and later), bit-equal."""
     _check_shape(steps, flow_shift)
     stride = (1 / TRAIN_TIMESTEPS - 1) / steps
     levels = [_shifted(i * stride + 1, flow_shift) for i in range(steps)]
     levels[0] = HIGHEST_BELOW_ONE
-    # diffusers hands the model whole timesteps, cut from the float64 level: the first is 999.
+    # diffusers passes integer timesteps, truncated from the float64 level: the first one is 999.
     timesteps = tuple(float(int(level * TRAIN_TIMESTEPS)) for level in levels)
     return Schedule(sigmas=_float32([*levels, 0.0]), timesteps=timesteps)
 
 
 def explicit_schedule(sigmas: Sequence[float] | torch.Tensor) -> Schedule:
-    """Steps + 1 sigmas, used as they are; timesteps are 1000 times the float32 sigma.
+    """Return a schedule of steps + 1 sigmas, used as they are; timesteps are 1000 times the float32 sigma.
 
-    A last sigma above 0 leaves noise over for another run. Raises `RequestError` unless they descend strictly from at
-    most 1, none below 0.
+    A last sigma above 0 leaves noise over for another run.
+
+    Raises:
+        RequestError: the sigmas do not descend strictly from at most 1 to at least 0.
     """
     levels = _float32(sigmas)
     if len(levels) < 2:
@@ -84,11 +86,15 @@ def explicit_schedule(sigmas: Sequence[float] | torch.Tensor) -> Schedule:
 
 
 SCHEDULES: Mapping[str, Callable[[int, float], Schedule]] = {"simple": simple_schedule, "wan": wan_schedule}
-"""Schedules by name: (steps, flow shift) -> Schedule."""
+"""Schedule functions by name, called with the number of steps and the flow shift."""
 
 
 def make_schedule(name: str, steps: int, flow_shift: float) -> Schedule:
-    """The schedule of that name. Raises `RequestError` for another name, no steps, or a shift that is not positive."""
+    """Return the schedule of that name.
+
+    Raises:
+        RequestError: the name is unknown, or the number of steps or the shift is out of range.
+    """
     if name not in SCHEDULES:
         raise RequestError(f"unknown schedule {name!r}: choose one of {', '.join(SCHEDULES)}, or give sigmas")
     return SCHEDULES[name](steps, flow_shift)
@@ -107,13 +113,13 @@ def _float32(values: Sequence[float] | torch.Tensor) -> tuple[float, ...]:
 
 
 def check_steps(steps: int) -> None:
-    """Refuse a number of steps that no schedule can have."""
+    """Raise RequestError unless `steps` is 1 to `TRAIN_TIMESTEPS`."""
     if not 1 <= steps <= TRAIN_TIMESTEPS:
         raise RequestError(f"{steps} steps: give 1 to {TRAIN_TIMESTEPS}")
 
 
 def check_flow_shift(flow_shift: float) -> None:
-    """Refuse a flow shift that no schedule can have."""
+    """Raise RequestError unless the flow shift is a positive number."""
     if not (math.isfinite(flow_shift) and flow_shift > 0):
         raise RequestError(f"flow shift {flow_shift:g}: give a positive number (Wan2.2: 12 for text, 5 for images)")
 
@@ -124,10 +130,14 @@ def _check_shape(steps: int, flow_shift: float) -> None:
 
 
 def partial_sigmas(make: Callable[[int], torch.Tensor], steps: int, denoise: float) -> torch.Tensor:
-    """The last `steps` + 1 sigmas of a schedule of int(steps / denoise) steps, as ComfyUI's BasicScheduler takes them.
+    """Return the last `steps` + 1 sigmas of a schedule of int(steps / denoise) steps, as ComfyUI's BasicScheduler does.
 
-    `make(n)` gives the sigmas of a schedule of n steps. Float32; empty for a denoise of 0, which changes nothing.
-    Raises `RequestError` for a denoise outside 0 to 1.
+    Args:
+        make: returns the sigmas of a schedule of n steps, float32.
+        denoise: 0 to 1; 0 returns an empty tensor, which changes nothing.
+
+    Raises:
+        RequestError: `steps` or `denoise` is out of range.
     """
     check_steps(steps)
     if not 0 <= denoise <= 1:
@@ -138,5 +148,5 @@ def partial_sigmas(make: Callable[[int], torch.Tensor], steps: int, denoise: flo
 
 
 def schedule_sigmas(name: str, steps: int, denoise: float, flow_shift: float) -> torch.Tensor:
-    """`partial_sigmas` of one of `SCHEDULES`."""
+    """Return `partial_sigmas` of a schedule of `SCHEDULES`."""
     return partial_sigmas(lambda total: torch.tensor(make_schedule(name, total, flow_shift).sigmas), steps, denoise)

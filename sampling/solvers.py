@@ -1,8 +1,6 @@
-"""Solvers: the rule that turns a predicted velocity into the latent of the next step.
+"""Solvers: diffusers schedulers that follow given sigmas.
 
-The arithmetic is diffusers'. A diffusers scheduler computes its own sigmas, and shifts any it is given once more, so a
-solver sets it up for the right number of steps and then puts the run's sigmas in. One solver serves the whole run: its
-history crosses the expert switch.
+One solver serves the whole run, so that its history survives the expert switch.
 """
 
 from __future__ import annotations
@@ -17,31 +15,33 @@ from ..plan import TRAIN_TIMESTEPS
 from .errors import RequestError
 from .schedules import HIGHEST_BELOW_ONE, Schedule
 
-SEEDS = 2**64
-"""How many seeds a generator knows."""
+SEED_COUNT = 2**64
+"""Number of different seeds of a generator."""
 
 
 class Solver(Protocol):
-    """The step rule of one run, called once per step in order."""
+    """Step rule of one run, called once per step, in order."""
 
     def step(self, velocity: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-        """The latents after the present step; both tensors float32, same shape, left as they are."""
+        """Return the latents after the present step; the arguments, float32 of one shape, are not changed."""
 
     def copy(self) -> Solver:
-        """Another one with the same history: steps of the one are none of the other."""
+        """Return an independent solver with the same history."""
 
     def history(self) -> Mapping[str, Any]:
-        """What it remembers of the steps so far: numbers, and tensors on the CPU, that nobody else changes."""
+        """Return the history of the steps so far: numbers, and copies of tensors on the CPU."""
 
-    def remember(self, history: Mapping[str, Any], device: torch.device) -> None:
-        """Go on from the history of another one of the same name and schedule, with its latents on `device`."""
+    def restore(self, history: Mapping[str, Any], device: torch.device) -> None:
+        """Continue from the history of a solver of the same name and schedule, with its latents on `device`."""
 
 
 class DiffusersSolver:
     """A diffusers scheduler that follows the given sigmas (steps + 1 values) from step `start_step` on.
 
-    `remembers` names the attributes in which it keeps what it needs of former steps. Where `seeds` are given, one for
-    each sample, the scheduler draws noise in every step, on the CPU, from nothing but the seed and the step's number.
+    Args:
+        history_attributes: attributes of the scheduler that depend on former steps.
+        seeds: one for each sample, for a scheduler that draws noise in every step. The noise is drawn on the CPU and
+            depends on the seed and the step only.
     """
 
     def __init__(
@@ -50,18 +50,19 @@ class DiffusersSolver:
         sigmas: Sequence[float],
         start_step: int,
         *,
-        remembers: Sequence[str],
+        history_attributes: Sequence[str],
         seeds: Sequence[int] | None = None,
     ) -> None:
         levels = torch.tensor(sigmas, dtype=torch.float32)
+        # The sigmas are set afterwards: `set_timesteps(sigmas=...)` would apply the scheduler's own shift to them.
         scheduler.set_timesteps(len(sigmas) - 1)
         scheduler.sigmas = levels
         scheduler.timesteps = levels[:-1] * TRAIN_TIMESTEPS
-        # A scheduler told where it begins counts its steps; otherwise it would look the first timestep up.
+        # With a begin index the scheduler counts its steps; otherwise it would search for the timestep by value.
         scheduler.set_begin_index(start_step)
         self._scheduler = scheduler
         self._timestep = scheduler.timesteps[start_step]
-        self._remembers, self._start, self._seeds = tuple(remembers), start_step, seeds
+        self._history_attributes, self._start, self._seeds = tuple(history_attributes), start_step, seeds
 
     def step(self, velocity: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
         """See `Solver.step`."""
@@ -70,13 +71,14 @@ class DiffusersSolver:
         return after
 
     def _generators(self, seeds: Sequence[int]) -> list[torch.Generator]:
-        """For each sample one that has drawn nothing: a step that is taken again, or elsewhere, draws the same."""
+        """Return a new generator for each sample, so that a step repeated here or in another process draws the same."""
         index = self._scheduler.step_index
         step = self._start if index is None else index
-        return [torch.Generator().manual_seed((seed + step) % SEEDS) for seed in seeds]
+        return [torch.Generator().manual_seed((seed + step) % SEED_COUNT) for seed in seeds]
 
     def copy(self) -> DiffusersSolver:
-        """See `Solver.copy`. Schedulers replace the tensors of their history and shift the lists that hold them."""
+        """See `Solver.copy`."""
+        # Shallow, except for lists: schedulers replace the tensors of their history, but shift its lists in place.
         other, other._scheduler = copy(self), copy(self._scheduler)
         for name, value in vars(self._scheduler).items():
             if isinstance(value, list):
@@ -85,28 +87,30 @@ class DiffusersSolver:
 
     def history(self) -> dict[str, Any]:
         """See `Solver.history`."""
-        return {name: _moved(getattr(self._scheduler, name), torch.device("cpu")) for name in self._remembers}
+        return {name: _copied(getattr(self._scheduler, name), torch.device("cpu")) for name in self._history_attributes}
 
-    def remember(self, history: Mapping[str, Any], device: torch.device) -> None:
+    def restore(self, history: Mapping[str, Any], device: torch.device) -> None:
         """See `Solver.remember`."""
-        for name in self._remembers:
-            setattr(self._scheduler, name, _moved(history[name], device))
+        for name in self._history_attributes:
+            setattr(self._scheduler, name, _copied(history[name], device))
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """A copy of what a scheduler remembers, its samples on `device`; timesteps, 0-d, stay where tables are."""
+def _copied(value: Any, device: torch.device) -> Any:
+    """Copy a value of a scheduler's history to `device`; 0-d tensors are timesteps and stay on the CPU."""
     if isinstance(value, list):
-        return [_moved(each, device) for each in value]
+        return [_copied(each, device) for each in value]
     if isinstance(value, torch.Tensor):
         return value.to(device, copy=True) if value.ndim else value.clone()
     return value
 
 
 def euler(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
-    """First order: one straight line per step."""
+    """Euler: first order, one straight line per step."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    return DiffusersSolver(FlowMatchEulerDiscreteScheduler(), schedule.sigmas, start_step, remembers=("_step_index",))
+    return DiffusersSolver(
+        FlowMatchEulerDiscreteScheduler(), schedule.sigmas, start_step, history_attributes=("_step_index",)
+    )
 
 
 def unipc(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
@@ -120,33 +124,41 @@ def unipc(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> S
         scheduler,
         sigmas,
         start_step,
-        remembers=("_step_index", "model_outputs", "timestep_list", "last_sample", "lower_order_nums", "this_order"),
+        history_attributes=(
+            "_step_index",
+            "model_outputs",
+            "timestep_list",
+            "last_sample",
+            "lower_order_nums",
+            "this_order",
+        ),
     )
 
 
 def dpm_plus_plus(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
-    """DPM-Solver++ of order 2 (midpoint), the multistep kind, on flow sigmas; the last step is of first order.
+    """DPM-Solver++ of order 2 (midpoint, multistep) on flow sigmas; the last step is of first order.
 
-    So is the one behind a sigma of exactly 1: seen from there, what comes before lies infinitely far away.
+    So is the step after a sigma of exactly 1, whose log signal-to-noise ratio is infinite.
     """
     from diffusers import DPMSolverMultistepScheduler
 
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
-    remembers = ("_step_index", "model_outputs", "lower_order_nums")
-    return DiffusersSolver(scheduler, schedule.sigmas, start_step, remembers=remembers)
+    history_attributes = ("_step_index", "model_outputs", "lower_order_nums")
+    return DiffusersSolver(scheduler, schedule.sigmas, start_step, history_attributes=history_attributes)
 
 
 def lcm(schedule: Schedule, start_step: int, seeds: Sequence[int] | None) -> Solver:
-    """Goes to the estimated end in every step, and back up to the next level with fresh noise.
+    """LCM: jump to the estimated end in every step, and add fresh noise of the next level.
 
-    Raises `RequestError` without seeds.
+    Raises:
+        RequestError: there are no seeds.
     """
     if seeds is None:
         raise RequestError("the solver lcm draws noise in every step: give a seed for each sample")
     from diffusers import FlowMatchLCMScheduler
 
     scheduler = FlowMatchLCMScheduler()
-    return DiffusersSolver(scheduler, schedule.sigmas, start_step, remembers=("_step_index",), seeds=seeds)
+    return DiffusersSolver(scheduler, schedule.sigmas, start_step, history_attributes=("_step_index",), seeds=seeds)
 
 
 SOLVERS: Mapping[str, Callable[[Schedule, int, Sequence[int] | None], Solver]] = {
@@ -155,13 +167,14 @@ SOLVERS: Mapping[str, Callable[[Schedule, int, Sequence[int] | None], Solver]] =
     "dpm++": dpm_plus_plus,
     "lcm": lcm,
 }
-"""Solvers by name: (schedule, first step, a seed for each sample or None) -> Solver."""
+"""Solver factories by name, called with the schedule, the first step, and a seed for each sample or None."""
 
 
 def make_solver(name: str, schedule: Schedule, start_step: int = 0, *, seeds: Sequence[int] | None = None) -> Solver:
-    """A solver of that name with no history; `seeds`, one for each sample, are for those that draw noise.
+    """Return a new solver by name; `seeds`, one for each sample, are used by solvers that draw noise.
 
-    Raises `RequestError` for an unknown name, and for one that lacks seeds.
+    Raises:
+        RequestError: the name is unknown, or the solver needs seeds and there are none.
     """
     if name not in SOLVERS:
         raise RequestError(f"unknown solver {name!r}: choose one of {', '.join(SOLVERS)}")

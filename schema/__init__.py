@@ -5,9 +5,28 @@ from __future__ import annotations
 from .clusters import HERE, Cluster, check_address, cluster_named, host_and_port, is_loopback, read_clusters
 from .context_windows import BLENDS, ContextWindows, Windows
 from .errors import Cancelled, StateError
-from .experts_ref import Attention, ExpertsRef, LoraRef, Storage
 from .mesh import Mesh, MeshError, check_mesh
 from .policy import OffloadPolicy, PolicyKind, Residency, SourceKind, plan_residency, spread_evenly
+from .refs import (
+    GOALS,
+    IN_PROCESS,
+    LOCAL,
+    ON_DEVICE,
+    SHARDED,
+    WEIGHT_PLACEMENTS,
+    WHOLE_WEIGHTS,
+    Attention,
+    ExpertsRef,
+    LoraRef,
+    PathMap,
+    Storage,
+    WeightPlacement,
+    WorkersError,
+    WorkersRef,
+    check_count,
+    check_degrees,
+    describe_workers,
+)
 from .shapes import (
     BF16_BYTES,
     FP32_BYTES,
@@ -39,22 +58,6 @@ from .timeline import (
     together,
 )
 from .version import VERSION
-from .workers_ref import (
-    GOALS,
-    IN_PROCESS,
-    LOCAL,
-    ON_DEVICE,
-    SHARDED,
-    WEIGHT_PLACEMENTS,
-    WHOLE_WEIGHTS,
-    PathMap,
-    WeightPlacement,
-    WorkersError,
-    WorkersRef,
-    check_count,
-    check_degrees,
-    describe_workers,
-)
 
 __all__ = [
     "BF16_BYTES",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .workers_ref import IN_PROCESS, LOCAL, PathMap, WorkersError, path_maps
+from .refs import IN_PROCESS, LOCAL, PathMap, WorkersError, path_maps
 
 HIGHEST_PORT = 65535
 REQUIRED, OPTIONAL = {"address": str}, {"token_file": str, "remote_machines": bool, "path_map": list}

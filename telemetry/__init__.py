@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from .nvtx import Ranges, ranged
 from .options import TelemetryOptions
 from .phases import PhaseRegistry, QueueItemPhases
-from .read_timing import ReadSpan
 from .recorder import Recorder
-from .step_events import BlockArrival
+from .step_events import BlockArrival, ReadSpan
+from .trace import Ranges, ranged
 
 __all__ = [
     "BlockArrival",

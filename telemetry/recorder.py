@@ -14,10 +14,9 @@ import torch
 from ..devices import DeviceEvent, MemoryMeter, clock_for
 from ..schema import RATE_BORDERS, MemorySample, PhaseRecord, RateRange, StepRecord, Timeline, rate_range, run_phases
 from .memory_sampler import MemorySampler
-from .nvtx import NvtxRanges, Ranges, ranged
 from .options import TelemetryOptions
 from .step_events import BlockArrival, StepEvents
-from .trace import MAX_SPANS, TraceSpan, chrome_trace, write_trace
+from .trace import MAX_SPANS, NvtxRanges, Ranges, TraceSpan, chrome_trace, ranged, write_trace
 
 
 class RateCounter:

@@ -1,4 +1,4 @@
-"""Device events of one step, and the figures that are computed from them after the step."""
+"""Events of one step, reads included, and the figures computed from them after the step."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from ..devices import Clock, DeviceEvent
-from .read_timing import ReadSpan
 from .trace import TraceSpan
+
+
+class ReadSpan(NamedTuple):
+    """One read of one block. Times are values of `time.perf_counter()`."""
+
+    start: float
+    end: float
+    nbytes: int
+    """Bytes that were requested from the file."""
+    straight: bool
+    """True for a read directly into a buffer, False for a read into a RAM slot."""
+
 
 VisitEvents: TypeAlias = tuple[int, DeviceEvent, DeviceEvent, DeviceEvent, DeviceEvent]
 """One visit: the block, and the events requested, arrived, ready (decoded) and done (after the last lane).

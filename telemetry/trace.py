@@ -1,4 +1,4 @@
-"""Export of a run as a trace for ui.perfetto.dev and chrome://tracing, with one row per route."""
+"""Traces of a run: NVTX ranges for NVIDIA's profilers, and a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -7,10 +7,57 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from ..schema import Timeline
+
+
+class Ranges(Protocol):
+    """Named time ranges for a profiler. Any thread may call, and ranges may overlap."""
+
+    def start(self, name: str) -> int:
+        """Start a range and return its number."""
+
+    def end(self, number: int) -> None:
+        """End the range of that number."""
+
+
+class NvtxRanges:
+    """Ranges that Nsight Systems shows.
+
+    Raises:
+        ValueError: torch has no CUDA.
+    """
+
+    def __init__(self) -> None:
+        if torch.version.cuda is None:
+            raise ValueError(
+                f"NVTX ranges are requested (WANSTREAM_NVTX), and torch {torch.__version__} has no CUDA: unset it"
+            )
+
+    def start(self, name: str) -> int:
+        return int(torch.cuda.nvtx.range_start(name))
+
+    def end(self, number: int) -> None:
+        torch.cuda.nvtx.range_end(number)
+
+
+@contextmanager
+def ranged(ranges: Ranges | None, name: str) -> Iterator[None]:
+    """Put the `with` body into one range; do nothing if `ranges` is None."""
+    if ranges is None:
+        yield
+        return
+    number = ranges.start(name)
+    try:
+        yield
+    finally:
+        ranges.end(number)
+
 
 ROWS = ("phases", "steps", "compute", "wait", "decode", "copy", "read", "read straight")
 """Rows from top to bottom. In "wait" the device has no block; "read straight" reads from the file into a buffer."""

@@ -6,26 +6,22 @@ from .checkpoint.key_names import native_transformer_name
 from .checkpoint.meta_model import NoInitialValues
 from .checkpoint.mismatches import expert_suspicions, lora_suspicions
 from .experts.engine import ExpertEngine
-from .experts.open import open_experts
+from .experts.open import ExpertsRegistry, open_experts, open_pair
 from .experts.pair import ExpertPair
-from .experts.registry import ExpertsRegistry, open_pair
 from .experts.storage import STORAGES
 from .image_encoder import HEADS, PREFIX, WIDTH, open_image_encoder
 from .latent_space import SPACES, WAN21, WAN22, LatentSpace, denormalise, normalise, space_of
 from .text.embedding_cache import KeptTexts
 from .text.encoder import open_text_encoder
-from .transformer.block_cache import BlockCache, SkipDecision
-from .transformer.forward import Lane, forward_lanes
+from .transformer.forward import BlockCache, Lane, SkipDecision, forward_lanes
 from .transformer.kernels import ATTENTIONS
 from .transformer.nag import Nag, attach_nag
 from .transformer.per_frame_timestep import frame_timesteps
 from .transformer.probe import block_pass, probe_block, sample_block
-from .vae.blend import TileBlender
-from .vae.keys import native_vae_name, native_wan22_vae_name
-from .vae.tile_size import GB, HEAP_BYTES, DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling
-from .vae.tiles import Tiling, TilingError, crop, empty_frames
+from .vae.memory import GB, HEAP_BYTES, DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling
+from .vae.tiles import TileBlender, Tiling, TilingError, crop, empty_frames
 from .vae.vae import NoRoomToDecodeError, WanVae, check_latents, in_words, open_vae, with_smaller_tiles
-from .vae.weights import family_of
+from .vae.weights import family_of, native_vae_name, native_wan22_vae_name
 
 __all__ = [
     "ATTENTIONS",

@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 
 from ...devices import AUTO, common_dtype, dtype_name
-from ...sampling import DenoiseRequest, SamplingCancelled, StepProgress, apart
+from ...sampling import DenoiseRequest, SamplingCancelled, StepProgress, split_request
 from ...schema import ExpertsRef, Mesh, OffloadPolicy, StateError, WorkersRef
 from ..messages import StepReport, WorkerFacts
 from ..transport.path_map import check_paths, paths_of
@@ -102,7 +102,7 @@ class Driver:
             GivenUpError: more was lost than `ref.max_restarts`, with what is known of the last loss.
             MeshError: the mesh has more stages than the request can be cut into.
         """
-        parts = apart(request, part_sizes(request.batch, self.mesh))
+        parts = split_request(request, part_sizes(request.batch, self.mesh))
         show = None if on_step is None else MergedProgress(parts, on_step).show
         with self._running():
             notes = TaskLog()

@@ -42,7 +42,7 @@ def call(route: str, body: object = None) -> Any:
 
 
 def queue(prompt: Prompt, *, client_id: str = "") -> str:
-    """Queue a workflow and return the id of the job. Raises RefusedError where any part of it is wrong.
+    """Queue a workflow and return the id of the job. Raises PromptRefusedError where any part of it is wrong.
 
     `client_id` is that of a websocket which shall hear of the job. With none at all, the history would not name files
     that are there from an earlier job.

@@ -9,7 +9,7 @@ import copy
 import sys
 from pathlib import Path
 
-from comfy_http import FailedError, RefusedError, download, queue, read_workflow, wait
+from comfy_http import FailedError, PromptRefusedError, download, queue, read_workflow, wait
 
 
 def main(workflow: str, folder: str, *texts: str) -> int:
@@ -22,7 +22,7 @@ def main(workflow: str, folder: str, *texts: str) -> int:
         prompt["save"]["inputs"]["filename_prefix"] = f"video/job_{number:04}"
         try:
             jobs[queue(prompt)] = text
-        except RefusedError as err:
+        except PromptRefusedError as err:
             print(f"{text}: {err}", file=sys.stderr)
             missing += 1
 

@@ -20,8 +20,7 @@ from ..host_memory.ram_run import RamRun
 from ..sharding.group import GATHERS_AHEAD, GatheringState, StoppedTogether
 from ..transfers.base import PendingBlock
 from .buffers import BlockBuffer
-from .thread_sync import RunStopped, ThreadSync
-from .threads import RunThread
+from .threads import RunStopped, RunThread, ThreadSync
 
 if TYPE_CHECKING:
     from .engine import OffloadEngine

@@ -8,8 +8,7 @@ import torch
 
 from ...plan import AT_ONCE, DIRECT, KEPT, BlockKey, Fetch, RamProgram
 from ...telemetry import ReadSpan, Recorder
-from ..engine.thread_sync import RunStopped, ThreadSync
-from ..engine.threads import RunThread
+from ..engine.threads import RunStopped, RunThread, ThreadSync
 from ..sources.base import BlockSource
 from ..sources.timed import TimedSource
 from .ram_slots import RamSlot, RamSlots

@@ -14,8 +14,7 @@ from ..formats.layout import BlockFormat, allocate_flat
 from ..transfers.base import PendingBlock, ReleaseSource
 from ..transfers.cpu import CpuBackend
 from .group import GATHERS_AHEAD, Gathering
-from .scales import GatheredScales
-from .shards import ShardSource
+from .shards import GatheredScales, ShardSource
 
 
 class GatherCpuBackend:

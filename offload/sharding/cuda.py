@@ -21,8 +21,7 @@ from ..sources.base import BlockSource
 from ..transfers.base import PendingBlock, ReleaseSource
 from ..transfers.cuda import DeviceScales
 from .group import Gathering
-from .scales import GatheredScales
-from .shards import ShardSource
+from .shards import GatheredScales, ShardSource
 
 
 class _GatherSlot:

@@ -1,4 +1,4 @@
-"""Group of ranks that keep one shard of every block: the gather interface and its state between runs."""
+"""Gather interface of ranks that keep one shard of every block each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes steps over: the cache that a request asks for, at work in one run."""
+"""Step caches: protocols, and the application of a cache to one forward pass."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from .magcache import MagSteps
 from .settings import CacheSettings, FirstBlockCache
 
 ComputeWith: TypeAlias = "Callable[..., list[torch.Tensor]]"
-"""Lanes, and by name a `shortcut` for them -> the velocity of each."""
+"""Maps lanes, and the keyword `shortcut`, to the velocity of each lane."""
 
 
 class StepSkip(BlockCache, Protocol):
-    """A shortcut, and what came of it."""
+    """A `BlockCache` that reports the skipped lanes and visits."""
 
     @property
     def skipped_lanes(self) -> int:
-        """Lanes of this worker that took something over instead of blocks."""
+        """Number of this worker's lanes that skipped blocks."""
 
     @property
-    def leaves_rest(self) -> bool:
-        """Whether visits were left out that had been foreseen: those behind the first block."""
+    def skips_rest(self) -> bool:
+        """True if the planned visits after the first block were skipped."""
 
 
 class StepCache(Protocol):
-    """The cache of one run. What it keeps is of one expert at a time."""
+    """Cache of one run; it keeps tensors of one expert at a time."""
 
     def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
-        """Which of the steps to come need no block: by step, its expert and its lanes."""
+        """Return the steps that will need no block; `steps` maps each step to its expert and its lanes."""
 
     def begin(
         self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
     ) -> StepSkip:
-        """For the forward pass of a step with these `lanes`, of which this worker computes its `own`."""
+        """Begin a forward pass of a step with these `lanes`, of which this worker computes `own`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedCalls:
-    """A cache for forward passes that are numbered as steps are, and which of them it is known to take over."""
+    """A cache for numbered calls, and the calls that it is known to skip."""
 
     cache: StepCache
     skipped: frozenset[int]
@@ -55,13 +55,13 @@ class CachedCalls:
     def of(
         cls, settings: CacheSettings | None, calls: Mapping[int, tuple[str, Sequence[LaneName]]]
     ) -> CachedCalls | None:
-        """For `calls` to come, by number their expert and lanes; None: every call computes all blocks."""
+        """Return the cache for `calls`, a map from number to expert and lanes; None if there are no settings."""
         cache = step_cache(settings, LOCAL_FORWARD)
         return None if cache is None else cls(cache=cache, skipped=cache.known_skips(calls))
 
 
 class CachedPass:
-    """One forward pass with a cache; use it for one."""
+    """One forward pass with a cache."""
 
     def __init__(self, cache: StepCache, step: int, expert: str, lanes: Sequence[Lane], model: torch.nn.Module) -> None:
         self._cache, self._step, self._expert, self._model = cache, step, expert, model
@@ -69,25 +69,25 @@ class CachedPass:
         self._shortcut: StepSkip | None = None
 
     def forward(self, compute: ComputeWith, own: Sequence[Lane]) -> list[torch.Tensor]:
-        """The velocity of each of the `own` lanes of this worker, from `compute` or from a step before."""
+        """Return the velocity of each of this worker's `own` lanes, computed or from an earlier step."""
         self._shortcut = self._cache.begin(self._step, self._expert, self._names, names_of(own), self._model)
         return compute(own, shortcut=self._shortcut)
 
     @property
-    def leaves_rest(self) -> bool:
-        """See `StepSkip.leaves_rest`."""
-        assert self._shortcut is not None, "asked after the pass"
-        return self._shortcut.leaves_rest
+    def skips_rest(self) -> bool:
+        """See `StepSkip.skips_rest`."""
+        assert self._shortcut is not None, "only after `forward`"
+        return self._shortcut.skips_rest
 
-    def tell(self, recorder: Recorder, *, blocks: int) -> None:
-        """Note in the open step what was left out of the expert's `blocks`."""
-        assert self._shortcut is not None, "told after the pass"
-        skipped = blocks if self._shortcut.whole else blocks - 1 if self.leaves_rest else 0
+    def record(self, recorder: Recorder, *, blocks: int) -> None:
+        """Record the skipped lanes and visits in the open step of `recorder`; the expert has `blocks` blocks."""
+        assert self._shortcut is not None, "only after `forward`"
+        skipped = blocks if self._shortcut.whole else blocks - 1 if self.skips_rest else 0
         recorder.cached(lanes=self._shortcut.skipped_lanes, visits=skipped)
 
 
 def step_cache(settings: CacheSettings | None, split: ParallelForward) -> StepCache | None:
-    """The cache for one run; None: every step computes all blocks."""
+    """Return a new cache for one run, or None if there are no settings."""
     if settings is None:
         return None
     if isinstance(settings, FirstBlockCache):

@@ -1,7 +1,7 @@
-"""Measures the magnitude ratios of a run: how large what the blocks add is in every step, by the step before.
+"""Calibration of MagCache: the magnitude of each step's residual relative to the step before.
 
-The measure is that of diffusers' MagCache: the mean over tokens of the length of what was added to each. Lanes of one
-kind are averaged. Of context windows, those are measured that are in the step before too.
+As in diffusers' MagCache, it is the mean over tokens of the ratio of the residuals' norms. Lanes of one CFG side are
+averaged; context windows count in steps where the step before had them too.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ..memory import working_bytes
 from .mag_table import MagTable, model_mark
 
 KEPT_STATES = 1
-"""What enters the blocks stays of every lane until it leaves them: a tensor of the size of a hidden state."""
+"""Tensors of the size of a hidden state that calibration keeps for each lane: the input of the blocks."""
 
 
 class Calibration:
-    """A `StepCache` that leaves nothing out, and measures."""
+    """A `StepCache` that skips nothing, and measures the residuals."""
 
     def __init__(self) -> None:
         self._lengths: dict[int, dict[LaneName, torch.Tensor]] = {}
         self.marks: dict[str, tuple[float, ...]] = {}
-        """Of each expert that ran; see `MagTable.marks`."""
+        """Marks of each expert that ran; see `MagTable.marks`."""
 
     def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
         """See `StepCache.known_skips`."""
@@ -52,7 +52,7 @@ class Calibration:
         return CalibrationPass(own, lengths)
 
     def ratios(self, experts: Mapping[int, str]) -> tuple[tuple[float, ...], ...]:
-        """By kind of lane and step; `experts` are those of the steps that ran, in order."""
+        """Return the ratios by CFG side and step; `experts` has the expert of each step that ran, in order."""
         sides = {name.side for lengths in self._lengths.values() for name in lengths}
         found = [[1.0] for _ in sides]
         for before, step in pairwise(experts):
@@ -62,16 +62,16 @@ class Calibration:
         return tuple(tuple(ratios) for ratios in found)
 
     def _ratio(self, before: int, step: int, side: int) -> float:
-        """1 where no lane of this side is in both steps."""
-        one, other = self._lengths[before], self._lengths[step]
-        known = [_mean_ratio(own, one[name]) for name, own in other.items() if name.side == side and name in one]
-        return fmean(known) if known else 1.0
+        """Return the mean ratio of a side's lanes that are in both steps, or 1 if there are none."""
+        before_lengths, lengths = self._lengths[before], self._lengths[step]
+        shared = [name for name in lengths if name.side == side and name in before_lengths]
+        return fmean(_mean_ratio(lengths[name], before_lengths[name]) for name in shared) if shared else 1.0
 
 
 class CalibrationPass:
-    """One step; see `BlockCache`."""
+    """Forward pass of one step; see `BlockCache`."""
 
-    whole = leaves_rest = False
+    whole = skips_rest = False
     skipped_lanes = 0
 
     def __init__(self, names: Sequence[LaneName], lengths: dict[LaneName, torch.Tensor]) -> None:
@@ -80,7 +80,7 @@ class CalibrationPass:
 
     def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.without_blocks`."""
-        raise AssertionError("what is measured is computed")
+        raise AssertionError("calibration skips nothing")
 
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
         """See `BlockCache.entered`."""
@@ -92,10 +92,11 @@ class CalibrationPass:
 
     def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.from_first`."""
-        raise AssertionError("what is measured is computed")
+        raise AssertionError("calibration skips nothing")
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
-        """See `BlockCache.ended`: a length for each token, some tokens at a time."""
+        """See `BlockCache.ended`."""
+        # In pieces of tokens: a whole residual would take as much memory as another hidden state.
         parts = zip(
             hidden.split(OUTPUT_TOKENS, dim=1), self._entered.pop(lane).split(OUTPUT_TOKENS, dim=1), strict=True
         )
@@ -105,12 +106,12 @@ class CalibrationPass:
 
 
 def calibration_job(pair: ExpertPair, request: DenoiseRequest, device: torch.device) -> OffloadJob:
-    """The job of the run that `calibrate` makes of `request`."""
+    """Return the planner's job for `calibrate` with `request`."""
     return replace(request_job(pair, replace(request, cache=None), device), kept_states=KEPT_STATES)
 
 
 def calibration_bytes(pair: ExpertPair, request: DenoiseRequest, *, chunk_tokens: int | None) -> int:
-    """Device memory beside the weights that this run computes in; see `working_bytes`."""
+    """Estimate the bytes that `calibrate` needs in addition to the weights; see `working_bytes`."""
     shape, guided = request.computed_shape, request.guided
     return working_bytes(pair, shape, guided=guided, chunk_tokens=chunk_tokens, kept_states=KEPT_STATES)
 
@@ -126,17 +127,20 @@ def calibrate(
     should_stop: Callable[[], bool] | None = None,
     observe: TelemetryOptions | None = None,
 ) -> tuple[MagTable, DenoiseResult]:
-    """Run `request` whole, with no cache, and measure; the table says `source`. Costs a run.
+    """Run `request` without a cache and return the measured table, with the result of the run.
 
-    Raises RequestError for a run that is not the whole schedule, and for one whose steps add nothing; as `denoise` too.
+    Args:
+        source: description of the run, stored in the table.
+
+    Raises:
+        RequestError: the run is not the whole schedule, or a ratio is not a number above 0; and as `denoise`.
     """
     plain = replace(request, cache=None)
     step_plan, whole = plain.step_plan, replace(plain, end_step=None).step_plan
     if step_plan.start_step > 0 or step_plan.schedule.steps < whole.schedule.steps:
         raise RequestError(
             f"the run takes steps {step_plan.start_step} to {step_plan.schedule.steps} of {whole.schedule.steps}, "
-            "and a part "
-            "says nothing about the others: calibrate a run of all steps"
+            "and a table needs all of them: calibrate a run of all steps"
         )
     measured = Calibration()
     result = denoise_measured(
@@ -151,7 +155,7 @@ def calibrate(
     )
     ratios = measured.ratios(dict(enumerate(step_plan.experts)))
     if not all(math.isfinite(ratio) and ratio > 0 for each in ratios for ratio in each):
-        raise RequestError("in some step the blocks add nothing, or no number: this run cannot be calibrated")
+        raise RequestError("the residual of a step is zero, NaN or infinite: this run cannot be calibrated")
     table = MagTable(
         sigmas=tuple(step_plan.schedule.sigmas),
         experts=step_plan.experts,

@@ -1,4 +1,4 @@
-"""The first-block cache at work: what lanes keep of a step, and which of them leave blocks out in the next."""
+"""First-block cache: lanes skip all blocks but the first where the first block's residual has hardly changed."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from ..loop.lanes import LaneName, count_texts
 from ..loop.parallel import ParallelForward
 
 
-class _Kept(NamedTuple):
-    """Of one lane, from the step in which all of its blocks were computed last: tokens [1, S, dim] of this worker."""
+class _LaneState(NamedTuple):
+    """Residuals of a lane in its last fully computed step: [1, S, dim] for this worker's tokens."""
 
     step: int
     first: torch.Tensor
-    """What the first block added."""
+    """Residual of the first block."""
     rest: torch.Tensor
-    """What the blocks behind it added."""
+    """Residual of all other blocks."""
 
 
 class FirstBlockSteps:
-    """See `StepCache`. A step that failed may be taken again: then every lane decides as it did.
+    """First-block cache of a run; see `StepCache`.
 
-    A lane finds what it kept by its name. A context window that was not there in the step before has kept nothing, and
-    is computed.
+    Lanes are found by their names; a context window without residuals from an earlier step is computed.
     """
 
     def __init__(self, threshold: float, split: ParallelForward) -> None:
         self._threshold, self._split = threshold, split
-        self._kept: dict[LaneName, _Kept] = {}
+        self._kept: dict[LaneName, _LaneState] = {}
         self._texts: tuple[str, int] | None = None
 
     def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
-        """See `StepCache.known_skips`: every step asks its first block."""
+        """See `StepCache.known_skips`: none, as every step computes its first block to decide."""
         return frozenset()
 
     def begin(
@@ -48,13 +47,15 @@ class FirstBlockSteps:
         if self._texts != texts:
             self._kept.clear()
             self._texts = texts
+        # Residuals of this step or a later one are those of a failed attempt: without them, a repeated step decides as
+        # the first attempt did.
         for name in [name for name, kept in self._kept.items() if kept.step >= step or name not in own]:
             del self._kept[name]
         return FirstBlockPass(step, own, self._kept, self._threshold, self._split)
 
 
 class FirstBlockPass:
-    """One step; see `BlockCache`."""
+    """Forward pass of one step; see `BlockCache`."""
 
     whole = False
 
@@ -62,7 +63,7 @@ class FirstBlockPass:
         self,
         step: int,
         names: Sequence[LaneName],
-        kept: dict[LaneName, _Kept],
+        kept: dict[LaneName, _LaneState],
         threshold: float,
         split: ParallelForward,
     ) -> None:
@@ -72,7 +73,7 @@ class FirstBlockPass:
         self._after_first: dict[int, torch.Tensor] = {}
         self._sums: list[torch.Tensor] = []
         self.skipped_lanes = 0
-        self.leaves_rest = False
+        self.skips_rest = False
 
     def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.without_blocks`."""
@@ -83,18 +84,20 @@ class FirstBlockPass:
         added = hidden - self._split.own_tokens(tokens)
         self._added[lane], self._after_first[lane] = added, hidden
         kept = self._kept.get(self._names[lane])
+        # The sums stay on the device: reading them for each lane would stall between lanes; `choose` reads them all.
         if kept is None:
             self._sums.append(torch.tensor([math.inf, 1.0], dtype=torch.float64))
         else:
-            self._sums.append(torch.stack([_distance(added, kept.first), _size(kept.first)]))
+            self._sums.append(torch.stack([_abs_distance(added, kept.first), _abs_sum(kept.first)]))
 
     def choose(self) -> SkipDecision:
         """See `BlockCache.choose`."""
         sums = torch.stack([each.to("cpu", torch.float64) for each in self._sums])
+        # Every worker decides by the same sums, so that all of them skip, or visit, the same blocks.
         own, every = self._split.agreed(sums)
-        going = [lane for lane, each in enumerate(own.tolist()) if not self._is_near(each)]
-        visits = not all(self._is_near(each) for each in every.tolist())
-        self.skipped_lanes, self.leaves_rest = len(self._sums) - len(going), not visits
+        going = [lane for lane, each in enumerate(own.tolist()) if not self._is_similar(each)]
+        visits = not all(self._is_similar(each) for each in every.tolist())
+        self.skipped_lanes, self.skips_rest = len(self._sums) - len(going), not visits
         for lane in range(len(self._sums)):
             if lane in going:
                 self._kept.pop(self._names[lane], None)
@@ -109,20 +112,20 @@ class FirstBlockPass:
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
         """See `BlockCache.ended`."""
         rest = hidden - self._after_first.pop(lane)
-        self._kept[self._names[lane]] = _Kept(self._step, self._added.pop(lane), rest)
+        self._kept[self._names[lane]] = _LaneState(self._step, self._added.pop(lane), rest)
 
-    def _is_near(self, sums: Sequence[float]) -> bool:
-        """Whether the rest may be left out; not where a sum is no number."""
+    def _is_similar(self, sums: Sequence[float]) -> bool:
+        """Return True if the other blocks may be skipped; False if a sum is NaN."""
         distance, size = sums
         return distance < self._threshold * size
 
 
-def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Sum of the distances, some tokens at a time: their difference is as large as a hidden state."""
-    pairs = zip(one.split(OUTPUT_TOKENS, dim=1), other.split(OUTPUT_TOKENS, dim=1), strict=True)
-    return torch.stack([_size(own - theirs) for own, theirs in pairs]).sum()
+def _abs_distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the L1 distance of two tensors, in pieces: a whole difference is as large as a hidden state."""
+    pairs = zip(first.split(OUTPUT_TOKENS, dim=1), second.split(OUTPUT_TOKENS, dim=1), strict=True)
+    return torch.stack([_abs_sum(a - b) for a, b in pairs]).sum()
 
 
-def _size(tensor: torch.Tensor) -> torch.Tensor:
+def _abs_sum(tensor: torch.Tensor) -> torch.Tensor:
     parts = tensor.split(OUTPUT_TOKENS, dim=1)
     return torch.stack([part.abs().sum(dtype=torch.float32) for part in parts]).double().sum()

@@ -13,101 +13,115 @@ import torch
 from ..errors import RequestError
 
 FORMAT = "wanstream magnitude ratios 1"
-"""Says what a file is."""
+"""Identifies the file format."""
 
 NEAR_SIGMA = 1e-4
+"""Largest difference between equal noise levels."""
 MARK_VALUES = 8
+"""Number of weights in an expert's mark."""
 NEAR_MARK = 0.02
-"""Relative: files keep the same values as fp32, bf16 or fp16."""
+"""Largest relative difference between equal marks: files store the same weights as fp32, bf16 or fp16."""
 
-AGAIN = "calibrate a table for this run with Wan Cache Calibration, or use the first-block cache"
+CALIBRATE_REMEDY = "calibrate a table for this run with Wan Cache Calibration, or use the first-block cache"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MagTable:
-    """For every step of a schedule, how large what the blocks added was, by its size in the step before.
+    """Magnitude of each step's residual relative to the step before, for one schedule and model.
 
-    Raises RequestError for numbers that make no table.
+    Raises:
+        RequestError: the numbers are inconsistent or out of range.
     """
 
     sigmas: tuple[float, ...]
-    """Noise levels of the schedule: steps + 1."""
+    """Noise levels of the schedule: steps + 1 values."""
     experts: tuple[str, ...]
-    """Of every step."""
+    """Expert of each step."""
     ratios: tuple[tuple[float, ...], ...]
-    """Of the positive lanes, and of the negative ones where there were some; by step.
+    """Ratios by step, of the positive lanes and, if there were any, of the negative lanes.
 
-    1 in the first step of an expert, and where there were none in that step or the one before.
+    1 in the first step of an expert, and where there were no such lanes in that step or the one before.
     """
     marks: Mapping[str, tuple[float, ...]]
-    """Some weights of each expert that was measured, by which it is known again."""
+    """Some weights of each measured expert, which identify it."""
     source: str = ""
-    """What was run to measure it, in words."""
+    """Description of the calibration run."""
 
     def __post_init__(self) -> None:
         lengths = {len(each) for each in self.ratios} | {len(self.experts), len(self.sigmas) - 1}
         if len(lengths) != 1 or not self.ratios:
             raise RequestError(
                 f"{len(self.sigmas)} noise levels, {len(self.experts)} experts and "
-                f"{[len(each) for each in self.ratios]} ratios make no table of magnitude ratios: calibrate it again"
+                f"{[len(each) for each in self.ratios]} ratios are not a table of magnitude ratios: calibrate it again"
             )
         if not all(math.isfinite(ratio) and ratio > 0 for each in self.ratios for ratio in each):
             raise RequestError("a magnitude ratio is not a number above 0: calibrate the table again")
         if not all(map(math.isfinite, chain(self.sigmas, *self.marks.values()))):
-            raise RequestError("a noise level or a mark of an expert is no number: calibrate the table again")
+            raise RequestError("a noise level or a mark of an expert is NaN or infinite: calibrate the table again")
 
     def check_steps(self, sigmas: Sequence[float], experts: Sequence[str], guidance: Sequence[float]) -> None:
-        """Raise RequestError unless a run on all of `sigmas`, whose first steps are of `experts`, was measured.
+        """Raise RequestError unless the table was measured under these conditions.
 
-        `guidance` are the CFG scales of these first steps: what was never measured of negative lanes is not guessed.
+        Args:
+            sigmas: all noise levels of the schedule.
+            experts: expert of each step that the run takes, from the first one of the schedule on.
+            guidance: CFG scale of each of these steps: a table without negative lanes does not serve a guided step.
         """
         steps, measured = len(sigmas) - 1, len(self.experts)
         if steps != measured:
-            raise RequestError(f"the cache was calibrated for {measured} steps, this run has {steps}: {AGAIN}")
+            raise RequestError(
+                f"the cache was calibrated for {measured} steps, this run has {steps}: {CALIBRATE_REMEDY}"
+            )
         for step, (own, other) in enumerate(zip(sigmas, self.sigmas, strict=True)):
             if abs(own - other) > NEAR_SIGMA:
                 raise RequestError(
                     f"the cache was calibrated for noise level {other:.4f} before step {step}, this run has {own:.4f} "
-                    f"there (another schedule or flow shift): {AGAIN}"
+                    f"there (another schedule or flow shift): {CALIBRATE_REMEDY}"
                 )
         for step, (expert, known) in enumerate(zip(experts, self.experts, strict=False)):
             if expert != known:
                 raise RequestError(
                     f"the cache was calibrated with the {known}-noise expert in step {step}, this run takes the "
-                    f"{expert}-noise expert there: {AGAIN}"
+                    f"{expert}-noise expert there: {CALIBRATE_REMEDY}"
                 )
         for step in range(1, len(guidance)):
             lasting = experts[step - 1] == experts[step] and 1 not in (guidance[step - 1], guidance[step])
             if lasting and not self._has_negative(step):
                 raise RequestError(
                     f"the cache was calibrated without guidance around step {step}, this run has a guidance of "
-                    f"{guidance[step]:g} there: {AGAIN}"
+                    f"{guidance[step]:g} there: {CALIBRATE_REMEDY}"
                 )
 
     def check_model(self, expert: str, mark: Sequence[float]) -> None:
-        """Raise RequestError unless that expert was measured."""
+        """Raise RequestError unless the expert with that mark was measured."""
         known = self.marks.get(expert)
         if known is None or len(known) != len(mark):
-            raise RequestError(f"the cache was not calibrated for the {expert}-noise expert: {AGAIN}")
+            raise RequestError(f"the cache was not calibrated for the {expert}-noise expert: {CALIBRATE_REMEDY}")
         if any(abs(own - other) > NEAR_MARK * abs(other) + NEAR_SIGMA for own, other in zip(mark, known, strict=True)):
             raise RequestError(
                 f"the cache was calibrated for another model: values of the {expert}-noise expert begin with "
-                f"{mark[0]:.4f}, those of the calibrated one with {known[0]:.4f}: {AGAIN}"
+                f"{mark[0]:.4f}, those of the calibrated one with {known[0]:.4f}: {CALIBRATE_REMEDY}"
             )
 
     def _has_negative(self, step: int) -> bool:
-        """Whether negative lanes were measured in that step and the one before: a ratio of just 1 says no."""
+        """Return True if negative lanes were measured in that step and the one before."""
         return len(self.ratios) > 1 and self.ratios[1][step] != 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return a dict that JSON can encode."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls, data: object) -> MagTable:
-        """The inverse of `to_dict`. Raises RequestError for anything else."""
+        """Return the table of `to_dict`.
+
+        Raises:
+            RequestError: `data` is not such a dict.
+        """
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise RequestError("this file is no table of magnitude ratios: choose one that Wan Cache Calibration wrote")
+            raise RequestError(
+                "this file is not a table of magnitude ratios: choose one that Wan Cache Calibration wrote"
+            )
         try:
             return cls(
                 sigmas=tuple(float(sigma) for sigma in data["sigmas"]),
@@ -121,5 +135,5 @@ class MagTable:
 
 
 def model_mark(table: torch.Tensor) -> tuple[float, ...]:
-    """Some values of an expert's output modulation [1, 2, dim]; LoRAs leave them alone, other experts have others."""
+    """Return some values of an expert's output modulation [1, 2, dim], which LoRAs do not change."""
     return tuple(round(value, 6) for value in table.detach().flatten()[:MARK_VALUES].float().tolist())

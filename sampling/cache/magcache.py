@@ -16,7 +16,7 @@ from .settings import MagCache
 
 
 class MagSteps:
-    """See `StepCache`. What a step added is kept until another one is computed."""
+    """MagCache of a run; see `StepCache`. It keeps the residuals of the last computed step."""
 
     def __init__(self, settings: MagCache, split: ParallelForward) -> None:
         self._settings, self._split = settings, split
@@ -25,13 +25,14 @@ class MagSteps:
         self._checked: set[str] = set()
 
     def known_skips(self, steps: Mapping[int, tuple[str, Sequence[LaneName]]]) -> frozenset[int]:
-        """See `StepCache.known_skips`: a step may take over only what lanes of the same names have added."""
+        """See `StepCache.known_skips`."""
         table, found = self._settings.table, set[int]()
         texts = {step: (expert, count_texts(lanes)) for step, (expert, lanes) in steps.items()}
         for (expert, _), stretch in groupby(sorted(steps), key=texts.__getitem__):
             stage = [step for step, measured in enumerate(table.experts) if measured == expert]
             taken, computed = list(stretch), None
             allowed = skipped_steps(stage, taken, table.ratios, self._settings.rule)
+            # A skipped step adds the residuals of its lanes' names, so the computed step before must have had them all.
             for step in taken:
                 lanes = steps[step][1]
                 if step in allowed and lanes == computed:
@@ -44,7 +45,11 @@ class MagSteps:
     def begin(
         self, step: int, expert: str, lanes: Sequence[LaneName], own: Sequence[LaneName], model: torch.nn.Module
     ) -> MagPass:
-        """See `StepCache.begin`. Raises RequestError for an expert that the table was not measured on."""
+        """See `StepCache.begin`.
+
+        Raises:
+            RequestError: the table was not measured on this expert.
+        """
         if expert not in self._checked:
             self._settings.table.check_model(expert, model_mark(model.get_parameter("scale_shift_table")))
             self._checked.add(expert)
@@ -55,9 +60,9 @@ class MagSteps:
 
 
 class MagPass:
-    """One step; see `BlockCache`."""
+    """Forward pass of one step; see `BlockCache`."""
 
-    leaves_rest = False
+    skips_rest = False
 
     def __init__(self, added: dict[int, torch.Tensor], split: ParallelForward, *, whole: bool) -> None:
         self.whole = whole
@@ -72,7 +77,7 @@ class MagPass:
     def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
         """See `BlockCache.entered`."""
         own = self._split.own_tokens(tokens)
-        self._entered[lane] = own if own is tokens else own.clone()  # not the tokens of everybody
+        self._entered[lane] = own if own is tokens else own.clone()  # a view would keep the tokens of all workers
 
     def choose(self) -> SkipDecision:
         """See `BlockCache.choose`."""
@@ -80,7 +85,7 @@ class MagPass:
 
     def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
         """See `BlockCache.from_first`."""
-        raise AssertionError("a magnitude cache leaves out all blocks or none")
+        raise AssertionError("MagCache skips all blocks or none")
 
     def ended(self, lane: int, hidden: torch.Tensor) -> None:
         """See `BlockCache.ended`."""

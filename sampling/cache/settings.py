@@ -1,4 +1,4 @@
-"""What a cache of steps is told: how far a step may be from the one before to take over what that has computed."""
+"""Settings of the step caches."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from .mag_table import MagTable
 
 @dataclass(frozen=True, kw_only=True)
 class FirstBlockCache:
-    """Every step asks its first block. Raises RequestError for a threshold that is none.
+    """First-block cache: every step computes its first block and decides by its residual.
 
-    A lane leaves the other blocks out where the relative L1 distance between what the first block adds, now and in the
-    step that was computed last, is below the threshold; it adds what they added then. The rule is that of diffusers'
-    First Block Cache, but that an equal distance computes: a threshold of 0 leaves nothing out.
+    A lane skips the other blocks if the relative L1 distance between the first block's residual now and in the last
+    computed step is below the threshold; it then adds the residual of the other blocks from that step. This is the rule
+    of diffusers' First Block Cache, except that an equal distance computes, so that a threshold of 0 skips nothing.
     """
 
     threshold: float = 0.05
+    """At least 0; another value raises RequestError."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.threshold) and self.threshold >= 0):
-            raise RequestError(f"the cache's threshold is {self.threshold}: give 0 (leaves nothing out) or more")
+            raise RequestError(f"the cache's threshold is {self.threshold}: give 0 (skips nothing) or more")
 
     @property
     def kept_states(self) -> int:
-        """How many tensors of the size of a hidden state a lane has beside it where it has most.
-
-        Two stay from step to step. While the other lanes are in the first block, what that has added lies beside them.
-        """
+        """Most tensors that the cache keeps for a lane at a time, each of the size of its hidden state."""
+        # Two from step to step; a third while other lanes are in the first block: the present residual of that block.
         return 3
 
     @property
@@ -42,14 +41,14 @@ class FirstBlockCache:
 
 @dataclass(frozen=True, kw_only=True)
 class MagCache:
-    """Which steps are left out is known before the run, from a table that was calibrated; see `SkipRule`."""
+    """MagCache: the skipped steps are known before the run, from a calibrated table; see `SkipRule`."""
 
     table: MagTable
     rule: SkipRule
 
     @property
     def kept_states(self) -> int:
-        """As of `FirstBlockCache`."""
+        """See `FirstBlockCache.kept_states`."""
         return 1
 
     @property
@@ -65,9 +64,9 @@ CacheSettings: TypeAlias = FirstBlockCache | MagCache
 
 
 def cached_policy(policy: OffloadPolicy, cache: CacheSettings | None) -> OffloadPolicy:
-    """The policy for a run with that cache: the block that is asked in every step stays."""
+    """Return the policy for a run with that cache: a first-block cache makes the first block resident."""
     return replace(policy, pin_first_block=True) if isinstance(cache, FirstBlockCache) else policy
 
 
 PRESETS = {"careful": 0.03, "usual": 0.05, "fast": 0.1, "faster": 0.15, "fastest": 0.2}
-"""Thresholds of a first-block cache that others have used; `docs/caching.md` says where and what they saw."""
+"""Published thresholds of first-block caches; `docs/caching.md` has the sources and the reported quality."""

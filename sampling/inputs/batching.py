@@ -1,4 +1,4 @@
-"""Batching: several requests merged into one that shares the weight stream, and split again."""
+"""Batching: merge several requests into one that shares the weight stream, and split a request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .conditioning import video_text
 from .request import DenoiseRequest
 
 
-def joined(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
-    """One request for the samples of all `requests`, in their order; one alone stays what it is.
+def merge_requests(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
+    """Return one request for the samples of all `requests`, in their order; a single request is returned as it is.
 
-    Each sample comes out as from its own request, bit for bit; the weights move once for all. What belongs to the steps
-    must be the same in all of them, what belongs to a video may differ: noise, texts of any length, images, latents.
+    The result of each sample is bit-equal to that of its own request; the weights are streamed once for all. Settings
+    of steps must be equal in all requests; noise, texts, images and latents may differ.
 
-    Raises RequestError for no request, and for one that does not fit the first, with both values.
+    Raises:
+        RequestError: there is no request, or one does not fit the first; the message has both values.
     """
     if not requests:
         raise RequestError("no lanes: give at least one")
@@ -44,17 +45,17 @@ def joined(requests: Sequence[DenoiseRequest]) -> DenoiseRequest:
 
 
 def _check_fits(number: int, traits: Mapping[str, object], first: Mapping[str, object]) -> None:
-    """Raise for the first thing in which lane `number` is unlike lane 1."""
+    """Raise RequestError for the first trait in which lane `number` differs from lane 1."""
     for name, value in first.items():
         if traits.get(name) != value:
             raise RequestError(
-                f"lane {number} does not fit lane 1: {name} {traits.get(name)}, in lane 1 {value}. Lanes of one pass "
-                "have the same size, steps and settings: run it in a pass of its own"
+                f"lane {number} does not fit lane 1: {name} {traits.get(name)}, in lane 1 {value}. Lanes of one run "
+                "must have the same size, steps and settings: run it separately"
             )
 
 
 def _traits(request: DenoiseRequest) -> dict[str, object]:
-    """What requests that are joined have in common, by its name in words."""
+    """Return the values, by name, that must be equal in merged requests."""
     step_plan = request.step_plan
     given = {"start image": request.image_condition, "latent": request.latent, "noise mask": request.mask}
     seen = request.image_embedding
@@ -79,26 +80,26 @@ def _traits(request: DenoiseRequest) -> dict[str, object]:
 
 
 def _digest(cache: CacheSettings | None) -> str:
-    """Two tables of ratios may have the same words."""
+    """Return a digest of a cache's settings: two tables of ratios may have the same description."""
     return hashlib.blake2b(repr(cache).encode(), digest_size=4).hexdigest()
 
 
 def _merged_texts(texts: Sequence[Texts | None], batches: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """One text for each sample. A text that serves several stays one tensor, which is embedded once."""
-    each: list[torch.Tensor] = []
+    """Return one text for each sample; samples that share a text get the same tensor, which is embedded once."""
+    merged: list[torch.Tensor] = []
     for given, batch in zip(texts, batches, strict=True):
         assert given is not None
-        own = _apart(given) if isinstance(given, torch.Tensor) else list(given)
-        each += own * batch if len(own) == 1 else own
-    return tuple(each)
+        own = _single_texts(given) if isinstance(given, torch.Tensor) else list(given)
+        merged += own * batch if len(own) == 1 else own
+    return tuple(merged)
 
 
-def _apart(texts: torch.Tensor) -> list[torch.Tensor]:
+def _single_texts(texts: torch.Tensor) -> list[torch.Tensor]:
     return [texts] if len(texts) == 1 else list(texts.split(1))
 
 
 def _stacked(tensors: Sequence[torch.Tensor | None], batches: Sequence[int]) -> torch.Tensor | None:
-    """[1 or b, C, ...] of each request -> [B, C, ...] for all samples, None where there are none."""
+    """Stack [1 or b, C, ...] of each request into [B, C, ...]; None if there are none."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not given:
         return None
@@ -108,17 +109,19 @@ def _stacked(tensors: Sequence[torch.Tensor | None], batches: Sequence[int]) -> 
     )
 
 
-def apart(request: DenoiseRequest, sizes: Sequence[int]) -> list[DenoiseRequest]:
-    """Requests for the first `sizes[0]` samples, the next `sizes[1]` and so on; joined, they are `request` again.
+def split_request(request: DenoiseRequest, sizes: Sequence[int]) -> list[DenoiseRequest]:
+    """Return requests for the first `sizes[0]` samples, the next `sizes[1]` and so on.
 
-    Each sample comes out as from the whole request, bit for bit. What all samples share, every part has. A request for
-    all samples stays what it is.
+    The result of each sample is bit-equal to that of the whole request. `merge_requests` of the parts is equal to
+    `request`. If there is one size, the request is returned as it is.
 
-    Raises RequestError for sizes that are not those of parts of this request.
+    Raises:
+        RequestError: the sizes do not add up to the batch, or one is below 1.
     """
     if sum(sizes) != request.batch or any(size < 1 for size in sizes):
         raise RequestError(
-            f"parts of {list(sizes)} samples are no parts of {request.batch}: give sizes that make it up"
+            f"sizes {list(sizes)} add up to {sum(sizes)}, but the batch has {request.batch} samples: give sizes of at "
+            "least 1 that add up to it"
         )
     if len(sizes) == 1:
         return [request]
@@ -146,5 +149,6 @@ def _split_texts(texts: Texts, samples: slice) -> Texts:
 
 
 def _tensor(tensor: torch.Tensor | None, samples: slice) -> torch.Tensor | None:
-    """Those of the samples; one for all is everybody's. A copy, as a part travels without the rest."""
+    """Return the samples' part of a tensor, or the tensor if all samples share it."""
+    # Cloned, because a pickled view would carry the whole batch to the worker.
     return tensor if tensor is None or len(tensor) == 1 else tensor[samples].clone()

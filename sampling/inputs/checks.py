@@ -1,4 +1,4 @@
-"""Checks of a request; each error has the numbers and a remedy."""
+"""Checks of a request; every error has the numbers and a remedy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ TEXT_WIDTH = 4096
 PATCH = 2
 """Latent pixels per token, in height and in width."""
 Texts: TypeAlias = "torch.Tensor | Sequence[torch.Tensor]"
-"""[1 or B, L, 4096] for B samples; or one [1, L, 4096] for each of them, whose lengths may differ."""
+"""[1 or B, L, 4096] for B samples; or a sequence of one [1, L, 4096] for each sample, of any lengths."""
 
 SAME_SIGMA = 1e-5
-"""Sigmas nearer than this are the same step of the same schedule, computed by two programs."""
+"""Largest difference between equal sigmas that two programs computed."""
 
 
 def check_start(sigma: float, *, step: int, add_noise: bool, has_latent: bool, latent_sigma: float | None) -> None:
-    """Refuse to go on from a latent at `sigma`, where `step` starts, as far as it can be known to be wrong."""
+    """Raise RequestError if the latent cannot be continued from `sigma`, the noise level at which `step` starts.
+
+    Args:
+        latent_sigma: noise level of the latent; None if it is unknown, in which case it is not compared.
+    """
     if add_noise:
         if latent_sigma:
             raise RequestError(
@@ -38,8 +42,8 @@ def check_start(sigma: float, *, step: int, add_noise: bool, has_latent: bool, l
         raise RequestError("add_noise is off and the latent is empty: turn add_noise on, or connect a latent")
     if sigma > PURE_NOISE:
         raise RequestError(
-            f"add_noise is off and step {step} starts at sigma {sigma:g}, where nothing of a latent is left: "
-            "set start_step to the end_step of the sampler before, or turn add_noise on"
+            f"add_noise is off and step {step} starts at sigma {sigma:g}, which is pure noise: set start_step to the "
+            "end_step of the sampler before, or turn add_noise on"
         )
     if latent_sigma is not None and abs(latent_sigma - sigma) > SAME_SIGMA:
         remedy = (
@@ -54,7 +58,7 @@ def check_start(sigma: float, *, step: int, add_noise: bool, has_latent: bool, l
 
 
 def check_step_plan(steps: int, *, start_step: int, switch_step: int | None, end_step: int) -> None:
-    """Refuse a first step, a last one or an explicit switch that do not fit a run of `steps` steps."""
+    """Raise RequestError unless the start, end and switch steps fit a schedule of `steps` steps."""
     if end_step < 1:
         raise RequestError(f"end step {end_step}: give at least 1, the first step runs before step 1")
     if not 0 <= start_step < steps:
@@ -69,7 +73,7 @@ def check_step_plan(steps: int, *, start_step: int, switch_step: int | None, end
 
 
 def check_guidance(guidance: tuple[float, float], of_steps: Sequence[float] | None, *, steps: int) -> None:
-    """Refuse CFG scales that are not two numbers, or not one for each of the first of `steps` steps."""
+    """Raise RequestError unless `guidance` is two numbers and `of_steps`, if given, is 1 to `steps` numbers."""
     is_pair = not isinstance(guidance, int | float) and len(guidance) == 2
     if not is_pair or not all(math.isfinite(scale) for scale in guidance):
         raise RequestError(f"guidance {guidance}: give two numbers, for the high and the low expert")
@@ -79,12 +83,12 @@ def check_guidance(guidance: tuple[float, float], of_steps: Sequence[float] | No
         raise RequestError(f"guidance_steps {tuple(of_steps)}: give a number for each step, the last one for the rest")
     if len(of_steps) > steps:
         raise RequestError(
-            f"guidance_steps has {len(of_steps)} numbers for {steps} steps: leave out the last {len(of_steps) - steps}"
+            f"guidance_steps has {len(of_steps)} numbers for {steps} steps: remove the last {len(of_steps) - steps}"
         )
 
 
 def check_windows(windows: ContextWindows, frames: int) -> None:
-    """Refuse context windows that are longer than the video of `frames` latent frames."""
+    """Raise RequestError if the windows are longer than the video of `frames` latent frames."""
     try:
         windows.check_video(frames)
     except ValueError as err:
@@ -92,13 +96,18 @@ def check_windows(windows: ContextWindows, frames: int) -> None:
 
 
 def check_windows_stay(windows: ContextWindows, steps: Sequence[int], frames: int) -> None:
-    """Refuse windows that leave a cache by magnitudes no step to leave out; `steps` are those of the run."""
+    """Raise RequestError if the windows shift in every step, so that MagCache could never skip one.
+
+    Args:
+        steps: steps of the run.
+        frames: latent frames of the video.
+    """
     places = [windows.at(step, frames) for step in steps]
     if len(places) > 1 and all(before != after for before, after in pairwise(places)):
         raise RequestError(
-            "the context windows begin elsewhere in every step, and a cache by magnitudes leaves a step out only where "
-            "all of its windows were computed in the one before: turn shift_windows off in Wan Context Windows, or use "
-            "the first-block cache, which asks each window"
+            "the context windows shift in every step, and MagCache skips a step only if all of its windows were "
+            "computed in the step before: turn shift_windows off in Wan Context Windows, or use the first-block cache, "
+            "which decides for each window"
         )
 
 

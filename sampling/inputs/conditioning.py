@@ -1,4 +1,4 @@
-"""Native ComfyUI values: CONDITIONING and LATENT to the tensors of a request, and back."""
+"""Native ComfyUI values: conversion of CONDITIONING and LATENT to the tensors of a request, and back."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..noise import seeded_noise
 from .conditioning_keys import IMAGE_SEEN, check_keys
 from .mask import latent_mask
 
-MARK = "wanstream_leftover"
-"""The key of the mark in a LATENT: {"sigma": float, "fingerprint": int}."""
+LEFTOVER_KEY = "wanstream_leftover"
+"""Key of a LATENT for {"sigma": float, "fingerprint": int}, which our samplers write."""
 
 PROBES = 1024
-"""About how many values make a fingerprint."""
+"""Approximate number of values in a fingerprint."""
 
 
 def leftover_mark(samples: torch.Tensor, sigma: float) -> dict[str, Any]:
-    """The mark of raw `samples` that a run left at `sigma`; 0 is a finished video."""
+    """Return the value of `LEFTOVER_KEY` for raw `samples` at noise level `sigma`; 0 is a finished video."""
     return {"sigma": sigma, "fingerprint": _fingerprint(samples)}
 
 
-def left_at(latent: Mapping[str, Any]) -> float | None:
-    """The noise level at which a run left this LATENT; None if no run of ours did, or its samples are other ones."""
-    mark = latent.get(MARK)
+def leftover_sigma(latent: Mapping[str, Any]) -> float | None:
+    """Return the noise level of a LATENT from one of our runs; None for others, and if the samples have changed."""
+    mark = latent.get(LEFTOVER_KEY)
     if mark is None or mark["fingerprint"] != _fingerprint(latent["samples"]):
         return None
     sigma: float = mark["sigma"]
@@ -39,14 +39,14 @@ def left_at(latent: Mapping[str, Any]) -> float | None:
 
 
 def _fingerprint(samples: torch.Tensor) -> int:
-    """A checksum over the shape and evenly spread values: sampling, scaling or cutting a latent changes them all."""
+    """Return a checksum over the shape and evenly spread values, which any sampling, scaling or cutting changes."""
     spread = samples.flatten()[:: max(1, samples.numel() // PROBES)]
     return zlib.crc32(spread.float().cpu().numpy().tobytes(), zlib.crc32(repr(tuple(samples.shape)).encode()))
 
 
 MASK_CHANNELS = 4
 SIZE_HINT = "downscale_ratio_spacial"
-"""Where an empty LATENT says how many pixels of a side it stands for; the name is ComfyUI's."""
+"""Key of an empty LATENT for the pixels per latent pixel on each side; the spelling is ComfyUI's."""
 
 Conditioning = Sequence[Sequence[Any]]
 Latent = Mapping[str, Any]
@@ -54,40 +54,44 @@ Latent = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NativeInputs:
-    """The tensors of a `DenoiseRequest`, taken from native values."""
+    """Tensors of a `DenoiseRequest`, converted from native values."""
 
     positive: torch.Tensor
     negative: torch.Tensor | None
     image_condition: torch.Tensor | None
     image_embedding: torch.Tensor | None
-    """[1 or B, N, width] of CLIP's hidden states before its last layer."""
+    """[1 or B, N, width]: CLIP's hidden states before its last layer."""
     latent: torch.Tensor | None
-    """Normalised; None for an empty latent, whose zeros stand for "nothing yet" and not for grey."""
+    """Normalised; None for an empty latent, whose zeros do not mean a grey video."""
     mask: torch.Tensor | None
     """[1 or B, 1 or 16 (48), T, h, w] float32, 1 where to denoise; None: everywhere."""
     latent_sigma: float | None
-    """Noise level at which a run of ours left the latent, where it did."""
+    """Noise level of the latent if it comes from one of our runs."""
     shape: torch.Size
     batch_index: Sequence[int] | None
 
     def noise(self, seed: int | None) -> torch.Tensor:
-        """What ComfyUI draws for this latent and seed; zeros for no seed, where no noise is added."""
+        """Return the noise that ComfyUI draws for this latent and seed; zeros for None (no noise is added)."""
         if seed is None:
             return torch.zeros(self.shape)
         return seeded_noise(self.shape, seed, batch_index=self.batch_index)
 
 
 def native_inputs(positive: Conditioning, negative: Conditioning | None, latent: Latent) -> NativeInputs:
-    """Read native values. Raises `ConditioningError` for what no request has a place for, with the side and the key."""
+    """Convert native values.
+
+    Raises:
+        ConditioningError: a value is not supported; the message has the side and the key.
+    """
     samples = _samples(latent)
     noise_mask = latent.get("noise_mask")
     mask = None if noise_mask is None else latent_mask(noise_mask, samples.shape)
     text, image = _side("positive", positive, samples.shape, mask)
-    seen = _image_seen(positive)
+    embedding = _image_embedding(positive)
     negative_text = None
     if negative is not None:
         negative_text, negative_image = _side("negative", negative, samples.shape, mask)
-        if not _same(image, negative_image) or not _same(seen, _image_seen(negative)):
+        if not _same(image, negative_image) or not _same(embedding, _image_embedding(negative)):
             raise ConditioningError(
                 "positive and negative carry different start images: connect both outputs of one image-to-video node"
             )
@@ -95,33 +99,40 @@ def native_inputs(positive: Conditioning, negative: Conditioning | None, latent:
         positive=text,
         negative=negative_text,
         image_condition=image,
-        image_embedding=None if seen is None else _repeated(seen, samples.shape[0]),
+        image_embedding=None if embedding is None else _repeated(embedding, samples.shape[0]),
         latent=normalise(samples) if torch.count_nonzero(samples) else None,
         mask=mask,
-        latent_sigma=left_at(latent),
+        latent_sigma=leftover_sigma(latent),
         shape=samples.shape,
         batch_index=latent.get("batch_index"),
     )
 
 
 def native_latent(latents: torch.Tensor, like: Latent, *, sigma: float = 0.0) -> dict[str, Any]:
-    """A LATENT with `latents` (normalised) as its raw samples on the CPU, and whatever else `like` carries.
+    """Return a LATENT with normalised `latents` as raw samples on the CPU, and the other keys of `like`.
 
-    `sigma` is the noise level that they are at. Noise that is left over stays in as ComfyUI's samplers hand it on:
-    divided by 1 - sigma, which the next sampler multiplies by.
+    Args:
+        sigma: noise level of the latents.
     """
-    # A hint for empty latents of another size per pixel; native samplers drop it as well.
+    # The size hint applies to empty latents only; native samplers drop it too.
     kept = {key: value for key, value in like.items() if key != SIZE_HINT}
+    # ComfyUI's samplers divide leftover noise by 1 - sigma, and the next sampler multiplies by it again.
     samples = denormalise(latents.float() / (1 - sigma)).cpu()
-    return {**kept, "samples": samples, MARK: leftover_mark(samples, sigma)}
+    return {**kept, "samples": samples, LEFTOVER_KEY: leftover_mark(samples, sigma)}
 
 
 def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The 20 channels an I2V expert reads beside the latent.
+    """Return the 20 condition channels of an I2V expert [b, 20, T, h, w]: 4 of the mask, then the normalised image.
 
-    `image` is a raw latent [b, 16, T, h, w]. `mask` is [b or 1, any, T or less, h, w] in ComfyUI's sense, 1 where the
-    model is free; frames it does not reach, or all of them without a mask, are free. Returns [b, 20, T, h, w]: 4 mask
-    channels in the model's sense, 1 where the image is known, then the normalised image.
+    The expert's mask is the inverse of ComfyUI's: 1 where the image is known.
+
+    Args:
+        image: raw latent [b, 16, T, h, w].
+        mask: [b or 1, any, T or less, h, w], 1 where the model generates; missing frames count as 1, as do all frames
+            without a mask.
+
+    Raises:
+        ConditioningError: the shapes do not fit.
     """
     if image.ndim != 5 or image.shape[1] != WAN21.channels:
         raise ConditioningError(
@@ -145,12 +156,12 @@ def image_condition(image: torch.Tensor, mask: torch.Tensor | None) -> torch.Ten
 
 
 def _samples(latent: Latent) -> torch.Tensor:
-    """The samples [B, 16 or 48, T, h, w] float32. Empty ones stand for a size, whatever they were made for."""
+    """Return the samples [B, 16 or 48, T, h, w] float32; empty ones of other models are converted by their size."""
     samples: torch.Tensor = latent["samples"]
     if not isinstance(samples, torch.Tensor):
         raise ConditioningError(
-            f"the latent is a {type(samples).__name__} of several parts, Wan2.2 A14B makes video alone: "
-            "use an empty video latent"
+            f"the latent is a {type(samples).__name__} of several parts, Wan generates only video: use an empty video "
+            "latent"
         )
     if samples.ndim == 4 and not torch.count_nonzero(samples):
         samples = samples.new_zeros(len(samples), WAN21.channels, 1, *_hinted_size(latent))
@@ -165,7 +176,7 @@ def _samples(latent: Latent) -> torch.Tensor:
 
 
 def _hinted_size(latent: Latent) -> tuple[int, int]:
-    """Height and width of an empty latent that may be of a model with other pixels per latent than Wan's 8."""
+    """Return height and width for an empty latent of a model that may have other than 8 pixels per latent pixel."""
     ratio = (latent.get(SIZE_HINT) or PIXELS_PER_LATENT) / PIXELS_PER_LATENT
     height, width = latent["samples"].shape[-2:]
     return round(height * ratio), round(width * ratio)
@@ -174,18 +185,18 @@ def _hinted_size(latent: Latent) -> tuple[int, int]:
 def _side(
     name: str, conditioning: Conditioning, shape: torch.Size, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Text and image condition of one side, for a latent of `shape` under a noise mask."""
+    """Return the text and the image condition of one side, for a latent of `shape` under a noise mask."""
     text, options = single_entry(name, conditioning)
     image = options.get("concat_latent_image")
     if image is None:
         return _repeated(text, shape[0]), None
     _check_image_size(name, image, shape)
-    # Without a mask of its own, ComfyUI tells an I2V expert by the noise mask what of the image is known.
+    # Without concat_mask, ComfyUI uses the noise mask as the mask of the image condition.
     return _repeated(text, shape[0]), image_condition(image, options.get("concat_mask", mask))
 
 
-def _image_seen(conditioning: Conditioning) -> torch.Tensor | None:
-    """The hidden states before CLIP's last layer, which ComfyUI carries in an object of its own."""
+def _image_embedding(conditioning: Conditioning) -> torch.Tensor | None:
+    """Return the hidden states before CLIP's last layer from ComfyUI's output object, if there is one."""
     output = conditioning[0][1].get(IMAGE_SEEN)
     if output is None:
         return None
@@ -199,9 +210,10 @@ def _image_seen(conditioning: Conditioning) -> torch.Tensor | None:
 
 
 def single_entry(name: str, conditioning: Conditioning) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    """The text of the side `name` and what belongs to it.
+    """Return the text and the options of the only entry of side `name`.
 
-    Raises `ConditioningError` for several entries, and as of `check_keys`.
+    Raises:
+        ConditioningError: there are several entries, or no text; and as `check_keys`.
     """
     if len(conditioning) != 1:
         raise ConditioningError(
@@ -215,14 +227,15 @@ def single_entry(name: str, conditioning: Conditioning) -> tuple[torch.Tensor, M
 
 
 def _repeated(text: torch.Tensor, batch: int) -> torch.Tensor:
-    """Texts for `batch` samples: one for all stays one, others are repeated in turn and cut as ComfyUI does."""
+    """Return texts for `batch` samples: several are repeated in turn and cut, as in ComfyUI; a shared one stays one."""
     if text.ndim != 3 or len(text) in (0, 1, batch):
         return text
     return text.repeat(-(-batch // len(text)), 1, 1)[:batch]
 
 
 def _check_image_size(name: str, image: torch.Tensor, shape: torch.Size) -> None:
-    """Refuse an image of another size than the latent; ComfyUI would stretch it, and its mask, to fit."""
+    """Raise ConditioningError if the image and the latent differ in size."""
+    # ComfyUI would stretch the image and its mask, which hides a wrong connection.
     if image.ndim == 5 and image.shape[2:] != shape[2:]:
         raise ConditioningError(
             f"{name} carries a start image for {video_text(image.shape)}, the latent is {video_text(shape)}: connect "
@@ -231,7 +244,7 @@ def _check_image_size(name: str, image: torch.Tensor, shape: torch.Size) -> None
 
 
 def video_text(shape: torch.Size) -> str:
-    """The size of the video that a latent of `shape` [B, 16 or 48, T, h, w] stands for, in words."""
+    """Describe the size of the video of a latent of `shape` [B, 16 or 48, T, h, w]."""
     channels, frames, height, width = shape[1:]
     pixels = space_of(channels).pixels
     return f"{width * pixels} x {height * pixels} pixels and {(frames - 1) * FRAMES_PER_LATENT + 1} frames"

@@ -1,7 +1,7 @@
-"""The keys of a native CONDITIONING: those that are read, those that are harmless, and the refusal of all others.
+"""Keys of a native CONDITIONING: those that are read, those that are harmless, and the refusal of all others.
 
-A key that is not known here and carries a tensor is refused, because a Wan model of a later ComfyUI may obey it: an
-edit or a reference would become another video. The lists are those of ComfyUI 0.18.1 and of later Wan nodes.
+An unknown key with a tensor is refused, because a Wan model of a later ComfyUI may use it: without it, an edit or a
+reference would give another video. The lists cover ComfyUI 0.18.1 and later Wan nodes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..errors import ConditioningError
 logger = logging.getLogger("wanstream.sampling")
 
 IMAGE_SEEN = "clip_vision_output"
-"""Key of the CLIP embedding of the start image, as image-to-video nodes set it; the name is ComfyUI's."""
+"""Key of the start image's CLIP embedding, as ComfyUI's image-to-video nodes set it."""
 
 READ = frozenset({"concat_latent_image", "concat_mask", IMAGE_SEEN})
-"""Keys that become part of a request."""
+"""Keys that are converted into a request."""
 
 RANGES = (("start_percent", "end_percent"), ("clip_start_percent", "clip_end_percent"))
-"""Keys by which an entry holds in some steps only."""
+"""Keys that limit an entry to some steps."""
 
-# Keys that native sampling obeys for some Wan model and that no request has a place for. Some are obeyed with other
-# weights alone (VACE, Animate); a user who connects them wants what they do, so they are refused too.
+# Keys that native sampling uses for some Wan model and that a request does not support. Some are used with other
+# weights only (VACE, Animate); a user who connects them wants their effect, so they are refused too.
 REFUSED: Mapping[str, str] = {
     "control": "a ControlNet",
     "hooks": "hooks",
@@ -74,7 +74,7 @@ BESIDE_THE_TEXT: Mapping[str, str] = {
     "t5xxl_weights": "weights of those tokens",
 }
 
-# Tensors that a user connects and that native sampling ignores for the weights that run here; the log says so.
+# Tensors that a user connects and that native sampling ignores for the supported weights; they are logged.
 IGNORED: Mapping[str, str] = {
     "reference_latents": "read by weights with ref_conv (Fun Control), S2V, HuMo and SCAIL, all refused when opened",
     "reference_latents_text_embeds": "read by Z-Image alone",
@@ -90,25 +90,26 @@ IGNORED: Mapping[str, str] = {
     "audio_codes": "read by ACE-Step alone",
 }
 
-MOST_SEARCHED = 100_000
-"""Containers and objects of one value that are searched for a tensor, some tenths of a second.
+MAX_SEARCHED = 100_000
+"""Most containers and objects of one value that are searched for a tensor, which takes some tenths of a second.
 
-A value of more counts as one with a tensor: something that large is a model or the state of a program, and passing over
-a tensor would change the video without a word, while a refusal names the key. A logger, with all others that it leads
-to, is below 5,000.
+A larger value counts as one with a tensor: it is a model or the state of a program. To overlook a tensor would change
+the video silently, whereas a refusal names the key. For comparison, a logger with all loggers that it refers to has
+fewer than 5,000 objects.
 """
 
 
-# Modules, classes and functions are code: what they refer to belongs to no value.
+# Modules, classes and functions are code: the objects that they refer to are not part of the value.
 _PLAIN = (bool, int, float, complex, str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType)
 
 
 def check_keys(side: str, options: Mapping[str, Any]) -> None:
-    """Refuse what an entry of `side` carries and no request has a place for; log what native sampling ignores as well.
+    """Check the options of an entry of `side`, and log those that native sampling ignores too.
 
-    A key that is not known and carries no tensor passes: it is a number, a flag or a note, and does nothing alone.
+    An unknown key without a tensor is accepted: it is a number, a flag or a note, which has no effect alone.
 
-    Raises ConditioningError, which names the key.
+    Raises:
+        ConditioningError: a key is not supported; the message names it.
     """
     for key, value in options.items():
         if key in READ or key in BESIDE_THE_TEXT or _is_nothing(value):
@@ -121,13 +122,13 @@ def check_keys(side: str, options: Mapping[str, Any]) -> None:
             logger.info("%s carries %s, which is ignored, as native sampling does: %s", side, key, IGNORED[key])
         elif holds_tensor(value):
             raise ConditioningError(
-                f"{side} carries a tensor, or more than is searched for one, under '{key}', which is not known here "
-                "and may change the video: remove the node that writes it. Tensors that may be there: "
+                f"{side} carries a tensor, or too many objects to search, under '{key}', which is not known here and "
+                "may change the video: remove the node that writes it. Known tensors: "
                 f"{_listed([*READ, *BESIDE_THE_TEXT, *IGNORED])}"
             )
     _check_ranges(side, options)
-    if options.get("strength") == 0:  # any other one cancels out, as there is one entry only
-        raise ConditioningError(f"{side} has strength 0, by which native sampling leaves it out: give another strength")
+    if options.get("strength") == 0:  # any other strength cancels out, as there is only one entry
+        raise ConditioningError(f"{side} has strength 0, for which native sampling skips it: give another strength")
 
 
 def _check_ranges(side: str, options: Mapping[str, Any]) -> None:
@@ -140,7 +141,7 @@ def _check_ranges(side: str, options: Mapping[str, Any]) -> None:
 
 
 def _is_nothing(value: object) -> bool:
-    """None or an empty container: what nodes write to take a value back."""
+    """Return True for None and empty containers, which nodes write to remove a value."""
     return value is None or (isinstance(value, list | tuple | dict | set | str) and not value)
 
 
@@ -149,9 +150,9 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def holds_tensor(value: object) -> bool:
-    """True if a value is a tensor or an array, or holds one in containers or in attributes at any depth.
+    """Return True if a value is, or contains at any depth, a tensor or an array with at least one dimension.
 
-    A tensor without dimensions is a number. A value of more than `MOST_SEARCHED` objects counts as one with a tensor.
+    Containers and attributes are searched. A value of more than `MAX_SEARCHED` objects counts as one with a tensor.
     """
     waiting, seen = deque([value]), dict[int, object]()  # the values stay alive, so that no id is used twice
     while waiting:
@@ -162,7 +163,7 @@ def holds_tensor(value: object) -> bool:
             if found.shape == ():
                 continue
             return True
-        if len(seen) == MOST_SEARCHED:
+        if len(seen) == MAX_SEARCHED:
             return True
         seen[id(found)] = found
         if isinstance(found, Mapping):

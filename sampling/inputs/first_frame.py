@@ -1,7 +1,7 @@
-"""The given frames of an I2V run in native form: what ComfyUI's own nodes hand to a sampler.
+"""Given frames of an image-to-video run, in the form of ComfyUI's own nodes.
 
-`WanImageToVideo` is given the first frames, `WanFirstLastFrameToVideo` the last ones as well; `Wan22ImageToVideoLatent`
-puts the first ones into the latent itself.
+These are `WanImageToVideo` (first frames), `WanFirstLastFrameToVideo` (first and last frames) and
+`Wan22ImageToVideoLatent` (first frames as a part of the latent).
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from ...schema import FRAMES_PER_LATENT, VideoShape
 from ...wan import denormalise
 
 GREY = 0.5
-"""What the frames to be made are filled with before encoding: 0 in the VAE's range of -1..1."""
+"""Value of the frames to generate before encoding: 0 in the VAE's range of -1..1."""
 
 
 def framed_video(start: torch.Tensor, end: torch.Tensor | None, shape: VideoShape) -> torch.Tensor:
-    """`start` as the first frames of a grey video [frames, height, width, 3], and `end` as its last ones.
+    """Return a grey video [frames, height, width, 3] that begins with `start` and ends with `end`.
 
-    Both are images [N, H, W, 3 or 4] in 0..1. They are cropped around their centre to the video's aspect ratio, then
-    scaled.
+    Both are images [N, H, W, 3 or 4] in 0..1, cropped around their centre to the video's aspect ratio and then scaled.
 
     Raises:
-        ValueError: they are anything but images, or more than the video has frames.
+        ValueError: the shape is not that of images, or there are more images than frames.
     """
     _check_images({"start": start} if end is None else {"start": start, "end": end}, shape)
     video = torch.full((shape.frames, shape.height, shape.width, 3), GREY, dtype=start.dtype, device=start.device)
@@ -36,16 +35,16 @@ def framed_video(start: torch.Tensor, end: torch.Tensor | None, shape: VideoShap
 
 
 def start_mask(known_frames: int, shape: VideoShape) -> torch.Tensor:
-    """[1, 1, T, h, w] float32 over the latent: 0 where the first `known_frames` lie, 1 where the model is free."""
+    """Return a mask [1, 1, T, h, w] float32: 0 in the latent frames of the first `known_frames`, 1 elsewhere."""
     mask = torch.ones(1, 1, *shape.latent)
     mask[:, :, : (known_frames - 1) // FRAMES_PER_LATENT + 1] = 0
     return mask
 
 
 def start_end_mask(start_frames: int, end_frames: int, shape: VideoShape) -> torch.Tensor:
-    """[1, 4, T, h, w] float32: each latent frame has four places, 0 where a frame is given.
+    """Return a mask [1, 4, T, h, w] float32: four entries for each latent frame, 0 where a frame is given.
 
-    The first frame of a video fills the four places of the first latent frame, every other frame one place.
+    The first frame of a video has all four entries of the first latent frame, every other frame one entry.
     """
     latent_frames, height, width = shape.latent
     places = torch.ones(latent_frames * FRAMES_PER_LATENT)
@@ -56,10 +55,10 @@ def start_end_mask(start_frames: int, end_frames: int, shape: VideoShape) -> tor
 
 
 def start_frames(start: torch.Tensor, shape: VideoShape) -> torch.Tensor:
-    """`start` as the first frames of a video for Wan2.2 5B, [N, height, width, 3]; cropped and scaled as above.
+    """Return `start` as the first frames of a video for Wan2.2 5B, [N, height, width, 3], cropped and scaled.
 
     Raises:
-        ValueError: they are anything but images, more than the video has frames, or not 4n + 1 of them.
+        ValueError: the shape is not that of images, there are more images than frames, or not 4n + 1 of them.
     """
     _check_images({"start": start}, shape)
     if len(start) % FRAMES_PER_LATENT != 1:
@@ -69,9 +68,9 @@ def start_frames(start: torch.Tensor, shape: VideoShape) -> torch.Tensor:
 
 
 def begun_latent(encoded: torch.Tensor, shape: VideoShape, batch: int) -> dict[str, torch.Tensor]:
-    """A LATENT for Wan2.2 5B that begins with `encoded`, raw [1, C, t, h, w], and is empty behind it.
+    """Return a LATENT for Wan2.2 5B that begins with `encoded`, raw [1, C, t, h, w], and is empty after it.
 
-    Its `noise_mask` [1, 1, T, h, w] is 0 where it is given and 1 where the model is free.
+    Its `noise_mask` [1, 1, T, h, w] is 0 in the given latent frames and 1 elsewhere.
     """
     samples = denormalise(torch.zeros(1, encoded.shape[1], *shape.latent))
     samples[:, :, : encoded.shape[2]] = encoded
@@ -95,10 +94,10 @@ def _fitted(images: torch.Tensor, shape: VideoShape) -> torch.Tensor:
 
 
 def _crop_to_aspect(pixels: torch.Tensor, shape: VideoShape) -> torch.Tensor:
-    """The largest centred part of `pixels` [N, C, H, W] with the aspect ratio of the video, to whole pixels."""
+    """Return the largest centred part of `pixels` [N, C, H, W] with the aspect ratio of the video."""
     height, width = pixels.shape[-2:]
     aspect, wanted = width / height, shape.width / shape.height
-    # ComfyUI rounds the margin, not the size; the same order of operations keeps its result to the pixel.
+    # ComfyUI rounds the margin, not the size; another order of operations crops one pixel more or less.
     left = round((width - width * (wanted / aspect)) / 2) if aspect > wanted else 0
     top = round((height - height * (aspect / wanted)) / 2) if aspect < wanted else 0
     return pixels[..., top : height - top, left : width - left]

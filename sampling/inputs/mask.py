@@ -1,8 +1,7 @@
-"""Masked denoising: part of a latent is made anew, the rest is kept, with ComfyUI's meaning of a noise mask.
+"""Masked denoising: a part of the latent is generated, the rest is kept, with ComfyUI's meaning of a noise mask.
 
-A mask is 1 where the model is free and 0 where the given latent stays; values between mix. The kept part is shown to
-the model at the noise level of the step, so that what is made anew fits it; to TI2V-5B without noise, and at a timestep
-of its own.
+A mask is 1 where the model generates and 0 where the given latent is kept; values between blend. A14B reads the kept
+part at the noise level of the step; TI2V-5B reads it without noise, with per-frame timesteps.
 """
 
 from __future__ import annotations
@@ -19,11 +18,16 @@ VIDEO_MASK_DIMS = 5
 
 
 def latent_mask(noise_mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A LATENT's `noise_mask` for a latent of `shape` [B, 16, T, h, w], as ComfyUI reads it.
+    """Scale a LATENT's `noise_mask` to a latent of `shape` [B, C, T, h, w], as ComfyUI does.
 
-    `noise_mask` is [H, W], [frames, H, W], [frames, 1, H, W], [1, frames, H, W] or [1 or a divisor of B, 1 or 16,
-    frames, H, W] (or 48 for such a latent), of any frames, height and width: they are scaled to the latent's. Returns
-    [1 or B, 1 or 16, T, h, w] float32. Raises `ConditioningError` for other shapes and for NaN.
+    Args:
+        noise_mask: [H, W], [frames, H, W], [frames, 1, H, W], [1, frames, H, W] or [1 or a divisor of B, 1 or C,
+            frames, H, W], of any number of frames, height and width.
+
+    Returns [1 or B, 1 or C, T, h, w] float32.
+
+    Raises:
+        ConditioningError: the mask has another shape, or contains NaN or infinity.
     """
     given = list(noise_mask.shape)
     if noise_mask.ndim not in (*FRAME_MASK_DIMS, VIDEO_MASK_DIMS) or 0 in given:
@@ -37,10 +41,10 @@ def latent_mask(noise_mask: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         _check_video_mask(given, shape)
         mask = noise_mask.float()
     else:
-        # ComfyUI reads whatever lies before height and width as frames, even where another node meant a batch.
+        # ComfyUI reads all dimensions before height and width as frames, even if a node meant a batch.
         mask = noise_mask.float().reshape(1, 1, -1, *noise_mask.shape[-2:])
     if not mask.isfinite().all():
-        raise ConditioningError(f"the noise mask {given} holds NaN or infinity: give values from 0 to 1")
+        raise ConditioningError(f"the noise mask {given} contains NaN or infinity: give values from 0 to 1")
     scaled = interpolate(mask, size=shape[2:], mode="trilinear")
     return scaled if len(scaled) == 1 else scaled.repeat(shape[0] // len(scaled), 1, 1, 1, 1)
 
@@ -57,38 +61,39 @@ def _check_video_mask(given: list[int], shape: torch.Size) -> None:
         )
 
 
-def frame_freedom(mask: torch.Tensor) -> tuple[tuple[float, ...] | None, ...]:
-    """How free each latent frame is, for each sample of `mask` [B, C, T, h, w]; None for one that is free throughout.
+def frame_timestep_scales(mask: torch.Tensor) -> tuple[tuple[float, ...] | None, ...]:
+    """Return the timestep scale of each latent frame, for each sample of `mask` [B, C, T, h, w].
 
-    That is the mean of the mask over a frame, in float32, by which ComfyUI tells TI2V-5B the frame's timestep.
+    It is the mean of the mask over the frame, in float32, as ComfyUI computes it for TI2V-5B. None stands for a sample
+    whose scales are all 1.
     """
-    every: list[list[float]] = mask.float().mean(dim=(1, 3, 4)).tolist()
-    return tuple(None if set(freedom) == {1.0} else tuple(freedom) for freedom in every)
+    scales: list[list[float]] = mask.float().mean(dim=(1, 3, 4)).tolist()
+    return tuple(None if set(of_sample) == {1.0} else tuple(of_sample) for of_sample in scales)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptPart:
-    """What a masked run keeps. All tensors are float32 on the run's device and of shapes that broadcast to it."""
+class MaskedPart:
+    """The kept part of a masked run: float32 tensors on the run's device that broadcast to its latents."""
 
     free: torch.Tensor
-    """The mask: 1 where the model is free."""
+    """Mask: 1 where the model generates."""
     latent: torch.Tensor
-    """The latent where it is kept, 0 elsewhere."""
+    """Given latent where it is kept, 0 elsewhere."""
     noise: torch.Tensor | None
-    """The starting noise, likewise; None: the model is shown the kept part without noise, at any step."""
+    """Starting noise where the latent is kept, 0 elsewhere; None: the kept part is shown to the model without noise."""
 
     @classmethod
-    def of(cls, mask: torch.Tensor, latent: torch.Tensor, noise: torch.Tensor | None) -> KeptPart:
-        """Of a run whose given latent and starting noise are [B, 16 or 48, T, h, w], normalised."""
+    def of(cls, mask: torch.Tensor, latent: torch.Tensor, noise: torch.Tensor | None) -> MaskedPart:
+        """Return the kept part for a given latent and starting noise [B, 16 or 48, T, h, w], normalised."""
         kept = 1 - mask
         return cls(free=mask, latent=latent * kept, noise=None if noise is None else noise * kept)
 
-    def shown(self, latents: torch.Tensor, sigma: float) -> torch.Tensor:
-        """The latents that the model sees: those of the run where it is free, the given ones at `sigma` elsewhere."""
+    def model_input(self, latents: torch.Tensor, sigma: float) -> torch.Tensor:
+        """Return the input of the model: the run's latents where it generates, the given ones at `sigma` elsewhere."""
         if self.noise is None:
             return latents * self.free + self.latent
         return latents * self.free + sigma * self.noise + (1 - sigma) * self.latent
 
-    def ended(self, denoised: torch.Tensor) -> torch.Tensor:
-        """The model's estimate of the end, with the given latent where it is kept."""
+    def merge_kept(self, denoised: torch.Tensor) -> torch.Tensor:
+        """Return the estimate of the final latents with the given latent where it is kept."""
         return denoised * self.free + self.latent

@@ -10,9 +10,9 @@ from .request import DenoiseRequest, check_channels
 
 
 def check_fits(request: DenoiseRequest, pair: ExpertPair) -> None:
-    """Refuse a request that does not fit the experts: its channels, its steps, its image.
+    """Raise RequestError unless the request's channels, steps and image fit the experts.
 
-    An image embedding for experts without an image branch is no error: they do not look at it, as in ComfyUI.
+    An image embedding for experts without an image branch is not an error: it is ignored, as in ComfyUI.
     """
     check_channels(request, pair.in_channels)
     if pair.is_single:
@@ -27,7 +27,7 @@ def _check_steps(request: DenoiseRequest) -> None:
     low = [step for step in step_plan.steps if step_plan.experts[step] == "low"]
     if low:
         raise RequestError(
-            f"step {low[0]} is one of the low-noise expert, and the model is one expert, which runs every step: give "
+            f"step {low[0]} is one of the low-noise expert, and this is a single model, which runs every step: give "
             "boundary_ratio 0 and no switch_step"
         )
 
@@ -47,8 +47,8 @@ def _check_image(request: DenoiseRequest, width: int) -> None:
         for length in _lengths(texts):
             if length != TEXT_TOKENS:
                 raise RequestError(
-                    f"{name} has {length} tokens, and a model with an image branch (Wan2.1 I2V) counts on "
-                    f"{TEXT_TOKENS}: encode it with Wan Text Encode, which pads and cuts to that"
+                    f"{name} has {length} tokens, and a model with an image branch (Wan2.1 I2V) needs "
+                    f"{TEXT_TOKENS}: encode it with Wan Text Encode, which pads or cuts to that length"
                 )
 
 

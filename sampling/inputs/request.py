@@ -1,4 +1,4 @@
-"""DenoiseRequest: all inputs of one run, guidance included, checked when it is made."""
+"""DenoiseRequest: all inputs of one run, checked on construction."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .checks import (
     check_windows,
     check_windows_stay,
 )
-from .mask import frame_freedom
+from .mask import frame_timestep_scales
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guidance:
-    """The guidance of a run, where it is more than one scale for each expert."""
+    """Guidance of a run that is more than one CFG scale for each expert."""
 
     steps: tuple[float, ...] | None = None
     """See `DenoiseRequest.guidance_steps`."""
@@ -45,9 +45,10 @@ class Guidance:
 
 
 def parse_scales(text: str) -> tuple[float, ...] | None:
-    """Numbers with commas or spaces between them, as "4, 4, 3.5"; None where there are none.
+    """Parse numbers that are separated by commas or spaces, as in "4, 4, 3.5"; returns None if there are none.
 
-    Raises RequestError for anything else.
+    Raises:
+        RequestError: a word is not a finite number.
     """
     words = [word for word in re.split(r"[\s,;]+", text) if word]
     scales = []
@@ -64,88 +65,91 @@ def parse_scales(text: str) -> tuple[float, ...] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The steps of a run: noise levels, and the expert and the guidance of each step."""
+    """Steps of a run: the noise levels, and the expert and the guidance of each step."""
 
     schedule: Schedule
     experts: tuple[str, ...]
-    """Of every step of the schedule: "high" or "low"."""
+    """Expert of every step of the schedule: "high" or "low"."""
     guidance: tuple[float, ...]
     """CFG scale of every step of the schedule."""
     start_step: int
 
     @property
     def start_sigma(self) -> float:
-        """The noise level that the first step starts from."""
+        """The noise level at which the first step starts."""
         return self.schedule.sigmas[self.start_step]
 
     @property
     def end_sigma(self) -> float:
-        """The noise level that the last step leaves; 0 for a finished video."""
+        """The noise level after the last step; 0 for a finished video."""
         return self.schedule.sigmas[-1]
 
     @property
     def steps(self) -> range:
-        """The steps that are really taken."""
+        """The steps that the run computes, a part of the schedule."""
         return range(self.start_step, self.schedule.steps)
 
 
 @dataclass(frozen=True, eq=False)
 class DenoiseRequest:
-    """One run. Defaults are those of the model's makers for Wan2.2 T2V-A14B, but for guidance, which needs a negative.
+    """Inputs of one run.
 
-    B samples are denoised together; text, negative and image condition may be given once for all of them. Raises
-    `RequestError` for anything that does not fit together.
+    Defaults are those of the Wan2.2 T2V-A14B release, except for guidance, which needs a negative text. B samples are
+    denoised together; texts, image condition, mask and image embedding may be shared by all of them.
+
+    Raises:
+        RequestError: a value is out of range, or values do not fit together.
     """
 
     noise: torch.Tensor
-    """[B, 16, T, h, w] float32, standard normal; h and w even. For TI2V-5B 48 channels, here and below."""
+    """[B, 16, T, h, w] float32, standard normal; h and w even. TI2V-5B has 48 channels, here and below."""
     positive: Texts
     """[1 or B, L, 4096] UMT5 embedding, any L >= 1; or one [1, L, 4096] for each sample, of any lengths."""
     negative: Texts | None = None
-    """As `positive`, of other lengths or the same. Needed where a guidance is not 1."""
+    """Like `positive`, of any lengths. Required if a guidance is not 1, or for NAG."""
     image_condition: torch.Tensor | None = None
     """[1 or B, 20, T, h, w] for I2V experts: 4 mask channels (1 = known), then 16 channels of image latent."""
     latent: torch.Tensor | None = None
-    """[B, 16, T, h, w] to start from, mixed with the noise at the first sigma; None: from noise alone."""
+    """[B, 16, T, h, w] to start from, mixed with the noise at the first sigma; None: start from noise alone."""
     start_step: int = 0
-    """First step to take, 0-based; the schedule and the switch stay those of all steps."""
+    """First step to compute, 0-based; the schedule and the switch are still those of all steps."""
     steps: int | None = None
-    """Steps of the whole schedule; None: 40, or what `sigmas` make."""
+    """Steps of the whole schedule; None: 40, or the number that `sigmas` has."""
     solver: str = "unipc"
     """One of `SOLVERS`: "euler", "unipc", "dpm++" or "lcm"."""
     schedule: str = "wan"
-    """One of `SCHEDULES`: "simple" (ComfyUI's) or "wan" (diffusers'); not used where `sigmas` are given."""
+    """One of `SCHEDULES`: "simple" (ComfyUI's) or "wan" (diffusers'); not used if `sigmas` are given."""
     sigmas: Sequence[float] | torch.Tensor | None = None
-    """Steps + 1 descending values, used as they are: no flow shift is applied. A last one above 0 leaves noise over."""
+    """Steps + 1 descending values, used without a flow shift. A last value above 0 leaves noise over."""
     flow_shift: float = 12.0
     boundary_ratio: float = 0.875
-    """The high-noise expert takes the steps whose timestep is at least 1000 times this."""
+    """The high-noise expert computes the steps whose timestep is at least 1000 times this."""
     switch_step: int | None = None
-    """First step of the low-noise expert; wins over `boundary_ratio`. 0: low only; the number of steps: high only."""
+    """First step of the low-noise expert, in place of `boundary_ratio`. 0: low only; the number of steps: high only."""
     guidance: tuple[float, float] = (1.0, 1.0)
     """CFG scale of the (high, low) expert; 1 computes no negative lane."""
     mask: torch.Tensor | None = None
-    """[1 or B, 1 or 16, T, h, w], 1 where to denoise, 0 where `latent` is kept (without a latent: zeros). TI2V-5B is
-    told by it which timestep each frame is at."""
+    """[1 or B, 1 or 16, T, h, w], 1 where to denoise, 0 where `latent` is kept (without a latent: zeros). Its mean over
+    a frame is the frame's timestep scale for TI2V-5B."""
     end_step: int | None = None
-    """Step before which the run ends; None, or more than there are: it takes all steps."""
+    """Step before which the run ends; None, or a number above the last step: the run computes all steps."""
     leftover_noise: bool = False
-    """Whether a run that ends early stops at its step's noise level; otherwise its last step goes down to 0."""
+    """True: a run that ends early leaves the noise of its end step in; False: its last step goes down to sigma 0."""
     add_noise: bool = True
-    """False: `latent` carries the noise already, `noise` gives the shape only. The run starts from (1 - sigma) latent,
-    as ComfyUI's samplers do with a latent that another sampler left noise in."""
+    """False: `latent` already has noise, and `noise` gives the shape only. The run starts from (1 - sigma) * latent, as
+    ComfyUI's samplers do with a latent in which another sampler left noise."""
     latent_sigma: float | None = None
-    """Noise level at which another run left `latent`, where that is known; a run that does not fit is refused."""
+    """Noise level at which another run left `latent`, if known; a run that starts at another level is refused."""
     image_embedding: torch.Tensor | None = None
-    """[1 or B, N, 1280]: what CLIP sees in the start image, for a model with an image branch (Wan2.1 I2V)."""
+    """[1 or B, N, 1280] CLIP embedding of the start image, for a model with an image branch (Wan2.1 I2V)."""
     guidance_steps: tuple[float, ...] | None = None
-    """CFG scale of each step of the schedule, which wins over `guidance`; the last one holds for all after it."""
+    """CFG scale of each step of the schedule, in place of `guidance`; the last one applies to all later steps."""
     cache: CacheSettings | None = None
-    """What steps may take over from the ones before; None: every step computes all of its blocks."""
+    """Step cache; None: every step computes all blocks."""
     nag: Nag | None = None
-    """Holds `negative` against `positive` in the steps of guidance 1; None: nothing does."""
+    """NAG of `negative` against `positive` in the steps of guidance 1; None: off."""
     windows: ContextWindows | None = None
-    """How a video that is too long for the experts is looked at in pieces; None: as a whole."""
+    """Context windows for a video that is longer than the experts were trained on; None: the whole video."""
 
     def __post_init__(self) -> None:
         self._check_tensors()
@@ -200,38 +204,38 @@ class DenoiseRequest:
 
     @property
     def channels(self) -> int:
-        """Of a latent."""
+        """Number of latent channels: 16, or 48 for TI2V-5B."""
         return self.noise.shape[1]
 
     @property
-    def freedom(self) -> tuple[tuple[float, ...] | None, ...]:
-        """How free each latent frame is, for each sample: its timestep by the step's; None where all are 1."""
+    def timestep_scales(self) -> tuple[tuple[float, ...] | None, ...]:
+        """Timestep scale of each latent frame, for each sample (TI2V-5B); None for a sample whose scales are all 1."""
         if self.mask is None or self.channels != WAN22.channels:
             return (None,) * self.batch
-        return frame_freedom(self.mask.expand(self.batch, *self.mask.shape[1:]))
+        return frame_timestep_scales(self.mask.expand(self.batch, *self.mask.shape[1:]))
 
     def guidance_of(self, expert: str) -> float:
-        """The CFG scale of the expert "high" or "low", where no step has one of its own."""
+        """Return the CFG scale of the expert "high" or "low", without `guidance_steps`."""
         high, low = self.guidance
         return high if expert == "high" else low
 
     @property
     def reads_negative(self) -> bool:
-        """Whether a step may need the negative text."""
+        """True if a step may need the negative text."""
         return self.guided or self.nag is not None
 
     @property
     def guided(self) -> bool:
-        """Whether a step may have negative lanes."""
+        """True if a step may have negative lanes."""
         return any(scale != 1 for scale in self.guidance_steps or self.guidance)
 
     @property
     def computed_shape(self) -> tuple[int, ...]:
-        """[lanes of one side, 16, T, h, w] in the step with most of them: those of samples, or of windows of them."""
+        """Shape [lanes of one CFG side, 16, T, h, w] in the step with most lanes, context windows included."""
         return computed_shape(self.noise.shape, self.windows, self.step_plan.steps)
 
     def lanes_at(self, step: int) -> int:
-        """How many lanes a step of the whole schedule has for each sample."""
+        """Return the number of lanes that each sample has in a step of the whole schedule."""
         sides = 1 if self.step_plan.guidance[step] == 1 else 2
         return sides if self.windows is None else sides * len(self.windows.at(step, self.noise.shape[2]))
 
@@ -261,7 +265,7 @@ class DenoiseRequest:
         schedule = explicit_schedule(self.sigmas)
         if self.steps not in (None, schedule.steps):
             raise RequestError(
-                f"{schedule.steps + 1} sigmas make {schedule.steps} steps, not {self.steps}: leave steps out"
+                f"{schedule.steps + 1} sigmas make {schedule.steps} steps, not {self.steps}: do not give steps"
             )
         return schedule
 
@@ -276,18 +280,18 @@ class DenoiseRequest:
 
 
 def check_nag(guidance: Sequence[float], *, has_negative: bool) -> None:
-    """Refuse to hold a text that is not there against another one, and to do so in no step; `guidance` is of each."""
+    """Raise RequestError if NAG lacks a negative text, or no step has guidance 1; `guidance` has the scale of each."""
     if not has_negative:
-        raise RequestError("NAG needs a negative text to hold against the positive one: give one, or leave NAG out")
+        raise RequestError("NAG needs a negative text: give one, or remove NAG")
     if all(scale != 1 for scale in guidance):
         raise RequestError(
             "NAG acts in steps of guidance 1, and this run has none: set the guidance of an expert or a step to 1, or "
-            "leave NAG out"
+            "remove NAG"
         )
 
 
 def check_channels(request: DenoiseRequest, in_channels: int) -> None:
-    """Refuse a request that does not fit a model's input: 16 channels for T2V, 36 for I2V, 48 for TI2V-5B."""
+    """Raise RequestError unless the request has the model's input channels: 16 (T2V), 36 (I2V), 48 (TI2V-5B)."""
     given = request.channels + (0 if request.image_condition is None else IMAGE_CONDITION_CHANNELS)
     if given == in_channels:
         return
@@ -299,20 +303,20 @@ def check_channels(request: DenoiseRequest, in_channels: int) -> None:
             "or open another one"
         )
     if in_channels == WAN22.channels:
-        words = (
+        problem = (
             "Wan2.2 5B takes a start image as the first frame of the latent, and this request has one as a condition "
             "(image_condition), as A14B takes it: choose the VAE of Wan2.2 5B in WanStream Image to Video"
         )
     elif request.image_condition is None:
-        words = (
+        problem = (
             "these are image-to-video experts, and no start image is connected (image_condition): connect positive and "
             "negative through WanStream Image to Video, or choose text-to-video experts, whose files have t2v in their "
             "names"
         )
     else:
-        words = (
+        problem = (
             "these are text-to-video experts, and a start image is connected (image_condition): connect positive and "
             "negative straight from the text encoder, or choose image-to-video experts, whose files have i2v in their "
             "names"
         )
-    raise RequestError(f"{words} ({in_channels} channels expected, {given} given)")
+    raise RequestError(f"{problem} ({in_channels} channels expected, {given} given)")

@@ -1,4 +1,4 @@
-"""How far a run of the denoising loop is, and its next step."""
+"""Denoiser: the latents and the solver of one run, advanced step by step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...telemetry import Recorder
 from ...wan import WAN22, ExpertEngine
 from ..cache.base import CachedCalls, StepCache, step_cache
 from ..errors import NonFiniteLatentError
-from ..inputs.mask import KeptPart
+from ..inputs.mask import MaskedPart
 from ..inputs.request import DenoiseRequest
 from ..noise import step_seeds
 from ..schedules import PURE_NOISE
@@ -23,22 +23,22 @@ from .lanes import LaneInputs, LaneName, names_at, prefetch_embeddings, windows_
 from .model_calls import ModelCalls
 from .oom_fallback import Revise, RunPolicy
 from .parallel import Compute, RunSlice
-from .resume import RunState, own_steps
+from .resume import RunState, remaining_steps
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepProgress:
-    """What `on_step` is told after each step."""
+    """Argument of `on_step`, which is called after each step."""
 
     record: StepRecord
     done: int
-    """Steps taken so far."""
+    """Steps finished so far."""
     total: int
-    """Steps of this run, which may start late."""
+    """Steps of this run, which may start after step 0 of the schedule."""
     denoised: torch.Tensor
-    """[B, 16, T, h, w] float32, normalised, on the run's device: where the run would end by the present estimate."""
+    """Current estimate of the final latents: [B, 16, T, h, w] float32, normalised, on the run's device."""
     state: Callable[[], RunState]
-    """Gives the run as it is after this step, copied to the CPU when it is called; costs nothing otherwise."""
+    """Return a CPU copy of the run's state after this step; nothing is copied unless it is called."""
 
     @property
     def index(self) -> int:
@@ -48,24 +48,25 @@ class StepProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Callbacks:
-    """Who is told and asked on the way; see `denoise`."""
+    """Callbacks of a run; see `denoise`."""
 
     on_step: Callable[[StepProgress], None] | None = None
     should_stop: Callable[[], bool] | None = None
     revise: Revise | None = None
 
 
-class _Taken(NamedTuple):
-    """A step that was computed to its end."""
+class _StepResult(NamedTuple):
+    """State after a finished step, before the run accepts it."""
 
     latents: torch.Tensor
     solver: Solver
     denoised: torch.Tensor
     finite: torch.Tensor
+    """0-d bool on the run's device, read after the step: reading it inside would wait for the device."""
 
 
 class Denoiser:
-    """How far a run is: the latents, and the solver with its history. Both change only when a step is whole."""
+    """State of one run: the latents, and the solver with its history. Both change only after a finished step."""
 
     def __init__(
         self,
@@ -76,23 +77,23 @@ class Denoiser:
         callbacks: Callbacks,
         cache: StepCache | None = None,
     ) -> None:
-        place = policy.device
+        device = policy.device
         self.step_plan = request.step_plan
-        self._range = own_steps(self.step_plan, part.resume, part.until)
+        self._range = remaining_steps(self.step_plan, part.resume, part.until)
         self._steps = [(step, self.step_plan.experts[step]) for step in self._range]
-        self._request, self._policy, self._place = request, policy, place
+        self._request, self._policy = request, policy
         self._callbacks = callbacks
         self._recorder = recorder
-        self._inputs = LaneInputs(request, place)
-        self._kept = _kept_part(request, place)
+        self._inputs = LaneInputs(request, device)
+        self._masked = _masked_part(request, device)
         self._cache = cache or step_cache(request.cache, part.split)
         seeds = step_seeds(request.noise, request.latent)
         self._solver = make_solver(request.solver, self.step_plan.schedule, request.start_step, seeds=seeds)
         if part.resume is None:
-            self.latents = _starting_latents(request, self.step_plan.start_sigma).to(place)
+            self.latents = _starting_latents(request, self.step_plan.start_sigma).to(device)
         else:
-            self.latents = part.resume.latents.to(place)
-            self._solver.remember(part.resume.history, place)
+            self.latents = part.resume.latents.to(device)
+            self._solver.restore(part.resume.history, device)
         self._done = 0
 
     @property
@@ -104,11 +105,11 @@ class Denoiser:
         return replace(self._recorder.timeline(), changes=tuple(self._policy.changes))
 
     def run(self) -> None:
-        """Take all steps that are left."""
+        """Compute all remaining steps."""
         cached = None
         if self._cache is not None:
             cached = CachedCalls(cache=self._cache, skipped=self._cache.known_skips(self._step_lanes()))
-        passes = ModelCalls(
+        calls = ModelCalls(
             None,
             [expert for _, expert in self._steps],
             recorder=self._recorder,
@@ -118,15 +119,15 @@ class Denoiser:
             nag=self._request.nag,
             cached=cached,
         )
-        with passes:
+        with calls:
             if self._steps:
-                self._foretell(passes.engine)
+                self._prefetch_embeddings(calls.engine)
             schedule = self.step_plan.schedule
             for step, expert in self._steps:
-                self._accept(passes.step(expert, schedule.sigmas[step], schedule.timesteps[step], self._take))
+                self._accept(calls.step(expert, schedule.sigmas[step], schedule.timesteps[step], self._compute_step))
 
-    def _foretell(self, engine: ExpertEngine) -> None:
-        """Tell the engine all timesteps and texts of this request, those of steps taken too: the next may be equal."""
+    def _prefetch_embeddings(self, engine: ExpertEngine) -> None:
+        """Announce all timesteps and texts of the run to the engine, which embeds them together."""
         timesteps = self.step_plan.schedule.timesteps
         nag = self._request.nag is not None
         with_negative = {expert for step, expert in self._steps if nag or self.step_plan.guidance[step] != 1}
@@ -136,52 +137,58 @@ class Denoiser:
         )
 
     def _step_lanes(self) -> dict[int, tuple[str, Sequence[LaneName]]]:
-        """The expert of each step, and the names of its lanes."""
+        """Map each step to its expert and the names of its lanes."""
         return {step: (expert, names_at(self._request, step)) for step, expert in self._steps}
 
-    def _take(self, compute: Compute) -> _Taken:
-        """Compute the next step and leave everything as it is."""
+    def _compute_step(self, compute: Compute) -> _StepResult:
+        """Compute the next step without changing the run: it is called again if the device runs out of memory."""
         step = self._steps[self._done][0]
         sigma, guidance = self.step_plan.schedule.sigmas[step], self.step_plan.guidance[step]
+        # A copy, because a scheduler changes its history before the step is known to be finite and finished.
         latents, solver = self.latents, self._solver.copy()
-        shown = latents if self._kept is None else self._kept.shown(latents, sigma)
+        state = latents if self._masked is None else self._masked.model_input(latents, sigma)
         windows = windows_at(self._request, step)
-        held = guidance == 1 and self._request.nag is not None
-        velocities = compute(self._inputs.lanes(shown, with_negative=guidance != 1, attach_nag=held, windows=windows))
+        nag = guidance == 1 and self._request.nag is not None
+        velocities = compute(self._inputs.lanes(state, with_negative=guidance != 1, attach_nag=nag, windows=windows))
         velocity = _guided(velocities if windows is None else windows.whole(velocities), guidance)
-        denoised = shown - sigma * velocity
-        if self._kept is not None:
-            denoised = self._kept.ended(denoised)
+        denoised = state - sigma * velocity
+        if self._masked is not None:
+            denoised = self._masked.merge_kept(denoised)
+            # The velocity that leads to the merged estimate, so that the solver's history agrees with it.
             velocity = (latents - denoised) / sigma
         latents = solver.step(velocity, latents)
-        return _Taken(latents=latents, solver=solver, denoised=denoised, finite=latents.isfinite().all())
+        return _StepResult(latents=latents, solver=solver, denoised=denoised, finite=latents.isfinite().all())
 
-    def _accept(self, taken: _Taken) -> None:
-        """Go on from a step that was computed to its end, and report it."""
+    def _accept(self, result: _StepResult) -> None:
+        """Make a finished step the state of the run, and report it.
+
+        Raises:
+            NonFiniteLatentError: the step made NaN or infinity.
+        """
         step, expert = self._steps[self._done]
-        if not taken.finite:
+        if not result.finite:
             raise NonFiniteLatentError(
                 f"the latent is NaN or infinite after step {step} ({expert}-noise expert, sigma "
                 f"{self.step_plan.schedule.sigmas[step]:.4f}): an input or a weight is broken, or "
                 f"{self._policy.compute_dtype} is too narrow for them"
             )
-        self.latents, self._solver = taken.latents, taken.solver
+        self.latents, self._solver = result.latents, result.solver
         self._done += 1
         record = self._recorder.last
         if self._callbacks.on_step is not None:
             before = self._range.start - self.step_plan.start_step
-            state = partial(_state, step + 1, taken)
+            state = partial(_state, step + 1, result)
             done, total = before + self._done, len(self.step_plan.steps)
-            told = StepProgress(record=record, done=done, total=total, denoised=taken.denoised, state=state)
-            self._callbacks.on_step(told)
+            progress = StepProgress(record=record, done=done, total=total, denoised=result.denoised, state=state)
+            self._callbacks.on_step(progress)
 
 
-def _state(next_step: int, taken: _Taken) -> RunState:
-    return RunState(next_step=next_step, latents=taken.latents.to("cpu", copy=True), history=taken.solver.history())
+def _state(next_step: int, result: _StepResult) -> RunState:
+    return RunState(next_step=next_step, latents=result.latents.to("cpu", copy=True), history=result.solver.history())
 
 
 def _starting_latents(request: DenoiseRequest, sigma: float) -> torch.Tensor:
-    """The latents at the first step's noise level; without a given latent, an empty one is mixed in."""
+    """Return the latents at the first step's noise level; a request without a latent counts as one of zeros."""
     if not request.add_noise:
         assert request.latent is not None
         return (1 - sigma) * request.latent.to(request.noise)
@@ -190,8 +197,8 @@ def _starting_latents(request: DenoiseRequest, sigma: float) -> torch.Tensor:
     return request.noise if sigma > PURE_NOISE else sigma * request.noise
 
 
-def _kept_part(request: DenoiseRequest, device: torch.device) -> KeptPart | None:
-    """What the request's mask keeps; without added noise the given latent is kept with the noise that it carries."""
+def _masked_part(request: DenoiseRequest, device: torch.device) -> MaskedPart | None:
+    """Return the masked part of the request; without added noise, the latent keeps the noise that it carries."""
     if request.mask is None:
         return None
 
@@ -201,14 +208,15 @@ def _kept_part(request: DenoiseRequest, device: torch.device) -> KeptPart | None
     nothing = torch.zeros(())
     latent = nothing if request.latent is None else request.latent
     noise = request.noise if request.add_noise else nothing
-    shown_clean = request.channels == WAN22.channels
-    return KeptPart.of(placed(request.mask), placed(latent), None if shown_clean else placed(noise))
+    # TI2V-5B reads given frames without noise and with their own timestep, A14B at the noise level of the step.
+    without_noise = request.channels == WAN22.channels
+    return MaskedPart.of(placed(request.mask), placed(latent), None if without_noise else placed(noise))
 
 
 def _guided(velocities: Sequence[torch.Tensor], guidance: float) -> torch.Tensor:
-    """Velocities of all lanes -> the velocity [B, 16, T, h, w] float32 to follow."""
-    every = torch.cat(list(velocities)).float()
+    """Apply CFG to the velocities of all lanes; returns [B, 16, T, h, w] float32."""
+    stacked = torch.cat(list(velocities)).float()
     if guidance == 1:
-        return every
-    positive, negative = every.chunk(2)
+        return stacked
+    positive, negative = stacked.chunk(2)
     return negative + guidance * (positive - negative)

@@ -1,65 +1,58 @@
-"""What enters every forward pass of a run beside the latents, and the question whether to go on before each block."""
+"""Lanes of a run: their inputs and their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ...wan import ExpertEngine, Lane, frame_timesteps
 from ..context_windows import StepWindows
-from ..errors import SamplingCancelled
 from ..inputs.checks import Texts
 from ..inputs.request import DenoiseRequest
-from .interruptible import Interruptible
-
-EnterBlock: TypeAlias = "Callable[[int], AbstractContextManager[object]]"
-"""Block -> the context in which it is there to compute."""
 
 
 class LaneName(NamedTuple):
-    """Which lane of a run it is: the same name in another step is the same piece of the same video under its text."""
+    """Name of a lane: in every step, the same name means the same piece of the same video under the same text."""
 
     side: int
-    """0 under the positive text, 1 under the negative one."""
+    """0: positive text; 1: negative text."""
     sample: int
     frames: tuple[int, ...] | None = None
-    """Those of the latent that a context window holds; None: the video as a whole."""
+    """Latent frames of the context window; None: the whole video."""
 
 
 def lane_names(samples: int, *, with_negative: bool, windows: StepWindows | None = None) -> tuple[LaneName, ...]:
-    """Of the lanes that `LaneInputs.lanes` gives, in their order."""
+    """Return the names of the lanes that `LaneInputs.lanes` returns, in their order."""
     pieces = (None,) if windows is None else windows.frames
     sides = range(2 if with_negative else 1)
     return tuple(LaneName(side, sample, piece) for side in sides for sample in range(samples) for piece in pieces)
 
 
 def names_of(lanes: Sequence[Lane]) -> tuple[LaneName, ...]:
-    """Of lanes that `LaneInputs.lanes` gave."""
+    """Return the names of lanes that `LaneInputs.lanes` made."""
     return tuple(lane.name for lane in lanes if isinstance(lane.name, LaneName))
 
 
 def count_texts(names: Sequence[LaneName]) -> int:
-    """How many lanes these would be without windows: one for each text of each sample."""
+    """Return the number of lanes without windows: one for each text of each sample."""
     return len({(name.side, name.sample) for name in names})
 
 
 def names_at(request: DenoiseRequest, step: int) -> tuple[LaneName, ...]:
-    """Of the lanes of a step of the whole schedule."""
+    """Return the names of the lanes in a step of the whole schedule."""
     with_negative = request.step_plan.guidance[step] != 1
     return lane_names(request.batch, with_negative=with_negative, windows=windows_at(request, step))
 
 
 def windows_at(request: DenoiseRequest, step: int) -> StepWindows | None:
-    """The context windows of a step; None: the video is looked at as a whole."""
+    """Return the context windows of a step, or None if the video is denoised as a whole."""
     return None if request.windows is None else StepWindows(request.windows, step, request.noise.shape[2])
 
 
 class LaneInputs:
-    """What stays the same over all steps: texts and image, on the device, cut into samples."""
+    """Inputs that all steps share: texts and images on the device, split into samples."""
 
     def __init__(self, request: DenoiseRequest, device: torch.device) -> None:
         def samples(given: Texts | None) -> Sequence[torch.Tensor]:
@@ -72,10 +65,10 @@ class LaneInputs:
         self._positive, self._negative = samples(request.positive), samples(request.negative)
         self._image = samples(request.image_condition)
         self._embedding = samples(request.image_embedding)
-        self._freedom = request.freedom
+        self._timestep_scales = request.timestep_scales
 
     def texts(self, *, with_negative: bool) -> list[torch.Tensor]:
-        """The texts of the lanes that `lanes` gives."""
+        """Return the texts of the lanes that `lanes` returns."""
         return [*self._positive, *(self._negative if with_negative else ())]
 
     def lanes(
@@ -86,10 +79,13 @@ class LaneInputs:
         attach_nag: bool = False,
         windows: StepWindows | None = None,
     ) -> list[Lane]:
-        """One lane per sample under its positive text, then one per sample under its negative text.
+        """Return one lane per sample for the positive text, then one per sample for the negative text.
 
-        Where it is `attach_nag` the positive one, positive lanes hold the negative text too. With `windows`, each of
-        these is as many lanes as there are windows, one after the other.
+        Every lane has batch 1. With `windows`, each of them is replaced by one lane per window, in order.
+
+        Args:
+            with_negative: make negative lanes too, for CFG.
+            attach_nag: give the positive lanes the negative text too, for NAG.
         """
         states = list(latents.split(1))
         if self._image:
@@ -97,56 +93,35 @@ class LaneInputs:
         sides = (self._positive, self._negative) if with_negative else (self._positive,)
         embeddings = self._embedding or (None,) * len(states)
         nothing = (None,) * len(states)
-        held = self._negative if attach_nag else nothing
+        nag_texts = self._negative if attach_nag else nothing
         parts = [[state] if windows is None else windows.cut(state, latents.shape[1]) for state in states]
-        freedom = [[own] if windows is None else windows.cut_freedom(own) for own in self._freedom]
+        scales = [[own] if windows is None else windows.cut_timestep_scales(own) for own in self._timestep_scales]
         names = iter(lane_names(len(states), with_negative=with_negative, windows=windows))
         return [
-            Lane(latents=part, text=text, image=image, against=against, freedom=part_freedom, name=next(names))
-            for texts, against_texts in zip(sides, (held, nothing), strict=False)
-            for own, times, text, image, against in zip(parts, freedom, texts, embeddings, against_texts, strict=True)
-            for part, part_freedom in zip(own, times, strict=True)
+            Lane(latents=part, text=text, image=image, against=against, freedom=part_scales, name=next(names))
+            for texts, against_texts in zip(sides, (nag_texts, nothing), strict=False)
+            for own, own_scales, text, image, against in zip(
+                parts, scales, texts, embeddings, against_texts, strict=True
+            )
+            for part, part_scales in zip(own, own_scales, strict=True)
         ]
 
     def timesteps(self, timestep: float) -> set[float]:
-        """All that a step at `timestep` asks of the model, with those of frames that have their own."""
-        own = (frame_timesteps(freedom, timestep) for freedom in self._freedom if freedom is not None)
+        """Return all timesteps that the model embeds in a step at `timestep`, those of single frames included."""
+        own = (frame_timesteps(scales, timestep) for scales in self._timestep_scales if scales is not None)
         return {timestep}.union(*own)
 
 
 def prefetch_embeddings(
     engine: ExpertEngine, inputs: LaneInputs, calls: Iterable[tuple[str, float]], *, guided: Mapping[str, bool]
 ) -> None:
-    """Tell the engine what it will embed for calls of an expert at a timestep; a guided expert gets the negatives."""
+    """Announce the timesteps and texts of `calls` to the engine, which embeds them together.
+
+    Args:
+        calls: expert and timestep of each call.
+        guided: for each expert, True if it gets the negative texts too.
+    """
     timesteps: dict[str, list[float]] = {}
     for expert, timestep in calls:
         timesteps.setdefault(expert, []).extend(sorted(inputs.timesteps(timestep)))
     engine.expect(timesteps, {expert: inputs.texts(with_negative=guided[expert]) for expert in timesteps})
-
-
-def cancellable(
-    enter: EnterBlock, step: int, should_stop: Callable[[], bool] | None, *, inside: bool = False
-) -> EnterBlock:
-    """Return `enter` with a call of `should_stop` before each block, which raises `SamplingCancelled` where that is
-    true.
-
-    Args:
-        inside: call it within a block too, see `Interruptible`.
-    """
-    if should_stop is None:
-        return enter
-
-    def look(block: int) -> None:
-        if should_stop():
-            raise SamplingCancelled(step, block)
-
-    def visit(block: int) -> AbstractContextManager[object]:
-        look(block)
-        return enter(block)
-
-    @contextmanager
-    def long_visit(block: int) -> Iterator[None]:
-        with visit(block), Interruptible(partial(look, block)):
-            yield
-
-    return long_visit if inside else visit

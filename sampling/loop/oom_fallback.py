@@ -1,4 +1,4 @@
-"""The offload policy of a run, which may change on its way: when memory is short, and when another one is better."""
+"""Offload policy of a run: smaller policies after out-of-memory errors, and one revision after the first step."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .interruptible import LONG_VISIT_FLOPS
 from .parallel import LOCAL_FORWARD, ParallelForward
 
 Revise: TypeAlias = "Callable[[StepRecord], OffloadPolicy | None]"
-"""How the first step went -> another policy for the rest of the run, or None."""
+"""Maps the record of the first step to another policy for the rest of the run, or None."""
 
 logger = logging.getLogger("wanstream.sampling")
 
 
 class RunPolicy:
-    """What the experts of one run are streamed under.
+    """Offload policy of one run, and its changes.
 
     Args:
-        shape: of the latents [B, 16, T, h, w].
-        guided: whether there are negative lanes.
-        split: how the steps are shared; who is not alone takes no step again without asking anybody.
-        cache: takes steps over; what it keeps lies on the device too.
+        shape: shape of the latents [B, 16, T, h, w].
+        guided: True if there are negative lanes.
+        split: parallel forward; a worker of a group does not repeat a step on its own.
+        cache: settings of the step cache, whose tensors take device memory too.
         revise: called once with the record of the first step, unless memory was short in it.
     """
 
@@ -49,36 +49,35 @@ class RunPolicy:
         revise: Revise | None = None,
     ) -> None:
         self._cache, self._revise = cache, revise
-        self.policy = self._own(policy)
+        self.policy = self._with_cache(policy)
         self.changes: list[str] = []
-        """What was changed on the way, in words."""
+        """Changes of the policy so far, as text for `Timeline.changes`."""
         self._pair, self.device = pair, device
         self._shape, self._guided, self.split = shape, guided, split
         self._tried = [self.policy]
 
     def engine(self) -> ExpertEngine:
-        """The pair's engine, under the policy as it is now. No run may be going on."""
-        with torch.inference_mode(False):  # it outlives the run
+        """Return the pair's engine for the present policy. No run may be in progress."""
+        # Inference mode is thread-local: the engine's fetch thread could not write buffers that were allocated in it.
+        with torch.inference_mode(False):
             return self._pair.engine(self.policy, self.device)
 
     @cached_property
     def stops_inside(self) -> bool:
-        """True if a stop is polled within blocks: on a CPU that computes each of them for long.
-
-        A GPU is given a block at once. Compilers make one piece of it. Workers that share a step stop together, between
-        blocks.
-        """
+        """True if a stop is polled within blocks too: on a CPU whose blocks take long."""
+        # Not on a GPU, where the host only launches a block; not with a compiler, which makes one function of it; not
+        # in a group, whose workers must all stop at the same block.
         if self.device.type != "cpu" or not self.split.alone or self._pair.kernels.compiler is not None:
             return False
         return visit_flops(self._pair, self._shape, guided=self._guided) >= LONG_VISIT_FLOPS
 
     def refuse_without_ram(self) -> None:
-        """Refuse a run that takes more RAM than there is; see `check_step_ram`."""
-        # Making the engine releases the RAM that the run before keeps under another policy.
+        """Refuse a run that needs more RAM than there is; see `check_step_ram`."""
+        # Making the engine first frees the RAM that the former run keeps under another policy.
         if self.device.type == "cpu" and self._pair.host_bytes:
             try:
                 self.engine()
-            except RuntimeError as err:  # the first step asks for it again, and goes on with a smaller policy
+            except RuntimeError as err:  # the first step makes it again, and falls back to a smaller policy
                 if not is_out_of_memory(err):
                     raise
         share, cache = self.split.share, self._cache
@@ -89,27 +88,29 @@ class RunPolicy:
         return self._pair.compute_dtype
 
     def revise(self, record: StepRecord) -> bool:
-        """Take the policy that the record of the first step asks for; True if it is another one.
-
-        Where memory was short in that step, nothing is revised: no prediction was made of that.
-        """
+        """Replace the policy by the one that `revise` returns for this record; returns True if it is another one."""
+        # After an out-of-memory error the record is not that of the predicted policy, so nothing can be learnt from it.
         if self._revise is None or self.changes:
             return False
         revised = self._revise(record)
-        policy = self.policy if revised is None else self._own(revised)
+        policy = self.policy if revised is None else self._with_cache(revised)
         if policy == self.policy:
             return False
-        text = f"after the first step: {self._words(policy)} instead of {self._words(self.policy)}"
+        text = f"after the first step: {self._describe(policy)} instead of {self._describe(self.policy)}"
         logger.info("%s", text)
         self.changes.append(text)
         self.policy = policy
         self._tried = [policy]
         return True
 
-    def make_smaller(self, where: str, said: str) -> None:
-        """Memory was short in `where`, and what was computed there is free again: go on with a smaller policy.
+    def make_smaller(self, where: str, message: str) -> None:
+        """Replace the policy by a smaller one after an out-of-memory error in `where`.
 
-        Raises NoRoomError where none is smaller, and SmallerPolicyError, with that policy, in a run that is not alone.
+        Call it after the memory of the failed step was freed, as the size of the next policy depends on the free bytes.
+
+        Raises:
+            NoRoomError: no policy is smaller.
+            SmallerPolicyError: the run is computed by a group, all of which must change to the policy in the error.
         """
         chunk, free = self.policy.chunk_tokens, free_bytes(self.device)
         share = self.split.share
@@ -125,17 +126,17 @@ class RunPolicy:
             device_bytes=self._bytes,
         )
         if smaller is None:
-            raise NoRoomError(self._no_room(where, said, working, free))
-        text = f"out of memory in {where}: {self._words(smaller)} instead of {self._words(self.policy)}"
+            raise NoRoomError(self._no_room_message(where, message, working, free))
+        text = f"out of memory in {where}: {self._describe(smaller)} instead of {self._describe(self.policy)}"
         if not self.split.alone:
-            raise SmallerPolicyError(f"{text} ({said})", smaller)
+            raise SmallerPolicyError(f"{text} ({message})", smaller)
         same = "" if smaller.chunk_tokens != chunk else ", and the result is the same"
-        logger.warning("%s; this part is computed again%s (%s)", text, same, said)
+        logger.warning("%s; this part is computed again%s (%s)", text, same, message)
         self.changes.append(text)
         self.policy = smaller
         self._tried.append(smaller)
 
-    def _own(self, policy: OffloadPolicy) -> OffloadPolicy:
+    def _with_cache(self, policy: OffloadPolicy) -> OffloadPolicy:
         return cached_policy(policy, self._cache)
 
     def _bytes(self, policy: OffloadPolicy) -> int:
@@ -145,18 +146,18 @@ class RunPolicy:
     def _block(self) -> int:
         return self._bytes(OffloadPolicy.layerwise(1)) - self._bytes(OffloadPolicy.layerwise(0))
 
-    def _words(self, policy: OffloadPolicy) -> str:
+    def _describe(self, policy: OffloadPolicy) -> str:
         chunk = "" if policy.chunk_tokens is None else f", {policy.chunk_tokens} tokens at once"
         blocks = min(self._pair.block_counts.values())
         return f"{_size(self._bytes(policy))} of weights ({describe_policy(policy, blocks)}{chunk})"
 
-    def _no_room(self, where: str, said: str, working: int, free: int | None) -> str:
-        freed = "" if free is None else f", {_size(free)} are free beside the weights"
-        tried = "; ".join(self._words(policy) for policy in self._tried)
+    def _no_room_message(self, where: str, message: str, working: int, free: int | None) -> str:
+        freed = "" if free is None else f", {_size(free)} are free in addition to the weights"
+        tried = "; ".join(self._describe(policy) for policy in self._tried)
         return (
-            f"out of memory in {where}, and no smaller policy is left: the step needs about {_size(working)} to "
-            f"compute in{freed}. Tried: {tried}. Make the video smaller or shorter, use fewer lanes (batch size 1, "
-            f"guidance 1), or close what else uses the device ({said})"
+            f"out of memory in {where}, and no smaller policy is left: the step needs about {_size(working)} of "
+            f"working memory{freed}. Tried: {tried}. Make the video smaller or shorter, use fewer lanes (batch size 1, "
+            f"guidance 1), or close other programs that use the device ({message})"
         )
 
 

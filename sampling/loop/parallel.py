@@ -1,4 +1,4 @@
-"""How the passes of a run are shared with other workers. Alone, every lane is computed here."""
+"""Forward passes shared with other workers, and the local case."""
 
 from __future__ import annotations
 
@@ -13,61 +13,65 @@ from ...wan import ExpertEngine, Lane
 from .resume import RunState
 
 Compute: TypeAlias = "Callable[[Sequence[Lane]], list[torch.Tensor]]"
-"""Lanes -> the velocity of each."""
+"""Maps lanes to the velocity of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Among how many workers the computing of a step is shared out, each of which needs memory for its share only."""
+    """Number of workers that share a step; each of them needs working memory for its share only."""
 
     cfg: int = 1
-    """The lanes."""
+    """Workers that share the lanes."""
     ring: int = 1
+    """Workers that share the tokens of a lane by ring attention."""
     ulysses: int = 1
-    """The tokens of every lane, in one way and in the other."""
+    """Workers that share the tokens of a lane by Ulysses attention."""
 
 
 WHOLE_STEP = Share()
 
 
 class AllReduced(NamedTuple):
-    """Sums of all workers that compute a step together, the same to the bit for each of them."""
+    """Sums over the workers that compute a step together, bit-equal on all of them."""
 
     own: torch.Tensor
-    """[L, 2] of the lanes that are computed here, in their order."""
+    """[L, 2] for the lanes that this worker computes, in their order."""
     every: torch.Tensor
-    """[N, 2] of the lanes that are computed anywhere."""
+    """[N, 2] for all lanes."""
 
 
 class ParallelForward(Protocol):
-    """What a run asks of those who compute it together. Every one of them runs the same steps."""
+    """Forward pass of a step that several workers compute together. All of them run the same steps."""
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else computes, so that a step may be tried again under another policy."""
+        """True if there are no other workers, so that a step may be repeated under another policy."""
 
     @property
     def share(self) -> Share:
-        """What of a step is computed here."""
+        """Share of a step that this worker computes."""
 
     def attached(self, engine: ExpertEngine) -> AbstractContextManager[object]:
-        """While this lasts, the engine's models compute their share; afterwards they are as they were."""
+        """Attach this worker's share to the engine's models for the duration of the context."""
 
     def forward(self, lanes: Sequence[Lane], compute: Compute) -> list[torch.Tensor]:
-        """The velocity of every lane, in their order, of which `compute` gives those that it is called with."""
+        """Return the velocity of every lane, in their order; `compute` is called with this worker's lanes."""
 
     def own_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Of a lane's tokens [1, S, dim], those that are computed here."""
+        """Return this worker's part of a lane's tokens [1, S, dim]."""
 
     def agreed(self, sums: torch.Tensor) -> AllReduced:
-        """`sums` [L, 2], float64 on the CPU, of the lanes in `compute`, each added up over those who share its tokens.
+        """Add `sums` up over the workers that share each lane's tokens.
 
-        Blocks until all have been asked; all ask at the same points.
+        Blocks until every worker has called it, which all do at the same points.
+
+        Args:
+            sums: [L, 2] float64 on the CPU, for the lanes that this worker computes.
         """
 
 
 class LocalForward:
-    """No other worker: a run as it always was."""
+    """Forward pass without other workers."""
 
     alone = True
     share = WHOLE_STEP
@@ -94,14 +98,14 @@ LOCAL_FORWARD = LocalForward()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunSlice:
-    """Which part of a run is computed here: all of it, unless said otherwise."""
+    """Part of a run that this process computes; by default all of it."""
 
     split: ParallelForward = LOCAL_FORWARD
-    """How the passes are shared with other workers, which compute the same part of the same request."""
+    """Forward pass shared with the workers that compute the same part of the same request."""
     resume: RunState | None = None
-    """Where to go on, from a run of the same request; None: at its beginning."""
+    """State to continue from, of a run of the same request; None: the beginning."""
     until: int | None = None
-    """The step of the whole schedule before which to stop, with the noise that is left then; None: after the last."""
+    """Step of the whole schedule before which to stop, leaving its noise in; None: after the last step."""
 
 
 WHOLE_RUN = RunSlice()

@@ -1,4 +1,4 @@
-"""What lies between two steps of a run: enough to go on with it in another process, as if nothing had happened."""
+"""State of a run between two steps, from which another process can continue it with the same result."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ..inputs.request import StepPlan
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunState:
-    """A run before its step `next_step`. Lives on the CPU; plain tensors, numbers and lists throughout."""
+    """State of a run before step `next_step`: tensors on the CPU, numbers and lists, which travel between processes."""
 
     next_step: int
-    """0-based in the whole schedule; as many as there are steps when the run is over."""
+    """0-based in the whole schedule; equal to the number of steps after the last one."""
     latents: torch.Tensor
     """[B, 16, T, h, w] float32, normalised, at that step's noise level."""
     history: Mapping[str, Any]
-    """What the solver remembers of the steps before (`Solver.history`)."""
+    """History of the solver (`Solver.history`)."""
 
 
-def own_steps(step_plan: StepPlan, resume: RunState | None, until: int | None) -> range:
-    """The steps to take from `resume` on, or from the first of the course, to before step `until`, or to its last.
+def remaining_steps(step_plan: StepPlan, resume: RunState | None, until: int | None) -> range:
+    """Return the steps from `resume`, or else the first one, to before `until`, or else to the last one.
 
-    Raises RequestError for a state, or an end, that is not one of this course.
+    Raises:
+        RequestError: the state or the end does not belong to this step plan.
     """
     first = step_plan.start_step if resume is None else resume.next_step
     end = step_plan.steps.stop if until is None else until
     if not step_plan.start_step <= first <= end <= step_plan.steps.stop:
         raise RequestError(
             f"steps {first} to {end} of a run that takes steps {step_plan.start_step} to {step_plan.steps.stop}: "
-            "go on from "
-            "a state of the same request, and end where it ends or before"
+            "continue from a state of the same request, and end where that ends or before"
         )
     return range(first, end)

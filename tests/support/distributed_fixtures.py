@@ -17,7 +17,7 @@ from wanstream.distributed.messages import RunTask
 from wanstream.distributed.vae.worker import DecodeTask
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import ExpertsRef, OffloadPolicy
-from wanstream.wan.experts.registry import ExpertsRegistry
+from wanstream.wan.experts.open import ExpertsRegistry
 
 SHAPE = (1, 16, 2, 4, 6)
 STEPS, SWITCH_STEP = 4, 2

@@ -24,7 +24,7 @@ from wanstream.distributed.worker.worker import Worker
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.engine import ExpertEngine
-from wanstream.wan.experts.registry import ExpertsRegistry, open_pair
+from wanstream.wan.experts.open import ExpertsRegistry, open_pair
 
 WAIT_S = 60.0
 

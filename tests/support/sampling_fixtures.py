@@ -1,4 +1,4 @@
-"""Tiny pairs, requests for them, and the loop that streaming must not change."""
+"""Fixtures: tiny pairs, requests, and a reference loop without streaming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def make_request() -> Callable[..., DenoiseRequest]:
-    """A small request of 5 steps, 2 of them high-noise; `batch` samples, each with texts of its own."""
+    """A small request of 5 steps, 2 of them high-noise; each of the `batch` samples has different texts."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         given = {
@@ -97,7 +97,7 @@ def plain_models(tiny_expert_folder: Callable[..., Path]) -> Callable[..., Model
 
 @pytest.fixture
 def plain_denoise() -> Callable[[Models, DenoiseRequest], torch.Tensor]:
-    """The textbook loop: whole models, one forward per sample and prompt."""
+    """Reference loop: whole models, one forward pass per sample and prompt."""
 
     @torch.inference_mode()
     def denoise(models: Models, request: DenoiseRequest) -> torch.Tensor:
@@ -136,7 +136,7 @@ def plain_velocity(
 
 
 class WatchedPair:
-    """Passes on to a pair and keeps the runs of its engine, so that a test can see what was fetched."""
+    """Wrapper of a pair that collects the runs of its engine, so that a test can read their fetches."""
 
     def __init__(self, pair: ExpertPair) -> None:
         self.pair, self.runs = pair, list[EngineRun]()
@@ -151,7 +151,7 @@ class WatchedPair:
 
 
 class WatchedEngine:
-    """See `WatchedPair`."""
+    """Wrapper of an engine; see `WatchedPair`."""
 
     def __init__(self, engine: ExpertEngine, runs: list[EngineRun]) -> None:
         self._engine, self._runs = engine, runs

@@ -22,7 +22,7 @@ from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.mesh import Mesh
 from wanstream.testing.weights import TinyShape, in_dtype, make_expert
 from wanstream.wan import Lane, forward_lanes
-from wanstream.wan.experts.registry import ExpertsRegistry
+from wanstream.wan.experts.open import ExpertsRegistry
 from wanstream.wan.transformer.chunked_block import ChunkedBlocks
 from wanstream.wan.transformer.compiled_block import compiler_named
 from wanstream.wan.transformer.kernels import Kernels

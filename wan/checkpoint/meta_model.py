@@ -41,7 +41,7 @@ def build_model(config: WanConfig, compute_dtype: torch.dtype) -> WanTransformer
 
     The position tables (RoPE) are real tensors because no file contains them.
     """
-    from ..experts.embedder_cache import CachedEmbedder
+    from ..experts.embedders import CachedEmbedder
 
     model = _on_meta(config)
     with torch.device("meta"), NoInitialValues():

@@ -21,13 +21,12 @@ from ..checkpoint.meta_model import build_model, materialise, parameter_dtype, s
 from ..checkpoint.open import Expert
 from ..lora.apply import PatchedParameters
 from ..transformer.block_kernels import BlockKernels
-from .embedder_cache import PARTS, EmbedderPart, part_of
-from .embedder_streaming import EmbedderWeights
+from .embedders import PARTS, EmbedderPart, EmbedderWeights, part_of
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
 
-    from .embedder_cache import CachedEmbedder
+    from .embedders import CachedEmbedder
 
 Tensors = dict[str, torch.Tensor]
 

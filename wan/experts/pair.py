@@ -14,7 +14,7 @@ from ..lora.apply import LoraFactors, LoraStack, lora_host_bytes, stack_identity
 from ..lora.file import LoraFile
 from ..lora.fit import fit_stack
 from ..transformer.kernels import Kernels
-from .embedder_cache import part_of
+from .embedders import part_of
 from .engine import ExpertEngine
 from .storage import BlockBytes, block_bytes, device_bytes, row_scale_bytes, shards_bytes
 

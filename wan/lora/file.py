@@ -15,8 +15,7 @@ from pathlib import Path
 
 from ...offload import FileHeader, FileTensor, file_version, read_header, read_tensors
 from ..checkpoint.files import CheckpointError
-from .keys import Role, key_meaning, other_algorithm, other_model
-from .metadata import AdapterSettings, adapter_settings
+from .keys import AdapterSettings, Role, adapter_settings, key_meaning, other_algorithm, other_model
 
 logger = logging.getLogger("wanstream.lora")
 

@@ -1,4 +1,4 @@
-"""Forward pass of one expert, block by block, for several lanes.
+"""Forward pass of one expert, block by block, for several lanes, with the interface of step caches.
 
 All lanes pass through a block during one visit, so the block's weights are needed once per step, not once per lane.
 Each lane is computed alone (batch 1) and is therefore bit-equal to a separate forward pass. The model's submodules are
@@ -10,26 +10,53 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from ...schema import OUTPUT_TOKENS
-from ..experts.embedder_cache import Rows
-from .block_cache import BlockCache
-from .per_frame_timestep import (
-    FrameModulation,
-    TokenSelector,
-    frame_timesteps,
-    row_spans,
-    rows_and_spans,
-    split_by_row,
-)
+from ..experts.embedders import Rows
+from .per_frame_timestep import FrameModulation, TokenSelector, frame_timesteps, row_spans, rows_and_spans, split_by_row
 
 if TYPE_CHECKING:
     from diffusers import WanTransformer3DModel
 
     from .nag import Texts
+
+
+class SkipDecision(NamedTuple):
+    """Lanes that continue after the first block."""
+
+    lanes: Sequence[int]
+    """Indices of the lanes that also pass through the remaining blocks."""
+    visits: bool
+    """True if the remaining blocks are visited: for these lanes, or for lanes of another worker."""
+
+
+class BlockCache(Protocol):
+    """Source of predicted block outputs in one forward pass. Tokens are [1, S, dim].
+
+    Where workers share the tokens of a lane, a worker has only its own part of them after the first block.
+    """
+
+    @property
+    def whole(self) -> bool:
+        """True if no lane needs any block."""
+
+    def without_blocks(self, lane: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Predict the output of the last block from all tokens of a lane; return this worker's part."""
+
+    def entered(self, lane: int, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Record `hidden`, the first block's output for `tokens`; `tokens` may include those of other workers."""
+
+    def choose(self) -> SkipDecision:
+        """Return the lanes that continue, once the first block has computed all of them."""
+
+    def from_first(self, lane: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Predict the output of the last block from that of the first, for a lane that does not continue."""
+
+    def ended(self, lane: int, hidden: torch.Tensor) -> None:
+        """Record `hidden`, the output of the last block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +157,7 @@ def _frame_times(
 
 def _time_rows(model: WanTransformer3DModel, timesteps: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the embedding [R, D] and the modulation [R, 6 D] of each timestep."""
-    from ..experts.embedder_cache import CachedEmbedder
+    from ..experts.embedders import CachedEmbedder
 
     embedder = model.condition_embedder
     if isinstance(embedder, CachedEmbedder):
@@ -199,7 +226,7 @@ def _tokens(model: WanTransformer3DModel, lane: Lane) -> torch.Tensor:
 
 def _embedded(model: WanTransformer3DModel, texts: Sequence[torch.Tensor], timestep: torch.Tensor) -> list[Rows]:
     """Return the embedded timestep with each of the embedded texts."""
-    from ..experts.embedder_cache import CachedEmbedder
+    from ..experts.embedders import CachedEmbedder
 
     embedder = model.condition_embedder
     if isinstance(embedder, CachedEmbedder):

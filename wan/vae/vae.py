@@ -17,10 +17,8 @@ from ...schema import FP32_BYTES, FRAMES_PER_LATENT
 from ..checkpoint.components import component_folder
 from ..checkpoint.meta_model import set_parameters
 from ..latent_space import SPACES, LatentSpace, space_of
-from .blend import TileBlender, as_pixels, convert_pixels
-from .memory import decode_pixel_bytes, encode_pixel_bytes
-from .tile_size import DecodeNeeds, VaeRoomError, smaller_tiling
-from .tiles import Tiling, crop, decode_tile, decoded_frames, empty_frames
+from .memory import DecodeNeeds, VaeRoomError, decode_pixel_bytes, encode_pixel_bytes, smaller_tiling
+from .tiles import TileBlender, Tiling, as_pixels, convert_pixels, crop, decode_tile, decoded_frames, empty_frames
 from .weights import VaeWeights, family_of, open_vae_file, open_vae_folder
 
 if TYPE_CHECKING:

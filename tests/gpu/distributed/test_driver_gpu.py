@@ -15,7 +15,7 @@ from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.in_process import InProcessPool
 from wanstream.sampling import StepProgress, denoise
 from wanstream.schema import Mesh, WorkersRef
-from wanstream.wan.experts.registry import ExpertsRegistry
+from wanstream.wan.experts.open import ExpertsRegistry
 
 pytestmark = [
     pytest.mark.gpu,

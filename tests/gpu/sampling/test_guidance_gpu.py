@@ -1,4 +1,4 @@
-"""Context windows, NAG and noise of every step on a GPU: the same rules, and no more memory than was reckoned."""
+"""Context windows, NAG and noise per step on a GPU: the same results, and no more memory than estimated."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_what_was_reckoned_is_what_windows_and_nag_take(
 ) -> None:
     policy = replace(LAYERWISE, chunk_tokens=chunk)
     request = replace(long, guidance=(4.0, 1.0), nag=Nag(), windows=ContextWindows(frames=5, overlap=2))
-    denoise(pair, request, policy=policy, device=CUDA)  # workspaces of libraries are there from now on
-    held = torch.cuda.memory_allocated()
+    denoise(pair, request, policy=policy, device=CUDA)  # libraries have allocated their workspaces now
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     denoise(pair, request, policy=policy, device=CUDA)
-    taken = torch.cuda.max_memory_allocated() - held
+    taken = torch.cuda.max_memory_allocated() - before
     assert taken <= 1.15 * working_bytes(pair, request.computed_shape, guided=True, chunk_tokens=chunk)
 
 
@@ -86,10 +86,10 @@ def test_a_cache_in_windows_takes_over_and_takes_what_was_reckoned(pair: ExpertP
     steps = denoise(pair, always, policy=LAYERWISE, device=CUDA).timeline.steps
     lanes = 2 * len(always.windows.at(0, LATENT[2]))
     assert [step.skipped_lanes for step in steps] == [0, lanes, 0, lanes, lanes]
-    held = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     denoise(pair, always, policy=LAYERWISE, device=CUDA)
-    taken = torch.cuda.max_memory_allocated() - held
+    taken = torch.cuda.max_memory_allocated() - before
     assert taken <= 1.15 * working_bytes(pair, always.computed_shape, guided=True, cache=always.cache)
 
 

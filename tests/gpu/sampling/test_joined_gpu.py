@@ -1,4 +1,4 @@
-"""Lanes on a GPU: single runs to the bit, one stream of weights, and no more memory than was reckoned."""
+"""Lanes on a GPU: bit-equal to single runs, one stream of weights, and no more memory than estimated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wanstream.devices import free_bytes
-from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, joined, working_bytes
+from wanstream.sampling import DenoiseRequest, NoRoomError, check_room, denoise, merge_requests, working_bytes
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 from wanstream.wan.experts.open import open_experts
@@ -34,7 +34,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
 
 @pytest.fixture
 def lanes(make_request: Callable[..., DenoiseRequest]) -> list[DenoiseRequest]:
-    """Four requests of noise and texts of their own, the texts of different lengths."""
+    """Four requests with different noise and texts, of different lengths."""
 
     def normal(*shape: int, seed: int) -> torch.Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -55,7 +55,7 @@ def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
 ) -> None:
     policy = OffloadPolicy.layerwise(1, source=source)
     alone = [denoise(pair, request, policy=policy, device=CUDA) for request in lanes]
-    together = denoise(pair, joined(lanes), policy=policy, device=CUDA)
+    together = denoise(pair, merge_requests(lanes), policy=policy, device=CUDA)
     for own, single in zip(together.latents.split(1), alone, strict=True):
         assert torch.equal(own, single.latents)
     assert [step.bytes_moved for step in together.timeline.steps] == [
@@ -64,12 +64,12 @@ def test_lanes_are_single_runs_to_the_bit_and_move_a_quarter(
 
 
 def test_what_was_reckoned_for_lanes_is_what_they_take(pair: ExpertPair, lanes: list[DenoiseRequest]) -> None:
-    request = joined(lanes)
-    denoise(pair, request, policy=LAYERWISE, device=CUDA)  # workspaces of libraries are there from now on
-    held = torch.cuda.memory_allocated()
+    request = merge_requests(lanes)
+    denoise(pair, request, policy=LAYERWISE, device=CUDA)  # libraries have allocated their workspaces now
+    before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     denoise(pair, request, policy=LAYERWISE, device=CUDA)
-    taken = torch.cuda.max_memory_allocated() - held
+    taken = torch.cuda.max_memory_allocated() - before
     reckoned = working_bytes(pair, request.noise.shape, guided=True)
     assert taken <= 1.15 * reckoned
 
@@ -77,7 +77,7 @@ def test_what_was_reckoned_for_lanes_is_what_they_take(pair: ExpertPair, lanes: 
 def test_lanes_that_do_not_fit_are_refused_before_they_are_computed(
     pair: ExpertPair, lanes: list[DenoiseRequest]
 ) -> None:
-    request = joined(lanes)
+    request = merge_requests(lanes)
     check_room(pair, request, LAYERWISE, CUDA)
     free = free_bytes(CUDA)
     assert free is not None

@@ -1,4 +1,4 @@
-"""Compiled blocks and kernels of attention on a GPU: one graph, the same video, no byte more."""
+"""Compiled blocks and attention kernels on a GPU: one graph, the same video, no more memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUDA = torch.device("cuda")
 LATENT = (1, 16, 5, 32, 48)
 POLICIES = {"layerwise": OffloadPolicy.layerwise(1), "resident": OffloadPolicy.resident(source="pinned")}
 CLOSE = 2e-2
-"""Relative, in bf16; 8 bits (sage) included."""
+"""Largest relative difference in bf16, 8-bit attention (sage) included."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A GPU that really runs out of memory: torch may take a part of it only, and steps are taken again with less."""
+"""A GPU that runs out of memory, as torch may use a part of it only, and steps repeated under smaller policies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[ExpertPair]:
 
 @pytest.fixture
 def limit() -> Iterator[Callable[[int], None]]:
-    """`limit(nbytes)`: from now on torch may take that much of the device, which other tests get back."""
+    """`limit(nbytes)`: let torch allocate at most that much of the device until the end of the test."""
 
     def to(nbytes: int) -> None:
         torch.cuda.empty_cache()
@@ -47,7 +47,7 @@ def limit() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture
 def wide(make_request: Callable[..., DenoiseRequest]) -> DenoiseRequest:
-    """7680 tokens: what a step computes in is many times the size of a block."""
+    """Latents of 7680 tokens: a step needs many times the memory of a block."""
     draw = torch.Generator().manual_seed(10)
     return make_request(noise=torch.randn(1, 16, 5, 64, 96, generator=draw))
 
@@ -57,7 +57,7 @@ def _run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = RESI
 
 
 def _peak(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy) -> int:
-    """Bytes that torch takes from the device for a run under `policy`."""
+    """Bytes that torch allocates on the device for a run under `policy`."""
     pair.close()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.wan.vae.tile_size import fitting_tiling
+from wanstream.wan.vae.memory import fitting_tiling
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import WanVae, open_vae, with_smaller_tiles
 

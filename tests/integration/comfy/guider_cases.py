@@ -45,7 +45,7 @@ from wanstream.sampling import (  # noqa: E402
     denoise,
 )
 from wanstream.schema import OffloadPolicy  # noqa: E402
-from wanstream.schema.experts_ref import ExpertsRef  # noqa: E402
+from wanstream.schema.refs import ExpertsRef  # noqa: E402
 
 SHIFT, BOUNDARY, STEPS, SEED = 5.0, 0.875, 6, 7
 SHAPE = (1, 16, 2, 8, 6)

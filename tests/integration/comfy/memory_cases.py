@@ -36,9 +36,9 @@ from wanstream.sampling import (  # noqa: E402
     working_bytes,
 )
 from wanstream.schema import OffloadPolicy  # noqa: E402
-from wanstream.schema.experts_ref import ExpertsRef  # noqa: E402
-from wanstream.wan.experts.registry import open_pair  # noqa: E402
-from wanstream.wan.vae.tile_size import DecodeNeeds  # noqa: E402
+from wanstream.schema.refs import ExpertsRef  # noqa: E402
+from wanstream.wan.experts.open import open_pair  # noqa: E402
+from wanstream.wan.vae.memory import DecodeNeeds  # noqa: E402
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PLENTY = 100 * 2**30

@@ -23,7 +23,7 @@ import nodes
 from wanstream.host import current_host
 from wanstream.nodes.guider import WanStreamGuider
 from wanstream.nodes.sampler import WanStreamSampler
-from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.schema.refs import ExpertsRef
 
 SHIFT, STEPS, SEED, GUIDANCE = 3.0, 5, 7, 5.0
 WIDTH, HEIGHT, FRAMES = 48, 32, 9

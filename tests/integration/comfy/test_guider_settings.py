@@ -89,7 +89,7 @@ def test_steps_that_magnitudes_leave_out_are_foretold(case: Case) -> None:
         ("magnitudes, two calls", "of the sampler heun it calls the model 11 times"),
         ("magnitudes, other levels", "the cache was calibrated for 6 steps, this run has 4"),
         ("magnitudes, sampler of another pack", "of the sampler foreign when it calls the model is not known"),
-        ("magnitudes, moving windows", "the context windows begin elsewhere in every step"),
+        ("magnitudes, moving windows", "the context windows shift in every step"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(case: Case, what: str, message: str) -> None:

@@ -361,7 +361,7 @@ def test_native_conditioning_is_the_diffusers_pipeline(
         boundary_ratio=0.9,
         guidance=(4.0, 3.0),
     )
-    assert set(request.guider_steps().experts) == {"high", "low"}
+    assert set(request.step_plan.experts) == {"high", "low"}
     files = [runs.folder / f"i2v_{expert}.safetensors" for expert in ("high", "low")]
     with open_experts(*files, compute_dtype=torch.float32) as pair:
         ours = denoise(pair, request, policy=OffloadPolicy.layerwise(), device="cpu").latents

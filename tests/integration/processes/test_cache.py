@@ -19,7 +19,7 @@ from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.schema import ExpertsRef, OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.schema.mesh import Mesh
-from wanstream.schema.workers_ref import WeightPlacement
+from wanstream.schema.refs import WeightPlacement
 
 ULYSSES, CFG = Mesh(ulysses=2), Mesh(cfg=2)
 STEPS = 8

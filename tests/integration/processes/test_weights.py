@@ -24,10 +24,10 @@ from wanstream.distributed.worker.worker import Worker
 from wanstream.offload.sharding.group import GatherBrokenError
 from wanstream.sampling import SamplingCancelled, Share, working_bytes
 from wanstream.schema import ExpertsRef, LoraRef, Mesh, OffloadPolicy
-from wanstream.schema.workers_ref import WeightPlacement
+from wanstream.schema.refs import WeightPlacement
 from wanstream.testing.gguf import matrices, save_expert_gguf
 from wanstream.testing.loras import make_lora, save_lora
-from wanstream.wan.experts.registry import open_pair
+from wanstream.wan.experts.open import open_pair
 
 CELL = Mesh(cfg=2)
 POLICIES = (

@@ -20,8 +20,8 @@ from wanstream.distributed.ray.pool import RayPool
 from wanstream.nodes.runs.trials import tensor_digest
 from wanstream.sampling import DenoiseRequest, StepProgress, denoise
 from wanstream.schema import ExpertsRef, Mesh, OffloadPolicy, WorkersRef
-from wanstream.schema.workers_ref import path_maps
-from wanstream.wan.experts.registry import ExpertsRegistry
+from wanstream.schema.refs import path_maps
+from wanstream.wan.experts.open import ExpertsRegistry
 
 STORE_BYTES = 128 << 20
 models = Path(sys.argv[1])

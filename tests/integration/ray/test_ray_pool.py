@@ -20,7 +20,7 @@ from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.distributed.transport.threads import on_own_thread
 from wanstream.sampling import RequestError, SamplingCancelled
 from wanstream.schema import ExpertsRef, Mesh, WorkersRef
-from wanstream.schema.workers_ref import WorkersError
+from wanstream.schema.refs import WorkersError
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.integration

@@ -1,4 +1,4 @@
-"""Whole runs against the programs that people compare us with: diffusers' Wan pipelines, ComfyUI's euler."""
+"""Whole runs compared with diffusers' Wan pipelines and ComfyUI's euler."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _pipeline(kind: Any, models: Any) -> Any:
 
 
 def _settings(request: DenoiseRequest) -> dict[str, Any]:
-    """What a pipeline is called with for `request`."""
+    """Arguments of a pipeline for `request`."""
     return {
         "height": HEIGHT,
         "width": WIDTH,
@@ -65,7 +65,7 @@ def _settings(request: DenoiseRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def pipeline_request(make_request: Request) -> Request:
-    """A request that runs as the pipelines are set up here, both experts included."""
+    """A request for both experts, with the settings of the pipelines here."""
 
     def make(**changes: Any) -> DenoiseRequest:
         step_plan = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": BOUNDARY}
@@ -107,7 +107,7 @@ def test_simple_and_euler_are_comfyuis_loop(
     plain_models: Any,
     make_request: Request,
 ) -> None:
-    """ComfyUI guides and steps on the estimate of the end, where we use the velocity: the same up to rounding."""
+    """ComfyUI guides and steps with the denoised estimate, we with the velocity: equal up to rounding."""
     request = make_request(
         steps=steps, flow_shift=shift, schedule="simple", solver="euler", switch_step=2, guidance=guidance
     )

@@ -16,8 +16,7 @@ from wanstream.devices import auto_dtype
 from wanstream.devices.compute_dtype import common_dtype, resolved_dtype
 from wanstream.schema import ExpertsRef
 from wanstream.wan import open_text_encoder
-from wanstream.wan.experts.open import open_experts
-from wanstream.wan.experts.registry import open_pair
+from wanstream.wan.experts.open import open_experts, open_pair
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from wanstream.plan import AutoOffload, Budgets, DoesNotFitError, Machine, Offlo
 from wanstream.plan.predict import predict
 from wanstream.sampling import DenoiseRequest, denoise, request_job
 from wanstream.schema import ExpertShape, OffloadPolicy, StepRecord
-from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.schema.refs import ExpertsRef
 from wanstream.wan.experts.open import open_experts
 
 GB = 10**9

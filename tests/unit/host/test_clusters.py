@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from wanstream.host.clusters import VARIABLE, cluster, cluster_names, clusters_file
-from wanstream.schema.workers_ref import WorkersError
+from wanstream.schema.refs import WorkersError
 
 
 @pytest.fixture

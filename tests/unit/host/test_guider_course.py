@@ -89,7 +89,7 @@ def test_calls_of_a_step_have_its_windows_and_lanes() -> None:
         ({"cache": MagCache(table=table(3), rule=SkipRule(threshold=1.0))}, "calibrated for 3 steps, this run has 4"),
         (
             {"cache": MagCache(table=table(), rule=SkipRule(threshold=1.0)), "windows": WINDOWS},
-            "begin elsewhere in every step",
+            "shift in every step",
         ),
         ({"boundary_ratio": 1.5}, r"boundary ratio 1\.5: give 0 to 1"),
     ],

@@ -13,7 +13,7 @@ import torch
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.host.worker_registry import WorkerRegistry
 from wanstream.schema import Mesh, WorkersRef
-from wanstream.schema.workers_ref import IN_PROCESS
+from wanstream.schema.refs import IN_PROCESS
 
 ONE = WorkersRef(count=1, address=IN_PROCESS)
 CPU = torch.device("cpu")

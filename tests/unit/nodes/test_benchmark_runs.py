@@ -22,7 +22,7 @@ from wanstream.offload import NoRamError
 from wanstream.plan import AutoOffload, DoesNotFitError
 from wanstream.sampling import DenoiseRequest, DenoiseResult, RequestError, RunState, StepProgress
 from wanstream.schema import Cancelled, Mesh, MeshError, OffloadPolicy, StepRecord, Timeline, WorkersRef
-from wanstream.schema.experts_ref import ExpertsRef, LoraRef
+from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.schema.version import VERSION
 from wanstream.tests.support.embedded import embedded_host
 

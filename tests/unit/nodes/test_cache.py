@@ -96,7 +96,7 @@ def test_a_run_is_calibrated_and_its_table_is_used(run: Run, tmp_path: Path) -> 
         ("../outside.json", "leaves the folder"),
         ("text.json", "text.json is no calibration: it is not JSON"),
         ("bytes.json", "bytes.json is no calibration"),
-        ("other.json", "this file is no table of magnitude ratios"),
+        ("other.json", "this file is not a table of magnitude ratios"),
         ("deep.json", "no calibration"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_calibration_stays_in_the_output_folder(run: Run) -> None:
 
 
 def test_a_part_of_a_schedule_is_not_calibrated(run: Run) -> None:
-    with pytest.raises(NodeFailedError, match="takes steps 1 to 4 of 4, and a part says nothing about the others"):
+    with pytest.raises(NodeFailedError, match="takes steps 1 to 4 of 4, and a table needs all of them"):
         run(workflow(calibrates=True, start_step=1))
 
 

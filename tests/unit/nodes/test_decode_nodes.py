@@ -27,9 +27,8 @@ from wanstream.nodes.workers import workers_inputs
 from wanstream.sampling import NoRoomError
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow
-from wanstream.wan.vae.blend import as_pixels
-from wanstream.wan.vae.tile_size import HEAP_BYTES, VaeRoomError, too_little
-from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.memory import HEAP_BYTES, VaeRoomError, too_little
+from wanstream.wan.vae.tiles import Tiling, as_pixels
 from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae, with_smaller_tiles
 
 NODES = asyncio.run(WanStreamExtension().get_node_list())

@@ -22,7 +22,7 @@ from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.inputs.request import Guidance
 from wanstream.sampling.schedules import make_schedule
 from wanstream.schema.context_windows import ContextWindows
-from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.schema.refs import ExpertsRef
 from wanstream.testing.wan21 import I2V_FILE, T2V_FILE
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 

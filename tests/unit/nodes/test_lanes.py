@@ -22,7 +22,7 @@ from wanstream.nodes.batch_sampler import WanStreamLaneLatent
 from wanstream.sampling import RequestError
 from wanstream.sampling import working_bytes as needed
 from wanstream.schema import OffloadPolicy, Timeline
-from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"

@@ -28,7 +28,7 @@ from wanstream.nodes.runs.latent_backup import (
 from wanstream.nodes.runs.video_file import VideoFileError
 from wanstream.schema import Cancelled
 from wanstream.tests.support.embedded import embedded_host, run_workflow, validate_workflow
-from wanstream.wan.vae.tile_size import VaeRoomError
+from wanstream.wan.vae.memory import VaeRoomError
 from wanstream.wan.vae.vae import NoRoomToDecodeError
 
 LATENT = torch.arange(512.0).view(1, 16, 2, 4, 4)

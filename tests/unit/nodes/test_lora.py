@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
-from wanstream.schema.experts_ref import ExpertsRef, LoraRef
+from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 T2V = Path(__file__).parents[3] / "workflows" / "api" / "t2v.json"

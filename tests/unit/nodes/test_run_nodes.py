@@ -20,7 +20,7 @@ from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.host.embedded.validate import InvalidWorkflowError
 from wanstream.nodes import WanStreamExtension
 from wanstream.schema import Cancelled, OffloadPolicy, Timeline
-from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 from wanstream.wan.vae.vae import open_vae
 

@@ -15,7 +15,7 @@ from wanstream.nodes.decode import WanStreamVAEDecode
 from wanstream.nodes.latents import WanStreamImageToVideo
 from wanstream.nodes.text import WanStreamTextEncode
 from wanstream.schema import WorkersRef
-from wanstream.schema.workers_ref import IN_PROCESS
+from wanstream.schema.refs import IN_PROCESS
 from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan import open_text_encoder
 from wanstream.wan.vae.tiles import Tiling

@@ -25,7 +25,7 @@ Request = Callable[..., DenoiseRequest]
 
 
 class Stopped(Exception):
-    """What a host raises when the user has had enough."""
+    """Error of a host when the user cancels."""
 
 
 def result(value: float) -> DenoiseResult:
@@ -33,7 +33,7 @@ def result(value: float) -> DenoiseResult:
 
 
 def nothing() -> None:
-    """Nobody wants to stop."""
+    """`should_stop` that is always False."""
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,18 @@ def test_warm_ups_come_first_and_are_marked() -> None:
 
 
 def test_the_machine_rests_before_every_run() -> None:
-    asked: list[str] = []
+    events: list[str] = []
 
     def run() -> DenoiseResult:
-        asked.append("run")
+        events.append("run")
         return result(0)
 
     began = time.monotonic()
-    [*trials(TrialTimes(repeats=2, cooldown_s=0.15), run, check=lambda: asked.append("look"))]
+    [*trials(TrialTimes(repeats=2, cooldown_s=0.15), run, check=lambda: events.append("look"))]
     assert time.monotonic() - began >= 0.3, "a pause may be longer than asked for, never shorter"
-    assert asked[0] == "look"
-    assert asked.count("run") == 2
-    assert asked[asked.index("run") + 1] == "look"
+    assert events[0] == "look"
+    assert events.count("run") == 2
+    assert events[events.index("run") + 1] == "look"
 
 
 def test_a_stop_ends_a_pause() -> None:
@@ -129,7 +129,7 @@ def test_equal_requests_are_one_job(make_request: Request) -> None:
 
 def test_texts_of_lanes_count_one_by_one(make_request: Request) -> None:
     texts = [torch.ones(1, 3, 4096), torch.ones(1, 3, 4096)]
-    texts[1][0, 1, 2000] = 2  # what torch prints of both is the same
+    texts[1][0, 1, 2000] = 2  # torch prints the same for both
     one, same, other = (
         make_request(batch=2, positive=[texts[place].clone() for place in order], guidance=(1.0, 1.0), negative=None)
         for order in ((0, 1), (0, 1), (1, 0))

@@ -17,10 +17,10 @@ from wanstream.nodes.runs.decode import DecodeSettings, decode_images, decode_to
 from wanstream.nodes.runs.latent_backup import VideoRefusedError
 from wanstream.sampling import RequestError
 from wanstream.schema import WorkersRef
-from wanstream.schema.workers_ref import IN_PROCESS
+from wanstream.schema.refs import IN_PROCESS
 from wanstream.tests.support.embedded import embedded_host
 from wanstream.wan.latent_space import WAN22, denormalise
-from wanstream.wan.vae.tile_size import HEAP_BYTES
+from wanstream.wan.vae.memory import HEAP_BYTES
 from wanstream.wan.vae.tiles import Tiling, TilingError
 from wanstream.wan.vae.vae import VaeInputError, WanVae, open_vae
 

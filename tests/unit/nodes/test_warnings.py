@@ -18,7 +18,7 @@ from wanstream.host.comfy.user_settings import STRICT, setting_is_on
 from wanstream.host.embedded.run import History, NodeFailedError
 from wanstream.nodes import WanStreamExtension, sockets
 from wanstream.nodes.inputs import StrictError
-from wanstream.schema.experts_ref import ExpertsRef
+from wanstream.schema.refs import ExpertsRef
 from wanstream.tests.support.embedded import embedded_host, run_workflow
 
 WORKFLOWS = Path(__file__).parents[3] / "workflows" / "api"

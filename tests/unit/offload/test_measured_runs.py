@@ -24,7 +24,7 @@ from wanstream.offload.sources.module import ModuleSource
 from wanstream.plan import BlockKey, step_visits
 from wanstream.schema import OffloadPolicy, Timeline
 from wanstream.telemetry import Recorder, TelemetryOptions
-from wanstream.telemetry.read_timing import ReadSpan
+from wanstream.telemetry.step_events import ReadSpan
 
 CPU = torch.device("cpu")
 BLOCKS, WIDTH, STEPS = 4, 2048, 3

@@ -1,4 +1,4 @@
-"""Runs cut in pieces and runs under a mask: what they hand on, and what they keep."""
+"""Runs split into several samplers, and runs under a mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _handed_on(result: DenoiseResult) -> dict[str, Any]:
-    """What the next run takes from a LATENT that the last one made."""
+    """Arguments for the next run, from the LATENT of the last one."""
     latent = native_latent(result.latents, {}, sigma=result.sigma)
     inputs = native_inputs([[torch.zeros(1, 1, 4096), {}]], None, latent)
     return {"latent": inputs.latent, "latent_sigma": inputs.latent_sigma, "add_noise": False}
@@ -129,7 +129,7 @@ def test_a_masked_run_is_comfyuis_loop(
 
 
 def test_a_masked_run_goes_on_from_what_it_was_handed(open_pair: OpenPair, make_request: Request) -> None:
-    """As in ComfyUI, a run that adds no noise keeps its latent as it came, noise included."""
+    """As in ComfyUI, a run without added noise keeps the masked latent with the noise that it has."""
     handed = make_request(solver="euler", start_step=2, add_noise=False, latent=LATENT, mask=LEFT_HALF)
     result = _run(open_pair(), handed).latents
     assert torch.allclose(result[..., 3:], LATENT[..., 3:], atol=1e-5)

@@ -1,4 +1,4 @@
-"""Runs with compiled blocks: one graph for all that a session changes, and what was computed without it."""
+"""Runs with compiled blocks: one graph for all changes of a session, and results equal to eager blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wanstream.wan.transformer.compiled_block import compiler_named
 from wanstream.wan.transformer.kernels import INDUCTOR, Kernels
 
 EAGER, TRACED = "eager", "aot_eager"
-"""Backends of torch that trace graphs and compile nothing: their bits are those of the blocks themselves."""
+"""Backends of torch that trace graphs without compiling them, so that results are bit-equal to eager blocks."""
 
 LAYERWISE = OffloadPolicy.layerwise(1)
 POLICIES = {
@@ -46,7 +46,7 @@ def pair(open_pair: Callable[..., ExpertPair]) -> ExpertPair:
 
 
 def graphs() -> int:
-    """What torch has compiled since the test began."""
+    """Counts of torch's compilations since the test began."""
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -86,7 +86,7 @@ def test_two_experts_a_switch_a_lora_and_a_second_queue_need_one_graph(
         return every
 
     plain = run()
-    assert graphs() == 0, "nothing is compiled that nobody asked for"
+    assert graphs() == 0, "nothing is compiled that was not requested"
     before = compiler_named(TRACED).graphs
     for experts in (pair, again):
         experts.close()
@@ -137,11 +137,11 @@ def test_a_run_is_cancelled_between_compiled_blocks_and_the_next_ones_are_whole(
     request = make_request()
     plain = latents_of(pair, request)
     pair.kernels = Kernels(compiler=EAGER)
-    asked: list[bool] = []
+    polls: list[bool] = []
 
     def stop_in_the_second_step() -> bool:
-        asked.append(True)
-        return len(asked) == 4
+        polls.append(True)
+        return len(polls) == 4
 
     with pytest.raises(SamplingCancelled) as cancelled:
         denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=stop_in_the_second_step)
@@ -157,26 +157,26 @@ def test_a_run_is_cancelled_between_compiled_blocks_and_the_next_ones_are_whole(
 def test_a_step_in_which_blocks_were_compiled_teaches_nothing(
     pair: ExpertPair, make_request: Callable[..., DenoiseRequest]
 ) -> None:
-    told: list[StepRecord] = []
+    records: list[StepRecord] = []
 
     def run() -> None:
-        denoise(pair, make_request(), policy=LAYERWISE, device="cpu", revise=told.append)
+        denoise(pair, make_request(), policy=LAYERWISE, device="cpu", revise=records.append)
 
     pair.kernels = Kernels(compiler=EAGER)
     run()
-    assert told == []
+    assert records == []
     run()
-    assert [record.index for record in told] == [0]
+    assert [record.index for record in records] == [0]
 
 
 @pytest.mark.slow
 def test_two_texts_against_each_other_need_one_graph_more(pair: ExpertPair, make_request: Any) -> None:
     request = make_request(guidance=(1.0, 1.0))
-    held = replace(request, nag=Nag(scale=5.0))
-    plain = [latents_of(pair, each) for each in (request, held)]
+    with_nag = replace(request, nag=Nag(scale=5.0))
+    plain = [latents_of(pair, each) for each in (request, with_nag)]
     assert not torch.equal(*plain)
     pair.kernels = Kernels(compiler=EAGER)
-    for each, expected in zip((request, held, request, held), plain * 2, strict=True):
+    for each, expected in zip((request, with_nag, request, with_nag), plain * 2, strict=True):
         assert torch.equal(latents_of(pair, each), expected)
     assert graphs() == 2
 
@@ -185,7 +185,7 @@ def test_two_texts_against_each_other_need_one_graph_more(pair: ExpertPair, make
 def test_inductor_computes_the_same_with_one_graph(
     pair: ExpertPair, make_request: Callable[..., DenoiseRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Its cache gives kernels of this machine's vector units to a run that ATEN_CPU_CAPABILITY keeps to narrower ones.
+    # The compiler's cache would return kernels for wider vector units than ATEN_CPU_CAPABILITY allows.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     request = make_request()
     plain = latents_of(pair, request)

@@ -1,4 +1,4 @@
-"""The loop against whole models, itself, and the program it should have followed."""
+"""The loop compared with whole models, with other policies, and with its transfer program."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _latents(pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWI
 
 @pytest.fixture(scope="module")
 def textbook() -> list[torch.Tensor]:
-    """The latents of the textbook loop, computed by the first test that compares with them."""
+    """Latents of the reference loop, computed by the first test that needs them."""
     return []
 
 
@@ -179,12 +179,12 @@ def test_the_timeline_names_expert_and_noise_level(open_pair: OpenPair, make_req
 
 
 def test_progress_is_told_after_each_step(open_pair: OpenPair, make_request: Request) -> None:
-    told = list[StepProgress]()
+    progress = list[StepProgress]()
     request = make_request(solver="euler", start_step=1)
-    result = denoise(open_pair(), request, policy=LAYERWISE, device="cpu", on_step=told.append)
-    assert [(step.index, step.done, step.total) for step in told] == [(1, 1, 4), (2, 2, 4), (3, 3, 4), (4, 4, 4)]
-    assert [step.record for step in told] == list(result.timeline.steps)
-    assert torch.equal(told[-1].denoised, result.latents), "euler's last step ends where the estimate points"
+    result = denoise(open_pair(), request, policy=LAYERWISE, device="cpu", on_step=progress.append)
+    assert [(step.index, step.done, step.total) for step in progress] == [(1, 1, 4), (2, 2, 4), (3, 3, 4), (4, 4, 4)]
+    assert [step.record for step in progress] == list(result.timeline.steps)
+    assert torch.equal(progress[-1].denoised, result.latents), "euler's last step ends where the estimate points"
 
 
 @pytest.mark.parametrize(("questions", "step", "block"), [(1, 0, 0), (7, 1, 2), (9, 2, 0), (20, 4, 3)])
@@ -193,9 +193,9 @@ def test_cancel_between_blocks_leaves_the_pair_usable(
 ) -> None:
     pair, request = open_pair(), make_request()
     expected = _latents(pair, request)
-    asked = iter(range(1, questions + 1))
+    polls = iter(range(1, questions + 1))
     with pytest.raises(SamplingCancelled) as caught:
-        denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=lambda: next(asked) == questions)
+        denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=lambda: next(polls) == questions)
     assert (caught.value.step, caught.value.block) == (step, block)
     assert torch.equal(_latents(pair, request), expected)
 

@@ -1,4 +1,4 @@
-"""Runs whose times and texts are embedded once: what they read, in chunks and whole, with our loop and with passes."""
+"""Runs that embed times and texts once: bytes read, with and without chunks, by the loop and by model calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from wanstream.sampling import DenoiseRequest, denoise
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.embedder_cache import part_of
+from wanstream.wan.experts.embedders import part_of
 
 OpenPair = Callable[..., ExpertPair]
 Request = Callable[..., DenoiseRequest]
@@ -20,7 +20,7 @@ POLICY = OffloadPolicy.layerwise(1)
 
 
 def _bytes_of(pair: ExpertPair, part: str) -> int:
-    """Of both experts."""
+    """Blocks of both experts."""
     experts = (pair.high, pair.low)
     return sum(t.nbytes for expert in experts for name, t in expert.weights.items() if part_of(name) == part)
 

@@ -1,4 +1,4 @@
-"""Runs of a pair that is kept in fp8: the same bits wherever a block lives, half the bytes, time for decoding."""
+"""Runs of a pair stored in fp8: bit-equal wherever a block is resident, half the bytes, decoding time recorded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Models = Mapping[str, WanTransformer3DModel]
 
 @pytest.fixture
 def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., ExpertPair]]:
-    """`pair(dtype, **options)`: experts of that dtype in their files and in their arithmetic."""
+    """`pair(dtype, **options)`: experts with that dtype in their files and as compute dtype."""
     opened: list[ExpertPair] = []
 
     def make(dtype: torch.dtype = torch.bfloat16, **options: str) -> ExpertPair:
@@ -48,7 +48,7 @@ def pair(tiny_expert_folder: Callable[..., Path]) -> Iterator[Callable[..., Expe
 
 
 def quantised(models: Models) -> Models:
-    """The same models with every matrix of their blocks rounded as the plain formula says."""
+    """The same models, with all matrices of their blocks rounded by the plain formula."""
     for model in models.values():
         for block in model.blocks:
             for module in block.modules():
@@ -77,7 +77,7 @@ def test_where_a_block_lives_changes_no_bit(pair, make_request):
     expected = run(streamed, request).latents
     for name, policy in POLICIES.items():
         assert torch.equal(run(streamed, request, policy).latents, expected), name
-    # A second run starts from kept blocks.
+    # The second run starts with blocks in its buffers.
     assert torch.equal(run(streamed, request, policy).latents, expected)
     assert not torch.equal(run(pair(), request).latents, expected)
 

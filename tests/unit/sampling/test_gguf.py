@@ -1,4 +1,4 @@
-"""A pair in GGUF through whole runs: the bits are those of plain models that hold what the packs stand for."""
+"""Runs of a GGUF pair, bit-equal to plain models with the dequantised weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether lanes fit: by the same sums as a run's own memory, and with the number that does."""
+"""Checks that lanes and steps fit into memory, and the remedies of their errors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from wanstream.wan import ExpertPair
 CPU = torch.device("cpu")
 LAYERWISE = OffloadPolicy.layerwise(1)
 LARGE = (16, 5, 128, 160)
-"""25600 tokens: there is something left to do in chunks."""
+"""Latents of 25600 tokens, so that chunks make a difference."""
 
 Request = Callable[..., DenoiseRequest]
 OpenPair = Callable[..., ExpertPair]
 
 
 def needed(pair: ExpertPair, samples: int, *, guided: bool = True, chunk: int | None = None) -> int:
-    """Bytes under two buffers."""
+    """Bytes of a run with two buffers."""
     working = working_bytes(pair, (samples, *LARGE), guided=guided, chunk_tokens=chunk)
     return working + pair.device_bytes(LAYERWISE, device=CPU)
 
@@ -82,8 +82,8 @@ def test_the_numbers_are_those_of_a_run(open_pair: OpenPair, lanes: Callable[...
     with pytest.raises(NoRoomError) as refused:
         check_room(pair, lanes(8), LAYERWISE, CPU, free=20_000_000)
     said = str(refused.value)
-    assert f"8 videos at once need {working / 1e9:.2f} GB to compute in" in said
-    assert f"beside {weights / 1e6:.2f} MB of weights" in said or f"beside {weights / 1e9:.2f} GB of weights" in said
+    assert f"8 videos at once need {working / 1e9:.2f} GB of working memory" in said
+    assert f"and {weights / 1e6:.2f} MB for weights" in said or f"and {weights / 1e9:.2f} GB for weights" in said
     assert "0.02 GB are free for both. Not even one of them would fit: make the video smaller or shorter" in said
     assert isinstance(refused.value, torch.OutOfMemoryError), "hosts free other models for it"
 
@@ -126,7 +126,7 @@ def test_a_run_on_a_cpu_is_refused_where_it_surely_takes_more_ram_than_there_is(
     with pytest.raises(NoRoomError) as refused:
         check_step_ram(pair, shape, LAYERWISE, CPU, guided=True, available=int(needs / ESTIMATE_MARGIN) - 1)
     weights = pair.device_bytes(LAYERWISE, device=CPU)
-    assert f"needs about {(needs - weights) / 1e9:.2f} GB of RAM to compute in" in str(refused.value)
+    assert f"needs about {(needs - weights) / 1e9:.2f} GB of RAM in addition to" in str(refused.value)
     assert f"and {needs / ESTIMATE_MARGIN / 1e9:.2f} GB are free (swap included)" in str(refused.value)
     assert "Choose Wan Auto Offload, which computes fewer tokens at once" in str(refused.value)
     check_step_ram(pair, shape, replace(LAYERWISE, chunk_tokens=2048), CPU, guided=True, available=int(needs / 1.2))
@@ -141,7 +141,7 @@ def test_what_another_policy_keeps_in_ram_is_given_back_before_ram_is_counted(
     denoise(pair, request, policy=OffloadPolicy.layerwise(1, source="pinned"), device="cpu")
     kept = pair.host_bytes - without
     needed = working_bytes(pair, request.computed_shape, guided=request.guided, chunk_tokens=None)
-    # Just enough once the blocks of the former policy are given back.
+    # Just enough once the blocks of the former policy are freed.
     left = needed + LATENT_COPIES * prod(request.computed_shape) * 4
 
     def memory() -> SimpleNamespace:

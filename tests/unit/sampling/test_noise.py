@@ -1,4 +1,4 @@
-"""Noise against torch's global generator, which is what ComfyUI draws from."""
+"""Noise compared with torch's global generator, from which ComfyUI draws."""
 
 from __future__ import annotations
 

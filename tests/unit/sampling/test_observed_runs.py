@@ -1,4 +1,4 @@
-"""What a run of both experts tells beside its latents: times, phases, memory, a trace on request."""
+"""Telemetry of a run of both experts: times, phases, memory, and a trace on request."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def test_every_figure_of_a_step_is_told(open_pair: OpenPair, make_request: Reque
 
 
 def test_steps_end_where_an_outside_clock_says(open_pair: OpenPair, make_request: Request) -> None:
-    """There is one beginning of the run for which every step ends before it is told, and the next begins after that."""
-    told = list[float]()
+    """For some start of the run, every step ends before it is reported, and the next one begins afterwards."""
+    reported = list[float]()
     result = denoise(
         open_pair(),
         make_request(),
         policy=LAYERWISE,
         device="cpu",
-        on_step=lambda _: told.append(time.clock_gettime(time.CLOCK_MONOTONIC)),
+        on_step=lambda _: reported.append(time.clock_gettime(time.CLOCK_MONOTONIC)),
     )
     steps = result.timeline.steps
-    latest = min(at - (step.start_s + step.wall_s) for at, step in zip(told, steps, strict=True))
-    earliest = max(at - step.start_s for at, step in zip(told, steps[1:], strict=False))
+    latest = min(at - (step.start_s + step.wall_s) for at, step in zip(reported, steps, strict=True))
+    earliest = max(at - step.start_s for at, step in zip(reported, steps[1:], strict=False))
     assert earliest <= latest + 1e-4
 
 

@@ -1,4 +1,4 @@
-"""The planner's input from a pair of experts: what it foretells is what the engine does."""
+"""The planner's job for a pair of experts: its estimates are equal to the engine's figures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, 
             for device in (CPU, GPU)
         )
         assert on_cpu.decodes == on_gpu.decodes == decodes
-        # A CPU decodes out of slots of RAM, and reads straight into its buffers where there is nothing to decode.
+        # A CPU decodes from RAM slots, and reads straight into its buffers if there is nothing to decode.
         engine = pair.engine(OffloadPolicy.layerwise(1), CPU)
         visits = step_visits(["high"], engine.block_counts)
         with engine.run(visits) as run:
@@ -40,14 +40,14 @@ def test_the_planner_knows_which_files_are_decoded_on_arrival(tiny_expert_file, 
                 with run.visit(*visit):
                     pass
         assert pair.host_bytes == (2 * in_pages(on_cpu.stored_bytes) if decodes else 0)
-        # All of a GPU's memory is told once: what stays there, beside two buffers and two blocks that are decoded.
-        told = pair.device_bytes(OffloadPolicy.layerwise(1), device=GPU)
+        # A GPU's memory is counted once: resident tensors, two buffers, and two blocks that are being decoded.
+        device_bytes = pair.device_bytes(OffloadPolicy.layerwise(1), device=GPU)
         raw = 2 * on_gpu.stored_bytes if decodes else 0
-        assert 2 * on_gpu.computed_bytes + raw + on_gpu.resident_bytes == told
+        assert 2 * on_gpu.computed_bytes + raw + on_gpu.resident_bytes == device_bytes
 
 
 def test_the_planner_hears_of_the_5b_model_what_it_is(tiny_expert_file):
-    """Widths, channels and bytes from its headers; tokens of latents of 16 pixels; one expert."""
+    """Widths, channels and bytes from the file headers; 16 pixels per latent pixel; a single model."""
     path = tiny_expert_file(dtype=torch.bfloat16, in_channels=48, heads=3, ffn_dim=640, layers=2)
     with open_one_expert(path, compute_dtype=torch.bfloat16) as pair:
         guided = {"high": True, "low": True}

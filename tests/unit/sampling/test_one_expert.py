@@ -1,4 +1,4 @@
-"""One expert for every step: Wan2.1's pipelines of diffusers, what CLIP sees in an image, and what is refused."""
+"""Single models: diffusers' Wan2.1 pipelines, image embeddings, and refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipel
 from PIL import Image
 from transformers import CLIPImageProcessor
 
-from wanstream.sampling import DenoiseRequest, RequestError, denoise, joined
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests
 from wanstream.schema import OffloadPolicy
 from wanstream.testing.wan21 import make_image_encoder, save_image_encoder
 from wanstream.testing.weights import make_vae
@@ -70,7 +70,7 @@ def _settings(request: DenoiseRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def one_request(make_request: Request) -> Request:
-    """A request whose steps are all of one expert, as the pipelines are set up here."""
+    """A request for a single model, with the settings of the pipelines here."""
 
     def make(**changes: Any) -> DenoiseRequest:
         step_plan = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": 0.0}
@@ -84,7 +84,7 @@ def one_request(make_request: Request) -> Request:
 
 @pytest.fixture
 def image_request(one_request: Request) -> Request:
-    """One with a start image, in the form of an image-to-video model with an image branch."""
+    """A request with a start image, for an image-to-video model with an image branch."""
 
     def make(*, seed: int = 20, **changes: Any) -> DenoiseRequest:
         given = {
@@ -107,7 +107,7 @@ def test_text_to_video_is_wan_pipeline(open_one: OpenOne, one_request: Request) 
 def test_image_to_video_is_wan_image_to_video_pipeline(
     open_one: OpenOne, image_request: Request, tmp_path: Path
 ) -> None:
-    """From the picture on: what CLIP sees in it is computed on both sides, from the same file."""
+    """Both sides compute the CLIP embedding from the same image and the same file."""
     pair, encoder = open_one(in_channels=36, image_dim=WIDTH_OF_CLIP), make_image_encoder(seed=5)
     save_image_encoder(encoder, tmp_path / "clip.safetensors", dtype=torch.float32)
     draw = np.random.default_rng(4)
@@ -131,14 +131,14 @@ def test_image_to_video_is_wan_image_to_video_pipeline(
 def test_lanes_with_images_of_their_own_come_out_as_alone(open_one: OpenOne, image_request: Request) -> None:
     pair = open_one(**IMAGE)
     requests = [image_request(seed=seed) for seed in (20, 30)]
-    together = _run(pair, joined(requests))
+    together = _run(pair, merge_requests(requests))
     for at, request in enumerate(requests):
         assert torch.equal(together[at : at + 1], _run(pair, request))
     assert not torch.equal(together[0], together[1])
 
 
 def test_an_expert_is_fetched_once_per_step(open_one: OpenOne, one_request: Request) -> None:
-    """No other expert is there: the weights of the steps are those of one, and of one are the buffers."""
+    """There is one set of weights and of buffers."""
     pair = open_one()
     result = denoise(pair, one_request(), policy=OffloadPolicy.layerwise(1), device="cpu")
     assert [step.expert for step in result.timeline.steps] == ["high"] * STEPS
@@ -149,7 +149,7 @@ def test_an_expert_is_fetched_once_per_step(open_one: OpenOne, one_request: Requ
 def test_images_of_lanes_must_be_alike(image_request: Request) -> None:
     other = image_request(image_embedding=_normal(1, 9, 80, seed=3))
     with pytest.raises(RequestError, match="image embedding 9 x 80, in lane 1 17 x 80"):
-        joined([image_request(), other])
+        merge_requests([image_request(), other])
 
 
 def test_an_expert_without_an_image_branch_does_not_look_at_it(open_one: OpenOne, one_request: Request) -> None:
@@ -158,11 +158,11 @@ def test_an_expert_without_an_image_branch_does_not_look_at_it(open_one: OpenOne
 
 
 REFUSED = {
-    "a low step": ({"boundary_ratio": 0.9}, "is one of the low-noise expert, and the model is one expert"),
+    "a low step": ({"boundary_ratio": 0.9}, "is one of the low-noise expert, and this is a single model"),
     "no image embedding": ({"image_embedding": None}, "has an image branch .* and the request has no image embedding"),
     "another encoder": ({"image_embedding": torch.zeros(1, 17, 64)}, r"\[1, 17, 64\], the model takes .* 80\]"),
-    "short text": ({"positive": torch.zeros(1, 226, 4096)}, "positive has 226 tokens, .* counts on 512"),
-    "long text": ({"negative": [torch.zeros(1, 600, 4096)]}, "negative has 600 tokens, .* counts on 512"),
+    "short text": ({"positive": torch.zeros(1, 226, 4096)}, "positive has 226 tokens, .* needs 512"),
+    "long text": ({"negative": [torch.zeros(1, 600, 4096)]}, "negative has 600 tokens, .* needs 512"),
     "no condition": ({"image_condition": None}, "these are image-to-video experts, and no start image is connected"),
 }
 

@@ -1,4 +1,4 @@
-"""The last part of a schedule, as ComfyUI's BasicScheduler takes it."""
+"""Partial schedules, compared with ComfyUI's BasicScheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_end_of_a_longer_schedule(name: str, steps: int, denoise: float, tot
 
 
 def test_a_schedule_may_be_shorter_than_asked_for() -> None:
-    """Some of ComfyUI's drop sigmas that are twice in it."""
+    """Some of ComfyUI's schedules drop sigmas that occur twice."""
     assert partial_sigmas(lambda total: torch.tensor([1.0, 0.5, 0.0]), 20, 1.0).tolist() == [1.0, 0.5, 0.0]
 
 

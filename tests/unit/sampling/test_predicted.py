@@ -1,4 +1,4 @@
-"""What is foretold of a run beside what it did: the same steps, the same bytes, on any machine."""
+"""Predicted timelines compared with real runs: the same steps and bytes, on any machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Request, OpenPair = Callable[..., DenoiseRequest], Callable[..., ExpertPair]
 def test_the_bytes_foretold_are_the_bytes_moved(
     policy: OffloadPolicy, dtype: torch.dtype, open_pair: OpenPair, make_request: Request
 ) -> None:
-    """In the second run too, which finds blocks of the first one there."""
+    """The second run, which starts with blocks in its buffers, is predicted as well."""
     pair, request = open_pair(dtype=dtype), make_request()
     for _ in range(2):
         foretold = predicted_timeline(pair, request, policy, machine=MACHINE, device=CPU)

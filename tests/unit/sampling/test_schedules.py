@@ -1,4 +1,4 @@
-"""Schedules against ComfyUI's formula, diffusers' UniPC and the table of switch steps."""
+"""Schedules compared with ComfyUI's formula, diffusers' UniPC and a table of switch steps."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_explicit_sigmas_are_used_as_they_are() -> None:
 
 def test_the_model_is_told_the_float32_timestep_of_comfyui() -> None:
     schedule = simple_schedule(20, 3)
-    told = torch.tensor(schedule.timesteps, dtype=torch.float32)
-    assert torch.equal(told, torch.tensor(schedule.sigmas[:-1]) * 1000)
+    timesteps = torch.tensor(schedule.timesteps, dtype=torch.float32)
+    assert torch.equal(timesteps, torch.tensor(schedule.sigmas[:-1]) * 1000)
 
 
 @pytest.mark.parametrize("sigmas", [(1.0, 0.75, 0.5), (0.5, 0.25), (0.5, 0.0)])
@@ -109,7 +109,7 @@ def test_sigmas_may_start_late_and_end_early(sigmas: tuple[float, ...]) -> None:
 def test_a_cut_schedule_ends_at_zero_unless_noise_is_left_over(
     end_step: int, leftover_noise: bool, sigmas: tuple[float, ...]
 ) -> None:
-    """Sigmas that end above 0 by themselves stay as they are: nothing is cut."""
+    """Sigmas whose last value is above 0 are not changed."""
     cut = explicit_schedule([1.0, 0.75, 0.5, 0.25]).until(end_step, leftover_noise=leftover_noise)
     assert cut.sigmas == sigmas
     assert cut.timesteps == tuple(1000 * sigma for sigma in sigmas[:-1])

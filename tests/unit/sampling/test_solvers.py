@@ -1,4 +1,4 @@
-"""Solvers against the diffusers schedulers as the Wan pipelines drive them."""
+"""Solvers compared with diffusers schedulers as the Wan pipelines use them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from wanstream.sampling.solvers import Solver, make_solver
 
 SHAPE = (2, 16, 2, 4, 6)
 SEEDS = (5, 2**64 - 1)
-"""One of each sample; beyond the last there is none, and the next step begins at 0."""
+"""A seed for each sample; the last one is the largest, so that the next step wraps to 0."""
 
 
 def _velocity(latents: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Stands for the model: smooth, and different at every level."""
+    """Stand-in for the model: smooth, and different at every noise level."""
     return torch.sin(latents * (1 + sigma)) + sigma
 
 
@@ -95,7 +95,7 @@ def test_a_first_sigma_of_one_leaves_no_infinity(latents: torch.Tensor, solver: 
 
 
 def test_dpm_plus_plus_is_of_second_order() -> None:
-    """On dx/ds = x it comes nearer to the exact end than first-order Euler does, and far nearer with more steps."""
+    """On dx/ds = x it is more exact than first-order Euler, and gains more from more steps."""
 
     def error(solver: str, steps: int) -> float:
         schedule = explicit_schedule(torch.linspace(0.9, 0.1, steps + 1))
@@ -156,7 +156,7 @@ def test_history_is_all_that_a_cut_run_needs(latents: torch.Tensor, solver: str)
     whole = make_solver(solver, schedule, seeds=SEEDS)
     middle = _run(whole, schedule, latents, end=3)
     other = make_solver(solver, schedule, seeds=SEEDS)
-    other.remember(whole.history(), torch.device("cpu"))
+    other.restore(whole.history(), torch.device("cpu"))
     assert torch.equal(_run(other, schedule, middle, start=3), _run(whole, schedule, middle, start=3))
 
 

@@ -1,4 +1,4 @@
-"""Wan2.2 TI2V-5B: diffusers' pipelines with a timestep for every token, given frames, and all that goes along."""
+"""Wan2.2 TI2V-5B: diffusers' pipelines with a timestep per token, and given frames."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 
-from wanstream.sampling import DenoiseRequest, RequestError, SamplingCancelled, denoise, joined
+from wanstream.sampling import DenoiseRequest, RequestError, SamplingCancelled, denoise, merge_requests
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.context_windows import StepWindows
 from wanstream.schema import OffloadPolicy
@@ -49,7 +49,7 @@ def pair(open_one: Callable[..., ExpertPair]) -> ExpertPair:
 
 @pytest.fixture
 def text_request(make_request: Request) -> Request:
-    """Text to video as the pipelines are set up here."""
+    """Text-to-video request with the settings of the pipelines here."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         step_plan = {"steps": STEPS, "flow_shift": SHIFT, "switch_step": None, "boundary_ratio": 0.0}
@@ -60,7 +60,7 @@ def text_request(make_request: Request) -> Request:
 
 
 def _given(latent: torch.Tensor, *, frames: int = 1) -> dict[str, torch.Tensor]:
-    """The first frames of a latent, and the mask that keeps them."""
+    """A latent with given first frames, and its mask."""
     mask = torch.ones(1, 1, *SHAPE[2:])
     mask[:, :, :frames] = 0
     return {"latent": latent * (1 - mask), "mask": mask}
@@ -68,7 +68,7 @@ def _given(latent: torch.Tensor, *, frames: int = 1) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def image_request(text_request: Request) -> Request:
-    """With a first frame."""
+    """Request with a given first frame."""
     return lambda **changes: text_request(**{**_given(_normal(*SHAPE, seed=2)), **changes})
 
 
@@ -110,7 +110,7 @@ def test_text_to_video_is_wan_pipeline(pair: ExpertPair, text_request: Request) 
 
 
 def test_image_to_video_is_wan_image_to_video_pipeline(pair: ExpertPair, text_request: Request) -> None:
-    """From the picture on, with the first frame as the pipeline's own VAE encodes it."""
+    """Both sides start from the image, which the pipeline's VAE encodes."""
     pipeline = _pipeline(WanImageToVideoPipeline, pair)
     image = torch.rand(1, 3, HEIGHT, WIDTH, generator=torch.Generator().manual_seed(4))
     plain = text_request()
@@ -131,7 +131,7 @@ def test_image_to_video_is_wan_image_to_video_pipeline(pair: ExpertPair, text_re
 
 @pytest.mark.parametrize("given", ["half a frame", "two frames", "one of two samples"])
 def test_masks_of_any_kind_are_timesteps_of_frames(given: str, pair: ExpertPair, text_request: Request) -> None:
-    """Against a plain loop: the whole model, and a timestep for every token."""
+    """Compared with a plain loop: the whole model, and a timestep for every token."""
     latent, mask = _normal(*SHAPE, seed=5), torch.ones(1, 1, *SHAPE[2:])
     if given == "half a frame":
         mask[:, :, 1, :, :3] = 0
@@ -171,12 +171,12 @@ def _plain(model: WanTransformer3DModel, request: DenoiseRequest) -> torch.Tenso
 
 def test_a_mask_that_keeps_nothing_is_no_mask(pair: ExpertPair, text_request: Request) -> None:
     request = text_request(mask=torch.ones(1, 1, *SHAPE[2:]))
-    assert request.freedom == (None,)
+    assert request.timestep_scales == (None,)
     assert _distance(_run(pair, request), _run(pair, text_request())) <= TOLERANCE
 
 
 def test_the_embedder_comes_once_for_all_timesteps(pair: ExpertPair, image_request: Request) -> None:
-    """Frames that are given ask for timestep 0 in every step: it is among what was foretold, and read ahead."""
+    """Given frames need timestep 0 in every step; it is embedded with the others in advance."""
     request = image_request()
     _run(pair, request)
     engine = pair.engine(WHOLE, "cpu")
@@ -219,9 +219,9 @@ def test_one_window_is_none_and_several_know_their_own_frames(pair: ExpertPair, 
 
 def test_windows_know_how_free_their_own_frames_are() -> None:
     windows = StepWindows(ContextWindows(frames=2, overlap=1, shift_windows=False), 0, 3)
-    assert windows.cut_freedom((0.0, 1.0, 0.5)) == [(0.0, 1.0), (1.0, 0.5)]
-    assert windows.cut_freedom((0.0, 1.0, 1.0)) == [(0.0, 1.0), None]
-    assert windows.cut_freedom(None) == [None, None]
+    assert windows.cut_timestep_scales((0.0, 1.0, 0.5)) == [(0.0, 1.0), (1.0, 0.5)]
+    assert windows.cut_timestep_scales((0.0, 1.0, 1.0)) == [(0.0, 1.0), None]
+    assert windows.cut_timestep_scales(None) == [None, None]
 
 
 def test_nag_holds_the_negative_text_against_it(pair: ExpertPair, image_request: Request) -> None:
@@ -234,15 +234,15 @@ def test_nag_holds_the_negative_text_against_it(pair: ExpertPair, image_request:
 
 def test_lanes_come_out_as_alone(pair: ExpertPair, image_request: Request) -> None:
     requests = [image_request(**_given(_normal(*SHAPE, seed=seed), frames=seed - 5)) for seed in (6, 7)]
-    both = _run(pair, joined(requests))
+    both = _run(pair, merge_requests(requests))
     for own, request in zip(both.split(1), requests, strict=True):
         assert torch.equal(own, _run(pair, request))
 
 
 def test_a_cancelled_run_leaves_the_model_usable(pair: ExpertPair, image_request: Request) -> None:
-    expected, asked = _run(pair, image_request()), iter(range(100))
+    expected, polls = _run(pair, image_request()), iter(range(100))
     with pytest.raises(SamplingCancelled):
-        denoise(pair, image_request(), policy=WHOLE, device="cpu", should_stop=lambda: next(asked) == 4)
+        denoise(pair, image_request(), policy=WHOLE, device="cpu", should_stop=lambda: next(polls) == 4)
     assert torch.equal(_run(pair, image_request()), expected)
 
 

@@ -1,4 +1,4 @@
-"""Runs in context windows: against windows that are computed one by one, and against none."""
+"""Runs with context windows, compared with windows computed one by one, and with no windows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wanstream.nodes.runs.trials import describe_request
-from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined, request_job
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, request_job, split_request
 from wanstream.sampling.errors import NoRoomError
 from wanstream.sampling.memory import check_room, tokens_of, working_bytes
 from wanstream.sampling.solvers import make_solver
@@ -34,7 +34,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def make_long(make_request: Request) -> Request:
-    """A request of 7 latent frames, and windows of 3 unless told otherwise."""
+    """A request of 7 latent frames, by default in windows of 3."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         noise = normal(batch, 16, FRAMES, 4, 6, seed=20)
@@ -49,7 +49,7 @@ def latents_of(pair: ExpertPair, request: DenoiseRequest) -> torch.Tensor:
 
 @torch.inference_mode()
 def one_by_one(models: Mapping[str, WanTransformer3DModel], request: DenoiseRequest) -> torch.Tensor:
-    """The textbook loop: whole models, one forward per window and prompt, guided, then put together by weights."""
+    """Reference loop: whole models, one forward pass per window and prompt, guided, then blended."""
     assert request.windows is not None
     step_plan, latents = request.step_plan, request.noise
     solver = make_solver(request.solver, step_plan.schedule)
@@ -142,17 +142,17 @@ def test_weights_move_once_for_all_windows(open_pair: OpenPair, make_long: Reque
 def test_samples_of_a_batch_are_single_runs_to_the_bit(open_pair: OpenPair, make_long: Request) -> None:
     pair, request = open_pair(), make_long(batch=2, guidance=(4.0, 1.0))
     together = latents_of(pair, request)
-    parts = apart(request, [1, 1])
+    parts = split_request(request, [1, 1])
     assert [part.windows for part in parts] == [WINDOWS] * 2
     for part, sample in zip(parts, together, strict=True):
         assert torch.equal(latents_of(pair, part)[0], sample)
-    assert joined(parts).windows == WINDOWS
+    assert merge_requests(parts).windows == WINDOWS
 
 
 def test_videos_of_other_windows_are_not_joined(make_long: Request) -> None:
     first = make_long()
     with pytest.raises(RequestError, match="context windows None, in lane 1 ContextWindows"):
-        joined([first, replace(first, windows=None)])
+        merge_requests([first, replace(first, windows=None)])
 
 
 def test_memory_and_time_are_reckoned_by_windows(open_pair: OpenPair, make_long: Request) -> None:

@@ -1,7 +1,7 @@
-"""The estimate of working memory against the tensors that are alive during a forward pass.
+"""The estimate of working memory compared with the tensors that are alive during a forward pass.
 
 Most forward passes run on fake tensors: operations make storages of the true sizes and compute nothing, so that latents
-can be large enough for the small terms, which the estimate leaves out, not to count.
+can be large enough to make the small terms negligible, which the estimate ignores.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def fake() -> Iterator[None]:
 
 
 def computed_in(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The model itself; a copy of fake tensors would belong to another mode."""
+    """Return the model itself: a copy of fake tensors would belong to another mode."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 class Alive(TorchDispatchMode):
-    """Counts the bytes of what operations make, as long as it is alive; `besides` are not counted."""
+    """Mode that counts the bytes of live results of operations; `besides` are not counted."""
 
     def __init__(self, besides: list[torch.Tensor]) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_attention_to_a_second_text_takes_no_more_than_the_estimate(
 def test_frames_with_timesteps_of_their_own_take_no_more_than_the_estimate(
     dtype: torch.dtype, chunk: int | None, make_tiny_expert: Any
 ) -> None:
-    """A row of modulation for each token, as diffusers' pipelines have them, would take more than all of it."""
+    """One modulation row per token, as in diffusers' pipelines, would take more memory than all of this."""
     model = computed_in(make_tiny_expert(heads=4, layers=2, ffn_dim=1382, in_channels=48), dtype)
     latents, text = torch.zeros(1, 48, *LATENT), torch.zeros(1, 16, 4096, dtype=dtype)
     lanes = [Lane(latents=latents, text=text, freedom=(0.0, *(1.0,) * 4))]
@@ -174,7 +174,7 @@ def test_the_estimate_of_chunks_is_what_a_forward_pass_holds_at_once(
     blocks.detach()
     expert = ExpertShape(width=width, ffn_width=ffn_dim)
     estimate = expert.working_bytes(TOKENS, lanes=lanes, value_bytes=dtype.itemsize, chunk_tokens=chunk)
-    # The estimate counts texts of 512 tokens, those of the other expert too, and not the patches of the velocity.
+    # The estimate includes texts of 512 tokens, for both experts, but not the patches of the velocity.
     texts = (2 * lanes + 2) * TEXT * width * dtype.itemsize
     patches = TOKENS * lanes * 64 * 4
     assert 0.97 * (estimate - texts) <= alive.peak <= 1.01 * (estimate - texts) + patches
@@ -183,8 +183,8 @@ def test_the_estimate_of_chunks_is_what_a_forward_pass_holds_at_once(
 def test_the_planner_hears_of_an_image_branch(open_one: Any) -> None:
     with_images, shape = open_one(in_channels=36, image_dim=1280), (1, 16, 5, 40, 56)
     tiny = ExpertShape(width=256, ffn_width=512, blocks=4, in_channels=36, image_width=1280)
-    asked = {"experts_of_steps": ["high"], "guided": {"high": True}}
-    job = offload_job(with_images, shape, torch.device("cpu"), **asked)
+    options = {"experts_of_steps": ["high"], "guided": {"high": True}}
+    job = offload_job(with_images, shape, torch.device("cpu"), **options)
     assert job.expert == tiny
     assert job.computed_bytes == 2 * tiny.streamed_bytes()  # fp32
     assert working_bytes(with_images, shape, guided=True) == tiny.working_bytes(TOKENS, lanes=2, value_bytes=4)

@@ -9,7 +9,7 @@ import pytest
 
 from wanstream.schema import PathMap
 from wanstream.schema.clusters import Cluster, check_address, cluster_named, is_loopback, read_clusters
-from wanstream.schema.workers_ref import WorkersError
+from wanstream.schema.refs import WorkersError
 
 LAB = {"address": "192.168.1.5:6379", "token_file": "~/lab", "remote_machines": True, "path_map": ["/a -> /b"]}
 OWN = ["127.0.0.1", "127.8.9.10", "localhost", "::1", "::ffff:127.0.0.1"]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wanstream.schema import Mesh, PathMap
-from wanstream.schema.workers_ref import WorkersError, check_count, check_degrees, path_map_text, path_maps
+from wanstream.schema.refs import WorkersError, check_count, check_degrees, path_map_text, path_maps
 
 NAMES = st.from_regex(r"(/[a-z0-9_. -]*[a-z0-9])+|[A-Z]:[/\\][a-z0-9]+", fullmatch=True)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wanstream.telemetry import Recorder, TelemetryOptions
-from wanstream.telemetry.nvtx import NvtxRanges, ranged
+from wanstream.telemetry.trace import NvtxRanges, ranged
 
 CPU = torch.device("cpu")
 

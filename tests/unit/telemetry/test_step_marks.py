@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from wanstream.devices.clock import clock_for
-from wanstream.telemetry.read_timing import ReadSpan
-from wanstream.telemetry.step_events import BlockArrival, StepEvents, VisitEvents
+from wanstream.telemetry.step_events import BlockArrival, ReadSpan, StepEvents, VisitEvents
 
 CLOCK = clock_for(torch.device("cpu"))
 

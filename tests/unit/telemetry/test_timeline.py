@@ -13,8 +13,7 @@ import torch
 
 from wanstream.telemetry import Recorder, TelemetryOptions
 from wanstream.telemetry.phases import QueueItemPhases
-from wanstream.telemetry.read_timing import ReadSpan
-from wanstream.telemetry.step_events import BlockArrival
+from wanstream.telemetry.step_events import BlockArrival, ReadSpan
 
 CPU = torch.device("cpu")
 GB = 10**9

@@ -16,9 +16,8 @@ from wanstream.schema import ExpertsRef, LoraRef, OffloadPolicy
 from wanstream.testing.gguf import matrices, save_expert_gguf
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.experts.embedder_cache import part_of
-from wanstream.wan.experts.open import open_experts, open_one_expert
-from wanstream.wan.experts.registry import ExpertsRegistry
+from wanstream.wan.experts.embedders import part_of
+from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_one_expert
 from wanstream.wan.lora.file import open_lora
 
 IMAGE = {"in_channels": 36, "image_dim": 80}

@@ -34,7 +34,7 @@ from wanstream.sampling import (
     StepProgress,
 )
 from wanstream.schema import Mesh, MeshError, OffloadPolicy, StateError, WorkersRef
-from wanstream.schema.workers_ref import PathMap
+from wanstream.schema.refs import PathMap
 
 STEPS, SWITCH = 6, 3
 LAYERWISE = OffloadPolicy.layerwise(1)

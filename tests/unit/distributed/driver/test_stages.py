@@ -15,7 +15,7 @@ from wanstream.distributed.driver.stage_run import RestartLimitError, StageStepp
 from wanstream.distributed.messages import RunTask
 from wanstream.distributed.transport.pool import WorkerLostError
 from wanstream.sampling import RunSlice, RunState, SamplingCancelled, StepProgress, denoise_part
-from wanstream.wan.experts.registry import ExpertsRegistry
+from wanstream.wan.experts.open import ExpertsRegistry
 
 VIDEO = (1, 4, 14, 8, 8)
 """What SVD's UNet denoises: 14 frames of 4 channels."""

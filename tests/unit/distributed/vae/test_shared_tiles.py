@@ -17,7 +17,7 @@ from wanstream.distributed.vae.decode import DecodeJob, TileDone
 from wanstream.distributed.vae.shared_tiles import decode_in_shared_tiles, tiles_by_memory
 from wanstream.distributed.vae.worker import DecodeTask, tile_room
 from wanstream.distributed.worker.worker import Worker
-from wanstream.wan.vae.tile_size import DecodeNeeds, VaeRoomError
+from wanstream.wan.vae.memory import DecodeNeeds, VaeRoomError
 from wanstream.wan.vae.tiles import Tiling, TilingError
 from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae
 

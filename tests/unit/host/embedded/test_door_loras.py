@@ -11,10 +11,10 @@ import torch
 
 from wanstream.plan import step_visits
 from wanstream.schema import OffloadPolicy
-from wanstream.schema.experts_ref import ExpertsRef, LoraRef
+from wanstream.schema.refs import ExpertsRef, LoraRef
 from wanstream.wan import ExpertPair, Lane, forward_lanes
 from wanstream.wan.checkpoint.files import CheckpointError
-from wanstream.wan.experts.registry import ExpertsRegistry, open_pair
+from wanstream.wan.experts.open import ExpertsRegistry, open_pair
 
 LIGHTNING = "wan2.2_t2v_lightx2v_4steps_lora_v1.1_{}_noise.safetensors"
 PINNED = OffloadPolicy.layerwise(1, source="pinned")

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from wanstream.offload.engine.thread_sync import RunStopped, ThreadSync
-from wanstream.offload.engine.threads import RunThread
+from wanstream.offload.engine.threads import RunStopped, RunThread, ThreadSync
 
 WAITS = {"issued": lambda progress: progress.await_issued(3), "released": lambda progress: progress.await_released(3)}
 NOTES = {"issued": lambda progress: progress.note_issued(3), "released": lambda progress: progress.note_released(3)}

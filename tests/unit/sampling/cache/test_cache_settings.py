@@ -1,4 +1,4 @@
-"""What else knows of a request's cache: memory, the planner's job, the prediction, lanes that are joined, reports."""
+"""Effects of a request's cache on memory, the planner's job, the prediction, merged requests and reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from wanstream.nodes.runs.trials import describe_request, job_digest
 from wanstream.plan import Machine
 from wanstream.plan.visits import SkipRule
-from wanstream.sampling import DenoiseRequest, RequestError, joined, request_job, working_bytes
+from wanstream.sampling import DenoiseRequest, RequestError, merge_requests, request_job, working_bytes
 from wanstream.sampling.cache.first_block import FirstBlockSteps
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.settings import PRESETS, FirstBlockCache, MagCache, cached_policy
@@ -59,7 +59,7 @@ def ask(make_request: Request) -> Request:
 
 @pytest.fixture
 def magnitudes(ask: Request) -> MagCache:
-    """Leaves out two of three steps, but for the first one of each expert."""
+    """Settings that skip two of three steps, except for the first step of each expert."""
     step_plan = ask().step_plan
     table = MagTable(
         sigmas=tuple(step_plan.schedule.sigmas),
@@ -139,7 +139,7 @@ def test_lanes_of_tables_with_the_same_words_are_not_joined(ask: Request, magnit
     table = replace(magnitudes.table, ratios=((0.9,) * STEPS,) * 2)
     other = ask(cache=replace(magnitudes, table=table))
     with pytest.raises(RequestError, match="lane 2 does not fit lane 1: every number of the cache, as a digest,"):
-        joined([ask(cache=magnitudes), other])
+        merge_requests([ask(cache=magnitudes), other])
 
 
 def test_the_prediction_knows_that_other_lanes_are_another_beginning(
@@ -154,11 +154,11 @@ def test_the_prediction_knows_that_other_lanes_are_another_beginning(
 
 def test_lanes_of_other_caches_are_not_joined(ask: Request) -> None:
     same = ask(cache=FirstBlockCache())
-    assert joined([same, same]).cache == FirstBlockCache()
+    assert merge_requests([same, same]).cache == FirstBlockCache()
     with pytest.raises(RequestError, match="lane 2 does not fit lane 1: cache none, in lane 1 first block"):
-        joined([same, ask()])
+        merge_requests([same, ask()])
     with pytest.raises(RequestError, match=r"threshold 0\.1, in lane 1 first block, threshold 0\.05"):
-        joined([same, ask(cache=FirstBlockCache(threshold=0.1))])
+        merge_requests([same, ask(cache=FirstBlockCache(threshold=0.1))])
 
 
 def test_reports_tell_the_cache_and_know_it_apart(ask: Request, magnitudes: MagCache) -> None:

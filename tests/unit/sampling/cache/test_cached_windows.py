@@ -1,4 +1,4 @@
-"""A cache in context windows: each window of each text keeps its own, and takes over nothing of another."""
+"""Step caches with context windows: each window of each text has separate residuals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, WanTransformer3DModel
 
 from wanstream.plan.visits import SkipRule
-from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, split_request
 from wanstream.sampling.cache.calibrate import calibrate
 from wanstream.sampling.cache.mag_table import MagTable
 from wanstream.sampling.cache.settings import FirstBlockCache, MagCache, cached_policy
@@ -34,7 +34,7 @@ Models = Mapping[str, WanTransformer3DModel]
 
 @pytest.fixture
 def ask(make_request: Request) -> Request:
-    """`ask(**changes)`: a request of 7 latent frames and 8 steps, 4 of them high-noise, in windows that stay."""
+    """`ask(**changes)`: a request of 7 latent frames and 8 steps, 4 of them high-noise, in fixed windows."""
 
     def make(*, batch: int = 1, **changes: Any) -> DenoiseRequest:
         noise = torch.randn(batch, 16, FRAMES, 4, 6, generator=torch.Generator().manual_seed(20))
@@ -44,8 +44,8 @@ def ask(make_request: Request) -> Request:
     return make
 
 
-def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **asked: Any) -> Any:
-    return denoise(pair, request, policy=policy, device="cpu", **asked)
+def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any) -> Any:
+    return denoise(pair, request, policy=policy, device="cpu", **options)
 
 
 def skipped(result: Any) -> list[int]:
@@ -54,9 +54,9 @@ def skipped(result: Any) -> list[int]:
 
 @torch.inference_mode()
 def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: float) -> torch.Tensor:
-    """The textbook loop on whole models in windows, with diffusers' cache around each model.
+    """Reference loop on whole models in windows, with diffusers' cache around each model.
 
-    What it keeps is of one text and one window, for as long as that window is there in every step.
+    A cache serves one text and one window, as long as every step has that window.
     """
     assert request.windows is not None
     for model in models.values():
@@ -118,19 +118,19 @@ def test_windows_that_stay_leave_out_what_a_whole_video_does(open_pair: OpenPair
     pair = open_pair()
     still, whole = (run(pair, ask(windows=windows, cache=ALWAYS)) for windows in (STILL, None))
     assert skipped(still) == skipped(whole) == [1, 2, 3, 5, 6, 7]
-    # What is on its way when blocks are left out serves the next step: one block lies ahead, and one is asked for.
+    # Blocks in transfer when the rest is skipped serve the next step: one prefetched block and the first one.
     for steps in (still.timeline.steps[1 : SWITCH - 1], whole.timeline.steps[1 : SWITCH - 1]):
         assert sum(step.bytes_moved for step in steps) <= 2 * pair.stored_bytes
 
 
 def test_a_video_among_others_is_the_video_alone(open_pair: OpenPair, ask: Request) -> None:
     pair, request = open_pair(), ask(batch=2, windows=MOVING, cache=FirstBlockCache(threshold=0.55))
-    for part, sample in zip(apart(request, [1, 1]), run(pair, request).latents, strict=True):
+    for part, sample in zip(split_request(request, [1, 1]), run(pair, request).latents, strict=True):
         assert torch.equal(run(pair, part).latents[0], sample)
 
 
 def test_a_step_that_is_taken_again_decides_as_it_did(open_pair: OpenPair, ask: Request) -> None:
-    """Memory is short once behind the blocks of each of the first steps."""
+    """Raise one out-of-memory error after the blocks of each of the first steps."""
     request = ask(windows=MOVING, cache=FirstBlockCache(threshold=0.55))
     whole = run(open_pair(), request, OffloadPolicy.layerwise(2))
     for use in (1, 15):
@@ -178,7 +178,7 @@ def test_magnitudes_leave_a_step_out_only_with_the_windows_of_the_one_before(
 
 def test_magnitudes_with_windows_that_never_stay_are_refused(ask: Request, table: MagTable) -> None:
     cache = MagCache(table=table, rule=SkipRule(threshold=0.5))
-    with pytest.raises(RequestError, match=r"begin elsewhere in every.* turn shift_windows off in Wan Context Windows"):
+    with pytest.raises(RequestError, match=r"windows shift in every.* turn shift_windows off in Wan Context Windows"):
         ask(windows=MOVING, cache=cache)
 
 

@@ -1,4 +1,4 @@
-"""The first-block cache: the textbook loop with diffusers' own, the bytes that it saves, and runs that go wrong."""
+"""First-block cache: equality with diffusers' own, bytes saved, and failing runs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ask(make_request: Request) -> Request:
 
 
 class ShortOnce:
-    """Passes on to a pair; at one use of a block, or behind the blocks, counted over the run, memory is short."""
+    """Wrapper of a pair that raises an out-of-memory error at one use of a block, or after the blocks."""
 
     def __init__(self, pair: ExpertPair, use: int, *, behind: bool = False) -> None:
         self._pair, self._left, self._behind = pair, use, behind
@@ -74,8 +74,8 @@ class ShortOnce:
             raise torch.OutOfMemoryError("out of memory")
 
 
-def run(pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **asked: Any) -> Any:
-    return denoise(pair, request, policy=policy, device="cpu", **asked)
+def run(pair: Any, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any) -> Any:
+    return denoise(pair, request, policy=policy, device="cpu", **options)
 
 
 def skipped(result: Any) -> list[int]:
@@ -84,7 +84,7 @@ def skipped(result: Any) -> list[int]:
 
 @torch.inference_mode()
 def with_diffusers_cache(models: Models, request: DenoiseRequest, threshold: float) -> torch.Tensor:
-    """The textbook loop on whole models, with diffusers' cache around each of them."""
+    """Reference loop on whole models, with diffusers' cache around each of them."""
     for model in models.values():
         model.enable_cache(FirstBlockCacheConfig(threshold=threshold))
     step_plan, latents = request.step_plan, request.noise
@@ -150,19 +150,19 @@ def test_a_skipped_step_moves_no_more_than_lay_ahead_and_the_next_one_uses_it(
     blocks = [step.bytes_moved / pair.stored_bytes for step in steps]
     assert blocks[0] == LAYERS
     for first, last in ((0, SWITCH), (SWITCH, STEPS)):
-        # In its last step an expert's buffers go over to the next one.
+        # In the last step of an expert, its buffers are refilled for the next expert.
         assert sum(blocks[first + 1 : last - 1]) <= ahead + 1, "all skipped steps of an expert together"
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_every_block_that_was_fetched_is_used(ahead: int, watched: Any, ask: Request) -> None:
-    """But those that lie ahead at the end of an expert: what is issued for a skipped step serves the next one."""
+    """Exception: blocks prefetched at the end of an expert. A fetch issued for a skipped step serves the next one."""
     policy = OffloadPolicy.layerwise(ahead)
     timeline = run(watched, ask(cache=SOME), policy).timeline
     computed = [step for step in timeline.steps if not step.skipped_visits]
     assert 2 < len(computed) < STEPS
     fetched = sum(len(each.fetched) for each in watched.runs)
-    needed = len(computed) * (LAYERS - 1) + 2  # the first block of each expert stays
+    needed = len(computed) * (LAYERS - 1) + 2  # the first block of each expert is resident
     assert needed <= fetched <= needed + 2 * (ahead + 1)
     assert timeline.bytes_moved == fetched * watched.pair.stored_bytes
     assert len(watched.runs) == 1 + timeline.skipped_steps - (timeline.steps[-1].skipped_visits > 0)
@@ -205,12 +205,12 @@ def test_a_step_that_memory_was_short_in_behind_its_blocks_is_not_its_own_past(
         assert skipped(disturbed) == skipped(whole)
 
 
-@pytest.mark.parametrize("asked", [1, LAYERS + 1, LAYERS + 2, 3 * LAYERS])
-def test_a_run_that_is_stopped_leaves_the_pair_usable(asked: int, open_pair: OpenPair, ask: Request) -> None:
+@pytest.mark.parametrize("polls", [1, LAYERS + 1, LAYERS + 2, 3 * LAYERS])
+def test_a_run_that_is_stopped_leaves_the_pair_usable(polls: int, open_pair: OpenPair, ask: Request) -> None:
     pair, request = open_pair(), ask(cache=SOME)
     expected, questions = run(open_pair(), request), iter(range(10**6))
     with pytest.raises(SamplingCancelled):
-        run(pair, request, should_stop=lambda: next(questions) == asked)
+        run(pair, request, should_stop=lambda: next(questions) == polls)
     assert torch.equal(run(pair, request).latents, expected.latents)
 
 
@@ -228,7 +228,7 @@ def test_another_number_of_lanes_begins_anew(open_pair: OpenPair, ask: Request) 
 
 
 def test_the_next_block_is_asked_for_only_after_the_first_was_looked_at(open_pair: OpenPair, ask: Request) -> None:
-    """So that a run is stopped in a step that needs one block as in any other."""
+    """A run can be stopped in a step that needs one block, as in any other."""
     pair, request, questions = open_pair(), ask(cache=ALWAYS), list[int]()
     run(pair, request, should_stop=lambda: bool(questions.append(1)))
     assert len(questions) == 2 * LAYERS + (STEPS - 2)

@@ -1,4 +1,4 @@
-"""The magnitude cache: measured as diffusers measures, taken over as diffusers takes over, and never on another run."""
+"""MagCache: ratios and results equal to diffusers', and refusals of tables of another run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def table(open_pair: OpenPair, ask: Request) -> MagTable:
 
 @pytest.fixture
 def made_up(ask: Request) -> MagTable:
-    """A table for such a request, of no model."""
+    """A table for such a request, with marks that fit no model."""
     step_plan = ask().step_plan
     ratios = tuple(1 - 0.01 * step for step in range(STEPS))
     marks = {"high": (0.1, 0.2), "low": (0.3, 0.4)}
@@ -69,8 +69,8 @@ def measured(pair: ExpertPair, request: DenoiseRequest) -> MagTable:
     return calibrate(pair, request, policy=LAYERWISE, device="cpu", source="a test")[0]
 
 
-def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **asked: Any) -> Any:
-    return denoise(pair, request, policy=policy, device="cpu", **asked)
+def run(pair: ExpertPair, request: DenoiseRequest, policy: OffloadPolicy = LAYERWISE, **options: Any) -> Any:
+    return denoise(pair, request, policy=policy, device="cpu", **options)
 
 
 def skipped(result: Any) -> list[int]:
@@ -81,7 +81,7 @@ def skipped(result: Any) -> list[int]:
 def with_diffusers_cache(
     models: Models, request: DenoiseRequest, configs: Mapping[str, MagCacheConfig]
 ) -> torch.Tensor:
-    """The textbook loop for one lane on whole models, with diffusers' cache around each."""
+    """Reference loop for one lane on whole models, with diffusers' cache around each."""
     for name, model in models.items():
         model.enable_cache(configs[name])
     step_plan, latents = request.step_plan, request.noise
@@ -97,7 +97,7 @@ def with_diffusers_cache(
 def test_ratios_are_those_that_diffusers_measures(
     open_pair: OpenPair, plain_models: Any, ask: Request, capsys: Any
 ) -> None:
-    """It prints them when the last step of a model is over."""
+    """Ratios that diffusers prints after the last step of a model."""
     request = ask(guidance=(1.0, 1.0), negative=None)
     steps = {"high": SWITCH, "low": STEPS - SWITCH}
     configs = {name: MagCacheConfig(calibrate=True, num_inference_steps=count) for name, count in steps.items()}
@@ -197,7 +197,7 @@ def test_a_table_for_another_run_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("calibrated", "asked", "said"),
+    ("calibrated", "requested", "said"),
     [
         ((1.0,), (4.0,), "without guidance around step 1, this run has a guidance of 4 there"),
         ((4.0,) * 6 + (1.0,), (4.0,), "without guidance around step 6"),
@@ -207,15 +207,15 @@ def test_a_table_for_another_run_is_refused(
     ],
 )
 def test_what_was_measured_without_negative_lanes_is_nothing_to_guidance(
-    calibrated: tuple[float, ...], asked: tuple[float, ...], said: str | None, open_pair: OpenPair, ask: Request
+    calibrated: tuple[float, ...], requested: tuple[float, ...], said: str | None, open_pair: OpenPair, ask: Request
 ) -> None:
     table = measured(open_pair(), ask(guidance_steps=calibrated))
     cache = MagCache(table=table, rule=RULE)
     if said is None:
-        assert ask(cache=cache, guidance_steps=asked).cache is cache
+        assert ask(cache=cache, guidance_steps=requested).cache is cache
     else:
         with pytest.raises(RequestError, match=said):
-            ask(cache=cache, guidance_steps=asked)
+            ask(cache=cache, guidance_steps=requested)
 
 
 def test_a_part_of_the_run_is_that_run(ask: Request, made_up: MagTable) -> None:

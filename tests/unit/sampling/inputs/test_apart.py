@@ -1,4 +1,4 @@
-"""A request in parts: every sample is what it was in the whole, and what joins it gives it back."""
+"""split_request: the samples are unchanged, and merge_requests restores the request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from wanstream.nodes.runs.trials import job_digest
-from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, split_request
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -55,15 +55,15 @@ def test_parts_make_the_samples_of_the_whole_to_the_bit(
     with open_pair(**shape) as pair:
         policy = OffloadPolicy.layerwise(1)
         whole = denoise(pair, request, policy=policy, device="cpu").latents
-        parts = apart(request, sizes)
+        parts = split_request(request, sizes)
         assert [part.batch for part in parts] == list(sizes)
         made = [denoise(pair, part, policy=policy, device="cpu").latents for part in parts]
         assert torch.equal(torch.cat(made), whole)
-        assert torch.equal(denoise(pair, joined(parts), policy=policy, device="cpu").latents, whole)
+        assert torch.equal(denoise(pair, merge_requests(parts), policy=policy, device="cpu").latents, whole)
 
 
 def test_a_part_carries_nothing_of_the_others(make_request: Request) -> None:
-    for part in apart(make_request(batch=3), (1, 1, 1)):
+    for part in split_request(make_request(batch=3), (1, 1, 1)):
         for tensor in (part.noise, part.positive, part.negative):
             assert isinstance(tensor, torch.Tensor)
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -72,7 +72,7 @@ def test_a_part_carries_nothing_of_the_others(make_request: Request) -> None:
 @pytest.mark.parametrize("given", [1, 3])
 def test_a_part_sees_the_images_of_its_samples(given: int, make_request: Request) -> None:
     seen = normal(given, 257, 1280, seed=70)
-    parts = apart(make_request(batch=3, image_embedding=seen), (1, 2))
+    parts = split_request(make_request(batch=3, image_embedding=seen), (1, 2))
     expected = [seen, seen] if given == 1 else [seen[:1], seen[1:]]
     for part, own in zip(parts, expected, strict=True):
         assert part.image_embedding is not None
@@ -82,11 +82,11 @@ def test_a_part_sees_the_images_of_its_samples(given: int, make_request: Request
 
 def test_all_samples_are_the_request_itself(make_request: Request) -> None:
     request = make_request(batch=3)
-    assert apart(request, (3,)) == [request]
-    assert job_digest(request, "") != job_digest(apart(request, (1, 2))[1], "")
+    assert split_request(request, (3,)) == [request]
+    assert job_digest(request, "") != job_digest(split_request(request, (1, 2))[1], "")
 
 
 @pytest.mark.parametrize("sizes", [(), (1, 1), (4,), (0, 3), (-1, 4)])
 def test_sizes_that_do_not_make_it_up_are_refused(sizes: Sequence[int], make_request: Request) -> None:
-    with pytest.raises(RequestError, match="of 3"):
-        apart(make_request(batch=3), sizes)
+    with pytest.raises(RequestError, match="the batch has 3 samples"):
+        split_request(make_request(batch=3), sizes)

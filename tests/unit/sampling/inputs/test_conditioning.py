@@ -1,4 +1,4 @@
-"""Native CONDITIONING and LATENT: what a request is made of, and what is refused by name."""
+"""Conversion of native CONDITIONING and LATENT, and refusals by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from wanstream.sampling import native_inputs, native_latent, seeded_noise
 from wanstream.sampling.errors import ConditioningError
-from wanstream.sampling.inputs.conditioning import MARK, image_condition
+from wanstream.sampling.inputs.conditioning import LEFTOVER_KEY, image_condition
 from wanstream.wan.latent_space import denormalise, normalise
 
 TEXT = torch.randn(1, 512, 4096, generator=torch.Generator().manual_seed(0))
@@ -51,7 +51,7 @@ def test_a_given_latent_is_normalised_and_comes_back_raw() -> None:
     assert torch.equal(inputs.noise(5), seeded_noise((1, 16, 3, 4, 6), 5, batch_index=[3]))
     back = native_latent(inputs.latent, latent)
     assert torch.equal(back.pop("samples"), denormalise(inputs.latent))
-    assert back.pop(MARK)["sigma"] == 0.0
+    assert back.pop(LEFTOVER_KEY)["sigma"] == 0.0
     assert back == {"batch_index": [3], "type": "video"}
     assert latent["samples"] is IMAGE
 
@@ -174,7 +174,7 @@ def test_values_that_make_no_request(positive: Any, negative: Any, latent: Any, 
 
 
 class TestWhatClipSees:
-    """ComfyUI's CLIP_VISION_OUTPUT is an object with attributes; only one of them counts."""
+    """ComfyUI's CLIP_VISION_OUTPUT is an object with attributes, one of which is read."""
 
     STATES = torch.randn(1, 17, 80, generator=torch.Generator().manual_seed(9))
 

@@ -142,9 +142,9 @@ def test_objects_that_refer_to_each_other_are_searched_once() -> None:
 
 
 def test_a_value_too_large_to_search_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditioning_keys, "MOST_SEARCHED", 50)
+    monkeypatch.setattr(conditioning_keys, "MAX_SEARCHED", 50)
     accept(from_next_year=[[]] * 1000, more=list(range(1000)))
-    with pytest.raises(ConditioningError, match="more than is searched"):
+    with pytest.raises(ConditioningError, match="too many objects to search"):
         accept(from_next_year=[[] for _ in range(100)])
 
 

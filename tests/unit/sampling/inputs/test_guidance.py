@@ -1,4 +1,4 @@
-"""Guidance of every step: what it computes, what it refuses, and what it does not change."""
+"""Guidance per step: lanes, refusals, and results that must not change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from wanstream.distributed.driver.partition import stage_steps
 from wanstream.nodes.runs.trials import describe_request, job_digest
-from wanstream.sampling import DenoiseRequest, RequestError, apart, denoise, joined, request_job
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests, request_job, split_request
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -57,7 +57,7 @@ def test_a_step_of_scale_one_computes_no_negative_lane(open_pair: OpenPair, make
 
 
 def test_texts_that_a_late_step_needs_are_embedded_with_the_rest(open_pair: OpenPair, make_request: Request) -> None:
-    """The weights that embed them are read once, as for a run that is guided from its first step on."""
+    """The embedders are read once, as in a run that is guided from its first step on."""
 
     def non_block_bytes(scales: tuple[float, ...]) -> int:
         with open_pair() as pair:
@@ -94,9 +94,9 @@ def test_stages_are_cut_by_the_lanes_of_their_steps(make_request: Request) -> No
 
 def test_scales_go_with_the_parts_of_a_request_and_back(open_pair: OpenPair, make_request: Request) -> None:
     request = make_request(batch=2, guidance_steps=(4.0, 1.0, 3.0))
-    parts = apart(request, [1, 1])
+    parts = split_request(request, [1, 1])
     assert [part.guidance_steps for part in parts] == [request.guidance_steps] * 2
-    together = joined(parts)
+    together = merge_requests(parts)
     assert together.step_plan == request.step_plan
     assert together.negative is not None
 
@@ -104,7 +104,7 @@ def test_scales_go_with_the_parts_of_a_request_and_back(open_pair: OpenPair, mak
 def test_requests_of_other_scales_are_not_joined(make_request: Request) -> None:
     first = make_request(guidance_steps=(4.0, 3.0))
     with pytest.raises(RequestError, match=r"guidance of step 1 2\.0, in lane 1 3\.0"):
-        joined([first, replace(first, guidance_steps=(4.0, 2.0))])
+        merge_requests([first, replace(first, guidance_steps=(4.0, 2.0))])
 
 
 def test_a_list_of_ones_needs_no_negative(make_request: Request) -> None:
@@ -117,7 +117,7 @@ def test_a_list_of_ones_needs_no_negative(make_request: Request) -> None:
     [
         ({"guidance_steps": ()}, r"guidance_steps \(\): give a number for each step, the last one for the rest"),
         ({"guidance_steps": (1.0, float("nan"))}, "guidance_steps .*nan.*: give a number for each step"),
-        ({"guidance_steps": (1.0,) * 7}, "guidance_steps has 7 numbers for 5 steps: leave out the last 2"),
+        ({"guidance_steps": (1.0,) * 7}, "guidance_steps has 7 numbers for 5 steps: remove the last 2"),
         ({"guidance_steps": (1.0, 2.0), "negative": None}, "needs a negative text: give one, or give guidance_steps"),
     ],
 )

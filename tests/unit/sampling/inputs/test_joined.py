@@ -1,4 +1,4 @@
-"""Requests that share every pass: each sample is its own run to the bit, and what does not fit is named."""
+"""merge_requests: each sample is bit-equal to its own run, and requests that differ are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from wanstream.sampling import DenoiseRequest, RequestError, denoise, joined
+from wanstream.sampling import DenoiseRequest, RequestError, denoise, merge_requests
 from wanstream.schema import OffloadPolicy
 from wanstream.wan import ExpertPair
 
@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def lanes_of(make_request: Request, count: int, **changes: Any) -> list[DenoiseRequest]:
-    """Requests of noise and texts of their own; the texts are of different lengths."""
+    """Requests with different noise and texts, of different lengths."""
     return [
         make_request(
             noise=normal(*SHAPE, seed=20 + number),
@@ -42,7 +42,7 @@ def latents_of(pair: ExpertPair, request: DenoiseRequest) -> torch.Tensor:
 
 
 def check_apart(pair: ExpertPair, requests: list[DenoiseRequest]) -> None:
-    together = latents_of(pair, joined(requests)).split([request.batch for request in requests])
+    together = latents_of(pair, merge_requests(requests)).split([request.batch for request in requests])
     for request, latents in zip(requests, together, strict=True):
         assert torch.equal(latents, latents_of(pair, request))
     for latents in together[1:]:
@@ -99,7 +99,7 @@ def test_a_lane_may_be_a_batch(open_pair: OpenPair, make_request: Request) -> No
     one, three = lanes_of(make_request, 2)
     every = replace(three, noise=normal(3, *SHAPE[1:], seed=70), negative=normal(3, 5, 4096, seed=71))
     check_apart(open_pair(), [one, every])
-    together = joined([one, every])
+    together = merge_requests([one, every])
     assert together.batch == 4
     assert [len(text) for text in together.positive] == [1] * 4
     assert together.positive[1] is together.positive[3], "a text for all samples of a lane is embedded once"
@@ -113,19 +113,19 @@ def test_weights_move_once_for_all_lanes(open_pair: OpenPair, make_request: Requ
             timeline = denoise(pair, request, policy=LAYERWISE, device="cpu").timeline
         return [step.bytes_moved for step in timeline.steps]
 
-    alone, together = [moved(request) for request in requests], moved(joined(requests))
+    alone, together = [moved(request) for request in requests], moved(merge_requests(requests))
     assert together == alone[0]
     assert 4 * sum(together) == sum(map(sum, alone)) > 0
 
 
 def test_one_alone_stays_what_it_is(make_request: Request) -> None:
     (request,) = lanes_of(make_request, 1)
-    assert joined([request]) is request
+    assert merge_requests([request]) is request
 
 
 def test_joined_requests_can_be_joined(make_request: Request) -> None:
     first, second, third = lanes_of(make_request, 3)
-    nested, flat = joined([joined([first, second]), third]), joined([first, second, third])
+    nested, flat = merge_requests([merge_requests([first, second]), third]), merge_requests([first, second, third])
     assert torch.equal(nested.noise, flat.noise)
     for name in ("positive", "negative"):
         assert [*map(id, getattr(nested, name))] == [*map(id, getattr(flat, name))]
@@ -133,12 +133,12 @@ def test_joined_requests_can_be_joined(make_request: Request) -> None:
 
 def test_a_negative_that_nothing_reads_may_be_missing_in_one(make_request: Request) -> None:
     first, second = lanes_of(make_request, 2, guidance=(1.0, 1.0))
-    assert joined([first, replace(second, negative=None)]).negative is None
+    assert merge_requests([first, replace(second, negative=None)]).negative is None
 
 
 def test_no_lanes_are_refused() -> None:
     with pytest.raises(RequestError, match="no lanes: give at least one"):
-        joined([])
+        merge_requests([])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_no_lanes_are_refused() -> None:
             "lane 3 does not fit lane 1: size 48 x 32 pixels and 9 frames, in lane 1 48 x 32 pixels and 5 frames",
         ),
         ({"noise": torch.zeros(1, 16, 2, 6, 4)}, "size 32 x 48 pixels and 5 frames, in lane 1 48 x 32"),
-        ({"steps": 6}, "steps 6, in lane 1 5. Lanes of one pass .* run it in a pass of its own"),
+        ({"steps": 6}, "steps 6, in lane 1 5. Lanes of one run .* run it separately"),
         ({"end_step": 4}, "steps 4, in lane 1 5"),
         ({"start_step": 1, "steps": 6, "latent": torch.zeros(SHAPE)}, "start step 1, in lane 1 0"),
         ({"switch_step": 3}, "expert of step 2 high, in lane 1 low"),
@@ -166,22 +166,22 @@ def test_a_lane_that_does_not_fit_is_named_with_both_values(
 ) -> None:
     first, second, third = lanes_of(make_request, 3)
     with pytest.raises(RequestError, match=message):
-        joined([first, second, replace(third, **changes)])
+        merge_requests([first, second, replace(third, **changes)])
 
 
 def test_a_latent_with_noise_in_it_does_not_join_one_that_gets_it_here(make_request: Request) -> None:
     late = {"sigmas": [0.75, 0.5, 0.0], "steps": 2, "switch_step": 1, "latent": torch.zeros(SHAPE)}
     first, second = lanes_of(make_request, 2, **late)
     with pytest.raises(RequestError, match="noise not added, in lane 1 added"):
-        joined([first, replace(second, add_noise=False)])
+        merge_requests([first, replace(second, add_noise=False)])
 
 
 def test_steps_of_equal_sigmas_and_other_timesteps_are_others(make_request: Request) -> None:
-    """The wan schedule tells the model whole timesteps; the same sigmas given by hand are told as they are."""
+    """The wan schedule truncates timesteps to integers; explicit sigmas keep their fractions."""
     first, second = lanes_of(make_request, 2)
     by_hand = replace(second, sigmas=first.step_plan.schedule.sigmas, steps=None)
     with pytest.raises(RequestError, match="timestep of step"):
-        joined([first, by_hand])
+        merge_requests([first, by_hand])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The mark of a noise level: it counts for the samples it was made for, and for no others."""
+"""Noise level stored in a LATENT: valid for the samples that it was made for only."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from wanstream.sampling.inputs.conditioning import MARK, left_at, leftover_mark
+from wanstream.sampling.inputs.conditioning import LEFTOVER_KEY, leftover_mark, leftover_sigma
 
 SAMPLES = torch.randn(2, 16, 3, 8, 6, generator=torch.Generator().manual_seed(0))
-MARKED = {"samples": SAMPLES, MARK: leftover_mark(SAMPLES, 0.75)}
+MARKED = {"samples": SAMPLES, LEFTOVER_KEY: leftover_mark(SAMPLES, 0.75)}
 
 
 def test_a_marked_latent_says_where_it_was_left() -> None:
-    assert left_at(MARKED) == 0.75
-    assert left_at({**MARKED, "samples": SAMPLES.clone(), "noise_mask": torch.ones(1)}) == 0.75
-    assert left_at({"samples": SAMPLES}) is None
+    assert leftover_sigma(MARKED) == 0.75
+    assert leftover_sigma({**MARKED, "samples": SAMPLES.clone(), "noise_mask": torch.ones(1)}) == 0.75
+    assert leftover_sigma({"samples": SAMPLES}) is None
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_a_marked_latent_says_where_it_was_left() -> None:
     ],
 )
 def test_other_samples_under_the_same_mark_say_nothing(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    assert left_at({**MARKED, "samples": change(SAMPLES)}) is None
+    assert leftover_sigma({**MARKED, "samples": change(SAMPLES)}) is None

@@ -1,4 +1,4 @@
-"""Noise masks: the shapes that are taken, what is kept of a run, and what is refused."""
+"""Noise masks: accepted shapes, refusals, and the kept part of a run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from wanstream.sampling.errors import ConditioningError
-from wanstream.sampling.inputs.mask import KeptPart, latent_mask
+from wanstream.sampling.inputs.mask import MaskedPart, latent_mask
 
 SHAPE = torch.Size((4, 16, 3, 4, 6))
 
 
 def _left_half(*shape: int) -> torch.Tensor:
-    """1 in the left half of the picture."""
+    """Mask that is 1 in the left half of each frame."""
     mask = torch.zeros(shape)
     mask[..., : shape[-1] // 2] = 1
     return mask
@@ -46,7 +46,7 @@ def test_what_lies_before_height_and_width_is_frames() -> None:
 
 
 def test_other_numbers_of_frames_are_blended() -> None:
-    """Linear in time, as ComfyUI scales a mask of every picture of a video to the fewer frames of its latent."""
+    """ComfyUI scales a mask of all video frames linearly to the fewer latent frames."""
     off_then_on = torch.stack([torch.zeros(4, 6), torch.ones(4, 6)])
     assert latent_mask(off_then_on, SHAPE)[0, 0, :, 0, 0].tolist() == [0.0, 0.5, 1.0]
 
@@ -66,7 +66,7 @@ def test_whole_numbers_and_booleans_are_masks() -> None:
         (torch.ones(1, 4, 3, 4, 6), r"\[1, 4, 3, 4, 6\] has 4 channels: give 1, or 16"),
         (torch.ones(3, 1, 3, 4, 6), r"is for 3 videos, the latent \[4, 16, 3, 4, 6\] has 4"),
         (torch.ones(8, 1, 3, 4, 6), "is for 8 videos"),
-        (torch.full((4, 6), float("nan")), "holds NaN or infinity"),
+        (torch.full((4, 6), float("nan")), "contains NaN or infinity"),
     ],
 )
 def test_masks_that_fit_no_latent(mask: torch.Tensor, message: str) -> None:
@@ -77,11 +77,11 @@ def test_masks_that_fit_no_latent(mask: torch.Tensor, message: str) -> None:
 def test_the_kept_part_is_shown_at_the_noise_level_of_the_step_and_ends_as_it_was() -> None:
     mask = _left_half(1, 1, 1, 1, 6)
     run, latent, noise = (torch.full((1, 16, 1, 1, 6), value) for value in (10.0, 2.0, -4.0))
-    kept = KeptPart.of(mask, latent, noise)
-    assert torch.equal(kept.shown(run, 0.25)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [0.5] * 3))
-    assert torch.equal(kept.ended(run)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [2.0] * 3))
+    kept = MaskedPart.of(mask, latent, noise)
+    assert torch.equal(kept.model_input(run, 0.25)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [0.5] * 3))
+    assert torch.equal(kept.merge_kept(run)[0, 0, 0, 0], torch.tensor([10.0] * 3 + [2.0] * 3))
 
 
 def test_a_mask_between_mixes() -> None:
-    kept = KeptPart.of(torch.full((1, 1, 1, 1, 1), 0.25), torch.tensor(8.0), torch.tensor(0.0))
-    assert kept.ended(torch.tensor(4.0)).item() == 0.25 * 4 + 0.75 * 8
+    kept = MaskedPart.of(torch.full((1, 1, 1, 1, 1), 0.25), torch.tensor(8.0), torch.tensor(0.0))
+    assert kept.merge_kept(torch.tensor(4.0)).item() == 0.25 * 4 + 0.75 * 8

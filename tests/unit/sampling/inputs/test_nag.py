@@ -1,4 +1,4 @@
-"""Runs with a negative text held against the positive one: where it acts, what it costs, and what it leaves alone."""
+"""Runs with NAG: affected steps, cost, and results that must not change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from wanstream.nodes.runs.trials import describe_request
-from wanstream.sampling import DenoiseRequest, RequestError, SamplingCancelled, StepProgress, apart, denoise, joined
+from wanstream.sampling import (
+    DenoiseRequest,
+    RequestError,
+    SamplingCancelled,
+    StepProgress,
+    denoise,
+    merge_requests,
+    split_request,
+)
 from wanstream.schema import OffloadPolicy
 from wanstream.schema.context_windows import ContextWindows
 from wanstream.wan import ExpertPair, Nag
@@ -68,9 +76,9 @@ def test_one_lane_does_the_work_and_no_byte_more_is_moved(open_pair: OpenPair, m
 
 def test_guided_steps_are_left_alone(open_pair: OpenPair, make_request: Request) -> None:
     def steps(**changes: Any) -> list[torch.Tensor]:
-        told: list[StepProgress] = []
-        denoise(pair, make_request(**changes), policy=LAYERWISE, device="cpu", on_step=told.append)
-        return [step.denoised for step in told]
+        progress: list[StepProgress] = []
+        denoise(pair, make_request(**changes), policy=LAYERWISE, device="cpu", on_step=progress.append)
+        return [step.denoised for step in progress]
 
     pair = open_pair()
     off, on = (steps(guidance=(4.0, 1.0), nag=nag) for nag in (None, NAG))
@@ -102,21 +110,21 @@ def test_blocks_are_as_they_were_after_a_run_and_after_a_cancelled_one(
     pair, request = open_pair(), make_request(guidance=UNGUIDED, nag=NAG)
     latents_of(pair, request)
     assert processors(pair) == {WanAttnProcessor}
-    asked = iter([False] * 6 + [True])
+    polls = iter([False] * 6 + [True])
     with pytest.raises(SamplingCancelled):
-        denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=lambda: next(asked))
+        denoise(pair, request, policy=LAYERWISE, device="cpu", should_stop=lambda: next(polls))
     assert processors(pair) == {WanAttnProcessor}
 
 
 def test_samples_of_a_batch_are_single_runs_to_the_bit(open_pair: OpenPair, make_request: Request) -> None:
     pair, request = open_pair(), make_request(batch=2, guidance=UNGUIDED, nag=NAG)
     together = latents_of(pair, request)
-    parts = apart(request, [1, 1])
+    parts = split_request(request, [1, 1])
     for part, sample in zip(parts, together, strict=True):
         assert torch.equal(latents_of(pair, part)[0], sample)
-    assert torch.equal(latents_of(pair, joined(parts)), together)
+    assert torch.equal(latents_of(pair, merge_requests(parts)), together)
     with pytest.raises(RequestError, match="NAG None, in lane 1 Nag"):
-        joined([parts[0], replace(parts[1], nag=None)])
+        merge_requests([parts[0], replace(parts[1], nag=None)])
 
 
 def test_windows_and_nag_go_together(open_pair: OpenPair, make_request: Request) -> None:
@@ -129,7 +137,7 @@ def test_windows_and_nag_go_together(open_pair: OpenPair, make_request: Request)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"guidance": UNGUIDED, "negative": None}, "NAG needs a negative text to hold against the positive one"),
+        ({"guidance": UNGUIDED, "negative": None}, "NAG needs a negative text"),
         ({"guidance": (4.0, 3.0)}, "NAG acts in steps of guidance 1, and this run has none"),
         ({"guidance": (4.0, 1.0), "end_step": 2}, "this run has none"),
         ({"guidance_steps": (1.0, 4.0), "start_step": 1}, "this run has none"),

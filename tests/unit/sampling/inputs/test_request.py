@@ -1,4 +1,4 @@
-"""DenoiseRequest: what is refused, with which words, and what a good one decides."""
+"""DenoiseRequest: refusals with their messages, and the step plan."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def _request(**changes: Any) -> DenoiseRequest:
         ({"add_noise": False}, "add_noise is off and the latent is empty"),
         (
             {"add_noise": False, "latent": NOISE, "schedule": "simple"},
-            "step 0 starts at sigma 1, where nothing of a latent is left",
+            "step 0 starts at sigma 1, which is pure noise",
         ),
-        ({"add_noise": False, "latent": NOISE}, "where nothing of a latent is left"),
+        ({"add_noise": False, "latent": NOISE}, "which is pure noise"),
         (
             {**LATE, "add_noise": False, "latent": NOISE, "latent_sigma": 0.5},
             "left at sigma 0.50000, and step 1 starts at sigma 0.75000: give both samplers the same steps",

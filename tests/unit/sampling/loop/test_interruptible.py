@@ -1,4 +1,4 @@
-"""A stop within a block: at the next linear layer or piece of attention, with the same result to the bit otherwise."""
+"""Stops within a block: at the next linear layer or piece of attention; bit-equal results without a stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 LAYERWISE = OffloadPolicy.layerwise(1)
 BLOCKS = 4
 LINEARS = 10
-"""Of a block."""
+"""Linear layers of a block."""
 
 
 @pytest.fixture
@@ -71,15 +71,15 @@ def test_a_mask_keeps_attention_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(causal, functional.scaled_dot_product_attention(states, states, states, is_causal=True))
 
 
-def asks(after: int) -> tuple[Callable[[], bool], list[int]]:
-    """A wish to stop at the question of that number, and the questions so far."""
-    asked: list[int] = []
+def stop_after(after: int) -> tuple[Callable[[], bool], list[int]]:
+    """Return a `should_stop` that is true after `after` polls, and the list of polls so far."""
+    polls: list[int] = []
 
     def should_stop() -> bool:
-        asked.append(1)
-        return len(asked) > after
+        polls.append(1)
+        return len(polls) > after
 
-    return should_stop, asked
+    return should_stop, polls
 
 
 @pytest.mark.usefixtures("every_block_is_long")
@@ -97,11 +97,11 @@ def test_a_stop_ends_a_block_at_its_next_linear_layer(
         for layer in model.blocks[0].modules()
         if isinstance(layer, torch.nn.Linear)
     ]
-    should_stop, asked = asks(4)
+    should_stop, polls = stop_after(4)
     with pytest.raises(SamplingCancelled, match="cancelled before block 0 of step 0") as cancelled:
         denoise(pair, request, policy=policy, device=CPU, should_stop=should_stop)
     assert cancelled.value.block == 0
-    assert len(asked) == 5, "the block goes on no further"
+    assert len(polls) == 5, "the block goes on no further"
     assert len(computed) <= 3
     for hook in hooks:
         hook.remove()
@@ -111,9 +111,9 @@ def test_a_stop_ends_a_block_at_its_next_linear_layer(
 def test_short_blocks_are_asked_before_each_only(
     open_pair: Callable[..., ExpertPair], make_request: Callable[..., DenoiseRequest]
 ) -> None:
-    should_stop, asked = asks(10**9)
+    should_stop, polls = stop_after(10**9)
     denoise(open_pair(), make_request(steps=3), policy=LAYERWISE, device=CPU, should_stop=should_stop)
-    assert len(asked) == 3 * BLOCKS
+    assert len(polls) == 3 * BLOCKS
 
 
 @pytest.mark.usefixtures("every_block_is_long")
@@ -122,12 +122,12 @@ def test_passes_of_other_samplers_stop_inside_too(
 ) -> None:
     pair, request = open_pair(), make_request()
     policy = RunPolicy(pair, LAYERWISE, CPU, shape=request.noise.shape, guided=False)
-    should_stop, asked = asks(LINEARS // 2)
+    should_stop, polls = stop_after(LINEARS // 2)
     lanes = LaneInputs(request, CPU).lanes(request.noise, with_negative=False)
     passes = ModelCalls(policy.engine(), ["high"], recorder=Recorder(CPU), should_stop=should_stop, policy=policy)
     with pytest.raises(SamplingCancelled), passes:
         passes.forward("high", lanes, sigma=1.0)
-    assert len(asked) == LINEARS // 2 + 1
+    assert len(polls) == LINEARS // 2 + 1
 
 
 def test_only_long_blocks_of_a_cpu_that_computes_alone_stop_inside(open_pair: Callable[..., ExpertPair]) -> None:

@@ -1,4 +1,4 @@
-"""Which lanes a step has, what they are called, and what they hold."""
+"""Lanes of a step: number, names and contents."""
 
 from __future__ import annotations
 

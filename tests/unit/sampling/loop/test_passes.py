@@ -1,4 +1,4 @@
-"""Passes in a predicted order against whole models, and what a wrong prediction costs."""
+"""Model calls in a predicted order, compared with whole models, and the cost of wrong predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wanstream.sampling import ModelCalls, SamplingCancelled
 from wanstream.sampling.cache.base import CachedCalls
 from wanstream.sampling.cache.settings import FirstBlockCache
 from wanstream.sampling.loop.lanes import LaneName
-from wanstream.sampling.loop.model_calls import AHEAD, CallState, expect_again
+from wanstream.sampling.loop.model_calls import CALLS_AHEAD, CallState, predict_again
 from wanstream.schema import OffloadPolicy, StateError
 from wanstream.telemetry import Recorder
 from wanstream.wan import ExpertPair, Lane, Nag
@@ -31,7 +31,7 @@ OpenPair = Callable[..., ExpertPair]
 
 
 class Watched:
-    """An engine that keeps its runs."""
+    """Wrapper of an engine that collects its runs."""
 
     def __init__(self, engine: ExpertEngine) -> None:
         self._engine = engine
@@ -81,25 +81,25 @@ def _no_thread_is_left() -> bool:
 @pytest.mark.parametrize(
     ("rest", "expert", "then"),
     [
-        ("LL", H, [H] * AHEAD + [L, L]),
+        ("LL", H, [H] * CALLS_AHEAD + [L, L]),
         ("HHL", L, [L]),
         ("HLHL", L, [L, H, L]),
-        ("", H, [H] * AHEAD),
+        ("", H, [H] * CALLS_AHEAD),
     ],
 )
 def test_what_is_expected_after_a_surprise(rest: str, expert: str, then: list[str]) -> None:
-    assert expect_again([{"H": H, "L": L}[letter] for letter in rest], expert) == tuple(then)
+    assert predict_again([{"H": H, "L": L}[letter] for letter in rest], expert) == tuple(then)
 
 
 PREDICTIONS = [
     ([H, H, L, L], [H, H, L, L], 0),
     ([H, L, H, L], [H, L, H, L], 0),
     ([H, H, H, L], [H, L, L], 2),  # one high call less, one low call more
-    ([H, L, L], [H, H, H, L], 2),  # two high calls more; the low ones come sooner than expected again
+    ([H, L, L], [H, H, H, L], 2),  # two high calls more; then the low ones come sooner than predicted
     ([H, L], [L, L], 2),
     ([], [H, L], 2),
     ([L], [L] * 4, 1),
-    ([H, H, H], [H], 0),  # fewer calls than predicted surprise nobody
+    ([H, H, H], [H], 0),  # fewer calls than predicted need no new program
 ]
 
 
@@ -137,7 +137,7 @@ def test_a_right_prediction_is_one_program_that_fetches_every_block_once_per_cal
     with ModelCalls(engine, [H, H, L], recorder=recorder) as passes:
         for call, expert in enumerate([H, H, L]):
             passes.forward(expert, _lanes(), _sigma(call))
-        # The last predicted call has ended the run: nothing is fetched for a call that nobody expects.
+        # The last predicted call has ended the run: nothing is fetched for calls after it.
         assert passes.state is CallState.IDLE
     (run,) = engine.runs
     assert engine.fetched == 3 * LAYERS
@@ -160,7 +160,7 @@ def test_a_surprise_costs_no_more_than_what_was_fetched_ahead(prefetch: int, ope
         for call, expert in enumerate([H, L, L, L]):
             passes.forward(expert, _lanes(1), _sigma(call))
     assert passes.recompiled == 2
-    # Two broken predictions, and the last program expected more than came.
+    # Two wrong predictions, and the last program had more calls than were made.
     assert engine.fetched <= 4 * LAYERS + 3 * (prefetch + 1)
 
 
@@ -184,31 +184,31 @@ def test_a_pass_belongs_into_with_and_not_into_another_pass(open_pair: OpenPair)
     with pytest.raises(StateError, match="not entered"):
         passes.forward(H, _lanes(), 1.0)
     with passes:
-        with pytest.raises(StateError, match="one pass must end"):
+        with pytest.raises(StateError, match="one call must end"):
             passes.forward(H, _lanes(), 1.0)
-        with pytest.raises(StateError, match=r"cannot be entered: .* wait for a call"), passes:
+        with pytest.raises(StateError, match=r"cannot be entered twice; state: waiting for a call"), passes:
             pass
-    with pytest.raises(StateError, match="are over"):
+    with pytest.raises(StateError, match="state: closed"):
         passes.forward(H, _lanes(), 1.0)
-    with pytest.raises(StateError, match=r"cannot be entered: .* are over"), passes:
+    with pytest.raises(StateError, match=r"cannot be entered twice; state: closed"), passes:
         pass
     assert _no_thread_is_left()
 
 
-@pytest.mark.parametrize("asked", [1, LAYERS, LAYERS + 2])
-def test_a_stop_comes_before_the_next_block_and_leaves_all_usable(asked: int, open_pair: OpenPair) -> None:
+@pytest.mark.parametrize("poll", [1, LAYERS, LAYERS + 2])
+def test_a_stop_comes_before_the_next_block_and_leaves_all_usable(poll: int, open_pair: OpenPair) -> None:
     pair, asking = open_pair(), list[int]()
     whole = pair.engine(LAYERWISE, CPU)
 
     def should_stop() -> bool:
         asking.append(1)
-        return len(asking) == asked
+        return len(asking) == poll
 
     with _passes(whole, [H, H, L], should_stop=should_stop) as passes:
         with pytest.raises(SamplingCancelled) as stopped:
             for call in range(2):
                 passes.forward(H, _lanes(), _sigma(call))
-        assert (stopped.value.step, stopped.value.block) == divmod(asked - 1, LAYERS)
+        assert (stopped.value.step, stopped.value.block) == divmod(poll - 1, LAYERS)
         assert passes.state is CallState.IDLE
         assert _no_thread_is_left()
         again = passes.forward(L, _lanes(), 0.5)
@@ -221,7 +221,7 @@ def test_an_error_between_two_calls_ends_the_run(open_pair: OpenPair) -> None:
     engine = open_pair().engine(LAYERWISE, CPU)
     with pytest.raises(ZeroDivisionError), _passes(engine, [H, L]) as passes:
         passes.forward(H, _lanes(), 1.0)
-        1 / 0  # noqa: B018 (what a sampler may do)
+        1 / 0  # noqa: B018 (a sampler may do this)
     assert _no_thread_is_left()
     with _passes(engine, [H]) as passes:
         passes.forward(H, _lanes(), 1.0)
@@ -278,7 +278,7 @@ def test_nag_is_in_the_blocks_as_long_as_passes_are_open(open_pair: OpenPair) ->
     with _passes(engine, [H, H, L], nag=Nag(scale=5.0)) as passes:
         assert all(type(block.attn2.processor).__name__ == "NagAttention" for block in blocks)
         (off,), (on,) = (passes.forward(H, [lane], 0.9) for lane in (plain, held))
-        passes.forward(H, [held], 0.8)  # a surprise: another program
+        passes.forward(H, [held], 0.8)  # an unpredicted call: another program
         with pytest.raises(ZeroDivisionError):
             passes.forward(L, _Failing(), 0.7)
         assert [block.attn2.processor for block in blocks] == own, "after an error nothing is fetched, and nothing held"
@@ -290,7 +290,7 @@ def test_nag_is_in_the_blocks_as_long_as_passes_are_open(open_pair: OpenPair) ->
 
 
 class _Failing(list[Lane]):
-    """Lanes that cannot be asked for."""
+    """Lanes that raise when they are read."""
 
     def __iter__(self) -> Iterator[Lane]:
         raise ZeroDivisionError

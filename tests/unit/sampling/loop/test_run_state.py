@@ -1,4 +1,4 @@
-"""A run that is cut between two steps and goes on elsewhere gives what the whole run gives."""
+"""A run that is interrupted between two steps and resumed elsewhere is equal to the whole run."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ OpenPair = Callable[..., ExpertPair]
 
 
 def _run(pair: ExpertPair, request: DenoiseRequest, part: RunSlice) -> tuple[torch.Tensor, list[StepProgress]]:
-    told: list[StepProgress] = []
-    ended = denoise_part(pair, request, part, policy=LAYERWISE, device="cpu", on_step=told.append)
-    return ended.latents, told
+    progress: list[StepProgress] = []
+    ended = denoise_part(pair, request, part, policy=LAYERWISE, device="cpu", on_step=progress.append)
+    return ended.latents, progress
 
 
 @pytest.fixture
 def whole(open_pair: OpenPair, make_request: Request) -> Callable[[DenoiseRequest], list[StepProgress]]:
     def run(request: DenoiseRequest) -> list[StepProgress]:
-        told: list[StepProgress] = []
+        progress: list[StepProgress] = []
         with open_pair() as pair:
-            denoise(pair, request, policy=LAYERWISE, device="cpu", on_step=told.append)
-        return told
+            denoise(pair, request, policy=LAYERWISE, device="cpu", on_step=progress.append)
+        return progress
 
     return run
 
@@ -55,9 +55,9 @@ def test_a_run_goes_on_after_any_step_in_another_pair(
     solver: str, open_pair: OpenPair, make_request: Request, whole: Any
 ) -> None:
     request = make_request(guidance=(4.0, 1.0), solver=solver, steps=STEPS, switch_step=3)
-    told = whole(request)
-    ended = told[-1].state().latents
-    for step in told[:-1]:
+    progress = whole(request)
+    ended = progress[-1].state().latents
+    for step in progress[:-1]:
         with open_pair() as pair:
             latents, after = _run(pair, request, RunSlice(resume=step.state()))
         assert torch.equal(latents, ended)
@@ -69,13 +69,13 @@ def test_a_run_that_is_cut_leaves_the_noise_of_its_step(
     cut: int, open_pair: OpenPair, make_request: Request, whole: Any
 ) -> None:
     request = make_request(solver="unipc", steps=STEPS, switch_step=3)
-    told = whole(request)
+    progress = whole(request)
     with open_pair() as pair:
         before = denoise_part(pair, request, RunSlice(until=cut), policy=LAYERWISE, device="cpu")
     assert before.sigma == request.step_plan.schedule.sigmas[cut]
     assert [step.index for step in before.timeline.steps] == list(range(cut))
     if cut:
-        assert torch.equal(before.latents, told[cut - 1].state().latents)
+        assert torch.equal(before.latents, progress[cut - 1].state().latents)
 
 
 @pytest.mark.parametrize("expert", ["high", "low"])

@@ -1,4 +1,4 @@
-"""Runs in which device memory is short at chosen visits: real hooks of real modules raise what torch raises there."""
+"""Runs that run out of device memory at chosen visits: hooks of the modules raise torch's errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OpenPair = Callable[..., ExpertPair]
 
 
 class ShortPair:
-    """Passes on to a pair; at chosen uses of a block, counted over the run, memory is short."""
+    """Wrapper of a pair that raises out-of-memory errors at chosen uses of a block, counted over the run."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class ShortPair:
         use, self.uses = self.uses, self.uses + 1
         assert all(left() is None for left in self.left), "what the failed step computed is still there"
         if self._short(use, self.policies[-1]):
-            computed = given[0].clone()  # its own: the lanes' first tensors are views of the inputs
+            computed = given[0].clone()  # a new tensor: the lanes' first tensors are views of the inputs
             self.left += [weakref.ref(given[0]), weakref.ref(computed)]
             raise self._error(f"{self._said} at use {use}: {list(computed.shape)}")
 
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Memory that only the garbage collector would find is not free when the next step needs it."""
+    """Memory in a reference cycle is not free when the next step needs it."""
     gc.collect()
     gc.disable()
     try:
@@ -89,7 +89,7 @@ def _once(*uses: int) -> Callable[[int, OffloadPolicy], bool]:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, Any]:
-    """The result of each solver where memory was never short; that no policy changes a bit is tested elsewhere."""
+    """Result of each solver without memory errors; other tests compare the policies."""
     return {}
 
 
@@ -145,7 +145,7 @@ def test_the_smaller_policy_stays_and_is_told(
 
 
 class DeviceError(RuntimeError):
-    """As torch.AcceleratorError, which cannot be made by hand."""
+    """Stand-in for torch.AcceleratorError, which Python code cannot construct."""
 
     error_code = 2
 
@@ -202,7 +202,7 @@ def test_where_two_buffers_are_all_there_is_fewer_tokens_are_computed_at_once(
 def test_a_step_is_tried_again_with_less_and_less_and_no_more_often_than_needed(
     open_pair: OpenPair, make_request: Request
 ) -> None:
-    """Only two buffers are few enough: at least one less than eight, then at least two less than four."""
+    """Only two buffers fit: at least one less than eight, then at least two less than four."""
     pair = ShortPair(open_pair(), lambda _, policy: policy != LAYERWISE(1))
     _run(pair, make_request(), RESIDENT())
     assert pair.policies == [RESIDENT(), BLOCK_SWAP(0, 1), LAYERWISE(1)]
@@ -223,22 +223,22 @@ def test_where_nothing_smaller_is_left_the_error_says_what_was_tried(
     assert pair.policies[-1] == smallest
     assert isinstance(refused.value, ValueError)
     assert isinstance(refused.value, torch.OutOfMemoryError), "a host unloads other models for it"
-    told = str(refused.value)
-    assert told.startswith("out of memory in step 0 (high-noise expert), and no smaller policy is left")
-    assert told.count(" of weights (") == len(pair.policies)
-    assert "Make the video smaller or shorter" in told
-    assert "out of memory at use" in told
+    message = str(refused.value)
+    assert message.startswith("out of memory in step 0 (high-noise expert), and no smaller policy is left")
+    assert message.count(" of weights (") == len(pair.policies)
+    assert "Make the video smaller or shorter" in message
+    assert "out of memory at use" in message
     still[0], request = False, make_request()
     assert torch.equal(_run(inner, request, policy).latents, _run(open_pair(), request, policy).latents)
 
 
 def test_an_interrupt_ends_a_step_that_is_taken_again(open_pair: OpenPair, make_request: Request) -> None:
-    inner, asked = open_pair(), list[int]()
+    inner, polls = open_pair(), list[int]()
     pair = ShortPair(inner, _once(2 * LAYERS + 2))
 
     def should_stop() -> bool:
-        asked.append(len(pair.policies))
-        return asked.count(2) == 3
+        polls.append(len(pair.policies))
+        return polls.count(2) == 3
 
     with pytest.raises(SamplingCancelled) as stopped:
         _run(pair, make_request(), RESIDENT(), should_stop=should_stop)
@@ -312,15 +312,15 @@ def test_buffers_that_find_no_room_when_a_run_begins_are_fewer_then(open_pair: O
 def test_a_revised_policy_holds_from_the_second_step_on_and_changes_no_bit(
     before: OffloadPolicy, after: OffloadPolicy, open_pair: OpenPair, make_request: Request
 ) -> None:
-    told, pair, request = list[Any](), ShortPair(open_pair(), _once()), make_request()
+    records, pair, request = list[Any](), ShortPair(open_pair(), _once()), make_request()
 
     def revise(record: Any) -> OffloadPolicy:
-        told.append(record)
+        records.append(record)
         return after
 
     result = _run(pair, request, before, revise=revise)
     assert torch.equal(result.latents, _run(open_pair(), request, before).latents)
-    assert told == [result.timeline.steps[0]]
+    assert records == [result.timeline.steps[0]]
     assert pair.policies == ([before] if before == after else [before, after])
     assert len(result.timeline.changes) == (before != after)
     if before != after:
@@ -328,15 +328,17 @@ def test_a_revised_policy_holds_from_the_second_step_on_and_changes_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("steps", "uses", "asked"), [(5, [], 1), (5, [3], 0), (5, [40], 1), (1, [], 0)], ids=["5", "short", "later", "1"]
+    ("steps", "uses", "revisions"),
+    [(5, [], 1), (5, [3], 0), (5, [40], 1), (1, [], 0)],
+    ids=["5", "short", "later", "1"],
 )
 def test_nobody_is_asked_about_a_disturbed_first_step_or_the_only_one(
-    steps: int, uses: list[int], asked: int, open_pair: OpenPair, make_request: Request
+    steps: int, uses: list[int], revisions: int, open_pair: OpenPair, make_request: Request
 ) -> None:
-    told = list[Any]()
+    records = list[Any]()
     pair = ShortPair(open_pair(), _once(*uses))
-    _run(pair, make_request(steps=steps, switch_step=steps), RESIDENT(), revise=told.append)
-    assert len(told) == asked
+    _run(pair, make_request(steps=steps, switch_step=steps), RESIDENT(), revise=records.append)
+    assert len(records) == revisions
 
 
 def test_an_error_that_somebody_keeps_holds_no_tensor() -> None:
@@ -374,7 +376,7 @@ def test_steps_of_a_copied_solver_are_none_of_the_solvers(name: str) -> None:
     latents = [given[0], given[0]]
     for velocity in given[1:]:
         tried = careful.copy()
-        tried.step(velocity * 2, latents[1])  # a step that was in vain
+        tried.step(velocity * 2, latents[1])  # a step that failed
         latents = [plain.step(velocity, latents[0]), careful.step(velocity, latents[1])]
         assert torch.equal(*latents)
 
@@ -387,7 +389,7 @@ def test_a_shortage_in_the_solver_leaves_its_history_as_it_was(
     real = UniPCMultistepScheduler.multistep_uni_p_bh_update
 
     def short(self: Any, *args: Any, **settings: Any) -> torch.Tensor:
-        """Called last in a step, when the history has been shifted already."""
+        """Called last in a step, after the history was shifted."""
         if next(steps) == 2:
             raise torch.OutOfMemoryError("no room in the solver")
         return real(self, *args, **settings)

@@ -1,4 +1,4 @@
-"""Calls in which device memory is short, and calls under a policy that is revised after the first."""
+"""Model calls that run out of device memory, and calls under a policy that is revised after the first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _lanes() -> list[Lane]:
 
 
 class Calls:
-    """Passes over a pair in which memory is short at chosen uses of a block."""
+    """Model calls of a pair that raises out-of-memory errors at chosen uses of a block."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Calls:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, tuple[list[torch.Tensor], int]]:
-    """Results of runs whose memory is never short: the velocities, and the number of new programs."""
+    """Velocities and the number of new programs of runs without memory errors."""
     return {}
 
 
@@ -142,12 +142,12 @@ def test_without_a_policy_to_make_smaller_the_shortage_is_the_callers(open_pair:
 
 
 def test_a_stop_ends_a_call_that_is_computed_again(open_pair: OpenPair) -> None:
-    asked = list[int]()
+    polls = list[int]()
     calls = Calls(open_pair(), RESIDENT(), {3}.__contains__)
 
     def should_stop() -> bool:
-        asked.append(len(calls.policy.changes))
-        return asked.count(1) == 3
+        polls.append(len(calls.policy.changes))
+        return polls.count(1) == 3
 
     with pytest.raises(SamplingCancelled) as stopped:
         calls.of([H], [H], should_stop=should_stop)
@@ -155,20 +155,20 @@ def test_a_stop_ends_a_call_that_is_computed_again(open_pair: OpenPair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("calls", "uses", "asked", "after"),
+    ("calls", "uses", "revisions", "after"),
     [
         ([H, H, L], set(), 1, BLOCK_SWAP(2)),
-        ([H, L], {1}, 0, BLOCK_SWAP(0)),  # memory was short in the first call
+        ([H, L], {1}, 0, BLOCK_SWAP(0)),  # the first call ran out of memory
         ([H], set(), 0, LAYERWISE(1)),  # there is no other call
     ],
 )
 def test_a_policy_is_revised_after_an_undisturbed_first_call(
-    calls: list[str], uses: set[int], asked: int, after: OffloadPolicy, open_pair: OpenPair
+    calls: list[str], uses: set[int], revisions: int, after: OffloadPolicy, open_pair: OpenPair
 ) -> None:
-    told = list[Any]()
+    records = list[Any]()
 
     def revise(record: Any) -> OffloadPolicy:
-        told.append(record)
+        records.append(record)
         return BLOCK_SWAP(2)
 
     before = RESIDENT() if uses else LAYERWISE(1)
@@ -176,16 +176,16 @@ def test_a_policy_is_revised_after_an_undisturbed_first_call(
     found = going.of(calls, calls)
     expected = Calls(open_pair(), LAYERWISE(1)).of(calls, calls)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert len(told) == asked
+    assert len(records) == revisions
     assert going.policy.policy == after
     assert going.recompiled == 0
 
 
 def test_a_call_in_which_blocks_were_compiled_teaches_nothing(open_pair: OpenPair) -> None:
     torch._dynamo.reset()
-    told, pair = list[Any](), open_pair(layers=2)
+    records, pair = list[Any](), open_pair(layers=2)
     pair.kernels = Kernels(compiler="eager")
-    Calls(pair, LAYERWISE(1), revise=told.append).of([H, H], [H, H])
-    assert told == []
-    Calls(pair, LAYERWISE(1), revise=told.append).of([H, H], [H, H])
-    assert len(told) == 1
+    Calls(pair, LAYERWISE(1), revise=records.append).of([H, H], [H, H])
+    assert records == []
+    Calls(pair, LAYERWISE(1), revise=records.append).of([H, H], [H, H])
+    assert len(records) == 1

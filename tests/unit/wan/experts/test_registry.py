@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from wanstream.schema.experts_ref import ExpertsRef
-from wanstream.wan.experts.registry import ExpertsRegistry, open_pair
+from wanstream.schema.refs import ExpertsRef
+from wanstream.wan.experts.open import ExpertsRegistry, open_pair
 
 
 class FakePair:

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wanstream.plan import step_visits
 from wanstream.schema import Attention, ExpertsRef, OffloadPolicy
 from wanstream.wan import ExpertPair
-from wanstream.wan.experts.open import open_experts
-from wanstream.wan.experts.registry import ExpertsRegistry, open_pair
+from wanstream.wan.experts.open import ExpertsRegistry, open_experts, open_pair
 from wanstream.wan.transformer.block_kernels import BlockKernels
 from wanstream.wan.transformer.kernels import ATTENTIONS, INDUCTOR, Kernels, KernelsError, check_installed, check_usable
 

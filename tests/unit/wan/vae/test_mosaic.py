@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wanstream.wan.vae.blend import TileBlender
-from wanstream.wan.vae.memory import TensorMemoryTracker
-from wanstream.wan.vae.tile_size import DecodeNeeds
-from wanstream.wan.vae.tiles import Tiling
+from wanstream.wan.vae.memory import DecodeNeeds, TensorMemoryTracker
+from wanstream.wan.vae.tiles import TileBlender, Tiling
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=str)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wanstream.wan.vae.tile_size import DecodeNeeds, VaeRoomError
+from wanstream.wan.vae.memory import DecodeNeeds, VaeRoomError
 from wanstream.wan.vae.tiles import Tiling
 from wanstream.wan.vae.vae import NoRoomToDecodeError, open_vae, with_smaller_tiles
 

@@ -11,8 +11,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from wanstream.schema import StateError
-from wanstream.wan.vae.blend import TileBlender
-from wanstream.wan.vae.tiles import Tiling, crop, decode_tile, decoded_frames
+from wanstream.wan.vae.tiles import TileBlender, Tiling, crop, decode_tile, decoded_frames
 from wanstream.wan.vae.vae import open_vae
 
 TILING = Tiling(pixels=64, stride=48)

@@ -7,7 +7,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.loaders.single_file_utils import convert_wan_vae_to_diffusers
 
-from wanstream.wan.vae.keys import native_vae_name, native_wan22_vae_name
+from wanstream.wan.vae.weights import native_vae_name, native_wan22_vae_name
 
 # Names of Wan-AI/Wan2.2-TI2V-5B-Diffusers, for which diffusers has no single-file converter.
 WAN22_CONFIG = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wanstream.wan.vae.tile_size import DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling, smaller_tiling
+from wanstream.wan.vae.memory import DecodeNeeds, VaeRoomError, fitting_tiling, shared_tiling, smaller_tiling
 from wanstream.wan.vae.tiles import Tiling
 
 MB = 1_000_000

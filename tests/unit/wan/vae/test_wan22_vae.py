@@ -11,8 +11,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan
 
-from wanstream.wan.vae.blend import TileBlender
-from wanstream.wan.vae.tiles import Tiling, crop
+from wanstream.wan.vae.tiles import TileBlender, Tiling, crop
 from wanstream.wan.vae.vae import VaeInputError, WanVae, open_vae
 
 TILING = Tiling.of(128, 16)
